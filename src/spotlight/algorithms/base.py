@@ -1,0 +1,91 @@
+"""What an RL algorithm is: what its rollouts keep, which weights they use, and its loss.
+
+An algorithm is one file that implements :class:`Algorithm` and is named in ``algorithms/__init__.py``.
+It sees a :class:`TrainBatch` of tensors and a :class:`Policy` to evaluate; it never sees adapters,
+optimizers, ranks or rollout ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from spotlight.diffusion.samplers import Sampler
+
+Slot = Literal["policy", "reference", "old", "ema"]
+"""Named weights of the one DiT: what is trained, the start, the behaviour policy, the average."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """Tensors of a micro-batch of samples, all on the model's device, float32.
+
+    With ``keeps == "trajectory"`` S is the number of kept (stochastic) steps and ``latents`` holds the
+    S + 1 states around them; with ``keeps == "final"`` ``latents`` is None and ``final`` the clean x0.
+
+    Attributes:
+        final: x0, [batch, tokens, channels].
+        latents: [batch, S + 1, tokens, channels], or None.
+        sigmas: noise levels of ``latents``: [batch, S + 1], or None. The rollout's exact values.
+        rollout_log_probs: [batch, S] as scored while rolling out, or None.
+        old_log_probs: [batch, S] to form the ratio with, or None (stop-gradient form, or none needed).
+        advantages: [batch].
+        seeds: the samples' seeds, for counter-based draws during training.
+        version: the policy version being trained from (varies the draws between iterations).
+    """
+
+    final: Tensor
+    latents: Tensor | None
+    sigmas: Tensor | None
+    rollout_log_probs: Tensor | None
+    old_log_probs: Tensor | None
+    advantages: Tensor
+    seeds: tuple[int, ...]
+    version: int
+
+
+class Policy(Protocol):
+    """The DiT bound to a micro-batch's prompts: evaluates the velocity under one of its weight slots."""
+
+    def velocity(self, latents: Tensor, sigma: Tensor, slot: Slot = "policy") -> Tensor:
+        """[batch, tokens, channels] at noise levels sigma [batch]. Gradients flow only for ``policy``."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerms:
+    """Loss of one training timestep of a micro-batch.
+
+    Attributes:
+        per_sample: [batch], with gradient. The learner averages over the samples of the optimizer step
+            and over the timesteps of a sample.
+        metrics: [batch] detached values to average and log (ratio, kl, clip fraction ...).
+    """
+
+    per_sample: Tensor
+    metrics: Mapping[str, Tensor]
+
+
+class Algorithm(Protocol):
+    """One RL algorithm for flow-matching DiTs."""
+
+    name: str
+    keeps: Literal["trajectory", "final"]
+    extra_slots: tuple[Slot, ...]
+    rollout_slot: Slot
+    sampler: Sampler
+    """Sampler of the rollouts (stochastic inside the SDE window, ODE outside)."""
+
+    def timesteps(self, kept_steps: int) -> int:
+        """How many forward/backward passes a sample costs, given the S kept steps of its trajectory."""
+
+    def old_log_probs(self, policy: Policy, batch: TrainBatch) -> Tensor | None:
+        """Log-probs of the kept steps under the current policy ([batch, S], no gradient), where needed."""
+
+    def loss(self, policy: Policy, batch: TrainBatch, timestep: int) -> LossTerms:
+        """Loss of the ``timestep``-th training step of every sample, 0 <= timestep < timesteps(S)."""
+
+    def old_decay(self, batches_trained: int) -> float | None:
+        """m of ``old <- m old + (1 - m) policy`` after a batch; None when there is no old slot."""

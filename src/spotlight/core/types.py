@@ -1,0 +1,120 @@
+"""The nouns that flow between the parts of Spotlight.
+
+Everything here is small, frozen and made of ids, sizes and floats: never a tensor, never an object
+of another process. Tensors travel beside these nouns, keyed by :data:`RolloutId`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NewType
+
+PromptId = NewType("PromptId", str)
+RolloutId = NewType("RolloutId", str)
+WorkerId = NewType("WorkerId", str)
+LeaseId = NewType("LeaseId", int)
+PolicyVersion = NewType("PolicyVersion", int)
+"""Number of optimizer steps applied to the policy."""
+
+
+class Purpose(StrEnum):
+    """Why a rollout is made. Only ``TRAIN`` samples may enter an optimizer step."""
+
+    TRAIN = "train"
+    EXPLORE = "explore"
+    EVAL = "eval"
+
+
+class Phase(StrEnum):
+    """Where a GPU-second went. Every billed second has exactly one phase."""
+
+    SETUP = "setup"
+    ROLLOUT = "rollout"
+    EXPLORATION = "exploration"
+    EVALUATION = "evaluation"
+    REWARD = "reward"
+    TRAINING = "training"
+    WEIGHT_SYNC = "weight_sync"
+    CHECKPOINT = "checkpoint"
+    RECONFIGURATION = "reconfiguration"
+    IDLE = "idle"
+    LOST = "lost"
+
+
+class DropReason(StrEnum):
+    """Why a train rollout never entered an optimizer step."""
+
+    ROLLOUT_FAILED = "rollout_failed"
+    REWARD_ERROR = "reward_error"
+    REWARD_TIMEOUT = "reward_timeout"
+    REWARD_NOT_FINITE = "reward_not_finite"
+    GROUP_TOO_SMALL = "group_too_small"
+    UNEVEN_BATCH = "uneven_batch"
+    STALE = "stale"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A text to draw, with what the reward must know of it."""
+
+    id: PromptId
+    text: str
+    metadata: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One (prompt, seed) to denoise.
+
+    Attributes:
+        seed: 63-bit integer that fixes ALL randomness: initial noise, every SDE kick, the SDE window.
+        member: index of the rollout within its group (or within its prompt's evaluation images).
+        version: the policy version that must make all of it.
+    """
+
+    id: RolloutId
+    purpose: Purpose
+    iteration: int
+    prompt_id: PromptId
+    member: int
+    seed: int
+    steps: int
+    version: PolicyVersion
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Rollouts held by one worker until ``deadline_s`` (controller time), fenced by ``epoch``."""
+
+    id: LeaseId
+    worker: WorkerId
+    epoch: int
+    rollouts: tuple[RolloutId, ...]
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The surviving samples of one prompt in one iteration; their rewards become advantages."""
+
+    prompt_id: PromptId
+    rollouts: tuple[RolloutId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What the learner takes in one forward/backward.
+
+    Attributes:
+        iteration: the iteration whose samples these are.
+        update: index of the optimizer step within the iteration.
+        rollouts: whole or partial groups, in group order.
+        update_samples: number of samples of the whole optimizer step (the loss's normaliser).
+    """
+
+    iteration: int
+    update: int
+    rollouts: tuple[RolloutId, ...]
+    update_samples: int
