@@ -1,0 +1,134 @@
+"""Checks between fields: batch arithmetic, and settings that contradict each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from spotlight.config.errors import Problem
+from spotlight.config.schema import DiffusionNFTConfig, RunConfig
+
+
+def divisors_near(number: int, wanted: int) -> str:
+    """The nearest divisors of ``number`` around ``wanted``, as text ("4 or 6")."""
+    below = max((d for d in range(1, min(number, wanted) + 1) if number % d == 0), default=1)
+    above = next((d for d in range(wanted, number + 1) if number % d == 0), number)
+    return str(below) if below == above else f"{below} or {above}"
+
+
+def find_problems(config: RunConfig) -> list[Problem]:
+    """Every contradiction in an otherwise well-typed configuration."""
+    return [*_sampler(config), *_window(config), *batch_problems(config), *_evaluation(config), *_rewards(config)]
+
+
+def _sampler(config: RunConfig) -> Iterator[Problem]:
+    sampler, algorithm = config.rollout.sampler, config.algorithm
+    if isinstance(algorithm, DiffusionNFTConfig):
+        if sampler != "ode":
+            yield Problem(
+                "rollout.sampler", repr(sampler), "'ode' with algorithm.name=diffusion-nft",
+                "DiffusionNFT learns from clean samples only: set rollout.sampler=ode.",
+            )  # fmt: skip
+        return
+    if sampler == "ode":
+        yield Problem(
+            "rollout.sampler", "'ode'", f"a stochastic sampler with algorithm.name={algorithm.name}",
+            "Set rollout.sampler to flow-sde, cps or dance: an ODE step has no log-probability.",
+        )  # fmt: skip
+    if config.rollout.noise_level == 0:
+        yield Problem(
+            "rollout.noise_level", "0", f"above 0 with algorithm.name={algorithm.name}",
+            "Without noise a step has no log-probability; Flow-GRPO uses 0.7.",
+        )  # fmt: skip
+
+
+def kept_steps(config: RunConfig) -> int:
+    """Stochastic (trainable) steps of a rollout; 0 with the ODE sampler."""
+    if config.rollout.sampler == "ode":
+        return 0
+    window = config.rollout.sde_window
+    return config.rollout.steps - 1 if window.kind == "all" else window.size
+
+
+def _window(config: RunConfig) -> Iterator[Problem]:
+    if config.rollout.sampler == "ode":
+        return
+    window, last = config.rollout.sde_window, config.rollout.steps - 1
+    if window.kind != "all":
+        high = window.high if window.high is not None else max(window.size, config.rollout.steps // 2)
+        if high > last:
+            yield Problem(
+                "rollout.sde_window.high", str(high), f"at most rollout.steps - 1 = {last}",
+                "The last step is never stochastic: it would leave noise in the picture.",
+            )  # fmt: skip
+        if window.low + window.size > high:
+            yield Problem(
+                "rollout.sde_window.size", str(window.size), f"at most high - low = {high - window.low}",
+                "Widen [low, high) or take fewer steps.",
+            )  # fmt: skip
+    wanted = config.algorithm.train_timesteps
+    if wanted is not None and wanted > kept_steps(config):
+        yield Problem(
+            "algorithm.train_timesteps", str(wanted), f"at most {kept_steps(config)}, the stochastic steps of a rollout",
+            "Lower it, or widen rollout.sde_window.",
+        )  # fmt: skip
+
+
+def batch_problems(config: RunConfig, ranks: int = 1) -> Iterator[Problem]:
+    """What does not divide, with the nearest values that do.
+
+    Args:
+        ranks: processes that share the work (``torchrun --nproc-per-node``).
+    """
+    prompts, group = config.rollout.prompts_per_iteration, config.rollout.group_size
+    updates, micro = config.learner.updates_per_batch, config.learner.micro_batch_size
+    if prompts % updates:
+        yield Problem(
+            "learner.updates_per_batch", str(updates),
+            f"a divisor of rollout.prompts_per_iteration = {prompts} (groups are not cut)",
+            f"Nearest: {divisors_near(prompts, updates)}; or prompts_per_iteration={-(-prompts // updates) * updates}.",
+        )  # fmt: skip
+        return
+    update_samples = prompts // updates * group
+    if update_samples % ranks:
+        yield Problem(
+            "rollout.group_size", str(group),
+            f"samples of an update ({update_samples}) divisible by the {ranks} ranks",
+            f"Start {divisors_near(update_samples, ranks)} ranks, or group_size={-(-group // ranks) * ranks}.",
+        )  # fmt: skip
+        return
+    share = update_samples // ranks
+    if share % micro and micro < share:
+        yield Problem(
+            "learner.micro_batch_size", str(micro),
+            f"a divisor of the {share} samples that a rank trains in an update "
+            f"({prompts} prompts x {group} samples / {updates} updates / {ranks} ranks)",
+            f"Nearest: {divisors_near(share, micro)}.",
+        )  # fmt: skip
+
+
+def _evaluation(config: RunConfig) -> Iterator[Problem]:
+    weights = config.evaluation.weights
+    if weights == "ema" and config.learner.ema is None:
+        yield Problem(
+            "evaluation.weights", "'ema'", "'policy', while learner.ema is not set",
+            "Set learner.ema.cap=0.9 or evaluate the policy.",
+        )  # fmt: skip
+    if weights == "old" and not isinstance(config.algorithm, DiffusionNFTConfig):
+        yield Problem(
+            "evaluation.weights", "'old'", f"'policy' or 'ema' with algorithm.name={config.algorithm.name}",
+            "Only diffusion-nft keeps an old policy.",
+        )  # fmt: skip
+    if config.evaluation.grid_images > config.evaluation.images_per_prompt:
+        yield Problem(
+            "evaluation.grid_images", str(config.evaluation.grid_images),
+            f"at most evaluation.images_per_prompt = {config.evaluation.images_per_prompt}",
+            "Grids show evaluation images; lower it or evaluate more.",
+        )  # fmt: skip
+
+
+def _rewards(config: RunConfig) -> Iterator[Problem]:
+    names = [reward.name for reward in config.rewards]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield Problem("rewards", f"{name!r} twice", "each reward once", "Add the weights instead.")
+    if all(reward.weight == 0 for reward in config.rewards):
+        yield Problem("rewards", "only weights of 0", "at least one other weight", "Nothing would be learnt.")

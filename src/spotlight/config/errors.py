@@ -1,0 +1,28 @@
+"""Configuration errors: every one names the key, the value found, the value expected and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong with a configuration."""
+
+    key: str
+    found: str
+    expected: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: found {self.found}; expected {self.expected}. {self.remedy}"
+
+
+class ConfigError(ValueError):
+    """One or more problems with a configuration; ``problems`` holds them all."""
+
+    def __init__(self, source: str, problems: Sequence[Problem]) -> None:
+        self.source = source
+        self.problems = tuple(problems)
+        super().__init__("\n".join([f"Cannot use {source}:", *(f"  - {problem}" for problem in problems)]))
