@@ -96,7 +96,9 @@ class ModelFamily(Protocol):
     def decode(self, latents: Tensor, size: ImageSize) -> NDArray[np.uint8]:
         """Decode final latents to pictures: [batch, height, width, 3] uint8."""
 
-    def save_lora(self, directory: Path, layers: Mapping[str, Tensor], metadata: Mapping[str, object]) -> Path:
+    def save_lora(
+        self, directory: Path, layers: Mapping[str, Tensor], metadata: Mapping[str, object]
+    ) -> Path:
         """Write a LoRA that plain diffusers' ``load_lora_weights`` takes; returns the file.
 
         ``layers`` is peft's adapter state dict of the transformer; ``metadata`` peft's LoraConfig fields

@@ -1,0 +1,155 @@
+"""The one place that touches peft's layers: inject adapters, find them, choose the one that runs.
+
+peft's public ``set_adapter`` and ``enable_adapters`` also flip ``requires_grad`` on every adapter. That
+would leave a sharded module (FSDP2 builds its gradient buffers from the flags it sees) without gradients
+for the policy after a forward under another slot. So the choice is made through the two private fields
+those methods set, ``_active_adapter`` and ``_disable_adapters``; `tests/contract/test_peft_layers.py`
+says so when a peft release moves them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from spotlight.models.base import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSpec:
+    """Shape of the LoRA adapters.
+
+    Attributes:
+        rank: inner width r of the product B A.
+        alpha: the update is scaled by alpha / rank.
+        targets: ends of module names, e.g. ``to_q`` or ``img_mlp.net.2``; each must match a linear layer.
+        seed: fixes the initial A (B starts at zero, so the adapter starts as the identity).
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    seed: int = 0
+
+
+def check_targets(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linear]:
+    """The linear layers the targets bind, by module name.
+
+    Raises:
+        ModelError: no targets, or one that matches nothing or something that is not a linear layer.
+    """
+    if not targets:
+        raise ModelError(
+            "LoRA targets are empty: name at least one linear layer, e.g. 'to_q' "
+            "(or leave them out for the family's default_lora_targets)"
+        )
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    bound: dict[str, nn.Linear] = {}
+    for target in targets:
+        hits = [name for name, _ in model.named_modules() if _matches(name, target)]
+        if not hits:
+            raise ModelError(
+                f"LoRA target {target!r} matches no module of {type(model).__name__}; "
+                f"nearest linear layers: {', '.join(_nearest(target, linears)) or 'none'}"
+            )
+        for name in hits:
+            if name not in linears:
+                kind = type(model.get_submodule(name)).__name__
+                inside = sorted({n.removeprefix(name + ".") for n in linears if n.startswith(name + ".")})
+                raise ModelError(
+                    f"LoRA target {target!r} matches {name!r}, a {kind}; expected a linear layer"
+                    + (f", e.g. {', '.join(inside[:6])}" if inside else "")
+                )
+            bound[name] = linears[name]
+    return bound
+
+
+def _matches(name: str, target: str) -> bool:
+    return name == target or name.endswith("." + target)
+
+
+def _nearest(target: str, linears: Mapping[str, nn.Linear]) -> list[str]:
+    """Likely spellings: the ends of linear layers' names (1 to 4 components) closest to ``target``."""
+    ends: dict[str, None] = {}
+    for name in linears:
+        parts = name.split(".")
+        for length in range(1, min(4, len(parts)) + 1):
+            end = ".".join(parts[-length:])
+            if not end.isdigit():
+                ends[end] = None
+    return difflib.get_close_matches(target, list(ends), n=4, cutoff=0.4) or list(ends)[:4]
+
+
+def inject(model: nn.Module, spec: LoraSpec, adapters: Sequence[str]) -> dict[str, LoraLayer]:
+    """Put one LoRA adapter per name on the model, in place; returns the layers by module name.
+
+    All adapters start equal: B zero, A uniform in ±1/sqrt(fan_in) (Kaiming, as peft does) drawn from
+    ``spec.seed`` in the order of module names, so it depends neither on the global generator nor on the
+    device. Adapters are float32 whatever the base is: bfloat16 would swallow small updates.
+    """
+    if spec.rank < 1:
+        raise ModelError(f"LoRA rank is {spec.rank}; expected at least 1")
+    if not spec.alpha > 0:
+        raise ModelError(f"LoRA alpha is {spec.alpha}; expected a positive number (often 2 x rank)")
+    if any(isinstance(module, LoraLayer) for module in model.modules()):
+        raise ModelError("the transformer carries LoRA adapters already: load it anew for another run")
+    check_targets(model, spec.targets)
+    with torch.random.fork_rng(devices=[]):  # nn.Linear's own initialisation draws from the global generator
+        for adapter in adapters:
+            inject_adapter_in_model(lora_config(spec), model, adapter_name=adapter)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    _initialise(layers, spec, adapters)
+    return layers
+
+
+def _initialise(layers: Mapping[str, LoraLayer], spec: LoraSpec, adapters: Sequence[str]) -> None:
+    generator = torch.Generator().manual_seed(spec.seed)
+    for name in sorted(layers):
+        layer = layers[name]
+        shape = layer.lora_A[adapters[0]].weight.shape
+        start = torch.empty(shape).uniform_(-1.0, 1.0, generator=generator) / shape[1] ** 0.5
+        for adapter in adapters:
+            for weight, value in (
+                (layer.lora_A[adapter].weight, start),
+                (layer.lora_B[adapter].weight, torch.zeros(layer.lora_B[adapter].weight.shape)),
+            ):
+                weight.data = value.to(weight.device, copy=True)
+
+
+def lora_config(spec: LoraSpec) -> LoraConfig:
+    """peft's configuration of ``spec``."""
+    return LoraConfig(
+        r=spec.rank, lora_alpha=spec.alpha, target_modules=list(spec.targets), init_lora_weights=False
+    )
+
+
+def adapter_parameters(layers: Mapping[str, LoraLayer], adapter: str) -> dict[str, nn.Parameter]:
+    """An adapter's parameters under peft's state-dict names, e.g. ``blocks.0.to_q.lora_A.weight``."""
+    return {
+        f"{name}.{half}.weight": getattr(layer, half)[adapter].weight
+        for name, layer in layers.items()
+        for half in ("lora_A", "lora_B")
+    }
+
+
+def activate(layers: Mapping[str, LoraLayer], adapter: str | None) -> None:
+    """Make ``adapter`` the one that runs (None: the base alone), leaving ``requires_grad`` untouched."""
+    for layer in layers.values():
+        layer._disable_adapters = adapter is None
+        if adapter is not None:
+            layer._active_adapter = [adapter]
+
+
+def base_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """The model's own parameters under the names they had before adapters were injected."""
+    return {
+        name.replace(".base_layer.", "."): parameter
+        for name, parameter in model.named_parameters()
+        if ".lora_A." not in name and ".lora_B." not in name
+    }

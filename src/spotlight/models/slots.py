@@ -1,0 +1,262 @@
+"""Named weights of one DiT behind one interface: LoRA adapters, or full copies of the module.
+
+Slots: ``policy`` (what is trained), ``reference`` (the start), ``old`` (the behaviour policy) and ``ema``.
+
+Invariants:
+- Outside of ``use`` the policy is active, so a checkpointed backward recomputes with the policy.
+- Only the policy's parameters ever have ``requires_grad``; no call changes that, hence FSDP2 may wrap the
+  modules at any time. (Callers run frozen slots under ``torch.no_grad``.)
+- All slots of one object have the same parameter names and shapes: ``load_state("ema", state("policy"))``.
+- Parameters are looked up at each call, never kept, so sharding a module in place is seen here.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from spotlight.models import peft_layers
+from spotlight.models.base import ModelError
+from spotlight.models.peft_layers import LoraSpec
+
+Slot = Literal["policy", "reference", "old", "ema"]
+"""The same names as ``spotlight.algorithms.base.Slot`` (models may not import algorithms)."""
+
+
+class WeightSlots(ABC):
+    """The weights of one DiT by slot. Build a :class:`LoraSlots` or a :class:`CopySlots`.
+
+    Attributes:
+        slots: the slots that exist, ``policy`` first.
+        modules_bound: modules whose weights the slots replace (> 0): what a weight pull verifies.
+    """
+
+    slots: tuple[Slot, ...]
+    modules_bound: int
+
+    @abstractmethod
+    @contextmanager
+    def use(self, slot: Slot) -> Iterator[nn.Module]:
+        """Yield the module to run with the weights of ``slot``; afterwards the policy is active again."""
+
+    @abstractmethod
+    def parameters(self, slot: Slot) -> dict[str, nn.Parameter]:
+        """The parameters that a slot owns, by name (DTensors once sharded). ModelError if it owns none."""
+
+    @abstractmethod
+    def modules(self) -> dict[Slot, nn.Module]:
+        """The distinct modules behind the slots, for sharding or compiling each in place."""
+
+    @abstractmethod
+    def merged_state(self, slot: Slot) -> dict[str, Tensor]:
+        """The whole transformer with the weights of ``slot``, on the CPU, under its original names.
+
+        Gathers sharded parameters: every rank must call it.
+        """
+
+    def trainable_parameters(self) -> dict[str, nn.Parameter]:
+        """The policy's parameters, by name: what the optimizer gets."""
+        return self.parameters("policy")
+
+    def trainable_count(self) -> int:
+        """Number of scalars trained (of the whole model, sharded or not)."""
+        return sum(parameter.numel() for parameter in self.trainable_parameters().values())
+
+    def state(self, slot: Slot) -> dict[str, Tensor]:
+        """Detached views of a slot's parameters (not copies: clone what must outlive the next update)."""
+        return {name: parameter.detach() for name, parameter in self.parameters(slot).items()}
+
+    @torch.no_grad()
+    def load_state(self, slot: Slot, tensors: Mapping[str, Tensor]) -> None:
+        """Copy ``tensors`` into a slot. Whole tensors may be given for sharded parameters.
+
+        Raises:
+            ModelError: names or shapes differ; nothing has been written then.
+        """
+        parameters = self.parameters(slot)
+        _check_same(slot, parameters, tensors)
+        for name, parameter in parameters.items():
+            _write(parameter, tensors[name])
+
+    @torch.no_grad()
+    def blend(self, dst: Slot, src: Slot, decay: float) -> None:
+        """``dst <- decay * dst + (1 - decay) * src``, parameter by parameter; 0 and 1 are exact.
+
+        Of LoRA adapters A and B are averaged each on its own (not their product), as DiffusionNFT does.
+        """
+        if not 0.0 <= decay <= 1.0:
+            raise ModelError(f"decay of {src} into {dst} is {decay}; expected a value in [0, 1]")
+        source = self.parameters(src)
+        for name, parameter in self.parameters(dst).items():
+            parameter.lerp_(source[name].detach(), 1.0 - decay)
+
+    def copy(self, dst: Slot, src: Slot) -> None:
+        """Make ``dst`` equal to ``src``, bitwise."""
+        self.load_state(dst, self.state(src))
+
+    def _check_slot(self, slot: Slot) -> None:
+        if slot not in self.slots:
+            raise ModelError(
+                f"weight slot {slot!r} does not exist; this run has {', '.join(self.slots)} "
+                "(an algorithm names what it needs in extra_slots)"
+            )
+
+
+class LoraSlots(WeightSlots):
+    """Slots as peft LoRA adapters on one module; ``reference`` is the module with its adapters disabled.
+
+    Args:
+        module: the transformer; adapters are injected in place and its own weights frozen.
+        spec: rank, alpha, targets and the seed of the initial A.
+        extra: slots beside ``policy``; ``reference`` is always there and costs nothing.
+    """
+
+    def __init__(self, module: nn.Module, spec: LoraSpec, extra: Sequence[Slot] = ()) -> None:
+        self.slots = _ordered([*extra, "reference"])
+        self.spec = spec
+        self._module = module
+        self._adapters: tuple[Slot, ...] = tuple(slot for slot in self.slots if slot != "reference")
+        module.requires_grad_(False)
+        self._layers = peft_layers.inject(module, spec, self._adapters)
+        self.modules_bound = len(self._layers)
+        for adapter in self._adapters:
+            for parameter in self.parameters(adapter).values():
+                parameter.requires_grad_(adapter == "policy")
+        peft_layers.activate(self._layers, "policy")
+
+    @contextmanager
+    def use(self, slot: Slot) -> Iterator[nn.Module]:
+        """Yield the module with the slot's adapter active (``reference``: none, bitwise the base)."""
+        self._check_slot(slot)
+        peft_layers.activate(self._layers, None if slot == "reference" else slot)
+        try:
+            yield self._module
+        finally:
+            peft_layers.activate(self._layers, "policy")
+
+    def parameters(self, slot: Slot) -> dict[str, nn.Parameter]:
+        """The slot's adapter under peft's state-dict names; ``reference`` has none."""
+        self._check_slot(slot)
+        if slot == "reference":
+            raise ModelError(
+                "with LoRA the reference is the base without adapters: it has no weights of its own to "
+                "read, write or blend"
+            )
+        return peft_layers.adapter_parameters(self._layers, slot)
+
+    def modules(self) -> dict[Slot, nn.Module]:
+        """The one module that carries all adapters."""
+        return {"policy": self._module}
+
+    def metadata(self) -> dict[str, object]:
+        """peft's LoraConfig fields of the adapters: what ``save_lora`` writes beside the weights."""
+        fields: dict[str, object] = peft_layers.lora_config(self.spec).to_dict()
+        return fields
+
+    def merged_state(self, slot: Slot) -> dict[str, Tensor]:
+        """Base weights plus ``alpha / rank * B A``, the sum taken in float32, in the base's dtype."""
+        self._check_slot(slot)
+        state = {name: _whole(tensor) for name, tensor in peft_layers.base_parameters(self._module).items()}
+        if slot == "reference":
+            return state
+        adapter = {name: _whole(tensor) for name, tensor in self.parameters(slot).items()}
+        for layer in self._layers:
+            base = state[f"{layer}.weight"]
+            a, b = adapter[f"{layer}.lora_A.weight"], adapter[f"{layer}.lora_B.weight"]
+            delta = (b @ a) * (self.spec.alpha / self.spec.rank)
+            state[f"{layer}.weight"] = (base.float() + delta).to(base.dtype)
+        return state
+
+
+class CopySlots(WeightSlots):
+    """Slots as whole modules: the policy is the module given, every other slot a frozen copy of it.
+
+    Args:
+        module: the transformer, in float32 (use autocast for speed): bfloat16 weights swallow updates
+            below 0.4 % of their size.
+        extra: slots beside ``policy``, each a copy in memory.
+
+    Raises:
+        ModelError: a parameter is not float32.
+    """
+
+    def __init__(self, module: nn.Module, extra: Sequence[Slot] = ()) -> None:
+        self.slots = _ordered(extra)
+        parameters = module.named_parameters()
+        odd = next((f"{n} is {p.dtype}" for n, p in parameters if p.dtype != torch.float32), None)
+        if odd is not None:
+            raise ModelError(
+                f"full fine-tuning needs float32 weights, but {odd}: load the model with dtype float32 "
+                "(and autocast to bfloat16 for speed), or train LoRA adapters"
+            )
+        self._modules: dict[Slot, nn.Module] = {"policy": module.requires_grad_(True)}
+        for slot in self.slots[1:]:
+            self._modules[slot] = copy.deepcopy(module).requires_grad_(False)
+        self.modules_bound = sum(bool(list(m.parameters(recurse=False))) for m in module.modules())
+
+    @contextmanager
+    def use(self, slot: Slot) -> Iterator[nn.Module]:
+        """Yield the slot's own module."""
+        self._check_slot(slot)
+        yield self._modules[slot]
+
+    def parameters(self, slot: Slot) -> dict[str, nn.Parameter]:
+        """All parameters of the slot's module, under its state-dict names."""
+        self._check_slot(slot)
+        return dict(self._modules[slot].named_parameters())
+
+    def modules(self) -> dict[Slot, nn.Module]:
+        """One module a slot."""
+        return dict(self._modules)
+
+    def merged_state(self, slot: Slot) -> dict[str, Tensor]:
+        """The slot's module as it is."""
+        return {name: _whole(parameter) for name, parameter in self.parameters(slot).items()}
+
+
+def _ordered(extra: Sequence[Slot]) -> tuple[Slot, ...]:
+    known: tuple[Slot, ...] = ("policy", "reference", "old", "ema")
+    unknown = [slot for slot in extra if slot not in known]
+    if unknown:
+        raise ModelError(f"unknown weight slot {unknown[0]!r}; expected one of {', '.join(known)}")
+    return tuple(slot for slot in known if slot == "policy" or slot in extra)
+
+
+def _check_same(slot: Slot, parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    for kind, names in (
+        ("misses", [n for n in parameters if n not in tensors]),
+        ("has unknown", [n for n in tensors if n not in parameters]),
+    ):
+        if names:
+            raise ModelError(
+                f"state for slot {slot!r} {kind} {len(names)} tensors, first {names[0]!r}: "
+                "it was saved from another model, or with other LoRA targets"
+            )
+    for name, parameter in parameters.items():
+        if tensors[name].shape != parameter.shape:
+            raise ModelError(
+                f"state for slot {slot!r}: {name!r} has shape {list(tensors[name].shape)}, expected "
+                f"{list(parameter.shape)}: it was saved from another model, or with another LoRA rank"
+            )
+
+
+def _write(parameter: Tensor, value: Tensor) -> None:
+    if isinstance(parameter, DTensor) and not isinstance(value, DTensor):
+        value = value.to(device=parameter.device, dtype=parameter.dtype)
+        # src_data_rank None: every rank holds the whole value and keeps its own shard, nothing is sent.
+        value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(value)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """An independent CPU copy of the whole tensor, gathered when sharded."""
+    detached = tensor.detach()
+    whole = detached.full_tensor() if isinstance(detached, DTensor) else detached
+    return whole.to("cpu", copy=True)
