@@ -24,22 +24,25 @@ class TrainBatch:
     """Tensors of a micro-batch of samples, all on the model's device, float32.
 
     With ``keeps == "trajectory"`` S is the number of kept (stochastic) steps and ``latents`` holds the
-    S + 1 states around them; with ``keeps == "final"`` ``latents`` is None and ``final`` the clean x0.
+    S + 1 states around them, as stored by the rollout; with ``keeps == "final"`` ``latents`` is None.
 
     Attributes:
         final: x0, [batch, tokens, channels].
         latents: [batch, S + 1, tokens, channels], or None.
-        sigmas: noise levels of ``latents``: [batch, S + 1], or None. The rollout's exact values.
+        sigmas: the rollout's exact noise levels: those of ``latents``, [batch, S + 1]; with ``keeps ==
+            "final"`` the whole schedule, [batch, T + 1].
         rollout_log_probs: [batch, S] as scored while rolling out, or None.
-        old_log_probs: [batch, S] to form the ratio with, or None (stop-gradient form, or none needed).
+        old_log_probs: [batch, S] from :meth:`Algorithm.old_log_probs`, or None where it returns None.
         advantages: [batch].
         seeds: the samples' seeds, for counter-based draws during training.
-        version: the policy version being trained from (varies the draws between iterations).
+        version: the policy version that made the samples. Together with the seed it fixes the draws of
+            training, so it must be the same for :meth:`Algorithm.old_log_probs` and for every loss of a
+            sample, however many updates lie between them.
     """
 
     final: Tensor
     latents: Tensor | None
-    sigmas: Tensor | None
+    sigmas: Tensor
     rollout_log_probs: Tensor | None
     old_log_probs: Tensor | None
     advantages: Tensor
@@ -69,23 +72,47 @@ class LossTerms:
 
 
 class Algorithm(Protocol):
-    """One RL algorithm for flow-matching DiTs."""
+    """One RL algorithm for flow-matching DiTs. Stateless: everything is a function of the arguments."""
 
-    name: str
-    keeps: Literal["trajectory", "final"]
-    extra_slots: tuple[Slot, ...]
-    rollout_slot: Slot
-    sampler: Sampler
-    """Sampler of the rollouts (stochastic inside the SDE window, ODE outside)."""
+    @property
+    def name(self) -> str:
+        """Its name in the registry."""
+
+    @property
+    def keeps(self) -> Literal["trajectory", "final"]:
+        """What a rollout must keep for the loss."""
+
+    @property
+    def extra_slots(self) -> tuple[Slot, ...]:
+        """Slots besides ``policy`` that rollouts or the loss evaluate."""
+
+    @property
+    def rollout_slot(self) -> Slot:
+        """The weights that make the train rollouts."""
+
+    @property
+    def sampler(self) -> Sampler:
+        """Sampler of the train rollouts (stochastic inside the SDE window, ODE outside)."""
 
     def timesteps(self, kept_steps: int) -> int:
-        """How many forward/backward passes a sample costs, given the S kept steps of its trajectory."""
+        """How many forward/backward passes a sample costs, given the S kept steps of its trajectory.
+
+        Raises:
+            ValueError: the trajectory is too short for the configured number.
+        """
 
     def old_log_probs(self, policy: Policy, batch: TrainBatch) -> Tensor | None:
-        """Log-probs of the kept steps under the current policy ([batch, S], no gradient), where needed."""
+        """Log-probs under the weights of before the batch's first update, where the ratio needs them.
+
+        [batch, S] without gradient; NaN at kept steps that are not trained. None when the algorithm needs
+        none. The micro-batches must be those of the loss for the first ratio to be bitwise 1.
+        """
 
     def loss(self, policy: Policy, batch: TrainBatch, timestep: int) -> LossTerms:
         """Loss of the ``timestep``-th training step of every sample, 0 <= timestep < timesteps(S)."""
 
     def old_decay(self, batches_trained: int) -> float | None:
-        """m of ``old <- m old + (1 - m) policy`` after a batch; None when there is no old slot."""
+        """m of ``old <- m old + (1 - m) policy`` after a batch; None when there is no old slot.
+
+        ``batches_trained`` counts the batches (iterations) trained so far, 1 after the first.
+        """

@@ -1,0 +1,1 @@
+"""Diffusion maths: samplers with exact log-probs, SDE windows and counter-based noise."""
