@@ -17,7 +17,13 @@ def divisors_near(number: int, wanted: int) -> str:
 
 def find_problems(config: RunConfig) -> list[Problem]:
     """Every contradiction in an otherwise well-typed configuration."""
-    return [*_sampler(config), *_window(config), *batch_problems(config), *_evaluation(config), *_rewards(config)]
+    return [
+        *_sampler(config),
+        *_window(config),
+        *batch_problems(config),
+        *_evaluation(config),
+        *_rewards(config),
+    ]
 
 
 def _sampler(config: RunConfig) -> Iterator[Problem]:

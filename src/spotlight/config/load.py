@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from pydantic_core import ErrorDetails
 
 from spotlight.config.contradictions import find_problems
 from spotlight.config.errors import ConfigError, Problem
-from spotlight.config.schema import RunConfig
+from spotlight.config.schema import DiffusionNFTConfig, RunConfig
 
 
 class _Loader(yaml.SafeLoader):
@@ -24,7 +25,7 @@ class _Loader(yaml.SafeLoader):
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    __import__("re").compile(r"^[-+]?(?:\d[\d_]*\.?[\d_]*|\.[\d_]+)[eE][-+]?\d+$"),
+    re.compile(r"^[-+]?(?:\d[\d_]*\.?[\d_]*|\.[\d_]+)[eE][-+]?\d+$"),
     list("-+0123456789."),
 )
 
@@ -53,6 +54,10 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
 
 def build_config(tree: Mapping[str, Any], source: str) -> RunConfig:
     """Validate a nested mapping. Raises :class:`ConfigError`."""
+    algorithm = tree.get("algorithm")
+    if isinstance(algorithm, Mapping) and "name" not in algorithm:
+        # Overriding one field of the default algorithm keeps the default algorithm.
+        tree = {**tree, "algorithm": {"name": DiffusionNFTConfig().name, **algorithm}}
     try:
         config = RunConfig.model_validate(tree)
     except ValidationError as error:
@@ -82,10 +87,14 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         tree = parse_yaml(path.read_text())
     except OSError as error:
-        problem = Problem("CONFIG", str(path), "a readable YAML file", f"{error.strerror}; see `spotlight train --help`.")
+        problem = Problem(
+            "CONFIG", str(path), "a readable YAML file", f"{error.strerror}; see `spotlight train --help`."
+        )
         raise ConfigError(str(path), [problem]) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        problem = Problem("CONFIG", "text that is not YAML", "a mapping of keys", " ".join(str(error).split()))
+        problem = Problem(
+            "CONFIG", "text that is not YAML", "a mapping of keys", " ".join(str(error).split())
+        )
         raise ConfigError(str(path), [problem]) from None
     if tree is None:
         return {}
@@ -138,7 +147,9 @@ def _explain(detail: ErrorDetails) -> Problem:
             f"{key}.name", repr(context.get("tag", "nothing")), str(context.get("expected_tags", "an algorithm's name")),
             "See docs/reference/configuration.md.",
         )  # fmt: skip
-    return Problem(key, repr(detail["input"]), detail["msg"].removeprefix("Input should be "), "Change the value.")
+    return Problem(
+        key, repr(detail["input"]), detail["msg"].removeprefix("Input should be "), "Change the value."
+    )
 
 
 def _is_section(annotation: object) -> TypeGuard[type[BaseModel]]:

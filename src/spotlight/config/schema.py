@@ -19,7 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 class Section(BaseModel):
     """A strict, immutable part of the configuration."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True
+    )
 
 
 class ModelConfig(Section):
@@ -88,8 +90,6 @@ class RolloutConfig(Section):
     """Samples a prompt; their rewards are compared with each other."""
     batch_size: PositiveInt = 64
     """Samples denoised in one forward; bound by memory, has no effect on results."""
-    lease_s: PositiveFloat = 600.0
-    """A worker that has not reported for this long loses its rollouts to another."""
 
 
 class AdvantageConfig(Section):

@@ -1,0 +1,224 @@
+"""The sample ledger: it decides nothing, it counts.
+
+Invariants, checked after every event
+    1. issued = trained + evaluated + explored + dropped + in flight, for every purpose.
+    2. A rollout leaves the ledger once: a second outcome, or one for a rollout never issued, is an error.
+    3. Billed GPU-seconds = the sum over phases.
+
+The ledger turns every fact into a :class:`~spotlight.core.records.Record` with the next position; the
+durable ledger in ``store/`` holds the same records, so the run can be recounted offline.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from spotlight.core.records import (
+    CommitRejected,
+    PromptSeen,
+    Record,
+    RolloutIssued,
+    SampleDropped,
+    SampleEvaluated,
+    SampleFinished,
+    SampleScored,
+    SampleTrained,
+    StepApplied,
+    VersionPublished,
+)
+from spotlight.core.types import (
+    DropReason,
+    Phase,
+    PolicyVersion,
+    Prompt,
+    PromptId,
+    Purpose,
+    Rollout,
+    RolloutId,
+    WorkerId,
+)
+
+
+class LedgerError(RuntimeError):
+    """An accounting rule was broken: a bug, never an input error."""
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Counts of a run so far. ``position`` numbers the records written."""
+
+    position: int = 0
+    issued: Counter[Purpose] = field(default_factory=Counter)
+    finished: Counter[Purpose] = field(default_factory=Counter)
+    trained: int = 0
+    evaluated: int = 0
+    dropped: Counter[DropReason] = field(default_factory=Counter)
+    dropped_purpose: Counter[Purpose] = field(default_factory=Counter)
+    rejected: Counter[str] = field(default_factory=Counter)
+    gpu_seconds: Counter[Phase] = field(default_factory=Counter)
+    billed_s: float = 0.0
+    _open: dict[RolloutId, Purpose] = field(default_factory=dict)
+    _prompts: set[PromptId] = field(default_factory=set)
+    _written: list[tuple[int, Record]] = field(default_factory=list)
+
+    # -- facts -----------------------------------------------------------------------------------------
+
+    def issue(self, rollout: Rollout, prompt: Prompt) -> None:
+        """A rollout exists from here on and must end in exactly one outcome."""
+        if rollout.id in self._open:
+            raise LedgerError(f"rollout {rollout.id} issued twice")
+        if prompt.id not in self._prompts:
+            self._prompts.add(prompt.id)
+            self._write(PromptSeen(prompt))
+        self.issued[rollout.purpose] += 1
+        self._open[rollout.id] = rollout.purpose
+        self._write(RolloutIssued(rollout))
+
+    def finish(self, rollout: Rollout, worker: WorkerId, epoch: int) -> None:
+        """A worker's finished sample was accepted."""
+        self._require_open(rollout.id)
+        self.finished[rollout.purpose] += 1
+        self._write(SampleFinished(rollout.id, rollout.version, worker, epoch))
+
+    def score(self, rollout: RolloutId, scores: Mapping[str, float]) -> None:
+        """A sample has its rewards."""
+        self._require_open(rollout)
+        self._write(SampleScored(rollout, scores))
+
+    def train(self, rollout: RolloutId, version: PolicyVersion) -> None:
+        """A sample entered the optimizer step that made ``version``."""
+        if self._close(rollout) is not Purpose.TRAIN:
+            raise LedgerError(f"rollout {rollout} was not made for training but entered step {version}")
+        self.trained += 1
+        self._write(SampleTrained(rollout, version))
+
+    def evaluate(self, rollout: RolloutId) -> None:
+        """A sample counted in a validation."""
+        if self._close(rollout) is not Purpose.EVAL:
+            raise LedgerError(f"rollout {rollout} was not made for evaluation")
+        self.evaluated += 1
+        self._write(SampleEvaluated(rollout))
+
+    def drop(self, rollout: RolloutId, reason: DropReason, detail: str) -> None:
+        """A sample will not be used, for a recorded reason."""
+        self.dropped_purpose[self._close(rollout)] += 1
+        self.dropped[reason] += 1
+        self._write(SampleDropped(rollout, reason, detail))
+
+    def step(self, record: StepApplied) -> None:
+        """An optimizer step was applied."""
+        self._write(record)
+
+    def publish(self, version: PolicyVersion) -> None:
+        """A policy version became available."""
+        self._write(VersionPublished(version))
+
+    def reject(self, rollout: RolloutId, reason: str) -> None:
+        """A commit did not count (stale epoch, duplicate, unknown rollout, wrong version)."""
+        self.rejected[reason] += 1
+        # A rollout this ledger never issued cannot be referred to in the durable one.
+        self._write(CommitRejected(rollout if rollout in self._open else None, reason))
+
+    def spend(self, phase: Phase, seconds: float) -> None:
+        """Billed time of a worker."""
+        if not seconds >= 0:
+            raise LedgerError(f"{seconds} seconds spent in {phase}")
+        self.gpu_seconds[phase] += seconds
+        self.billed_s += seconds
+
+    # -- views -----------------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> int:
+        """Rollouts issued and without an outcome."""
+        return len(self._open)
+
+    def take_records(self) -> list[tuple[int, Record]]:
+        """Records made since the last call, with their positions, to be made durable."""
+        records, self._written = self._written, []
+        return records
+
+    def check(self) -> None:
+        """Raise :class:`LedgerError` unless the invariants hold. O(1) but for the counters."""
+        outcomes = self.trained + self.evaluated + self.dropped.total()
+        if self.issued.total() != outcomes + self.in_flight:
+            raise LedgerError(
+                f"issued {self.issued.total()} != outcomes {outcomes} + in flight {self.in_flight}"
+            )
+        if self.dropped.total() != self.dropped_purpose.total():
+            raise LedgerError("drops by reason and by purpose differ")
+        if abs(self.gpu_seconds.total() - self.billed_s) > 1e-6 * max(1.0, self.billed_s):
+            raise LedgerError(f"billed {self.billed_s} s != {self.gpu_seconds.total()} s over phases")
+
+    def snapshot(self) -> dict[str, object]:
+        """JSON-able state; only between iterations, when nothing is in flight."""
+        if self._open:
+            raise LedgerError("a snapshot was asked for while rollouts were in flight")
+        return {
+            "position": self.position,
+            "issued": dict(self.issued),
+            "finished": dict(self.finished),
+            "trained": self.trained,
+            "evaluated": self.evaluated,
+            "dropped": dict(self.dropped),
+            "dropped_purpose": dict(self.dropped_purpose),
+            "rejected": dict(self.rejected),
+            "prompts": sorted(self._prompts),
+        }
+
+    @classmethod
+    def restore(cls, snapshot: Mapping[str, object]) -> Ledger:
+        """The ledger that made ``snapshot``; GPU-seconds start anew, the durable ledger has them all."""
+        state = _Reader(snapshot)
+        return cls(
+            position=state.integer("position"),
+            issued=Counter({Purpose(k): v for k, v in state.counts("issued").items()}),
+            finished=Counter({Purpose(k): v for k, v in state.counts("finished").items()}),
+            trained=state.integer("trained"),
+            evaluated=state.integer("evaluated"),
+            dropped=Counter({DropReason(k): v for k, v in state.counts("dropped").items()}),
+            dropped_purpose=Counter({Purpose(k): v for k, v in state.counts("dropped_purpose").items()}),
+            rejected=Counter(state.counts("rejected")),
+            _prompts={PromptId(prompt) for prompt in state.strings("prompts")},
+        )
+
+    # -- inside ----------------------------------------------------------------------------------------
+
+    def _require_open(self, rollout: RolloutId) -> None:
+        if rollout not in self._open:
+            raise LedgerError(f"rollout {rollout} is not in flight")
+
+    def _close(self, rollout: RolloutId) -> Purpose:
+        self._require_open(rollout)
+        return self._open.pop(rollout)
+
+    def _write(self, record: Record) -> None:
+        self.position += 1
+        self._written.append((self.position, record))
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Typed access to a JSON object."""
+
+    tree: Mapping[str, object]
+
+    def integer(self, key: str) -> int:
+        value = self.tree[key]
+        if not isinstance(value, int):
+            raise LedgerError(f"snapshot[{key!r}] is {value!r}, expected an integer")
+        return value
+
+    def counts(self, key: str) -> dict[str, int]:
+        value = self.tree[key]
+        if not isinstance(value, Mapping):
+            raise LedgerError(f"snapshot[{key!r}] is {value!r}, expected counts")
+        return {str(name): int(count) for name, count in value.items()}
+
+    def strings(self, key: str) -> list[str]:
+        value = self.tree[key]
+        if not isinstance(value, list):
+            raise LedgerError(f"snapshot[{key!r}] is {value!r}, expected a list")
+        return [str(item) for item in value]
