@@ -1,0 +1,1 @@
+"""The run directory: ledger, checkpoints, metrics, pictures and summary of one run."""

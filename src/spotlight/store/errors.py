@@ -1,0 +1,80 @@
+"""The errors of the run directory. Each message names the file, what was found and what to do."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import sqlite3
+from pathlib import Path
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_SQLITE_FULL = {sqlite3.SQLITE_FULL}
+_SQLITE_REFUSED = {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM}
+_NEARLY_NOTHING_BYTES = 1 << 20
+
+
+class StoreError(Exception):
+    """The run directory cannot be written or read as asked. What was committed before stays committed."""
+
+
+class LedgerError(StoreError):
+    """The ledger refused records that break its accounting, or its file is not a ledger of ours."""
+
+
+class DamagedCheckpointError(StoreError):
+    """Checkpoints exist, and none of them is whole."""
+
+
+class RunInUseError(StoreError):
+    """Another process has the run directory open."""
+
+
+class OtherConfigurationError(StoreError):
+    """The run directory was made by a configuration that the present one cannot continue."""
+
+
+def storage_error(what: str, path: Path, error: Exception) -> StoreError:
+    """Turn a failed write into an error that says what to do about it.
+
+    A library that hides the system's error number (``torch.save``, safetensors) is recognised by the file
+    system having nothing left.
+    """
+    is_full, is_refused = _kind(error)
+    if is_full or (not isinstance(error, OSError) and free_bytes(path) < _NEARLY_NOTHING_BYTES):
+        free_mib = free_bytes(path) / 2**20
+        cause = (
+            f"no space left ({free_mib:.1f} MiB free), or a quota or file-size limit was reached ({error})"
+        )
+        remedy = "free some space, then run the same command again: it resumes from the last checkpoint"
+    elif is_refused:
+        cause = f"writing is not permitted ({error})"
+        remedy = "make the directory writable for this user, or choose another one"
+    else:
+        cause = f"{type(error).__name__}: {error}"
+        remedy = "check the disk, then run the same command again"
+    return StoreError(f"{what}: {path}: {cause}. Nothing committed before was lost; {remedy}.")
+
+
+def _kind(error: Exception) -> tuple[bool, bool]:
+    if isinstance(error, OSError):
+        return error.errno in _FULL, error.errno in _REFUSED
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    return code in _SQLITE_FULL, code in _SQLITE_REFUSED
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that may still be written to the file system of ``path``, or of its first parent that exists."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def require_free_bytes(path: Path, needed_bytes: int) -> None:
+    """Raise :class:`StoreError` unless ``needed_bytes`` fit on the file system of ``path``."""
+    free = free_bytes(path)
+    if free < needed_bytes:
+        raise StoreError(
+            f"{path}: the run needs {needed_bytes / 2**30:.2f} GiB of disk, {free / 2**30:.2f} GiB are free. "
+            "Free some space, keep fewer checkpoints, or put the run on another disk."
+        )

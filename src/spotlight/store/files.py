@@ -1,0 +1,36 @@
+"""Durable file operations: what is renamed into place was on the disk before, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+TEMPORARY_PREFIX = ".writing-"
+
+
+def fsync_path(path: Path) -> None:
+    """Force a file's bytes, or a directory's entries, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace ``path`` so that a reader finds the old bytes or the new ones, also after a power cut.
+
+    Raises:
+        OSError: the disk is full or not writable; ``path`` is unchanged.
+    """
+    temporary = path.with_name(TEMPORARY_PREFIX + path.name)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_path(path.parent)

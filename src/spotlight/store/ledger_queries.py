@@ -1,0 +1,182 @@
+"""What the ledger says: counts, digest, GPU seconds and cost, read over any connection to ``ledger.sqlite``.
+
+The digest covers what was decided and measured, in the order in which it was recorded: prompts, rollouts,
+versions, rewards, optimizer steps, outcomes. It leaves out where and when (worker, lease epoch, time,
+attempt, GPU seconds, refused commits) and the sequence numbers themselves, so that an interrupted and
+resumed run has the digest of an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from spotlight.core.types import DropReason, Phase, Purpose
+from spotlight.store.errors import LedgerError
+from spotlight.store.schema import APPLICATION_ID, RECORD_TABLES, SCHEMA_VERSION
+
+_DIGESTED = (
+    ("prompts", "id, text, metadata"),
+    ("rollouts", "id, purpose, iteration, prompt, member, seed, steps, version"),
+    ("samples", "rollout, version"),
+    ("rewards", "rollout, name, value"),
+    ("optimizer_steps", "version, iteration, update_index, samples, loss, grad_norm"),
+    ("outcomes", "rollout, kind, optimizer_step, reason, detail"),
+    ("versions", "version"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerCounts:
+    """What the ledger holds.
+
+    Attributes:
+        issued: rollouts issued, by purpose.
+        in_flight: rollouts without an outcome yet, by purpose.
+        dropped: dropped rollouts of all purposes, by reason.
+        train_dropped: the train rollouts among them.
+        rejected: commits refused for a stale epoch or as duplicates.
+    """
+
+    prompts: int
+    issued: Mapping[Purpose, int]
+    in_flight: Mapping[Purpose, int]
+    finished: int
+    trained: int
+    evaluated: int
+    explored: int
+    dropped: Mapping[DropReason, int]
+    train_dropped: Mapping[DropReason, int]
+    optimizer_steps: int
+    versions: int
+    rejected: int
+
+
+def open_readonly(path: Path) -> sqlite3.Connection:
+    """A connection that cannot write, also beside a running writer.
+
+    Raises:
+        LedgerError: the file is missing, or is no ledger of this version.
+    """
+    if not path.is_file():
+        raise LedgerError(f"{path}: no ledger here. Name a run directory that `spotlight train` has made.")
+    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
+    try:
+        check_identity(connection, path)
+    except LedgerError:
+        connection.close()
+        raise
+    return connection
+
+
+def check_identity(connection: sqlite3.Connection, path: Path) -> None:
+    """Raise :class:`LedgerError` unless the database is a ledger of this version."""
+    try:
+        found = (_integer(connection, "PRAGMA application_id"), _integer(connection, "PRAGMA user_version"))
+    except sqlite3.Error as error:
+        raise LedgerError(
+            f"{path}: cannot be read as a SQLite database ({error}). "
+            "Restore the file from a copy, or start a run of another name."
+        ) from error
+    expected = (APPLICATION_ID, SCHEMA_VERSION)
+    if found != expected:
+        raise LedgerError(
+            f"{path}: no ledger of this Spotlight: (application id, schema version) is {found}, "
+            f"expected {expected}. Use the version that made it, or start a run of another name."
+        )
+
+
+@contextmanager
+def consistent_reading(connection: sqlite3.Connection) -> Iterator[None]:
+    """Everything read inside is of one moment, whatever a writer does meanwhile. Nests."""
+    if connection.in_transaction:
+        yield
+        return
+    connection.execute("BEGIN")
+    try:
+        yield
+    finally:
+        connection.execute("COMMIT")
+
+
+def position(connection: sqlite3.Connection) -> int:
+    """Number of the last record; 0 in an empty ledger."""
+    newest = " UNION ALL ".join(f"SELECT MAX(seq) AS seq FROM {table}" for table in RECORD_TABLES)
+    return _integer(connection, f"SELECT COALESCE(MAX(seq), 0) FROM ({newest})")
+
+
+def counts(connection: sqlite3.Connection) -> LedgerCounts:
+    """Count everything, in one consistent reading."""
+    with consistent_reading(connection):
+        return _counts(connection)
+
+
+def _counts(connection: sqlite3.Connection) -> LedgerCounts:
+    issued = _tally(connection, "SELECT purpose, COUNT(*) FROM rollouts GROUP BY purpose")
+    ended = _tally(connection, "SELECT purpose, COUNT(*) FROM outcomes GROUP BY purpose")
+    kinds = _tally(connection, "SELECT kind, COUNT(*) FROM outcomes GROUP BY kind")
+    dropped = "SELECT reason, COUNT(*) FROM outcomes WHERE kind = 'dropped'"
+    return LedgerCounts(
+        prompts=_rows_in(connection, "prompts"),
+        issued={purpose: issued.get(purpose, 0) for purpose in Purpose},
+        in_flight={purpose: issued.get(purpose, 0) - ended.get(purpose, 0) for purpose in Purpose},
+        finished=_rows_in(connection, "samples"),
+        trained=kinds.get("trained", 0),
+        evaluated=kinds.get("evaluated", 0),
+        explored=kinds.get("explored", 0),
+        dropped=_by_reason(connection, f"{dropped} GROUP BY reason"),
+        train_dropped=_by_reason(connection, f"{dropped} AND purpose = 'train' GROUP BY reason"),
+        optimizer_steps=_rows_in(connection, "optimizer_steps"),
+        versions=_rows_in(connection, "versions"),
+        rejected=_rows_in(connection, "rejected"),
+    )
+
+
+def digest(connection: sqlite3.Connection) -> str:
+    """SHA-256 (hexadecimal) over the logical rows, in the order of their records."""
+    hasher = hashlib.sha256()
+    with consistent_reading(connection):
+        tables = [_logical_rows(connection, table, columns) for table, columns in _DIGESTED]
+        for _, line in heapq.merge(*tables, key=lambda row: row[0]):
+            hasher.update(line)
+    return hasher.hexdigest()
+
+
+def _logical_rows(connection: sqlite3.Connection, table: str, columns: str) -> Iterator[tuple[int, bytes]]:
+    ordered = "seq, name" if table == "rewards" else "seq"
+    for row in connection.execute(f"SELECT seq, {columns} FROM {table} ORDER BY {ordered}"):
+        yield row[0], json.dumps([table, *row[1:]], ensure_ascii=True, separators=(",", ":")).encode() + b"\n"
+
+
+def gpu_seconds_by_phase(connection: sqlite3.Connection) -> dict[Phase, float]:
+    """GPU-seconds of all attempts, every phase present."""
+    spent = dict(connection.execute("SELECT phase, SUM(seconds) FROM gpu_seconds GROUP BY phase"))
+    return {phase: float(spent.get(phase.value, 0.0)) for phase in Phase}
+
+
+def cost_usd(connection: sqlite3.Connection) -> float:
+    """Price of all GPU-seconds, lost ones included."""
+    row = connection.execute("SELECT COALESCE(SUM(seconds * price_usd_h), 0.0) / 3600 FROM gpu_seconds")
+    return float(row.fetchone()[0])
+
+
+def _by_reason(connection: sqlite3.Connection, query: str) -> dict[DropReason, int]:
+    return {DropReason(reason): number for reason, number in _tally(connection, query).items()}
+
+
+def _tally(connection: sqlite3.Connection, query: str) -> dict[str, int]:
+    return dict(connection.execute(query))
+
+
+def _rows_in(connection: sqlite3.Connection, table: str) -> int:
+    return _integer(connection, f"SELECT COUNT(*) FROM {table}")
+
+
+def _integer(connection: sqlite3.Connection, query: str) -> int:
+    return int(connection.execute(query).fetchone()[0])
