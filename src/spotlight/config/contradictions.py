@@ -60,7 +60,7 @@ def _window(config: RunConfig) -> Iterator[Problem]:
         return
     window, last = config.rollout.sde_window, config.rollout.steps - 1
     if window.kind != "all":
-        high = window.high if window.high is not None else max(window.size, config.rollout.steps // 2)
+        high = window.high if window.high is not None else last
         if high > last:
             yield Problem(
                 "rollout.sde_window.high", str(high), f"at most rollout.steps - 1 = {last}",

@@ -53,16 +53,18 @@ class DataConfig(Section):
 class SdeWindowConfig(Section):
     """Which denoising steps are stochastic, and hence trainable by policy-gradient algorithms."""
 
-    kind: Literal["all", "random", "sliding", "decay"] = "all"
-    """``all`` but the last; ``random``: one contiguous window a rollout; ``sliding``/``decay``: MixGRPO's schedules."""
+    kind: Literal["all", "random", "sliding"] = "all"
+    """``all`` steps but the last; ``random``: a window per rollout; ``sliding``: MixGRPO's, by iteration."""
     size: PositiveInt = 3
-    """Steps in the window (ignored by ``all``)."""
+    """Steps in the window (``random``, ``sliding``)."""
     low: Annotated[int, Field(ge=0)] = 0
-    """First step a random window may cover."""
+    """First step the window may cover (``random``, ``sliding``)."""
     high: PositiveInt | None = None
-    """One past the last step a random window may cover; default: half of the steps."""
+    """One past the last step the window may cover (``random``, ``sliding``); default: all but the last."""
     every: PositiveInt = 25
-    """Iterations between two moves of a ``sliding`` or ``decay`` window."""
+    """Iterations between two moves (``sliding``)."""
+    decay: Annotated[float, Field(ge=0)] = 0.0
+    """Makes later positions shorter: ``every * exp(-decay * position)`` iterations (``sliding``)."""
 
 
 class RolloutConfig(Section):

@@ -1,0 +1,54 @@
+"""Where the time of one worker goes: a stopwatch that is always in exactly one phase.
+
+Invariant: the seconds of all phases sum to the time since :meth:`PhaseClock.start`, so what is billed is
+what is accounted for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from spotlight.core.types import Phase
+
+
+class PhaseClock:
+    """Attributes wall-clock seconds to phases; outside of any ``phase`` block time is idle."""
+
+    def __init__(self, initial: Phase = Phase.SETUP) -> None:
+        self._begun = self._mark = time.monotonic()
+        self._phase = initial
+        self._unclaimed: Counter[Phase] = Counter()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the clock was made."""
+        return time.monotonic() - self._begun
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """Attribute the block's time to ``phase`` (nested blocks take their own time out)."""
+        outer = self._switch(phase)
+        try:
+            yield
+        finally:
+            self._switch(outer)
+
+    def ready(self) -> None:
+        """End the set-up: from here on, time outside of any block is idle."""
+        self._switch(Phase.IDLE)
+
+    def take(self) -> dict[Phase, float]:
+        """Seconds by phase since the last call."""
+        self._switch(self._phase)
+        taken = {phase: seconds for phase, seconds in self._unclaimed.items() if seconds > 0}
+        self._unclaimed.clear()
+        return taken
+
+    def _switch(self, phase: Phase) -> Phase:
+        now = time.monotonic()
+        self._unclaimed[self._phase] += now - self._mark  # type: ignore[assignment]
+        previous, self._phase, self._mark = self._phase, phase, now
+        return previous
