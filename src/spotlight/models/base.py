@@ -63,6 +63,7 @@ class ModelFamily(Protocol):
     name: str
     default_lora_targets: tuple[str, ...]
     transformer: nn.Module
+    device: torch.device
 
     def check_size(self, size: ImageSize) -> None:
         """Raise :class:`ModelError` when the size does not suit the family, naming the nearest that do."""

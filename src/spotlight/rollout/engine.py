@@ -1,0 +1,247 @@
+"""The denoising engine of one GPU: states in, states out.
+
+    states = engine.start(rollouts, conditions, recipe)
+    while not all(state.done for state in states):
+        with slots.use("policy") as model:
+            states = engine.step(model, states)
+    results = engine.finish(states)
+
+The engine holds no rollout: whoever calls it owns the states, may add or take away some between two steps,
+commit them, or resume them on another engine. Every step is one call of a few shared forwards: states of
+different prompts, seeds, step indices and numbers of steps go together when size and guidance agree.
+Results depend on batch mates only by the rounding of the kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from spotlight.core.types import Rollout
+from spotlight.diffusion import samplers
+from spotlight.diffusion.noise import INITIAL, noise_batch
+from spotlight.models.base import Condition, Guidance, ImageSize, ModelFamily
+from spotlight.rollout.state import FailedRollout, FinishedRollout, Recipe, RolloutState, Trajectory
+
+Key = TypeVar("Key")
+
+
+class Engine:
+    """Denoises rollouts with whichever module the caller passes.
+
+    Args:
+        family: sizes, noise levels, the forward and the decoder of the model.
+        max_batch: largest number of rollouts in one forward.
+        negative: embeddings of the negative prompt; needed by recipes with guidance.
+    """
+
+    def __init__(self, family: ModelFamily, *, max_batch: int, negative: Condition | None = None) -> None:
+        if max_batch < 1:
+            raise ValueError(f"engine's max_batch is {max_batch}; expected at least 1")
+        self._family = family
+        self._max_batch = max_batch
+        self._negative = None if negative is None else Condition(negative.embeds.to(family.device))
+
+    def start(
+        self, rollouts: Sequence[Rollout], conditions: Sequence[Condition], recipe: Recipe
+    ) -> list[RolloutState]:
+        """States at step 0: pure noise by each rollout's seed.
+
+        Raises:
+            ModelError: the size does not suit the family.
+            ValueError: the SDE window does not fit a rollout's steps, a rollout without steps, guidance
+                without a negative prompt, or not one condition a rollout.
+        """
+        self._family.check_size(recipe.size)
+        if recipe.guidance_scale > 1 and self._negative is None:
+            raise ValueError(
+                f"guidance scale is {recipe.guidance_scale}, but the engine has no negative prompt: "
+                "give the embeddings of one (of ' ' if nothing is to be avoided), or scale 1"
+            )
+        shape = self._family.latent_shape(recipe.size)
+        noise = noise_batch(
+            [rollout.seed for rollout in rollouts], [INITIAL] * len(rollouts), shape, self._family.device
+        )
+        on_device = _Mover(self._family.device)
+        return [
+            RolloutState(
+                rollout=rollout,
+                recipe=recipe,
+                condition=on_device(condition),
+                step=0,
+                latents=latents,
+                sigmas=self._sigmas(rollout, recipe.size),
+                window=_window(recipe, rollout),
+            )
+            for rollout, condition, latents in zip(rollouts, conditions, noise, strict=True)
+        ]
+
+    @torch.no_grad()
+    def step(self, model: nn.Module, states: Sequence[RolloutState]) -> list[RolloutState]:
+        """Advance every state that is not done by one denoising step; order is kept.
+
+        Args:
+            model: the module to run: the caller chooses the weight slot.
+        """
+        advanced = list(states)
+        for batch in self._batches(advanced):
+            for index, state in zip(
+                batch, self._step_batch(model, [advanced[i] for i in batch]), strict=True
+            ):
+                advanced[index] = state
+        return advanced
+
+    @torch.no_grad()
+    def finish(self, states: Sequence[RolloutState]) -> list[FinishedRollout | FailedRollout]:
+        """Decode states that are done; order is kept.
+
+        Raises:
+            ValueError: a state is not done.
+        """
+        running = [state for state in states if not state.done]
+        if running:
+            raise ValueError(
+                f"rollout {running[0].rollout.id} is at step {running[0].step} of "
+                f"{running[0].rollout.steps}: finish takes states whose steps are all taken"
+            )
+        results: list[FinishedRollout | FailedRollout | None] = [_failure(state) for state in states]
+        sound = [i for i, result in enumerate(results) if result is None]
+        for size, members in _grouped((states[i].recipe.size, i) for i in sound):
+            for batch in _chunks(members, self._max_batch):
+                images = self._family.decode(torch.stack([states[i].latents for i in batch]), size)
+                for i, image in zip(batch, images, strict=True):
+                    state = states[i]
+                    results[i] = FinishedRollout(
+                        state.rollout, image.copy(), state.latents.to("cpu", copy=True), _trajectory(state)
+                    )
+        return [result for result in results if result is not None]
+
+    def run(self, model: nn.Module, states: Sequence[RolloutState]) -> list[FinishedRollout | FailedRollout]:
+        """Step until all are done, then finish: for callers that neither pause nor commit."""
+        current = list(states)
+        while not all(state.done for state in current):
+            current = self.step(model, current)
+        return self.finish(current)
+
+    def _batches(self, states: Sequence[RolloutState]) -> Iterator[list[int]]:
+        """Indices of states that share a forward. Sorted by text length, so that little is padding."""
+        running = ((_forward_key(state), i) for i, state in enumerate(states) if not state.done)
+        for _, members in _grouped(running):
+            members.sort(key=lambda i: states[i].condition.embeds.shape[0])
+            yield from _chunks(members, self._max_batch)
+
+    def _step_batch(self, model: nn.Module, states: list[RolloutState]) -> list[RolloutState]:
+        recipe, device = states[0].recipe, self._family.device
+        latents = torch.stack([state.latents for state in states])
+        sigma = torch.stack([state.sigmas[state.step] for state in states]).to(device)
+        sigma_next = torch.stack([state.sigmas[state.step + 1] for state in states]).to(device)
+        condition = self._family.collate([state.condition for state in states])
+        guidance = self._guidance(recipe, len(states))
+        velocity = self._family.velocity(model, latents, sigma, condition, guidance, recipe.size)
+        advanced = list(states)
+        for sampler, rows in _grouped((state.recipe.sampler, i) for i, state in enumerate(states)):
+            members = [states[i] for i in rows]
+            stepped = samplers.step(
+                sampler,
+                latents[rows],
+                velocity[rows],
+                sigma[rows],
+                sigma_next[rows],
+                noise=_kicks(members, latents),
+                stochastic=[state.stochastic for state in members],
+            )
+            new = zip(rows, stepped.latents.unbind(0), stepped.log_prob.unbind(0), strict=True)
+            for i, row, log_prob in new:
+                advanced[i] = _advance(states[i], row, log_prob)
+        return advanced
+
+    def _guidance(self, recipe: Recipe, batch: int) -> Guidance | None:
+        if recipe.guidance_scale <= 1 or self._negative is None:
+            return None
+        return Guidance(recipe.guidance_scale, self._family.collate([self._negative] * batch))
+
+    def _sigmas(self, rollout: Rollout, size: ImageSize) -> Tensor:
+        if rollout.steps < 1:
+            raise ValueError(f"rollout {rollout.id} has {rollout.steps} denoising steps; expected at least 1")
+        return self._family.sigmas(rollout.steps, size)
+
+
+class _Mover:
+    """Moves each condition to the device once, however many rollouts share it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._moved: dict[int, Condition] = {}
+
+    def __call__(self, condition: Condition) -> Condition:
+        if id(condition) not in self._moved:
+            self._moved[id(condition)] = Condition(condition.embeds.to(self._device))
+        return self._moved[id(condition)]
+
+
+def _window(recipe: Recipe, rollout: Rollout) -> range:
+    if recipe.window is None:
+        return range(0)
+    return recipe.window.steps(rollout.steps, rollout.seed, rollout.iteration)
+
+
+def _kicks(states: Sequence[RolloutState], latents: Tensor) -> Tensor | None:
+    """Noise [states, tokens, channels] of the stochastic rows; zero in the others, which need none."""
+    rows = [i for i, state in enumerate(states) if state.stochastic]
+    if not rows:
+        return None
+    seeds, steps = [states[i].rollout.seed for i in rows], [states[i].step for i in rows]
+    drawn = noise_batch(seeds, steps, latents.shape[1:], latents.device)
+    if len(rows) == len(states):
+        return drawn
+    noise = drawn.new_zeros(len(states), *latents.shape[1:])
+    noise[torch.tensor(rows, device=latents.device)] = drawn
+    return noise
+
+
+def _advance(state: RolloutState, latents: Tensor, log_prob: Tensor) -> RolloutState:
+    kept, log_probs = state.kept, state.log_probs
+    if state.stochastic and state.recipe.keeps == "trajectory":
+        kept = (*(kept or (state.latents,)), latents)
+        log_probs = (*log_probs, log_prob)
+    return dataclasses.replace(state, step=state.step + 1, latents=latents, kept=kept, log_probs=log_probs)
+
+
+def _trajectory(state: RolloutState) -> Trajectory | None:
+    if state.recipe.keeps == "final":
+        return None
+    return Trajectory(
+        latents=torch.stack(state.kept).cpu(),
+        sigmas=state.sigmas[state.window.start : state.window.stop + 1].clone(),
+        log_probs=torch.stack(state.log_probs).cpu(),
+    )
+
+
+def _failure(state: RolloutState) -> FailedRollout | None:
+    if not bool(torch.isfinite(state.latents).all()):
+        return FailedRollout(state.rollout, "the final latents are not finite: the model has diverged")
+    if state.log_probs and not bool(torch.isfinite(torch.stack(state.log_probs)).all()):
+        return FailedRollout(state.rollout, "a step's log-prob is not finite")
+    return None
+
+
+def _forward_key(state: RolloutState) -> tuple[ImageSize, float]:
+    return (state.recipe.size, state.recipe.guidance_scale)
+
+
+def _grouped(items: Iterable[tuple[Key, int]]) -> list[tuple[Key, list[int]]]:
+    groups: dict[Key, list[int]] = {}
+    for key, index in items:
+        groups.setdefault(key, []).append(index)
+    return list(groups.items())
+
+
+def _chunks(indices: Sequence[int], size: int) -> Iterator[list[int]]:
+    """Chunks of nearly equal length: 17 in chunks of at most 16 are 9 + 8, not 16 + 1."""
+    count = -(-len(indices) // size)
+    for k in range(count):
+        yield list(indices[k * len(indices) // count : (k + 1) * len(indices) // count])

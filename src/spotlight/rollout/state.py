@@ -1,0 +1,239 @@
+"""Rollouts in flight and finished, as values.
+
+A :class:`RolloutState` is immutable: a step makes a new one, so a step that fails leaves the old state good.
+It holds all that is needed to go on elsewhere; :meth:`RolloutState.to_tensors` writes it by value (plain
+tensors and a JSON-able header), :func:`from_tensors` reads it. Noise is not part of it: every draw is a
+function of the rollout's seed and the step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from spotlight.core.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
+from spotlight.diffusion.samplers import Sampler
+from spotlight.diffusion.schedule import SdeWindow
+from spotlight.models.base import Condition, ImageSize
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How rollouts are denoised.
+
+    Attributes:
+        size: of the images, pixels.
+        sampler: of the steps inside the SDE window; all others take the ODE step.
+        window: the stochastic steps of a rollout; None with a deterministic sampler, and only then.
+        guidance_scale: true classifier-free guidance; 1 or less means none.
+        keeps: what a finished rollout carries: the states around its stochastic steps, or x0 alone.
+    """
+
+    size: ImageSize
+    sampler: Sampler
+    window: SdeWindow | None
+    guidance_scale: float
+    keeps: Literal["trajectory", "final"]
+
+    def __post_init__(self) -> None:
+        if self.sampler.stochastic != (self.window is not None):
+            raise ValueError(
+                f"sampler {self.sampler} with SDE window {self.window}: a stochastic sampler needs a window "
+                "and the ODE takes none"
+            )
+        if self.keeps == "trajectory" and self.window is None:
+            raise ValueError(
+                f"keeps 'trajectory' with sampler {self.sampler}: an ODE has no stochastic steps to keep; "
+                "use flow_sde, cps or dance with a noise level above 0, or keeps 'final'"
+            )
+
+    def describe(self) -> dict[str, str]:
+        """Every field as text: to compare recipes across processes."""
+        return {field.name: str(getattr(self, field.name)) for field in dataclasses.fields(self)}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RolloutState:
+    """A rollout between two denoising steps.
+
+    Attributes:
+        condition: the prompt's embeddings.
+        step: index of the next step; ``rollout.steps`` when done.
+        latents: [tokens, channels] float32.
+        sigmas: the noise levels visited, [steps + 1] float32 on the CPU: replay uses these very values.
+        window: indices of the stochastic steps (contiguous; empty for an ODE).
+        kept: latents before the first stochastic step and after each one so far; empty when the recipe
+            keeps the final latents only.
+        log_probs: of the stochastic steps so far, each a scalar tensor; as long as ``kept`` less one.
+    """
+
+    rollout: Rollout
+    recipe: Recipe
+    condition: Condition
+    step: int
+    latents: Tensor
+    sigmas: Tensor
+    window: range
+    kept: tuple[Tensor, ...] = ()
+    log_probs: tuple[Tensor, ...] = ()
+
+    @property
+    def done(self) -> bool:
+        """Whether all steps are taken."""
+        return self.step == self.rollout.steps
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether the next step is stochastic."""
+        return self.step in self.window
+
+    def to_tensors(self) -> tuple[dict[str, object], dict[str, Tensor]]:
+        """(header, tensors) on the CPU, by value: the header holds JSON types only."""
+        header: dict[str, object] = {
+            "format": _FORMAT,
+            "rollout": dataclasses.asdict(self.rollout),
+            "recipe": self.recipe.describe(),
+            "step": self.step,
+            "window": [self.window.start, self.window.stop],
+        }
+        tensors = {
+            "condition": self.condition.embeds,
+            "latents": self.latents,
+            "sigmas": self.sigmas,
+            "kept": torch.stack(self.kept) if self.kept else self.latents.new_empty(0, *self.latents.shape),
+            "log_probs": torch.stack(self.log_probs) if self.log_probs else self.latents.new_empty(0),
+        }
+        return header, {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+
+
+def from_tensors(
+    header: Mapping[str, object],
+    tensors: Mapping[str, Tensor],
+    recipe: Recipe,
+    device: torch.device | str = "cpu",
+) -> RolloutState:
+    """The state that :meth:`RolloutState.to_tensors` wrote, on ``device``.
+
+    Raises:
+        ValueError: another format, another recipe than the one the rollout began with, or tensors that
+            do not belong together.
+    """
+    if header.get("format") != _FORMAT:
+        raise ValueError(f"rollout state of format {header.get('format')!r}; expected {_FORMAT}")
+    for field, value in recipe.describe().items():
+        began = _mapping(header["recipe"])[field]
+        if began != value:
+            raise ValueError(
+                f"rollout state began with {field} {began}, but this worker's recipe has {value}: "
+                "resume it under the configuration it began with"
+            )
+    rollout = _rollout(_mapping(header["rollout"]))
+    moved = {name: tensor.to(device) for name, tensor in tensors.items() if name != "sigmas"}
+    step, (start, stop) = _integer(header["step"]), _integers(header["window"])
+    state = RolloutState(
+        rollout=rollout,
+        recipe=recipe,
+        condition=Condition(moved["condition"]),
+        step=step,
+        latents=moved["latents"],
+        sigmas=tensors["sigmas"].cpu(),
+        window=range(start, stop),
+        kept=moved["kept"].unbind(0),
+        log_probs=moved["log_probs"].unbind(0),
+    )
+    _check(state)
+    return state
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trajectory:
+    """The S stochastic steps of a rollout, float32 on the CPU.
+
+    Attributes:
+        latents: the states around the steps, [S + 1, tokens, channels].
+        sigmas: their noise levels, [S + 1].
+        log_probs: of the steps, as scored while rolling out, [S].
+    """
+
+    latents: Tensor
+    sigmas: Tensor
+    log_probs: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FinishedRollout:
+    """A rollout whose image is made.
+
+    Attributes:
+        image: [height, width, 3] uint8.
+        final: x0, [tokens, channels] float32 on the CPU.
+        trajectory: the stochastic steps, or None when the recipe keeps the final latents only.
+    """
+
+    rollout: Rollout
+    image: NDArray[np.uint8]
+    final: Tensor
+    trajectory: Trajectory | None
+
+
+@dataclass(frozen=True, slots=True)
+class FailedRollout:
+    """A rollout that ended in numbers that are not finite: it has no image and must not be trained on."""
+
+    rollout: Rollout
+    reason: str
+
+
+def _check(state: RolloutState) -> None:
+    taken = len([i for i in state.window if i < state.step]) if state.recipe.keeps == "trajectory" else 0
+    expected = taken + 1 if taken else 0
+    if len(state.kept) != expected or len(state.log_probs) != taken:
+        raise ValueError(
+            f"state of rollout {state.rollout.id} at step {state.step} holds {len(state.kept)} kept latents "
+            f"and {len(state.log_probs)} log-probs; expected {expected} and {taken}"
+        )
+    if len(state.sigmas) != state.rollout.steps + 1 or not 0 <= state.step <= state.rollout.steps:
+        raise ValueError(
+            f"state of rollout {state.rollout.id}: step {state.step} with {len(state.sigmas)} noise levels; "
+            f"expected a step of {state.rollout.steps} and {state.rollout.steps + 1} levels"
+        )
+
+
+def _rollout(fields: Mapping[str, object]) -> Rollout:
+    return Rollout(
+        id=RolloutId(str(fields["id"])),
+        purpose=Purpose(str(fields["purpose"])),
+        iteration=_integer(fields["iteration"]),
+        prompt_id=PromptId(str(fields["prompt_id"])),
+        member=_integer(fields["member"]),
+        seed=_integer(fields["seed"]),
+        steps=_integer(fields["steps"]),
+        version=PolicyVersion(_integer(fields["version"])),
+    )
+
+
+def _mapping(value: object) -> Mapping[str, object]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"rollout state header: found {value!r}; expected a mapping")
+    return value
+
+
+def _integer(value: object) -> int:
+    if not isinstance(value, int):
+        raise ValueError(f"rollout state header: found {value!r}; expected an integer")
+    return value
+
+
+def _integers(value: object) -> list[int]:
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"rollout state header: found {value!r}; expected a list of integers")
+    return [_integer(item) for item in value]
