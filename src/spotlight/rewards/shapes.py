@@ -1,0 +1,362 @@
+"""Reward for coloured shapes on white: a classical detector, GenEval's strict score and a graded one.
+
+The detector finds what differs from white (Chebyshev distance in RGB), splits it into connected
+components, drops specks, and names each component by the palette colour nearest to its median and by the
+shape whose template, fitted to the component's bounding box, overlaps it most. No randomness, no torch.
+
+Two scores come out of one detection:
+
+* ``strict``: GenEval's 0 or 1 (``evaluate_images.py`` of https://github.com/djghosh13/geneval), with
+  shapes for classes and template overlap for the detector's confidence;
+* ``graded``: in [0, 1], for training. Expected and detected objects are matched by optimal assignment of
+  softened shape and colour scores, divided by max(expected, detected), so missing and surplus objects
+  both cost; every position relation is one more clause, and the clauses are averaged.
+
+A component that is too big or too small for an object, or resembles no shape or colour, has no class or
+colour for ``strict`` and still counts as detected for ``graded``: filling the canvas never pays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import ndimage
+from scipy.optimize import linear_sum_assignment
+
+from spotlight.rewards.base import Image, RewardInputError
+
+PALETTE: Mapping[str, tuple[int, int, int]] = {
+    "red": (220, 40, 40),
+    "green": (40, 170, 70),
+    "blue": (40, 90, 230),
+    "yellow": (240, 200, 40),
+}
+"""sRGB of each colour. All have the smallest channel 40, so one threshold is half coverage for each."""
+
+SHAPES = ("circle", "square", "triangle")
+RELATIONS = ("left of", "right of", "above", "below")
+TrainOn = Literal["graded", "strict"]
+
+_COLORS = tuple(PALETTE)
+_PALETTE_RGB = np.array([PALETTE[name] for name in _COLORS], dtype=np.float64)
+_FOREGROUND_MIN = (
+    255 - 40
+) / 2  # Chebyshev distance from white at which a palette colour covers half a pixel
+_SPECK_AREA_MAX = 8 / 1024  # of the image's area: eight pixels of a 32 x 32 image
+_SIDE_MIN, _SIDE_MAX = 1 / 8, 1 / 2  # of the image's shorter side; rendered objects take a quarter
+_IMAGE_SIDE_MIN_PX = 24
+_IOU_MIN = 0.7  # strict: below it a component has no class
+_IOU_FULL, _IOU_MARGIN = 0.85, 0.2  # graded: saturation, and the width of the ramp between two shapes
+_COLOR_DISTANCE_MAX = 110.0  # strict: farther from every palette colour is no colour
+_COLOR_FULL, _COLOR_ZERO, _COLOR_MARGIN = 45.0, 135.0, 120.0  # graded, RGB units
+_POSITION_THRESHOLD = 0.1  # GenEval's: share of the two extents by which the centres must differ
+_SUPERSAMPLING = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """One ``include`` entry of GenEval's metadata.
+
+    Attributes:
+        shape: what GenEval calls the class.
+        count: how many at least.
+        color: palette name, or None for any colour.
+        relation: one of :data:`RELATIONS` to requirement ``target``, or None.
+        target: index of an earlier requirement; -1 without a relation.
+    """
+
+    shape: str
+    count: int
+    color: str | None
+    relation: str | None
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Requirements:
+    """What a prompt asks for: ``include``, and ``exclude`` as (shape, count that is too many)."""
+
+    include: tuple[Requirement, ...]
+    exclude: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """One detected component.
+
+    Attributes:
+        box: (left, top, right, bottom) in pixels, right and bottom exclusive.
+        shape: its class, or None when it resembles none or has no object's size.
+        color: its palette colour, or None when it is near none.
+        overlap: IoU with the template of each of :data:`SHAPES`; zeros when it has no object's size.
+        distance: Euclidean RGB distance of its median colour to each palette colour.
+    """
+
+    box: tuple[int, int, int, int]
+    shape: str | None
+    color: str | None
+    overlap: NDArray[np.float64]
+    distance: NDArray[np.float64]
+
+
+def shapes(
+    images: Sequence[Image],
+    prompts: Sequence[str],
+    metadata: Sequence[Mapping[str, Any]],
+    *,
+    train_on: TrainOn = "graded",
+) -> dict[str, list[float]]:
+    """Score pictures of coloured shapes against GenEval metadata.
+
+    Args:
+        images: uint8 [height, width, 3], at least 24 pixels a side.
+        prompts: named in errors only; the metadata says what is asked for.
+        metadata: one GenEval record a picture (``include``, optionally ``exclude``).
+        train_on: which of the two scores becomes ``score``.
+
+    Returns:
+        ``score``, ``strict`` (0 or 1) and ``graded`` (0 to 1), one float a picture each.
+
+    Raises:
+        RewardInputError: a record lacks what is needed; names the prompt and the field.
+        ValueError: unknown ``train_on``, unequal lengths, or a picture of the wrong kind or size.
+    """
+    if train_on not in get_args(TrainOn):
+        raise ValueError(f"train_on is {train_on!r}; expected one of {', '.join(get_args(TrainOn))}")
+    if not len(images) == len(prompts) == len(metadata):
+        raise ValueError(
+            f"got {len(images)} images, {len(prompts)} prompts and {len(metadata)} metadata records; "
+            "give one of each per sample"
+        )
+    wanted = [parse_requirements(prompt, record) for prompt, record in zip(prompts, metadata, strict=True)]
+    strict, graded = [], []
+    for image, requirements in zip(images, wanted, strict=True):
+        components = detect(image)
+        strict.append(strict_score(components, requirements))
+        graded.append(graded_score(components, requirements))
+    return {"score": list(graded if train_on == "graded" else strict), "strict": strict, "graded": graded}
+
+
+def parse_requirements(prompt: str, metadata: Mapping[str, Any]) -> Requirements:
+    """Check one GenEval record. Raises :class:`RewardInputError` naming the prompt and the field."""
+    entries = metadata.get("include")
+    if not isinstance(entries, Sequence) or isinstance(entries, str) or not entries:
+        raise _input_error(prompt, "include", entries, "a non-empty list of objects")
+    include = tuple(_parse_include(prompt, index, entry) for index, entry in enumerate(entries))
+    exclude = []
+    for index, entry in enumerate(metadata.get("exclude", ())):
+        shape, count = _parse_class_and_count(prompt, f"exclude[{index}]", entry)
+        exclude.append((shape, count))
+    return Requirements(include, tuple(exclude))
+
+
+def _parse_include(prompt: str, index: int, entry: object) -> Requirement:
+    field = f"include[{index}]"
+    shape, count = _parse_class_and_count(prompt, field, entry)
+    assert isinstance(entry, Mapping)
+    color = entry.get("color")
+    if color is not None and color not in PALETTE:
+        raise _input_error(prompt, f"{field}.color", color, f"one of {', '.join(PALETTE)}")
+    relation, target = None, -1
+    if "position" in entry:
+        position = entry["position"]
+        if not isinstance(position, Sequence) or len(position) != 2 or position[0] not in RELATIONS:
+            expected = f"[relation, index] with relation one of {', '.join(RELATIONS)}"
+            raise _input_error(prompt, f"{field}.position", position, expected)
+        relation, target = position
+        if not isinstance(target, int) or not 0 <= target < index:
+            raise _input_error(
+                prompt, f"{field}.position[1]", target, "the index of an earlier include entry"
+            )
+    return Requirement(shape, count, color, relation, target)
+
+
+def _parse_class_and_count(prompt: str, field: str, entry: object) -> tuple[str, int]:
+    if not isinstance(entry, Mapping):
+        raise _input_error(prompt, field, entry, 'an object like {"class": "circle", "count": 1}')
+    shape, count = entry.get("class"), entry.get("count")
+    if shape not in SHAPES:
+        raise _input_error(prompt, f"{field}.class", shape, f"one of {', '.join(SHAPES)}")
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise _input_error(prompt, f"{field}.count", count, "a whole number of at least 1")
+    return shape, count
+
+
+def _input_error(prompt: str, field: str, found: object, expected: str) -> RewardInputError:
+    state = "is missing" if found is None else f"is {found!r}"
+    return RewardInputError(
+        f"shapes reward: metadata field {field!r} of prompt {prompt!r} {state}; expected {expected}. "
+        "Correct the prompt's line in the metadata file (GenEval's format)."
+    )
+
+
+@lru_cache(maxsize=4096)
+def coverage(shape: str, width: int, height: int) -> NDArray[np.float32]:
+    """How much of each pixel a shape filling a box covers: [height, width] in [0, 1].
+
+    Circles become ellipses, triangles point up. The array is shared: do not write to it.
+    """
+    y, x = np.mgrid[0 : height * _SUPERSAMPLING, 0 : width * _SUPERSAMPLING]
+    u = (x + 0.5) / (width * _SUPERSAMPLING) * 2 - 1  # [-1, 1] across the box
+    v = (y + 0.5) / (height * _SUPERSAMPLING) * 2 - 1
+    inside = {
+        "circle": u**2 + v**2 <= 1,
+        "square": np.ones_like(u, dtype=bool),
+        "triangle": np.abs(u) <= (v + 1) / 2,
+    }[shape]
+    blocks = inside.reshape(height, _SUPERSAMPLING, width, _SUPERSAMPLING)
+    result: NDArray[np.float32] = blocks.mean(axis=(1, 3), dtype=np.float32)
+    result.setflags(write=False)
+    return result
+
+
+@lru_cache(maxsize=4096)
+def _templates(width: int, height: int) -> NDArray[np.bool_]:
+    """The mask of each shape whose visible part fills the box: [shapes, height, width].
+
+    A thin tip covers less than half a pixel and vanishes, so the shape may be a little larger than what
+    is visible of it: the first size whose visible part has the wanted size is the fit.
+    """
+    fitted = []
+    for shape in SHAPES:
+        mask = coverage(shape, width, height) > 0.5
+        for grow_y, grow_x in ((0, 0), (1, 0), (0, 1), (1, 1), (2, 0)):
+            visible = coverage(shape, width + grow_x, height + grow_y) > 0.5
+            rows, columns = np.flatnonzero(visible.any(1)), np.flatnonzero(visible.any(0))
+            if rows.size == height and columns.size == width:
+                mask = visible[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+                break
+        fitted.append(mask)
+    return np.stack(fitted)
+
+
+def detect(image: Image) -> list[Component]:
+    """Find the objects of a picture, in the order of their top-left pixel.
+
+    Raises:
+        ValueError: the picture is not uint8 [height, width, 3] with sides of at least 24 pixels.
+    """
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
+        raise ValueError(f"image is {image.dtype} {list(image.shape)}; expected uint8 [height, width, 3]")
+    height, width = image.shape[:2]
+    if min(height, width) < _IMAGE_SIDE_MIN_PX:
+        raise ValueError(
+            f"image is {width} x {height}; shapes need at least {_IMAGE_SIDE_MIN_PX} pixels a side"
+        )
+    labels, found = ndimage.label(255 - image.min(axis=2).astype(np.int16) > _FOREGROUND_MIN)
+    areas = np.bincount(labels.ravel(), minlength=found + 1)
+    boxes = ndimage.find_objects(labels)
+    kept = [k for k in range(1, found + 1) if areas[k] >= _SPECK_AREA_MAX * height * width]
+    return [_component(image, labels[boxes[k - 1]] == k, boxes[k - 1]) for k in kept]
+
+
+def _component(image: Image, mask: NDArray[np.bool_], box: tuple[slice, slice]) -> Component:
+    rows, columns = box
+    height, width = mask.shape
+    shorter = min(image.shape[:2])
+    if _SIDE_MIN * shorter <= min(height, width) and max(height, width) <= _SIDE_MAX * shorter:
+        templates = _templates(width, height)
+        overlap = (templates & mask).sum(axis=(1, 2)) / (templates | mask).sum(axis=(1, 2))
+    else:
+        overlap = np.zeros(len(SHAPES))
+    distance = np.linalg.norm(_PALETTE_RGB - np.median(image[box][mask], axis=0), axis=1)
+    best, nearest = int(overlap.argmax()), int(distance.argmin())
+    return Component(
+        box=(columns.start, rows.start, columns.stop, rows.stop),
+        shape=SHAPES[best] if overlap[best] >= _IOU_MIN else None,
+        color=_COLORS[nearest] if distance[nearest] <= _COLOR_DISTANCE_MAX else None,
+        overlap=overlap,
+        distance=distance,
+    )
+
+
+def direction(a: Component, b: Component) -> tuple[float, float]:
+    """GenEval's (dx, dy) of ``a`` seen from ``b``: the unit offset of the centres, shrunk by the boxes.
+
+    ``relative_position`` of the official script: 10 % of both extents is subtracted from the offset
+    before it is divided by the offset's length; a relation holds where a component exceeds one half.
+    """
+    boxes = np.array([a.box, b.box], dtype=np.float64).reshape(2, 2, 2)
+    centers = boxes.mean(axis=1)
+    extents = boxes[:, 1] - boxes[:, 0]
+    offset = centers[0] - centers[1]
+    length = float(np.linalg.norm(offset))
+    if length == 0:
+        return 0.0, 0.0
+    shrunk = np.maximum(np.abs(offset) - _POSITION_THRESHOLD * extents.sum(axis=0), 0) * np.sign(offset)
+    return float(shrunk[0]) / length, float(shrunk[1]) / length
+
+
+def _along(relation: str, a: Component, b: Component) -> float:
+    """How far ``a`` lies in the relation's direction from ``b``, in [-1, 1]; the relation holds above .5."""
+    dx, dy = direction(a, b)
+    return {"left of": -dx, "right of": dx, "above": -dy, "below": dy}[relation]
+
+
+def strict_score(components: Sequence[Component], wanted: Requirements) -> float:
+    """GenEval's score: 1.0 when every ``include`` and no ``exclude`` entry is met, else 0.0."""
+    by_shape: dict[str, list[Component]] = {
+        shape: sorted((c for c in components if c.shape == shape), key=lambda c: -c.overlap.max())
+        for shape in SHAPES
+    }
+    matched: list[list[Component]] = []
+    for need in wanted.include:
+        found = by_shape[need.shape][: need.count]
+        if len(found) < need.count:
+            return 0.0
+        if need.color is not None and any(c.color != need.color for c in found):
+            return 0.0
+        if need.relation is not None:
+            pairs = ((a, b) for a in found for b in matched[need.target])
+            if any(_along(need.relation, a, b) <= 0.5 for a, b in pairs):
+                return 0.0
+        matched.append(found)
+    too_many = any(len(by_shape[shape]) >= count for shape, count in wanted.exclude)
+    return 0.0 if too_many else 1.0
+
+
+def graded_score(components: Sequence[Component], wanted: Requirements) -> float:
+    """Mean over the clauses of a prompt, in [0, 1]: its objects (one clause) and each position relation."""
+    expected = [(index, need) for index, need in enumerate(wanted.include) for _ in range(need.count)]
+    scores = np.array([[_likeness(c, need) for c in components] for _, need in expected])
+    scores = scores.reshape(len(expected), len(components))
+    rows, columns = linear_sum_assignment(scores, maximize=True)
+    clauses = [float(scores[rows, columns].sum()) / max(len(expected), len(components))]
+    groups: list[list[tuple[float, Component]]] = [[] for _ in wanted.include]
+    for row, column in zip(rows, columns, strict=True):
+        groups[expected[row][0]].append((float(scores[row, column]), components[column]))
+    for need, group in zip(wanted.include, groups, strict=True):
+        if need.relation is not None:
+            others = groups[need.target]
+            held = [
+                like_a * like_b * min(max(_along(need.relation, a, b) + 0.5, 0.0), 1.0)
+                for like_a, a in group
+                for like_b, b in others
+            ]
+            clauses.append(sum(held) / (need.count * wanted.include[need.target].count))
+    return sum(clauses) / len(clauses)
+
+
+def _likeness(component: Component, need: Requirement) -> float:
+    """Softened shape score, averaged with the softened colour score where a colour is asked for."""
+    wanted = SHAPES.index(need.shape)
+    others = np.delete(component.overlap, wanted).max()
+    overlap = component.overlap[wanted]
+    shape = _clip01(0.5 + (overlap - others) / _IOU_MARGIN) * _clip01(overlap / _IOU_FULL)
+    if need.color is None:
+        return shape
+    wanted = _COLORS.index(need.color)
+    distance = component.distance[wanted]
+    rival = np.delete(component.distance, wanted).min()
+    color = _clip01(0.5 + (rival - distance) / _COLOR_MARGIN)
+    color *= _clip01((_COLOR_ZERO - distance) / (_COLOR_ZERO - _COLOR_FULL))
+    return (shape + color) / 2
+
+
+def _clip01(value: float) -> float:
+    return min(max(float(value), 0.0), 1.0)
