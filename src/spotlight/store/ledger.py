@@ -71,14 +71,21 @@ class Ledger:
         self._path = path
         try:
             self._connection = sqlite3.connect(path, isolation_level=None)
-            self._prepare()
         except sqlite3.Error as error:
             raise storage_error("cannot open the ledger", path, error) from error
+        try:
+            self._prepare()
+        except sqlite3.Error as error:
+            self._connection.close()
+            raise storage_error("cannot open the ledger", path, error) from error
+        except LedgerError:
+            self._connection.close()
+            raise
         self._position = queries.position(self._connection)
         self._attempt: int | None = None
 
     def _prepare(self) -> None:
-        is_new = self._connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0] == 0
+        is_new = queries.is_empty_database(self._connection, self._path)
         if not is_new:
             queries.check_identity(self._connection, self._path)
         for pragma in (

@@ -72,18 +72,25 @@ def open_readonly(path: Path) -> sqlite3.Connection:
     except LedgerError:
         connection.close()
         raise
+    except sqlite3.Error as error:
+        connection.close()
+        raise LedgerError(
+            f"{path}: cannot be read: {error}. Reading needs write access to its folder."
+        ) from error
     return connection
+
+
+def is_empty_database(connection: sqlite3.Connection, path: Path) -> bool:
+    """Whether nothing was created in the database yet, also where its creation was interrupted."""
+    return _header_integer(connection, path, "SELECT COUNT(*) FROM sqlite_master") == 0
 
 
 def check_identity(connection: sqlite3.Connection, path: Path) -> None:
     """Raise :class:`LedgerError` unless the database is a ledger of this version."""
-    try:
-        found = (_integer(connection, "PRAGMA application_id"), _integer(connection, "PRAGMA user_version"))
-    except sqlite3.Error as error:
-        raise LedgerError(
-            f"{path}: cannot be read as a SQLite database ({error}). "
-            "Restore the file from a copy, or start a run of another name."
-        ) from error
+    found = (
+        _header_integer(connection, path, "PRAGMA application_id"),
+        _header_integer(connection, path, "PRAGMA user_version"),
+    )
     expected = (APPLICATION_ID, SCHEMA_VERSION)
     if found != expected:
         raise LedgerError(
@@ -164,6 +171,18 @@ def cost_usd(connection: sqlite3.Connection) -> float:
     """Price of all GPU-seconds, lost ones included."""
     row = connection.execute("SELECT COALESCE(SUM(seconds * price_usd_h), 0.0) / 3600 FROM gpu_seconds")
     return float(row.fetchone()[0])
+
+
+def _header_integer(connection: sqlite3.Connection, path: Path, query: str) -> int:
+    try:
+        return _integer(connection, query)
+    except sqlite3.DatabaseError as error:
+        if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
+            raise
+        raise LedgerError(
+            f"{path}: cannot be read as a SQLite database ({error}). "
+            "Restore the file from a copy, or start a run of another name."
+        ) from error
 
 
 def _by_reason(connection: sqlite3.Connection, query: str) -> dict[DropReason, int]:
