@@ -72,7 +72,7 @@ class FlowSDE:
     noise_level: float = 0.7
 
     def __post_init__(self) -> None:
-        _check_noise_level("flow_sde", self.noise_level, math.inf)
+        _check_noise_level("flow-sde", self.noise_level, math.inf)
 
     @property
     def stochastic(self) -> bool:
@@ -266,7 +266,7 @@ def interpolate(x0: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
     return (1 - sigma) * x0.float() + sigma * noise.float()
 
 
-SAMPLERS = ("flow_sde", "cps", "dance", "ode")
+SAMPLERS = ("flow-sde", "cps", "dance", "ode")
 
 
 def build_sampler(name: str, noise_level: float) -> Sampler:
@@ -276,7 +276,7 @@ def build_sampler(name: str, noise_level: float) -> Sampler:
         ValueError: unknown name, a noise level outside the sampler's range, or one given to the ODE.
     """
     match name:
-        case "flow_sde":
+        case "flow-sde":
             return FlowSDE(noise_level)
         case "cps":
             return CPS(noise_level)
@@ -337,6 +337,6 @@ def _require_stochastic(sampler: Sampler) -> None:
 
 def _undefined(sampler: Sampler) -> UndefinedLogProbError:
     return UndefinedLogProbError(
-        f"{sampler} is deterministic: its steps have no log-prob and no KL; use flow_sde, cps or dance "
+        f"{sampler} is deterministic: its steps have no log-prob and no KL; use flow-sde, cps or dance "
         "with a noise level above 0 for the steps that are trained"
     )

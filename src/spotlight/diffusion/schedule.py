@@ -50,7 +50,7 @@ class RandomWindow:
     Attributes:
         size: number of stochastic steps, >= 1.
         low: first step the window may hold.
-        high: end of the range, exclusive; None means T - 1, the largest possible.
+        high: end of the range, exclusive; None means half of the steps (or more if the size needs it).
     """
 
     size: int
@@ -62,14 +62,18 @@ class RandomWindow:
 
     def steps(self, total_steps: int, seed: int, iteration: int) -> range:
         """The seed's window; the same in every iteration."""
-        positions = _positions(self.size, self.low, self.high, total_steps)
+        positions = self._positions(total_steps)
         choice = int(uniform(seed, Stream.SDE_WINDOW, 0, 1)[0] * len(positions))
         return range(positions[choice], positions[choice] + self.size)
 
     def kept(self, total_steps: int) -> int:
         """The window's size."""
-        _positions(self.size, self.low, self.high, total_steps)
+        self._positions(total_steps)
         return self.size
+
+    def _positions(self, total_steps: int) -> range:
+        half = max(self.low + self.size, total_steps // 2)
+        return _positions(self.size, self.low, half if self.high is None else self.high, total_steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,7 @@ class SlidingWindow:
         low: first step the window may hold.
         high: end of the range, exclusive; None means T - 1, the largest possible.
         decay: rate k >= 0 of the paper's decaying strategy.
-        decay_from: position where the decay starts.
+        decay_from: position where the decay starts; None means half of the steps (the paper: 13 of 25).
     """
 
     size: int = 4
@@ -95,7 +99,7 @@ class SlidingWindow:
     low: int = 0
     high: int | None = None
     decay: float = 0.0
-    decay_from: int = 0
+    decay_from: int | None = None
 
     def __post_init__(self) -> None:
         _check_window(self.size, self.low, self.high)
@@ -110,7 +114,7 @@ class SlidingWindow:
         """The iteration's window, the same for every seed."""
         if iteration < 0:
             raise ValueError(f"sliding SDE window: iteration is {iteration}; expected one >= 0")
-        cycle = _sliding_cycle(self, total_steps)
+        cycle = _cycle(self, total_steps)
         start = cycle[iteration % len(cycle)]
         return range(start, start + self.size)
 
@@ -120,12 +124,35 @@ class SlidingWindow:
         return self.size
 
 
+WINDOWS = ("all", "random", "sliding", "decay")
+_PAPER_DECAY = 0.1
+
+
+def build_window(kind: str, size: int, low: int = 0, high: int | None = None, every: int = 25) -> SdeWindow:
+    """The window of a configuration; ``all`` reads none of the numbers, ``every`` is for the sliding kinds.
+
+    Raises:
+        ValueError: unknown kind, or an impossible window.
+    """
+    match kind:
+        case "all":
+            return AllSteps()
+        case "random":
+            return RandomWindow(size, low, high)
+        case "sliding":
+            return SlidingWindow(size, every, low=low, high=high)
+        case "decay":
+            return SlidingWindow(size, every, low=low, high=high, decay=_PAPER_DECAY)
+    raise ValueError(f"unknown SDE window {kind!r}; expected one of {', '.join(WINDOWS)}")
+
+
 @lru_cache(maxsize=64)
-def _sliding_cycle(window: SlidingWindow, total_steps: int) -> tuple[int, ...]:
+def _cycle(window: SlidingWindow, total_steps: int) -> tuple[int, ...]:
     """First step of the window in each iteration of one pass from ``low`` to the end."""
+    decay_from = (total_steps + 1) // 2 if window.decay_from is None else window.decay_from
     cycle: list[int] = []
     for start in _positions(window.size, window.low, window.high, total_steps)[:: window.stride]:
-        stay = window.every * math.exp(-window.decay * max(start - window.decay_from, 0))
+        stay = window.every * math.exp(-window.decay * max(start - decay_from, 0))
         cycle += [start] * max(1, round(stay))
     return tuple(cycle)
 

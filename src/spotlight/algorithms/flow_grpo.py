@@ -1,0 +1,162 @@
+"""Flow-GRPO (arXiv 2505.05470): PPO-clipped policy gradient over the stochastic denoising steps.
+
+Per step of a sample: max(-A r, -A clip(r, 1 ± c)) + β KL(policy, reference), r = exp(log p - log p_old).
+Log-probs are means over the latent, hence the tiny clip ranges. Flow-GRPO-Fast is the same loss on a
+short random SDE window, without KL (:data:`FAST`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from spotlight.algorithms.base import LossTerms, Policy, Slot, TrainBatch
+from spotlight.algorithms.replay import Transition, timestep_count, transition
+from spotlight.diffusion.samplers import Moments, Sampler
+
+OldLogProbs = Literal["recompute", "stop_gradient", "rollout"]
+
+
+@dataclass(frozen=True, slots=True)
+class FlowGRPOParams:
+    """Settings of Flow-GRPO.
+
+    Attributes:
+        clip_range: c of the ratio clip; 1e-4 for full SDE, 1e-5 for Flow-GRPO-Fast.
+        kl_weight: β of the KL to the starting model; above 0 costs one more forward a timestep.
+        old_log_probs: denominator of the ratio. "recompute": the learner evaluates it before the batch's
+            first update; "stop_gradient": this pass's own value (always on-policy: one update a batch);
+            "rollout": as scored while rolling out (differs by the kernels' rounding).
+        train_timesteps: trained steps a sample, drawn among its kept steps; None trains all.
+    """
+
+    clip_range: float = 1e-4
+    kl_weight: float = 0.0
+    old_log_probs: OldLogProbs = "recompute"
+    train_timesteps: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.clip_range < 1:
+            raise ValueError(f"clip_range is {self.clip_range}; expected 0 < clip_range < 1 (about 1e-4)")
+        if not 0 <= self.kl_weight < math.inf:
+            raise ValueError(f"kl_weight is {self.kl_weight}; expected a number >= 0")
+        if self.old_log_probs not in get_args(OldLogProbs):
+            raise ValueError(
+                f"old_log_probs is {self.old_log_probs!r}; expected one of {', '.join(get_args(OldLogProbs))}"
+            )
+        if self.train_timesteps is not None and self.train_timesteps < 1:
+            raise ValueError(
+                f"train_timesteps is {self.train_timesteps}; expected at least 1, or none for all"
+            )
+
+
+FAST = FlowGRPOParams(clip_range=1e-5)
+"""Flow-GRPO-Fast; its rollouts use CPS at 0.8 in a random window of 3 steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlowGRPO:
+    """Implements :class:`~spotlight.algorithms.base.Algorithm`.
+
+    Raises:
+        ValueError: the sampler is deterministic.
+    """
+
+    params: FlowGRPOParams
+    sampler: Sampler
+    name: str = "flow-grpo"
+    keeps: Literal["trajectory"] = "trajectory"
+    rollout_slot: Slot = "policy"
+
+    def __post_init__(self) -> None:
+        require_stochastic(self.name, self.sampler)
+
+    @property
+    def extra_slots(self) -> tuple[Slot, ...]:
+        """The reference, when there is a KL."""
+        return ("reference",) if self.params.kl_weight > 0 else ()
+
+    def timesteps(self, kept_steps: int) -> int:
+        """All kept steps, or ``train_timesteps`` of them."""
+        return timestep_count(kept_steps, self.params.train_timesteps)
+
+    @torch.no_grad()
+    def old_log_probs(self, policy: Policy, batch: TrainBatch) -> Tensor | None:
+        """Log-probs of the steps that will be trained under the current policy, with ``recompute``."""
+        if self.params.old_log_probs != "recompute" or batch.latents is None:
+            return None
+        kept_steps = batch.latents.shape[1] - 1
+        old = torch.full_like(batch.sigmas[:, :kept_steps], math.nan)
+        for timestep in range(self.timesteps(kept_steps)):
+            at = transition(batch, timestep, self.params.train_timesteps)
+            old[at.rows, at.index] = self.sampler.log_prob(at.x_next, self._moments(policy, at, "policy"))
+        return old
+
+    def loss(self, policy: Policy, batch: TrainBatch, timestep: int) -> LossTerms:
+        """Clipped surrogate plus KL of one step of every sample."""
+        at = transition(batch, timestep, self.params.train_timesteps)
+        moments = self._moments(policy, at, "policy")
+        log_prob = self.sampler.log_prob(at.x_next, moments)
+        log_ratio = log_prob - self._old(batch, at, log_prob)
+        loss, metrics = clipped_surrogate(log_ratio, batch.advantages, self.params.clip_range)
+        metrics["log_prob"] = log_prob.detach()
+        if batch.rollout_log_probs is not None:
+            difference = log_prob.detach() - at.pick(batch.rollout_log_probs)
+            metrics["log_prob_rollout_difference"] = difference.abs()
+        if self.params.kl_weight > 0:
+            with torch.no_grad():
+                reference = self._moments(policy, at, "reference")
+            kl = self.sampler.kl(moments, reference)
+            loss = loss + self.params.kl_weight * kl
+            metrics["kl"] = kl.detach()
+        return LossTerms(loss, metrics)
+
+    def old_decay(self, batches_trained: int) -> None:
+        """None: there is no old slot."""
+        return
+
+    def _moments(self, policy: Policy, at: Transition, slot: Slot) -> Moments:
+        velocity = policy.velocity(at.x, at.sigma, slot)
+        return self.sampler.moments(at.x, velocity, at.sigma, at.sigma_next)
+
+    def _old(self, batch: TrainBatch, at: Transition, log_prob: Tensor) -> Tensor:
+        match self.params.old_log_probs:
+            case "stop_gradient":
+                return log_prob.detach()
+            case "recompute":
+                old, remedy = batch.old_log_probs, "fill it from old_log_probs() before the first update"
+            case "rollout":
+                old, remedy = batch.rollout_log_probs, "the rollout must store its log-probs"
+        if old is None:
+            raise ValueError(f"{self.name} with old_log_probs={self.params.old_log_probs} got none: {remedy}")
+        return at.pick(old)
+
+
+def clipped_surrogate(
+    log_ratio: Tensor, advantages: Tensor, clip_range: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """max(-A r, -A clip(r, 1 ± c)) per sample [batch], and its metrics (detached, [batch])."""
+    ratio = torch.exp(log_ratio)
+    clipped = ratio.clamp(1 - clip_range, 1 + clip_range)
+    loss = torch.maximum(-advantages * ratio, -advantages * clipped)
+    detached, log_ratio = ratio.detach(), log_ratio.detach()
+    metrics = {
+        "ratio": detached,
+        "ratio_deviation": (detached - 1).abs(),
+        "clip_fraction": ((detached - 1).abs() > clip_range).float(),
+        "approx_kl": 0.5 * log_ratio.square(),
+    }
+    return loss, metrics
+
+
+def require_stochastic(algorithm: str, sampler: Sampler) -> None:
+    """Raise ValueError when a policy-gradient algorithm gets a deterministic sampler."""
+    if not sampler.stochastic:
+        raise ValueError(
+            f"{algorithm} needs rollouts with noise, but the sampler is {sampler}; "
+            "use flow-sde, cps or dance with a noise level above 0"
+        )

@@ -1,0 +1,67 @@
+"""What forward-process algorithms share: noising a sample's x0 again at stratified noise levels.
+
+Draws are counter-based: a function of (seed, policy version, training timestep) alone, so they do not
+depend on micro-batches or ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spotlight.algorithms.base import TrainBatch
+from spotlight.diffusion.noise import Stream, normal_batch, uniform
+from spotlight.diffusion.samplers import interpolate
+
+NoiseLevels = Literal["uniform", "schedule"]
+_TIMESTEPS_MAX = 2**16  # indices of TRAIN_NOISE reserved per policy version
+
+
+class Noised(NamedTuple):
+    """x_t [batch, tokens, channels], its noise levels t [batch], and the noise e in it."""
+
+    x: Tensor
+    sigma: Tensor
+    noise: Tensor
+
+
+def noised(batch: TrainBatch, timestep: int, train_timesteps: int, levels: NoiseLevels) -> Noised:
+    """x_t = (1-t) x0 + t e of every sample for its ``timestep``-th of ``train_timesteps`` noise levels.
+
+    Raises:
+        ValueError: ``timestep`` is not within [0, train_timesteps).
+    """
+    if not 0 <= timestep < train_timesteps <= _TIMESTEPS_MAX:
+        raise ValueError(
+            f"training timestep is {timestep} of {train_timesteps}; "
+            f"expected 0 <= timestep < train_timesteps <= {_TIMESTEPS_MAX}"
+        )
+    device = batch.final.device
+    positions = [stratified(seed, batch.version, timestep, train_timesteps) for seed in batch.seeds]
+    if levels == "uniform":
+        sigma = torch.tensor(positions, dtype=torch.float32, device=device)
+    else:
+        sigma = _on_schedule(torch.tensor(positions, dtype=torch.float32, device=device), batch.sigmas)
+    index = batch.version * _TIMESTEPS_MAX + timestep
+    shape = batch.final.shape[1:]
+    noise = normal_batch(batch.seeds, Stream.TRAIN_NOISE, [index] * len(batch.seeds), shape, device)
+    return Noised(interpolate(batch.final, noise, sigma), sigma, noise)
+
+
+def stratified(seed: int, version: int, timestep: int, train_timesteps: int) -> float:
+    """A uniform draw within the ``timestep``-th of ``train_timesteps`` equal parts of (0, 1)."""
+    draws = uniform(seed, Stream.TRAIN_TIMESTEPS, version, train_timesteps)
+    return float(np.float64(timestep + draws[timestep]) / train_timesteps)
+
+
+def _on_schedule(position: Tensor, sigmas: Tensor) -> Tensor:
+    """Noise levels distributed like a schedule [batch, T + 1], linearly between its values: [batch]."""
+    steps = sigmas.shape[1] - 1
+    place = (1 - position) * steps  # schedules fall from noise to clean
+    left = place.floor().clamp(0, steps - 1)
+    index = left.long()
+    rows = torch.arange(len(index), device=sigmas.device)
+    return torch.lerp(sigmas[rows, index], sigmas[rows, index + 1], place - left)

@@ -1,0 +1,81 @@
+"""What trajectory algorithms share: choosing the kept steps to train, and reading them from a batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spotlight.algorithms.base import TrainBatch
+from spotlight.diffusion.noise import Stream, uniform
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """The same training timestep of every sample: one denoising step as the rollout stored it.
+
+    Attributes:
+        rows: [batch], 0 .. batch - 1.
+        index: [batch], which of the S kept steps it is.
+        x: [batch, tokens, channels], the state before.
+        x_next: the state after, rounded as stored.
+        sigma: [batch], the noise level before.
+        sigma_next: [batch], the noise level after.
+    """
+
+    rows: Tensor
+    index: Tensor
+    x: Tensor
+    x_next: Tensor
+    sigma: Tensor
+    sigma_next: Tensor
+
+    def pick(self, per_step: Tensor) -> Tensor:
+        """[batch]: the entries of ``per_step`` [batch, S] that belong to this transition."""
+        return per_step[self.rows, self.index]
+
+
+def timestep_count(kept_steps: int, train_timesteps: int | None) -> int:
+    """How many of the kept steps are trained. Raises ValueError if there are fewer."""
+    wanted = kept_steps if train_timesteps is None else train_timesteps
+    if not 1 <= wanted <= kept_steps:
+        raise ValueError(
+            f"train_timesteps is {wanted}, but a rollout keeps {kept_steps} stochastic step(s); "
+            "lower it, or widen the SDE window"
+        )
+    return wanted
+
+
+def transition(batch: TrainBatch, timestep: int, train_timesteps: int | None) -> Transition:
+    """The ``timestep``-th trained step of every sample.
+
+    Raises:
+        ValueError: the batch has no trajectory, or not so many steps.
+    """
+    if batch.latents is None:
+        raise ValueError("the batch holds no trajectory (latents is None), but the algorithm replays one")
+    kept_steps = batch.latents.shape[1] - 1
+    count = timestep_count(kept_steps, train_timesteps)
+    if not 0 <= timestep < count:
+        raise ValueError(f"training timestep is {timestep}; expected 0 <= timestep < {count}")
+    chosen = [trained_steps(seed, batch.version, kept_steps, count)[timestep] for seed in batch.seeds]
+    device = batch.latents.device
+    rows, index = torch.arange(len(chosen), device=device), torch.tensor(chosen, device=device)
+    return Transition(
+        rows=rows,
+        index=index,
+        x=batch.latents[rows, index],
+        x_next=batch.latents[rows, index + 1],
+        sigma=batch.sigmas[rows, index],
+        sigma_next=batch.sigmas[rows, index + 1],
+    )
+
+
+def trained_steps(seed: int, version: int, kept_steps: int, count: int) -> list[int]:
+    """``count`` distinct kept steps in ascending order, a function of the sample and its policy version."""
+    if count == kept_steps:
+        return list(range(kept_steps))
+    order = np.argsort(uniform(seed, Stream.TRAIN_TIMESTEPS, version, kept_steps), kind="stable")
+    return sorted(int(step) for step in order[:count])
