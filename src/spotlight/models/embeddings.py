@@ -1,0 +1,79 @@
+"""Prompt embeddings on disk, one safetensors file a prompt, named by the hash of all they depend on.
+
+Invariants: a file is complete or absent (written aside, then renamed); a file whose checksum does not hold
+is reported and made again, never used. So the folder may be shared by processes and thrown away at will.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingsCache:
+    """Embeddings of one text encoder under one template.
+
+    Attributes:
+        root: folder of the cache; made on the first write.
+        model: identity of tokenizer and text encoder (see ``PipelineFiles.identity``).
+        template: what the prompt is put into, and all else that shapes the result, as text.
+        max_tokens: tokens kept of each prompt.
+        dtype: of the text encoder.
+    """
+
+    root: Path
+    model: str
+    template: str
+    max_tokens: int
+    dtype: torch.dtype
+
+    def path(self, text: str) -> Path:
+        """Where the embeddings of ``text`` are or would be."""
+        key = json.dumps([self.model, self.template, self.max_tokens, str(self.dtype), text])
+        name = hashlib.sha256(key.encode()).hexdigest()
+        return self.root / name[:2] / f"{name}.safetensors"
+
+    def get(self, text: str) -> Tensor | None:
+        """[tokens, width] on the CPU, or None when absent or damaged (which is logged)."""
+        path = self.path(text)
+        if not path.is_file():
+            return None
+        try:
+            with safe_open(path, framework="pt") as file:
+                embeds: Tensor = file.get_tensor("embeds")
+                expected = (file.metadata() or {}).get("sha256")
+        except (SafetensorError, OSError) as error:
+            _log.warning("cached embeddings %s are damaged (%s): embedding the prompt again", path, error)
+            return None
+        if _checksum(embeds) != expected:
+            _log.warning("cached embeddings %s fail their checksum: embedding the prompt again", path)
+            return None
+        return embeds
+
+    def put(self, text: str, embeds: Tensor) -> None:
+        """Write [tokens, width]; readers see all of it or nothing."""
+        path = self.path(text)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        try:
+            data = safetensors.torch.save({"embeds": embeds.contiguous()}, {"sha256": _checksum(embeds)})
+            partial.write_bytes(data)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def _checksum(embeds: Tensor) -> str:
+    return hashlib.sha256(embeds.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()

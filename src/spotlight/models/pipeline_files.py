@@ -1,0 +1,254 @@
+"""A diffusers pipeline directory, found and checked before anything is loaded from it.
+
+Invariant: what :func:`locate` returns has a ``model_index.json`` of the expected class and every component
+folder asked for, whose weights are safetensors with sound headers. Pickled weights are never read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError, safe_open
+
+from spotlight.models.base import ModelError
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
+
+_WHOLE_FILE_BYTES = 64 * 2**20
+"""Weight files up to this size are hashed whole; of larger ones size, header, samples and mtime."""
+_SAMPLES, _SAMPLE_BYTES = 64, 64 * 2**10
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """What one folder of a pipeline must hold.
+
+    Attributes:
+        classes: class names accepted in ``model_index.json``, the usual one first.
+        weights: whether it has weights (a scheduler or tokenizer has none).
+        lazy: whether a hub model's weights wait for :meth:`PipelineFiles.fetch`.
+    """
+
+    classes: tuple[str, ...]
+    weights: bool
+    lazy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineFiles:
+    """A pipeline directory on this machine.
+
+    Attributes:
+        root: the directory (of a hub model: its snapshot).
+        hub_id: ``owner/name`` when it came from the hub.
+        commit: the hub's commit, which fixes the content.
+    """
+
+    root: Path
+    hub_id: str | None = None
+    commit: str | None = None
+
+    def folder(self, component: str) -> Path:
+        """Folder of a component."""
+        return self.root / component
+
+    def config(self, component: str, name: str = "config.json") -> dict[str, object]:
+        """A component's configuration file. ModelError when missing or not JSON."""
+        return _read_json(self.folder(component) / name)
+
+    def fetch(self, component: str) -> None:
+        """Have a component's weights here, downloaded if need be, and checked."""
+        if self.hub_id is not None:
+            _download(self.hub_id, self.commit, [f"{component}/*"])
+        check_weights(self.folder(component))
+
+    def identity(self, *components: str) -> str:
+        """A hash that changes when the content of these components does."""
+        digest = hashlib.sha256()
+        if self.commit is not None:
+            digest.update(f"{self.hub_id}@{self.commit}".encode())
+            return digest.hexdigest()
+        for component in components:
+            for path in sorted(p for p in self.folder(component).rglob("*") if p.is_file()):
+                digest.update(f"{path.relative_to(self.root)}\0".encode())
+                _fingerprint(path, digest)
+        return digest.hexdigest()
+
+
+def locate(
+    path: str | Path,
+    *,
+    revision: str | None,
+    pipeline_class: str,
+    components: Mapping[str, Component],
+) -> PipelineFiles:
+    """Find a pipeline directory, or download a hub id, and check what is in it.
+
+    Args:
+        path: a directory, or a hub id ``owner/name``.
+        revision: branch, tag or commit of a hub id; None takes its main branch.
+        pipeline_class: the ``_class_name`` expected in ``model_index.json``.
+        components: folder -> what must be there.
+
+    Raises:
+        ModelError: nothing there, another pipeline, a component missing, weights cut or corrupt, or the
+            hub cannot be reached.
+    """
+    files = _local(Path(path).expanduser(), revision) or _from_hub(str(path), revision, components)
+    index_path = files.root / "model_index.json"
+    if not index_path.is_file():
+        raise ModelError(
+            f"{files.root} has no model_index.json: expected a diffusers pipeline directory (as written by "
+            f"{pipeline_class}.save_pretrained), found {_listing(files.root)}"
+        )
+    index = _read_json(index_path)
+    found_class = index.get("_class_name")
+    if found_class != pipeline_class:
+        raise ModelError(f"{index_path} describes a {found_class}; expected a {pipeline_class}")
+    for name, component in components.items():
+        _check_component(files, index, name, component)
+    return files
+
+
+def _local(root: Path, revision: str | None) -> PipelineFiles | None:
+    if root.is_file():
+        raise ModelError(f"{root} is a file; expected a pipeline directory, the one with model_index.json")
+    if not root.is_dir():
+        return None
+    if revision is not None:
+        raise ModelError(
+            f"revision {revision!r} is given for the local directory {root}; revisions belong to hub ids: "
+            "leave it out"
+        )
+    return PipelineFiles(root.resolve())
+
+
+def _from_hub(name: str, revision: str | None, components: Mapping[str, Component]) -> PipelineFiles:
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
+        raise ModelError(
+            f"model directory {name} does not exist: give the path of a diffusers pipeline directory (the "
+            "one with model_index.json) or a hub id such as Qwen/Qwen-Image"
+        )
+    eager = [f"{folder}/*" for folder, component in components.items() if not component.lazy]
+    lazy = [folder for folder, component in components.items() if component.lazy]
+    small = [f"{folder}/*.{ending}" for folder in lazy for ending in ("json", "txt", "jinja")]
+    root = _download(name, revision, ["model_index.json", *eager, *small])
+    return PipelineFiles(root, name, root.name)
+
+
+def _download(hub_id: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    named = hub_id if revision is None else f"{hub_id} at revision {revision}"
+    try:
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(patterns)))
+    except GatedRepoError as error:
+        raise ModelError(f"hub model {named} is gated: accept its terms, then set HF_TOKEN") from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(
+            f"{hub_id!r} is neither a directory here nor a model on the hub (or it is private: set HF_TOKEN)"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ModelError(f"hub model {hub_id} has no revision {revision!r}") from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, OSError) as error:
+        raise ModelError(
+            f"{hub_id!r} is no directory here, and as a hub id it is neither in the local hub cache nor "
+            f"reachable ({type(error).__name__}): check the path, or the network and HF_HUB_OFFLINE, or "
+            f"download it elsewhere (hf download {hub_id}) and give the directory"
+        ) from error
+
+
+def _check_component(
+    files: PipelineFiles, index: Mapping[str, object], name: str, component: Component
+) -> None:
+    folder, expected = files.folder(name), component.classes[0]
+    entry = index.get(name)
+    found = entry[1] if isinstance(entry, list) and len(entry) == 2 else None
+    if found is None or not folder.is_dir():
+        where = "is not named in model_index.json" if folder.is_dir() else "is missing"
+        raise ModelError(
+            f"{files.root}: component {name!r} ({expected}) {where}; found {_listing(files.root)}"
+        )
+    if found not in component.classes:
+        raise ModelError(f"{files.root}: component {name!r} is a {found}; expected a {expected}")
+    if component.weights and not (component.lazy and files.hub_id is not None):
+        check_weights(folder)
+
+
+def check_weights(folder: Path) -> None:
+    """Read every safetensors header of a component.
+
+    Raises:
+        ModelError: no weights, a shard missing, or a file that is cut or not safetensors.
+    """
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} has no config.json; found {_listing(folder)}")
+    shards = sorted(folder.glob("*.safetensors"))
+    if not shards:
+        raise ModelError(f"{folder} has no *.safetensors weights; found {_listing(folder)}")
+    for index_path in folder.glob("*.safetensors.index.json"):
+        names = _read_json(index_path).get("weight_map")
+        needed = set(names.values()) if isinstance(names, dict) else set()
+        missing = sorted(str(name) for name in needed if not (folder / str(name)).is_file())
+        if missing:
+            raise ModelError(
+                f"{folder}: {len(missing)} of {len(needed)} weight files named in {index_path.name} are "
+                f"missing, first {missing[0]}: copy or download it again"
+            )
+    for shard in shards:
+        try:
+            with safe_open(shard, framework="numpy"):
+                pass
+        except (SafetensorError, OSError) as error:
+            size = f"{shard.stat().st_size} bytes"
+            raise ModelError(
+                f"{shard} ({size}) is cut or corrupt ({error}): copy or download it again"
+            ) from error
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(f"{path} is missing; found {_listing(path.parent)}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} is not JSON ({error}): copy or download it again") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds a {type(value).__name__}; expected a JSON object")
+    return value
+
+
+def _listing(folder: Path) -> str:
+    if not folder.is_dir():
+        return "no such directory"
+    return ", ".join(sorted(p.name + "/" * p.is_dir() for p in folder.iterdir())) or "nothing"
+
+
+def _fingerprint(path: Path, digest: _Hash) -> None:
+    stat = path.stat()
+    digest.update(f"{stat.st_size}\0".encode())
+    with path.open("rb") as file:
+        if stat.st_size <= _WHOLE_FILE_BYTES:
+            digest.update(file.read())
+            return
+        # Reading 15 GB to see that nothing changed would cost more than the embeddings. The time of
+        # change covers what the samples may miss; a copy elsewhere is then merely embedded anew.
+        digest.update(f"{stat.st_mtime_ns}\0".encode())
+        for i in range(_SAMPLES):
+            file.seek(i * (stat.st_size - _SAMPLE_BYTES) // (_SAMPLES - 1))
+            digest.update(file.read(_SAMPLE_BYTES))

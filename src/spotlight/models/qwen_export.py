@@ -1,0 +1,98 @@
+"""Weights out of Spotlight: files and directories that plain diffusers loads.
+
+Invariant: what is at the target path is complete: it is written beside it and renamed.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from diffusers import QwenImageTransformer2DModel
+from torch import Tensor
+
+from spotlight.models.base import ModelError
+from spotlight.models.pipeline_files import PipelineFiles
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
+"""The name ``load_lora_weights(directory)`` looks for."""
+_SHARD_SIZE = "5GB"
+
+
+def save_lora(directory: Path, layers: Mapping[str, Tensor], metadata: Mapping[str, object]) -> Path:
+    """Write ``directory/pytorch_lora_weights.safetensors``, replacing an earlier one.
+
+    Args:
+        layers: an adapter under peft's state-dict names (``WeightSlots.state``), not sharded.
+        metadata: peft's LoraConfig fields (``LoraSlots.metadata``): without them diffusers would take
+            alpha to be the rank.
+
+    Raises:
+        ModelError: no layers.
+    """
+    from diffusers import QwenImagePipeline
+
+    if not layers:
+        raise ModelError("a LoRA without layers cannot be written: was the model fully fine-tuned?")
+    partial = f"partial-{LORA_FILE}"
+    QwenImagePipeline.save_lora_weights(
+        directory,
+        transformer_lora_layers={n: t.detach().to("cpu", copy=True).contiguous() for n, t in layers.items()},
+        transformer_lora_adapter_metadata=dict(metadata),
+        weight_name=partial,
+    )
+    return (directory / partial).replace(directory / LORA_FILE)
+
+
+def save_merged(
+    files: PipelineFiles, directory: Path, state: Mapping[str, Tensor], dtype: torch.dtype
+) -> Path:
+    """Write a pipeline directory: ``state`` as its transformer, copies of everything else.
+
+    Args:
+        files: the pipeline the transformer came from.
+        directory: to be made; must not exist or be empty.
+        state: the whole transformer (``WeightSlots.merged_state``).
+        dtype: of the weights written.
+
+    Raises:
+        ModelError: the directory holds something, or ``state`` is not that transformer's.
+    """
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ModelError(f"{directory} exists and is not empty: remove it or name another directory")
+    transformer = _assemble(files, state, dtype)
+    for component in ("vae", "text_encoder"):
+        files.fetch(component)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    partial = directory.with_name(f".{directory.name}.partial")
+    if partial.exists():
+        shutil.rmtree(partial)
+    try:
+        partial.mkdir()
+        shutil.copy2(files.root / "model_index.json", partial)
+        for component in ("scheduler", "tokenizer", "text_encoder", "vae"):
+            shutil.copytree(files.folder(component), partial / component)
+        transformer.save_pretrained(partial / "transformer", max_shard_size=_SHARD_SIZE)
+        if directory.exists():
+            directory.rmdir()
+        partial.replace(directory)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return directory
+
+
+def _assemble(
+    files: PipelineFiles, state: Mapping[str, Tensor], dtype: torch.dtype
+) -> QwenImageTransformer2DModel:
+    with torch.device("meta"):  # no memory, no random numbers: every tensor comes from ``state``
+        transformer = QwenImageTransformer2DModel.from_config(files.config("transformer"))
+    tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in state.items()}
+    try:
+        transformer.load_state_dict(tensors, strict=True, assign=True)
+    except RuntimeError as error:
+        raise ModelError(
+            f"the weights to merge are not those of the transformer in {files.root}: {error}"
+        ) from error
+    return transformer

@@ -1,0 +1,305 @@
+"""Qwen-Image over a diffusers ``QwenImagePipeline``: the pipeline's arithmetic, taken apart.
+
+Invariant: with the ODE sampler and the same initial latents the image equals ``QwenImagePipeline.__call__``
+(contract test, 1e-5 in float32). Where the pipeline computes in the transformer's dtype, only the forward
+does here: guidance, noise levels and the VAE are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
+from diffusers.image_processor import VaeImageProcessor
+from diffusers.models import ModelMixin
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from spotlight.models import qwen_export
+from spotlight.models.base import Condition, ConditionBatch, Guidance, ImageSize, ModelError
+from spotlight.models.pipeline_files import Component, PipelineFiles, locate
+from spotlight.models.qwen_text import PromptEncoder
+
+COMPONENTS: Mapping[str, Component] = {
+    "transformer": Component(("QwenImageTransformer2DModel",), weights=True),
+    "vae": Component(("AutoencoderKLQwenImage",), weights=True),
+    "scheduler": Component(("FlowMatchEulerDiscreteScheduler",), weights=False),
+    "tokenizer": Component(("Qwen2Tokenizer", "Qwen2TokenizerFast"), weights=False),
+    "text_encoder": Component(("Qwen2_5_VLForConditionalGeneration",), weights=True, lazy=True),
+}
+
+
+class QwenImage:
+    """A Qwen-Image model, any size; see :class:`spotlight.models.base.ModelFamily`. Build with :meth:`load`.
+
+    Attributes:
+        transformer: frozen, in ``dtype``.
+        vae: frozen, float32.
+        device: where all of it lives.
+        dtype: of the transformer's weights and inputs.
+    """
+
+    name = "qwen_image"
+    default_lora_targets: tuple[str, ...] = (
+        *("to_q", "to_k", "to_v", "to_out.0"),
+        *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+        *("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2"),
+    )
+
+    def __init__(
+        self,
+        files: PipelineFiles,
+        transformer: QwenImageTransformer2DModel,
+        vae: AutoencoderKLQwenImage,
+        scheduler: FlowMatchEulerDiscreteScheduler,
+        prompts: PromptEncoder,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.transformer: nn.Module = transformer
+        self.vae = vae
+        self.device, self.dtype = device, dtype
+        self._files, self._scheduler, self._prompts = files, scheduler, prompts
+        self._text_width = int(transformer.config.joint_attention_dim)
+        self._channels = int(transformer.config.in_channels)
+        self._vae_scale = 2 ** len(vae.temperal_downsample)
+        self._images = VaeImageProcessor(vae_scale_factor=2 * self._vae_scale)
+        self._latents_mean = torch.tensor(vae.config.latents_mean, device=device).view(1, -1, 1, 1, 1)
+        # Twice inverted as in the pipeline: dividing by 1/std is not bitwise multiplying by std.
+        self._inverse_std = 1.0 / torch.tensor(vae.config.latents_std, device=device).view(1, -1, 1, 1, 1)
+        self._schedule = lru_cache(maxsize=256)(self._visited_sigmas)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        revision: str | None = None,
+        embeddings_cache: Path,
+        max_text_tokens: int = 512,
+    ) -> QwenImage:
+        """Load transformer, VAE and scheduler; the text encoder waits for a prompt that is not cached.
+
+        Args:
+            path: pipeline directory or hub id.
+            device: where to put the model.
+            dtype: of transformer and text encoder: float32 or bfloat16.
+            revision: of a hub id.
+            embeddings_cache: folder for prompt embeddings.
+            max_text_tokens: tokens kept of a prompt (the pipeline's ``max_sequence_length``).
+
+        Raises:
+            ModelError: whatever makes the model unusable, before any weights are read where possible.
+        """
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise ModelError(f"dtype of the transformer is {dtype}; expected torch.float32 or torch.bfloat16")
+        files = locate(path, revision=revision, pipeline_class="QwenImagePipeline", components=COMPONENTS)
+        scheduler = _scheduler(files)
+        device = torch.device(device)
+        prompts = PromptEncoder(files, device, dtype, embeddings_cache, max_text_tokens)
+        transformer = _load_weights(QwenImageTransformer2DModel, files, "transformer", dtype).to(device)
+        vae = _load_weights(AutoencoderKLQwenImage, files, "vae", torch.float32).to(device)
+        _check_fit(files, transformer, vae)
+        return cls(files, transformer, vae, scheduler, prompts, device, dtype)
+
+    def check_size(self, size: ImageSize) -> None:
+        """Raise :class:`ModelError` when a side is not a positive multiple of the latent patch."""
+        unit = 2 * self._vae_scale
+        for side, value in (("height", size.height), ("width", size.width)):
+            if value < unit or value % unit:
+                below = max(value // unit, 1) * unit
+                near = [below] if value <= unit else [below, below + unit]
+                raise ModelError(
+                    f"image {side} is {value}; expected a multiple of {unit} (VAE factor {self._vae_scale}, "
+                    f"2x2 patches); nearest: {' or '.join(map(str, near))}"
+                )
+
+    def latent_shape(self, size: ImageSize) -> tuple[int, int]:
+        """(tokens, channels) of the packed latents of one image."""
+        rows, columns = self._patches(size)
+        return rows * columns, self._channels
+
+    def sigmas(self, steps: int, size: ImageSize) -> Tensor:
+        """The noise levels visited: [steps + 1] float32 on the CPU, from 1 to 0, dynamic shift applied."""
+        if steps < 1:
+            raise ModelError(f"number of denoising steps is {steps}; expected at least 1")
+        return self._schedule(steps, self.latent_shape(size)[0]).clone()
+
+    def encode(self, prompts: Sequence[str]) -> list[Condition]:
+        """Embed prompts, on the CPU (disk cache by content hash; the text encoder is loaded on a miss)."""
+        return self._prompts.encode(prompts)
+
+    def free_text_encoder(self) -> None:
+        """Release the text encoder's memory; a later miss loads it again."""
+        self._prompts.free()
+
+    def collate(self, conditions: Sequence[Condition]) -> ConditionBatch:
+        """Pad embeddings with zeros to the longest and put them on the device, in the transformer's dtype.
+
+        Raises:
+            ModelError: the embeddings are of another text encoder's width.
+        """
+        rows = [condition.embeds.to(self.device, self.dtype) for condition in conditions]
+        for row in rows:
+            if row.ndim != 2 or row.shape[1] != self._text_width:
+                raise ModelError(
+                    f"text embeddings of shape {list(row.shape)}; the transformer in {self._files.root} "
+                    f"takes [tokens, {self._text_width}]: they come from another text encoder"
+                )
+        lengths = [row.shape[0] for row in rows]
+        embeds = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        if min(lengths) == max(lengths):
+            return ConditionBatch(embeds, None)
+        positions = torch.arange(max(lengths), device=self.device)
+        return ConditionBatch(embeds, positions < torch.tensor(lengths, device=self.device)[:, None])
+
+    def velocity(
+        self,
+        model: nn.Module,
+        latents: Tensor,
+        sigma: Tensor,
+        condition: ConditionBatch,
+        guidance: Guidance | None,
+        size: ImageSize,
+    ) -> Tensor:
+        """Predicted velocity e - x0, float32, like ``latents`` [batch, tokens, channels]; sigma: [batch].
+
+        With guidance the sum is rescaled token by token to the length of the conditional prediction.
+        """
+        prediction = self._predict(model, latents, sigma, condition, size)
+        if guidance is None or guidance.scale <= 1:
+            return prediction
+        negative = self._predict(model, latents, sigma, guidance.negative, size)
+        combined = negative + guidance.scale * (prediction - negative)
+        length = torch.norm(prediction, dim=-1, keepdim=True)
+        rescaled: Tensor = combined * (length / torch.norm(combined, dim=-1, keepdim=True))
+        return rescaled
+
+    def decode(self, latents: Tensor, size: ImageSize) -> NDArray[np.uint8]:
+        """Decode final latents to pictures: [batch, height, width, 3] uint8."""
+        images: NDArray[np.uint8] = (self.decode_float(latents, size) * 255).round().astype(np.uint8)
+        return images
+
+    @torch.no_grad()
+    def decode_float(self, latents: Tensor, size: ImageSize) -> NDArray[np.float32]:
+        """Decode final latents: [batch, height, width, 3] float32 in [0, 1], before rounding to bytes."""
+        rows, columns = self._patches(size)
+        grid = latents.to(self.device, torch.float32).view(-1, rows, columns, self._channels // 4, 2, 2)
+        grid = grid.permute(0, 3, 1, 4, 2, 5).reshape(-1, self._channels // 4, 1, 2 * rows, 2 * columns)
+        decoded = self.vae.decode(grid / self._inverse_std + self._latents_mean, return_dict=False)[0]
+        images: NDArray[np.float32] = self._images.postprocess(decoded[:, :, 0], output_type="np")
+        return images
+
+    def save_lora(
+        self, directory: Path, layers: Mapping[str, Tensor], metadata: Mapping[str, object]
+    ) -> Path:
+        """Write a LoRA that plain diffusers' ``load_lora_weights`` takes; returns the file."""
+        return qwen_export.save_lora(directory, layers, metadata)
+
+    def save_merged(self, directory: Path, state: Mapping[str, Tensor], dtype: torch.dtype | None) -> Path:
+        """Write a whole pipeline directory whose transformer holds ``state``; returns it."""
+        return qwen_export.save_merged(self._files, directory, state, dtype or self.dtype)
+
+    def _patches(self, size: ImageSize) -> tuple[int, int]:
+        self.check_size(size)
+        return size.height // (2 * self._vae_scale), size.width // (2 * self._vae_scale)
+
+    def _predict(
+        self, model: nn.Module, latents: Tensor, sigma: Tensor, condition: ConditionBatch, size: ImageSize
+    ) -> Tensor:
+        # The pipeline's detour sigma -> timestep -> cast -> / 1000: each operation rounds.
+        timestep = (sigma * self._scheduler.config.num_train_timesteps).to(self.device, self.dtype)
+        prediction: Tensor = model(
+            hidden_states=latents.to(self.device, self.dtype),
+            timestep=timestep / 1000,
+            encoder_hidden_states=condition.embeds,
+            encoder_hidden_states_mask=condition.mask,
+            img_shapes=[[(1, *self._patches(size))]] * latents.shape[0],
+            return_dict=False,
+        )[0]
+        return prediction.float()
+
+    def _visited_sigmas(self, steps: int, tokens: int) -> Tensor:
+        config = self._scheduler.config
+        mu = _shift(
+            tokens,
+            config.get("base_image_seq_len", 256),
+            config.get("max_image_seq_len", 4096),
+            config.get("base_shift", 0.5),
+            config.get("max_shift", 1.15),
+        )
+        self._scheduler.set_timesteps(steps, device="cpu", sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
+        sigmas: Tensor = self._scheduler.sigmas.float().clone()
+        return sigmas
+
+
+def _shift(tokens: int, base: int, largest: int, base_shift: float, max_shift: float) -> float:
+    """The pipeline's ``calculate_shift``, in its order of operations."""
+    slope = (max_shift - base_shift) / (largest - base)
+    return tokens * slope + (base_shift - slope * base)
+
+
+def _scheduler(files: PipelineFiles) -> FlowMatchEulerDiscreteScheduler:
+    config = files.config("scheduler", "scheduler_config.json")
+    for option in ("stochastic_sampling", "invert_sigmas"):
+        if config.get(option):
+            raise ModelError(
+                f"{files.folder('scheduler')}/scheduler_config.json sets {option}: the samplers here expect "
+                "the plain flow-matching Euler schedule; set it to false"
+            )
+    return FlowMatchEulerDiscreteScheduler.from_config(config)
+
+
+def _load_weights(
+    kind: type[ModelMixin], files: PipelineFiles, component: str, dtype: torch.dtype
+) -> ModelMixin:
+    folder = files.folder(component)
+    try:
+        model, report = kind.from_pretrained(
+            files.root, subfolder=component, torch_dtype=dtype, use_safetensors=True, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise ModelError(f"cannot load {kind.__name__} from {folder}: {error}") from error
+    for what in ("missing", "unexpected"):
+        keys = sorted(report[f"{what}_keys"])
+        if keys:
+            raise ModelError(
+                f"{folder}: {len(keys)} {what} tensors, first {keys[0]!r}: config.json and weights do not "
+                "belong together; copy or download the folder again"
+            )
+    return model.eval().requires_grad_(False)
+
+
+def _check_fit(
+    files: PipelineFiles, transformer: QwenImageTransformer2DModel, vae: AutoencoderKLQwenImage
+) -> None:
+    """Components of different models load one by one; say here that they do not work together."""
+    config, z_dim = transformer.config, vae.config.z_dim
+    text = files.config("text_encoder")
+    nested = text.get("text_config")
+    text_width = (nested if isinstance(nested, dict) else text).get("hidden_size")
+    expected = {
+        "patch_size": (config.patch_size, 2, "the pipeline packs 2x2 latents"),
+        "in_channels": (config.in_channels, 4 * z_dim, "4 x the VAE's z_dim"),
+        "out_channels": (transformer.out_channels, z_dim, "the VAE's z_dim"),
+        "sum of axes_dims_rope": (
+            sum(config.axes_dims_rope),
+            config.attention_head_dim,
+            "attention_head_dim",
+        ),
+        "joint_attention_dim": (config.joint_attention_dim, text_width, "the text encoder's hidden_size"),
+        "guidance_embeds": (config.guidance_embeds, False, "guidance-distilled models are not supported"),
+        "use_additional_t_cond": (config.use_additional_t_cond, False, "it belongs to another pipeline"),
+        "use_layer3d_rope": (config.use_layer3d_rope, False, "it belongs to another pipeline"),
+    }
+    for key, (found, wanted, why) in expected.items():
+        if found != wanted:
+            raise ModelError(
+                f"{files.folder('transformer')}/config.json: {key} is {found}; expected {wanted} ({why})"
+            )
