@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from spotlight.core.types import Group, MicroBatch, RolloutId
 
@@ -11,25 +12,36 @@ def split_updates(groups: Sequence[Group], updates: int) -> list[list[Group]]:
     """Divide whole groups among at most ``updates`` optimizer steps, as evenly as counts allow."""
     updates = min(updates, len(groups))
     bounds = [len(groups) * index // updates for index in range(updates + 1)]
-    return [list(groups[low:high]) for low, high in zip(bounds, bounds[1:], strict=False)]
+    return [list(groups[low:high]) for low, high in pairwise(bounds)]
 
 
-def uneven_remainder(groups: Sequence[Group], ranks: int) -> list[RolloutId]:
-    """Samples to leave out so that every rank trains equally many (the last ones; none with one rank)."""
-    samples = [rollout for group in groups for rollout in group.rollouts]
-    surplus = len(samples) % ranks
-    return samples[len(samples) - surplus :]
+def even_out(groups: Sequence[Group], ranks: int) -> tuple[list[Group], list[RolloutId]]:
+    """Leave out samples until every rank trains equally many.
+
+    The largest group gives first, and its last sample; a group never keeps one sample alone, which would
+    have nothing to be compared with.
+
+    Returns:
+        The groups that remain (perhaps none), and what was left out (nothing with one rank).
+    """
+    kept = [list(group.rollouts) for group in groups]
+    surplus: list[RolloutId] = []
+    while sum(map(len, kept)) % ranks:
+        # The last of the largest groups.
+        largest = max(range(len(kept)), key=lambda index: (len(kept[index]), index))
+        cut = 1 if len(kept[largest]) > 2 else len(kept[largest])
+        surplus += kept[largest][-cut:]
+        del kept[largest][-cut:]
+    return [
+        Group(group.prompt_id, tuple(rollouts))
+        for group, rollouts in zip(groups, kept, strict=True)
+        if rollouts
+    ], surplus
 
 
-def micro_batches(
-    groups: Sequence[Group],
-    iteration: int,
-    update: int,
-    size: int,
-    excluded: frozenset[RolloutId] = frozenset(),
-) -> list[MicroBatch]:
+def micro_batches(groups: Sequence[Group], iteration: int, update: int, size: int) -> list[MicroBatch]:
     """Cut an optimizer step's samples, in group order, into micro-batches of at most ``size``."""
-    samples = [rollout for group in groups for rollout in group.rollouts if rollout not in excluded]
+    samples = [rollout for group in groups for rollout in group.rollouts]
     return [
         MicroBatch(iteration, update, tuple(samples[start : start + size]), len(samples))
         for start in range(0, len(samples), size)

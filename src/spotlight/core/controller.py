@@ -8,13 +8,14 @@ No torch, no clock, no threads, no global randomness: the same events give the s
 Who waits on whom, in one iteration of the synchronous schedule:
 
     issue ──► queue ──► WorkPulled / GrantLease ──► RolloutCompleted ──► ScoreSamples ──► SampleRewarded
-                                                                                              │ all in
-    CommitCheckpoint ◄── PublishWeights ◄── FinishBatch ◄── StepOptimizer* ◄── TrainMicroBatch* ◄── PrepareBatch
+                                                                                               │ all in
+              StepOptimizer* ◄── TrainMicroBatch* ◄── PrepareBatch ◄── ReportEvaluation, if any ◄──┘
+                    └──► FinishBatch ──► PublishWeights ──► CommitCheckpoint, when due ──► next iteration
 
 Evaluation rollouts of an iteration go through the same queue, after its train rollouts; training starts
 when both are done, because they must be made by the version that the iteration started with.
 
-Invariants (checked after every event): those of the queue and the ledger, and
+Invariants: those of the ledger (checked after every event) and of the queue (see ``Controller.check``), and
     - a sample is made by the version its rollout asks for (admission) and trained in the iteration that
       issued it (consumption), so staleness is 0 published versions;
     - a sample enters at most one optimizer step.
@@ -22,12 +23,13 @@ Invariants (checked after every event): those of the queue and the ledger, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from spotlight.core import events as ev
-from spotlight.core.batches import micro_batches, split_updates, uneven_remainder
+from spotlight.core.batches import even_out, micro_batches, split_updates
 from spotlight.core.effects import (
     CommitCheckpoint,
     DiscardSamples,
@@ -45,6 +47,8 @@ from spotlight.core.effects import (
     WriteRecord,
 )
 from spotlight.core.ledger import Ledger
+from spotlight.core.plan import Plan as Plan
+from spotlight.core.plan import require_usable
 from spotlight.core.queue import PullQueue, Verdict
 from spotlight.core.records import REWARD, StepApplied
 from spotlight.core.seeds import derive_seed, prompts_of_iteration
@@ -65,39 +69,12 @@ ROLLOUT_ATTEMPTS = 2
 """A rollout that fails this often is dropped: its randomness is fixed, so it will fail again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What the controller needs of the configuration.
-
-    Attributes:
-        ranks: learner ranks; every rank must train equally many samples.
-        micro_batch_size: samples of one forward/backward over all ranks.
-        evaluate_every: iterations between evaluations; the start and the end are always evaluated.
-        max_drop_share: the run stops when a larger share of an iteration's samples cannot be scored;
-            None stops at the first.
-    """
-
-    run_seed: int
-    iterations: int
-    prompts_per_iteration: int
-    group_size: int
-    rollout_steps: int
-    evaluation_steps: int
-    evaluation_images: int
-    evaluate_every: int
-    updates_per_batch: int
-    micro_batch_size: int
-    checkpoint_every: int
-    lease_s: float
-    max_drop_share: float | None
-    ranks: int = 1
-
-
 class Stage(StrEnum):
     """Where the current iteration stands."""
 
     IDLE = "idle"
     ROLLING = "rolling"
+    REPORTING = "reporting"
     PREPARING = "preparing"
     TRAINING = "training"
     FINISHING = "finishing"
@@ -108,24 +85,25 @@ class Stage(StrEnum):
 
 @dataclass(slots=True)
 class _Iteration:
-    """Bookkeeping of the current iteration."""
+    """Bookkeeping of the current iteration; ``unscored`` holds rollouts neither scored nor dropped."""
 
     rollouts: dict[RolloutId, Rollout] = field(default_factory=dict)
     groups: dict[tuple[int, PromptId], list[RolloutId]] = field(default_factory=dict)
     scores: dict[RolloutId, Mapping[str, float]] = field(default_factory=dict)
     unscored: set[RolloutId] = field(default_factory=set)
+    finished: set[RolloutId] = field(default_factory=set)
     evaluation: list[RolloutId] = field(default_factory=list)
     updates: list[list[MicroBatch]] = field(default_factory=list)
     update: int = 0
     micro_batch: int = 0
     drops: int = 0
-    reporting: bool = False
 
 
 class Controller:
     """See the module's docstring."""
 
     def __init__(self, plan: Plan, train: Sequence[Prompt], test: Sequence[Prompt]) -> None:
+        require_usable(plan, train, test)
         self.plan = plan
         self.prompts = {prompt.id: prompt for prompt in (*train, *test)}
         self.train_prompts, self.test_prompts = tuple(train), tuple(test)
@@ -144,8 +122,11 @@ class Controller:
         """Take one event at controller time ``now`` (seconds); return the effects, in order."""
         self._now = now
         self.queue.expire(now)
+        if self.stage is Stage.OVER:
+            event = _after_the_end(event)
         match event:
             case ev.RunStarted():
+                self._expect(Stage.IDLE, event)
                 self._start_iteration()
             case ev.WorkerJoined(worker):
                 self.queue.admit(worker)
@@ -166,6 +147,7 @@ class Controller:
             case ev.BatchPrepared() | ev.MicroBatchTrained() | ev.OptimizerStepped() | ev.BatchFinished():
                 self._train(event)
             case ev.EvaluationReported():
+                self._expect(Stage.REPORTING, event)
                 self._evaluation_reported()
             case ev.WeightsPublished(version):
                 self._published(version)
@@ -180,6 +162,15 @@ class Controller:
         effects, self._effects = self._effects, []
         # Records come first: what an effect builds on is durable before the effect is carried out.
         return [WriteRecord(*numbered) for numbered in self.ledger.take_records()] + effects
+
+    def check(self) -> None:
+        """Assert every invariant, in O(rollouts of the iteration): for tests, and when there is time."""
+        self.ledger.check()
+        self.queue.check()
+        at = self._at
+        waiting = len(at.unscored - at.finished)
+        assert self.queue.outstanding == waiting, "the queue lost or invented a rollout"
+        assert at.unscored.isdisjoint(at.scores), "a scored rollout still waits for its scores"
 
     # -- issue -----------------------------------------------------------------------------------------
 
@@ -231,7 +222,8 @@ class Controller:
     # -- rollouts --------------------------------------------------------------------------------------
 
     def _grant(self, event: ev.WorkPulled) -> None:
-        granted = self.queue.pull(event.worker, event.capacity, self._now)
+        over = self.stage is Stage.OVER
+        granted = None if over else self.queue.pull(event.worker, event.capacity, self._now)
         self._effects.append(GrantLease(*granted) if granted else NoWork(event.worker))
 
     def _admit(self, verdict: Verdict, rollout: RolloutId) -> bool:
@@ -242,11 +234,13 @@ class Controller:
     def _complete(self, event: ev.RolloutCompleted) -> None:
         rollout = self._at.rollouts.get(event.rollout)
         if rollout is not None and event.version != rollout.version:
-            self._fail_lease(event.lease, event.epoch, event.rollout, f"made by version {event.version}")
+            error = f"made by version {event.version}, not {rollout.version}"
+            self._fail_lease(event.lease, event.epoch, event.rollout, error)
             return
         if not self._admit(self.queue.complete(event.lease, event.epoch, event.rollout), event.rollout):
             return
         assert rollout is not None, "the queue accepted a rollout of another iteration"
+        self._at.finished.add(rollout.id)
         self.ledger.finish(rollout, event.worker, event.epoch)
         self._effects.append(ScoreSamples((rollout,)))
 
@@ -261,8 +255,10 @@ class Controller:
     # -- rewards ---------------------------------------------------------------------------------------
 
     def _rewarded(self, rollout: RolloutId, scores: Mapping[str, float]) -> None:
-        if rollout not in self._at.unscored:
-            self.ledger.reject(rollout, Verdict.DUPLICATE.value)
+        if not self._awaits_scores(rollout):
+            return
+        if not math.isfinite(scores.get(REWARD, math.nan)):
+            self._drop(rollout, DropReason.REWARD_NOT_FINITE, f"{REWARD} is {scores.get(REWARD)}")
             return
         self.ledger.score(rollout, scores)
         self._at.scores[rollout] = scores
@@ -270,25 +266,29 @@ class Controller:
         self._advance()
 
     def _reward_failed(self, rollout: RolloutId, reason: DropReason, detail: str) -> None:
-        if rollout not in self._at.unscored:
-            self.ledger.reject(rollout, Verdict.DUPLICATE.value)
-            return
-        self._drop(rollout, reason, detail)
+        if self._awaits_scores(rollout):
+            self._drop(rollout, reason, detail)
+
+    def _awaits_scores(self, rollout: RolloutId) -> bool:
+        at = self._at
+        if rollout in at.unscored and rollout in at.finished:
+            return True
+        known = rollout in at.rollouts and rollout not in at.unscored
+        self.ledger.reject(rollout, (Verdict.DUPLICATE if known else Verdict.UNKNOWN).value)
+        return False
 
     def _drop(self, rollout: RolloutId, reason: DropReason, detail: str) -> None:
-        self.ledger.drop(rollout, reason, detail)
-        self._effects.append(DiscardSamples((rollout,)))
+        self._drop_quietly(rollout, reason, detail)
         self._at.unscored.discard(rollout)
         self._at.drops += 1
         share = self.plan.max_drop_share
-        if self.stage is Stage.OVER:
-            return
         if share is None:
             self._stop(f"{rollout}: {reason.value}: {detail}")
         elif self._at.drops > share * len(self._at.rollouts):
             self._stop(
-                f"iteration {self.iteration}: {self._at.drops} of {len(self._at.rollouts)} samples were dropped, "
-                f"more than reward_policy.max_drop_share = {share}; the last: {reason.value}: {detail}"
+                f"iteration {self.iteration}: {self._at.drops} of {len(self._at.rollouts)} samples were "
+                f"dropped, more than reward_policy.max_drop_share = {share}; "
+                f"the last: {reason.value}: {detail}"
             )
         else:
             self._advance()
@@ -299,11 +299,11 @@ class Controller:
         """Once every sample of the iteration is scored or dropped: report the evaluation, then train."""
         if self.stage is not Stage.ROLLING or self._at.unscored:
             return
-        if self._at.evaluation and not self._at.reporting:
-            self._at.reporting = True
+        if self._at.evaluation:
+            self.stage = Stage.REPORTING
             self._report_evaluation()
-        elif not self._at.reporting:
-            self._prepare_batch()
+        else:
+            self._train_or_finish()
 
     def _report_evaluation(self) -> None:
         scored = [rollout for rollout in self._at.evaluation if rollout in self._at.scores]
@@ -314,28 +314,30 @@ class Controller:
         self._effects.append(ReportEvaluation(self.iteration, self.version, rollouts, scores))
 
     def _evaluation_reported(self) -> None:
-        self._effects.append(DiscardSamples(tuple(self._at.evaluation)))
+        self._discard(rollout for rollout in self._at.evaluation if rollout in self._at.scores)
+        self._train_or_finish()
+
+    def _train_or_finish(self) -> None:
         if self.iteration >= self.plan.iterations:
             self._finish()
         else:
             self._prepare_batch()
 
     def _prepare_batch(self) -> None:
-        groups = self._surviving_groups()
+        plan, groups = self.plan, []
+        for part in split_updates(self._surviving_groups(), plan.updates_per_batch):
+            even, surplus = even_out(part, plan.ranks)
+            for rollout in surplus:
+                self._drop_quietly(rollout, DropReason.UNEVEN_BATCH, f"{plan.ranks} ranks share an update")
+            if even:
+                update = len(self._at.updates)
+                self._at.updates.append(micro_batches(even, self.iteration, update, plan.micro_batch_size))
+                groups += even
         if not groups:
             self._stop(
                 f"iteration {self.iteration}: no group kept two scored samples, nothing can be learnt from it"
             )
             return
-        for update, part in enumerate(split_updates(groups, self.plan.updates_per_batch)):
-            surplus = uneven_remainder(part, self.plan.ranks)
-            for rollout in surplus:
-                self._drop_quietly(
-                    rollout, DropReason.UNEVEN_BATCH, f"{self.plan.ranks} ranks share the update"
-                )
-            self._at.updates.append(
-                micro_batches(part, self.iteration, update, self.plan.micro_batch_size, frozenset(surplus))
-            )
         kept = [rollout for group in groups for rollout in group.rollouts]
         self.stage = Stage.PREPARING
         scores = {rollout: self._at.scores[rollout] for rollout in kept}
@@ -355,7 +357,11 @@ class Controller:
     def _drop_quietly(self, rollout: RolloutId, reason: DropReason, detail: str) -> None:
         """A drop that follows from others: recorded, but it does not count towards max_drop_share."""
         self.ledger.drop(rollout, reason, detail)
-        self._effects.append(DiscardSamples((rollout,)))
+        self._discard([rollout])
+
+    def _discard(self, rollouts: Iterable[RolloutId]) -> None:
+        if discarded := tuple(rollouts):
+            self._effects.append(DiscardSamples(discarded))
 
     def _train(
         self, event: ev.BatchPrepared | ev.MicroBatchTrained | ev.OptimizerStepped | ev.BatchFinished
@@ -392,7 +398,7 @@ class Controller:
         for rollout in trained:
             self.ledger.train(rollout, self.version)
         self.ledger.step(StepApplied(self.version, self.iteration, at.update, len(trained), loss, grad_norm))
-        self._effects.append(DiscardSamples(tuple(trained)))
+        self._discard(trained)
         at.update, at.micro_batch = at.update + 1, 0
         if at.update < len(at.updates):
             self._next_micro_batch()
@@ -433,7 +439,12 @@ class Controller:
 
     def snapshot(self) -> dict[str, object]:
         """JSON-able state between two iterations."""
-        return {"iteration": self.iteration, "version": self.version, "ledger": self.ledger.snapshot()}
+        return {
+            "iteration": self.iteration,
+            "version": self.version,
+            "leases_granted": self.queue.leases_granted,
+            "ledger": self.ledger.snapshot(),
+        }
 
     @classmethod
     def restore(
@@ -441,9 +452,21 @@ class Controller:
     ) -> Controller:
         """The controller that made ``snapshot``, ready for :class:`~spotlight.core.events.RunStarted`."""
         controller = cls(plan, train, test)
-        iteration, version, ledger = snapshot["iteration"], snapshot["version"], snapshot["ledger"]
-        if not (isinstance(iteration, int) and isinstance(version, int) and isinstance(ledger, Mapping)):
+        iteration, version = snapshot.get("iteration"), snapshot.get("version")
+        leases, ledger = snapshot.get("leases_granted"), snapshot.get("ledger")
+        if not (
+            isinstance(iteration, int)
+            and isinstance(version, int)
+            and isinstance(leases, int)
+            and isinstance(ledger, Mapping)
+        ):
             raise ValueError(f"not a controller snapshot: {sorted(snapshot)}")
         controller.iteration, controller.version = iteration, PolicyVersion(version)
+        controller.queue.leases_granted = leases
         controller.ledger = Ledger.restore(ledger)
         return controller
+
+
+def _after_the_end(event: ev.Event) -> ev.Event:
+    """Late answers change nothing once the run is over; time is still billed, and pulls still answered."""
+    return event if isinstance(event, ev.GpuTimeSpent | ev.WorkPulled) else ev.TimePassed()

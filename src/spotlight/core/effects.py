@@ -29,7 +29,7 @@ class GrantLease:
 
 @dataclass(frozen=True, slots=True)
 class NoWork:
-    """Nothing to pull now; the worker may ask again after the next effect of another kind."""
+    """Nothing to pull now; ask again after any other event, which may have issued or requeued rollouts."""
 
     worker: WorkerId
 

@@ -1,8 +1,9 @@
 """The sample ledger: it decides nothing, it counts.
 
 Invariants, checked after every event
-    1. issued = trained + evaluated + explored + dropped + in flight, for every purpose.
-    2. A rollout leaves the ledger once: a second outcome, or one for a rollout never issued, is an error.
+    1. issued = trained + evaluated + dropped + in flight, for every purpose.
+    2. A rollout goes issued -> finished -> scored -> used, each once; dropped may follow any of them, and
+       ends it. A second outcome, or one for a rollout never issued, is an error.
     3. Billed GPU-seconds = the sum over phases.
 
 The ledger turns every fact into a :class:`~spotlight.core.records.Record` with the next position; the
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 from spotlight.core.records import (
     CommitRejected,
@@ -45,6 +47,22 @@ class LedgerError(RuntimeError):
     """An accounting rule was broken: a bug, never an input error."""
 
 
+class _Reached(IntEnum):
+    """How far a rollout without an outcome has come."""
+
+    ISSUED = 0
+    FINISHED = 1
+    SCORED = 2
+
+
+@dataclass(slots=True)
+class _Open:
+    """A rollout without an outcome."""
+
+    purpose: Purpose
+    reached: _Reached = _Reached.ISSUED
+
+
 @dataclass(slots=True)
 class Ledger:
     """Counts of a run so far. ``position`` numbers the records written."""
@@ -57,9 +75,10 @@ class Ledger:
     dropped: Counter[DropReason] = field(default_factory=Counter)
     dropped_purpose: Counter[Purpose] = field(default_factory=Counter)
     rejected: Counter[str] = field(default_factory=Counter)
-    gpu_seconds: Counter[Phase] = field(default_factory=Counter)
+    gpu_seconds: dict[Phase, float] = field(default_factory=dict)
     billed_s: float = 0.0
-    _open: dict[RolloutId, Purpose] = field(default_factory=dict)
+    _open: dict[RolloutId, _Open] = field(default_factory=dict)
+    _in_flight: Counter[Purpose] = field(default_factory=Counter)
     _prompts: set[PromptId] = field(default_factory=set)
     _written: list[tuple[int, Record]] = field(default_factory=list)
 
@@ -73,37 +92,36 @@ class Ledger:
             self._prompts.add(prompt.id)
             self._write(PromptSeen(prompt))
         self.issued[rollout.purpose] += 1
-        self._open[rollout.id] = rollout.purpose
+        self._open[rollout.id] = _Open(rollout.purpose)
+        self._in_flight[rollout.purpose] += 1
         self._write(RolloutIssued(rollout))
 
     def finish(self, rollout: Rollout, worker: WorkerId, epoch: int) -> None:
         """A worker's finished sample was accepted."""
-        self._require_open(rollout.id)
+        self._reach(rollout.id, _Reached.FINISHED)
         self.finished[rollout.purpose] += 1
         self._write(SampleFinished(rollout.id, rollout.version, worker, epoch))
 
     def score(self, rollout: RolloutId, scores: Mapping[str, float]) -> None:
         """A sample has its rewards."""
-        self._require_open(rollout)
+        self._reach(rollout, _Reached.SCORED)
         self._write(SampleScored(rollout, scores))
 
     def train(self, rollout: RolloutId, version: PolicyVersion) -> None:
         """A sample entered the optimizer step that made ``version``."""
-        if self._close(rollout) is not Purpose.TRAIN:
-            raise LedgerError(f"rollout {rollout} was not made for training but entered step {version}")
+        self._use(rollout, Purpose.TRAIN)
         self.trained += 1
         self._write(SampleTrained(rollout, version))
 
     def evaluate(self, rollout: RolloutId) -> None:
         """A sample counted in a validation."""
-        if self._close(rollout) is not Purpose.EVAL:
-            raise LedgerError(f"rollout {rollout} was not made for evaluation")
+        self._use(rollout, Purpose.EVAL)
         self.evaluated += 1
         self._write(SampleEvaluated(rollout))
 
     def drop(self, rollout: RolloutId, reason: DropReason, detail: str) -> None:
         """A sample will not be used, for a recorded reason."""
-        self.dropped_purpose[self._close(rollout)] += 1
+        self.dropped_purpose[self._close(rollout).purpose] += 1
         self.dropped[reason] += 1
         self._write(SampleDropped(rollout, reason, detail))
 
@@ -125,7 +143,7 @@ class Ledger:
         """Billed time of a worker."""
         if not seconds >= 0:
             raise LedgerError(f"{seconds} seconds spent in {phase}")
-        self.gpu_seconds[phase] += seconds
+        self.gpu_seconds[phase] = self.gpu_seconds.get(phase, 0.0) + seconds
         self.billed_s += seconds
 
     # -- views -----------------------------------------------------------------------------------------
@@ -141,16 +159,24 @@ class Ledger:
         return records
 
     def check(self) -> None:
-        """Raise :class:`LedgerError` unless the invariants hold. O(1) but for the counters."""
-        outcomes = self.trained + self.evaluated + self.dropped.total()
-        if self.issued.total() != outcomes + self.in_flight:
+        """Raise :class:`LedgerError` unless the invariants hold. Costs nothing per rollout."""
+        used = {Purpose.TRAIN: self.trained, Purpose.EVAL: self.evaluated}
+        for purpose, issued in self.issued.items():
+            outcomes = used.get(purpose, 0) + self.dropped_purpose[purpose]
+            if issued != outcomes + self._in_flight[purpose]:
+                raise LedgerError(
+                    f"{purpose}: issued {issued} != outcomes {outcomes} "
+                    f"+ in flight {self._in_flight[purpose]}"
+                )
+        if self._in_flight.total() != len(self._open):
             raise LedgerError(
-                f"issued {self.issued.total()} != outcomes {outcomes} + in flight {self.in_flight}"
+                f"{self._in_flight.total()} in flight, but {len(self._open)} without an outcome"
             )
         if self.dropped.total() != self.dropped_purpose.total():
             raise LedgerError("drops by reason and by purpose differ")
-        if abs(self.gpu_seconds.total() - self.billed_s) > 1e-6 * max(1.0, self.billed_s):
-            raise LedgerError(f"billed {self.billed_s} s != {self.gpu_seconds.total()} s over phases")
+        spent_s = sum(self.gpu_seconds.values())
+        if abs(spent_s - self.billed_s) > 1e-6 * max(1.0, self.billed_s):
+            raise LedgerError(f"billed {self.billed_s} s != {spent_s} s over phases")
 
     def snapshot(self) -> dict[str, object]:
         """JSON-able state; only between iterations, when nothing is in flight."""
@@ -186,13 +212,29 @@ class Ledger:
 
     # -- inside ----------------------------------------------------------------------------------------
 
-    def _require_open(self, rollout: RolloutId) -> None:
+    def _require_open(self, rollout: RolloutId) -> _Open:
         if rollout not in self._open:
             raise LedgerError(f"rollout {rollout} is not in flight")
+        return self._open[rollout]
 
-    def _close(self, rollout: RolloutId) -> Purpose:
-        self._require_open(rollout)
-        return self._open.pop(rollout)
+    def _reach(self, rollout: RolloutId, reached: _Reached) -> None:
+        entry = self._require_open(rollout)
+        if entry.reached != reached - 1:
+            raise LedgerError(f"rollout {rollout} was {entry.reached.name}, and then {reached.name}")
+        entry.reached = reached
+
+    def _use(self, rollout: RolloutId, purpose: Purpose) -> None:
+        entry = self._close(rollout)
+        if entry.purpose is not purpose or entry.reached is not _Reached.SCORED:
+            raise LedgerError(
+                f"rollout {rollout} for {entry.purpose}, {entry.reached.name}, was used for {purpose}"
+            )
+
+    def _close(self, rollout: RolloutId) -> _Open:
+        entry = self._require_open(rollout)
+        del self._open[rollout]
+        self._in_flight[entry.purpose] -= 1
+        return entry
 
     def _write(self, record: Record) -> None:
         self.position += 1

@@ -53,15 +53,17 @@ class PullQueue:
 
     Attributes:
         lease_s: a lease not renewed by a commit for this long expires.
+        leases_granted: so far; the next lease's number is one more.
     """
 
     lease_s: float
+    leases_granted: int = 0
     _entries: dict[RolloutId, _Entry] = field(default_factory=dict)
     _done: set[RolloutId] = field(default_factory=set)
     _heap: list[tuple[int, int, int, int, RolloutId]] = field(default_factory=list)
     _held: dict[LeaseId, _Held] = field(default_factory=dict)
     _epochs: dict[WorkerId, int] = field(default_factory=dict)
-    _leases_granted: int = 0
+    _present: set[WorkerId] = field(default_factory=set)
     _issued: int = 0
 
     # -- work in ---------------------------------------------------------------------------------------
@@ -80,32 +82,39 @@ class PullQueue:
     def admit(self, worker: WorkerId) -> int:
         """A worker joins (again): its older leases are void. Returns its new fencing epoch."""
         self.release(worker)
+        self._present.add(worker)
         self._epochs[worker] = self._epochs.get(worker, 0) + 1
         return self._epochs[worker]
 
     def release(self, worker: WorkerId) -> list[RolloutId]:
-        """A worker is gone: requeue what it held; nothing it still sends counts. Returns what was requeued."""
-        if worker in self._epochs:
-            self._epochs[worker] += 1
+        """A worker is gone: requeue what it held (the result); nothing it still sends counts."""
+        self._present.discard(worker)
         return self._revoke([held for held in self._held.values() if held.lease.worker == worker])
 
     def expire(self, now: float) -> list[RolloutId]:
         """Requeue rollouts of leases past their deadline. Returns what was requeued."""
         return self._revoke([held for held in self._held.values() if held.deadline_s <= now])
 
-    def pull(self, worker: WorkerId, capacity: int, now: float) -> tuple[Lease, tuple[Rollout, ...], dict[RolloutId, int]] | None:  # fmt: skip
+    def pull(
+        self, worker: WorkerId, capacity: int, now: float
+    ) -> tuple[Lease, tuple[Rollout, ...], dict[RolloutId, int]] | None:
         """Lease up to ``capacity`` rollouts of one purpose to a worker.
 
         A lease holds one purpose and one policy version, so that its rollouts can share forwards.
 
         Returns:
-            The lease, its rollouts and the steps to resume at; None when nothing waits.
+            The lease, its rollouts and the steps to resume at; None when nothing waits, or when the worker
+            was given up meanwhile (it must join again).
 
         Raises:
-            ValueError: the worker was never admitted.
+            ValueError: the worker was never admitted, or asks for less than one rollout.
         """
         if worker not in self._epochs:
             raise ValueError(f"worker {worker} pulled without having joined")
+        if capacity < 1:
+            raise ValueError(f"worker {worker} pulled {capacity} rollouts; expected at least 1")
+        if worker not in self._present:
+            return None
         taken: list[_Entry] = []
         while len(taken) < capacity and (entry := self._peek()) is not None:
             if taken and _kind(entry.rollout) != _kind(taken[0].rollout):
@@ -114,10 +123,10 @@ class PullQueue:
             taken.append(entry)
         if not taken:
             return None
-        self._leases_granted += 1
+        self.leases_granted += 1
         rollouts = tuple(entry.rollout for entry in taken)
         ids = tuple(rollout.id for rollout in rollouts)
-        lease = Lease(LeaseId(self._leases_granted), worker, self._epochs[worker], ids, now + self.lease_s)
+        lease = Lease(LeaseId(self.leases_granted), worker, self._epochs[worker], ids, now + self.lease_s)
         for entry in taken:
             entry.lease = lease.id
         self._held[lease.id] = _Held(lease, set(ids), lease.deadline_s)
@@ -126,7 +135,7 @@ class PullQueue:
     # -- work back -------------------------------------------------------------------------------------
 
     def commit(self, lease: LeaseId, epoch: int, rollout: RolloutId, step: int, now: float) -> Verdict:
-        """Progress up to ``step`` is safe. Renews the lease; a step behind the committed one is a duplicate."""
+        """Progress up to ``step`` is safe. Renews the lease; a step committed before is a duplicate."""
         verdict = self._check(lease, epoch, rollout)
         if verdict is not Verdict.ACCEPTED:
             return verdict
@@ -178,6 +187,11 @@ class PullQueue:
         return len(self._entries)
 
     @property
+    def workers(self) -> frozenset[WorkerId]:
+        """Workers that joined and were not given up."""
+        return frozenset(self._present)
+
+    @property
     def next_deadline_s(self) -> float | None:
         """When the next lease expires."""
         return min((held.deadline_s for held in self._held.values()), default=None)
@@ -191,7 +205,13 @@ class PullQueue:
         assert set(held).isdisjoint(waiting), "a rollout both waits and is held"
         assert set(held) | set(waiting) == set(self._entries), "a rollout is neither waiting nor held"
         assert self._done.isdisjoint(self._entries), "a finished rollout is still queued"
+        for entry in self._entries.values():
+            assert 0 <= entry.step < entry.rollout.steps, "a committed step outside the rollout"
+            assert entry.lease is None or entry.lease in self._held, (
+                "a rollout is held by a lease that is gone"
+            )
         for lease in self._held.values():
+            assert lease.lease.worker in self._present, "a worker that is gone holds a lease"
             assert lease.open, "an empty lease was kept"
             assert all(self._entries[rollout].lease == lease.lease.id for rollout in lease.open)
             assert self._epochs[lease.lease.worker] == lease.lease.epoch, "a lease outlived its epoch"
