@@ -72,7 +72,7 @@ class RandomWindow:
         return self.size
 
     def _positions(self, total_steps: int) -> range:
-        half = max(self.low + self.size, total_steps // 2)
+        half = min(max(self.low + self.size, total_steps // 2), total_steps - 1)
         return _positions(self.size, self.low, half if self.high is None else self.high, total_steps)
 
 
