@@ -74,7 +74,8 @@ def _window(config: RunConfig) -> Iterator[Problem]:
     wanted = config.algorithm.train_timesteps
     if wanted is not None and wanted > kept_steps(config):
         yield Problem(
-            "algorithm.train_timesteps", str(wanted), f"at most {kept_steps(config)}, the stochastic steps of a rollout",
+            "algorithm.train_timesteps", str(wanted),
+            f"at most {kept_steps(config)}, the stochastic steps of a rollout",
             "Lower it, or widen rollout.sde_window.",
         )  # fmt: skip
 
@@ -88,10 +89,11 @@ def batch_problems(config: RunConfig, ranks: int = 1) -> Iterator[Problem]:
     prompts, group = config.rollout.prompts_per_iteration, config.rollout.group_size
     updates, micro = config.learner.updates_per_batch, config.learner.micro_batch_size
     if prompts % updates:
+        more = -(-prompts // updates) * updates
         yield Problem(
             "learner.updates_per_batch", str(updates),
             f"a divisor of rollout.prompts_per_iteration = {prompts} (groups are not cut)",
-            f"Nearest: {divisors_near(prompts, updates)}; or prompts_per_iteration={-(-prompts // updates) * updates}.",
+            f"Nearest: {divisors_near(prompts, updates)}; or rollout.prompts_per_iteration={more}.",
         )  # fmt: skip
         return
     update_samples = prompts // updates * group
@@ -99,7 +101,8 @@ def batch_problems(config: RunConfig, ranks: int = 1) -> Iterator[Problem]:
         yield Problem(
             "rollout.group_size", str(group),
             f"samples of an update ({update_samples}) divisible by the {ranks} ranks",
-            f"Start {divisors_near(update_samples, ranks)} ranks, or group_size={-(-group // ranks) * ranks}.",
+            f"Start {divisors_near(update_samples, ranks)} ranks, "
+            f"or rollout.group_size={-(-group // ranks) * ranks}.",
         )  # fmt: skip
         return
     share = update_samples // ranks

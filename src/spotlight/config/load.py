@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -20,7 +21,22 @@ from spotlight.config.schema import DiffusionNFTConfig, RunConfig
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 floats: ``3e-4`` is a number (YAML 1.1 reads a string)."""
+    """YAML 1.2 floats (``3e-4`` is a number; YAML 1.1 reads a string), keys that are text, no key twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """Build a mapping. Raises :class:`yaml.YAMLError` where YAML itself would silently take the last."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.tag not in {"tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"}:
+                raise _error(key, "a key must be text: quote it")
+            if key.value in seen:
+                raise _error(key, f"{key.value!r} stands twice")
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _error(node: yaml.Node, problem: str) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
 _Loader.add_implicit_resolver(
@@ -32,7 +48,7 @@ _Loader.add_implicit_resolver(
 
 def parse_yaml(text: str) -> object:
     """Parse one YAML document safely; ``3e-4`` is a float."""
-    return yaml.load(text, Loader=_Loader)  # noqa: S506 - _Loader is a SafeLoader
+    return yaml.load(text, Loader=_Loader)
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
@@ -59,9 +75,11 @@ def build_config(tree: Mapping[str, Any], source: str) -> RunConfig:
         # Overriding one field of the default algorithm keeps the default algorithm.
         tree = {**tree, "algorithm": {"name": DiffusionNFTConfig().name, **algorithm}}
     try:
-        config = RunConfig.model_validate(tree)
+        # Through JSON, because strict mode then still takes lists for tuples and text for paths: `steps: "8"`
+        # and `steps: yes` are errors, not 8 and 1.
+        config = RunConfig.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
-        raise ConfigError(source, [_explain(detail) for detail in error.errors()]) from None
+        raise ConfigError(source, _explain_all(error.errors())) from None
     if problems := find_problems(config):
         raise ConfigError(source, problems)
     return config
@@ -92,9 +110,7 @@ def _read(path: Path) -> dict[str, Any]:
         )
         raise ConfigError(str(path), [problem]) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        problem = Problem(
-            "CONFIG", "text that is not YAML", "a mapping of keys", " ".join(str(error).split())
-        )
+        problem = Problem("CONFIG", "text that is not plain YAML", "a mapping of keys", _yaml_trouble(error))
         raise ConfigError(str(path), [problem]) from None
     if tree is None:
         return {}
@@ -102,6 +118,13 @@ def _read(path: Path) -> dict[str, Any]:
         problem = Problem("CONFIG", type(tree).__name__, "a mapping of keys", "Write `key: value` lines.")
         raise ConfigError(str(path), [problem])
     return tree
+
+
+def _yaml_trouble(error: Exception) -> str:
+    """What YAML stumbled over, and in which line."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"Line {error.problem_mark.line + 1}: {error.problem}."
+    return " ".join(str(error).split())
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:
@@ -112,19 +135,33 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     try:
         value = parse_yaml(text)
     except yaml.YAMLError as error:
-        problem = Problem(key, repr(text), "a YAML value", " ".join(str(error).split()))
+        problem = Problem(key, repr(text), "a YAML value", _yaml_trouble(error))
         raise ConfigError("the command line", [problem]) from None
     *parents, leaf = key.split(".")
     node = tree
-    for parent in parents:
-        child = node.setdefault(parent, {})
+    for depth, parent in enumerate(parents, start=1):
+        if node.get(parent) is None:  # absent, or `ema: null` that an override turns on
+            node[parent] = {}
+        child = node[parent]
         if not isinstance(child, dict):
-            child = node[parent] = {}
+            whole = ".".join(parents[:depth])
+            problem = Problem(
+                key, f"{whole} = {child!r}", f"a section at {whole}", f"Override it whole: {whole}=..."
+            )
+            raise ConfigError("the command line", [problem])
         node = child
     if isinstance(value, dict) and isinstance(node.get(leaf), dict):
         node[leaf] = node[leaf] | value
     else:
         node[leaf] = value
+
+
+def _explain_all(details: Sequence[ErrorDetails]) -> list[Problem]:
+    """One problem an error, without those that only follow: a bad item also makes its list "too short"."""
+    broken = {detail["loc"][:depth] for detail in details for depth in range(len(detail["loc"]))}
+    return [
+        _explain(detail) for detail in details if detail["type"] != "too_short" or detail["loc"] not in broken
+    ]
 
 
 def _explain(detail: ErrorDetails) -> Problem:
@@ -143,13 +180,33 @@ def _explain(detail: ErrorDetails) -> Problem:
         return Problem(key, "nothing", "a value", "Add the key.")
     if detail["type"] in {"union_tag_invalid", "union_tag_not_found"}:
         context = detail.get("ctx", {})
-        return Problem(
-            f"{key}.name", repr(context.get("tag", "nothing")), str(context.get("expected_tags", "an algorithm's name")),
-            "See docs/reference/configuration.md.",
-        )  # fmt: skip
-    return Problem(
-        key, repr(detail["input"]), detail["msg"].removeprefix("Input should be "), "Change the value."
-    )
+        tag, expected = (
+            context.get("tag", "nothing"),
+            str(context.get("expected_tags", "an algorithm's name")),
+        )
+        return Problem(f"{key}.name", repr(tag), expected, _nearest(tag, expected) or "Change the value.")
+    expected = re.sub(r"^(Input should be |Value error, |\w+ should (have|match) )", "", detail["msg"])
+    remedy = _nearest(detail["input"], expected) or _default_of(parts)
+    return Problem(key, repr(detail["input"]), expected, remedy)
+
+
+def _nearest(found: object, expected: str) -> str | None:
+    """The quoted alternative in ``expected`` that a misspelt value resembles."""
+    close = difflib.get_close_matches(str(found), re.findall(r"'([^']+)'", expected), n=1, cutoff=0.6)
+    return f"Did you mean {close[0]!r}?" if close else None
+
+
+def _default_of(path: Sequence[str]) -> str:
+    """What to write instead of a bad value."""
+    defaults = {
+        repr(section.model_fields[path[-1]].default)
+        for section in _sections_at(path[:-1])
+        if path[-1:] and path[-1] in section.model_fields
+    }
+    # A section has no short default, and fields of one name in several sections may disagree.
+    if len(defaults) == 1 and len(default := defaults.pop()) < 40 and "Undefined" not in default:
+        return f"Change it, or leave the key out for the default, {default}."
+    return "Change the value."
 
 
 def _is_section(annotation: object) -> TypeGuard[type[BaseModel]]:
@@ -167,6 +224,11 @@ def _sections(annotation: object) -> Iterator[type[BaseModel]]:
 
 def _fields_at(path: Sequence[str]) -> set[str]:
     """Names of the fields that may stand at a dotted path."""
+    return {name for model in _sections_at(path) for name in model.model_fields}
+
+
+def _sections_at(path: Sequence[str]) -> list[type[BaseModel]]:
+    """The sections that may stand at a dotted path."""
     current: list[type[BaseModel]] = [RunConfig]
     for part in path:
         if part.isdigit():
@@ -177,4 +239,4 @@ def _fields_at(path: Sequence[str]) -> set[str]:
             if part in model.model_fields
             for section in _sections(model.model_fields[part].annotation)
         ]
-    return {name for model in current for name in model.model_fields}
+    return current

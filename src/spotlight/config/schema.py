@@ -20,7 +20,11 @@ class Section(BaseModel):
     """A strict, immutable part of the configuration."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
     )
 
 
@@ -30,7 +34,7 @@ class ModelConfig(Section):
     family: Literal["qwen-image"] = "qwen-image"
     """Adapter that knows the pipeline: prompt template, guidance, schedule, decoding, LoRA targets."""
     path: str = "testbed"
-    """Directory or hub id of a diffusers pipeline; ``testbed`` is the tiny Qwen-Image shipped with Spotlight."""
+    """Directory or hub id of a diffusers pipeline; ``testbed`` is the tiny Qwen-Image shipped here."""
     revision: str | None = None
     """Branch, tag or commit when ``path`` is a hub id."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -43,7 +47,7 @@ class DataConfig(Section):
     """Prompts to train on, and held-out prompts to judge by."""
 
     train: str = "testbed"
-    """File of training prompts (.txt: one a line; .jsonl: GenEval metadata); ``testbed`` uses those shipped."""
+    """File of training prompts (.txt: one a line; .jsonl: GenEval metadata); ``testbed``: those shipped."""
     test: str = "testbed"
     """File of held-out prompts for evaluation, in the same formats."""
     tags: tuple[str, ...] = ()
@@ -136,7 +140,7 @@ class FlowGRPOFastConfig(FlowGRPOConfig):
 
 
 class OldPolicyConfig(Section):
-    """How fast the behaviour policy of DiffusionNFT follows: decay m = min(slope (n - delay), cap), 0 before."""
+    """How fast DiffusionNFT's behaviour policy follows: decay m = min(slope (n - delay), cap), 0 before."""
 
     slope: Annotated[float, Field(ge=0)] = 0.001
     """Growth of the decay per batch trained."""
@@ -158,7 +162,9 @@ class DiffusionNFTConfig(Section):
     reference_weight: Annotated[float, Field(ge=0)] = 1e-4
     """Weight of the distance to the starting model; above 0 costs one more forward a timestep."""
     train_timesteps: PositiveInt = 3
-    """Noise levels trained per sample, stratified over [0, 1]."""
+    """Noise levels trained per sample, stratified."""
+    noise_levels: Literal["uniform", "schedule"] = "uniform"
+    """Their distribution: uniform over (0, 1), or that of the rollout's schedule (shifted like it)."""
     old_policy: OldPolicyConfig = OldPolicyConfig()
     """How fast the behaviour policy follows the trained one."""
 
@@ -187,7 +193,7 @@ class RewardPolicyConfig(Section):
     """What happens when a sample cannot be scored. It never becomes a zero."""
 
     on_failure: Literal["stop", "drop"] = "stop"
-    """``stop`` ends the run with the reward's own error; ``drop`` records the sample as dropped, with its reason."""
+    """``stop`` ends the run with the reward's own error; ``drop`` records the sample as dropped, and why."""
     max_drop_share: Annotated[float, Field(ge=0, le=1)] = 0.25
     """With ``drop``: the run stops when more than this share of an iteration was dropped."""
     workers: PositiveInt = 1
@@ -259,7 +265,7 @@ class EvaluationConfig(Section):
     weights: Literal["policy", "ema", "old"] = "policy"
     """Which weights are judged and exported."""
     strict: str | None = None
-    """Curve that judges strictly (``shapes/strict``); default: the first reward's ``strict`` if it has one."""
+    """Curve that judges strictly (``shapes/strict``); default: the first reward's ``strict``, if any."""
     grid_prompts: PositiveInt = 8
     """Held-out prompts shown in the image grids."""
     grid_images: PositiveInt = 4
@@ -305,7 +311,7 @@ class RunConfig(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "demo"
     """Name of the run directory."""
-    runs_dir: Path = Path("runs")
+    runs_dir: Annotated[Path, Field(validate_default=False)] = Path("runs")
     """Parent of the run directories."""
     cache_dir: Path | None = None
     """Where prompt embeddings are cached; default: ``~/.cache/spotlight`` (or XDG_CACHE_HOME)."""
@@ -316,7 +322,7 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model lives; ``auto`` takes CUDA when there is one."""
     deterministic: bool = False
-    """Bit-exact resume also on GPUs (torch's deterministic algorithms: slower). On a CPU runs are so anyway."""
+    """Bit-exact resume also on GPUs (torch's deterministic algorithms: slower). CPU runs are so anyway."""
     model: ModelConfig = ModelConfig()
     """Which Diffusion Transformer is trained."""
     data: DataConfig = DataConfig()
