@@ -9,7 +9,6 @@ from pathlib import Path
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
-_SQLITE_FULL = {sqlite3.SQLITE_FULL}
 _SQLITE_REFUSED = {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM}
 _NEARLY_NOTHING_BYTES = 1 << 20
 
@@ -37,17 +36,15 @@ class OtherConfigurationError(StoreError):
 def storage_error(what: str, path: Path, error: Exception) -> StoreError:
     """Turn a failed write into an error that says what to do about it.
 
-    A library that hides the system's error number (``torch.save``, safetensors) is recognised by the file
-    system having nothing left.
+    ``path`` is a file or directory on the file system in question.
     """
-    is_full, is_refused = _kind(error)
-    if is_full or (not isinstance(error, OSError) and free_bytes(path) < _NEARLY_NOTHING_BYTES):
+    if is_out_of_space(error, path):
         free_mib = free_bytes(path) / 2**20
         cause = (
             f"no space left ({free_mib:.1f} MiB free), or a quota or file-size limit was reached ({error})"
         )
         remedy = "free some space, then run the same command again: it resumes from the last checkpoint"
-    elif is_refused:
+    elif _is_refused(error):
         cause = f"writing is not permitted ({error})"
         remedy = "make the directory writable for this user, or choose another one"
     else:
@@ -56,11 +53,25 @@ def storage_error(what: str, path: Path, error: Exception) -> StoreError:
     return StoreError(f"{what}: {path}: {cause}. Nothing committed before was lost; {remedy}.")
 
 
-def _kind(error: Exception) -> tuple[bool, bool]:
+def is_out_of_space(error: Exception, path: Path) -> bool:
+    """Whether ``error`` came of a full disk, quota or file-size limit on the file system of ``path``.
+
+    A library that hides the system's error number (``torch.save``, safetensors) is recognised by the file
+    system having nothing left; ask before cleaning up.
+    """
     if isinstance(error, OSError):
-        return error.errno in _FULL, error.errno in _REFUSED
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    return code in _SQLITE_FULL, code in _SQLITE_REFUSED
+        return error.errno in _FULL
+    return _sqlite_code(error) == sqlite3.SQLITE_FULL or free_bytes(path) < _NEARLY_NOTHING_BYTES
+
+
+def _is_refused(error: Exception) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in _REFUSED
+    return _sqlite_code(error) in _SQLITE_REFUSED
+
+
+def _sqlite_code(error: Exception) -> int:
+    return error.sqlite_errorcode & 0xFF if isinstance(error, sqlite3.Error) else sqlite3.SQLITE_OK
 
 
 def free_bytes(path: Path) -> int:

@@ -1,0 +1,186 @@
+"""Atomic directory checkpoints: weights, optimizer, RNG, controller and ledger position, all or nothing.
+
+A checkpoint is written beside its place, forced to the disk, renamed, and only then named by ``latest``:
+
+    .writing-000007-iteration-000030/  ─fsync, manifest─►  rename  ─►  000007-iteration-000030/  ─►  latest
+
+Whatever moment the process or the machine dies at, :meth:`CheckpointStore.newest_valid` finds the previous
+checkpoint or the new one, whole. Names begin with a serial number that only rises, so nothing is ever
+replaced: a checkpoint that turns out damaged is passed over for the one before it, and removed when the next
+one is committed.
+
+Invariants: ``latest`` names a checkpoint that was whole when it was named; a checkpoint with a higher serial
+was never committed; a whole checkpoint that ``latest`` names is never removed.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from spotlight.store.errors import DamagedCheckpointError, is_out_of_space, storage_error
+from spotlight.store.files import TEMPORARY_PREFIX, fsync_path, write_atomically
+from spotlight.store.manifest import (
+    MANIFEST,
+    CheckpointHeader,
+    Damage,
+    make_manifest,
+    read_manifest,
+    render,
+    sha256_of,
+    verify,
+)
+
+LATEST = "latest"
+_NAME = re.compile(r"(\d{6,})-iteration-(\d+)")
+_POINTER = re.compile(r"(\d{6,}-iteration-\d+) ([0-9a-f]{64})\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint that was verified byte by byte.
+
+    Attributes:
+        directory: where its files lie.
+        damages: what was found wrong with newer checkpoints (and the pointer), hence passed over.
+    """
+
+    directory: Path
+    header: CheckpointHeader
+    damages: tuple[Damage, ...]
+
+
+class CheckpointStore:
+    """The checkpoints of one run."""
+
+    def __init__(self, directory: Path, keep: int) -> None:
+        """Use ``directory`` (which exists), and keep the newest ``keep`` checkpoints in it."""
+        if keep < 1:
+            raise ValueError(f"keep is {keep}: at least one checkpoint must be kept to resume from")
+        self._directory = directory
+        self._keep = keep
+        self._known_damaged: set[str] = set()
+
+    @contextmanager
+    def writer(self, header: CheckpointHeader) -> Iterator[Path]:
+        """Give a directory to write files and folders into; leaving it commits them as the newest checkpoint.
+
+        If the body raises, nothing is committed, and the error passes on. A failure to remove an old
+        checkpoint is an error too, raised after the new one is committed.
+
+        Raises:
+            StoreError: the disk is full or not writable; older checkpoints are untouched.
+        """
+        name = f"{self._next_serial():06d}-iteration-{header.iteration:06d}"
+        temporary = self._directory / (TEMPORARY_PREFIX + name)
+        try:
+            self._remove_uncommitted()
+            temporary.mkdir()
+            yield temporary
+            self._commit(temporary, name, header)
+            self._remove_old(newest=name)
+        except Exception as error:
+            is_storage = isinstance(error, OSError) or is_out_of_space(error, self._directory)
+            translated = storage_error(f"cannot write checkpoint {name}", self._directory, error)
+            shutil.rmtree(temporary, ignore_errors=True)
+            if is_storage:
+                raise translated from error
+            raise
+
+    def _commit(self, temporary: Path, name: str, header: CheckpointHeader) -> None:
+        manifest = render(make_manifest(temporary, header))
+        (temporary / MANIFEST).write_bytes(manifest)
+        for path in temporary.rglob("*"):
+            fsync_path(path)
+        fsync_path(temporary)
+        final = temporary.rename(self._directory / name)
+        fsync_path(self._directory)
+        for damaged in self._known_damaged:
+            self._discard(damaged)
+        self._known_damaged.clear()
+        write_atomically(self._directory / LATEST, f"{name} {sha256_of(final / MANIFEST)}\n".encode())
+
+    def newest_valid(self) -> Checkpoint | None:
+        """The newest committed checkpoint of which every byte is as written; None where there never was one.
+
+        Changes nothing on the disk. What was passed over is told in ``damages``.
+
+        Raises:
+            DamagedCheckpointError: there are checkpoints, and all are damaged.
+        """
+        names, damages = self._committed()
+        for name in names:
+            manifest, found = verify(self._directory / name)
+            if manifest is not None and not found:
+                return Checkpoint(self._directory / name, manifest.header, tuple(damages))
+            self._known_damaged.add(name)
+            damages.extend(found)
+        if damages:
+            listed = "\n  ".join(str(damage) for damage in damages)
+            raise DamagedCheckpointError(
+                f"{self._directory}: no checkpoint is whole:\n  {listed}\n"
+                "Restore one from a copy, or delete the run directory to start anew."
+            )
+        return None
+
+    def _committed(self) -> tuple[list[str], list[Damage]]:
+        """Names of committed checkpoints, newest first, and what is wrong with the pointer."""
+        names = self._names()
+        pointer = self._directory / LATEST
+        if not pointer.is_file():
+            return names, []
+        content = pointer.read_bytes()
+        match = _POINTER.fullmatch(content.decode("utf-8", "replace"))
+        if match is None:
+            return names, [_pointer_damage("a checkpoint's name and hash", f"{content[:120]!r}")]
+        name, expected = match.groups()
+        if name not in names:
+            return names, [_pointer_damage("the name of a checkpoint", name)]
+        directory = self._directory / name
+        if not isinstance(read_manifest(directory), Damage):
+            found = sha256_of(directory / MANIFEST)
+            if found != expected:
+                return names, [_pointer_damage(f"sha256 {found} of {name}/{MANIFEST}", f"sha256 {expected}")]
+        return [older for older in names if _serial(older) <= _serial(name)], []
+
+    def _names(self) -> list[str]:
+        found = (path.name for path in self._directory.iterdir() if _NAME.fullmatch(path.name))
+        return sorted(found, key=_serial, reverse=True)
+
+    def _next_serial(self) -> int:
+        return max((_serial(name) for name in self._names()), default=0) + 1
+
+    def _remove_uncommitted(self) -> None:
+        """Sweep what a crash left: half-written files, and a checkpoint that ``latest`` never came to name.
+
+        The latter is of work that was done anew since: resuming from it later would part it from the ledger.
+        """
+        committed, _ = self._committed()
+        for name in set(self._names()).difference(committed):
+            self._discard(name)
+        for path in self._directory.glob(f"{TEMPORARY_PREFIX}*"):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+    def _remove_old(self, newest: str) -> None:
+        others = [name for name in self._names() if name != newest]
+        for name in others[self._keep - 1 :]:
+            self._discard(name)
+
+    def _discard(self, name: str) -> None:
+        doomed = (self._directory / name).rename(self._directory / (TEMPORARY_PREFIX + name))
+        shutil.rmtree(doomed)
+
+
+def _serial(name: str) -> int:
+    return int(name.split("-", 1)[0])
+
+
+def _pointer_damage(expected: str, found: str) -> Damage:
+    return Damage(".", LATEST, expected, found)

@@ -1,0 +1,147 @@
+"""The manifest of a checkpoint: what lies in it, byte for byte.
+
+``manifest.json`` lists each file with its size and SHA-256, beside a small header, and carries the SHA-256 of
+its own text: any flipped byte of any file, the manifest included, is found and named.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from spotlight.store.errors import StoreError
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointHeader:
+    """What a checkpoint is of.
+
+    Attributes:
+        iteration: the iteration that a resumed run starts with.
+        ledger_position: number of the last ledger record that it includes.
+        config_digest: digest of the configuration that made it.
+        package_version: version of Spotlight that made it.
+    """
+
+    iteration: int
+    ledger_position: int
+    config_digest: str
+    package_version: str
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """Size and SHA-256 (hexadecimal) of one file."""
+
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A checkpoint's header and its files, by path relative to the checkpoint, with forward slashes."""
+
+    header: CheckpointHeader
+    files: Mapping[str, FileEntry]
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One file that is not what its manifest says.
+
+    Attributes:
+        checkpoint: name of the checkpoint's directory.
+        file: path within it.
+        expected: hash, size or state according to the manifest.
+        found: what is there.
+    """
+
+    checkpoint: str
+    file: str
+    expected: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"{self.checkpoint}/{self.file}: expected {self.expected}, found {self.found}"
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file's bytes, hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def make_manifest(directory: Path, header: CheckpointHeader) -> Manifest:
+    """Take stock of a directory.
+
+    Raises:
+        StoreError: something in it is neither a regular file nor a directory.
+    """
+    files: dict[str, FileEntry] = {}
+    for path in sorted(directory.rglob("*")):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise StoreError(
+                f"{path}: a checkpoint holds regular files only; write the file's content there."
+            )
+        if path.is_file():
+            files[path.relative_to(directory).as_posix()] = FileEntry(path.stat().st_size, sha256_of(path))
+    return Manifest(header, files)
+
+
+def render(manifest: Manifest) -> bytes:
+    """The manifest's one exact text."""
+    body = asdict(manifest)
+    unsigned = json.dumps(body, indent=1, sort_keys=True)
+    return json.dumps({**body, "sha256": _text_hash(unsigned)}, indent=1, sort_keys=True).encode() + b"\n"
+
+
+def _text_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_manifest(directory: Path) -> Manifest | Damage:
+    """Read a checkpoint's manifest, or say how it is damaged."""
+    path = directory / MANIFEST
+    if not path.is_file():
+        return Damage(directory.name, MANIFEST, "a manifest", "no such file")
+    content = path.read_bytes()
+    try:
+        body = json.loads(content)
+        manifest = Manifest(
+            CheckpointHeader(**body["header"]),
+            {name: FileEntry(**entry) for name, entry in body["files"].items()},
+        )
+        expected = render(manifest)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return Damage(directory.name, MANIFEST, "a manifest", f"{len(content)} bytes that are none")
+    if content != expected:
+        listed = f"sha256 {_text_hash(expected.decode())}"
+        return Damage(directory.name, MANIFEST, f"{listed} of the text", f"sha256 {sha256_of(path)}")
+    return manifest
+
+
+def verify(directory: Path) -> tuple[Manifest | None, tuple[Damage, ...]]:
+    """Read every byte of a checkpoint; the manifest is None where it is damaged itself."""
+    manifest = read_manifest(directory)
+    if isinstance(manifest, Damage):
+        return None, (manifest,)
+    damages = (_compare(directory, name, entry) for name, entry in manifest.files.items())
+    return manifest, tuple(damage for damage in damages if damage is not None)
+
+
+def _compare(directory: Path, name: str, entry: FileEntry) -> Damage | None:
+    path = directory / name
+    if not path.is_file():
+        return Damage(directory.name, name, f"{entry.size_bytes} bytes", "no such file")
+    size = path.stat().st_size
+    if size != entry.size_bytes:
+        return Damage(directory.name, name, f"{entry.size_bytes} bytes", f"{size} bytes")
+    found = sha256_of(path)
+    if found != entry.sha256:
+        return Damage(directory.name, name, f"sha256 {entry.sha256}", f"sha256 {found}")
+    return None

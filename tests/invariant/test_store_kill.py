@@ -1,0 +1,169 @@
+"""Real SIGKILLs: what was acknowledged before one is there after it, and what is there is whole."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from spotlight.core.records import CommitRejected
+from spotlight.store.checkpoints import CheckpointStore
+from spotlight.store.ledger import Ledger
+from spotlight.store.manifest import CheckpointHeader
+
+FILE_EVENTS = {
+    "open",
+    "os.mkdir",
+    "os.rename",
+    "os.remove",
+    "os.rmdir",
+    "os.listdir",
+    "os.scandir",
+    "shutil.rmtree",
+}
+
+
+def write_checkpoint(directory: Path, iteration: int) -> None:
+    header = CheckpointHeader(iteration, iteration, config_digest="", package_version="")
+    with CheckpointStore(directory, keep=2).writer(header) as temporary:
+        for part in range(3):
+            (temporary / f"part-{part}").write_bytes(bytes([iteration]) * 20_000)
+
+
+def loaded(directory: Path) -> int:
+    checkpoint = CheckpointStore(directory, keep=2).newest_valid()
+    if checkpoint is None:
+        return 0
+    assert checkpoint.damages == ()
+    for part in range(3):
+        content = (checkpoint.directory / f"part-{part}").read_bytes()
+        assert content == bytes([checkpoint.header.iteration]) * 20_000
+    return checkpoint.header.iteration
+
+
+def in_child(work: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException:  # noqa: BLE001 - the child must never return into the test runner
+            os._exit(1)
+    return pid
+
+
+def die_at_step(step: int) -> None:
+    """SIGKILL this process at its step-th file operation, each fsync counted twice: before and after."""
+    remaining = step
+    fsync = os.fsync
+
+    def count(event: str, _: object) -> None:
+        nonlocal remaining
+        if event in FILE_EVENTS:
+            remaining -= 1
+            if remaining < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def counted_fsync(descriptor: int) -> None:
+        count("open", ())
+        fsync(descriptor)
+        count("open", ())
+
+    sys.addaudithook(count)
+    os.fsync = counted_fsync
+
+
+def test_sigkill_at_every_step_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes: list[int] = []
+    base = tmp_path / "base"
+    base.mkdir()
+    for iteration in (1, 2):
+        write_checkpoint(base, iteration)
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: None
+    )  # a killed process leaves its writes to the system
+    for step in range(1000):
+        directory = shutil.copytree(base, tmp_path / str(step))
+
+        def work(step: int = step, directory: Path = directory) -> None:
+            die_at_step(step)
+            write_checkpoint(directory, 3)
+
+        _, status = os.waitpid(in_child(work), 0)
+        outcomes.append(loaded(directory))
+        write_checkpoint(directory, 4)
+        assert loaded(directory) == 4
+        assert not list(directory.glob(".*"))
+        if not os.WIFSIGNALED(status):
+            assert os.WEXITSTATUS(status) == 0
+            break
+    assert outcomes == sorted(outcomes)
+    assert set(outcomes) == {2, 3}
+    assert len(outcomes) > 25
+
+
+def acknowledged_until_killed(work: Callable[[], Iterator[int]], rng: random.Random) -> int:
+    """Run ``work`` in a child, kill it at a random moment; the last number that it said was safe."""
+    reader, writer = os.pipe()
+
+    def acknowledge() -> None:
+        for number in work():
+            os.write(writer, number.to_bytes(4, "little"))
+
+    pid = in_child(acknowledge)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        said = pipe.read(4 * rng.randint(1, 2))  # so that every child gets somewhere, however slow the disk
+        time.sleep(rng.uniform(0, 0.02))
+        os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        assert os.WIFSIGNALED(status)
+        said += pipe.read()
+    return int.from_bytes(said[-4:], "little")
+
+
+def test_acknowledged_checkpoints_survive_kills_at_random_moments(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    for _ in range(12):
+        start = loaded(tmp_path)
+
+        def work(start: int = start) -> Iterator[int]:
+            for iteration in range(start + 1, 256):
+                write_checkpoint(tmp_path, iteration)
+                yield iteration
+
+        safe = acknowledged_until_killed(work, rng)
+        assert start < safe <= loaded(tmp_path) <= safe + 1
+
+
+def test_acknowledged_records_survive_kills_at_random_moments(tmp_path: Path) -> None:
+    rng = random.Random(1)
+    path = tmp_path / "ledger.sqlite"
+    for attempt in range(1, 13):
+
+        def work(attempt: int = attempt) -> Iterator[int]:
+            with Ledger(path) as ledger:
+                ledger.begin_attempt(pid=attempt, host="h", workers={}, now_s=attempt)
+                while True:
+                    first = ledger.position() + 1
+                    ledger.append([(first + i, CommitRejected(None, "stale epoch")) for i in range(3)])
+                    yield ledger.position()
+
+        safe = acknowledged_until_killed(work, rng)
+        with Ledger(path) as ledger:
+            assert safe <= ledger.position() <= safe + 3
+            assert ledger.position() % 3 == 0
+            assert ledger.counts().rejected == ledger.position()
+    connection = sqlite3.connect(path)
+    assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+    ended = connection.execute("SELECT ended FROM attempts ORDER BY number").fetchall()
+    assert ended == [("killed",)] * 11 + [(None,)]
+    connection.close()
