@@ -39,8 +39,13 @@ class TinyPolicy:
             self.weights[slot] += size * torch.randn(self.weights[slot].shape, generator=generator)
 
     def gradient(self, loss: Tensor) -> Tensor:
-        (gradient,) = torch.autograd.grad(loss, self.weight)
+        (gradient,) = torch.autograd.grad(loss, self.weight, retain_graph=True)
         return gradient
+
+    def descend(self, loss: Tensor, length: float) -> None:
+        gradient = self.gradient(loss)
+        with torch.no_grad():
+            self.weight.sub_(length * gradient / gradient.norm())
 
 
 def schedule(steps: int, shift: float = 3.0) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.diffusion.schedule import AllSteps, RandomWindow, SdeWindow, SlidingWindow, build_window
+from spotlight.diffusion.schedule import AllSteps, RandomWindow, SdeWindow, SlidingWindow
 
 
 @st.composite
@@ -61,7 +61,7 @@ def test_sliding_moves_by_one_every_25_iterations_and_rolls_back() -> None:
 
 
 def test_decay_leaves_clean_steps_sooner_but_visits_each() -> None:
-    window = build_window("decay", 4)
+    window = SlidingWindow(size=4, decay=0.1)
     stays = Counter(window.steps(25, 0, iteration)[0] for iteration in range(470))
     assert [stays[start] for start in range(14)] == 14 * [25]
     assert [stays[start] for start in (14, 15, 20)] == [23, 20, 12]  # 25 exp(-(l - 13) / 10)
@@ -77,7 +77,7 @@ def test_decay_leaves_clean_steps_sooner_but_visits_each() -> None:
         (lambda: RandomWindow(4).kept(4), "at most 3"),
         (lambda: SlidingWindow(4, 0), "every is 0"),
         (lambda: SlidingWindow(4).kept(4), "at most 3"),
-        (lambda: build_window("some", 3), "all, random, sliding, decay"),
+        (lambda: SlidingWindow(decay=-1.0), "decay is -1"),
     ],
 )
 def test_impossible_windows_are_errors(make: object, message: str) -> None:

@@ -6,9 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, TypeVar
 
+from spotlight.algorithms.awm import AWM, AWMParams
 from spotlight.algorithms.base import Algorithm, LossTerms, Policy, Slot, TrainBatch
-from spotlight.algorithms.diffusion_nft import DiffusionNFT, DiffusionNFTParams, OldPolicy
+from spotlight.algorithms.diffusion_nft import DiffusionNFT, DiffusionNFTParams
 from spotlight.algorithms.flow_grpo import FAST, FlowGRPO, FlowGRPOParams
+from spotlight.algorithms.forward_process import OldPolicy
+from spotlight.algorithms.grpo_guard import GRPOGuard, GRPOGuardParams
 from spotlight.diffusion.samplers import Sampler
 
 if TYPE_CHECKING:
@@ -54,21 +57,35 @@ def _flow_grpo_fast(sampler: Sampler, params: Mapping[str, object]) -> Algorithm
     return FlowGRPO(_with(FAST, params, name), sampler, name)
 
 
+def _grpo_guard(sampler: Sampler, params: Mapping[str, object]) -> Algorithm:
+    return GRPOGuard(_with(GRPOGuardParams(), params, "grpo-guard"), sampler)
+
+
 def _diffusion_nft(sampler: Sampler, params: Mapping[str, object]) -> Algorithm:
-    name = "diffusion-nft"
-    plain = dict(params)
-    nested = plain.pop("old_policy", {})
-    if not isinstance(nested, Mapping):
-        raise ValueError(f"old_policy of {name} is {nested!r}; expected a mapping of its fields")
-    base = DiffusionNFTParams(old_policy=_with(OldPolicy(), nested, f"{name}'s old_policy"))
-    return DiffusionNFT(_with(base, plain, name), sampler)
+    name, defaults = "diffusion-nft", DiffusionNFTParams()
+    return DiffusionNFT(_with(defaults, _with_old(defaults.old_policy, params, name), name), sampler)
+
+
+def _awm(sampler: Sampler, params: Mapping[str, object]) -> Algorithm:
+    name, defaults = "awm", AWMParams()
+    return AWM(_with(defaults, _with_old(defaults.old_policy, params, name), name), sampler)
 
 
 ALGORITHMS: Mapping[str, Builder] = {
     "flow-grpo": _flow_grpo,
     "flow-grpo-fast": _flow_grpo_fast,
+    "grpo-guard": _grpo_guard,
     "diffusion-nft": _diffusion_nft,
+    "awm": _awm,
 }
+
+
+def _with_old(defaults: OldPolicy, params: Mapping[str, object], of: str) -> Mapping[str, object]:
+    """``params`` with its plain mapping ``old_policy`` made the dataclass."""
+    nested = params.get("old_policy", {})
+    if not isinstance(nested, Mapping):
+        raise ValueError(f"old_policy of {of} is {nested!r}; expected a mapping of its fields")
+    return {**params, "old_policy": _with(defaults, nested, f"{of}'s old_policy")}
 
 
 def _with(defaults: P, params: Mapping[str, object], of: str) -> P:

@@ -65,10 +65,13 @@ class LossTerms:
         per_sample: [batch], with gradient. The learner averages over the samples of the optimizer step
             and over the timesteps of a sample.
         metrics: [batch] detached values to average and log (ratio, kl, clip fraction ...).
+        kept_step: [batch] int64, which of a trajectory's S kept steps was trained: labels what is logged
+            per denoising step. None for algorithms that replay no trajectory.
     """
 
     per_sample: Tensor
     metrics: Mapping[str, Tensor]
+    kept_step: Tensor | None = None
 
 
 class Algorithm(Protocol):

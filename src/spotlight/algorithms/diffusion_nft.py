@@ -19,28 +19,8 @@ import torch
 from torch import Tensor
 
 from spotlight.algorithms.base import LossTerms, Policy, Slot, TrainBatch
-from spotlight.algorithms.forward_process import NoiseLevels, noised
+from spotlight.algorithms.forward_process import NoiseLevels, OldPolicy, mean_square, noised
 from spotlight.diffusion.samplers import Sampler, predict_x0
-
-
-@dataclass(frozen=True, slots=True)
-class OldPolicy:
-    """How the behaviour policy follows: m = min(slope · max(n - delay, 0), cap) after n batches.
-
-    Paper: (0.001, 0.5, 0); for OCR (0.0075, 0.999, 75).
-    """
-
-    slope: float = 0.001
-    cap: float = 0.5
-    delay: int = 0
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.slope < math.inf and 0 <= self.cap < 1 and self.delay >= 0):
-            raise ValueError(f"old policy is {self}; expected slope >= 0, 0 <= cap < 1, delay >= 0")
-
-    def decay(self, batches_trained: int) -> float:
-        """m after ``batches_trained`` batches."""
-        return min(self.slope * max(batches_trained - self.delay, 0), self.cap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +109,6 @@ class DiffusionNFT:
     def old_decay(self, batches_trained: int) -> float:
         """The decay of :class:`OldPolicy`."""
         return self.params.old_policy.decay(batches_trained)
-
-
-def mean_square(x: Tensor) -> Tensor:
-    """<x²> over all but the batch dimension: [batch]."""
-    return x.square().flatten(1).mean(1)
 
 
 def _weighted_error(x0_predicted: Tensor, x0: Tensor) -> Tensor:

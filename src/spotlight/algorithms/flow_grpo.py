@@ -113,7 +113,7 @@ class FlowGRPO:
             kl = self.sampler.kl(moments, reference)
             loss = loss + self.params.kl_weight * kl
             metrics["kl"] = kl.detach()
-        return LossTerms(loss, metrics)
+        return LossTerms(loss, metrics, kept_step=at.index)
 
     def old_decay(self, batches_trained: int) -> None:
         """None: there is no old slot."""

@@ -1,4 +1,4 @@
-"""What forward-process algorithms share: noising a sample's x0 again at stratified noise levels.
+"""What forward-process algorithms share: noised samples at stratified levels, and a following old policy.
 
 Draws are counter-based: a function of (seed, policy version, training timestep) alone, so they do not
 depend on micro-batches or ranks.
@@ -6,6 +6,8 @@ depend on micro-batches or ranks.
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -18,6 +20,26 @@ from spotlight.diffusion.samplers import interpolate
 
 NoiseLevels = Literal["uniform", "schedule"]
 _TIMESTEPS_MAX = 2**16  # indices of TRAIN_NOISE reserved per policy version
+
+
+@dataclass(frozen=True, slots=True)
+class OldPolicy:
+    """How the old policy follows the trained one: m = min(slope · max(n - delay, 0), cap) after n batches.
+
+    DiffusionNFT: (0.001, 0.5, 0); for OCR (0.0075, 0.999, 75).
+    """
+
+    slope: float = 0.001
+    cap: float = 0.5
+    delay: int = 0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.slope < math.inf and 0 <= self.cap < 1 and self.delay >= 0):
+            raise ValueError(f"old policy is {self}; expected slope >= 0, 0 <= cap < 1, delay >= 0")
+
+    def decay(self, batches_trained: int) -> float:
+        """m after ``batches_trained`` batches."""
+        return min(self.slope * max(batches_trained - self.delay, 0), self.cap)
 
 
 class Noised(NamedTuple):
@@ -49,6 +71,11 @@ def noised(batch: TrainBatch, timestep: int, train_timesteps: int, levels: Noise
     shape = batch.final.shape[1:]
     noise = normal_batch(batch.seeds, Stream.TRAIN_NOISE, [index] * len(batch.seeds), shape, device)
     return Noised(interpolate(batch.final, noise, sigma), sigma, noise)
+
+
+def mean_square(x: Tensor) -> Tensor:
+    """<x²> over all but the batch dimension: [batch]."""
+    return x.square().flatten(1).mean(1)
 
 
 def stratified(seed: int, version: int, timestep: int, train_timesteps: int) -> float:

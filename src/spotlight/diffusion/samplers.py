@@ -63,7 +63,7 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FlowSDE:
-    """Flow-GRPO's SDE (arXiv 2505.05470, eq. 9): q = a sqrt(s / (1 - s)), kick q sqrt(d).
+    """Flow-GRPO's SDE (arXiv 2505.05470): q = a sqrt(s / (1 - s)), kick q sqrt(d).
 
     At s = 1 the second schedule value stands in for s in 1 - s. There s' IS the second schedule value, so
     the first kick is exactly a.

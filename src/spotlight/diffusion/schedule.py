@@ -124,28 +124,6 @@ class SlidingWindow:
         return self.size
 
 
-WINDOWS = ("all", "random", "sliding", "decay")
-_PAPER_DECAY = 0.1
-
-
-def build_window(kind: str, size: int, low: int = 0, high: int | None = None, every: int = 25) -> SdeWindow:
-    """The window of a configuration; ``all`` reads none of the numbers, ``every`` is for the sliding kinds.
-
-    Raises:
-        ValueError: unknown kind, or an impossible window.
-    """
-    match kind:
-        case "all":
-            return AllSteps()
-        case "random":
-            return RandomWindow(size, low, high)
-        case "sliding":
-            return SlidingWindow(size, every, low=low, high=high)
-        case "decay":
-            return SlidingWindow(size, every, low=low, high=high, decay=_PAPER_DECAY)
-    raise ValueError(f"unknown SDE window {kind!r}; expected one of {', '.join(WINDOWS)}")
-
-
 @lru_cache(maxsize=64)
 def _cycle(window: SlidingWindow, total_steps: int) -> tuple[int, ...]:
     """First step of the window in each iteration of one pass from ``low`` to the end."""

@@ -1,0 +1,87 @@
+"""GRPO-Guard (arXiv 2510.22319): Flow-GRPO with a ratio of mean 1 and steps of equal weight.
+
+Flow-GRPO's mean-reduced ratio lies below 1 by <(μ - μ_old)²>/2k² and spreads differently at each noise
+level, so clipping acts on one side. The guarded ratio of a sample is
+
+    ln r̂ = k (Δlog p + <(μ - μ_old)²>/2k²) = <e (μ - μ_old)>,   e = (x' - μ_old)/k
+
+and the loss is divided by the step length d. Each sample has its own ln r̂ (the published script averages
+it over the batch, which couples unrelated samples). The right-hand form is used: it is exactly 0 before
+the first update and does not subtract numbers of the size of log p.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from spotlight.algorithms.base import LossTerms, Policy, Slot, TrainBatch
+from spotlight.algorithms.flow_grpo import clipped_surrogate, require_stochastic
+from spotlight.algorithms.replay import timestep_count, transition
+from spotlight.diffusion.samplers import Sampler
+
+
+@dataclass(frozen=True, slots=True)
+class GRPOGuardParams:
+    """Settings of GRPO-Guard.
+
+    Attributes:
+        clip_range: c of the ratio clip.
+        train_timesteps: trained steps a sample, drawn among its kept steps; None trains all.
+    """
+
+    clip_range: float = 2e-6
+    train_timesteps: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.clip_range < 1:
+            raise ValueError(f"clip_range is {self.clip_range}; expected 0 < clip_range < 1 (about 2e-6)")
+        if self.train_timesteps is not None and self.train_timesteps < 1:
+            raise ValueError(
+                f"train_timesteps is {self.train_timesteps}; expected at least 1, or none for all"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class GRPOGuard:
+    """Implements :class:`~spotlight.algorithms.base.Algorithm`.
+
+    ``old`` is the policy as of before the batch (it gives μ_old), renewed whole after each batch.
+    """
+
+    params: GRPOGuardParams
+    sampler: Sampler
+    name: str = "grpo-guard"
+    keeps: Literal["trajectory"] = "trajectory"
+    rollout_slot: Slot = "policy"
+    extra_slots: tuple[Slot, ...] = ("old",)
+
+    def __post_init__(self) -> None:
+        require_stochastic(self.name, self.sampler)
+
+    def timesteps(self, kept_steps: int) -> int:
+        """All kept steps, or ``train_timesteps`` of them."""
+        return timestep_count(kept_steps, self.params.train_timesteps)
+
+    def old_log_probs(self, policy: Policy, batch: TrainBatch) -> None:
+        """None: the ratio needs μ_old itself, which the old slot gives."""
+        return
+
+    def loss(self, policy: Policy, batch: TrainBatch, timestep: int) -> LossTerms:
+        """Clipped surrogate of the guarded ratio, over the step length."""
+        at = transition(batch, timestep, self.params.train_timesteps)
+        velocity = policy.velocity(at.x, at.sigma)
+        with torch.no_grad():
+            old_velocity = policy.velocity(at.x, at.sigma, "old")
+            old = self.sampler.moments(at.x, old_velocity, at.sigma, at.sigma_next)
+        kick = (at.x_next - old.mean) / old.std
+        mean = self.sampler.moments(at.x, velocity, at.sigma, at.sigma_next).mean
+        log_ratio = (kick * (mean - old.mean)).flatten(1).mean(1)
+        loss, metrics = clipped_surrogate(log_ratio, batch.advantages, self.params.clip_range)
+        return LossTerms(loss / (at.sigma - at.sigma_next), metrics)
+
+    def old_decay(self, batches_trained: int) -> float:
+        """0: the old policy is the one that starts the batch."""
+        return 0.0
