@@ -1,0 +1,118 @@
+"""Samples on their way into a loss, and their stacking into the tensors of a micro-batch.
+
+Invariant: a micro-batch's tensors depend on its samples and their order alone, so that the micro-batch of
+the old log-probs and that of the loss are the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spotlight.algorithms.base import TrainBatch
+from spotlight.models.base import Condition
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleTensors:
+    """What the rollout kept of a sample (any device).
+
+    Attributes:
+        final: x0, [tokens, channels].
+        latents: the states around the S stochastic steps, [S + 1, tokens, channels], as stored; None where
+            the algorithm keeps x0 alone.
+        sigmas: the noise levels of ``latents``, [S + 1]; without ``latents`` the whole schedule, [T + 1].
+        log_probs: of the S steps as scored while rolling out, [S], or None.
+    """
+
+    final: Tensor
+    latents: Tensor | None
+    sigmas: Tensor
+    log_probs: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainingSample:
+    """A scored sample.
+
+    Attributes:
+        key: names it in micro-batches.
+        group: samples of one group share a prompt, and their rewards are compared.
+        rewards: value of each reward by name.
+        condition: the prompt's embeddings.
+        seed: of the rollout.
+        version: the policy version that made it.
+        first_step: index of the denoising step that starts from ``latents[0]``: labels the logged
+            difference between rollout and replay.
+        tensors: None when another rank holds them.
+    """
+
+    key: str
+    group: str
+    rewards: Mapping[str, float]
+    condition: Condition
+    seed: int
+    version: int
+    tensors: SampleTensors | None
+    first_step: int = 0
+
+
+def stack(
+    samples: Sequence[TrainingSample],
+    advantages: Sequence[float],
+    old_log_probs: Sequence[Tensor] | None,
+    device: torch.device,
+) -> TrainBatch:
+    """The samples as one batch on ``device``.
+
+    Raises:
+        ValueError: a sample's tensors are elsewhere, or the samples do not fit together.
+    """
+    tensors = [_tensors(sample) for sample in samples]
+    versions = sorted({sample.version for sample in samples})
+    if len(versions) != 1:
+        raise ValueError(
+            f"a micro-batch mixes samples of the policy versions {versions}; expected one version: "
+            "group samples by version before cutting micro-batches"
+        )
+    return TrainBatch(
+        final=_stacked([t.final for t in tensors], device),
+        latents=_optional([t.latents for t in tensors], "latents", device),
+        sigmas=_stacked([t.sigmas for t in tensors], device),
+        rollout_log_probs=_optional([t.log_probs for t in tensors], "log_probs", device),
+        old_log_probs=None if old_log_probs is None else torch.stack(list(old_log_probs)),
+        advantages=torch.tensor(list(advantages), dtype=torch.float32, device=device),
+        seeds=tuple(sample.seed for sample in samples),
+        version=versions[0],
+    )
+
+
+def kept_steps(sample: TrainingSample) -> int:
+    """S, the stochastic steps that the rollout kept; 0 where it kept x0 alone."""
+    latents = _tensors(sample).latents
+    return 0 if latents is None else latents.shape[0] - 1
+
+
+def _tensors(sample: TrainingSample) -> SampleTensors:
+    if sample.tensors is None:
+        raise ValueError(f"sample {sample.key} has no tensors on this rank: train it where it was made")
+    return sample.tensors
+
+
+def _stacked(rows: Sequence[Tensor], device: torch.device) -> Tensor:
+    return torch.stack(list(rows)).to(device, torch.float32, non_blocking=True)
+
+
+def _optional(rows: Sequence[Tensor | None], name: str, device: torch.device) -> Tensor | None:
+    present = [row for row in rows if row is not None]
+    if not present:
+        return None
+    if len(present) != len(rows):
+        raise ValueError(
+            f"{len(present)} of the {len(rows)} samples of a micro-batch have {name}; expected all or none: "
+            "they come from rollouts of different recipes"
+        )
+    return _stacked(present, device)

@@ -1,0 +1,49 @@
+"""The DiT as an algorithm's loss sees it: bound to one micro-batch's prompts, evaluated by weight slot.
+
+Invariant: after every evaluation the policy slot is active again, because the backward pass recomputes
+checkpointed activations with whatever is active then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from spotlight.algorithms.base import Slot
+from spotlight.models.base import Condition, Guidance, ImageSize, ModelFamily
+from spotlight.models.slots import WeightSlots
+from spotlight.training.settings import TrainingGuidance
+
+
+class MicroBatchPolicy:
+    """Implements :class:`spotlight.algorithms.base.Policy` for the prompts of a micro-batch, in its order."""
+
+    def __init__(
+        self,
+        family: ModelFamily,
+        slots: WeightSlots,
+        conditions: Sequence[Condition],
+        *,
+        size: ImageSize,
+        guidance: TrainingGuidance | None,
+        autocast: torch.dtype | None,
+    ) -> None:
+        self._family, self._slots = family, slots
+        self._size, self._autocast = size, autocast
+        self._condition = family.collate(conditions)
+        self._guidance: Guidance | None = None
+        if guidance is not None:
+            negative = family.collate([guidance.negative] * len(conditions))
+            self._guidance = Guidance(guidance.scale, negative)
+
+    def velocity(self, latents: Tensor, sigma: Tensor, slot: Slot = "policy") -> Tensor:
+        """[batch, tokens, channels] float32. Frozen slots never build a graph, whatever the caller's mode."""
+        frozen = nullcontext() if slot == "policy" else torch.no_grad()
+        autocast = torch.autocast(
+            self._family.device.type, dtype=self._autocast, enabled=self._autocast is not None
+        )
+        with frozen, autocast, self._slots.use(slot) as model:
+            return self._family.velocity(model, latents, sigma, self._condition, self._guidance, self._size)

@@ -1,0 +1,223 @@
+"""The learner's state on disk: weights of the trained slots, AdamW's moments, counters.
+
+``learner.json`` says what there is. The tensors are in one safetensors file when one rank wrote them, and
+in torch's distributed checkpoint format (each rank its shards) when several did. Either loads into any
+number of ranks. Frozen slots that equal the start (``reference``) are not written: the model has them.
+
+Writing is neither atomic nor synced: the checkpoint store does that for the whole directory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+from zipfile import BadZipFile
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from spotlight.models.slots import Slot, WeightSlots
+from spotlight.training.sharding import Ranks
+
+T = TypeVar("T")
+
+FORMAT = 1
+INDEX, WHOLE, SHARDED = "learner.json", "learner.safetensors", "learner.dcp"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_UNREADABLE = (
+    *(OSError, EOFError, KeyError, ValueError, TypeError, RuntimeError),
+    *(pickle.UnpicklingError, BadZipFile, SafetensorError, CheckpointException),
+)
+
+
+class StateError(RuntimeError):
+    """A saved learner state cannot be used: names the file, what is wrong and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Optimizer steps applied, and batches finished."""
+
+    steps: int
+    batches: int
+
+
+def save(directory: Path, slots: WeightSlots, optimizer: Optimizer, counters: Counters, ranks: Ranks) -> None:
+    """Write the state; every rank must call it, with the same directory on a file system all can see."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = _tensors(slots, optimizer)
+    if ranks.world == 1:
+        # A view of a larger buffer would be refused by safetensors; contiguous() copies only then.
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / WHOLE)
+    else:
+        dcp_save(tensors, checkpoint_id=directory / SHARDED)
+    if ranks.is_main:
+        index = {
+            "format": FORMAT,
+            "steps": counters.steps,
+            "batches": counters.batches,
+            "optimizer_steps": _optimizer_steps(slots, optimizer),
+            "shapes": {name: list(tensor.shape) for name, tensor in tensors.items()},
+        }
+        (directory / INDEX).write_text(json.dumps(index, indent=1))
+    ranks.barrier()
+
+
+def load(directory: Path, slots: WeightSlots, optimizer: Optimizer) -> Counters:
+    """Read the state back, saved by any number of ranks; every rank must call it.
+
+    Raises:
+        StateError: a file is missing or damaged, or the state is of another model, LoRA shape or set of
+            slots (nothing has been changed then). A sharded state that proves damaged while it is read
+            leaves the learner unusable until another state is loaded.
+    """
+    index = _read_index(directory / INDEX)
+    steps = index.optimizer_steps
+    parameters = slots.trainable_parameters()
+    targets = _weights(slots)
+    targets |= {
+        f"optimizer.{moment}.{name}": torch.zeros_like(parameters[name], requires_grad=False)
+        for name in steps
+        if name in parameters
+        for moment in _MOMENTS
+    }
+    _check_shapes(directory / INDEX, index.shapes, {name: list(t.shape) for name, t in targets.items()})
+    if (directory / WHOLE).exists():
+        _read_whole(directory / WHOLE, targets)
+    else:
+        _read_sharded(directory / SHARDED, targets)
+    optimizer.state.clear()
+    for name, step in steps.items():
+        parameter = parameters[name]
+        optimizer.state[parameter] = {
+            "step": torch.tensor(float(step), device=parameter.device),
+            **{moment: targets[f"optimizer.{moment}.{name}"] for moment in _MOMENTS},
+        }
+    return index.counters
+
+
+def digest(slots: WeightSlots, optimizer: Optimizer, counters: Counters) -> str:
+    """SHA-256 over names, shapes, types and values of everything :func:`save` writes.
+
+    Gathers sharded tensors: every rank must call it, and gets the same.
+    """
+    total = hashlib.sha256(
+        json.dumps(
+            [counters.steps, counters.batches, _optimizer_steps(slots, optimizer)], sort_keys=True
+        ).encode()
+    )
+    for name, tensor in sorted(_tensors(slots, optimizer).items()):
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        total.update(f"{name} {whole.dtype} {list(whole.shape)}".encode())
+        total.update(whole.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()
+
+
+def _weights(slots: WeightSlots) -> dict[str, Tensor]:
+    return {f"{slot}.{name}": tensor for slot in _kept(slots) for name, tensor in slots.state(slot).items()}
+
+
+def _kept(slots: WeightSlots) -> Iterator[Slot]:
+    return (slot for slot in slots.slots if slot != "reference")
+
+
+def _tensors(slots: WeightSlots, optimizer: Optimizer) -> dict[str, Tensor]:
+    tensors = _weights(slots)
+    for name, state in _optimizer_state(slots, optimizer):
+        for moment in _MOMENTS:
+            tensors[f"optimizer.{moment}.{name}"] = state[moment].detach()
+    return tensors
+
+
+def _optimizer_steps(slots: WeightSlots, optimizer: Optimizer) -> dict[str, int]:
+    return {name: int(state["step"]) for name, state in _optimizer_state(slots, optimizer)}
+
+
+def _optimizer_state(slots: WeightSlots, optimizer: Optimizer) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+    """By parameter name; parameters that never had a gradient have none."""
+    for name, parameter in slots.trainable_parameters().items():
+        if parameter in optimizer.state:
+            yield name, optimizer.state[parameter]
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    counters: Counters
+    optimizer_steps: dict[str, int]
+    shapes: dict[str, list[int]]
+
+
+def _read_index(path: Path) -> _Index:
+    try:
+        index = json.loads(path.read_text())
+        if index["format"] != FORMAT:
+            raise StateError(f"{path} has format {index['format']!r}; this version reads {FORMAT}")
+        return _Index(
+            Counters(int(index["steps"]), int(index["batches"])),
+            {str(name): int(step) for name, step in index["optimizer_steps"].items()},
+            {str(name): [int(n) for n in shape] for name, shape in index["shapes"].items()},
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StateError(_damaged(path, error)) from error
+
+
+def _check_shapes(path: Path, found: Mapping[str, list[int]], expected: Mapping[str, list[int]]) -> None:
+    hint = "it is of another model, LoRA shape, algorithm or EMA: resume with the run's own configuration"
+    for kind, names in (
+        ("lacks", expected.keys() - found.keys()),
+        ("has unknown", found.keys() - expected.keys()),
+    ):
+        if names:
+            raise StateError(f"{path} {kind} {len(names)} tensors, first {min(names)!r}: {hint}")
+    for name, shape in expected.items():
+        if found[name] != shape:
+            raise StateError(f"{path}: {name!r} has shape {found[name]}, expected {shape}: {hint}")
+
+
+def _read_whole(path: Path, targets: Mapping[str, Tensor]) -> None:
+    tensors = _reading(path, lambda: load_file(path))
+    _check_shapes(
+        path, {n: list(t.shape) for n, t in tensors.items()}, {n: list(t.shape) for n, t in targets.items()}
+    )
+    for name, target in targets.items():
+        value = tensors[name].to(target.device)
+        if isinstance(target, DTensor):
+            # src_data_rank None: every rank has read the file and keeps its own shard, nothing is sent.
+            value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
+        target.copy_(value)
+
+
+def _read_sharded(path: Path, targets: dict[str, Tensor]) -> None:
+    def read() -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp_load(targets, checkpoint_id=path, no_dist=Ranks.current().world == 1)
+
+    _reading(path, read)
+
+
+def _reading(path: Path, read: Callable[[], T]) -> T:
+    try:
+        return read()
+    except _UNREADABLE as error:
+        raise StateError(_damaged(path, error)) from error
+
+
+def _damaged(path: Path, error: BaseException) -> str:
+    return (
+        f"{path} cannot be read ({type(error).__name__}: {error}): the learner's state is missing or "
+        "damaged; use an earlier checkpoint"
+    )

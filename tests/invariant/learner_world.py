@@ -1,0 +1,180 @@
+"""A tiny real world for the learner's tests: a Qwen-Image DiT, real rollouts, made-up rewards."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spotlight.algorithms import Algorithm, build_algorithm
+from spotlight.algorithms.base import Slot
+from spotlight.core.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
+from spotlight.diffusion.samplers import CPS, ODE, FlowSDE
+from spotlight.diffusion.schedule import AllSteps, RandomWindow
+from spotlight.models.base import Condition, ImageSize
+from spotlight.models.peft_layers import LoraSpec
+from spotlight.models.qwen_image import QwenImage
+from spotlight.models.slots import CopySlots, LoraSlots, WeightSlots
+from spotlight.rollout.engine import Engine
+from spotlight.rollout.state import FinishedRollout, Recipe
+from spotlight.training.batch import SampleTensors
+from spotlight.training.learner import Learner, LearnerSettings, TrainingGuidance, TrainingSample
+from spotlight.training.sharding import Ranks
+
+SIZE = ImageSize(16, 16)
+STEPS = 4
+PROMPTS = ("a photo of a red circle", "a blue square left of a green triangle", "two yellow circles")
+GROUP = 2
+LORA = LoraSpec(rank=4, alpha=8.0, targets=QwenImage.default_lora_targets, seed=3)
+
+
+class World:
+    """The model's directory and what is read from it once."""
+
+    def __init__(self, pipeline: Path, cache: Path) -> None:
+        self.family = QwenImage.load(pipeline, device="cpu", dtype=torch.float32, embeddings_cache=cache)
+        *self.conditions, self.negative = self.family.encode([*PROMPTS, " "])
+
+    def fresh(self, dtype: torch.dtype = torch.float32) -> QwenImage:
+        """The family with a transformer of its own, without adapters."""
+        family = copy.copy(self.family)
+        family.transformer = copy.deepcopy(self.family.transformer).to(dtype)
+        family.dtype = dtype
+        return family
+
+
+def algorithm(name: str, **params: Any) -> Algorithm:
+    if name == "diffusion-nft":
+        return build_algorithm(name, ODE(), {"train_timesteps": 2, **params})
+    sampler = CPS(0.8) if name == "flow-grpo-fast" else FlowSDE(0.7)
+    return build_algorithm(name, sampler, params)
+
+
+def make_slots(family: QwenImage, algo: Algorithm, mode: str, extra: Sequence[Slot] = ()) -> WeightSlots:
+    wanted = [*algo.extra_slots, *extra]
+    if mode == "full":
+        return CopySlots(family.transformer, wanted)
+    slots = LoraSlots(family.transformer, LORA, wanted)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():  # adapters that already do something: with B = 0 the gradient of A is 0
+        for name, parameter in slots.parameters("policy").items():
+            if ".lora_B." in name:
+                parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+    for slot in slots.slots:
+        if slot not in ("policy", "reference"):
+            slots.copy(slot, "policy")
+    return slots
+
+
+def make_learner(
+    world: World,
+    algo: Algorithm,
+    mode: str = "lora",
+    *,
+    ranks: Ranks | None = None,
+    guidance: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+    **settings: Any,
+) -> Learner:
+    family = world.fresh(dtype)
+    extra: tuple[Slot, ...] = ("ema",) if settings.get("ema_cap") is not None else ()
+    defaults = {"reward_weights": {"quality": 1.0}, "learning_rate": 1e-3}
+    return Learner(
+        family,
+        make_slots(family, algo, mode, extra),
+        algo,
+        LearnerSettings(**{**defaults, **settings}),
+        size=SIZE,
+        guidance=TrainingGuidance(guidance, world.negative) if guidance > 1 else None,
+        ranks=ranks,
+    )
+
+
+def roll_out(
+    world: World, learner: Learner, *, guidance: float = 1.0, iteration: int = 0
+) -> list[TrainingSample]:
+    """Real rollouts of every prompt by the learner's own weights, with made-up rewards."""
+    algo = learner.algorithm
+    window = {"flow-grpo": AllSteps(), "flow-grpo-fast": RandomWindow(2)}.get(algo.name)
+    recipe = Recipe(SIZE, algo.sampler, window, guidance, algo.keeps)
+    rollouts = [
+        Rollout(
+            id=RolloutId(f"{p}/{member}"),
+            purpose=Purpose.TRAIN,
+            iteration=iteration,
+            prompt_id=PromptId(str(p)),
+            member=member,
+            seed=1000 * iteration + 10 * p + member,
+            steps=STEPS,
+            version=PolicyVersion(learner.steps),
+        )
+        for p in range(len(PROMPTS))
+        for member in range(GROUP)
+    ]
+    conditions = [world.conditions[int(rollout.prompt_id)] for rollout in rollouts]
+    engine = Engine(learner.family, max_batch=4, negative=world.negative)
+    with learner.slots.use(algo.rollout_slot) as model:
+        states = engine.start(rollouts, conditions, recipe)
+        while not all(state.done for state in states):
+            states = engine.step(model, states)
+        finished = engine.finish(states)
+    firsts = [state.window.start for state in states]
+    return [
+        _sample(learner, result, condition, first)
+        for result, condition, first in zip(finished, conditions, firsts, strict=True)
+        if isinstance(result, FinishedRollout)
+    ]
+
+
+def _sample(
+    learner: Learner, result: FinishedRollout, condition: Condition, first_step: int
+) -> TrainingSample:
+    rollout, kept = result.rollout, result.trajectory
+    if kept is None:
+        sigmas = learner.family.sigmas(rollout.steps, SIZE)
+        tensors = SampleTensors(result.final, None, sigmas, None)
+    else:
+        tensors = SampleTensors(result.final, kept.latents, kept.sigmas, kept.log_probs)
+    return TrainingSample(
+        key=rollout.id,
+        group=rollout.prompt_id,
+        rewards={"quality": float((rollout.seed * 7919) % 13)},
+        condition=condition,
+        seed=rollout.seed,
+        version=rollout.version,
+        tensors=tensors,
+        first_step=first_step,
+    )
+
+
+def cut(samples: Sequence[TrainingSample], size: int) -> list[list[str]]:
+    keys = [sample.key for sample in samples]
+    return [keys[i : i + size] for i in range(0, len(keys), size)]
+
+
+def train_batch(
+    learner: Learner, samples: Sequence[TrainingSample], size: int, *, held: Sequence[str] | None = None
+) -> Any:
+    """One update over all samples in micro-batches of ``size``; ``held``: keys this rank has tensors of."""
+    if held is not None:
+        samples = [s if s.key in held else replace(s, tensors=None) for s in samples]
+    micro_batches = cut(samples, size)
+    learner.prepare(samples, micro_batches)
+    for keys in micro_batches:
+        learner.accumulate(keys, len(samples))
+    report = learner.step()
+    learner.finish_batch()
+    return report
+
+
+def gradients(learner: Learner, samples: Sequence[TrainingSample], size: int) -> dict[str, torch.Tensor]:
+    """The accumulated gradients of one update, not applied."""
+    micro_batches = cut(samples, size)
+    learner.prepare(samples, micro_batches)
+    for keys in micro_batches:
+        learner.accumulate(keys, len(samples))
+    return {n: p.grad.clone() for n, p in learner.slots.trainable_parameters().items() if p.grad is not None}
