@@ -1,0 +1,1 @@
+"""Commands: one file each, thin over the other rooms."""

@@ -1,0 +1,1 @@
+"""Nodes, prices and preemption notices."""

@@ -1,0 +1,1 @@
+"""Versioned weights: publish and pull."""

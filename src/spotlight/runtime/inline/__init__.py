@@ -1,0 +1,1 @@
+"""The inline driver: one process, one engine, one learner."""

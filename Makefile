@@ -1,0 +1,56 @@
+# Two commands for everybody: `make demo` and `make test`. Both create .venv from requirements.lock first.
+# Without a GPU, PyTorch's CPU wheels are much smaller:
+#   make demo PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TESSERACT := $(wildcard scripts/install_tesseract.sh)
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo test test-long check format docs lock clean
+
+help: ## Show these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+env: $(STAMP) ## Create the environment from the lock file (nothing to do when it is up to date)
+
+$(STAMP): requirements.lock pyproject.toml $(TESSERACT)
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Spotlight needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Set PYTHON=python3.11 or the like.")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install $(PIP_ARGS) -r requirements.lock
+	$(BIN)/pip install $(PIP_ARGS) --no-deps -e .
+	$(if $(TESSERACT),bash $(TESSERACT) || echo "Tesseract is not installed: OCR rewards will say how to add it; all else works.")
+	@touch $@
+
+demo: env ## Train the embedded default; leaves runs/demo with pictures, curves, LoRA and summary.json
+	$(BIN)/spotlight train
+
+test: env ## Run the tests
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+test-long: env ## Run the tests, the long tier included
+	$(BIN)/pytest -m "" $(PYTEST_ARGS)
+
+check: env ## Lint, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: env ## Repair what ruff can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: env ## Generate the reference pages from the sources
+	$(BIN)/python scripts/make_reference.py
+
+lock: ## Resolve requirements.lock anew
+	PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" scripts/lock.sh
+
+clean: ## Remove the environment and caches; runs stay
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
+	find src tests benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +
