@@ -10,6 +10,7 @@ says so when a peft release moves them.
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -100,7 +101,9 @@ def inject(model: nn.Module, spec: LoraSpec, adapters: Sequence[str]) -> dict[st
     if any(isinstance(module, LoraLayer) for module in model.modules()):
         raise ModelError("the transformer carries LoRA adapters already: load it anew for another run")
     check_targets(model, spec.targets)
-    with torch.random.fork_rng(devices=[]):  # nn.Linear's own initialisation draws from the global generator
+    # nn.Linear's own initialisation draws from the global generator: leave that as it was.
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several adapters are meant
         for adapter in adapters:
             inject_adapter_in_model(lora_config(spec), model, adapter_name=adapter)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}

@@ -191,13 +191,12 @@ def _check_component(
 
 
 def check_weights(folder: Path) -> None:
-    """Read every safetensors header of a component.
+    """Read a component's config.json and every safetensors header.
 
     Raises:
-        ModelError: no weights, a shard missing, or a file that is cut or not safetensors.
+        ModelError: no configuration or no weights, a shard missing, or a file that is cut or not safetensors.
     """
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} has no config.json; found {_listing(folder)}")
+    _read_json(folder / "config.json")
     shards = sorted(folder.glob("*.safetensors"))
     if not shards:
         raise ModelError(f"{folder} has no *.safetensors weights; found {_listing(folder)}")

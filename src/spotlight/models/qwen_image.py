@@ -135,6 +135,11 @@ class QwenImage:
         """Embed prompts, on the CPU (disk cache by content hash; the text encoder is loaded on a miss)."""
         return self._prompts.encode(prompts)
 
+    @property
+    def text_encoder_loaded(self) -> bool:
+        """Whether the text encoder is in memory."""
+        return self._prompts.loaded
+
     def free_text_encoder(self) -> None:
         """Release the text encoder's memory; a later miss loads it again."""
         self._prompts.free()
@@ -227,19 +232,27 @@ class QwenImage:
 
     def _visited_sigmas(self, steps: int, tokens: int) -> Tensor:
         config = self._scheduler.config
-        mu = _shift(
+        mu = shift(
             tokens,
             config.get("base_image_seq_len", 256),
             config.get("max_image_seq_len", 4096),
             config.get("base_shift", 0.5),
             config.get("max_shift", 1.15),
         )
-        self._scheduler.set_timesteps(steps, device="cpu", sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
+        with np.errstate(invalid="ignore"):
+            self._scheduler.set_timesteps(
+                steps, device="cpu", sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu
+            )
         sigmas: Tensor = self._scheduler.sigmas.float().clone()
+        if not bool((sigmas.diff() < 0).all()):  # NaN included: one step with shift_terminal divides 0 by 0
+            raise ModelError(
+                f"{steps} denoising steps give the noise levels {sigmas.tolist()} with the scheduler of "
+                f"{self._files.root}; expected falling ones: use at least 2 steps"
+            )
         return sigmas
 
 
-def _shift(tokens: int, base: int, largest: int, base_shift: float, max_shift: float) -> float:
+def shift(tokens: int, base: int, largest: int, base_shift: float, max_shift: float) -> float:
     """The pipeline's ``calculate_shift``, in its order of operations."""
     slope = (max_shift - base_shift) / (largest - base)
     return tokens * slope + (base_shift - slope * base)

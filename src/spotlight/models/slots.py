@@ -7,7 +7,9 @@ Invariants:
 - Only the policy's parameters ever have ``requires_grad``; no call changes that, hence FSDP2 may wrap the
   modules at any time. (Callers run frozen slots under ``torch.no_grad``.)
 - All slots of one object have the same parameter names and shapes: ``load_state("ema", state("policy"))``.
-- Parameters are looked up at each call, never kept, so sharding a module in place is seen here.
+- Parameters are looked up at each call, never kept, so sharding a module in place is seen here. FSDP2
+  leaves the root's gathered parameters in place after a forward, where a write would be lost at the next
+  reshard: so modules are resharded before their parameters are handed out.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from spotlight.models import peft_layers
@@ -149,6 +152,7 @@ class LoraSlots(WeightSlots):
                 "with LoRA the reference is the base without adapters: it has no weights of its own to "
                 "read, write or blend"
             )
+        _reshard(self._module)
         return peft_layers.adapter_parameters(self._layers, slot)
 
     def modules(self) -> dict[Slot, nn.Module]:
@@ -210,6 +214,7 @@ class CopySlots(WeightSlots):
     def parameters(self, slot: Slot) -> dict[str, nn.Parameter]:
         """All parameters of the slot's module, under its state-dict names."""
         self._check_slot(slot)
+        _reshard(self._modules[slot])
         return dict(self._modules[slot].named_parameters())
 
     def modules(self) -> dict[Slot, nn.Module]:
@@ -245,6 +250,12 @@ def _check_same(slot: Slot, parameters: Mapping[str, Tensor], tensors: Mapping[s
                 f"state for slot {slot!r}: {name!r} has shape {list(tensors[name].shape)}, expected "
                 f"{list(parameter.shape)}: it was saved from another model, or with another LoRA rank"
             )
+
+
+def _reshard(module: nn.Module) -> None:
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def _write(parameter: Tensor, value: Tensor) -> None:

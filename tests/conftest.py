@@ -1,0 +1,37 @@
+"""Fixtures shared by the tiers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def random_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny QwenImagePipeline directory with random weights everywhere, zero-initialised ones included.
+
+    So its pictures depend strongly on prompt, noise level, guidance and every layer: what is compared on it
+    cannot agree by being constant.
+    """
+    import torch
+
+    from spotlight.testbed.architecture import build, save
+
+    with torch.random.fork_rng(devices=[]):
+        parts = build(seed=0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in parts.transformer.named_parameters():
+            if "norm_q" in name or "norm_k" in name or "norm_added" in name or "txt_norm" in name:
+                continue
+            scale = 0.9 * parameter.shape[1] ** -0.5 if parameter.ndim == 2 else 0.1
+            parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
+    channels = parts.vae.config.z_dim
+    parts.vae.register_to_config(
+        latents_mean=[0.1 * i - 0.5 for i in range(channels)],
+        latents_std=[1 + 0.1 * i for i in range(channels)],
+    )
+    directory = tmp_path_factory.mktemp("pipeline") / "random"
+    save(parts, directory)
+    return directory

@@ -1,0 +1,107 @@
+"""The prompt cache: filled once, keyed by content, never wrong."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from spotlight.models.qwen_image import QwenImage
+
+PROMPT = "one red circle"
+
+
+def load(directory: Path, cache: Path, dtype: torch.dtype = torch.float32, tokens: int = 512) -> QwenImage:
+    return QwenImage.load(
+        directory, device="cpu", dtype=dtype, embeddings_cache=cache, max_text_tokens=tokens
+    )
+
+
+def files(cache: Path) -> list[Path]:
+    return sorted(path for path in cache.rglob("*") if path.is_file())
+
+
+def test_a_hit_needs_no_text_encoder(random_pipeline: Path, tmp_path: Path) -> None:
+    first = load(random_pipeline, tmp_path)
+    assert not first.text_encoder_loaded
+    made = first.encode([PROMPT, PROMPT, " "])
+    assert first.text_encoder_loaded
+    assert made[0] is made[1]
+    assert len(files(tmp_path)) == 2
+    second = load(random_pipeline, tmp_path)
+    assert torch.equal(second.encode([PROMPT])[0].embeds, made[0].embeds)
+    assert not second.text_encoder_loaded
+
+
+def test_the_text_encoder_is_freed_and_comes_back(random_pipeline: Path, tmp_path: Path) -> None:
+    family = load(random_pipeline, tmp_path)
+    family.encode([PROMPT])
+    family.free_text_encoder()
+    assert not family.text_encoder_loaded
+    family.encode(["one blue square"])
+    assert family.text_encoder_loaded
+
+
+def test_embeddings_do_not_depend_on_company(random_pipeline: Path, tmp_path: Path) -> None:
+    prompts = [PROMPT, "two blue squares left of one yellow triangle", " "]
+    together = load(random_pipeline, tmp_path / "a").encode(prompts)
+    for prompt, condition in zip(reversed(prompts), reversed(together), strict=True):
+        alone = load(random_pipeline, tmp_path / "b").encode([prompt])[0]
+        assert torch.equal(alone.embeds, condition.embeds)
+
+
+@pytest.mark.parametrize("damage", ["cut", "bits", "empty"])
+def test_a_damaged_file_is_reported_and_made_again(
+    random_pipeline: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    sound = load(random_pipeline, tmp_path).encode([PROMPT])[0].embeds
+    (path,) = files(tmp_path)
+    data = path.read_bytes()
+    flipped = data[:-5] + bytes([data[-5] ^ 1]) + data[-4:]
+    path.write_bytes({"cut": data[:-8], "bits": flipped, "empty": b""}[damage])
+    with caplog.at_level(logging.WARNING):
+        again = load(random_pipeline, tmp_path).encode([PROMPT])[0].embeds
+    assert torch.equal(again, sound)
+    assert str(path) in caplog.text
+    assert path.read_bytes() == data
+
+
+def test_the_key_covers_all_that_shapes_an_embedding(random_pipeline: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    changed = Path(shutil.copytree(random_pipeline, tmp_path / "changed"))
+    weights = changed / "text_encoder" / "model.safetensors"
+    tensors = safetensors.torch.load_file(weights)
+    name = next(n for n in tensors if n.endswith("embed_tokens.weight"))
+    tensors[name] = 2 * tensors[name]
+    safetensors.torch.save_file(tensors, weights, {"format": "pt"})
+    copied = Path(shutil.copytree(random_pipeline, tmp_path / "copied"))
+
+    for count, family in enumerate(
+        [
+            load(random_pipeline, cache),
+            load(random_pipeline, cache, tokens=6),
+            load(random_pipeline, cache, dtype=torch.bfloat16),
+            load(changed, cache),
+        ],
+        start=1,
+    ):
+        family.encode([PROMPT])
+        assert len(files(cache)) == count
+    load(copied, cache).encode([PROMPT])  # the same content elsewhere is the same model
+    assert len(files(cache)) == 4
+
+
+def test_a_failed_write_leaves_nothing(
+    random_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        load(random_pipeline, tmp_path).encode([PROMPT])
+    assert files(tmp_path) == []

@@ -1,0 +1,132 @@
+"""What we export, plain diffusers loads, and draws the same picture with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import QwenImagePipeline
+from torch import Tensor
+
+from spotlight.core.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
+from spotlight.diffusion.samplers import ODE
+from spotlight.models.base import ImageSize, ModelError
+from spotlight.models.qwen_image import QwenImage
+from spotlight.models.slots import CopySlots, LoraSlots, LoraSpec, WeightSlots
+from spotlight.rollout.engine import Engine
+from spotlight.rollout.state import FinishedRollout, Recipe
+
+SIZE = ImageSize(32, 32)
+PROMPT = "one red circle"
+STEPS = 4
+
+
+@pytest.fixture
+def family(random_pipeline: Path, tmp_path: Path) -> QwenImage:
+    return QwenImage.load(
+        random_pipeline, device="cpu", dtype=torch.float32, embeddings_cache=tmp_path / "embeds"
+    )
+
+
+def draw(family: QwenImage, slots: WeightSlots, slot: str = "policy") -> tuple[Tensor, np.ndarray]:
+    """(initial latents, picture)."""
+    rollout = Rollout(RolloutId("r"), Purpose.EVAL, 0, PromptId("p"), 0, 5, STEPS, PolicyVersion(0))
+    engine = Engine(family, max_batch=1)
+    states = engine.start([rollout], family.encode([PROMPT]), Recipe(SIZE, ODE(), None, 1.0, "final"))
+    with slots.use(slot) as model:
+        (result,) = engine.run(model, states)
+    assert isinstance(result, FinishedRollout)
+    return states[0].latents, family.decode_float(result.final[None], SIZE)[0]
+
+
+def plain(pipe: QwenImagePipeline, latents: Tensor) -> np.ndarray:
+    pipe.set_progress_bar_config(disable=True)
+    return pipe(
+        PROMPT,
+        true_cfg_scale=1.0,
+        height=SIZE.height,
+        width=SIZE.width,
+        num_inference_steps=STEPS,
+        latents=latents[None],
+        output_type="np",
+    ).images[0]
+
+
+def trained_lora(family: QwenImage) -> LoraSlots:
+    """Both factors random, alpha unlike rank, every default target."""
+    slots = LoraSlots(family.transformer, LoraSpec(rank=4, alpha=6.0, targets=family.default_lora_targets))
+    generator = torch.Generator().manual_seed(7)
+    slots.load_state(
+        "policy",
+        {n: 0.1 * torch.randn(t.shape, generator=generator) for n, t in slots.state("policy").items()},
+    )
+    return slots
+
+
+def test_plain_diffusers_draws_our_picture_with_the_lora(
+    family: QwenImage, random_pipeline: Path, tmp_path: Path
+) -> None:
+    slots = trained_lora(family)
+    latents, ours = draw(family, slots)
+    file = family.save_lora(tmp_path / "lora", slots.state("policy"), slots.metadata())
+    assert [file] == list((tmp_path / "lora").iterdir())
+
+    pipe = QwenImagePipeline.from_pretrained(random_pipeline)
+    before = plain(pipe, latents)
+    pipe.load_lora_weights(tmp_path / "lora")
+    after = plain(pipe, latents)
+    assert np.abs(after - ours).max() <= 1e-5
+    assert np.abs(before - draw(family, slots, "reference")[1]).max() <= 1e-5
+    assert np.abs(after - before).max() > 0.01
+
+
+def test_an_earlier_lora_is_replaced(family: QwenImage, tmp_path: Path) -> None:
+    slots = trained_lora(family)
+    first = family.save_lora(tmp_path, slots.state("policy"), slots.metadata()).read_bytes()
+    slots.load_state("policy", {n: 2 * t for n, t in slots.state("policy").items()})
+    assert family.save_lora(tmp_path, slots.state("policy"), slots.metadata()).read_bytes() != first
+
+
+@pytest.mark.parametrize("form", ["lora", "full"])
+def test_plain_diffusers_draws_our_picture_with_the_merged_pipeline(
+    family: QwenImage, random_pipeline: Path, tmp_path: Path, form: str
+) -> None:
+    slots: WeightSlots
+    if form == "lora":
+        slots = trained_lora(family)
+    else:
+        slots = CopySlots(family.transformer)
+        slots.load_state("policy", {n: 1.1 * t for n, t in slots.state("policy").items()})
+    latents, ours = draw(family, slots)
+    merged = family.save_merged(tmp_path / "merged", slots.merged_state("policy"), None)
+    assert np.abs(plain(QwenImagePipeline.from_pretrained(merged), latents) - ours).max() <= 1e-5
+    assert np.abs(plain(QwenImagePipeline.from_pretrained(random_pipeline), latents) - ours).max() > 0.01
+    for path in random_pipeline.rglob("*"):
+        twin = merged / path.relative_to(random_pipeline)
+        assert twin.exists()
+        if path.is_file() and path.parent.name != "transformer":
+            assert twin.read_bytes() == path.read_bytes()
+    assert [p.name for p in tmp_path.iterdir() if "partial" in p.name] == []
+
+
+def test_merged_weights_are_cast_on_request(family: QwenImage, tmp_path: Path) -> None:
+    slots = CopySlots(family.transformer)
+    merged = family.save_merged(tmp_path / "m", slots.merged_state("policy"), torch.bfloat16)
+    again = QwenImage.load(merged, device="cpu", dtype=torch.float32, embeddings_cache=tmp_path / "e")
+    for name, tensor in again.transformer.state_dict().items():
+        assert torch.equal(tensor, slots.state("policy")[name].bfloat16().float()), name
+
+
+def test_what_cannot_be_exported_is_said(family: QwenImage, tmp_path: Path) -> None:
+    (tmp_path / "full" / "of").mkdir(parents=True)
+    state = dict(family.transformer.state_dict())
+    with pytest.raises(ModelError, match=r"full exists and is not empty: remove it"):
+        family.save_merged(tmp_path / "full", state, None)
+    state.pop("proj_out.weight")
+    with pytest.raises(ModelError, match=r"(?s)not those of the transformer in .*proj_out\.weight"):
+        family.save_merged(tmp_path / "new", state, None)
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(ModelError, match="without layers"):
+        family.save_lora(tmp_path / "lora", {}, {})
