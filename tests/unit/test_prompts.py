@@ -1,0 +1,188 @@
+"""Prompts files: what is read, and what is said of files that cannot be used."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spotlight.core.prompts import PromptFileError, parse_prompts, prompt_id
+
+COUNTING = {"tag": "counting", "prompt": "two circles", "include": [{"class": "circle", "count": 2}]}
+POSITION = {
+    "tag": "position",
+    "prompt": "a red circle left of a square",
+    "include": [
+        {"class": "square", "count": 1},
+        {"class": "circle", "count": 1, "color": "red", "position": ["left of", 0]},
+    ],
+    "exclude": [{"class": "circle", "count": 2}],
+}
+
+
+def lines(*records: object) -> str:
+    return "\n".join(map(json.dumps, records)) + "\n"
+
+
+def failure(text: str, source: str = "train.jsonl", **options: object) -> str:
+    with pytest.raises(PromptFileError) as error:
+        parse_prompts(text, source, **options)  # type: ignore[arg-type]
+    return str(error.value)
+
+
+def record(**changes: object) -> str:
+    return json.dumps({**COUNTING, **changes})
+
+
+class TestReading:
+    def test_plain_text_is_one_prompt_a_line(self) -> None:
+        prompts = parse_prompts('\ufeffa cat\r\n\n  a sign "OPEN" \r\n', "train.txt")
+        assert [(prompt.text, prompt.metadata) for prompt in prompts] == [
+            ("a cat", {}),
+            ('a sign "OPEN"', {}),
+        ]
+
+    def test_geneval_records_keep_their_metadata(self) -> None:
+        first, second = parse_prompts(lines(COUNTING, POSITION), "metadata.jsonl")
+        assert first.text == "two circles"
+        assert first.metadata == {"tag": "counting", "include": [{"class": "circle", "count": 2}]}
+        assert second.metadata["exclude"] == [{"class": "circle", "count": 2}]
+
+    def test_metadata_of_ones_own_is_kept(self) -> None:
+        (prompt,) = parse_prompts(lines({"prompt": "a cat", "wanted": [1, 2]}), "own.jsonl")
+        assert prompt.metadata == {"wanted": [1, 2]}
+
+    @pytest.mark.parametrize(
+        ("source", "format", "tag"),
+        [("a.jsonl", "auto", "counting"), ("a", "auto", "counting"), ("a.txt", "jsonl", "counting")],
+    )
+    def test_the_format_is_told_by_ending_content_or_the_caller(
+        self, source: str, format: str, tag: str
+    ) -> None:
+        (prompt,) = parse_prompts(lines(COUNTING), source, format)  # type: ignore[arg-type]
+        assert prompt.metadata["tag"] == tag
+
+    def test_a_line_break_is_only_what_editors_call_so(self) -> None:
+        (prompt,) = parse_prompts("a\u2028cat", "a.txt")
+        assert prompt.text == "a\u2028cat"
+
+    @given(
+        st.lists(
+            st.text(
+                st.characters(
+                    min_codepoint=32, blacklist_categories=["Cs"], blacklist_characters="\ufffd\ufeff{"
+                )
+            ),
+            unique_by=str.strip,
+        )
+    )
+    def test_every_text_survives(self, texts: list[str]) -> None:
+        wanted = [text.strip() for text in texts if text.strip()]
+        if wanted:
+            assert [prompt.text for prompt in parse_prompts("\n".join(texts), "a.txt")] == wanted
+            records = lines(*({"prompt": text} for text in wanted))
+            assert [prompt.text for prompt in parse_prompts(records, "a.jsonl")] == wanted
+
+
+class TestIds:
+    def test_they_are_fixed_for_ever(self) -> None:
+        assert prompt_id("a cat", {}) == "2ec7f367e389c8e9"
+        assert parse_prompts("a cat", "any.txt")[0].id == prompt_id("a cat", {})
+
+    def test_they_depend_on_content_only(self) -> None:
+        first, second = parse_prompts(lines(COUNTING, POSITION), "a.jsonl")
+        shuffled = {key: POSITION[key] for key in reversed(POSITION)}
+        assert [prompt.id for prompt in parse_prompts(lines(shuffled, COUNTING), "b.jsonl")] == [
+            second.id,
+            first.id,
+        ]
+        (other,) = parse_prompts(record(tag="other"), "a.jsonl")
+        assert other.id != first.id
+
+
+class TestTags:
+    def test_only_prompts_with_the_tags_are_kept(self) -> None:
+        text = lines(COUNTING, POSITION, {"prompt": "untagged"})
+        assert [prompt.text for prompt in parse_prompts(text, "a.jsonl", tags=["counting"])] == [
+            "two circles"
+        ]
+        assert len(parse_prompts(text, "a.jsonl", tags=["counting", "position"])) == 2
+        assert len(parse_prompts(text, "a.jsonl", tags=())) == 3
+
+    def test_an_unknown_tag_lists_those_of_the_file(self) -> None:
+        found = failure(lines(COUNTING, POSITION), tags=["colour", "counting"])
+        assert found.startswith("tags: no prompt in train.jsonl has the tag 'colour'; ")
+        assert found.endswith("the tags in it are counting (1), position (1)")
+        assert "none (only .jsonl prompts have tags)" in failure("a cat", "a.txt", tags=["counting"])
+
+
+class TestBadFiles:
+    @pytest.mark.parametrize("text", ["", "\n \n\t\n", "\ufeff"])
+    def test_a_file_without_prompts(self, text: str) -> None:
+        assert (
+            failure(text)
+            == "train.jsonl holds no prompts; expected one prompt a line, or one JSON object a line"
+        )
+
+    @pytest.mark.parametrize(
+        ("line", "said"),
+        [
+            ('{"prompt": "a"', "no JSON (Expecting ',' delimiter at column 15)"),
+            ("a cat", "no JSON (Expecting value at column 1): a cat; expected {"),
+            ('["a"]', '["a"] is no JSON object'),
+            ("{}", "'prompt' is missing; expected a text"),
+            (record(prompt=3), "'prompt' is 3; expected a text"),
+            (record(prompt="  "), "'prompt' is \"  \""),
+            (record(tag=["counting"]), "'tag' is [\"counting\"]; expected a text"),
+            (record(include={"class": "circle"}), '\'include\' is {"class": "circle"}; expected a list'),
+            (record(include=["circle"]), "'include[0]' is \"circle\"; expected an object like"),
+            (record(include=[{"class": "circle"}]), "'include[0].count' is missing; expected a whole number"),
+            (record(exclude=[{"class": "circle", "count": 0}]), "'exclude[0].count' is 0"),
+            (record(include=[{"class": "circle", "count": True}]), "'include[0].count' is true"),
+            (record(include=[{"class": "circle", "count": 1, "color": 3}]), "'include[0].color' is 3"),
+            (
+                record(include=[{"class": "circle", "count": 1, "position": ["left of", 0]}]),
+                "'include[0].position' is [\"left of\", 0]; expected [relation, index] with the index",
+            ),
+            (record(weight=float("nan")), "the number NaN, which JSON does not have"),
+            (record(prompt="a\u0000b"), "the character '\\x00' in 'a\\x00b'"),
+            (record(prompt="a\ud800b"), "the character '\\ud800' in 'a\\ud800b'"),
+            ('{"prompt": "a", "n": ' + "1" * 5000 + "}", "JSON that cannot be read (Exceeds the limit"),
+            ('{"prompt": "a", "n": ' + "[" * 20000, "JSON that cannot be read (maximum recursion depth"),
+        ],
+    )
+    def test_a_malformed_line_is_named_with_what_was_expected(self, line: str, said: str) -> None:
+        found = failure(record() + "\n\n" + line + "\n")
+        assert found.startswith("train.jsonl: malformed lines (1):\n  train.jsonl:3: ")
+        assert said in found
+
+    def test_objects_in_a_text_file_are_suspicious(self) -> None:
+        assert "train.txt:1: looks like a JSON object" in failure(record(), "train.txt")
+
+    def test_a_wrong_encoding_is_named(self) -> None:
+        text = "caf\xe9".encode("latin-1").decode(errors="replace")
+        assert (
+            "train.txt:1: the character '\ufffd' in 'caf\ufffd'; expected text encoded in UTF-8"
+            in failure(text, "train.txt")
+        )
+
+    def test_all_bad_lines_are_told_at_once_up_to_ten(self) -> None:
+        found = failure("\n".join(["{}"] * 13)).split("\n")
+        assert found[0] == "train.jsonl: malformed lines (13):"
+        assert [line.split(":")[1] for line in found[1:11]] == [str(number) for number in range(1, 11)]
+        assert found[11] == "  ... and 3 more"
+
+    def test_repeated_prompts_are_named(self) -> None:
+        found = failure("a cat\na dog\na cat\n a dog\n", "train.txt")
+        assert found.startswith(
+            "train.txt: prompts that repeat an earlier one (2):\n  train.txt:3: a cat is already on line 1"
+        )
+        assert "awk '!seen[$0]++' train.txt" in found
+
+    def test_the_same_text_with_other_metadata_is_another_prompt(self) -> None:
+        assert len(parse_prompts(record() + "\n" + record(tag="other"), "a.jsonl")) == 2
+
+    def test_an_unknown_format(self) -> None:
+        assert failure("a", format="csv") == "format of train.jsonl is 'csv'; expected auto, txt or jsonl"
