@@ -1,0 +1,1 @@
+"""Rewards: functions over pictures, and the pool that runs each in a process of its own."""

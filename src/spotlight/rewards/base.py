@@ -8,6 +8,13 @@ A reward is a plain function over a batch of images. It runs in a process of its
 
 It returns one float a sample, or a dictionary of such lists whose key ``"score"`` is the reward and
 whose other keys become curves of their own (the GenEval reward returns its strict score this way).
+
+The module that holds the function may also hold ``check``, called once with all prompts before any work:
+
+    def check(prompts, metadata, **params):
+        ...  # raise RewardInputError for a prompt that cannot be scored
+
+``check`` is given those of the reward's parameters that it names.
 """
 
 from __future__ import annotations
@@ -38,6 +45,10 @@ class RewardFunction(Protocol):
 
 class RewardInputError(ValueError):
     """A prompt lacks what the reward needs (named, with the remedy). Raised before any work."""
+
+
+class RewardSetupError(RuntimeError):
+    """A reward cannot be loaded or lacks what it runs on (named, with the remedy). Raised before any work."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,130 @@
+"""Messages between the reward pool and a reward's process: whole pickled values over a local socket pair.
+
+Each message is its length (8 bytes, little-endian) and its pickle. The socket pair has no address, so
+nobody but the two processes can write to it. Every transfer can be given a time limit, because the other
+side may be hung or stopped at any moment, also in the middle of a message.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, TypeAlias
+
+from spotlight.rewards.base import Image
+
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Import the reward. Must be the first request. Answer: :class:`Done`."""
+
+    name_or_path: str
+    params: Mapping[str, Any]
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CheckPrompts:
+    """Run the reward's ``check``, if it has one. Answer: :class:`Done`."""
+
+    prompts: Sequence[str]
+    metadata: Sequence[Mapping[str, Any]]
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Score a batch. Answer: :class:`Values`."""
+
+    images: Sequence[Image]
+    prompts: Sequence[str]
+    metadata: Sequence[Mapping[str, Any]]
+    deadline_s: float
+
+
+Request: TypeAlias = Load | CheckPrompts | Score
+
+
+class Blame(StrEnum):
+    """What went wrong in a reward's process that lives on."""
+
+    INPUT = "input"
+    SETUP = "setup"
+    RESULT = "result"
+    RAISED = "raised"
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The request was carried out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """A batch's scores by curve, ``score`` among them; lists as long as the batch, possibly not finite."""
+
+    curves: Mapping[str, Sequence[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request was not carried out; ``message`` holds the remote traceback where there is one."""
+
+    blame: Blame
+    message: str
+
+
+Reply: TypeAlias = Done | Values | Failed
+
+
+def encode(message: Request | Reply) -> bytes:
+    """Pickle a message. Raises what pickle raises: TypeError, AttributeError, ValueError, PicklingError."""
+    return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def send(channel: socket.socket, message: bytes, limit_s: float | None = None) -> None:
+    """Send an encoded message.
+
+    Raises:
+        TimeoutError: the other side did not take it within ``limit_s``; the channel is useless from then on.
+        OSError: the other side is gone.
+    """
+    channel.settimeout(limit_s)
+    channel.sendall(_LENGTH.pack(len(message)) + message)
+
+
+def receive(channel: socket.socket, limit_s: float | None = None) -> object:
+    """Wait for a whole message.
+
+    Raises:
+        TimeoutError: it did not come within ``limit_s``; the channel is useless from then on.
+        EOFError: the other side is gone.
+    """
+    end_s = None if limit_s is None else time.monotonic() + limit_s
+    (length,) = _LENGTH.unpack(_receive_exactly(channel, _LENGTH.size, end_s))
+    return pickle.loads(_receive_exactly(channel, length, end_s))
+
+
+def _receive_exactly(channel: socket.socket, size: int, end_s: float | None) -> bytearray:
+    data = bytearray(size)
+    view = memoryview(data)
+    filled = 0
+    while filled < size:
+        if end_s is not None:
+            # A timeout of 0 would mean "do not block", another error.
+            channel.settimeout(max(end_s - time.monotonic(), 1e-3))
+        try:
+            count = channel.recv_into(view[filled:])
+        except ConnectionError as error:
+            raise EOFError("the other side is gone") from error
+        if count == 0:
+            raise EOFError("the other side is gone")
+        filled += count
+    return data

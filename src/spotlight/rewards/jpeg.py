@@ -1,0 +1,43 @@
+"""Reward for pictures that compress well: the field's classic smoke test (DDPO's compressibility).
+
+Source: Black et al., "Training Diffusion Models with Reinforcement Learning", arXiv 2305.13301.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from PIL import Image as PILImage
+
+from spotlight.rewards.base import Image
+
+
+def jpeg_size(
+    images: Sequence[Image],
+    prompts: Sequence[str],
+    metadata: Sequence[Mapping[str, Any]],
+    *,
+    quality: int = 95,
+) -> list[float]:
+    """Score every image with minus its size as a JPEG file, in kB (1,000 bytes).
+
+    Args:
+        images: pictures [height, width, 3], uint8.
+        prompts: not looked at.
+        metadata: not looked at.
+        quality: of the JPEG file, 1 to 95.
+
+    Raises:
+        ValueError: ``quality`` out of range.
+    """
+    if not 1 <= quality <= 95:
+        raise ValueError(f"jpeg_size reward: quality is {quality!r}; expected a whole number from 1 to 95")
+    return [-_encoded_bytes(image, quality) / 1000 for image in images]
+
+
+def _encoded_bytes(image: Image, quality: int) -> int:
+    buffer = io.BytesIO()
+    PILImage.fromarray(image).save(buffer, format="JPEG", quality=quality)
+    return buffer.tell()

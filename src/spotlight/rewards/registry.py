@@ -1,0 +1,200 @@
+"""From a reward's name to its function: built-ins by name, everything else as ``module:function``.
+
+:func:`parse` only reads the name and imports nothing, so a configuration can be judged at once.
+:func:`load` imports; the reward pool calls it inside the reward's own process (``rewards/worker.py``).
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeAlias, cast
+
+from spotlight.rewards.base import RewardFunction, RewardSetupError
+
+BUILT_IN: Mapping[str, str] = {
+    "shapes": "spotlight.rewards.shapes:shapes",
+    "ocr": "spotlight.rewards.ocr:ocr",
+    "jpeg_size": "spotlight.rewards.jpeg:jpeg_size",
+}
+"""Name to ``module:function``. A new built-in reward is its file and one line here."""
+
+Check: TypeAlias = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], object]
+
+_SIGNATURE = "function(images, prompts, metadata, **params)"
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Where a reward's function is; ``attribute`` may be dotted."""
+
+    name: str
+    module: str
+    attribute: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedReward:
+    """A reward ready to be called; parameters are bound.
+
+    Attributes:
+        check: the module's ``check``, or None where it offers none.
+    """
+
+    function: RewardFunction
+    check: Check | None
+
+
+def parse(name_or_path: str) -> Reference:
+    """Read a reward's name without importing anything.
+
+    Raises:
+        RewardSetupError: neither a built-in nor of the form ``module:function``.
+    """
+    if name_or_path in BUILT_IN:
+        module, _, attribute = BUILT_IN[name_or_path].partition(":")
+        return Reference(name_or_path, module, attribute)
+    module, colon, attribute = name_or_path.partition(":")
+    if not colon:
+        close = difflib.get_close_matches(name_or_path, BUILT_IN, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise RewardSetupError(
+            f"unknown reward {name_or_path!r}; the built-in rewards are {', '.join(BUILT_IN)}.{hint} "
+            "A reward of your own is named 'module:function', for example 'my_rewards:brightness'."
+        )
+    if not all(part.isidentifier() for part in (*module.split("."), *attribute.split("."))):
+        raise RewardSetupError(
+            f"reward {name_or_path!r} is not of the form 'module:function'; expected a dotted module name "
+            "(no slashes, no '.py') and a function in it, for example 'my_rewards:brightness'."
+        )
+    return Reference(attribute.rpartition(".")[2], module, attribute)
+
+
+def load(name_or_path: str, params: Mapping[str, Any]) -> LoadedReward:
+    """Import a reward and bind its parameters. The current directory is importable.
+
+    Raises:
+        RewardSetupError: the module cannot be imported, the attribute is missing or not callable, or the
+            parameters do not fit the function's signature.
+    """
+    reference = parse(name_or_path)
+    module = _import(name_or_path, reference.module)
+    function = _attribute(name_or_path, module, reference.attribute)
+    _require_fitting_params(name_or_path, function, params)
+    check = getattr(module, "check", None)
+    if check is not None and not callable(check):
+        raise RewardSetupError(
+            f"reward {name_or_path!r}: 'check' in {_file_of(module)} is of type {type(check).__name__!r}; "
+            "expected a check(prompts, metadata), or no such name."
+        )
+    check = None if check is None else partial(check, **_named_by(check, params))
+    return LoadedReward(cast(RewardFunction, partial(function, **params)), check)
+
+
+def _import(name_or_path: str, module: str) -> ModuleType:
+    directory = str(Path.cwd())
+    if directory not in sys.path:
+        sys.path.insert(0, directory)
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
+            raise RewardSetupError(
+                f"reward {name_or_path!r}: there is no module {error.name!r} in the current directory "
+                f"({directory}) nor among the installed packages. Start in the directory that holds it, "
+                "or install the package that does."
+            ) from error
+        raise RewardSetupError(
+            f"reward {name_or_path!r}: its module {module!r} needs the module {error.name!r}, which is not "
+            "installed. Install it in this environment, or remove the import."
+        ) from error
+    except Exception as error:
+        raise RewardSetupError(
+            f"reward {name_or_path!r}: importing its module {module!r} raised "
+            f"{type(error).__name__}: {error}. `python -c 'import {module}'` shows where."
+        ) from error
+
+
+def _attribute(name_or_path: str, module: ModuleType, attribute: str) -> Callable[..., Any]:
+    found: object = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            own = [name for name, value in vars(module).items() if _is_own_function(module, value)]
+            raise RewardSetupError(
+                f"reward {name_or_path!r}: {module.__name__!r} ({_file_of(module)}) has no {attribute!r}; "
+                f"the functions it defines are: {', '.join(own) or 'none'}."
+            )
+        found = getattr(found, part)
+    if not callable(found):
+        raise RewardSetupError(
+            f"reward {name_or_path!r}: {attribute!r} in {_file_of(module)} is of type "
+            f"{type(found).__name__!r}; expected a {_SIGNATURE}."
+        )
+    return found
+
+
+def _require_fitting_params(
+    name_or_path: str, function: Callable[..., Any], params: Mapping[str, Any]
+) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some functions written in C tell nothing
+        return
+    try:
+        positional = signature.bind_partial([], [], []).arguments
+    except TypeError:
+        raise RewardSetupError(
+            f"reward {name_or_path!r}: its function takes {signature}; expected a {_SIGNATURE}."
+        ) from None
+    accepted = {name for name in _keywords(signature) if name not in positional}
+    unexpected = sorted(set(params) - accepted) if not _takes_any_keyword(signature) else []
+    if unexpected:
+        raise RewardSetupError(
+            f"reward {name_or_path!r}: unexpected params {', '.join(map(repr, unexpected))}; "
+            f"it accepts {', '.join(sorted(accepted)) or 'none'}."
+        )
+    required = {
+        name
+        for name in accepted
+        if signature.parameters[name].default is inspect.Parameter.empty and name not in params
+    }
+    if required:
+        raise RewardSetupError(
+            f"reward {name_or_path!r}: params lack {', '.join(map(repr, sorted(required)))}, "
+            f"which its function needs: {signature}."
+        )
+
+
+def _named_by(function: Callable[..., Any], params: Mapping[str, Any]) -> dict[str, Any]:
+    signature = inspect.signature(function)
+    if _takes_any_keyword(signature):
+        return dict(params)
+    return {name: value for name, value in params.items() if name in _keywords(signature)}
+
+
+def _keywords(signature: inspect.Signature) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [name for name, parameter in signature.parameters.items() if parameter.kind in kinds]
+
+
+def _takes_any_keyword(signature: inspect.Signature) -> bool:
+    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in signature.parameters.values())
+
+
+def _is_own_function(module: ModuleType, value: object) -> bool:
+    return (
+        inspect.isfunction(value)
+        and value.__module__ == module.__name__
+        and not value.__name__.startswith("_")
+    )
+
+
+def _file_of(module: ModuleType) -> str:
+    return getattr(module, "__file__", None) or "a namespace package"

@@ -1,0 +1,121 @@
+"""One batch, one reward process: try the batch, try again, then find the culprits sample by sample.
+
+A batch that raised, crashed or hung is tried ``1 + retries`` times as a whole. Then each sample gets one
+call of its own, for at most ``isolation_s`` (plus the last call), so that one bad image loses only
+itself. Bounded: at most ``(2 + retries) deadlines + isolation_s``, and the starts of new processes.
+A result of the wrong kind or length is the reward's fault, not an image's: nothing is tried again.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from spotlight.rewards.base import Image, RewardScore, RewardSetupError
+from spotlight.rewards.channel import Blame, Failed, Score, Values
+from spotlight.rewards.process import ProcessLost, RewardProcess
+from spotlight.rewards.results import FailureKind, RewardFailure, RewardSpec
+
+logger = logging.getLogger(__name__)
+
+Outcome: TypeAlias = RewardScore | RewardFailure
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Images with their prompts and metadata, equally long."""
+
+    images: Sequence[Image]
+    prompts: Sequence[str]
+    metadata: Sequence[Mapping[str, Any]]
+
+    def only(self, index: int) -> Batch:
+        """The batch of one sample."""
+        part = slice(index, index + 1)
+        return Batch(self.images[part], self.prompts[part], self.metadata[part])
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """A call that gave no scores; ``again`` tells whether another one might."""
+
+    failure: RewardFailure
+    again: bool
+
+
+def score_batch(process: RewardProcess, spec: RewardSpec, batch: Batch) -> list[Outcome]:
+    """Score a batch; one outcome a sample, in order.
+
+    Raises:
+        PoolClosedError: the pool was closed meanwhile.
+        ValueError: prompts or metadata cannot be sent to another process.
+    """
+    samples = len(batch.images)
+    whole = _attempt(process, spec, batch)
+    for _ in range(spec.retries):
+        if isinstance(whole, list) or not whole.again:
+            break
+        logger.warning(
+            "reward %s failed on %d images, retrying: %s", spec.name, samples, whole.failure.message
+        )
+        whole = _attempt(process, spec, batch)
+    if isinstance(whole, list):
+        return whole
+    if samples == 1 or not whole.again or spec.isolation_limit_s == 0:
+        return [whole.failure] * samples
+    logger.warning(
+        "reward %s failed on %d images, trying each: %s", spec.name, samples, whole.failure.message
+    )
+    return _one_by_one(process, spec, batch, whole.failure)
+
+
+def _one_by_one(
+    process: RewardProcess, spec: RewardSpec, batch: Batch, whole: RewardFailure
+) -> list[Outcome]:
+    end_s = time.monotonic() + spec.isolation_limit_s
+    outcomes: list[Outcome] = []
+    for index in range(len(batch.images)):
+        if time.monotonic() >= end_s:
+            message = (
+                f"not reached: trying {len(batch.images)} images one by one took more than "
+                f"isolation_s={spec.isolation_limit_s:g}, after their batch had failed: {whole.message}"
+            )
+            outcomes.append(RewardFailure(whole.kind, spec.name, message))
+            continue
+        single = _attempt(process, spec, batch.only(index))
+        outcomes.extend(single if isinstance(single, list) else [single.failure])
+    return outcomes
+
+
+def _attempt(process: RewardProcess, spec: RewardSpec, batch: Batch) -> list[Outcome] | _Attempt:
+    request = Score(batch.images, batch.prompts, batch.metadata, spec.deadline_s)
+    try:
+        reply = process.ask(request)
+    except ProcessLost as lost:
+        kind = FailureKind.TIMEOUT if lost.timed_out else FailureKind.ERROR
+        return _Attempt(RewardFailure(kind, spec.name, f"reward {spec.name!r}: {lost}"), again=True)
+    except RewardSetupError as error:  # it was loaded once, but its new process could not load it
+        return _Attempt(RewardFailure(FailureKind.ERROR, spec.name, str(error)), again=False)
+    if isinstance(reply, Failed):
+        message = (
+            reply.message
+            if reply.blame in (Blame.INPUT, Blame.SETUP)
+            else f"reward {spec.name!r} {reply.message}"
+        )
+        again = reply.blame in (Blame.RAISED, Blame.INPUT)
+        return _Attempt(RewardFailure(FailureKind.ERROR, spec.name, message), again)
+    assert isinstance(reply, Values), reply
+    return [_outcome(spec.name, reply.curves, index) for index in range(len(batch.images))]
+
+
+def _outcome(name: str, curves: Mapping[str, Sequence[float]], index: int) -> Outcome:
+    for curve, values in curves.items():
+        if not math.isfinite(values[index]):
+            message = f"reward {name!r} returned {values[index]} as {curve!r}; expected a finite number"
+            return RewardFailure(FailureKind.NOT_FINITE, name, message)
+    details = {curve: values[index] for curve, values in curves.items() if curve != "score"}
+    return RewardScore(curves["score"][index], details)

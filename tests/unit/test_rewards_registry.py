@@ -1,0 +1,149 @@
+"""From names to functions: every way a reward can fail to load is told apart, with its remedy."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spotlight.rewards import registry
+from spotlight.rewards.base import RewardSetupError
+from spotlight.rewards.registry import BUILT_IN, Reference, load, parse
+
+MODULE = """
+import json
+limit = 3
+
+def plain(images, prompts, metadata):
+    return [1.0] * len(images)
+
+def with_params(images, prompts, metadata, *, factor, offset=0.0):
+    return [factor * len(prompts) + offset] * len(images)
+
+def anything(images, prompts, metadata, **params):
+    return [params["factor"]] * len(images)
+
+def two_arguments(images, prompts):
+    return [1.0] * len(images)
+
+class Scorer:
+    def __call__(self, images, prompts, metadata, *, factor=1.0):
+        return [factor] * len(images)
+
+scorer = Scorer()
+"""
+
+
+@pytest.fixture(autouse=True)
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "own_rewards.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "own_rewards", raising=False)
+    return tmp_path
+
+
+def failure(name: str, **params: object) -> str:
+    with pytest.raises(RewardSetupError) as error:
+        load(name, params)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_built_in_loads(name: str) -> None:
+    assert parse(name).name == name
+    assert callable(load(name, {}).function)
+
+
+def test_parsing_imports_nothing() -> None:
+    assert parse("torchless.module:Class.method") == Reference("method", "torchless.module", "Class.method")
+    assert "torchless" not in sys.modules
+
+
+def test_params_are_bound() -> None:
+    function = load("own_rewards:with_params", {"factor": 2.0}).function
+    image = np.zeros((1, 1, 3), np.uint8)
+    assert function([image], ["a"], [{}]) == [2.0]
+    assert load("own_rewards:anything", {"factor": 5.0}).function([image], ["a"], [{}]) == [5.0]
+    assert load("own_rewards:scorer", {"factor": 4.0}).function([image], ["a"], [{}]) == [4.0]
+
+
+def test_the_modules_check_gets_the_params_it_names(own: Path) -> None:
+    (own / "checked_reward.py").write_text(
+        "def f(images, prompts, metadata, *, a=1, b=2): return []\n"
+        "def check(prompts, metadata, *, b=2): raise ValueError((prompts, metadata, b))\n"
+    )
+    check = load("checked_reward:f", {"a": 7, "b": 8}).check
+    assert check is not None
+    with pytest.raises(ValueError, match="8"):
+        check(["x"], [{}])
+    assert load("own_rewards:plain", {}).check is None
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    assert (
+        "unknown reward 'shape'; the built-in rewards are shapes, ocr, jpeg_size. Did you mean 'shapes'?"
+        in failure("shape")
+    )
+    assert "'module:function'" in failure("my_reward")
+
+
+@pytest.mark.parametrize("name", ["rewards/own.py:plain", "own_rewards:", ":plain", "own rewards:plain"])
+def test_paths_are_no_module_names(name: str) -> None:
+    assert "not of the form 'module:function'" in failure(name)
+
+
+def test_a_missing_module_tells_where_it_was_looked_for(own: Path) -> None:
+    found = failure("elsewhere.rewards:f")
+    assert "no module 'elsewhere'" in found
+    assert str(own) in found
+
+
+def test_a_missing_dependency_is_not_a_missing_module(own: Path) -> None:
+    (own / "needy.py").write_text("import easyocr_of_mars\n")
+    assert "its module 'needy' needs the module 'easyocr_of_mars', which is not installed" in failure(
+        "needy:f"
+    )
+
+
+def test_an_error_at_import_is_passed_on(own: Path) -> None:
+    (own / "broken.py").write_text("def f(:\n")
+    assert "importing its module 'broken' raised SyntaxError" in failure("broken:f")
+
+
+def test_a_missing_function_lists_those_defined() -> None:
+    found = failure("own_rewards:plane")
+    assert (
+        "own_rewards.py) has no 'plane'; the functions it defines are: plain, with_params, anything" in found
+    )
+
+
+def test_a_value_is_no_function() -> None:
+    assert "'limit' in " in failure("own_rewards:limit")
+    assert "is of type 'int'; expected a function(images, prompts, metadata" in failure("own_rewards:limit")
+
+
+def test_a_function_of_other_arguments() -> None:
+    assert "its function takes (images, prompts); expected a function(images" in failure(
+        "own_rewards:two_arguments"
+    )
+
+
+def test_params_must_fit() -> None:
+    assert "unexpected params 'colour'; it accepts factor, offset." in failure(
+        "own_rewards:with_params", colour="red", factor=1.0
+    )
+    assert "unexpected params 'a', 'b'; it accepts none." in failure("own_rewards:plain", b=1, a=1)
+    assert "params lack 'factor'" in failure("own_rewards:with_params", offset=1.0)
+    assert "unexpected params 'images'" in failure("own_rewards:plain", images=[])
+
+
+def test_a_check_that_is_no_function(own: Path) -> None:
+    (own / "odd.py").write_text("check = True\ndef f(images, prompts, metadata): return []\n")
+    assert "'check' in " in failure("odd:f")
+
+
+def test_the_registry_itself_is_light() -> None:
+    assert "torch" not in vars(registry)
