@@ -33,6 +33,9 @@ from spotlight.core.types import (
 )
 from spotlight.store.ledger import Ledger
 
+SCRATCH = "/dev/shm" if Path("/dev/shm").is_dir() else None
+"""Where property tests put their many small files: memory, where syncing costs nothing."""
+
 GROUP_SIZE = 3
 WORKER = WorkerId("worker-0")
 Transaction = list[Record]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from store_history import SCRATCH
 
 from spotlight.store.checkpoints import CheckpointStore
 from spotlight.store.errors import DamagedCheckpointError, StoreError
@@ -77,7 +78,7 @@ def test_what_is_written_is_found_and_old_ones_are_removed(tmp_path: Path) -> No
 @given(data=st.data())
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_flipped_bit_is_detected_and_named(data: st.DataObject, two: Path) -> None:
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(dir=SCRATCH) as name:
         directory = shutil.copytree(two, Path(name) / "checkpoints")
         newest = [path for path in files_below(directory / "000002-iteration-000002") if path.stat().st_size]
         victim = data.draw(st.sampled_from([*newest, directory / "latest"]))

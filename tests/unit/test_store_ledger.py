@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_history import WORKER, history, whole_ledger, write
+from store_history import SCRATCH, WORKER, history, whole_ledger, write
 
 from spotlight.core.records import (
     REWARD,
@@ -124,7 +124,7 @@ def test_record_tables_refuse_updates(tmp_path: Path) -> None:
 def test_rollback_and_replay_leave_no_trace(seed: int, iterations: int, cuts: list[float]) -> None:
     """An interrupted run (any number of times, at any append) has the ledger of an uninterrupted one."""
     transactions = history(seed, iterations)
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(dir=SCRATCH) as name:
         with whole_ledger(Path(name) / "straight", seed, iterations) as straight:
             expected = (straight.digest(), straight.counts(), straight.position())
         path = Path(name) / "ledger.sqlite"
@@ -153,7 +153,7 @@ def test_counts_are_those_of_the_records(seed: int) -> None:
     records = [record for transaction in history(seed, 2) for record in transaction]
     kinds = Counter(type(record) for record in records)
     drops = Counter(record.reason for record in records if isinstance(record, SampleDropped))
-    with tempfile.TemporaryDirectory() as name, whole_ledger(Path(name), seed, 2) as ledger:
+    with tempfile.TemporaryDirectory(dir=SCRATCH) as name, whole_ledger(Path(name), seed, 2) as ledger:
         counts = ledger.counts()
     assert sum(counts.issued.values()) == kinds[RolloutIssued]
     assert (counts.trained, counts.evaluated) == (kinds[SampleTrained], kinds[SampleEvaluated])

@@ -1,0 +1,202 @@
+"""The directory of one run, held by one process.
+
+    runs/<name>/
+        config.yaml         the resolved configuration; a run of another one is refused here
+        ledger.sqlite       store/ledger.py
+        metrics.jsonl       store/metrics.py       tensorboard/
+        images/             store/images.py
+        checkpoints/        store/checkpoints.py
+        attempts/001.log    the log of each process that worked on the run
+        summary.json        store/summary.py
+        lock                held while a process works here
+
+Invariant: while a :class:`RunDirectory` is open, no other process has the run open.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeAlias
+
+import yaml
+
+from spotlight.store.errors import OtherConfigurationError, RunInUseError, StoreError, storage_error
+from spotlight.store.files import write_atomically
+
+Leaf: TypeAlias = object
+_ABSENT = "(absent)"
+_SHOWN_DIFFERENCES = 5
+_FOLDERS = ("tensorboard", "images", "checkpoints", "attempts")
+
+_held_locks: set[int] = set()
+"""Descriptors of the locks held here. A forked child closes its copies, or it would keep the run locked
+after this process was killed."""
+
+
+def _forget_locks() -> None:
+    for descriptor in _held_locks:
+        os.close(descriptor)
+    _held_locks.clear()
+
+
+os.register_at_fork(after_in_child=_forget_locks)
+
+
+class RunPaths:
+    """Where things lie in a run directory, for readers that open nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.ledger = path / "ledger.sqlite"
+        self.metrics = path / "metrics.jsonl"
+        self.tensorboard = path / "tensorboard"
+        self.images = path / "images"
+        self.checkpoints = path / "checkpoints"
+        self.attempts = path / "attempts"
+        self.summary = path / "summary.json"
+        self.lock = path / "lock"
+
+    def attempt_log(self, attempt: int) -> Path:
+        """The log of one attempt."""
+        return self.attempts / f"{attempt:03d}.log"
+
+
+class RunDirectory(RunPaths):
+    """An open run directory. Use as a context manager, or :meth:`close` it."""
+
+    def __init__(self, path: Path, lock: int) -> None:
+        super().__init__(path)
+        self._lock = lock
+
+    @classmethod
+    def open(cls, root: Path, name: str, config_text: str, may_differ: Collection[str] = ()) -> Self:
+        """Create the run's directory, or take up the one that is there.
+
+        Args:
+            config_text: the resolved configuration as YAML.
+            may_differ: dotted keys that a resumed run may change; a section's key covers all of the section.
+                The new text then replaces the old one.
+
+        Raises:
+            RunInUseError: another process works on it.
+            OtherConfigurationError: it belongs to another configuration.
+            StoreError: it cannot be written, or holds something that is no run.
+        """
+        if name in {"", ".", ".."} or Path(name).name != name:
+            raise StoreError(f"run name {name!r}: expected a plain folder name such as 'demo'.")
+        paths = RunPaths(root / name)
+        _require_run_or_nothing(paths)
+        try:
+            for folder in _FOLDERS:
+                (paths.path / folder).mkdir(parents=True, exist_ok=True)
+            lock = _lock(paths.lock)
+        except OSError as error:
+            raise storage_error("cannot use the run directory", paths.path, error) from error
+        run = cls(paths.path, lock)
+        try:
+            run._adopt(config_text, may_differ)
+        except BaseException:
+            run.close()
+            raise
+        return run
+
+    def _adopt(self, config_text: str, may_differ: Collection[str]) -> None:
+        if self.config.exists():
+            _require_same_configuration(self, config_text, may_differ)
+        try:
+            write_atomically(self.config, config_text.encode())
+        except OSError as error:
+            raise storage_error("cannot write the configuration", self.config, error) from error
+
+    def close(self) -> None:
+        """Let other processes use the directory."""
+        if self._lock in _held_locks:
+            _held_locks.remove(self._lock)
+            os.close(self._lock)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _require_run_or_nothing(paths: RunPaths) -> None:
+    if paths.path.exists() and not paths.path.is_dir():
+        raise StoreError(
+            f"{paths.path}: a file is in the way of the run directory; remove it or use another run name."
+        )
+    if not paths.path.is_dir() or paths.config.exists():
+        return
+    known = {*_FOLDERS, paths.lock.name}
+    foreign = sorted(
+        entry.name for entry in paths.path.iterdir() if entry.name not in known and entry.name[0] != "."
+    )
+    if foreign:
+        raise StoreError(
+            f"{paths.path}: not a run directory: it has no {paths.config.name}, but it has {foreign[0]!r}. "
+            "Use another run name, or remove the folder."
+        )
+
+
+def _lock(path: Path) -> int:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(descriptor, 200).decode("utf-8", "replace").strip()
+        os.close(descriptor)
+        raise RunInUseError(
+            f"{path.parent}: in use by {holder or 'a process that is just starting'}. "
+            "Wait for it or stop it, or start this run under another name."
+        ) from None
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    _held_locks.add(descriptor)
+    return descriptor
+
+
+def _require_same_configuration(paths: RunPaths, config_text: str, may_differ: Collection[str]) -> None:
+    try:
+        old = flatten(yaml.safe_load(paths.config.read_text()))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise StoreError(
+            f"{paths.config}: cannot be read as YAML ({error}). Restore it from a copy."
+        ) from error
+    new = flatten(yaml.safe_load(config_text))
+    differing = [
+        key
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key, _ABSENT) != new.get(key, _ABSENT)
+        and not any(key == allowed or key.startswith(f"{allowed}.") for allowed in may_differ)
+    ]
+    if not differing:
+        return
+    lines = [
+        f"  {key}: {old.get(key, _ABSENT)!r} in the run, {new.get(key, _ABSENT)!r} now"
+        for key in differing[:_SHOWN_DIFFERENCES]
+    ]
+    if len(differing) > _SHOWN_DIFFERENCES:
+        lines.append(f"  and {len(differing) - _SHOWN_DIFFERENCES} more")
+    raise OtherConfigurationError(
+        f"{paths.path}: this run was started with another configuration:\n" + "\n".join(lines) + "\n"
+        f"Start a run of another name, delete {paths.path} to start this one anew, or undo the change."
+    )
+
+
+def flatten(tree: object, prefix: str = "") -> dict[str, Leaf]:
+    """Leaves of nested mappings by dotted key. Lists are leaves."""
+    if not isinstance(tree, Mapping) or (not tree and prefix):
+        return {prefix: tree}
+    leaves: dict[str, Leaf] = {}
+    for key, value in tree.items():
+        leaves |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
+    return leaves

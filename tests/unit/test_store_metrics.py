@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import json
+import math
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from store_history import SCRATCH
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from spotlight.core.types import DropReason, Phase
+from spotlight.store.errors import StoreError
+from spotlight.store.metrics import MetricsRow, MetricsWriter, read_metrics
+from spotlight.store.run_directory import RunPaths
+from spotlight.store.sinks import TensorBoard, WeightsAndBiases
+from spotlight.store.summary import RunSummary, SampleCounts, ValidationPoint, read_summary, write_summary
+
+
+def row(iteration: int, **values: float) -> MetricsRow:
+    return MetricsRow(iteration, 48 * iteration, 1.5 * iteration, values)
+
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+curves = st.dictionaries(st.text(min_size=1, max_size=5), finite, max_size=3)
+rows = st.lists(
+    st.builds(MetricsRow, st.integers(0, 9), st.integers(0, 2**53), finite, curves), max_size=6
+).map(lambda found: sorted(found, key=lambda each: each.iteration))
+
+
+@given(before=rows, after=rows, resume_at=st.integers(0, 10), cut=st.integers(0, 400))
+@settings(deadline=None, max_examples=50)
+def test_resuming_repairs_and_truncates(
+    before: list[MetricsRow], after: list[MetricsRow], resume_at: int, cut: int
+) -> None:
+    """However much of the file a kill left: whole rows before ``resume_at`` stay, and new ones follow."""
+    with tempfile.TemporaryDirectory(dir=SCRATCH) as name:
+        paths = RunPaths(Path(name))
+        with MetricsWriter(paths, resume_at=0) as writer:
+            for each in before:
+                writer.write(each)
+        content = paths.metrics.read_bytes()
+        paths.metrics.write_bytes(content[: len(content) - cut] if cut else content)
+        whole = before[: paths.metrics.read_bytes().count(b"\n")]
+        assert read_metrics(paths.path) == whole
+        with MetricsWriter(paths, resume_at=resume_at) as writer:
+            for each in after:
+                writer.write(each)
+        assert read_metrics(paths.path) == [each for each in whole if each.iteration < resume_at] + after
+
+
+def test_rows_are_plain_json_and_what_is_not_finite_is_null(tmp_path: Path) -> None:
+    with MetricsWriter(RunPaths(tmp_path), resume_at=0) as writer:
+        writer.write(MetricsRow(3, 144, 4.5, {"train/loss": 0.25, "train/kl": math.inf}))
+        writer.sync()
+    written = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert written == {
+        "iteration": 3,
+        "samples_trained": 144,
+        "wall_s": 4.5,
+        "train/loss": 0.25,
+        "train/kl": None,
+    }
+    assert math.isnan(read_metrics(tmp_path)[0].values["train/kl"])
+
+
+def test_a_spoilt_line_is_named(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    with MetricsWriter(paths, resume_at=0) as writer:
+        writer.write(row(0))
+    for spoilt in ("not json", "[1]", '{"iteration": 1}'):
+        paths.metrics.write_text(paths.metrics.read_text().splitlines()[0] + f"\n{spoilt}\n")
+        with pytest.raises(StoreError, match=r"metrics\.jsonl, line 2"):
+            read_metrics(tmp_path)
+
+
+def test_no_metrics_yet_are_no_rows(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path) == []
+
+
+def test_tensorboard_reads_the_curves_and_purges_what_is_made_anew(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    for resume_at, loss in ((0, 1.0), (2, 2.0)):
+        with MetricsWriter(
+            paths, resume_at=resume_at, sinks=(TensorBoard(paths, resume_at=resume_at),)
+        ) as writer:
+            for iteration in range(resume_at, 4):
+                writer.write(row(iteration, **{"train/loss": loss}))
+            writer.sync()
+    board = EventAccumulator(str(paths.tensorboard))
+    board.Reload()
+    curve = [(event.step, event.value) for event in board.Scalars("train/loss")]
+    assert curve == [(0, 1.0), (1, 1.0), (2, 2.0), (3, 2.0)]
+
+
+def test_wandb_missing_is_an_error_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(StoreError, match=r"pip install 'spotlight-rl\[wandb\]'"):
+        WeightsAndBiases(RunPaths(tmp_path), project="p", entity=None)
+
+
+SUMMARY = RunSummary(
+    validation=(ValidationPoint(0, 0, 1.0, 0.49, 0.6), ValidationPoint(40, 1920, 90.5, None, 0.9)),
+    validation_stderr=0.02,
+    wall_s=100.0,
+    gpu_seconds_by_phase={Phase.ROLLOUT: 40.0, Phase.TRAINING: 60.0},
+    cost_usd=0.001,
+    samples=SampleCounts(1930, 1920, {DropReason.GROUP_TOO_SMALL: 10}),
+    lora="lora",
+    run_seed=3,
+)
+
+
+def test_summary_round_trips_under_its_public_keys(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    write_summary(path, SUMMARY)
+    assert read_summary(path) == SUMMARY
+    fields = json.loads(path.read_text())
+    assert set(fields) == {
+        "validation", "validation_stderr", "wall_s", "gpu_seconds_by_phase", "cost_usd", "samples", "lora",
+        "run_seed",
+    }  # fmt: skip
+    assert fields["samples"] == {"issued": 1930, "trained": 1920, "dropped": {"group_too_small": 10}}
+    assert fields["validation"][0] == {
+        "iteration": 0, "samples_trained": 0, "wall_s": 1.0, "strict": 0.49, "graded": 0.6
+    }  # fmt: skip
+
+
+def test_a_missing_or_foreign_summary_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    with pytest.raises(StoreError, match="not come to its end"):
+        read_summary(path)
+    for content in ("{}", "[]", "{", '{"samples": {}}'):
+        path.write_text(content)
+        with pytest.raises(StoreError, match="not a summary"):
+            read_summary(path)

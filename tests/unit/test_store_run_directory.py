@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spotlight.store.errors import OtherConfigurationError, RunInUseError, StoreError, require_free_bytes
+from spotlight.store.run_directory import RunDirectory, flatten
+
+CONFIG = "iterations: 10\nrollout:\n  steps: 8\n  sizes: [32, 48]\nmetrics:\n  wandb: null\n"
+
+
+def test_a_new_run_gets_its_layout_and_resumes(tmp_path: Path) -> None:
+    for _ in range(2):
+        with RunDirectory.open(tmp_path / "runs", "demo", CONFIG) as run:
+            assert run.path == tmp_path / "runs" / "demo"
+            assert run.config.read_text() == CONFIG
+            assert all(
+                folder.is_dir() for folder in (run.tensorboard, run.images, run.checkpoints, run.attempts)
+            )
+            assert run.attempt_log(7) == run.path / "attempts" / "007.log"
+            run.ledger.touch()
+
+
+def test_another_configuration_is_refused_by_key_and_value(tmp_path: Path) -> None:
+    RunDirectory.open(tmp_path, "demo", CONFIG).close()
+    other = CONFIG.replace("steps: 8", "steps: 9").replace("[32, 48]", "[32]") + "device: cpu\n"
+    with pytest.raises(OtherConfigurationError) as raised:
+        RunDirectory.open(tmp_path, "demo", other, may_differ={"iterations"})
+    for part in (
+        "device: '(absent)' in the run, 'cpu' now",
+        "rollout.steps: 8 in the run, 9 now",
+        "rollout.sizes: [32, 48] in the run, [32] now",
+        "another name",
+        f"delete {tmp_path / 'demo'}",
+    ):
+        assert part in str(raised.value)
+    assert (tmp_path / "demo/config.yaml").read_text() == CONFIG
+    RunDirectory.open(tmp_path, "demo", CONFIG).close()  # the refusal left no lock behind
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("iterations: 10", "iterations: 20"), ("wandb: null", "wandb: {project: x}")],
+)
+def test_keys_that_may_differ_are_taken_over(tmp_path: Path, old: str, new: str) -> None:
+    RunDirectory.open(tmp_path, "demo", CONFIG).close()
+    changed = CONFIG.replace(old, new)
+    with RunDirectory.open(tmp_path, "demo", changed, may_differ={"iterations", "metrics.wandb"}) as run:
+        assert run.config.read_text() == changed
+
+
+@given(
+    st.recursive(
+        st.integers() | st.lists(st.booleans(), max_size=2),
+        lambda inner: st.dictionaries(st.sampled_from("abcd"), inner),
+    )
+)
+def test_flatten_keeps_every_leaf(tree: object) -> None:
+    def rebuilt(leaves: dict[str, object]) -> object:
+        if "" in leaves:
+            return leaves[""]
+        root: dict[str, object] = {}
+        for key, leaf in leaves.items():
+            *parents, last = key.split(".")
+            node = root
+            for parent in parents:
+                node = node.setdefault(parent, {})  # type: ignore[assignment]
+            node[last] = leaf
+        return root
+
+    assert rebuilt(flatten(tree)) == tree
+    assert rebuilt(flatten(yaml.safe_load(yaml.safe_dump(tree)))) == tree
+
+
+def test_a_second_process_is_refused_with_the_pid_of_the_first(tmp_path: Path) -> None:
+    script = (
+        "from pathlib import Path; from spotlight.store.run_directory import RunDirectory\n"
+        f"run = RunDirectory.open(Path({str(tmp_path)!r}), 'demo', {CONFIG!r})\n"
+        "print('open', flush=True); input()"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "open\n"
+        with pytest.raises(RunInUseError, match=f"in use by process {other.pid} on "):
+            RunDirectory.open(tmp_path, "demo", CONFIG)
+    finally:
+        other.kill()
+        other.wait()
+    RunDirectory.open(tmp_path, "demo", CONFIG).close()  # a dead process holds nothing
+
+
+def test_the_same_process_cannot_open_it_twice(tmp_path: Path) -> None:
+    with (
+        RunDirectory.open(tmp_path, "demo", CONFIG),
+        pytest.raises(RunInUseError, match=f"process {os.getpid()}"),
+    ):
+        RunDirectory.open(tmp_path, "demo", CONFIG)
+
+
+def test_a_forked_child_does_not_keep_the_run_locked(tmp_path: Path) -> None:
+    run = RunDirectory.open(tmp_path, "demo", CONFIG)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        run.close()  # must not release, nor fail on, what it does not hold
+        os.close(writer)
+        os.read(reader, 1)
+        os._exit(0)
+    time.sleep(0.05)
+    with pytest.raises(RunInUseError):
+        RunDirectory.open(tmp_path, "demo", CONFIG)
+    run.close()
+    RunDirectory.open(tmp_path, "demo", CONFIG).close()
+    os.close(writer)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_unusable_places_are_named(tmp_path: Path) -> None:
+    for name in ("", "..", "a/b", "/tmp"):
+        with pytest.raises(StoreError, match="plain folder name"):
+            RunDirectory.open(tmp_path, name, CONFIG)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="file is in the way"):
+        RunDirectory.open(tmp_path, "file", CONFIG)
+    with pytest.raises(StoreError, match="cannot use the run directory"):
+        RunDirectory.open(tmp_path / "file", "demo", CONFIG)
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.png").touch()
+    with pytest.raises(StoreError, match=r"not a run directory.*'cat\.png'"):
+        RunDirectory.open(tmp_path, "photos", CONFIG)
+    RunDirectory.open(tmp_path, "demo", CONFIG).close()
+    (tmp_path / "demo/config.yaml").write_text("a: [")
+    with pytest.raises(StoreError, match="cannot be read as YAML"):
+        RunDirectory.open(tmp_path, "demo", CONFIG)
+
+
+def test_an_unwritable_directory_is_named(tmp_path: Path) -> None:
+    place = Path("/proc/spotlight") if os.geteuid() == 0 else tmp_path / "sealed"
+    if place.is_relative_to(tmp_path):
+        place.mkdir(mode=0o500)
+    with pytest.raises(StoreError, match=f"{place}.*Nothing committed before was lost"):
+        RunDirectory.open(place, "demo", CONFIG)
+
+
+def test_a_start_that_was_cut_short_is_taken_up(tmp_path: Path) -> None:
+    (tmp_path / "demo" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "demo" / ".writing-config.yaml").write_text("iter")
+    with RunDirectory.open(tmp_path, "demo", CONFIG) as run:
+        assert run.config.read_text() == CONFIG
+
+
+def test_disk_needs_are_checked_before_work(tmp_path: Path) -> None:
+    require_free_bytes(tmp_path / "not" / "there", 1)
+    with pytest.raises(StoreError, match=r"needs 1048576\.00 GiB"):
+        require_free_bytes(tmp_path, 2**50)
