@@ -163,7 +163,7 @@ def levels_of(count: int, kind: Literal["uniform", "schedule"]) -> Tensor:
 
 
 def test_noise_levels_are_stratified_uniform() -> None:
-    levels = levels_of(2000, "uniform")
+    levels = levels_of(600, "uniform")
     for timestep in range(4):
         assert (levels[timestep] >= timestep / 4).all()
         assert (levels[timestep] <= (timestep + 1) / 4).all()
@@ -171,11 +171,11 @@ def test_noise_levels_are_stratified_uniform() -> None:
 
 
 def test_noise_levels_can_follow_the_schedule() -> None:
-    levels = levels_of(2000, "schedule").double()
+    levels = levels_of(600, "schedule").double()
     assert ((levels > 0) & (levels < 1)).all()
     # shift s / (1 + (shift - 1) s) of a uniform s, up to the straight lines between ten points.
     unshifted = levels / (3 - 2 * levels)
-    assert stats.kstest(unshifted.flatten().numpy(), "uniform").statistic < 0.02
+    assert stats.kstest(unshifted.flatten().numpy(), "uniform").statistic < 0.04
     assert levels.median() > 0.7
 
 

@@ -284,9 +284,7 @@ def build_sampler(name: str, noise_level: float) -> Sampler:
             return Dance(noise_level)
         case "ode":
             if noise_level != 0:
-                raise ValueError(
-                    f"noise level of sampler 'ode' is {noise_level}; the ODE takes none: set it to 0"
-                )
+                raise ValueError(f"noise level of sampler 'ode' is {noise_level}; it takes none: set it to 0")
             return ODE()
     raise ValueError(f"unknown sampler {name!r}; expected one of {', '.join(SAMPLERS)}")
 
@@ -295,9 +293,8 @@ def _langevin(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, q:
     """Euler-Maruyama of the reverse SDE with diffusion q [batch], the score written by x and v̂."""
     length = sigma - sigma_next
     half = q.square() * length / (2 * sigma)
-    mean = (
-        _per_sample(1 - half, x) * x.float() - _per_sample(length + half * (1 - sigma), x) * velocity.float()
-    )
+    pull = length + half * (1 - sigma)
+    mean = _per_sample(1 - half, x) * x.float() - _per_sample(pull, x) * velocity.float()
     return Moments(mean, _per_sample(q * torch.sqrt(length), x), _per_sample(q, x))
 
 
