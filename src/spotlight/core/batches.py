@@ -10,9 +10,9 @@ from spotlight.core.types import Group, MicroBatch, RolloutId
 
 def split_updates(groups: Sequence[Group], updates: int) -> list[list[Group]]:
     """Divide whole groups among at most ``updates`` optimizer steps, as evenly as counts allow."""
-    updates = min(updates, len(groups))
+    updates = max(1, min(updates, len(groups)))
     bounds = [len(groups) * index // updates for index in range(updates + 1)]
-    return [list(groups[low:high]) for low, high in pairwise(bounds)]
+    return [list(groups[low:high]) for low, high in pairwise(bounds) if low < high]
 
 
 def even_out(groups: Sequence[Group], ranks: int) -> tuple[list[Group], list[RolloutId]]:

@@ -1,0 +1,222 @@
+"""The pull queue beside a model so simple that it is obviously right; hypothesis chooses what happens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from spotlight.core.queue import PullQueue, Verdict
+from spotlight.core.types import (
+    Lease,
+    LeaseId,
+    PolicyVersion,
+    PromptId,
+    Purpose,
+    Rollout,
+    RolloutId,
+    WorkerId,
+)
+
+LEASE_S = 10.0
+ATTEMPTS = 2
+WORKERS = [WorkerId(name) for name in ("a", "b", "c")]
+RANK = {Purpose.TRAIN: 0, Purpose.EVAL: 1, Purpose.EXPLORE: 2}
+
+
+def make_rollout(number: int, purpose: Purpose = Purpose.TRAIN, steps: int = 4, version: int = 0) -> Rollout:
+    return Rollout(
+        RolloutId(f"r{number}"), purpose, 0, PromptId("p"), number, number, steps, PolicyVersion(version)
+    )
+
+
+@dataclass
+class Modelled:
+    """What must be true of one rollout."""
+
+    rollout: Rollout
+    order: int
+    step: int = 0
+    failures: int = 0
+    holder: LeaseId | None = None
+    ends: int = 0
+
+    def sort_key(self) -> tuple[int, bool, int, int]:
+        return RANK[self.rollout.purpose], self.step == 0, self.step - self.rollout.steps, self.order
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Pulls, commits, completions, failures, duplicates, zombies, expiry, workers that leave and return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.queue = PullQueue(LEASE_S)
+        self.known: dict[RolloutId, Modelled] = {}
+        self.epochs: dict[WorkerId, int] = {}
+        self.present: set[WorkerId] = set()
+        self.leases: list[Lease] = []
+        self.deadlines: dict[LeaseId, float] = {}
+        self.forgotten: set[RolloutId] = set()
+
+    # -- what can happen -------------------------------------------------------------------------------
+
+    @rule(purpose=st.sampled_from(list(Purpose)), steps=st.integers(2, 6), version=st.integers(0, 1))
+    def add(self, purpose: Purpose, steps: int, version: int) -> None:
+        rollout = make_rollout(len(self.known), purpose, steps, version)
+        self.queue.add([rollout])
+        self.known[rollout.id] = Modelled(rollout, len(self.known))
+
+    @rule(worker=st.sampled_from(WORKERS))
+    def join(self, worker: WorkerId) -> None:
+        epoch = self.queue.admit(worker)
+        assert epoch > self.epochs.get(worker, 0), "an epoch came back"
+        self.epochs[worker] = epoch
+        self.present.add(worker)
+        self._revoke({lease.id for lease in self.leases if lease.worker == worker})
+
+    @rule(worker=st.sampled_from(WORKERS))
+    def leave(self, worker: WorkerId) -> None:
+        requeued = self.queue.release(worker)
+        self.present.discard(worker)
+        assert sorted(requeued) == self._revoke({x.id for x in self.leases if x.worker == worker})
+
+    @rule(seconds=st.sampled_from([1.0, 4.0, LEASE_S]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        requeued = self.queue.expire(self.now)
+        assert sorted(requeued) == self._revoke({i for i, at in self.deadlines.items() if at <= self.now})
+
+    @precondition(lambda self: self.epochs)
+    @rule(data=st.data(), capacity=st.integers(1, 4))
+    def pull(self, data: st.DataObject, capacity: int) -> None:
+        worker = data.draw(st.sampled_from(sorted(self.epochs)))
+        granted = self.queue.pull(worker, capacity, self.now)
+        expected = self._next(capacity) if worker in self.present else []
+        if granted is None:
+            assert not expected, "work waits but was not granted"
+            return
+        lease, rollouts, resume = granted
+        assert list(rollouts) == [entry.rollout for entry in expected]
+        assert resume == {entry.rollout.id: entry.step for entry in expected if entry.step}
+        assert lease.epoch == self.epochs[worker]
+        assert lease.deadline_s == self.now + LEASE_S
+        assert lease.id not in {known.id for known in self.leases}, "a lease number came back"
+        self.leases.append(lease)
+        self.deadlines[lease.id] = lease.deadline_s
+        for entry in expected:
+            entry.holder = lease.id
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), step=st.integers(0, 7))
+    def commit(self, data: st.DataObject, step: int) -> None:
+        lease, rollout, epoch = self._message(data)
+        verdict = self.queue.commit(lease.id, epoch, rollout, step, self.now)
+        expected = self._verdict(lease, rollout, epoch)
+        entry = self.known[rollout]
+        if expected is Verdict.ACCEPTED and step <= entry.step:
+            expected = Verdict.DUPLICATE
+        elif expected is Verdict.ACCEPTED and step >= entry.rollout.steps:
+            expected = Verdict.UNKNOWN
+        assert verdict is expected
+        if verdict is Verdict.ACCEPTED:
+            entry.step = step
+            self.deadlines[lease.id] = self.now + LEASE_S
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def complete(self, data: st.DataObject) -> None:
+        lease, rollout, epoch = self._message(data)
+        verdict = self.queue.complete(lease.id, epoch, rollout)
+        assert verdict is self._verdict(lease, rollout, epoch)
+        if verdict is Verdict.ACCEPTED:
+            self._end(rollout)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        lease, rollout, epoch = self._message(data)
+        verdict, given_up = self.queue.fail(lease.id, epoch, rollout, ATTEMPTS)
+        assert verdict is self._verdict(lease, rollout, epoch)
+        entry = self.known[rollout]
+        if verdict is not Verdict.ACCEPTED:
+            assert not given_up
+            return
+        entry.failures += 1
+        assert given_up == (entry.failures >= ATTEMPTS)
+        if given_up:
+            self._end(rollout)
+        else:
+            entry.step, entry.holder = 0, None
+            self._forget_empty_leases()
+
+    @rule()
+    def forget_done(self) -> None:
+        self.queue.forget_done()
+        self.forgotten |= {name for name, entry in self.known.items() if entry.ends}
+
+    # -- what must hold --------------------------------------------------------------------------------
+
+    @invariant()
+    def agrees(self) -> None:
+        self.queue.check()
+        assert self.queue.outstanding == sum(not entry.ends for entry in self.known.values())
+        assert self.queue.next_deadline_s == min(self.deadlines.values(), default=None)
+        assert self.queue.workers == self.present
+
+    def teardown(self) -> None:
+        """Nothing is lost: one worker that lives long enough ends everything, in the order of value."""
+        self.wait(100 * LEASE_S)
+        self.join(WORKERS[0])
+        while (granted := self.queue.pull(WORKERS[0], 3, self.now)) is not None:
+            lease, rollouts, _ = granted
+            assert list(rollouts) == [entry.rollout for entry in self._next(3)]
+            for rollout in rollouts:
+                assert self.queue.complete(lease.id, lease.epoch, rollout.id) is Verdict.ACCEPTED
+                self._end(rollout.id)
+        assert all(entry.ends == 1 for entry in self.known.values()), "a rollout was lost or done twice"
+        assert self.queue.outstanding == 0
+
+    # -- the model -------------------------------------------------------------------------------------
+
+    def _message(self, data: st.DataObject) -> tuple[Lease, RolloutId, int]:
+        """What a worker of any time may send: mostly honest, perhaps late, twice, or to a wrong lease."""
+        lease = data.draw(st.sampled_from(self.leases))
+        rollouts = list(lease.rollouts)
+        rollout = data.draw(st.sampled_from(rollouts * 4 + list(self.known)))
+        return lease, rollout, lease.epoch + data.draw(st.sampled_from([0, 0, 0, 0, -1, 1]))
+
+    def _verdict(self, lease: Lease, rollout: RolloutId, epoch: int) -> Verdict:
+        entry = self.known[rollout]
+        if entry.ends:
+            return Verdict.UNKNOWN if rollout in self.forgotten else Verdict.DUPLICATE
+        honest = entry.holder == lease.id and epoch == lease.epoch
+        return Verdict.ACCEPTED if honest else Verdict.STALE_EPOCH
+
+    def _next(self, capacity: int) -> list[Modelled]:
+        waiting = [entry for entry in self.known.values() if not entry.ends and entry.holder is None]
+        waiting.sort(key=Modelled.sort_key)
+        taken: list[Modelled] = []
+        for entry in waiting[:capacity]:
+            kind = entry.rollout.purpose, entry.rollout.version
+            if taken and kind != (taken[0].rollout.purpose, taken[0].rollout.version):
+                break
+            taken.append(entry)
+        return taken
+
+    def _end(self, rollout: RolloutId) -> None:
+        self.known[rollout].ends += 1
+        self.known[rollout].holder = None
+        self._forget_empty_leases()
+
+    def _revoke(self, leases: set[LeaseId]) -> list[RolloutId]:
+        revoked = [entry for entry in self.known.values() if entry.holder in leases]
+        for entry in revoked:
+            entry.holder = None
+        self._forget_empty_leases()
+        return sorted(entry.rollout.id for entry in revoked)
+
+    def _forget_empty_leases(self) -> None:
+        held = {entry.holder for entry in self.known.values()}
+        self.deadlines = {lease: at for lease, at in self.deadlines.items() if lease in held}

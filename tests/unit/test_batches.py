@@ -1,0 +1,71 @@
+"""Groups are divided, evened out and cut without losing or repeating a sample."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spotlight.core.batches import even_out, micro_batches, split_updates
+from spotlight.core.types import Group, PromptId, RolloutId
+
+SIZES = st.lists(st.integers(2, 9), min_size=1, max_size=10)
+
+
+def make_groups(sizes: list[int]) -> list[Group]:
+    return [
+        Group(PromptId(f"p{index}"), tuple(RolloutId(f"r{index}-{member}") for member in range(size)))
+        for index, size in enumerate(sizes)
+    ]
+
+
+def rollouts_of(groups: list[Group]) -> list[RolloutId]:
+    return [rollout for group in groups for rollout in group.rollouts]
+
+
+@given(SIZES, st.integers(1, 12))
+def test_updates_are_whole_groups_in_order_evenly_divided(sizes: list[int], updates: int) -> None:
+    groups = make_groups(sizes)
+    parts = split_updates(groups, updates)
+    assert [group for part in parts for group in part] == groups
+    assert len(parts) == min(updates, len(groups))
+    counts = [len(part) for part in parts]
+    assert max(counts) - min(counts) <= 1
+
+
+def test_no_groups_make_no_updates() -> None:
+    assert split_updates([], 3) == []
+    assert even_out([], 4) == ([], [])
+
+
+@given(SIZES, st.integers(1, 8))
+def test_ranks_share_equally_and_no_sample_is_left_alone(sizes: list[int], ranks: int) -> None:
+    groups = make_groups(sizes)
+    kept, surplus = even_out(groups, ranks)
+    assert sorted(rollouts_of(kept) + surplus) == sorted(rollouts_of(groups))
+    assert len(rollouts_of(kept)) % ranks == 0
+    assert all(len(group.rollouts) >= 2 for group in kept)
+    # A group keeps its first samples, and groups keep their order.
+    of_prompt = {group.prompt_id: group.rollouts for group in groups}
+    assert all(of_prompt[group.prompt_id][: len(group.rollouts)] == group.rollouts for group in kept)
+    assert [group.prompt_id for group in kept] == sorted(
+        (group.prompt_id for group in kept), key=list(of_prompt).index
+    )
+
+
+@given(SIZES, st.integers(1, 8))
+def test_nothing_is_left_out_without_need(sizes: list[int], ranks: int) -> None:
+    groups = make_groups([size * ranks for size in sizes])
+    assert even_out(groups, ranks) == (groups, [])
+    room = sum(size - 2 for size in sizes)
+    if room >= sum(sizes) % ranks:  # groups can shrink instead of vanishing
+        assert len(even_out(make_groups(sizes), ranks)[1]) == sum(sizes) % ranks
+
+
+@given(SIZES, st.integers(1, 20))
+def test_micro_batches_cut_an_update_in_order(sizes: list[int], size: int) -> None:
+    groups = make_groups(sizes)
+    cut = micro_batches(groups, 3, 1, size)
+    assert [rollout for batch in cut for rollout in batch.rollouts] == rollouts_of(groups)
+    assert all(0 < len(batch.rollouts) <= size for batch in cut)
+    assert all(len(batch.rollouts) == size for batch in cut[:-1])
+    assert {(batch.iteration, batch.update, batch.update_samples) for batch in cut} == {(3, 1, sum(sizes))}
