@@ -38,7 +38,7 @@ def family_loader(name: str) -> FamilyLoader:
     Raises:
         ModelError: no family of that name.
     """
-    from spotlight.models.base import ModelError
+    from spotlight.models.errors import ModelError
 
     if name not in FAMILIES:
         raise ModelError(f"model family {name!r} is unknown; expected one of {', '.join(sorted(FAMILIES))}")

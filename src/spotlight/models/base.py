@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from spotlight.models.errors import ModelError as ModelError
+
 
 @dataclass(frozen=True, slots=True)
 class Condition:
@@ -47,10 +49,6 @@ class ImageSize:
 
     height: int
     width: int
-
-
-class ModelError(ValueError):
-    """The model cannot be used as configured: names the path or key, the value and the remedy."""
 
 
 class ModelFamily(Protocol):

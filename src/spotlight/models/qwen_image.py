@@ -21,16 +21,11 @@ from torch import Tensor, nn
 
 from spotlight.models import qwen_export
 from spotlight.models.base import Condition, ConditionBatch, Guidance, ImageSize, ModelError
-from spotlight.models.pipeline_files import Component, PipelineFiles, locate
+from spotlight.models.layouts import LAYOUTS, check_size
+from spotlight.models.pipeline_files import PipelineFiles, locate
 from spotlight.models.qwen_text import PromptEncoder
 
-COMPONENTS: Mapping[str, Component] = {
-    "transformer": Component(("QwenImageTransformer2DModel",), weights=True),
-    "vae": Component(("AutoencoderKLQwenImage",), weights=True),
-    "scheduler": Component(("FlowMatchEulerDiscreteScheduler",), weights=False),
-    "tokenizer": Component(("Qwen2Tokenizer", "Qwen2TokenizerFast"), weights=False),
-    "text_encoder": Component(("Qwen2_5_VLForConditionalGeneration",), weights=True, lazy=True),
-}
+LAYOUT = LAYOUTS["qwen_image"]
 
 
 class QwenImage:
@@ -44,11 +39,7 @@ class QwenImage:
     """
 
     name = "qwen_image"
-    default_lora_targets: tuple[str, ...] = (
-        *("to_q", "to_k", "to_v", "to_out.0"),
-        *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
-        *("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2"),
-    )
+    default_lora_targets: tuple[str, ...] = LAYOUT.lora_targets
 
     def __init__(
         self,
@@ -99,7 +90,9 @@ class QwenImage:
         """
         if dtype not in (torch.float32, torch.bfloat16):
             raise ModelError(f"dtype of the transformer is {dtype}; expected torch.float32 or torch.bfloat16")
-        files = locate(path, revision=revision, pipeline_class="QwenImagePipeline", components=COMPONENTS)
+        files = locate(
+            path, revision=revision, pipeline_class=LAYOUT.pipeline_class, components=LAYOUT.components
+        )
         scheduler = _scheduler(files)
         device = torch.device(device)
         prompts = PromptEncoder(files, device, dtype, embeddings_cache, max_text_tokens)
@@ -110,15 +103,8 @@ class QwenImage:
 
     def check_size(self, size: ImageSize) -> None:
         """Raise :class:`ModelError` when a side is not a positive multiple of the latent patch."""
-        unit = 2 * self._vae_scale
-        for side, value in (("height", size.height), ("width", size.width)):
-            if value < unit or value % unit:
-                below = max(value // unit, 1) * unit
-                near = [below] if value <= unit else [below, below + unit]
-                raise ModelError(
-                    f"image {side} is {value}; expected a multiple of {unit} (VAE factor {self._vae_scale}, "
-                    f"2x2 patches); nearest: {' or '.join(map(str, near))}"
-                )
+        why = f"VAE factor {self._vae_scale}, 2x2 patches"
+        check_size(size.height, size.width, 2 * self._vae_scale, why)
 
     def latent_shape(self, size: ImageSize) -> tuple[int, int]:
         """(tokens, channels) of the packed latents of one image."""
