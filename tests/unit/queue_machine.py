@@ -58,6 +58,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.present: set[WorkerId] = set()
         self.leases: list[Lease] = []
         self.deadlines: dict[LeaseId, float] = {}
+        self.sent: list[tuple[Lease, RolloutId, int]] = []
         self.forgotten: set[RolloutId] = set()
 
     # -- what can happen -------------------------------------------------------------------------------
@@ -151,6 +152,7 @@ class QueueMachine(RuleBasedStateMachine):
             entry.step, entry.holder = 0, None
             self._forget_empty_leases()
 
+    @precondition(lambda self: sum(entry.ends for entry in self.known.values()) >= 4)
     @rule()
     def forget_done(self) -> None:
         self.queue.forget_done()
@@ -182,10 +184,12 @@ class QueueMachine(RuleBasedStateMachine):
 
     def _message(self, data: st.DataObject) -> tuple[Lease, RolloutId, int]:
         """What a worker of any time may send: mostly honest, perhaps late, twice, or to a wrong lease."""
-        lease = data.draw(st.sampled_from(self.leases))
-        rollouts = list(lease.rollouts)
-        rollout = data.draw(st.sampled_from(rollouts * 4 + list(self.known)))
-        return lease, rollout, lease.epoch + data.draw(st.sampled_from([0, 0, 0, 0, -1, 1]))
+        if self.sent and data.draw(st.integers(0, 3)) == 0:
+            return self.sent[-1]
+        lease = data.draw(st.sampled_from(self.leases[-2:] * 3 + self.leases))
+        rollout = data.draw(st.sampled_from(list(lease.rollouts) * 4 + list(self.known)))
+        self.sent.append((lease, rollout, lease.epoch + data.draw(st.sampled_from([0, 0, 0, 0, -1, 1]))))
+        return self.sent[-1]
 
     def _verdict(self, lease: Lease, rollout: RolloutId, epoch: int) -> Verdict:
         entry = self.known[rollout]

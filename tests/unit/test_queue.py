@@ -170,7 +170,7 @@ def test_the_machine_catches_planted_bugs(
 ) -> None:
     monkeypatch.setattr(PullQueue, method, bug)
     fixed = settings(
-        max_examples=300, stateful_step_count=30, deadline=None, derandomize=True, phases=[Phase.generate]
+        max_examples=1000, stateful_step_count=30, deadline=None, derandomize=True, phases=[Phase.generate]
     )
     with pytest.raises((AssertionError, KeyError)):
         run_state_machine_as_test(QueueMachine, settings=fixed)
