@@ -8,6 +8,7 @@
         checkpoints/        store/checkpoints.py
         attempts/001.log    the log of each process that worked on the run
         summary.json        store/summary.py
+        wandb/, wandb-id    where W&B is configured
         lock                held while a process works here
 
 Invariant: while a :class:`RunDirectory` is open, no other process has the run open.

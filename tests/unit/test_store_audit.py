@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import sqlite3
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from store_history import GROUP_SIZE, SCRATCH, WORKER, history, write
+
+from spotlight.core.types import Phase
+from spotlight.store.audit import AuditLimits, AuditReport, audit
+from spotlight.store.audit_checks import CHECKS
+from spotlight.store.checkpoints import CheckpointStore
+from spotlight.store.errors import LedgerError
+from spotlight.store.ledger import GpuSpend, Ledger
+from spotlight.store.manifest import CheckpointHeader
+from spotlight.store.schema import RECORD_TABLES, Ending
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir=SCRATCH) as name:
+        yield Path(name)
+
+
+LIMITS = AuditLimits(group_size=GROUP_SIZE)
+
+
+def make_run(run: Path, seed: int = 1, appends: int | None = None, ending: Ending = Ending.FINISHED) -> None:
+    """A run of one attempt: a whole history, or its first appends, with a checkpoint in the middle."""
+    (run / "checkpoints").mkdir(parents=True)
+    transactions = history(seed, iterations=3)[:appends]
+    with Ledger(run / "ledger.sqlite") as ledger:
+        ledger.begin_attempt(pid=1, host="h", workers={WORKER: 1.0}, now_s=1000.0)
+        for number, transaction in enumerate(transactions):
+            write(ledger, [transaction])
+            ledger.spend([GpuSpend(WORKER, Phase.ROLLOUT, 0.25, 1.0)], 1000.0 + (number + 1) / 4)
+            if number == len(transactions) // 2:
+                header = CheckpointHeader(1, ledger.position(), config_digest="", package_version="")
+                with CheckpointStore(run / "checkpoints", keep=2).writer(header) as directory:
+                    (directory / "state").write_text("state")
+        ledger.end_attempt(ending, 1000.0 + len(transactions) / 4)
+
+
+def broken(report: AuditReport) -> set[str]:
+    return {violation.check for violation in report.violations}
+
+
+@given(seed=st.integers(0, 2**32), part=st.floats(0, 1))
+@settings(max_examples=20, deadline=None)
+def test_a_lawful_run_passes_at_every_moment(seed: int, part: float) -> None:
+    with tempfile.TemporaryDirectory(dir=SCRATCH) as name:
+        appends = int(part * len(history(seed, 3)))
+        make_run(Path(name) / "run", seed, appends, Ending.STOPPED)
+        report = audit(Path(name) / "run", LIMITS)
+        assert report.violations == ()
+        assert not report.finished
+        make_run(Path(name) / "whole", seed)
+        report = audit(Path(name) / "whole", LIMITS)
+        assert report.violations == ()
+        assert report.finished
+        assert report.ok
+        assert sum(report.counts.in_flight.values()) == 0
+        assert report.checkpoint_position is not None
+        assert 0 < report.checkpoint_position < report.position
+
+
+TAMPERING = {
+    "numbering": "UPDATE versions SET seq = seq + 100000 WHERE version > 0",
+    "one-outcome": "INSERT INTO outcomes SELECT * FROM outcomes WHERE kind = 'trained' LIMIT 1",
+    "issued": "DELETE FROM rollouts WHERE id = (SELECT rollout FROM outcomes WHERE kind = 'evaluated')",
+    "in-flight": "DELETE FROM outcomes WHERE kind = 'dropped'",
+    "order": "UPDATE samples SET seq = seq + 100000 WHERE rollout = (SELECT rollout FROM samples LIMIT 1)",
+    "used-for-its-purpose": "UPDATE outcomes SET kind = 'trained' WHERE kind = 'evaluated'",
+    "used-was-finished": "DELETE FROM samples",
+    "used-was-rewarded": "UPDATE rewards SET value = 9e999 WHERE name = 'reward'",
+    "trained-once": "INSERT INTO optimizer_steps SELECT * FROM optimizer_steps WHERE version = 1",
+    "version": "UPDATE rollouts SET version = version + 1",
+    "published": "DELETE FROM versions",
+    "step-size": "UPDATE optimizer_steps SET samples = samples + 1 WHERE version = 2",
+    "step-numbers": "UPDATE optimizer_steps SET version = version + 1 WHERE version = 6",
+    "group-size": "DELETE FROM rollouts WHERE purpose = 'train' AND member = 0 AND iteration = 1",
+    "staleness": "UPDATE samples SET version = version - 1 WHERE version > 0",
+    "attempts": "INSERT INTO attempts VALUES (0, 1, 'h', 1.0, 2.0, NULL, NULL)",
+    "integrity": "UPDATE rollouts SET prompt = 'nowhere'",
+    "billing": "UPDATE gpu_seconds SET seconds = seconds * 1.02",
+    "checkpoint": "DELETE FROM versions WHERE seq > 0; DELETE FROM rollouts; DELETE FROM samples; "
+    "DELETE FROM rewards; DELETE FROM outcomes; DELETE FROM optimizer_steps; DELETE FROM rejected",
+}
+
+
+def loosen(connection: sqlite3.Connection) -> None:
+    """Take every constraint off the tables of records."""
+    connection.execute("PRAGMA foreign_keys = OFF")
+    for table in RECORD_TABLES:
+        if table in {"outcomes", "optimizer_steps"}:
+            connection.execute(f"CREATE TABLE loose AS SELECT * FROM {table}")
+            connection.execute(f"DROP TABLE {table}")
+            connection.execute(f"ALTER TABLE loose RENAME TO {table}")
+        else:
+            connection.execute(f"DROP TRIGGER {table}_insert_only")
+
+
+def test_every_check_has_its_tampering() -> None:
+    assert set(TAMPERING) == {check.name for check in CHECKS} | {"integrity", "billing", "checkpoint"}
+
+
+@pytest.mark.parametrize("check", TAMPERING)
+def test_every_tampering_is_found_and_named(tmp_path: Path, check: str) -> None:
+    make_run(tmp_path)
+    connection = sqlite3.connect(tmp_path / "ledger.sqlite")
+    loosen(connection)
+    connection.execute("PRAGMA ignore_check_constraints = ON")
+    connection.executescript(TAMPERING[check])
+    assert connection.total_changes > 0
+    connection.commit()
+    connection.close()
+    report = audit(tmp_path, LIMITS)
+    assert not report.ok
+    assert check in broken(report)
+    (violation,) = (each for each in report.violations if each.check == check)
+    assert violation.ids
+
+
+def test_loosening_alone_breaks_nothing(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    connection = sqlite3.connect(tmp_path / "ledger.sqlite")
+    loosen(connection)
+    connection.close()
+    assert broken(audit(tmp_path, LIMITS)) <= {"integrity"}
+
+
+def test_limits_of_the_configuration_are_checked(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    assert broken(audit(tmp_path, AuditLimits(group_size=GROUP_SIZE + 1))) == {"group-size"}
+    assert audit(tmp_path, AuditLimits(group_size=None, staleness_max=1)).ok
+
+
+def test_a_killed_attempt_is_billed_until_it_was_last_seen(tmp_path: Path) -> None:
+    make_run(tmp_path, ending=Ending.STOPPED)
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        ledger.begin_attempt(pid=2, host="h", workers={WORKER: 1.0}, now_s=5000.0)
+        ledger.spend([GpuSpend(WORKER, Phase.SETUP, 3.0, 1.0)], 5003.0)
+        ledger.spend([], 5004.0)
+        assert broken(audit(tmp_path, LIMITS)) == {"billing"}  # a second is in no phase, while it works
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        ledger.begin_attempt(pid=3, host="h", workers={WORKER: 1.0}, now_s=6000.0)
+        ledger.end_attempt(Ending.FINISHED, 6000.0)
+    report = audit(tmp_path, LIMITS)
+    assert report.ok
+    assert [bill.ended for bill in report.attempts] == [Ending.STOPPED, Ending.KILLED, Ending.FINISHED]
+    assert report.attempts[1].billed_s == report.attempts[1].accounted_s == 4.0
+    assert report.gpu_seconds_by_phase[Phase.LOST] == 1.0
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    (state,) = (tmp_path / "checkpoints").rglob("state")
+    state.write_text("stale")
+    report = audit(tmp_path, LIMITS)
+    assert broken(report) == {"checkpoint"}
+    assert "/state: expected sha256" in report.violations[0].ids[0]
+
+
+def test_a_missing_or_unreadable_ledger_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(LedgerError, match="no ledger here"):
+        audit(tmp_path, LIMITS)
+    make_run(tmp_path)
+    path = tmp_path / "ledger.sqlite"
+    content = path.read_bytes()
+    path.write_bytes(content[:4096] + b"\xff" * (len(content) - 4096))
+    with pytest.raises(LedgerError, match=r"ledger\.sqlite: damaged"):
+        audit(tmp_path, LIMITS)
