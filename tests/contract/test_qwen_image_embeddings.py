@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 import safetensors.torch
 import torch
 
+from spotlight.models import pipeline_files
+from spotlight.models.pipeline_files import PipelineFiles
 from spotlight.models.qwen_image import QwenImage
 
 PROMPT = "one red circle"
@@ -93,6 +96,28 @@ def test_the_key_covers_all_that_shapes_an_embedding(random_pipeline: Path, tmp_
         assert len(files(cache)) == count
     load(copied, cache).encode([PROMPT])  # the same content elsewhere is the same model
     assert len(files(cache)) == 4
+
+
+def test_large_files_are_told_apart_by_samples_and_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline_files, "_WHOLE_FILE_BYTES", 100_000)
+    large = tmp_path / "text_encoder" / "model.safetensors"
+    large.parent.mkdir()
+    large.write_bytes(bytes(1_000_000))
+    files = PipelineFiles(tmp_path)
+    identities = {files.identity("text_encoder")}
+    assert {files.identity("text_encoder")} == identities
+    stat = large.stat()
+    large.write_bytes(bytes(999_999) + b"x")
+    os.utime(large, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    identities.add(files.identity("text_encoder"))
+    os.utime(large, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    identities.add(files.identity("text_encoder"))
+    large.write_bytes(bytes(999_998))
+    os.utime(large, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    identities.add(files.identity("text_encoder"))
+    assert len(identities) == 4
 
 
 def test_a_failed_write_leaves_nothing(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from spotlight.models import qwen_export
-from spotlight.models.base import Condition, ConditionBatch, Guidance, ImageSize, ModelError
+from spotlight.models.base import Condition, ConditionBatch, Guidance, ImageSize, ModelError, ModelFamily
 from spotlight.models.layouts import LAYOUTS, check_size
 from spotlight.models.pipeline_files import PipelineFiles, locate
 from spotlight.models.qwen_text import PromptEncoder
@@ -302,3 +303,7 @@ def _check_fit(
             raise ModelError(
                 f"{files.folder('transformer')}/config.json: {key} is {found}; expected {wanted} ({why})"
             )
+
+
+if TYPE_CHECKING:
+    _conforms: type[ModelFamily] = QwenImage
