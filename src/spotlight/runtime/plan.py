@@ -1,0 +1,177 @@
+"""What a run will do and need, from its configuration alone: for ``spotlight train --dry-run``.
+
+Nothing is loaded: sizes come from headers (``plan_model.py``), counts from arithmetic. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import median
+
+from spotlight.config.contradictions import kept_steps
+from spotlight.config.schema import DiffusionNFTConfig, RunConfig
+from spotlight.runtime.plan_memory import Estimate, disk_parts, memory_parts, uses_reference
+from spotlight.runtime.plan_model import (
+    ModelSizes,
+    NotHere,
+    bind_targets,
+    layout_of,
+    lora_parameters,
+    read_sizes,
+)
+from spotlight.runtime.prompts import Prompts, load_prompts
+from spotlight.store.metrics import read_metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Passes of one sample through the DiT, summed over the samples of an iteration (of an evaluation).
+
+    Attributes:
+        rollout: forwards of the denoising steps.
+        policy: forwards of the trained weights that build a graph.
+        backward: backwards; each costs about two forwards.
+        recomputed: forwards repeated in the backward pass by ``learner.gradient_checkpointing``.
+        old: forwards of the old policy (DiffusionNFT).
+        reference: forwards of the starting model.
+        old_log_probs: forwards before the first update that give the ratio its denominator.
+        evaluation: forwards of ONE evaluation.
+    """
+
+    rollout: int
+    policy: int
+    backward: int
+    recomputed: int
+    old: int
+    reference: int
+    old_log_probs: int
+    evaluation: int
+
+    @property
+    def forwards(self) -> int:
+        """All forwards of an iteration, evaluation apart."""
+        return self.rollout + self.policy + self.recomputed + self.old + self.reference + self.old_log_probs
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """What a run will do and need.
+
+    Attributes:
+        samples: rollouts trained in an iteration (when none is dropped).
+        trained_timesteps: forward/backward passes a sample.
+        guidance: forwards a velocity costs: 2 with true classifier-free guidance.
+        optimizer_steps: of the whole run.
+        evaluations: of the whole run, the first and the last included.
+        evaluation_images: of one evaluation.
+        train_prompts: in the file, after ``data.tags``.
+        model: sizes, or why they are unknown.
+        parameters_trained: None while the model's sizes are unknown.
+        memory: by part; empty while unknown.
+        disk: by part; checkpoints are missing while the model's sizes are unknown.
+        seconds_per_iteration: median of what this run's directory has measured; None before.
+    """
+
+    samples: int
+    trained_timesteps: int
+    guidance: int
+    passes: Passes
+    optimizer_steps: int
+    evaluations: int
+    evaluation_images: int
+    train_prompts: int
+    test_prompts: int
+    model: ModelSizes | NotHere
+    parameters_trained: int | None
+    memory: tuple[Estimate, ...]
+    disk: tuple[Estimate, ...]
+    seconds_per_iteration: float | None
+
+
+def make_plan(config: RunConfig) -> RunPlan:
+    """Plan a run.
+
+    Raises:
+        PromptFileError: prompts missing or malformed.
+        ModelError: the model directory is unusable, a LoRA target matches nothing, or the size does not suit.
+    """
+    prompts = load_prompts(config)
+    model = read_sizes(config)
+    trained = None if isinstance(model, NotHere) else _parameters_trained(config, model)
+    images = len(prompts.test) * config.evaluation.images_per_prompt
+    evaluations = 1 + math.ceil(config.iterations / config.evaluation.every)
+    memory: tuple[Estimate, ...] = ()
+    if isinstance(model, ModelSizes) and trained is not None:
+        memory = memory_parts(config, model, layout_of(config), trained, text_tokens(config, prompts))
+    return RunPlan(
+        samples=config.rollout.prompts_per_iteration * config.rollout.group_size,
+        trained_timesteps=trained_timesteps(config),
+        guidance=forwards_per_velocity(config),
+        passes=count_passes(config, images),
+        optimizer_steps=config.iterations * config.learner.updates_per_batch,
+        evaluations=evaluations,
+        evaluation_images=images,
+        train_prompts=len(prompts.train),
+        test_prompts=len(prompts.test),
+        model=model,
+        parameters_trained=trained,
+        memory=memory,
+        disk=disk_parts(config, trained, evaluations, images),
+        seconds_per_iteration=_measured_seconds(config),
+    )
+
+
+def trained_timesteps(config: RunConfig) -> int:
+    """Forward/backward passes of the loss a sample costs (guidance aside)."""
+    if isinstance(config.algorithm, DiffusionNFTConfig):
+        return config.algorithm.train_timesteps
+    return config.algorithm.train_timesteps or kept_steps(config)
+
+
+def forwards_per_velocity(config: RunConfig) -> int:
+    """1, or 2 with true classifier-free guidance."""
+    return 2 if config.rollout.true_cfg_scale > 1 else 1
+
+
+def count_passes(config: RunConfig, evaluation_images: int) -> Passes:
+    """Passes of an iteration: samples x steps (or trained timesteps) x forwards a velocity costs."""
+    algorithm, guidance = config.algorithm, forwards_per_velocity(config)
+    samples = config.rollout.prompts_per_iteration * config.rollout.group_size * guidance
+    trained = samples * trained_timesteps(config)
+    recomputes = not isinstance(algorithm, DiffusionNFTConfig) and algorithm.old_log_probs == "recompute"
+    return Passes(
+        rollout=samples * config.rollout.steps,
+        policy=trained,
+        backward=trained,
+        recomputed=trained if config.learner.gradient_checkpointing else 0,
+        old=trained if isinstance(algorithm, DiffusionNFTConfig) else 0,
+        reference=trained if uses_reference(config) else 0,
+        old_log_probs=trained if recomputes else 0,
+        evaluation=evaluation_images * config.evaluation.steps * guidance,
+    )
+
+
+def text_tokens(config: RunConfig, prompts: Prompts) -> int:
+    """A guess at the longest prompt's tokens: two a word and the template's tail, at most those kept."""
+    words = max(len(prompt.text.split()) for prompt in (*prompts.train, *prompts.test))
+    return min(2 * words + 6, config.model.max_text_tokens)
+
+
+def _parameters_trained(config: RunConfig, model: ModelSizes) -> int:
+    model.image_tokens(config.rollout.height, config.rollout.width)  # raises for a size that does not suit
+    if config.learner.mode == "full":
+        return model.parameters
+    lora = config.learner.lora
+    targets = layout_of(config).lora_targets if lora.targets is None else lora.targets
+    return lora_parameters(bind_targets(model, targets), lora.rank)
+
+
+def _measured_seconds(config: RunConfig) -> float | None:
+    rows = read_metrics(config.runs_dir / config.name)
+    seconds = [
+        sum(value for name, value in row.values.items() if name.startswith("seconds/"))
+        for row in rows
+        if any(name.startswith("train/") for name in row.values)
+    ]
+    return median(seconds) if seconds else None

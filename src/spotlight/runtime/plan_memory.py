@@ -1,0 +1,172 @@
+"""Memory and disk of a run, by part, with the formula of each. Estimates: good to about a quarter.
+
+Notation: B micro-batch, N samples of an iteration, L layers, D width, n = image + text tokens,
+g = 2 with guidance else 1, P parameters trained, b bytes of a number (4, or 2 in bfloat16).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from spotlight.config.contradictions import kept_steps
+from spotlight.config.schema import DiffusionNFTConfig, RunConfig
+from spotlight.models.layouts import FamilyLayout
+from spotlight.runtime.plan_model import ModelSizes
+
+When = Literal["always", "set-up", "rollout", "training", "host"]
+_LEDGER_BYTES_PER_ROLLOUT = 1000  # measured: 860 with three scores a sample
+_PNG_SHARE = 0.6  # of the raw bytes; photographs, pictures of few colours are smaller
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """One part.
+
+    Attributes:
+        formula: how ``bytes`` was computed.
+        when: in which phase the part is held: on the device, or (``host``) in this machine's memory.
+    """
+
+    part: str
+    bytes: float
+    formula: str
+    when: When = "always"
+
+
+def memory_parts(
+    config: RunConfig, model: ModelSizes, layout: FamilyLayout, trained: int, text_tokens: int
+) -> tuple[Estimate, ...]:
+    """Memory of one process that holds everything (FSDP shards weights, gradients and Adam over ranks)."""
+    tokens = model.image_tokens(config.rollout.height, config.rollout.width) + text_tokens
+    return (
+        *_weights(config, model, trained),
+        *_optimizer(trained),
+        *_activations(config, model, layout, tokens),
+        *_samples(config, model),
+    )
+
+
+def peak_bytes(parts: tuple[Estimate, ...]) -> float:
+    """Largest sum of parts that are on the device together: what is always there, and one phase."""
+    always = sum(part.bytes for part in parts if part.when == "always")
+    phases: tuple[When, ...] = ("set-up", "rollout", "training")
+    return always + max(sum(part.bytes for part in parts if part.when == phase) for phase in phases)
+
+
+def weight_copies(config: RunConfig) -> int:
+    """Trained weights kept beside the policy: old policy, moving average, and with ``full`` the reference."""
+    old = isinstance(config.algorithm, DiffusionNFTConfig)
+    # With LoRA the reference is the base without adapters, which is there anyway.
+    reference = config.learner.mode == "full" and uses_reference(config)
+    return int(old) + int(config.learner.ema is not None) + int(reference)
+
+
+def uses_reference(config: RunConfig) -> bool:
+    """Whether the loss evaluates the starting model."""
+    algorithm = config.algorithm
+    if isinstance(algorithm, DiffusionNFTConfig):
+        return algorithm.reference_weight > 0
+    return algorithm.kl_weight > 0
+
+
+def _weights(config: RunConfig, model: ModelSizes, trained: int) -> Iterator[Estimate]:
+    size = 2 if config.model.dtype == "bfloat16" else 4
+    if config.learner.mode == "lora":
+        yield Estimate("frozen DiT", model.parameters * size, f"{size} B x parameters")
+    yield Estimate("VAE", model.vae_parameters * 4, "4 B x parameters")
+    copies = weight_copies(config)
+    what = "adapters" if config.learner.mode == "lora" else "DiT"
+    yield Estimate(f"trained {what}", trained * 4, "4 B x P")
+    if copies:
+        yield Estimate(
+            f"copies of the {what}", trained * 4 * copies, f"4 B x P x {copies} (old, EMA, reference)"
+        )
+    formula = f"{size} B x parameters, then freed"
+    yield Estimate("text encoder", model.text_encoder_parameters * size, formula, "set-up")
+
+
+def _optimizer(trained: int) -> Iterator[Estimate]:
+    yield Estimate("gradients", trained * 4, "4 B x P", "training")
+    yield Estimate("Adam", trained * 8, "2 x 4 B x P")
+
+
+def _activations(
+    config: RunConfig, model: ModelSizes, layout: FamilyLayout, tokens: int
+) -> Iterator[Estimate]:
+    learner, guidance = config.learner, 2 if config.rollout.true_cfg_scale > 1 else 1
+    size = 2.0 if config.model.dtype == "bfloat16" else 4.0
+    if learner.autocast == "bfloat16" and size == 4:
+        size = 3.2  # measured: norms and residuals stay float32
+    per_layer = learner.micro_batch_size * tokens * model.width * size * guidance
+    kept = layout.kept_lora if learner.mode == "lora" else layout.kept_full
+    if learner.gradient_checkpointing:
+        values = model.layers * layout.kept_checkpointed + kept
+        formula = f"B n D b g ({layout.kept_checkpointed:g} L + {kept:g})"
+    else:
+        values, formula = model.layers * kept, f"{kept:g} B n L D b g"
+    yield Estimate("activations", per_layer * values, formula, "training")
+    batch, rollout = config.rollout.batch_size, config.rollout
+    yield Estimate(
+        "denoising forward",
+        batch * tokens * model.width * (size if size < 4 else 4) * layout.forward_peak,
+        f"{layout.forward_peak:g} x batch n D b",
+        "rollout",
+    )
+    yield Estimate(
+        "decoding",
+        batch * rollout.height * rollout.width * model.vae_width * 4 * layout.decode_peak,
+        f"{layout.decode_peak:g} x 4 B x batch x pixels x VAE width",
+        "rollout",
+    )
+
+
+def _samples(config: RunConfig, model: ModelSizes) -> Iterator[Estimate]:
+    rollout = config.rollout
+    samples = rollout.prompts_per_iteration * rollout.group_size
+    steps = kept_steps(config)
+    kept = 1 if steps == 0 else 1 + steps + 1
+    tokens = model.image_tokens(rollout.height, rollout.width)
+    yield Estimate(
+        "latents kept",
+        samples * tokens * model.channels * 4 * kept,
+        f"4 B x N x tokens x channels x {kept}" + (" (x0 alone)" if kept == 1 else " (x0 and trajectory)"),
+        "host",
+    )
+    yield Estimate(
+        "pictures to score", samples * rollout.height * rollout.width * 3, "3 B x N x pixels", "host"
+    )
+
+
+def disk_parts(config: RunConfig, trained: int | None, evaluations: int, images: int) -> tuple[Estimate, ...]:
+    """Disk of the run directory at the end of the run."""
+    evaluation, rollout = config.evaluation, config.rollout
+    parts: list[Estimate] = []
+    if trained is not None:
+        copies = 3 + weight_copies(config)
+        kept = config.checkpoint.keep + 1
+        parts.append(
+            Estimate(
+                "checkpoints",
+                trained * 4.0 * copies * kept,
+                f"4 B x P x {copies} (policy, 2 of Adam, copies) x {kept} (kept, and one being written)",
+            )
+        )
+        parts.append(Estimate("export", trained * 4.0, "4 B x P"))
+    shown = min(evaluation.grid_prompts * evaluation.grid_images, images)
+    pixels = rollout.height * rollout.width
+    parts.append(
+        Estimate(
+            "image grids",
+            evaluations * shown * pixels * 3 * _PNG_SHARE,
+            f"{_PNG_SHARE} x 3 B x pixels x {shown} pictures x {evaluations} evaluations",
+        )
+    )
+    rollouts = config.iterations * rollout.prompts_per_iteration * rollout.group_size + evaluations * images
+    parts.append(
+        Estimate(
+            "ledger", rollouts * float(_LEDGER_BYTES_PER_ROLLOUT), f"{_LEDGER_BYTES_PER_ROLLOUT} B x rollouts"
+        )
+    )
+    return tuple(parts)

@@ -1,0 +1,60 @@
+"""The prompt files of a run, read. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from spotlight.config.errors import ConfigError, Problem
+from spotlight.config.schema import RunConfig
+from spotlight.core.prompts import parse_prompts
+from spotlight.core.seeds import prompts_of_iteration
+from spotlight.core.types import Prompt
+from spotlight.testbed import TEST_PROMPTS, TRAIN_PROMPTS
+
+TESTBED = "testbed"
+"""Names what is shipped with the package, in ``model.path``, ``data.train`` and ``data.test``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Training and held-out prompts of a run."""
+
+    train: tuple[Prompt, ...]
+    test: tuple[Prompt, ...]
+
+    def used(self, config: RunConfig) -> list[Prompt]:
+        """The prompts that the run will meet, each once."""
+        met = dict.fromkeys(prompt.id for prompt in self.test)
+        count = config.rollout.prompts_per_iteration
+        for iteration in range(config.iterations):
+            met |= dict.fromkeys(
+                prompt.id for prompt in prompts_of_iteration(self.train, config.run_seed, iteration, count)
+            )
+        by_id = {prompt.id: prompt for prompt in (*self.train, *self.test)}
+        return [by_id[prompt] for prompt in met]
+
+
+def load_prompts(config: RunConfig) -> Prompts:
+    """Read the prompt files.
+
+    Raises:
+        ConfigError: a file cannot be read.
+        PromptFileError: malformed lines, by number.
+    """
+    tags = config.data.tags
+    train = read_prompts("data.train", config.data.train, TRAIN_PROMPTS, tags)
+    test = read_prompts("data.test", config.data.test, TEST_PROMPTS, tags)
+    return Prompts(tuple(train), tuple(test[: config.evaluation.prompts]))
+
+
+def read_prompts(key: str, value: str, shipped: Path, tags: Sequence[str] = ()) -> list[Prompt]:
+    """Prompts of the file that ``key`` names (``testbed``: the one shipped). Raises as load_prompts."""
+    path = shipped if value == TESTBED else Path(value)
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        problem = Problem(key, value, "a readable text file of prompts (.txt or .jsonl)", f"{error}.")
+        raise ConfigError("the configuration", [problem]) from None
+    return parse_prompts(text, str(path), tags=tags)
