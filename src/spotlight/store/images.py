@@ -1,0 +1,267 @@
+"""Pictures of a run: grids of the same held-out prompts at every evaluation, and before beside after.
+
+    images/iteration-000040.png       the grid: each prompt with its pictures and their scores
+    images/tiles/000040-003.png       one picture as it was made, with its caption and score as PNG text
+    images/before-after.png           the comparison, drawn from two iterations' tiles
+
+An evaluation that a resumed run makes anew overwrites its files.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont, PngImagePlugin
+
+from spotlight.store.errors import StoreError, storage_error
+from spotlight.store.files import write_atomically
+from spotlight.store.run_directory import RunPaths
+
+_SIDE_PX = (128, 384)
+"""Pictures are shown with a longer side in this range: enlarged by whole factors, reduced by averaging."""
+_PAPER, _INK, _FAINT, _FRAME = "#fbfaf7", "#22252a", "#7b8088", "#d9d6ce"
+_BETTER, _WORSE = "#1a7f4b", "#b3382c"
+_MARGIN, _GAP, _BLOCK_GAP = 28, 6, 22
+_TITLE_PX, _TEXT_PX = 22, 14
+_LINE_PX, _CAPTION_LINES = 18, 3
+_PAGE_ASPECT = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A picture of a held-out prompt.
+
+    Attributes:
+        picture: [height, width, 3], sRGB.
+        caption: the prompt.
+    """
+
+    picture: NDArray[np.uint8]
+    caption: str
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """A picture as it is shown, with a line below it."""
+
+    picture: Image.Image
+    label: str
+    colour: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Pictures side by side under one caption."""
+
+    caption: str
+    cells: tuple[_Cell, ...]
+
+
+def write_grid(paths: RunPaths, iteration: int, tiles: Sequence[Tile], *, columns: int, title: str) -> Path:
+    """Draw an evaluation's pictures, and keep each as it was made.
+
+    Args:
+        tiles: pictures of one prompt follow each other.
+        columns: pictures of one prompt side by side.
+
+    Returns:
+        the grid's file.
+
+    Raises:
+        ValueError: there are no pictures, or one is not uint8 [height, width, 3].
+        StoreError: the disk is full or not writable.
+    """
+    _require_pictures(tiles)
+    blocks = []
+    for caption, members in groupby(tiles, key=lambda tile: tile.caption):
+        cells = [_Cell(_shown(tile.picture), f"{tile.score:.2f}", _FAINT) for tile in members]
+        blocks += [_Block(caption, tuple(cells[i : i + columns])) for i in range(0, len(cells), columns)]
+    path = paths.images / f"iteration-{iteration:06d}.png"
+    try:
+        _keep(paths, iteration, tiles)
+        write_atomically(path, _png(_page(title, blocks)))
+    except OSError as error:
+        raise storage_error("cannot write the pictures", paths.images, error) from error
+    return path
+
+
+def drawn_iterations(paths: RunPaths) -> list[int]:
+    """Iterations whose evaluation was drawn, rising."""
+    return sorted({int(path.name.split("-")[0]) for path in _tiles_folder(paths).glob("*-*.png")})
+
+
+def read_tiles(paths: RunPaths, iteration: int) -> tuple[Tile, ...]:
+    """The pictures of one evaluation, in the order in which they were drawn.
+
+    Raises:
+        StoreError: a file is not a tile of ours.
+    """
+    tiles = []
+    for path in sorted(_tiles_folder(paths).glob(f"{iteration:06d}-*.png")):
+        try:
+            with Image.open(path) as image:
+                caption, score = image.info["caption"], float(image.info["score"])
+                tiles.append(Tile(np.asarray(image.convert("RGB")), caption, score))
+        except (OSError, KeyError, ValueError) as error:
+            raise StoreError(f"{path}: not a picture of this run ({error!r}). Delete it.") from error
+    return tuple(tiles)
+
+
+def write_comparison(paths: RunPaths, *, before: int, after: int, title: str) -> Path:
+    """Draw the pictures of two evaluations side by side, prompt by prompt, in order.
+
+    Raises:
+        StoreError: the two have no prompt in common, or the disk is full or not writable.
+    """
+    old_tiles, new_tiles = _by_caption(read_tiles(paths, before)), _by_caption(read_tiles(paths, after))
+    pairs = [
+        pair
+        for caption, old in old_tiles.items()
+        for pair in zip(old, new_tiles.get(caption, ()), strict=False)
+    ]
+    if not pairs:
+        raise StoreError(
+            f"{_tiles_folder(paths)}: iterations {before} and {after} have no prompt in common; "
+            f"there are pictures of iterations {drawn_iterations(paths)}."
+        )
+    path = paths.images / "before-after.png"
+    try:
+        write_atomically(path, _png(_page(title, [_pair(old, new) for old, new in pairs])))
+    except OSError as error:
+        raise storage_error("cannot write the pictures", paths.images, error) from error
+    return path
+
+
+def _by_caption(tiles: Sequence[Tile]) -> dict[str, list[Tile]]:
+    found: dict[str, list[Tile]] = {}
+    for tile in tiles:
+        found.setdefault(tile.caption, []).append(tile)
+    return found
+
+
+def _pair(old: Tile, new: Tile) -> _Block:
+    change = new.score - old.score
+    colour = _FAINT if abs(change) < 0.005 else _BETTER if change > 0 else _WORSE
+    cells = (
+        _Cell(_shown(old.picture), f"before  {old.score:.2f}", _FAINT),
+        _Cell(_shown(new.picture), f"after  {new.score:.2f}", colour),
+    )
+    return _Block(new.caption, cells)
+
+
+def _require_pictures(tiles: Sequence[Tile]) -> None:
+    if not tiles:
+        raise ValueError("no pictures to draw")
+    for tile in tiles:
+        if tile.picture.dtype != np.uint8 or tile.picture.ndim != 3 or tile.picture.shape[2] != 3:
+            found = f"{tile.picture.dtype} {list(tile.picture.shape)}"
+            raise ValueError(f"picture of {tile.caption!r} is {found}, expected uint8 [height, width, 3]")
+
+
+def _tiles_folder(paths: RunPaths) -> Path:
+    return paths.images / "tiles"
+
+
+def _keep(paths: RunPaths, iteration: int, tiles: Sequence[Tile]) -> None:
+    folder = _tiles_folder(paths)
+    folder.mkdir(exist_ok=True)
+    for stale in folder.glob(f"{iteration:06d}-*.png"):
+        stale.unlink()
+    for index, tile in enumerate(tiles):
+        notes = PngImagePlugin.PngInfo()
+        notes.add_itxt("caption", tile.caption)
+        notes.add_itxt("score", repr(float(tile.score)))
+        Image.fromarray(tile.picture).save(folder / f"{iteration:06d}-{index:03d}.png", pnginfo=notes)
+
+
+def _shown(picture: NDArray[np.uint8]) -> Image.Image:
+    image = Image.fromarray(picture)
+    longest = max(image.size)
+    if longest > _SIDE_PX[1]:
+        return image.resize(
+            [max(1, round(side * _SIDE_PX[1] / longest)) for side in image.size], Image.Resampling.LANCZOS
+        )
+    factor = math.ceil(_SIDE_PX[0] / longest)
+    return image.resize([side * factor for side in image.size], Image.Resampling.NEAREST)
+
+
+def _page(title: str, blocks: Sequence[_Block]) -> Image.Image:
+    """Lay blocks out in equal cells, in rows, on a page somewhat wider than high."""
+    text = ImageFont.load_default(_TEXT_PX)
+    width = max(sum(cell.picture.width + _GAP for cell in block.cells) - _GAP for block in blocks)
+    captions = [_wrap(block.caption, width, text) for block in blocks]
+    picture_height = max(cell.picture.height for block in blocks for cell in block.cells)
+    caption_height = _LINE_PX * max(len(lines) for lines in captions)
+    height = picture_height + _LINE_PX + _GAP + caption_height
+    ideal = math.sqrt(_PAGE_ASPECT * len(blocks) * (height + _BLOCK_GAP) / (width + _BLOCK_GAP))
+    per_row = min(len(blocks), max(1, round(ideal)))
+    rows = math.ceil(len(blocks) / per_row)
+    heading = ImageFont.load_default(_TITLE_PX)
+    content_width = max(per_row * (width + _BLOCK_GAP) - _BLOCK_GAP, math.ceil(heading.getlength(title)))
+    top = _MARGIN + _TITLE_PX + _BLOCK_GAP
+    page_size = (2 * _MARGIN + content_width, top + rows * (height + _BLOCK_GAP) - _BLOCK_GAP + _MARGIN)
+    page = Image.new("RGB", page_size, _PAPER)
+    draw = ImageDraw.Draw(page)
+    draw.text((_MARGIN, _MARGIN - 4), title, fill=_INK, font=heading)
+    for index, (block, lines) in enumerate(zip(blocks, captions, strict=True)):
+        row, column = divmod(index, per_row)
+        corner = (_MARGIN + column * (width + _BLOCK_GAP), top + row * (height + _BLOCK_GAP))
+        _draw_block(page, draw, block, lines, corner, picture_height, text)
+    return page
+
+
+def _draw_block(
+    page: Image.Image,
+    draw: ImageDraw.ImageDraw,
+    block: _Block,
+    lines: Sequence[str],
+    corner: tuple[int, int],
+    picture_height: int,
+    font: ImageFont.FreeTypeFont | ImageFont.ImageFont,
+) -> None:
+    x, y = corner
+    for cell in block.cells:
+        page.paste(cell.picture, (x, y))
+        right, bottom = x + cell.picture.width, y + cell.picture.height
+        draw.rectangle((x - 1, y - 1, right, bottom), outline=_FRAME)
+        draw.text((x, y + picture_height + 3), cell.label, fill=cell.colour, font=font)
+        x = right + _GAP
+    for index, line in enumerate(lines):
+        top = y + picture_height + _LINE_PX + _GAP + index * _LINE_PX
+        draw.text((corner[0], top), line, fill=_INK, font=font)
+
+
+def _wrap(text: str, width: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> list[str]:
+    """Break a caption into at most three lines of ``width`` pixels; what does not fit ends in an ellipsis."""
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if font.getlength(longer) <= width:
+            lines[-1] = longer
+            continue
+        if lines[-1]:
+            lines.append("")
+        for character in word:
+            if font.getlength(lines[-1] + character) > width and lines[-1]:
+                lines.append("")
+            lines[-1] += character
+    if len(lines) > _CAPTION_LINES:
+        kept = lines[_CAPTION_LINES - 1]
+        while kept and font.getlength(f"{kept}...") > width:
+            kept = kept[:-1]
+        lines = [*lines[: _CAPTION_LINES - 1], f"{kept.rstrip()}..."]
+    return lines
+
+
+def _png(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", optimize=True)
+    return buffer.getvalue()

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageFont
+
+from spotlight.store.errors import StoreError
+from spotlight.store.images import Tile, _wrap, drawn_iterations, read_tiles, write_comparison, write_grid
+from spotlight.store.run_directory import RunPaths
+
+BETTER, WORSE = (0x1A, 0x7F, 0x4B), (0xB3, 0x38, 0x2C)
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    (tmp_path / "images").mkdir()
+    return RunPaths(tmp_path)
+
+
+def tile(
+    colour: tuple[int, int, int], caption: str = "a red circle", score: float = 0.5, side: int = 32
+) -> Tile:
+    return Tile(np.full((side, side, 3), colour, np.uint8), caption, score)
+
+
+def pixels(path: Path) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    return np.asarray(Image.open(path).convert("RGB"))
+
+
+def area(path: Path, colour: tuple[int, int, int]) -> int:
+    return int((pixels(path) == colour).all(axis=-1).sum())
+
+
+@pytest.mark.parametrize(("side", "shown"), [(32, 128), (48, 144), (200, 200), (384, 384), (1024, 384)])
+def test_every_picture_is_shown_whole_at_a_visible_size(paths: RunPaths, side: int, shown: int) -> None:
+    colours = [(200, 10 * index, 7) for index in range(7)]
+    tiles = [tile(colour, f"prompt {index // 2}", side=side) for index, colour in enumerate(colours)]
+    path = write_grid(paths, 40, tiles, columns=2, title="iteration 40")
+    assert path == paths.images / "iteration-000040.png"
+    assert [area(path, colour) for colour in colours] == [shown * shown] * 7
+
+
+def test_small_pictures_are_enlarged_without_blur(paths: RunPaths) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
+    page = pixels(write_grid(paths, 0, [Tile(noise, "noise", 0.0)], columns=1, title=""))
+    enlarged = noise.repeat(4, axis=0).repeat(4, axis=1)
+    corners = np.argwhere((page[:-127, :-127] == enlarged[0, 0]).all(axis=-1))
+    assert any(np.array_equal(page[y : y + 128, x : x + 128], enlarged) for y, x in corners)
+
+
+@given(
+    text=st.text(max_size=200),
+    width=st.integers(40, 400),
+)
+@settings(max_examples=60, deadline=None)
+def test_captions_fit_their_width_and_lose_only_their_end(text: str, width: int) -> None:
+    font = ImageFont.load_default(14)
+    lines = _wrap(text, width, font)
+    assert len(lines) <= 3
+    assert all(font.getlength(line) <= width for line in lines if len(line) > 1)
+    shown, whole = "".join("".join(lines).split()), "".join(text.split())
+    assert shown == whole or (shown.endswith("...") and whole.startswith(shown[:-3]))
+
+
+def test_tiles_are_kept_as_they_were_made(paths: RunPaths) -> None:
+    rng = np.random.default_rng(1)
+    tiles = [
+        Tile(rng.integers(0, 256, (24, 40, 3), np.uint8), caption, score)
+        for caption, score in (("déjà vu 红色", 1 / 3), ("déjà vu 红色", -2.0), ('"quoted"\nlines', 1e-9))
+    ]
+    for iteration in (20, 0):
+        write_grid(paths, iteration, [*tiles, *tiles], columns=3, title="t")
+    write_grid(paths, 20, tiles, columns=3, title="made anew, with fewer pictures")
+    assert drawn_iterations(paths) == [0, 20]
+    for kept, made in zip(read_tiles(paths, 20), tiles, strict=True):
+        assert np.array_equal(kept.picture, made.picture)
+        assert (kept.caption, kept.score) == (made.caption, made.score)
+
+
+def test_comparison_shows_both_and_colours_the_change(paths: RunPaths) -> None:
+    red, blue = (250, 1, 1), (1, 1, 250)
+    write_grid(paths, 0, [tile(red, "a", 0.2), tile(red, "b", 0.2)], columns=1, title="")
+    write_grid(
+        paths, 40, [tile(blue, "a", 0.9), tile(blue, "a", 0.9), tile(blue, "b", 0.9)], columns=2, title=""
+    )
+    path = write_comparison(paths, before=0, after=40, title="before and after")
+    assert (area(path, red), area(path, blue)) == (2 * 128 * 128, 2 * 128 * 128)
+    assert area(path, BETTER) > 0
+    assert area(path, WORSE) == 0
+    path = write_comparison(paths, before=40, after=0, title="the other way round")
+    assert area(path, BETTER) == 0
+    assert area(path, WORSE) > 0
+
+
+def test_the_same_pictures_give_the_same_files(paths: RunPaths) -> None:
+    written = [write_grid(paths, 0, [tile((1, 2, 3))], columns=1, title="t").read_bytes() for _ in range(2)]
+    assert written[0] == written[1]
+
+
+@pytest.mark.parametrize(
+    "picture",
+    [np.zeros((3, 32, 32), np.uint8), np.zeros((32, 32, 3), np.float32), np.zeros((32, 32), np.uint8)],
+)
+def test_what_is_no_picture_is_named(
+    paths: RunPaths, picture: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+) -> None:
+    with pytest.raises(ValueError, match=r"'a cat' is .* expected uint8 \[height, width, 3\]"):
+        write_grid(paths, 0, [Tile(picture, "a cat", 0.0)], columns=1, title="")
+    with pytest.raises(ValueError, match="no pictures"):
+        write_grid(paths, 0, [], columns=1, title="")
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda paths: write_comparison(paths, before=0, after=7, title=""), r"no prompt in common.*\[0\]"),
+        (
+            lambda paths: (paths.images / "tiles/000000-001.png").write_text("x") and read_tiles(paths, 0),
+            "Delete it",
+        ),
+        (
+            lambda paths: write_grid(
+                RunPaths(paths.path / "gone"), 0, [tile((1, 2, 3))], columns=1, title=""
+            ),
+            "cannot write the pictures",
+        ),
+    ],
+    ids=["no-such-iteration", "foreign-file", "no-folder"],
+)
+def test_what_goes_wrong_is_named(paths: RunPaths, act: Callable[[RunPaths], object], message: str) -> None:
+    write_grid(paths, 0, [tile((1, 2, 3))], columns=1, title="")
+    with pytest.raises(StoreError, match=message):
+        act(paths)
