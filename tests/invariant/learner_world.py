@@ -33,17 +33,20 @@ LORA = LoraSpec(rank=4, alpha=8.0, targets=QwenImage.default_lora_targets, seed=
 
 
 class World:
-    """The model's directory and what is read from it once."""
+    """The model and its embeddings, read once. ``layers``: keep only the first blocks, for speed."""
 
-    def __init__(self, pipeline: Path, cache: Path) -> None:
+    def __init__(self, pipeline: Path, cache: Path, layers: int = 2) -> None:
         self.family = QwenImage.load(pipeline, device="cpu", dtype=torch.float32, embeddings_cache=cache)
+        blocks = self.family.transformer.transformer_blocks
+        self.family.transformer.transformer_blocks = blocks[:layers]
         *self.conditions, self.negative = self.family.encode([*PROMPTS, " "])
 
     def fresh(self, dtype: torch.dtype = torch.float32) -> QwenImage:
         """The family with a transformer of its own, without adapters."""
         family = copy.copy(self.family)
-        family.transformer = copy.deepcopy(self.family.transformer).to(dtype)
-        family.dtype = dtype
+        family.transformer = copy.deepcopy(self.family.transformer)
+        if dtype != torch.float32:
+            family.transformer, family.dtype = family.transformer.to(dtype), dtype
         return family
 
 
@@ -95,7 +98,7 @@ def make_learner(
 
 
 def roll_out(
-    world: World, learner: Learner, *, guidance: float = 1.0, iteration: int = 0
+    world: World, learner: Learner, *, guidance: float = 1.0, iteration: int = 0, batch: int = 4
 ) -> list[TrainingSample]:
     """Real rollouts of every prompt by the learner's own weights, with made-up rewards."""
     algo = learner.algorithm
@@ -116,7 +119,7 @@ def roll_out(
         for member in range(GROUP)
     ]
     conditions = [world.conditions[int(rollout.prompt_id)] for rollout in rollouts]
-    engine = Engine(learner.family, max_batch=4, negative=world.negative)
+    engine = Engine(learner.family, max_batch=batch, negative=world.negative)
     with learner.slots.use(algo.rollout_slot) as model:
         states = engine.start(rollouts, conditions, recipe)
         while not all(state.done for state in states):

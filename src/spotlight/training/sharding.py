@@ -7,12 +7,14 @@ backwards, whichever weight slot they use: each gathers parameters from all.
 
 from __future__ import annotations
 
+import json
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -50,12 +52,26 @@ class Ranks:
         return self.rank == 0
 
     def share(self, value: T) -> list[T]:
-        """The ranks' values, in order of rank, the same on all. For small things: ids, scores."""
+        """The ranks' values, in order of rank, the same on all. For small things made of JSON types.
+
+        JSON, because what torch offers for objects is pickle.
+        """
         if self.world == 1:
             return [value]
-        values: list[T | None] = [None] * self.world
-        dist.all_gather_object(values, value)
-        return cast(list[T], values)
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+        sizes = torch.zeros(self.world, dtype=torch.int64, device=device)
+        sizes[self.rank] = mine.numel()
+        dist.all_reduce(sizes)
+        row = mine.new_zeros(int(sizes.max()))
+        row[: mine.numel()] = mine
+        rows = [torch.empty_like(row) for _ in range(self.world)]
+        dist.all_gather(rows, row)
+        counts: list[int] = sizes.tolist()
+        return [
+            json.loads(told[:count].cpu().numpy().tobytes())
+            for told, count in zip(rows, counts, strict=True)
+        ]
 
     def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """``values`` summed (or ``op``) over ranks, in place."""
@@ -101,6 +117,8 @@ def shard(slots: WeightSlots, ranks: Ranks, compute_dtype: torch.dtype | None = 
     """
     if ranks.world == 1:
         return
+    # The DiT returns a view; it would matter only if somebody wrote into a velocity in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for module in slots.modules().values():
         if not isinstance(module, FSDPModule):
             _shard_module(module, compute_dtype)

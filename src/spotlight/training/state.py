@@ -20,8 +20,8 @@ from typing import TypeVar
 from zipfile import BadZipFile
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -37,6 +37,7 @@ T = TypeVar("T")
 FORMAT = 1
 INDEX, WHOLE, SHARDED = "learner.json", "learner.safetensors", "learner.dcp"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_OPTIMIZER = "optimizer."
 _UNREADABLE = (
     *(OSError, EOFError, KeyError, ValueError, TypeError, RuntimeError),
     *(pickle.UnpicklingError, BadZipFile, SafetensorError, CheckpointException),
@@ -89,24 +90,30 @@ def load(directory: Path, slots: WeightSlots, optimizer: Optimizer) -> Counters:
     parameters = slots.trainable_parameters()
     targets = _weights(slots)
     targets |= {
-        f"optimizer.{moment}.{name}": torch.zeros_like(parameters[name], requires_grad=False)
+        f"{_OPTIMIZER}{moment}.{name}": torch.zeros_like(parameters[name], requires_grad=False)
         for name in steps
         if name in parameters
         for moment in _MOMENTS
     }
     _check_shapes(directory / INDEX, index.shapes, {name: list(t.shape) for name, t in targets.items()})
-    if (directory / WHOLE).exists():
-        _read_whole(directory / WHOLE, targets)
-    else:
-        _read_sharded(directory / SHARDED, targets)
+    _read(directory, targets)
     optimizer.state.clear()
     for name, step in steps.items():
         parameter = parameters[name]
         optimizer.state[parameter] = {
             "step": torch.tensor(float(step), device=parameter.device),
-            **{moment: targets[f"optimizer.{moment}.{name}"] for moment in _MOMENTS},
+            **{moment: targets[f"{_OPTIMIZER}{moment}.{name}"] for moment in _MOMENTS},
         }
     return index.counters
+
+
+def load_weights(directory: Path, slots: WeightSlots) -> None:
+    """Read the weights alone, for inference. Raises :class:`StateError` as :func:`load` does."""
+    index = _read_index(directory / INDEX)
+    targets = _weights(slots)
+    saved = {name: shape for name, shape in index.shapes.items() if not name.startswith(_OPTIMIZER)}
+    _check_shapes(directory / INDEX, saved, {name: list(t.shape) for name, t in targets.items()})
+    _read(directory, targets)
 
 
 def digest(slots: WeightSlots, optimizer: Optimizer, counters: Counters) -> str:
@@ -138,7 +145,7 @@ def _tensors(slots: WeightSlots, optimizer: Optimizer) -> dict[str, Tensor]:
     tensors = _weights(slots)
     for name, state in _optimizer_state(slots, optimizer):
         for moment in _MOMENTS:
-            tensors[f"optimizer.{moment}.{name}"] = state[moment].detach()
+            tensors[f"{_OPTIMIZER}{moment}.{name}"] = state[moment].detach()
     return tensors
 
 
@@ -187,8 +194,19 @@ def _check_shapes(path: Path, found: Mapping[str, list[int]], expected: Mapping[
             raise StateError(f"{path}: {name!r} has shape {found[name]}, expected {shape}: {hint}")
 
 
+def _read(directory: Path, targets: dict[str, Tensor]) -> None:
+    if (directory / WHOLE).exists():
+        _read_whole(directory / WHOLE, targets)
+    else:
+        _read_sharded(directory / SHARDED, targets)
+
+
 def _read_whole(path: Path, targets: Mapping[str, Tensor]) -> None:
-    tensors = _reading(path, lambda: load_file(path))
+    def read() -> dict[str, Tensor]:
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in targets}
+
+    tensors = _reading(path, read)
     _check_shapes(
         path, {n: list(t.shape) for n, t in tensors.items()}, {n: list(t.shape) for n, t in targets.items()}
     )
@@ -217,6 +235,10 @@ def _reading(path: Path, read: Callable[[], T]) -> T:
 
 
 def _damaged(path: Path, error: BaseException) -> str:
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[
+            0
+        ]  # the cause; the exception itself is full of tracebacks
     return (
         f"{path} cannot be read ({type(error).__name__}: {error}): the learner's state is missing or "
         "damaged; use an earlier checkpoint"

@@ -1,0 +1,82 @@
+"""What each of the spawned gloo ranks does in test_learner_ranks.py. Results go to files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from learner_world import World, algorithm, make_learner, train_batch
+
+from spotlight.training.export import export_lora
+from spotlight.training.learner import Learner
+from spotlight.training.sharding import Ranks
+
+UPDATES = 2
+CASES: dict[str, tuple[str, str, dict[str, object], dict[str, object]]] = {
+    # name: algorithm, mode, its parameters, settings
+    "grpo-lora": ("flow-grpo", "lora", {"kl_weight": 0.04, "train_timesteps": 2}, {"ema_cap": 0.9}),
+    "grpo-full": ("flow-grpo-fast", "full", {}, {"gradient_checkpointing": True}),
+    "nft-lora": ("diffusion-nft", "lora", {}, {"gradient_checkpointing": True}),
+    "nft-full": ("diffusion-nft", "full", {"old_policy": {"slope": 0.3}}, {"ema_cap": 0.9}),
+}
+EPSILON = 1e-6
+
+
+def learner_of(world: World, case: str, ranks: Ranks | None = None) -> Learner:
+    name, mode, params, settings = CASES[case]
+    return make_learner(world, algorithm(name, **params), mode, ranks=ranks, epsilon=EPSILON, **settings)
+
+
+def run_case(case: str, learner: Learner, directory: Path) -> dict[str, object]:
+    """The same rollouts on every rank; each trains every other one of them."""
+    ranks = learner.ranks
+    samples = torch.load(directory / f"{case}-samples.pt", weights_only=False)
+    mine = [sample.key for sample in samples][ranks.rank :: ranks.world]
+    reports = [train_batch(learner, samples, 4, held=mine).flat() for _ in range(UPDATES)]
+    slots = learner.slots
+    kept = [slot for slot in slots.slots if slot != "reference"]
+    weights = {
+        f"{slot}.{name}": (t.full_tensor() if ranks.world > 1 else t).clone()
+        for slot in kept
+        for name, t in slots.state(slot).items()
+    }
+    return {"reports": reports, "weights": weights, "digest": learner.digest()}
+
+
+def main(rank: int, count: int, port: int, pipeline: Path, directory: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=count)
+    try:
+        ranks = Ranks.current()
+        world = World(pipeline, directory / f"cache{rank}")
+        assert ranks.share(ranks.rank) == list(range(count))
+        for case in CASES:
+            learner = learner_of(world, case, ranks)
+            result = run_case(case, learner, directory)
+            learner.save(directory / f"{case}-state")
+            if "lora" in case:
+                export_lora(learner.family, learner.slots, "policy", directory / f"{case}-export", ranks)
+            result["merged"] = learner.slots.merged_state("policy")
+            # A state of one rank loads here, and becomes the same learner; then back to our own.
+            learner.load(directory / f"{case}-one")
+            result["reloaded"] = learner.digest()
+            learner.load(directory / f"{case}-state")
+            result["restored"] = learner.digest()
+            if ranks.is_main:
+                torch.save(result, directory / f"{case}-ranks.pt")
+        half = make_learner(
+            world,
+            algorithm("diffusion-nft"),
+            "lora",
+            ranks=ranks,
+            dtype=torch.bfloat16,
+            autocast=torch.bfloat16,
+        )
+        samples = torch.load(directory / "nft-lora-samples.pt", weights_only=False)
+        mine = [sample.key for sample in samples][rank::count]
+        report = train_batch(half, samples, 6, held=mine)
+        if ranks.is_main:
+            torch.save(report.flat(), directory / "half.pt")
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,126 @@
+"""Two FSDP2 ranks (gloo, CPU) train what one rank trains; states load into any number of ranks."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from learner_ranks import CASES, learner_of, main, run_case
+from learner_world import World, algorithm, make_learner, roll_out, train_batch
+from safetensors.torch import load_file
+
+from spotlight.training.export import lora_state
+from spotlight.training.state import INDEX, SHARDED, StateError
+
+WEIGHT_TOLERANCE = 2e-6
+"""Largest difference of a weight after two steps at learning rate 1e-3; measured: 5e-7."""
+
+pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+
+
+class Both:
+    """The results of one rank and of two."""
+
+    def __init__(self, pipeline: Path, directory: Path) -> None:
+        self.directory = directory
+        self.world = World(pipeline, directory / "cache")
+        self.one: dict[str, dict[str, Any]] = {}
+        for case in CASES:
+            learner = learner_of(self.world, case)
+            torch.save(roll_out(self.world, learner), directory / f"{case}-samples.pt")
+            self.one[case] = run_case(case, learner, directory)
+            learner.save(directory / f"{case}-one")
+            self.one[case]["lora"] = lora_state(learner.slots, "policy") if "lora" in case else None
+            self.one[case]["merged"] = learner.slots.merged_state("policy")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        mp.spawn(main, (2, port, pipeline, directory), nprocs=2)
+        self.two = {case: torch.load(directory / f"{case}-ranks.pt") for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def both(random_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Both:
+    return Both(random_pipeline, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_equal_one(both: Both, case: str) -> None:
+    one, two = both.one[case]["weights"], both.two[case]["weights"]
+    assert one.keys() == two.keys()
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=0, atol=WEIGHT_TOLERANCE)
+    start = learner_of(both.world, case).slots.state("policy")
+    moved = [name for name in start if not torch.equal(start[name], one[f"policy.{name}"])]
+    assert len(moved) > 0.8 * len(start)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_metrics_are_those_of_all_ranks(both: Both, case: str) -> None:
+    for one, two in zip(both.one[case]["reports"], both.two[case]["reports"], strict=True):
+        assert one.keys() == two.keys()
+        assert one["train/samples"] == two["train/samples"] == 6
+        for name in ("train/grad_norm", "train/grad_rms"):
+            assert two[name] == pytest.approx(one[name], rel=1e-4)
+        assert two["train/loss"] == pytest.approx(one["train/loss"], rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_state_loads_into_any_number_of_ranks(both: Both, case: str) -> None:
+    two = both.two[case]
+    assert two["reloaded"] == both.one[case]["digest"]
+    assert two["restored"] == two["digest"] != two["reloaded"]
+    learner = learner_of(both.world, case)
+    learner.load(both.directory / f"{case}-state")
+    assert learner.digest() == two["digest"]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "lora" in case])
+def test_a_sharded_lora_exports_whole(both: Both, case: str) -> None:
+    (file,) = (both.directory / f"{case}-export").iterdir()
+    exported = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
+    expected = both.one[case]["lora"]
+    assert exported.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(exported[name], tensor, rtol=0, atol=WEIGHT_TOLERANCE)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sharded_weights_merge_whole(both: Both, case: str) -> None:
+    one, two = both.one[case]["merged"], both.two[case]["merged"]
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=0, atol=WEIGHT_TOLERANCE)
+
+
+def test_bfloat16_base_with_autocast_trains_sharded(both: Both) -> None:
+    name, mode, params, _ = CASES["nft-lora"]
+    learner = make_learner(
+        both.world, algorithm(name, **params), mode, dtype=torch.bfloat16, autocast=torch.bfloat16
+    )
+    samples = torch.load(both.directory / "nft-lora-samples.pt", weights_only=False)
+    one, two = train_batch(learner, samples, 6).flat(), torch.load(both.directory / "half.pt")
+    for key in ("train/loss", "train/grad_norm"):
+        assert two[key] == pytest.approx(one[key], rel=0.02)
+
+
+@pytest.mark.parametrize("damage", ["truncate", "remove", "metadata", "index"])
+def test_a_damaged_sharded_state_is_named(both: Both, damage: str, tmp_path: Path) -> None:
+    source = both.directory / "nft-lora-state"
+    (tmp_path / SHARDED).mkdir()
+    for file in [INDEX, *(f"{SHARDED}/{path.name}" for path in (source / SHARDED).iterdir())]:
+        (tmp_path / file).write_bytes((source / file).read_bytes())
+    victim = {"metadata": tmp_path / SHARDED / ".metadata", "index": tmp_path / INDEX}.get(
+        damage, next((tmp_path / SHARDED).glob("*.distcp"))
+    )
+    if damage == "remove":
+        victim.unlink()
+    else:
+        victim.write_bytes(victim.read_bytes()[: victim.stat().st_size // 3])
+    learner = learner_of(both.world, "nft-lora")
+    with pytest.raises(StateError, match=r"learner\.(dcp|json) cannot be read.*use an earlier checkpoint"):
+        learner.load(tmp_path)
