@@ -257,7 +257,7 @@ class EvaluationConfig(Section):
     every: PositiveInt = 10
     """Iterations between evaluations; the start and the end are always evaluated."""
     prompts: PositiveInt | None = None
-    """Use the first so many held-out prompts; default: all."""
+    """Use so many held-out prompts, evenly spaced over the file; default: all."""
     images_per_prompt: PositiveInt = 16
     """Fixed seeds a prompt."""
     steps: Annotated[int, Field(ge=1)] = 10

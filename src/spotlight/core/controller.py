@@ -172,6 +172,11 @@ class Controller:
         assert self.queue.outstanding == waiting, "the queue lost or invented a rollout"
         assert at.unscored.isdisjoint(at.scores), "a scored rollout still waits for its scores"
 
+    @property
+    def rollouts(self) -> Mapping[RolloutId, Rollout]:
+        """The rollouts of the current iteration."""
+        return self._at.rollouts
+
     # -- issue -----------------------------------------------------------------------------------------
 
     def _start_iteration(self) -> None:
@@ -341,7 +346,8 @@ class Controller:
         kept = [rollout for group in groups for rollout in group.rollouts]
         self.stage = Stage.PREPARING
         scores = {rollout: self._at.scores[rollout] for rollout in kept}
-        self._effects.append(PrepareBatch(self.iteration, tuple(groups), scores))
+        order = tuple(micro_batch for update in self._at.updates for micro_batch in update)
+        self._effects.append(PrepareBatch(self.iteration, tuple(groups), scores, order))
 
     def _surviving_groups(self) -> list[Group]:
         groups = []

@@ -43,11 +43,16 @@ class ScoreSamples:
 
 @dataclass(frozen=True, slots=True)
 class PrepareBatch:
-    """Give the learner an iteration's groups with their scores: it forms advantages and old log-probs."""
+    """Give the learner an iteration's groups with their scores: it forms advantages and old log-probs.
+
+    Attributes:
+        micro_batches: what will be trained, in order: old log-probs are computed in the same batches.
+    """
 
     iteration: int
     groups: tuple[Group, ...]
     scores: Mapping[RolloutId, Mapping[str, float]]
+    micro_batches: tuple[MicroBatch, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""Drivers: they carry out the controller's effects in a real process."""
+"""Drivers: they carry out the controller's effects in a real world."""

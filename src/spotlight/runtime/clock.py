@@ -7,7 +7,6 @@ what is accounted for.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,7 +19,7 @@ class PhaseClock:
     def __init__(self, initial: Phase = Phase.SETUP) -> None:
         self._begun = self._mark = time.monotonic()
         self._phase = initial
-        self._unclaimed: Counter[Phase] = Counter()
+        self._unclaimed: dict[Phase, float] = {}
 
     @property
     def elapsed_s(self) -> float:
@@ -49,6 +48,6 @@ class PhaseClock:
 
     def _switch(self, phase: Phase) -> Phase:
         now = time.monotonic()
-        self._unclaimed[self._phase] += now - self._mark  # type: ignore[assignment]
+        self._unclaimed[self._phase] = self._unclaimed.get(self._phase, 0.0) + now - self._mark
         previous, self._phase, self._mark = self._phase, phase, now
         return previous

@@ -1,1 +1,1 @@
-"""The inline driver: one process, one engine, one learner."""
+"""The inline driver: one process (or the ranks of one ``torchrun``), one engine, one learner."""

@@ -1,0 +1,46 @@
+"""A worker's hands: leases in, finished rollouts out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from spotlight.core.types import Purpose, Rollout
+from spotlight.models.slots import Slot, WeightSlots
+from spotlight.rollout.engine import Engine
+from spotlight.rollout.state import FailedRollout, FinishedRollout, RolloutState
+from spotlight.runtime.build import Recipes
+from spotlight.runtime.conditions import Conditions
+
+
+@dataclass(frozen=True, slots=True)
+class Denoiser:
+    """Runs leases with the weights their purpose asks for.
+
+    Attributes:
+        train_slot: weights of train rollouts (the algorithm's behaviour policy).
+        evaluation_slot: weights that are judged.
+    """
+
+    engine: Engine
+    slots: WeightSlots
+    conditions: Conditions
+    recipes: Recipes
+    train_slot: Slot
+    evaluation_slot: Slot
+
+    def run(
+        self, rollouts: Sequence[Rollout], on_step: Callable[[int, int], None]
+    ) -> list[FinishedRollout | FailedRollout]:
+        """Denoise rollouts of one purpose to the end; ``on_step(done, total)`` after every step."""
+        evaluating = rollouts[0].purpose is Purpose.EVAL
+        recipe = self.recipes.evaluate if evaluating else self.recipes.train
+        states: list[RolloutState] = self.engine.start(
+            rollouts, [self.conditions[rollout.prompt_id] for rollout in rollouts], recipe
+        )
+        steps = max(rollout.steps for rollout in rollouts)
+        with self.slots.use(self.evaluation_slot if evaluating else self.train_slot) as model:
+            for step in range(steps):
+                states = self.engine.step(model, states)
+                on_step(step + 1, steps)
+        return self.engine.finish(states)

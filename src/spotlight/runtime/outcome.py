@@ -1,0 +1,77 @@
+"""What is left of a finished run: the exported weights, and a summary counted from what is on the disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from spotlight.config.schema import RunConfig
+from spotlight.core.types import Purpose
+from spotlight.models.base import ModelFamily
+from spotlight.models.slots import WeightSlots
+from spotlight.runtime.book import RunBook
+from spotlight.runtime.validation import GRADED, STRICT
+from spotlight.store.images import drawn_iterations, write_comparison
+from spotlight.store.metrics import MetricsRow, read_metrics
+from spotlight.store.summary import RunSummary, SampleCounts, ValidationPoint, write_summary
+from spotlight.training.export import export_lora, export_merged
+from spotlight.training.sharding import Ranks
+
+LORA_FOLDER, MERGED_FOLDER = "lora", "merged"
+_VALIDATION = "validation/"
+
+
+def finish_run(
+    config: RunConfig, family: ModelFamily, slots: WeightSlots, ranks: Ranks, book: RunBook | None
+) -> RunSummary | None:
+    """Export the judged weights and write ``summary.json``; every rank must call it.
+
+    Args:
+        book: of the main rank; None on the others, which get None back.
+    """
+    root = config.runs_dir / config.name
+    slot = config.evaluation.weights
+    if config.learner.mode == "lora":
+        weights = export_lora(family, slots, slot, root / LORA_FOLDER, ranks)
+    else:
+        weights = export_merged(family, slots, slot, root / MERGED_FOLDER, ranks)
+    if book is None:
+        return None
+    _compare(book)
+    summary = summarise_run(config, book, weights if config.learner.mode == "lora" else None)
+    write_summary(book.paths.summary, summary)
+    return summary
+
+
+def summarise_run(config: RunConfig, book: RunBook, lora: Path | None) -> RunSummary:
+    """Count a run's outcome from its ledger and metrics."""
+    counts = book.ledger.counts()
+    validations = [row for row in read_metrics(book.paths.path) if f"{_VALIDATION}{GRADED}" in row.values]
+    judged = STRICT if f"{_VALIDATION}{STRICT}" in validations[-1].values else GRADED
+    return RunSummary(
+        validation=tuple(_point(row) for row in validations),
+        validation_stderr=validations[-1].values[f"{_VALIDATION}{judged}_stderr"],
+        wall_s=book.wall_s,
+        gpu_seconds_by_phase=book.ledger.gpu_seconds_by_phase(),
+        cost_usd=book.ledger.cost_usd(),
+        samples=SampleCounts(
+            issued=counts.issued.get(Purpose.TRAIN, 0), trained=counts.trained, dropped=counts.train_dropped
+        ),
+        lora=str(lora.relative_to(book.paths.path)) if lora else None,
+        run_seed=config.run_seed,
+    )
+
+
+def _compare(book: RunBook) -> None:
+    drawn = drawn_iterations(book.paths)
+    title = f"before and after {drawn[-1]} iterations"
+    write_comparison(book.paths, before=drawn[0], after=drawn[-1], title=title)
+
+
+def _point(row: MetricsRow) -> ValidationPoint:
+    return ValidationPoint(
+        iteration=row.iteration,
+        samples_trained=row.samples_trained,
+        wall_s=row.wall_s,
+        strict=row.values.get(f"{_VALIDATION}{STRICT}"),
+        graded=row.values[f"{_VALIDATION}{GRADED}"],
+    )

@@ -1,0 +1,317 @@
+"""A run from its configuration to its summary, on this machine.
+
+    check everything ─► open the run directory ─► resume or begin ─► drive ─► export and summarise
+
+What can be wrong with model, prompts, rewards or batch arithmetic is found before the run directory is
+touched. Re-running the same configuration resumes at the newest whole checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+import spotlight
+from spotlight.config.contradictions import batch_problems
+from spotlight.config.errors import ConfigError
+from spotlight.config.load import dump_config
+from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
+from spotlight.core.controller import Controller
+from spotlight.core.types import Prompt, PromptId, WorkerId
+from spotlight.models.base import ImageSize, ModelFamily
+from spotlight.models.slots import WeightSlots
+from spotlight.rewards.pool import RewardPool
+from spotlight.rollout.engine import Engine
+from spotlight.runtime import build
+from spotlight.runtime.book import CONTROLLER_FILE, LEARNER_FOLDER, Book, Bystander, RunBook
+from spotlight.runtime.clock import PhaseClock
+from spotlight.runtime.conditions import Conditions
+from spotlight.runtime.denoise import Denoiser
+from spotlight.runtime.inline.driver import InlineDriver, Parts
+from spotlight.runtime.observer import Observer
+from spotlight.runtime.outcome import finish_run
+from spotlight.runtime.process import prepare_process
+from spotlight.runtime.trainer import Trainer
+from spotlight.store.checkpoints import Checkpoint, CheckpointStore
+from spotlight.store.ledger import Ledger
+from spotlight.store.manifest import CheckpointHeader
+from spotlight.store.metrics import MetricsWriter, Sink
+from spotlight.store.run_directory import RunDirectory, RunPaths
+from spotlight.store.schema import Ending
+from spotlight.store.sinks import TensorBoard, WeightsAndBiases
+from spotlight.store.summary import RunSummary
+from spotlight.training.learner import Learner, TrainingGuidance
+from spotlight.training.sharding import Ranks, process_group
+
+log = logging.getLogger("spotlight")
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """How a run ended.
+
+    Attributes:
+        summary: None when nothing was finished (stopped early, or with an error).
+        error: why the controller stopped the run, with the remedy.
+        stopped: ended by a signal, after a committed checkpoint; the same command resumes it.
+    """
+
+    directory: Path
+    summary: RunSummary | None
+    error: str | None
+    stopped: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Materials:
+    """What was checked and loaded before the run directory is touched."""
+
+    config: RunConfig
+    ranks: Ranks
+    prompts: build.Prompts
+    family: ModelFamily
+    slots: WeightSlots
+    conditions: Conditions
+    learner: Learner
+    denoiser: Denoiser
+    rewards: RewardPool
+
+
+def train(config: RunConfig, observer: Observer) -> RunResult:
+    """Run, or resume, a configuration to its end.
+
+    Raises:
+        ConfigError, PromptFileError, ModelError, RewardSetupError, RewardInputError: before any work.
+        StoreError: the run directory or the disk.
+        TrainingError: the learner cannot go on (gradients that are not finite).
+    """
+    clock = PhaseClock()
+    device = build.pick_device(config)
+    prepare_process(device, config.deterministic)
+    with ExitStack() as stack:
+        ranks = stack.enter_context(process_group(device))
+        materials = _gather(config, device, ranks, stack)
+        if not ranks.is_main:
+            return _drive(
+                materials, observer, clock, Bystander(ranks, _by_id(materials), config.evaluation.strict)
+            )
+        directory = stack.enter_context(
+            RunDirectory.open(config.runs_dir, config.name, dump_config(config), RESUMABLE_KEYS)
+        )
+        return _as_main(materials, directory, observer, clock, stack)
+
+
+# -- before the run directory --------------------------------------------------------------------------
+
+
+def _gather(config: RunConfig, device: torch.device, ranks: Ranks, stack: ExitStack) -> _Materials:
+    if problems := list(batch_problems(config, ranks.world)):
+        raise ConfigError(f"this configuration on {ranks.world} ranks", problems)
+    prompts = build.load_prompts(config)
+    size = ImageSize(config.rollout.height, config.rollout.width)
+    family = build.load_family(config, device)
+    family.check_size(size)
+    algorithm = build.make_algorithm(config)
+    recipes = build.make_recipes(config, algorithm)
+    rewards = stack.enter_context(RewardPool(build.make_reward_specs(config), config.reward_policy.workers))
+    used = prompts.used(config)
+    rewards.check([prompt.text for prompt in used], [prompt.metadata for prompt in used])
+    conditions = Conditions(family, used)
+    (negative,) = family.encode([config.rollout.negative_prompt])
+    conditions.prefill(used)
+    slots = build.make_slots(config, family, algorithm)
+    scale = config.rollout.true_cfg_scale
+    learner = Learner(
+        family,
+        slots,
+        algorithm,
+        build.make_learner_settings(config),
+        size=size,
+        guidance=TrainingGuidance(scale, negative) if scale > 1 else None,
+        ranks=ranks,
+    )
+    engine = Engine(family, max_batch=config.rollout.batch_size, negative=negative)
+    denoiser = Denoiser(engine, slots, conditions, recipes, algorithm.rollout_slot, config.evaluation.weights)
+    return _Materials(config, ranks, prompts, family, slots, conditions, learner, denoiser, rewards)
+
+
+# -- the main rank's run directory ---------------------------------------------------------------------
+
+
+def _as_main(
+    materials: _Materials, directory: RunDirectory, observer: Observer, clock: PhaseClock, stack: ExitStack
+) -> RunResult:
+    config, ranks = materials.config, materials.ranks
+    ledger = stack.enter_context(Ledger(directory.ledger))
+    checkpoints = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
+    newest = checkpoints.newest_valid()
+    before_s = sum(ledger.gpu_seconds_by_phase().values()) / ranks.world
+    workers = {WorkerId(f"rank-{rank}"): config.fleet.price_usd_h for rank in range(ranks.world)}
+    attempt = ledger.begin_attempt(
+        pid=os.getpid(), host=socket.gethostname(), workers=workers, now_s=time.time() - clock.elapsed_s
+    )
+    stack.enter_context(_attempt_log(directory.attempt_log(attempt)))
+    _say_where(newest, observer, attempt)
+    forgotten = ledger.rollback(newest.header.ledger_position if newest else 0, attempt)
+    if forgotten:
+        observer.note(f"{forgotten} ledger records after the checkpoint are undone and will be made again")
+    resume_at = newest.header.iteration if newest else 0
+    book = RunBook(
+        paths=directory,
+        ledger=ledger,
+        checkpoints=checkpoints,
+        metrics=stack.enter_context(
+            MetricsWriter(directory, resume_at=resume_at, sinks=_sinks(config, directory, resume_at))
+        ),
+        ranks=ranks,
+        workers=workers,
+        prompts=_by_id(materials),
+        header=CheckpointHeader(0, 0, config_digest(config), spotlight.__version__),
+        strict=config.evaluation.strict,
+        grid_images=config.evaluation.grid_images,
+        before_s=before_s,
+    )
+    ending = Ending.FAILED
+    try:
+        result = _drive(materials, observer, clock, book, directory, newest)
+        ending = Ending.STOPPED if result.stopped else Ending.FAILED if result.error else Ending.FINISHED
+        return result
+    except KeyboardInterrupt:
+        ending = Ending.STOPPED
+        raise
+    except Exception:
+        log.exception("the run failed")
+        raise
+    finally:
+        book.spend(clock.take())
+        ledger.end_attempt(ending, time.time())
+
+
+def _drive(
+    materials: _Materials,
+    observer: Observer,
+    clock: PhaseClock,
+    book: Book,
+    paths: RunPaths | None = None,
+    newest: Checkpoint | None = None,
+) -> RunResult:
+    config, ranks = materials.config, materials.ranks
+    controller = _resume(materials, newest)
+    driver = InlineDriver(
+        Parts(
+            controller=controller,
+            denoiser=materials.denoiser,
+            trainer=Trainer(
+                materials.learner, materials.family, materials.conditions, materials.denoiser.recipes.train
+            ),
+            rewards=materials.rewards,
+            book=book,
+            clock=clock,
+            observer=observer,
+            ranks=ranks,
+            lease_size=config.rollout.batch_size * ranks.world,
+            grid=(config.evaluation.grid_prompts, config.evaluation.grid_images),
+        )
+    )
+    clock.ready()
+    with _signals(driver, observer):
+        error = driver.run()
+    directory = config.runs_dir / config.name
+    if error is not None or driver.stopped:
+        return RunResult(directory, None, error, driver.stopped)
+    summary = finish_run(
+        config, materials.family, materials.slots, ranks, book if isinstance(book, RunBook) else None
+    )
+    return RunResult(directory, summary, None, stopped=False)
+
+
+def _resume(materials: _Materials, newest: Checkpoint | None) -> Controller:
+    """The controller and learner of the newest checkpoint, the same on all ranks."""
+    config, ranks = materials.config, materials.ranks
+    plan = build.plan_of(config, ranks.world)
+    (where, *_) = ranks.share(str(newest.directory) if newest else "")
+    if not where:
+        return Controller(plan, materials.prompts.train, materials.prompts.test)
+    materials.learner.load(Path(where) / LEARNER_FOLDER)
+    snapshot = json.loads((Path(where) / CONTROLLER_FILE).read_text())
+    return Controller.restore(plan, materials.prompts.train, materials.prompts.test, snapshot)
+
+
+def _by_id(materials: _Materials) -> dict[PromptId, Prompt]:
+    prompts = materials.prompts
+    return {prompt.id: prompt for prompt in (*prompts.train, *prompts.test)}
+
+
+def _say_where(newest: Checkpoint | None, observer: Observer, attempt: int) -> None:
+    if newest is None:
+        if attempt > 1:
+            observer.note(
+                f"attempt {attempt}: no checkpoint was committed before, so this starts from the beginning"
+            )
+        return
+    for damage in newest.damages:
+        observer.note(f"damaged checkpoint passed over: {damage}")
+    observer.note(
+        f"attempt {attempt}: resuming after iteration {newest.header.iteration} from {newest.directory}"
+    )
+
+
+def config_digest(config: RunConfig) -> str:
+    """SHA-256 of the resolved configuration."""
+    return hashlib.sha256(dump_config(config).encode()).hexdigest()
+
+
+def _sinks(config: RunConfig, paths: RunPaths, resume_at: int) -> tuple[Sink, ...]:
+    sinks: list[Sink] = []
+    if config.metrics.tensorboard:
+        sinks.append(TensorBoard(paths, resume_at=resume_at))
+    if config.metrics.wandb is not None:
+        wandb = config.metrics.wandb
+        sinks.append(WeightsAndBiases(paths, project=wandb.project, entity=wandb.entity))
+    return tuple(sinks)
+
+
+@contextmanager
+def _attempt_log(path: Path) -> Iterator[None]:
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    level, root.level = root.level, min(root.level, logging.INFO)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(level)
+        handler.close()
+
+
+@contextmanager
+def _signals(driver: InlineDriver, observer: Observer) -> Iterator[None]:
+    """SIGTERM and the first SIGINT stop after the next checkpoint; a second SIGINT stops at once."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        driver.request_stop()
+        observer.note(
+            f"{signal.Signals(number).name}: stopping after the next checkpoint; the same command resumes"
+        )
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,112 @@
+"""Between the controller's nouns and the learner's tensors, and the numbers an iteration leaves behind."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from spotlight.core.effects import PrepareBatch
+from spotlight.core.records import REWARD
+from spotlight.core.types import MicroBatch, Purpose, Rollout, RolloutId
+from spotlight.models.base import ModelFamily
+from spotlight.rollout.state import FinishedRollout, Recipe
+from spotlight.runtime.conditions import Conditions
+from spotlight.training.batch import SampleTensors, TrainingSample
+from spotlight.training.learner import Learner
+
+
+@dataclass(slots=True)
+class IterationLog:
+    """Sums of what happened in the current iteration, for its row of metrics."""
+
+    _sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    _counts: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    def add(self, name: str, value: float) -> None:
+        """One more value of a curve; the row holds the mean."""
+        self._sums[name] += value
+        self._counts[name] += 1
+
+    def extend(self, row: Mapping[str, float]) -> None:
+        """One more value of several curves."""
+        for name, value in row.items():
+            self.add(name, value)
+
+    def scored(self, rollout: Rollout, scores: Mapping[str, float]) -> None:
+        """The rewards of a train sample."""
+        if rollout.purpose is Purpose.TRAIN:
+            for name, value in scores.items():
+                self.add("rollout/reward" if name == REWARD else f"rollout/{name}", value)
+
+    def take(self) -> dict[str, float]:
+        """Means since the last call."""
+        row = {name: total / self._counts[name] for name, total in self._sums.items()}
+        self._sums.clear()
+        self._counts.clear()
+        return row
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """Feeds the learner by rollout ids."""
+
+    learner: Learner
+    family: ModelFamily
+    conditions: Conditions
+    recipe: Recipe
+    log: IterationLog = field(default_factory=IterationLog)
+
+    def prepare(
+        self,
+        effect: PrepareBatch,
+        rollouts: Mapping[RolloutId, Rollout],
+        samples: Mapping[RolloutId, FinishedRollout],
+    ) -> None:
+        """Hand an iteration's groups to the learner: advantages and old log-probs."""
+        weights = self.learner.settings.reward_weights
+        order = [micro_batch.rollouts for micro_batch in effect.micro_batches]
+        batch = [
+            TrainingSample(
+                key=rollout,
+                group=f"{index}:{group.prompt_id}",
+                rewards={name: effect.scores[rollout][name] for name in weights},
+                condition=self.conditions[group.prompt_id],
+                seed=rollouts[rollout].seed,
+                version=rollouts[rollout].version,
+                first_step=self._first_step(rollouts[rollout]),
+                tensors=self._tensors(rollouts[rollout], samples.get(rollout)),
+            )
+            for index, group in enumerate(effect.groups)
+            for rollout in group.rollouts
+        ]
+        self.log.extend(self.learner.prepare(batch, order).flat())
+
+    def accumulate(self, micro_batch: MicroBatch) -> None:
+        """Gradients of one micro-batch."""
+        self.learner.accumulate(micro_batch.rollouts, micro_batch.update_samples)
+
+    def step(self) -> tuple[float, float]:
+        """Apply them. Returns the loss and the gradient norm before clipping."""
+        report = self.learner.step()
+        self.log.extend(report.flat())
+        return report.sums.loss, report.grad_norm
+
+    def finish_batch(self) -> None:
+        """Let the old policy follow."""
+        self.learner.finish_batch()
+
+    def _first_step(self, rollout: Rollout) -> int:
+        window = self.recipe.window
+        return 0 if window is None else window.steps(rollout.steps, rollout.seed, rollout.iteration).start
+
+    def _tensors(self, rollout: Rollout, sample: FinishedRollout | None) -> SampleTensors | None:
+        if sample is None:
+            return None
+        trajectory = sample.trajectory
+        if trajectory is None:
+            sigmas: Tensor = self.family.sigmas(rollout.steps, self.recipe.size)
+            return SampleTensors(sample.final, None, sigmas, None)
+        return SampleTensors(sample.final, trajectory.latents, trajectory.sigmas, trajectory.log_probs)

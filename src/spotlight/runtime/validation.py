@@ -1,0 +1,106 @@
+"""From an evaluation's scores to the numbers people compare, with their standard errors. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from spotlight.core.records import REWARD
+from spotlight.core.types import Prompt, PromptId, Rollout, RolloutId
+
+STRICT, GRADED = "strict", "graded"
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean and its standard error (images taken as independent draws)."""
+
+    mean: float
+    stderr: float
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Mean of at least one value; the error of a single value is infinite."""
+    mean = math.fsum(values) / len(values)
+    if len(values) == 1:
+        return Estimate(mean, math.inf)
+    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return Estimate(mean, math.sqrt(variance / len(values)))
+
+
+def strict_curve(configured: str | None, curves: Iterable[str]) -> str | None:
+    """The curve that judges strictly: the configured one, else the first that ends in ``/strict``.
+
+    Raises:
+        ValueError: the configured curve does not exist.
+    """
+    known = list(curves)
+    if configured is None:
+        return next((curve for curve in known if curve.endswith("/strict")), None)
+    if configured not in known:
+        raise ValueError(
+            f"evaluation.strict: found {configured!r}; expected one of {', '.join(sorted(known))}. "
+            "Name a curve that the rewards make."
+        )
+    return configured
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """Scores of the held-out prompts' pictures at one moment.
+
+    Attributes:
+        curves: every reward curve by name; ``reward`` is what training maximises.
+        strict: name of the curve that judges strictly, if there is one.
+        by_tag: the strict curve (or the reward) by the prompts' tag.
+    """
+
+    curves: Mapping[str, Estimate]
+    strict: str | None
+    by_tag: Mapping[str, Estimate]
+
+    @property
+    def judged(self) -> Estimate:
+        """The strict score where there is one, else the reward."""
+        return self.curves[self.strict or REWARD]
+
+    def row(self) -> dict[str, float]:
+        """As a flat row of metrics."""
+        row = {}
+        for name, value in (
+            *((STRICT, self.curves[curve]) for curve in (self.strict,) if curve is not None),
+            (GRADED, self.curves[REWARD]),
+            *((f"tag/{tag}", value) for tag, value in self.by_tag.items()),
+            *((name, value) for name, value in self.curves.items() if name != REWARD),
+        ):
+            row[name], row[f"{name}_stderr"] = value.mean, value.stderr
+        return row
+
+
+def summarise(
+    rollouts: Sequence[Rollout],
+    scores: Mapping[RolloutId, Mapping[str, float]],
+    prompts: Mapping[PromptId, Prompt],
+    configured_strict: str | None,
+) -> Validation:
+    """Means over all scored evaluation rollouts.
+
+    Raises:
+        ValueError: there are none, or the configured strict curve does not exist.
+    """
+    if not rollouts:
+        raise ValueError("not one evaluation sample could be scored; see the attempt's log for the reasons")
+    names = list(scores[rollouts[0].id])
+    strict = strict_curve(configured_strict, names)
+    tagged: defaultdict[str, list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        tag = prompts[rollout.prompt_id].metadata.get("tag")
+        if isinstance(tag, str):
+            tagged[tag].append(scores[rollout.id][strict or REWARD])
+    return Validation(
+        curves={name: estimate([scores[rollout.id][name] for rollout in rollouts]) for name in names},
+        strict=strict,
+        by_tag={tag: estimate(values) for tag, values in sorted(tagged.items())},
+    )
