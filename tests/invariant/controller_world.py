@@ -1,0 +1,337 @@
+"""A world for the controller: workers, rewards and a learner that answer in any order, and observers.
+
+The world is the controller's second opinion. It keeps its own simple account of what was granted, scored,
+trained and discarded, and asserts after every event that the controller's effects agree with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+from spotlight.core import events as ev
+from spotlight.core.controller import Controller
+from spotlight.core.effects import (
+    CommitCheckpoint,
+    DiscardSamples,
+    Effect,
+    FinishBatch,
+    FinishRun,
+    GrantLease,
+    NoWork,
+    PrepareBatch,
+    PublishWeights,
+    ReportEvaluation,
+    ScoreSamples,
+    StepOptimizer,
+    TrainMicroBatch,
+    WriteRecord,
+)
+from spotlight.core.plan import Plan
+from spotlight.core.records import (
+    Record,
+    RolloutIssued,
+    SampleDropped,
+    SampleEvaluated,
+    SampleFinished,
+    SampleScored,
+    SampleTrained,
+    StepApplied,
+)
+from spotlight.core.types import (
+    DropReason,
+    Lease,
+    LeaseId,
+    MicroBatch,
+    Phase,
+    PolicyVersion,
+    Prompt,
+    PromptId,
+    Rollout,
+    RolloutId,
+    WorkerId,
+)
+
+WORKERS = [WorkerId(name) for name in ("a", "b", "c")]
+TRAIN = [Prompt(PromptId(f"train{n}"), f"{n} red circles", {}) for n in range(5)]
+TEST = [Prompt(PromptId(f"test{n}"), f"{n} blue squares", {}) for n in range(2)]
+PATIENCE = 20_000
+"""Events after which a run that has not finished is called stuck."""
+
+
+def chance(rollout: RolloutId, what: str) -> float:
+    """In [0, 1): the fate of a rollout, the same whoever makes it and whenever."""
+    return (
+        int.from_bytes(hashlib.blake2b(f"{rollout}/{what}".encode(), digest_size=4).digest(), "big") / 2**32
+    )
+
+
+@dataclass
+class Account:
+    """What the effects and records said so far."""
+
+    position: int = 0
+    issued: Counter[RolloutId] = field(default_factory=Counter)
+    finished: Counter[RolloutId] = field(default_factory=Counter)
+    scored: Counter[RolloutId] = field(default_factory=Counter)
+    ended: Counter[RolloutId] = field(default_factory=Counter)
+    trained_in: dict[PolicyVersion, int] = field(default_factory=Counter)
+    discarded: Counter[RolloutId] = field(default_factory=Counter)
+    published: int = 0
+    steps: int = 0
+    planned: list[MicroBatch] = field(default_factory=list)
+    update: list[RolloutId] = field(default_factory=list)
+
+    def write(self, effect: WriteRecord) -> None:
+        assert effect.position == self.position + 1, "records are numbered with a gap"
+        self.position = effect.position
+        self._count(effect.record)
+        counts = [self.issued, self.finished, self.scored, self.ended]
+        assert all(count.total() == len(count) for count in counts), f"twice: {effect.record}"
+
+    def _count(self, record: Record) -> None:
+        match record:
+            case RolloutIssued(rollout):
+                assert rollout.version == self.published, "a rollout asks for weights not published last"
+                self.issued[rollout.id] += 1
+            case SampleFinished(rollout):
+                assert rollout in self.issued
+                self.finished[rollout] += 1
+            case SampleScored(rollout):
+                assert rollout in self.finished
+                self.scored[rollout] += 1
+            case SampleTrained(rollout, version):
+                assert rollout in self.scored
+                self.ended[rollout] += 1
+                self.trained_in[version] += 1
+            case SampleEvaluated(rollout) | SampleDropped(rollout):
+                self.ended[rollout] += 1
+            case StepApplied(version):
+                assert version == self.steps + 1, "a step number was skipped"
+                self.steps = version
+                assert record.samples == self.trained_in[version], (
+                    "a step counts other samples than entered it"
+                )
+
+    def needs(self, *rollouts: RolloutId) -> None:
+        gone = [rollout for rollout in rollouts if rollout in self.discarded]
+        assert not gone, f"{gone} are needed after they were discarded"
+
+
+class World:
+    """Drives a controller to the end of its run.
+
+    Attributes:
+        calm: nothing goes wrong, answers come at once and in order, time stands still.
+        failing: share of rewards that fail; a quarter of it are rollouts that always fail, or scores of NaN.
+    """
+
+    def __init__(self, controller: Controller, seed: int, *, calm: bool, failing: float = 0.0) -> None:
+        self.controller, self.plan = controller, controller.plan
+        self.random = random.Random(seed)
+        self.calm, self.failing = calm, failing
+        self.now = 0.0
+        self.account = Account(
+            controller.ledger.position, published=controller.version, steps=controller.version
+        )
+        self.effects: list[Effect] = []
+        self.checkpoints: list[tuple[int, CommitCheckpoint]] = []
+        self.present: set[WorkerId] = set()
+        self.holder: dict[RolloutId, LeaseId] = {}
+        self.voided: set[LeaseId] = set()
+        self.leases: dict[LeaseId, Lease] = {}
+        self.tasks: list[tuple[Lease, Rollout]] = []
+        self.answers: list[ev.Event] = []
+        self.sent: list[ev.Event] = []
+        self.stumbled: set[RolloutId] = set()
+        self.finish: FinishRun | None = None
+        self.trouble = 0 if calm else 150
+
+    def run(self) -> World:
+        """Feed events until the run is over: troubles first, and then peace, in which it must end."""
+        workers = WORKERS[:1] if self.calm else WORKERS
+        self.feed(ev.RunStarted())
+        for worker in workers:
+            self.feed(ev.WorkerJoined(worker))
+        for _ in range(PATIENCE):
+            if self.finish is not None:
+                return self
+            self._turn()
+        raise AssertionError(f"no progress: the iteration is {self.controller.stage}")
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the run went through to its end."""
+        assert self.finish is not None
+        return self.finish.error is None
+
+    # -- one event -------------------------------------------------------------------------------------
+
+    def feed(self, event: ev.Event) -> None:
+        """Hand one event to the controller and hold its effects against the account."""
+        void = self._is_void(event)
+        if isinstance(event, ev.WorkerLeft | ev.WorkerJoined):
+            self.voided |= {lease.id for lease in self.leases.values() if lease.worker == event.worker}
+        effects = self.controller.handle(event, self.now)
+        self.controller.check()
+        assert self.finish is None or not effects or isinstance(event, ev.WorkPulled)
+        if void:
+            assert not any(isinstance(effect, ScoreSamples) for effect in effects), f"believed: {event}"
+        self.effects += effects
+        for effect in effects:
+            self._carry_out(effect)
+
+    def _is_void(self, event: ev.Event) -> bool:
+        """Whether a completion comes from a worker that was given up, or for work given to another."""
+        return isinstance(event, ev.RolloutCompleted) and (
+            event.lease in self.voided
+            or self.holder[event.rollout] != event.lease
+            or event.rollout in self.account.finished
+        )
+
+    def _turn(self) -> None:
+        if self.trouble and self.random.random() < 0.3:
+            self.trouble -= 1
+            self._make_trouble()
+        elif self.answers and (self.calm or self.random.random() < 0.5):
+            index = 0 if self.calm else self.random.randrange(len(self.answers))
+            self._send(self.answers.pop(index))
+        elif self.tasks and (self.calm or self.random.random() < 0.7):
+            index = 0 if self.calm else self.random.randrange(len(self.tasks))
+            self._work(*self.tasks.pop(index))
+        else:
+            if not self.present or (not self.calm and self.random.random() < 0.1):
+                self._join(self.random.choice(WORKERS))
+            worker = min(self.present) if self.calm else self.random.choice(sorted(self.present))
+            capacity = 3 if self.calm else self.random.randint(1, 5)
+            self.feed(ev.WorkPulled(worker, capacity))
+            if not self.calm:
+                self.now += 1.0  # so that leases of vanished workers expire in the end
+
+    def _make_trouble(self) -> None:
+        worker = self.random.choice(WORKERS)
+        match self.random.randrange(5):
+            case 0:
+                self.present.discard(worker)
+                self.feed(ev.WorkerLeft(worker))  # what it holds stays in self.tasks: a zombie's work
+            case 1:
+                self._join(worker)
+            case 2 if self.sent:
+                self.feed(self.random.choice(self.sent))
+            case 3:
+                self.now += self.random.choice([1.0, self.plan.lease_s])
+                self.feed(ev.TimePassed())
+            case 4:
+                self.feed(ev.GpuTimeSpent(worker, self.random.choice(list(Phase)), self.random.random()))
+
+    def _join(self, worker: WorkerId) -> None:
+        self.feed(ev.WorkerJoined(worker))
+        self.present.add(worker)
+
+    def _work(self, lease: Lease, rollout: Rollout) -> None:
+        ids = lease.worker, lease.id, lease.epoch, rollout.id
+        if chance(rollout.id, "poison") < self.failing / 4:
+            self._send(ev.RolloutFailed(*ids, "not finite"))
+        elif not self.calm and self.random.random() < 0.5:
+            self._send(ev.ProgressCommitted(*ids, self.random.randrange(rollout.steps)))
+            self.tasks.append((lease, rollout))
+        elif not self.calm and rollout.id not in self.stumbled and self.random.random() < 0.05:
+            self.stumbled.add(rollout.id)  # once: a second failure would drop it
+            wrong = ev.RolloutCompleted(*ids, PolicyVersion(rollout.version + 1))
+            self.feed(self.random.choice([wrong, ev.RolloutFailed(*ids, "lost its footing")]))
+        else:
+            self._send(ev.RolloutCompleted(*ids, rollout.version))
+
+    def _send(self, event: ev.Event) -> None:
+        if isinstance(
+            event, ev.RolloutCompleted | ev.SampleRewarded | ev.RewardFailed | ev.ProgressCommitted
+        ):
+            self.sent.append(event)
+        self.feed(event)
+
+    # -- effects ---------------------------------------------------------------------------------------
+
+    def _carry_out(self, effect: Effect) -> None:
+        account = self.account
+        match effect:
+            case WriteRecord():
+                account.write(effect)
+            case GrantLease(lease, rollouts, resume):
+                assert lease.worker in self.present, "work was given to a worker that is gone"
+                assert set(resume) <= set(lease.rollouts)
+                assert not any(rollout in account.finished for rollout in lease.rollouts)
+                account.needs(*lease.rollouts)
+                self.leases[lease.id] = lease
+                self.holder |= dict.fromkeys(lease.rollouts, lease.id)
+                self.tasks += [(lease, rollout) for rollout in rollouts]
+            case NoWork(worker):
+                assert worker in WORKERS
+            case ScoreSamples(rollouts):
+                account.needs(*(rollout.id for rollout in rollouts))
+                self.answers += [self._reward(rollout.id) for rollout in rollouts]
+            case DiscardSamples(rollouts):
+                account.discarded.update(rollouts)
+                assert account.discarded.total() == len(account.discarded), "discarded twice"
+            case FinishRun():
+                assert self.finish is None
+                self.finish = effect
+            case _:
+                self._learn(effect)
+
+    def _learn(self, effect: Effect) -> None:
+        account = self.account
+        match effect:
+            case PrepareBatch(iteration, groups, scores, micro_batches):
+                members = [rollout for group in groups for rollout in group.rollouts]
+                account.needs(*members)
+                account.planned = list(micro_batches)
+                assert all(len(group.rollouts) >= 2 for group in groups)
+                assert members == [rollout for batch in micro_batches for rollout in batch.rollouts]
+                assert set(members) == set(scores)
+                assert len(members) == len(scores)
+                self.answers.append(ev.BatchPrepared(iteration))
+            case TrainMicroBatch(batch, index):
+                account.needs(*batch.rollouts)
+                assert batch == account.planned.pop(0), "trained otherwise than announced"
+                assert 0 < len(batch.rollouts) <= self.plan.micro_batch_size
+                assert len(batch.rollouts) % self.plan.ranks == 0, "ranks would train unequally"
+                account.update += batch.rollouts
+                self.answers.append(ev.MicroBatchTrained(batch.iteration, batch.update, index))
+            case StepOptimizer(iteration, update):
+                assert len(account.update) == len(set(account.update)) > 0
+                account.update = []
+                self.answers.append(ev.OptimizerStepped(iteration, update, 0.1, 1.0))
+            case FinishBatch(iteration):
+                assert not account.planned, "a prepared sample was not trained"
+                self.answers.append(ev.BatchFinished(iteration))
+            case PublishWeights(version):
+                assert version == self.controller.version
+                account.published = version
+                self.answers.append(ev.WeightsPublished(version))
+            case ReportEvaluation(iteration, version, rollouts):
+                account.needs(*(rollout.id for rollout in rollouts))
+                assert version == account.published
+                self.answers.append(ev.EvaluationReported(iteration))
+            case CommitCheckpoint(iteration, position):
+                assert position == account.position, "a checkpoint stands for records not written before it"
+                self.checkpoints.append((len(self.effects), effect))
+                self.answers.append(ev.CheckpointCommitted(iteration))
+
+    def _reward(self, rollout: RolloutId) -> ev.Event:
+        if chance(rollout, "reward") < self.failing:
+            return ev.RewardFailed(rollout, DropReason.REWARD_TIMEOUT, "too slow")
+        if chance(rollout, "nan") < self.failing / 4:
+            return ev.SampleRewarded(rollout, {"reward": float("nan")})
+        return ev.SampleRewarded(rollout, {"reward": chance(rollout, "score"), "strict": 1.0})
+
+
+def learning(effects: list[Effect]) -> list[Effect]:
+    """What the learner and the evaluation saw: it must not depend on who was fast, and who died."""
+    kinds = PrepareBatch | TrainMicroBatch | StepOptimizer | FinishBatch | PublishWeights | ReportEvaluation
+    return [effect for effect in effects if isinstance(effect, kinds)]
+
+
+def start(plan: Plan) -> Controller:
+    return Controller(plan, TRAIN, TEST)
