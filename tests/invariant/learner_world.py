@@ -102,7 +102,7 @@ def roll_out(
 ) -> list[TrainingSample]:
     """Real rollouts of every prompt by the learner's own weights, with made-up rewards."""
     algo = learner.algorithm
-    window = {"flow-grpo": AllSteps(), "flow-grpo-fast": RandomWindow(2)}.get(algo.name)
+    window = {"flow-grpo": AllSteps(), "flow-grpo-fast": RandomWindow(2, high=STEPS - 1)}.get(algo.name)
     recipe = Recipe(SIZE, algo.sampler, window, guidance, algo.keeps)
     rollouts = [
         Rollout(

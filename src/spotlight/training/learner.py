@@ -168,9 +168,9 @@ class Learner:
                 f"update_samples is {update_samples}, but {self._update.announced} in this update's other "
                 "micro-batches: gradients would be weighted differently"
             )
-        self._update.announced = update_samples
         mine = self._mine(keys)
         batch, policy = self._bind(mine)
+        self._update.announced = update_samples
         timesteps = self.algorithm.timesteps(kept_steps(mine[0].sample))
         scale = self.ranks.world / (update_samples * timesteps)
         first_steps = torch.tensor([item.sample.first_step for item in mine], device=self.family.device)

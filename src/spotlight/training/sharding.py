@@ -69,8 +69,7 @@ class Ranks:
         dist.all_gather(rows, row)
         counts: list[int] = sizes.tolist()
         return [
-            json.loads(told[:count].cpu().numpy().tobytes())
-            for told, count in zip(rows, counts, strict=True)
+            json.loads(told[:count].cpu().numpy().tobytes()) for told, count in zip(rows, counts, strict=True)
         ]
 
     def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:

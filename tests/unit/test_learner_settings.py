@@ -1,0 +1,85 @@
+"""The learner's plain settings and the sums it reports."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spotlight.algorithms.base import LossTerms
+from spotlight.training.metrics import StepReport, UpdateMeter
+from spotlight.training.settings import LearnerSettings
+from spotlight.training.sharding import Ranks
+
+REWARDS = {"quality": 1.0}
+
+
+@given(st.integers(0, 50), st.integers(0, 80))
+def test_warm_up_is_linear_and_its_first_step_moves(warmup: int, step: int) -> None:
+    settings = LearnerSettings(REWARDS, learning_rate=0.5, warmup_steps=warmup)
+    rate = settings.learning_rate_at(step)
+    assert 0 < rate <= 0.5
+    assert rate == pytest.approx(0.5 * min(1, (step + 1) / max(warmup, 1)))
+
+
+@given(st.integers(1, 1000), st.integers(1, 10), st.floats(0, 0.999))
+def test_the_average_decays_as_published(step: int, every: int, cap: float) -> None:
+    decay = LearnerSettings(REWARDS, ema_cap=cap, ema_every=every).ema_decay(step)
+    assert (decay is None) == (step % every != 0)
+    if decay is not None:
+        assert decay == min((1 + step) / (10 + step), cap)
+    assert LearnerSettings(REWARDS, ema_every=every).ema_decay(step) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"learning_rate": 0.0}, "learning_rate is 0.0"),
+        ({"epsilon": math.nan}, "epsilon is nan"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm is -1.0"),
+        ({"warmup_steps": -1}, "warmup_steps is -1"),
+        ({"ema_cap": 1.0}, "ema_cap is 1.0"),
+        ({"ema_cap": 0.5, "ema_every": 0}, "ema_every 0"),
+        ({"autocast": torch.float16}, "autocast is torch.float16"),
+        ({"reward_weights": {}}, "nothing would be learnt"),
+    ],
+)
+def test_settings_out_of_range_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LearnerSettings(**{"reward_weights": REWARDS, **settings})
+
+
+def test_sums_are_means_over_samples_and_timesteps() -> None:
+    meter = UpdateMeter(torch.device("cpu"), steps=5)
+    first = torch.tensor([0, 2])
+    for timestep in range(2):
+        values = torch.tensor([1.0, 2.0]) + timestep
+        meter.add(
+            LossTerms(
+                values,
+                {"ratio": values, "kl": 2 * values, "log_prob_rollout_difference": values},
+                torch.tensor([timestep, timestep]),
+            ),
+            first,
+        )
+    meter.samples = 2
+    sums = meter.reduce(Ranks())
+    assert (sums.samples, sums.loss, sums.ratio_max) == (2, 2.0, 3.0)
+    assert sums.means == {"ratio": 2.0, "kl": 4.0, "log_prob_rollout_difference": 2.0}
+    assert sums.replay_difference == {0: 1.0, 1: 2.0, 2: 2.0, 3: 3.0}
+    row = StepReport(4, sums, 1.0, 0.5, 3.0, 1e-3, 0.1).flat()
+    assert row["replay/step_002"] == 2.0
+    assert row["train/ratio_max"] == 3.0
+
+
+def test_without_labels_or_ratios_nothing_is_made_up() -> None:
+    meter = UpdateMeter(torch.device("cpu"), steps=0)
+    meter.add(LossTerms(torch.ones(3), {"rho": torch.ones(3)}), torch.zeros(3, dtype=torch.int64))
+    sums = meter.reduce(Ranks())
+    assert sums.ratio_max is None
+    assert sums.replay_difference == {}
+    assert "train/ratio_max" not in StepReport(1, sums, 1.0, 1.0, 1.0, 1.0, 1.0).flat()
