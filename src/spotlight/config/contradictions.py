@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from spotlight.config.errors import Problem
-from spotlight.config.schema import DiffusionNFTConfig, RunConfig
+from spotlight.config.schema import KEEPS_OLD_POLICY, LEARNS_FROM_CLEAN_SAMPLES, RunConfig
 
 
 def divisors_near(number: int, wanted: int) -> str:
@@ -28,13 +28,18 @@ def find_problems(config: RunConfig) -> list[Problem]:
 
 def _sampler(config: RunConfig) -> Iterator[Problem]:
     sampler, algorithm = config.rollout.sampler, config.algorithm
-    if isinstance(algorithm, DiffusionNFTConfig):
+    if isinstance(algorithm, LEARNS_FROM_CLEAN_SAMPLES):
         if sampler != "ode":
             yield Problem(
-                "rollout.sampler", repr(sampler), "'ode' with algorithm.name=diffusion-nft",
-                "DiffusionNFT learns from clean samples only: set rollout.sampler=ode.",
+                "rollout.sampler", repr(sampler), f"'ode' with algorithm.name={algorithm.name}",
+                "It learns from clean samples, which SDE noise makes worse: set rollout.sampler=ode.",
             )  # fmt: skip
         return
+    if sampler == "cps" and config.rollout.noise_level > 1:
+        yield Problem(
+            "rollout.noise_level", str(config.rollout.noise_level), "at most 1 with rollout.sampler=cps",
+            "At 1 all noise of a step is fresh; 0.8 is usual.",
+        )  # fmt: skip
     if sampler == "ode":
         yield Problem(
             "rollout.sampler", "'ode'", f"a stochastic sampler with algorithm.name={algorithm.name}",
@@ -55,12 +60,20 @@ def kept_steps(config: RunConfig) -> int:
     return config.rollout.steps - 1 if window.kind == "all" else window.size
 
 
+def _default_high(config: RunConfig) -> int:
+    """What ``spotlight.diffusion.schedule`` takes when ``rollout.sde_window.high`` is not set."""
+    window, steps = config.rollout.sde_window, config.rollout.steps
+    if window.kind == "random":
+        return min(max(window.low + window.size, steps // 2), steps - 1)
+    return steps - 1
+
+
 def _window(config: RunConfig) -> Iterator[Problem]:
     if config.rollout.sampler == "ode":
         return
     window, last = config.rollout.sde_window, config.rollout.steps - 1
     if window.kind != "all":
-        high = window.high if window.high is not None else last
+        high = window.high if window.high is not None else _default_high(config)
         if high > last:
             yield Problem(
                 "rollout.sde_window.high", str(high), f"at most rollout.steps - 1 = {last}",
@@ -122,10 +135,10 @@ def _evaluation(config: RunConfig) -> Iterator[Problem]:
             "evaluation.weights", "'ema'", "'policy', while learner.ema is not set",
             "Set learner.ema.cap=0.9 or evaluate the policy.",
         )  # fmt: skip
-    if weights == "old" and not isinstance(config.algorithm, DiffusionNFTConfig):
+    if weights == "old" and not isinstance(config.algorithm, KEEPS_OLD_POLICY):
         yield Problem(
             "evaluation.weights", "'old'", f"'policy' or 'ema' with algorithm.name={config.algorithm.name}",
-            "Only diffusion-nft keeps an old policy.",
+            "This algorithm keeps no old policy.",
         )  # fmt: skip
     if config.evaluation.grid_images > config.evaluation.images_per_prompt:
         yield Problem(
@@ -136,8 +149,8 @@ def _evaluation(config: RunConfig) -> Iterator[Problem]:
 
 
 def _rewards(config: RunConfig) -> Iterator[Problem]:
-    names = [reward.name for reward in config.rewards]
+    names = [reward.label or reward.name for reward in config.rewards]
     for name in sorted({name for name in names if names.count(name) > 1}):
-        yield Problem("rewards", f"{name!r} twice", "each reward once", "Add the weights instead.")
+        yield Problem("rewards", f"{name!r} twice", "each name once", "Add the weights, or give a label.")
     if all(reward.weight == 0 for reward in config.rewards):
         yield Problem("rewards", "only weights of 0", "at least one other weight", "Nothing would be learnt.")

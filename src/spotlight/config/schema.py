@@ -64,7 +64,7 @@ class SdeWindowConfig(Section):
     low: Annotated[int, Field(ge=0)] = 0
     """First step the window may cover (``random``, ``sliding``)."""
     high: PositiveInt | None = None
-    """One past the last step the window may cover (``random``, ``sliding``); default: all but the last."""
+    """One past the last step it may cover; default: half of the steps (``random``), all but the last."""
     every: PositiveInt = 25
     """Iterations between two moves (``sliding``)."""
     decay: Annotated[float, Field(ge=0)] = 0.0
@@ -169,9 +169,52 @@ class DiffusionNFTConfig(Section):
     """How fast the behaviour policy follows the trained one."""
 
 
+class GRPOGuardConfig(Section):
+    """GRPO-Guard: Flow-GRPO with a ratio that is normalised per sample and step."""
+
+    name: Literal["grpo-guard"] = "grpo-guard"
+    """Selects this algorithm."""
+    advantage: AdvantageConfig = AdvantageConfig()
+    """From rewards to advantages."""
+    clip_range: PositiveFloat = 2e-6
+    """Ratio clip."""
+    train_timesteps: PositiveInt | None = None
+    """Trained steps a sample, drawn among its stochastic steps; default: all of them."""
+
+
+class AWMConfig(Section):
+    """AWM: advantage-weighted flow matching on clean samples; any ODE sampler."""
+
+    name: Literal["awm"] = "awm"
+    """Selects this algorithm."""
+    advantage: AdvantageConfig = AdvantageConfig()
+    """From rewards to advantages."""
+    power: PositiveFloat = 0.25
+    """Exponent of the pseudo log-prob; 1 is plain flow matching."""
+    advantage_scale: PositiveFloat = 5.0
+    """Advantages are divided by this."""
+    reference_weight: Annotated[float, Field(ge=0)] = 1e-3
+    """Weight of the distance to the starting model; above 0 costs one more forward a timestep."""
+    old_weight: Annotated[float, Field(ge=0)] = 1.0
+    """Weight of the distance to the moving average; above 0 costs one more forward a timestep."""
+    train_timesteps: PositiveInt = 3
+    """Noise levels trained per sample, stratified."""
+    noise_levels: Literal["uniform", "schedule"] = "uniform"
+    """Their distribution: uniform over (0, 1), or that of the rollout's schedule (shifted like it)."""
+    old_policy: OldPolicyConfig = OldPolicyConfig(cap=0.3)
+    """How fast the moving average follows."""
+
+
 AlgorithmConfig = Annotated[
-    FlowGRPOConfig | FlowGRPOFastConfig | DiffusionNFTConfig, Field(discriminator="name")
+    FlowGRPOConfig | FlowGRPOFastConfig | GRPOGuardConfig | DiffusionNFTConfig | AWMConfig,
+    Field(discriminator="name"),
 ]
+
+
+LEARNS_FROM_CLEAN_SAMPLES = (DiffusionNFTConfig, AWMConfig)
+"""Algorithms that train on x0 alone, whatever ODE made it; the others train the SDE steps of a rollout."""
+KEEPS_OLD_POLICY = (DiffusionNFTConfig, AWMConfig, GRPOGuardConfig)
+"""Algorithms with a second, slower set of weights."""
 
 
 class RewardConfig(Section):
@@ -185,6 +228,10 @@ class RewardConfig(Section):
     """A call that takes longer is ended and counts as failed."""
     retries: Annotated[int, Field(ge=0)] = 1
     """Further attempts after a failure."""
+    isolation_s: Annotated[float, Field(ge=0)] | None = None
+    """How long a failed batch is tried image by image, to lose only the bad one; default: 4 deadlines."""
+    label: str = ""
+    """Name of the reward's curves; default: the function's name."""
     params: dict[str, Any] = {}
     """Keyword arguments for the function."""
 

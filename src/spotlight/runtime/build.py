@@ -158,6 +158,8 @@ def make_reward_specs(config: RunConfig) -> tuple[RewardSpec, ...]:
             weight=reward.weight,
             deadline_s=reward.deadline_s,
             retries=reward.retries,
+            isolation_s=reward.isolation_s,
+            label=reward.label,
             params=reward.params,
         )
         for reward in config.rewards
