@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from spotlight.config.contradictions import find_problems
 from spotlight.config.errors import ConfigError, Problem
-from spotlight.config.schema import DiffusionNFTConfig, RunConfig
+from spotlight.config.schema import RunConfig
 
 
 class _Loader(yaml.SafeLoader):
@@ -70,14 +70,11 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
 
 def build_config(tree: Mapping[str, Any], source: str) -> RunConfig:
     """Validate a nested mapping. Raises :class:`ConfigError`."""
-    algorithm = tree.get("algorithm")
-    if isinstance(algorithm, Mapping) and "name" not in algorithm:
-        # Overriding one field of the default algorithm keeps the default algorithm.
-        tree = {**tree, "algorithm": {"name": DiffusionNFTConfig().name, **algorithm}}
     try:
         # Through JSON, because strict mode then still takes lists for tuples and text for paths: `steps: "8"`
         # and `steps: yes` are errors, not 8 and 1.
-        config = RunConfig.model_validate_json(json.dumps(tree, default=str), strict=True)
+        text = json.dumps(_merge(_defaults_for(tree), tree), default=str)
+        config = RunConfig.model_validate_json(text, strict=True)
     except ValidationError as error:
         raise ConfigError(source, _explain_all(error.errors())) from None
     if problems := find_problems(config):
@@ -99,6 +96,31 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+def _defaults_for(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Every key with its default: those of ``tree``'s algorithm, when it names one.
+
+    Merging onto these, and not section by section, keeps defaults that a section has in this place only.
+    """
+    defaults = RunConfig().model_dump(mode="json")
+    chosen = tree.get("algorithm")
+    name = chosen.get("name") if isinstance(chosen, Mapping) else None
+    if isinstance(name, str) and name != defaults["algorithm"]["name"]:
+        section = _ALGORITHMS.get(name)
+        defaults["algorithm"] = section().model_dump(mode="json") if section else {}
+    return defaults
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """``over`` laid upon ``base``; sections merge, anything else replaces."""
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        if isinstance(below, Mapping) and isinstance(value, Mapping):
+            value = _merge(below, value)
+        merged[key] = value
+    return merged
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -168,7 +190,7 @@ def _explain(detail: ErrorDetails) -> Problem:
     """One pydantic error in our four parts."""
     # Discriminated unions put the chosen tag into the location: it is no key of the file.
     parts = [str(part) for part in detail["loc"]]
-    if len(parts) > 1 and parts[0] == "algorithm" and "-" in parts[1]:
+    if len(parts) > 1 and parts[0] == "algorithm" and parts[1] in _ALGORITHMS:
         del parts[1]
     key = ".".join(parts) or "CONFIG"
     if detail["type"] == "extra_forbidden":
@@ -240,3 +262,9 @@ def _sections_at(path: Sequence[str]) -> list[type[BaseModel]]:
             for section in _sections(model.model_fields[part].annotation)
         ]
     return current
+
+
+_ALGORITHMS: dict[object, type[BaseModel]] = {
+    section.model_fields["name"].default: section
+    for section in _sections(RunConfig.model_fields["algorithm"].annotation)
+}

@@ -1,0 +1,281 @@
+"""Configuration files, overrides, and errors a person can act on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, get_origin
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+
+from spotlight.config.contradictions import divisors_near
+from spotlight.config.errors import ConfigError, Problem
+from spotlight.config.load import build_config, dump_config, flatten, load_config, parse_yaml
+from spotlight.config.schema import RESUMABLE_KEYS, RunConfig, Section
+
+
+def all_sections(section: type[Section] = Section) -> list[type[Section]]:
+    return [found for child in section.__subclasses__() for found in (child, *all_sections(child))]
+
+
+def problems_of(*overrides: str) -> list[Problem]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, overrides)
+    return list(caught.value.problems)
+
+
+# -- files and round trips ---------------------------------------------------------------------------------
+
+
+def test_the_embedded_default_is_a_valid_configuration() -> None:
+    assert load_config(None) == RunConfig()
+    assert build_config({}, "nothing") == RunConfig()
+
+
+OVERRIDES = st.lists(
+    st.sampled_from(
+        [
+            "rollout.steps=8",
+            "rollout.batch_size=3",
+            "learner.ema.cap=.5",
+            "learner.lora.targets=[to_q, to_k]",
+            "rewards=[{name: shapes, weight: 2, params: {strictness: 3}}, {name: 'my.module:reward'}]",
+            "algorithm.advantage={std: group, ddof: 1}",
+            "metrics.wandb={project: lights}",
+            "cache_dir=/somewhere",
+            "model.revision='0123'",
+            "name=run-7",
+            "data.tags=[counting]",
+        ]
+    ),
+    unique=True,
+)
+
+
+@given(OVERRIDES)
+def test_a_resolved_configuration_reads_back_as_itself(overrides: list[str]) -> None:
+    config = load_config(None, overrides)
+    assert build_config(parse_yaml(dump_config(config)), "dump") == config  # type: ignore[arg-type]
+
+
+def test_a_file_and_its_overrides(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("rollout: {steps: 6}\nlearner:\n  learning_rate: 3e-4\n  ema: null\n")
+    config = load_config(path, ["rollout.steps=8", "learner.ema.cap=0.5", "rollout.steps=9"])
+    assert config.rollout.steps == 9
+    assert config.learner.learning_rate == pytest.approx(3e-4)
+    assert config.learner.ema is not None
+    assert (config.learner.ema.cap, config.learner.ema.every) == (0.5, 8)
+    assert load_config(path).learner.ema is None
+    path.write_text("# nothing but a comment\n")
+    assert load_config(path) == RunConfig()
+
+
+def test_overriding_a_field_keeps_the_other_defaults_of_that_place() -> None:
+    default = RunConfig()
+    changed = load_config(None, ["algorithm.advantage.clip=4", "rollout.sde_window.size=2"])
+    assert changed.algorithm.name == default.algorithm.name
+    expected = flatten(default.model_dump(mode="json")) | {
+        "algorithm.advantage.clip": 4.0,
+        "rollout.sde_window.size": 2,
+    }
+    assert flatten(changed.model_dump(mode="json")) == expected
+
+
+ALGORITHMS = [
+    section
+    for section in all_sections()
+    if "name" in section.model_fields and get_origin(section.model_fields["name"].annotation) is Literal
+]
+
+
+@pytest.mark.parametrize("section", ALGORITHMS, ids=lambda section: section.__name__)
+def test_every_algorithm_can_be_chosen_by_name(section: type[Section]) -> None:
+    name = section.model_fields["name"].default
+    tried = [
+        load_or_problems([f"algorithm.name={name}", f"rollout.sampler={s}"]) for s in ("ode", "flow-sde")
+    ]
+    (config,) = [found for found in tried if isinstance(found, RunConfig)]
+    assert config.algorithm == section()
+    # The tag of the union is no part of a key.
+    (problem,) = problems_of(f"algorithm={{name: {name}, advantage: {{clip: -1}}}}")
+    assert problem.key == "algorithm.advantage.clip"
+
+
+def load_or_problems(overrides: list[str]) -> RunConfig | ConfigError:
+    try:
+        return load_config(None, overrides)
+    except ConfigError as error:
+        return error
+
+
+@given(st.floats(1e-12, 1e12), st.sampled_from(["e", "E"]))
+def test_scientific_notation_is_a_number(value: float, letter: str) -> None:
+    mantissa, exponent = f"{value:.6e}".split("e")
+    text = f"{mantissa}{letter}{int(exponent)}"
+    assert parse_yaml(f"x: {text}") == {"x": float(text)}
+
+
+@pytest.mark.parametrize("text", ["3e-4", "1E5", "-2e3", "+1.5e-3", ".5e1", "1_0e2"])
+def test_yaml_1_1_would_read_these_as_text(text: str) -> None:
+    assert isinstance(parse_yaml(text), float)
+
+
+@pytest.mark.parametrize("text", ["e5", "1e", "3e-4x", "testbed", "1.2.3", "0e0e0"])
+def test_these_stay_text(text: str) -> None:
+    assert parse_yaml(text) == text
+
+
+def test_flatten_names_every_leaf() -> None:
+    flat = flatten(RunConfig().model_dump(mode="json"))
+    assert flat["rollout.sde_window.kind"] == "all"
+    assert flat["learner.betas"] == [0.9, 0.999]
+    assert not any(isinstance(value, dict) and value for value in flat.values())
+
+
+# -- the schema --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("section", all_sections(), ids=lambda section: section.__name__)
+def test_every_field_is_described_and_every_section_documented(section: type[Section]) -> None:
+    assert section.__doc__
+    for name, field in section.model_fields.items():
+        assert field.description, f"{section.__name__}.{name} has no description"
+        assert field.description.rstrip().endswith((".", ")")), f"{section.__name__}.{name}"
+
+
+def test_configurations_are_frozen() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        RunConfig().name = "other"  # type: ignore[misc]
+
+
+def test_keys_that_may_change_exist() -> None:
+    def keys(section: type[BaseModel], prefix: str = "") -> set[str]:
+        found = set()
+        for name, field in section.model_fields.items():
+            found.add(prefix + name)
+            kind = field.annotation
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                found |= keys(kind, f"{prefix}{name}.")
+        return found
+
+    assert keys(RunConfig) >= RESUMABLE_KEYS
+
+
+# -- errors: key, value, expectation, remedy ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "found", "expected", "remedy"),
+    [
+        ("rolout.steps=8", "rolout", "an unknown key", "rollout", "Did you mean 'rollout'?"),
+        ("rollout.stepz=8", "rollout.stepz", "an unknown key", "steps", "Did you mean 'steps'?"),
+        ("algorithm.advantge=1", "algorithm.advantge", "an unknown key", "advantage", "'advantage'"),
+        ("algorithm.advantage.clipp=1", "algorithm.advantage.clipp", "an unknown key", "clip", "'clip'"),
+        ("learner.ema={cap: .5, evry: 2}", "learner.ema.evry", "an unknown key", "every", "'every'"),
+        ("xyzzy=1", "xyzzy", "an unknown key", "run_seed", "Remove it"),
+        ("rewards=[{name: shapes, wieght: 2}]", "rewards.0.wieght", "an unknown key", "weight", "'weight'"),
+        ("rewards=[{weight: 2}]", "rewards.0.name", "nothing", "a value", "Add the key"),
+        ("rewards=[]", "rewards", "[]", "at least 1 item", "Change"),
+        ("rollout.sampler=flow-sd", "rollout.sampler", "'flow-sd'", "'flow-sde', 'cps'", "'flow-sde'"),
+        ("algorithm.name=flow-gpro", "algorithm.name", "'flow-gpro'", "'flow-grpo'", "'flow-grpo'"),
+        ("rollout.steps=1", "rollout.steps", "1", "greater than or equal to 2", "the default"),
+        ("rollout.steps='8'", "rollout.steps", "'8'", "a valid integer", "the default"),
+        ("rollout.steps=8.5", "rollout.steps", "8.5", "a valid integer", "the default"),
+        ("iterations=yes", "iterations", "True", "a valid integer", "the default"),
+        ("deterministic=1", "deterministic", "1", "a valid boolean", "the default, False"),
+        ("learner.learning_rate=.nan", "learner.learning_rate", "nan", "a finite number", "default"),
+        ("learner.learning_rate=.inf", "learner.learning_rate", "inf", "a finite number", "default"),
+        ("learner.learning_rate=fast", "learner.learning_rate", "'fast'", "a valid number", "default"),
+        ("learner.betas=[0.9]", "learner.betas.1", "nothing", "a value", "Add"),
+        ("name=../up", "name", "'../up'", "pattern", "the default, 'demo'"),
+        ("algorithm.name=[x]", "algorithm.name", "['x']", "'flow-grpo'", "Change"),
+        ("rollout=3", "rollout", "3", "an object", "Change"),
+    ],
+)  # fmt: skip
+def test_every_error_names_key_value_expectation_and_remedy(
+    override: str, key: str, found: str, expected: str, remedy: str
+) -> None:
+    (problem,) = problems_of(override)
+    assert problem.key == key
+    assert problem.found == found
+    assert expected in problem.expected
+    assert remedy in problem.remedy
+    assert str(problem).startswith(f"{key}: found {found}; expected ")
+
+
+def test_all_problems_are_told_at_once() -> None:
+    with pytest.raises(ConfigError, match="Cannot use the embedded default with") as caught:
+        load_config(None, ["rollout.steps=1", "learner.warmup_steps=-1", "nmae=x"])
+    assert {problem.key for problem in caught.value.problems} == {
+        "rollout.steps",
+        "learner.warmup_steps",
+        "nmae",
+    }
+    assert str(caught.value).count("\n  - ") == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("a: 1\nrollout: [", "Line 2"),
+        ("rollout: {steps: 8}\nname: x\nrollout: {width: 64}\n", "Line 3: 'rollout' stands twice."),
+        ("learner:\n  lora: {rank: 4, rank: 8}\n", "Line 2: 'rank' stands twice."),
+        ("1: 2\n", "Line 1: a key must be text: quote it."),
+        ("- a\n- b\n", "Write `key: value` lines."),
+        ("just text", "Write `key: value` lines."),
+        ("x: !!python/object:os.system {}\n", "Line 1"),
+    ],
+)
+def test_files_that_are_no_configuration(tmp_path: Path, text: str, remedy: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"run\.yaml") as caught:
+        load_config(path)
+    assert remedy in caught.value.problems[0].remedy
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file or directory"):
+        load_config(tmp_path / "absent.yaml")
+    with pytest.raises(ConfigError, match="Is a directory"):
+        load_config(tmp_path)
+    path = tmp_path / "binary.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="expected a mapping of keys"):
+        load_config(path)
+
+
+@pytest.mark.parametrize("override", ["rollout.steps", "=8", ""])
+def test_an_override_needs_key_and_value(override: str) -> None:
+    (problem,) = problems_of(override)
+    assert (problem.key, problem.found) == ("override", repr(override))
+    assert "rollout.steps=8" in problem.remedy
+
+
+def test_an_override_cannot_reach_into_a_value() -> None:
+    (problem,) = problems_of("rewards=[{name: shapes}]", "rewards.0.weight=2")
+    assert problem.key == "rewards.0.weight"
+    assert "Override it whole: rewards=..." in problem.remedy
+    (problem,) = problems_of("rollout=3", "rollout.steps=8")
+    assert problem.found == "rollout = 3"
+    (problem,) = problems_of("rollout.steps=[")
+    assert problem.key == "rollout.steps"
+
+
+# -- arithmetic --------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 500), st.integers(1, 600))
+def test_the_nearest_divisors(number: int, wanted: int) -> None:
+    nearest = [int(word) for word in divisors_near(number, wanted).split(" or ")]
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    assert set(nearest) <= set(divisors)
+    assert min(abs(d - wanted) for d in nearest) == min(abs(d - wanted) for d in divisors)
+    if number % wanted == 0:
+        assert nearest == [wanted]
+    elif len(nearest) == 2:
+        assert nearest[0] < wanted < nearest[1]
+        assert not [d for d in divisors if nearest[0] < d < nearest[1]]

@@ -1,0 +1,121 @@
+"""Settings that contradict each other, and batches that do not divide: told with values that work."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spotlight.config.contradictions import batch_problems, find_problems, kept_steps
+from spotlight.config.errors import ConfigError, Problem
+from spotlight.config.load import load_config
+from spotlight.config.schema import LearnerConfig, RolloutConfig, RunConfig
+
+BASE = (
+    "algorithm.name=diffusion-nft",
+    "rollout={sampler: ode, steps: 10, prompts_per_iteration: 12, group_size: 16}",
+    "learner={updates_per_batch: 1, micro_batch_size: 64}",
+    "evaluation.images_per_prompt=16",
+)
+"""What these tests count on, whatever the embedded default becomes."""
+GRPO = ("algorithm.name=flow-grpo", "rollout.sampler=flow-sde")
+WINDOW = (*GRPO, "rollout.sde_window.kind=random")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "remedy"),
+    [
+        (["rollout.sampler=cps"], "rollout.sampler", "set rollout.sampler=ode"),
+        (["algorithm.name=flow-grpo"], "rollout.sampler", "flow-sde, cps or dance"),
+        ([*GRPO, "rollout.noise_level=0"], "rollout.noise_level", "0.7"),
+        ([*WINDOW, "rollout.sde_window.high=10"], "rollout.sde_window.high", "last step is never stochastic"),
+        ([*WINDOW, "rollout.sde_window={size: 4, high: 3}"], "rollout.sde_window.size", "Widen [low, high)"),
+        ([*WINDOW, "rollout.sde_window={low: 3, high: 5}"], "rollout.sde_window.size", "take fewer steps"),
+        ([*GRPO, "algorithm.train_timesteps=10"], "algorithm.train_timesteps", "Lower it"),
+        ([*WINDOW, "algorithm.train_timesteps=4"], "algorithm.train_timesteps", "widen rollout.sde_window"),
+        (["learner.updates_per_batch=5"], "learner.updates_per_batch", "4 or 6"),
+        (["learner.micro_batch_size=50"], "learner.micro_batch_size", "48 or 64"),
+        (["evaluation.weights=ema"], "evaluation.weights", "learner.ema.cap"),
+        ([*GRPO, "evaluation.weights=old"], "evaluation.weights", "keeps no old policy"),
+        (["evaluation.grid_images=17"], "evaluation.grid_images", "lower it or evaluate more"),
+        (["rewards=[{name: shapes}, {name: shapes}]"], "rewards", "Add the weights"),
+        (["rewards=[{name: shapes, weight: 0}]"], "rewards", "Nothing would be learnt"),
+    ],
+)
+def test_a_contradiction_is_named_with_its_remedy(overrides: list[str], key: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*BASE, *overrides])
+    (problem,) = caught.value.problems
+    assert problem.key == key
+    assert remedy in problem.remedy
+    assert problem.found
+    assert problem.expected
+
+
+def test_what_looks_odd_but_is_fine() -> None:
+    for overrides in (
+        GRPO,
+        WINDOW,
+        [*GRPO, "algorithm.train_timesteps=9"],
+        ["learner.ema.cap=.5", "evaluation.weights=ema"],
+        ["evaluation.weights=old"],
+        ["learner.micro_batch_size=1000"],
+        ["rewards=[{name: shapes, weight: -1}, {name: ocr, weight: 0}]"],
+    ):
+        load_config(None, [*BASE, *overrides])
+
+
+def test_trainable_steps_of_a_rollout() -> None:
+    assert kept_steps(load_config(None, BASE)) == 0
+    assert kept_steps(load_config(None, [*BASE, *GRPO])) == 9
+    assert kept_steps(load_config(None, [*BASE, *WINDOW])) == 3
+
+
+def batch_config(prompts: int, group: int, updates: int, micro: int) -> RunConfig:
+    return RunConfig(
+        rollout=RolloutConfig(prompts_per_iteration=prompts, group_size=group),
+        learner=LearnerConfig(updates_per_batch=updates, micro_batch_size=micro),
+    )
+
+
+def fixes(problem: Problem, config: RunConfig, ranks: int) -> list[tuple[RunConfig, int]]:
+    """The configurations that the remedy's numbers stand for."""
+    rollout, learner = config.rollout, config.learner
+    prompts, group = rollout.prompts_per_iteration, rollout.group_size
+    updates, micro = learner.updates_per_batch, learner.micro_batch_size
+    suggested = [int(number) for number in re.findall(r"\d+", problem.remedy)]
+    match problem.key:
+        case "learner.updates_per_batch":
+            *counts, more = suggested
+            return [(batch_config(prompts, group, count, micro), ranks) for count in counts] + [
+                (batch_config(more, group, updates, micro), ranks)
+            ]
+        case "rollout.group_size":
+            *counts, size = suggested
+            return [(config, count) for count in counts] + [
+                (batch_config(prompts, size, updates, micro), ranks)
+            ]
+        case "learner.micro_batch_size":
+            return [(batch_config(prompts, group, updates, size), ranks) for size in suggested]
+    raise AssertionError(problem)
+
+
+@given(st.integers(1, 24), st.integers(2, 24), st.integers(1, 8), st.integers(1, 64), st.integers(1, 8))
+def test_batches_divide_or_the_error_says_what_does(
+    prompts: int, group: int, updates: int, micro: int, ranks: int
+) -> None:
+    config = batch_config(prompts, group, updates, micro)
+    problems = list(batch_problems(config, ranks))
+    share = prompts * group / updates / ranks
+    divides = prompts % updates == 0 and share % 1 == 0 and (share % micro == 0 or micro > share)
+    assert bool(problems) != divides
+    for problem in problems:
+        for fixed, fixed_ranks in fixes(problem, config, ranks):
+            # One problem at a time: the same key is not wrong again.
+            assert problem.key not in {p.key for p in batch_problems(fixed, fixed_ranks)}
+
+
+def test_the_default_has_no_contradictions() -> None:
+    assert find_problems(RunConfig()) == []
