@@ -191,7 +191,7 @@ def test_keys_that_may_change_exist() -> None:
         ("learner.learning_rate=fast", "learner.learning_rate", "'fast'", "a valid number", "default"),
         ("learner.betas=[0.9]", "learner.betas.1", "nothing", "a value", "Add"),
         ("name=../up", "name", "'../up'", "pattern", "the default, 'demo'"),
-        ("algorithm.name=[x]", "algorithm.name", "['x']", "'flow-grpo'", "Change"),
+        ("algorithm.name=7", "algorithm.name", "'7'", "'flow-grpo'", "Change"),
         ("rollout=3", "rollout", "3", "an object", "Change"),
     ],
 )  # fmt: skip
