@@ -24,7 +24,7 @@ $(STAMP): requirements.lock pyproject.toml $(TESSERACT)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install $(PIP_ARGS) -r requirements.lock
 	$(BIN)/pip install $(PIP_ARGS) --no-deps -e .
-	$(if $(TESSERACT),bash $(TESSERACT) || echo "Tesseract is not installed: OCR rewards will say how to add it; all else works.")
+	$(if $(TESSERACT),sh $(TESSERACT) || true)
 	@touch $@
 
 demo: env ## Train the embedded default; leaves runs/demo with pictures, curves, LoRA and summary.json
@@ -36,10 +36,11 @@ test: env ## Run the tests
 test-long: env ## Run the tests, the long tier included
 	$(BIN)/pytest -m "" $(PYTEST_ARGS)
 
-check: env ## Lint, formatting and types
+check: env ## Lint, formatting, types, and whether the reference pages are up to date
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python scripts/make_reference.py --check
 
 format: env ## Repair what ruff can
 	$(BIN)/ruff check --fix .
