@@ -3,6 +3,7 @@
     images/iteration-000040.png       the grid: each prompt with its pictures and their scores
     images/tiles/000040-003.png       one picture as it was made, with its caption and score as PNG text
     images/before-after.png           the comparison, drawn from two iterations' tiles
+    images/progress.png               the same pictures at several iterations
 
 An evaluation that a resumed run makes anew overwrites its files.
 """
@@ -138,6 +139,57 @@ def write_comparison(paths: RunPaths, *, before: int, after: int, title: str) ->
     except OSError as error:
         raise storage_error("cannot write the pictures", paths.images, error) from error
     return path
+
+
+def write_progress(paths: RunPaths, iterations: Sequence[int], *, rows: int, title: str) -> Path:
+    """Draw the first picture of up to ``rows`` prompts at several iterations, one prompt a block.
+
+    Raises:
+        StoreError: the iterations have no prompt in common, or the disk is full or not writable.
+    """
+    drawn = [_by_caption(read_tiles(paths, iteration)) for iteration in iterations]
+    common = [caption for caption in drawn[0] if all(caption in tiles for tiles in drawn)][:rows]
+    if not common:
+        raise StoreError(
+            f"{_tiles_folder(paths)}: iterations {list(iterations)} have no prompt in common; "
+            f"there are pictures of iterations {drawn_iterations(paths)}."
+        )
+    strips = [
+        Strip(
+            caption,
+            tuple(
+                (tiles[caption][0].picture, f"{iteration}:  {tiles[caption][0].score:.2f}")
+                for iteration, tiles in zip(iterations, drawn, strict=True)
+            ),
+        )
+        for caption in common
+    ]
+    path = paths.images / "progress.png"
+    try:
+        write_atomically(path, draw_strips(title, strips))
+    except OSError as error:
+        raise storage_error("cannot write the pictures", paths.images, error) from error
+    return path
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """Pictures side by side under one caption, each with a label below it."""
+
+    caption: str
+    pictures: tuple[tuple[NDArray[np.uint8], str], ...]
+
+
+def draw_strips(title: str, strips: Sequence[Strip]) -> bytes:
+    """A page of strips, as a PNG file's bytes."""
+    blocks = [
+        _Block(
+            strip.caption,
+            tuple(_Cell(_shown(picture), label, _FAINT) for picture, label in strip.pictures),
+        )
+        for strip in strips
+    ]
+    return _png(_page(title, blocks))
 
 
 def _by_caption(tiles: Sequence[Tile]) -> dict[str, list[Tile]]:

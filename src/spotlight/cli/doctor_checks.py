@@ -1,0 +1,187 @@
+"""What ``spotlight doctor`` looks at. Every check says what it found; none raises."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from spotlight.cli.doctor import Finding, Verdict
+from spotlight.report.wording import size
+
+_DISTRIBUTION = "spotlight-rl"
+_DISK_MIN_BYTES = 2**30
+_MEMORY_MIN_BYTES = 4 * 2**30
+_HUB_TIMEOUT_S = 3.0
+
+
+def python() -> Iterator[Finding]:
+    """The interpreter."""
+    # Older ones than 3.11 do not come this far: pip refuses them.
+    yield Finding(Verdict.OK, "Python", f"{sys.version.split()[0]} at {sys.executable}")
+
+
+def packages() -> Iterator[Finding]:
+    """Every requirement of the distribution against what is installed; the main two are always shown."""
+    from packaging.requirements import Requirement
+
+    try:
+        wanted = [Requirement(text) for text in metadata.requires(_DISTRIBUTION) or ()]
+    except metadata.PackageNotFoundError:
+        yield Finding(
+            Verdict.FAIL,
+            _DISTRIBUTION,
+            "not installed as a distribution",
+            "pip install -e . (in the checkout)",
+        )
+        return
+    for requirement in wanted:
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        name, needs = requirement.name, f"needs {requirement.specifier}"
+        try:
+            installed = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            yield Finding(Verdict.FAIL, name, f"missing, {needs}", f"pip install '{requirement}'")
+            continue
+        if not requirement.specifier.contains(installed, prereleases=True):
+            yield Finding(Verdict.FAIL, name, f"{installed}, {needs}", f"pip install '{requirement}'")
+        elif name in {"torch", "diffusers"}:
+            yield Finding(Verdict.OK, name, f"{installed} ({needs})")
+
+
+def device() -> Iterator[Finding]:
+    """CUDA devices, or that there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        hint = "Fine for the embedded default. Larger models need a GPU, its driver, and torch built for it."
+        yield Finding(Verdict.WARN, "device", "CPU only: torch sees no CUDA device", hint)
+        return
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        found = f"{torch.cuda.get_device_name(index)}, {size(free)} of {size(total)} free"
+        if free < total / 2:
+            yield Finding(Verdict.WARN, f"cuda:{index}", found, "Other processes hold more than half of it.")
+        else:
+            yield Finding(Verdict.OK, f"cuda:{index}", found)
+
+
+def cpu() -> Iterator[Finding]:
+    """Threads and memory of this machine."""
+    import torch
+
+    usable, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    found = f"{threads} torch threads, {usable} usable cores"
+    if threads > usable:
+        yield Finding(
+            Verdict.WARN, "CPU", found, f"More threads than cores is slow: OMP_NUM_THREADS={usable}"
+        )
+    else:
+        yield Finding(Verdict.OK, "CPU", found)
+    available = _available_bytes()
+    if available < _MEMORY_MIN_BYTES:
+        remedy = f"The embedded default wants {size(_MEMORY_MIN_BYTES)}: close other programs."
+        yield Finding(Verdict.WARN, "memory", f"{size(available)} available", remedy)
+    else:
+        yield Finding(Verdict.OK, "memory", f"{size(available)} available")
+
+
+def disk(runs_dir: Path) -> Iterator[Finding]:
+    """Room, and the right to write where runs go."""
+    from spotlight.store.errors import free_bytes
+
+    parent = runs_dir.absolute()
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir():
+        yield Finding(Verdict.FAIL, "runs", f"{parent} is a file", "Choose another runs_dir.")
+        return
+    try:
+        with tempfile.TemporaryFile(dir=parent):
+            yield Finding(Verdict.OK, "runs", f"{runs_dir} can be written")
+    except OSError as error:
+        remedy = "Make it writable for this user, or choose another runs_dir."
+        yield Finding(Verdict.FAIL, "runs", f"{parent} cannot be written ({error.strerror})", remedy)
+    free = free_bytes(parent)
+    if free < _DISK_MIN_BYTES:
+        yield Finding(
+            Verdict.WARN, "disk", f"{size(free)} free", "`spotlight train --dry-run` says what is needed."
+        )
+    else:
+        yield Finding(Verdict.OK, "disk", f"{size(free)} free")
+
+
+def pipeline() -> Iterator[Finding]:
+    """The embedded default's files."""
+    from spotlight.models.errors import ModelError
+    from spotlight.models.layouts import LAYOUTS
+    from spotlight.models.pipeline_files import locate
+    from spotlight.testbed import PIPELINE_DIR, TEST_PROMPTS, TRAIN_PROMPTS
+
+    layout = LAYOUTS["qwen_image"]
+    remedy = "Install Spotlight again: files of the package are missing."
+    missing = [path for path in (TRAIN_PROMPTS, TEST_PROMPTS) if not path.is_file()]
+    try:
+        locate(
+            PIPELINE_DIR, revision=None, pipeline_class=layout.pipeline_class, components=layout.components
+        )
+    except ModelError as error:
+        yield Finding(Verdict.FAIL, "embedded model", str(error), remedy)
+        return
+    if missing:
+        yield Finding(Verdict.FAIL, "embedded model", f"{missing[0]} is missing", remedy)
+    else:
+        yield Finding(Verdict.OK, "embedded model", str(PIPELINE_DIR))
+
+
+def tesseract() -> Iterator[Finding]:
+    """What the OCR reward runs on."""
+    import numpy as np
+
+    from spotlight.rewards.base import RewardSetupError
+    from spotlight.rewards.ocr import readings
+
+    try:
+        next(readings(np.full((32, 64, 3), 255, np.uint8)))
+    except RewardSetupError as error:
+        found, _, remedy = str(error).partition(" Install")
+        yield Finding(Verdict.WARN, "Tesseract", found, f"Only the ocr reward needs it. Install{remedy}")
+    else:
+        yield Finding(Verdict.OK, "Tesseract", "reads pictures (ocr reward)")
+
+
+def hub() -> Iterator[Finding]:
+    """Whether models can be fetched by their hub id."""
+    import urllib.error
+    import urllib.request
+
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        hint = "HF_HUB_OFFLINE is set: only models in the local cache and directories work."
+        yield Finding(Verdict.WARN, "model hub", "offline by choice", hint)
+        return
+    request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
+    try:
+        with urllib.request.urlopen(request, timeout=_HUB_TIMEOUT_S):
+            yield Finding(Verdict.OK, "model hub", f"{constants.ENDPOINT} answers")
+    except urllib.error.HTTPError as error:
+        yield Finding(Verdict.OK, "model hub", f"{constants.ENDPOINT} answers ({error.code})")
+    except OSError as error:
+        hint = "Fine for the embedded default; otherwise give the directory of a downloaded pipeline."
+        yield Finding(Verdict.WARN, "model hub", f"{constants.ENDPOINT} cannot be reached ({error})", hint)
+
+
+def _available_bytes() -> float:
+    """Memory that can be taken without swapping, within the limit of a container."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    available = float(fields["MemAvailable"].split()[0]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    try:
+        return min(available, float(limit.read_text()) - float(used.read_text()))
+    except (OSError, ValueError):  # no limit reads "max"
+        return available

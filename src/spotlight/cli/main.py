@@ -1,0 +1,44 @@
+"""The command ``spotlight``. Starts light: a command imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import typer
+
+from spotlight.cli.audit import audit
+from spotlight.cli.card import card
+from spotlight.cli.config import config
+from spotlight.cli.doctor import doctor
+from spotlight.cli.evaluate import evaluate
+from spotlight.cli.export import export
+from spotlight.cli.generate import generate
+from spotlight.cli.rewards import rewards
+from spotlight.cli.runs import runs
+from spotlight.cli.train import train
+from spotlight.cli.version import version
+
+app = typer.Typer(
+    name="spotlight",
+    help="Reinforcement-learning post-training of Diffusion Transformers on cheap, preemptible GPUs.",
+    epilog="Start with: spotlight train (the embedded default: a tiny Qwen-Image, minutes on a laptop).",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+for name, command, panel in (
+    ("train", train, "Run"),
+    ("runs", runs, "Run"),
+    ("audit", audit, "Run"),
+    ("eval", evaluate, "Use"),
+    ("generate", generate, "Use"),
+    ("export", export, "Use"),
+    ("card", card, "Use"),
+    ("config", config, "Look up"),
+    ("rewards", rewards, "Look up"),
+    ("doctor", doctor, "Look up"),
+    ("version", version, "Look up"),
+):
+    app.command(
+        name, rich_help_panel=panel, no_args_is_help=name in {"eval", "generate", "export", "card", "audit"}
+    )(command)

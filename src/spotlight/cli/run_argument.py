@@ -1,0 +1,30 @@
+"""The argument RUN of most commands: a run directory, or the name of one under ``runs/``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spotlight.cli.errors import failure
+
+RUNS = Path("runs")
+
+
+def find_run(text: str) -> Path:
+    """The run directory that ``text`` names; exits, telling which there are, when it names none."""
+    from spotlight.store.run_directory import RunPaths
+
+    for path in (Path(text), RUNS / text):
+        if RunPaths(path).config.is_file():
+            return path
+    there = sorted(path.parent.name for path in RUNS.glob("*/config.yaml"))
+    hint = f"Runs in {RUNS}/: {', '.join(there)}." if there else f"There are no runs in {RUNS}/ yet."
+    raise failure(f"RUN: {text!r} is no run directory (one with config.yaml and ledger.sqlite). {hint}")
+
+
+RunArgument = Annotated[
+    str,
+    typer.Argument(metavar="RUN", help="A run directory, or the name of one in runs/.", show_default=False),
+]

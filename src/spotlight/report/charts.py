@@ -1,0 +1,204 @@
+"""Line charts as SVG text, with bands for standard errors: no plotting library, and one look everywhere.
+
+Pure: numbers in, text out. The same input gives the same bytes. Values that are not finite leave a gap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from xml.sax.saxutils import escape
+
+COLOURS = ("#2563c9", "#d9622b", "#1a7f4b", "#8a4fbf", "#b3382c", "#5b6470")
+_PAPER, _INK, _FAINT, _GRID = "#fbfaf7", "#22252a", "#6b7078", "#e4e1d9"
+_WIDTH, _HEIGHT = 680, 340
+_LEFT, _RIGHT, _TOP, _BOTTOM = 74, 20, 68, 50
+_FONT = "font-family='ui-sans-serif, system-ui, Helvetica, Arial, sans-serif'"
+_POINTS_MAX = 40  # more points than this are a line without marks
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One curve.
+
+    Attributes:
+        x: rising.
+        y: as many values.
+        stderr: half widths of the band around the curve, as many values; None draws no band.
+    """
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    stderr: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.x), len(self.y), *([len(self.stderr)] if self.stderr is not None else [])}
+        if len(lengths) != 1:
+            raise ValueError(f"curve {self.name!r} has x, y and stderr of the lengths {sorted(lengths)}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """From data to pixels."""
+
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+
+    def at(self, x: float, y: float) -> str:
+        return f"{self.across(x):.1f},{self.down(y):.1f}"
+
+    def across(self, x: float) -> float:
+        return _LEFT + (x - self.x[0]) / (self.x[-1] - self.x[0]) * (_WIDTH - _LEFT - _RIGHT)
+
+    def down(self, y: float) -> float:
+        return _HEIGHT - _BOTTOM - (y - self.y[0]) / (self.y[-1] - self.y[0]) * (_HEIGHT - _TOP - _BOTTOM)
+
+
+def line_chart(series: Sequence[Series], *, title: str, x_label: str, y_label: str) -> str:
+    """Draw curves into one frame.
+
+    Returns:
+        an SVG document, 680 x 340, on a ground of its own (legible on light and dark pages).
+
+    Raises:
+        ValueError: not one finite value.
+    """
+    points = [
+        (x, y, error if math.isfinite(error) else 0.0)
+        for one in series
+        for x, y, error in _points(one)
+        if math.isfinite(y)
+    ]
+    if not points:
+        raise ValueError(f"chart {title!r}: there is no finite value to draw")
+    frame = _Frame(
+        x=ticks(min(x for x, _, _ in points), max(x for x, _, _ in points), whole=True),
+        y=ticks(min(y - e for _, y, e in points), max(y + e for _, y, e in points)),
+    )
+    body = [
+        *_axes(frame, title, x_label, y_label),
+        *(part for one, colour in _coloured(series) for part in _band(frame, one, colour)),
+        *(part for one, colour in _coloured(series) for part in _curve(frame, one, colour)),
+        *_legend(series),
+    ]
+    label = escape(title, {"'": "&#39;"})
+    return (
+        f"<svg xmlns='http://www.w3.org/2000/svg' width='{_WIDTH}' height='{_HEIGHT}' "
+        f"viewBox='0 0 {_WIDTH} {_HEIGHT}' role='img' aria-label='{label}' {_FONT}>\n"
+        f"<rect width='{_WIDTH}' height='{_HEIGHT}' rx='6' fill='{_PAPER}'/>\n"
+        + "\n".join(body)
+        + "\n</svg>\n"
+    )
+
+
+def ticks(low: float, high: float, *, whole: bool = False, about: int = 5) -> tuple[float, ...]:
+    """Round numbers from at most ``low`` to at least ``high``, about ``about`` steps; always two or more.
+
+    Args:
+        whole: steps are whole numbers (iterations).
+    """
+    if high - low < 1e-12 * max(abs(low), abs(high), 1e-300):
+        pad = abs(low) * 0.1 or 1.0
+        low, high = (low, low + 1) if whole else (low - pad, high + pad)
+    rough = (high - low) / about
+    magnitude = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * magnitude for factor in (1, 2, 2.5, 5, 10) if factor * magnitude >= rough * 0.999)
+    if whole:
+        step = max(1.0, round(step))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return tuple(index * step for index in range(first, last + 1))
+
+
+def _points(one: Series) -> Iterator[tuple[float, float, float]]:
+    yield from zip(one.x, one.y, one.stderr if one.stderr is not None else [0.0] * len(one.x), strict=True)
+
+
+def _coloured(series: Sequence[Series]) -> Iterator[tuple[Series, str]]:
+    for index, one in enumerate(series):
+        yield one, COLOURS[index % len(COLOURS)]
+
+
+def _stretches(one: Series) -> Iterator[list[tuple[float, float, float]]]:
+    """The curve between its gaps."""
+    for finite, stretch in groupby(_points(one), key=lambda point: math.isfinite(point[1])):
+        if finite:
+            yield list(stretch)
+
+
+def _band(frame: _Frame, one: Series, colour: str) -> Iterator[str]:
+    if one.stderr is None:
+        return
+    for stretch in _stretches(one):
+        banded = [(x, y, error) for x, y, error in stretch if math.isfinite(error)]
+        if len(banded) > 1:
+            upper = [frame.at(x, y + error) for x, y, error in banded]
+            lower = [frame.at(x, y - error) for x, y, error in reversed(banded)]
+            yield f"<polygon points='{' '.join(upper + lower)}' fill='{colour}' fill-opacity='0.16'/>"
+
+
+def _curve(frame: _Frame, one: Series, colour: str) -> Iterator[str]:
+    for stretch in _stretches(one):
+        line = " ".join(frame.at(x, y) for x, y, _ in stretch)
+        yield (
+            f"<polyline points='{line}' fill='none' stroke='{colour}' stroke-width='2' "
+            "stroke-linejoin='round' stroke-linecap='round'/>"
+        )
+        if len(one.x) <= _POINTS_MAX:
+            for x, y, _ in stretch:
+                yield (
+                    f"<circle cx='{frame.across(x):.1f}' cy='{frame.down(y):.1f}' r='3.2' fill='{colour}' "
+                    f"stroke='{_PAPER}' stroke-width='1.2'>"
+                    f"<title>{escape(one.name)}: {y:.4g} at {x:g}</title></circle>"
+                )
+
+
+def _axes(frame: _Frame, title: str, x_label: str, y_label: str) -> Iterator[str]:
+    yield _text(_LEFT, 26, title, size=15, colour=_INK, weight="600")
+    for tick in frame.y:
+        down = frame.down(tick)
+        yield f"<line x1='{_LEFT}' x2='{_WIDTH - _RIGHT}' y1='{down:.1f}' y2='{down:.1f}' stroke='{_GRID}'/>"
+        yield _text(_LEFT - 8, down + 4, _number(tick, frame.y), anchor="end")
+    for tick in frame.x:
+        yield _text(frame.across(tick), _HEIGHT - _BOTTOM + 18, _number(tick, frame.x), anchor="middle")
+    middle = (_TOP + _HEIGHT - _BOTTOM) / 2
+    yield _text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 12, x_label, anchor="middle")
+    yield _text(0, 0, y_label, anchor="middle", extra=f" transform='translate(16 {middle:.1f}) rotate(-90)'")
+
+
+def _legend(series: Sequence[Series]) -> Iterator[str]:
+    left = float(_LEFT)
+    for one, colour in _coloured(series):
+        yield f"<rect x='{left:.0f}' y='40' width='14' height='4' rx='2' fill='{colour}'/>"
+        yield _text(left + 20, 46, one.name)
+        left += 20 + 6.7 * len(one.name) + 22
+
+
+def _text(
+    x: float,
+    y: float,
+    text: str,
+    *,
+    size: int = 12,
+    colour: str = _FAINT,
+    anchor: str = "start",
+    weight: str = "400",
+    extra: str = "",
+) -> str:
+    place = "" if extra else f" x='{x:.1f}' y='{y:.1f}'"
+    look = f"font-size='{size}' fill='{colour}' text-anchor='{anchor}' font-weight='{weight}'"
+    return f"<text{place} {look}{extra}>{escape(text)}</text>"
+
+
+def _number(value: float, among: Sequence[float]) -> str:
+    """A tick's label, with as many places as tell it from its neighbours."""
+    step = among[1] - among[0]
+    if max(abs(among[0]), abs(among[-1])) >= 1e5 or step < 1e-4:
+        return f"{value:.3g}"
+    return f"{value:.{max(0, -math.floor(math.log10(step) + 1e-9)) + (1 if _is_quarter(step) else 0)}f}"
+
+
+def _is_quarter(step: float) -> bool:
+    return round(step / 10.0 ** math.floor(math.log10(step) + 1e-9), 6) == 2.5

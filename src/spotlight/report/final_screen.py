@@ -1,0 +1,163 @@
+"""What a finished run shows: what it learnt, what it cost, where everything lies, and how to use it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from spotlight.core.types import Purpose
+from spotlight.report.loading import loading_snippet
+from spotlight.report.record import Change, RunRecord
+from spotlight.report.wording import count, duration, money, plural, score
+
+_BAR_WIDTH = 24
+_CURVE_ROWS_MAX = 12
+
+
+def print_final_screen(console: Console, run: RunRecord, card: Path | None) -> None:
+    """Print the closing screen.
+
+    Args:
+        card: the model card, if it was written.
+    """
+    head = (
+        f"{run.config.name}: {plural(run.history.iterations, 'iteration')}, "
+        f"{count(run.history.counts.trained)} samples trained, "
+        f"{duration(run.wall_s)}, {money(run.history.cost_usd)}"
+    )
+    console.print(Panel(Text(head, style="bold"), expand=False))
+    parts: list[RenderableType] = []
+    if run.validations:
+        parts += [validation_table(run), Text(), curve_table(run), Text()]
+    parts += [spent_table(run), Text(), Padding(_samples(run), (0, 0, 0, 1)), Text()]
+    for part in parts:
+        console.print(part)
+    for name, path in _places(run, card):
+        # Soft wrap: a path or a line of Python that the terminal is too narrow for can still be copied whole.
+        console.print(Text.assemble((f" {name:<15}", "bold"), str(path)), soft_wrap=True)
+    if run.weights is not None:
+        console.print(Text("\n Load it in plain diffusers:\n", style="bold"))
+        snippet = loading_snippet(run.config, run.weights.resolve())
+        console.print(Text(snippet + "\n", style="cyan"), soft_wrap=True)
+
+
+def validation_table(run: RunRecord) -> Table:
+    """Before and after, with standard errors and the margin in units of the evaluation's own noise."""
+    images = run.config.evaluation.images_per_prompt
+    table = Table(
+        title=f"Validation on held-out prompts ({images} pictures a prompt, the same seeds each time)",
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        pad_edge=True,
+    )
+    for name in ("", "before", "after", "margin", ""):
+        table.add_column(name, justify="right" if name else "left")
+    for curve in run.curves:
+        change = run.change(curve)
+        style = "green" if change.margin_in_noise > 2 else "red" if change.margin_in_noise < -2 else ""
+        table.add_row(
+            curve,
+            score(change.before.mean, change.before.stderr),
+            score(change.after.mean, change.after.stderr),
+            Text(f"{change.margin:+.3f}", style=style),
+            in_noise(change),
+        )
+    return table
+
+
+def in_noise(change: Change) -> str:
+    """The margin in words, in units of the evaluation's noise."""
+    if not math.isfinite(change.margin_in_noise):
+        return "the noise of the evaluation is unknown"
+    return f"= {change.margin_in_noise:.1f} standard errors of the difference ({change.noise:.3f})"
+
+
+def curve_table(run: RunRecord) -> Table:
+    """The validation curve, a row an evaluation (every second, third, ... when there are many)."""
+    table = Table(box=None, pad_edge=True)
+    for name in ("iteration", "samples", "time", *run.curves):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    judged = run.curves[0]
+    rows = run.validations
+    every = -(-len(rows) // _CURVE_ROWS_MAX)
+    shown = [row for index, row in enumerate(rows) if index % every == 0 or index == len(rows) - 1]
+    values = [row.scores[judged].mean for row in shown]
+    low, high = min(values), max(values)
+    for row in shown:
+        filled = (row.scores[judged].mean - low) / (high - low) if high > low else 1.0
+        table.add_row(
+            str(row.iteration),
+            count(row.samples_trained),
+            duration(row.wall_s),
+            *(score(row.scores[curve].mean, row.scores[curve].stderr) for curve in run.curves),
+            Text("▇" * max(1, round(filled * _BAR_WIDTH)), style="blue"),
+        )
+    return table
+
+
+def spent_table(run: RunRecord) -> Table:
+    """Seconds by phase, and their price."""
+    spent = {phase: seconds for phase, seconds in run.seconds_by_phase.items() if seconds >= 0.05}
+    total = sum(run.seconds_by_phase.values()) or 1.0
+    table = Table(
+        title=f"Worker seconds: {total:,.1f} at {money(run.config.fleet.price_usd_h)} an hour = "
+        f"{money(run.history.cost_usd)}",
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        pad_edge=True,
+        show_header=False,
+    )
+    table.add_column(justify="left")
+    table.add_column(justify="right")
+    table.add_column(justify="right")
+    table.add_column()
+    for phase, seconds in sorted(spent.items(), key=lambda item: -item[1]):
+        share = seconds / total
+        bar = Text("▇" * round(share * _BAR_WIDTH), style="blue")
+        table.add_row(phase.value, f"{seconds:,.1f} s", f"{share:.0%}", bar)
+    return table
+
+
+def _samples(run: RunRecord) -> Text:
+    counts = run.history.counts
+    issued = counts.issued[Purpose.TRAIN]
+    parts = [f"{count(counts.trained)} trained"]
+    parts += [f"{count(number)} dropped ({reason.value})" for reason, number in counts.train_dropped.items()]
+    if counts.in_flight[Purpose.TRAIN]:
+        parts.append(f"{count(counts.in_flight[Purpose.TRAIN])} in flight")
+    text = Text.assemble(("Samples ", "bold"), f"{count(issued)} issued = {' + '.join(parts)}")
+    if run.history.resumes:
+        text.append(f"\n{survived(run)}")
+    return text
+
+
+def survived(run: RunRecord) -> str:
+    """Attempts, and what the interruptions cost."""
+    history = run.history
+    return (
+        f"Survived {plural(history.resumes, 'interruption')}: {plural(len(history.attempts), 'attempt')}, "
+        f"{plural(history.undone, 'ledger record')} done again, {history.lost_s:,.1f} s of work lost"
+    )
+
+
+def _places(run: RunRecord, card: Path | None) -> Iterator[tuple[str, Path]]:
+    before_after = run.paths.images / "before-after.png"
+    places = (
+        ("before / after", before_after if before_after.is_file() else None),
+        ("LoRA" if run.config.learner.mode == "lora" else "weights", run.weights),
+        ("model card", card),
+        ("run", run.paths.path),
+    )
+    for name, path in places:
+        if path is not None:
+            yield name, path

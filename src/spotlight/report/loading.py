@@ -1,0 +1,52 @@
+"""The lines that load a run's weights in plain diffusers: valid Python with the real paths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from spotlight.config.schema import RunConfig
+from spotlight.testbed import PIPELINE_DIR
+
+_PIPELINES = {"qwen-image": "QwenImagePipeline"}
+_EXAMPLE_PROMPT = "two red circles"
+
+
+def base_model(config: RunConfig) -> str:
+    """Directory or hub id of the pipeline that was trained."""
+    return str(PIPELINE_DIR) if config.model.path == "testbed" else config.model.path
+
+
+def loading_snippet(
+    config: RunConfig, weights: Path, *, prompt: str = _EXAMPLE_PROMPT, merged: bool | None = None
+) -> str:
+    """Python that makes a picture with the trained weights, without Spotlight: four lines for a LoRA.
+
+    Args:
+        weights: the LoRA's file or folder, or the merged pipeline's folder of a full fine-tune.
+        merged: whether ``weights`` is a whole pipeline; default: for a full fine-tune.
+    """
+    lora = config.learner.mode == "lora" if merged is None else not merged
+    pipeline = _PIPELINES[config.model.family]
+    source = base_model(config) if lora else str(weights)
+    loaded = [repr(source)]
+    if config.model.revision is not None and lora:
+        loaded.append(f"revision={config.model.revision!r}")
+    imports = [f"from diffusers import {pipeline}"]
+    if config.model.dtype == "bfloat16":
+        imports.insert(0, "import torch")
+        loaded.append("torch_dtype=torch.bfloat16")
+    lines = [*imports, f"pipe = {pipeline}.from_pretrained({', '.join(loaded)})"]
+    if lora:
+        lines.append(f"pipe.load_lora_weights({str(weights)!r})")
+    rollout = config.rollout
+    call = [
+        repr(prompt),
+        f"height={rollout.height}",
+        f"width={rollout.width}",
+        f"num_inference_steps={config.evaluation.steps}",
+        f"true_cfg_scale={rollout.true_cfg_scale}",
+    ]
+    if rollout.true_cfg_scale > 1:
+        call.append(f"negative_prompt={rollout.negative_prompt!r}")
+    lines.append(f"pipe({', '.join(call)}).images[0].save('picture.png')")
+    return "\n".join(lines)

@@ -1,0 +1,225 @@
+"""The model card of a run: a folder with ``README.md``, pictures and curves, ready for a model hub.
+
+    card/README.md            front matter, scores, gallery, curves, use, configuration, cost
+    card/before-after.png     the same held-out prompts and seeds before and after training
+    card/progress.png         the same pictures at several iterations
+    card/validation.svg       curves with standard errors; reward.svg, loss.svg
+
+Writing it again replaces it. It names no licence: that is the owner's to choose.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from spotlight.config.load import dump_config
+from spotlight.core.types import Purpose
+from spotlight.report.charts import Series, line_chart
+from spotlight.report.final_screen import in_noise, survived
+from spotlight.report.loading import base_model, loading_snippet
+from spotlight.report.record import RunRecord
+from spotlight.report.wording import count, duration, money, plural, score
+from spotlight.store.errors import storage_error
+from spotlight.store.files import write_atomically
+from spotlight.store.images import drawn_iterations, write_comparison, write_progress
+
+CARD_FOLDER = "card"
+_PROGRESS_COLUMNS, _PROGRESS_ROWS = 6, 6
+_CHARTS = (
+    ("reward", "rollout/reward", "Reward of the training samples", "mean reward"),
+    ("loss", "train/loss", "Loss", "loss"),
+    ("grad-norm", "train/grad_norm", "Gradient norm before clipping", "norm"),
+)
+
+
+def write_card(run: RunRecord) -> Path:
+    """Write the card of a run that was validated at least once; returns the README's path.
+
+    Raises:
+        StoreError: the folder cannot be written.
+    """
+    folder = run.paths.path / CARD_FOLDER
+    try:
+        folder.mkdir(exist_ok=True)
+        pictures = [_copied(path, folder) for path in _pictures(run)]
+        charts = [_drawn(folder / f"{name}.svg", svg) for name, svg in _charts(run)]
+        readme = folder / "README.md"
+        write_atomically(readme, card_text(run, pictures, charts).encode())
+    except OSError as error:
+        raise storage_error("cannot write the model card", folder, error) from error
+    return readme
+
+
+def card_text(run: RunRecord, pictures: list[str], charts: list[str]) -> str:
+    """The card's Markdown.
+
+    Args:
+        pictures: file names of the gallery, in the card's folder.
+        charts: file names of the curves.
+    """
+    sections = [
+        f"---\n{yaml.safe_dump(_front_matter(run), sort_keys=False)}---",
+        f"# {run.config.name}",
+        _introduction(run),
+    ]
+    if run.validations:
+        sections += ["## Scores", _scores(run)]
+    if pictures:
+        sections += ["## Gallery", *(f"![{_alt(name)}]({name})" for name in pictures)]
+    if run.weights is not None:
+        snippet = loading_snippet(run.config, run.weights.resolve())
+        where = "the LoRA" if run.config.learner.mode == "lora" else "the model"
+        hint = f"Once {where} is on a hub, its id takes the place of the path."
+        sections += ["## Use", f"```python\n{snippet}\n```\n\n{hint}"]
+    if charts:
+        sections += ["## Curves", *(f"![{_alt(name)}]({name})" for name in charts)]
+    sections += ["## What it cost and survived", _cost(run)]
+    sections += [
+        "## Configuration",
+        "<details><summary>The resolved configuration</summary>\n\n"
+        f"```yaml\n{dump_config(run.config).rstrip()}\n```\n\n</details>",
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def _front_matter(run: RunRecord) -> dict[str, object]:
+    config = run.config
+    lora = config.learner.mode == "lora"
+    matter: dict[str, object] = {
+        "library_name": "diffusers",
+        "pipeline_tag": "text-to-image",
+        "tags": [
+            "text-to-image",
+            "diffusers",
+            *(["lora"] if lora else []),
+            "reinforcement-learning",
+            config.algorithm.name,
+            config.model.family,
+            "spotlight",
+        ],
+    }
+    if config.model.path != "testbed" and not Path(config.model.path).expanduser().exists():
+        # The hub understands ids only; a directory of this machine would be a dead link there.
+        matter |= {"base_model": config.model.path, "base_model_relation": "adapter" if lora else "finetune"}
+    return matter
+
+
+def _introduction(run: RunRecord) -> str:
+    config = run.config
+    what = (
+        f"A LoRA (rank {config.learner.lora.rank}, alpha {config.learner.lora.alpha:g})"
+        if config.learner.mode == "lora"
+        else "A full fine-tune"
+    )
+    base = (
+        "the tiny Qwen-Image pipeline that ships with Spotlight"
+        if config.model.path == "testbed"
+        else (f"`{base_model(config)}`")
+    )
+    rewards = ", ".join(
+        f"`{reward.name}`" + (f" x {reward.weight:g}" if reward.weight != 1 else "")
+        for reward in config.rewards
+    )
+    return (
+        f"{what} of {base}, post-trained by reinforcement learning with {config.algorithm.name} "
+        f"to maximise {rewards}: {plural(run.history.iterations, 'iteration')} of "
+        f"{config.rollout.prompts_per_iteration} prompts x {config.rollout.group_size} pictures "
+        f"({config.rollout.width} x {config.rollout.height} pixels, {config.rollout.steps} denoising steps), "
+        f"run seed {config.run_seed}."
+    )
+
+
+def _scores(run: RunRecord) -> str:
+    lines = ["| held-out prompts | before | after | margin |", "|---|---|---|---|"]
+    names = [*run.curves, *sorted(name for name in run.validations[-1].scores if name.startswith("tag/"))]
+    for name in names:
+        if name not in run.validations[0].scores:
+            continue
+        change = run.change(name)
+        before, after = change.before, change.after
+        lines.append(
+            f"| {name.removeprefix('tag/')} | {score(before.mean, before.stderr)} "
+            f"| {score(after.mean, after.stderr)} | {change.margin:+.3f} {in_noise(change)} |"
+        )
+    note = (
+        f"Means over {run.config.evaluation.images_per_prompt} pictures a prompt, the same prompts and seeds "
+        f"before and after, {run.config.evaluation.steps} ODE steps; ± is one standard error."
+    )
+    return "\n".join(lines) + f"\n\n{note}"
+
+
+def _cost(run: RunRecord) -> str:
+    history, counts = run.history, run.history.counts
+    dropped = "".join(
+        f", {count(number)} dropped ({reason.value})" for reason, number in counts.train_dropped.items()
+    )
+    lines = [
+        f"- {duration(run.wall_s)} of work, {money(history.cost_usd)} at "
+        f"{money(run.config.fleet.price_usd_h)} per worker and hour.",
+        f"- {count(counts.issued[Purpose.TRAIN])} training samples issued: {count(counts.trained)} "
+        f"trained{dropped}; "
+        f"{count(counts.optimizer_steps)} optimizer steps.",
+        f"- {survived(run)}." if history.resumes else "- One attempt, no interruption.",
+    ]
+    spent = sorted(run.seconds_by_phase.items(), key=lambda item: -item[1])
+    table = ["| phase | worker seconds |", "|---|---|"]
+    table += [f"| {phase.value} | {seconds:,.1f} |" for phase, seconds in spent if seconds >= 0.05]
+    return "\n".join(lines) + "\n\n" + "\n".join(table)
+
+
+def _pictures(run: RunRecord) -> Iterator[Path]:
+    drawn = drawn_iterations(run.paths)
+    if len(drawn) > 1:
+        title = f"{run.config.name}: before and after {plural(drawn[-1], 'iteration')}"
+        yield write_comparison(run.paths, before=drawn[0], after=drawn[-1], title=title)
+        count_shown = min(len(drawn), _PROGRESS_COLUMNS)
+        spaced = [drawn[index * (len(drawn) - 1) // (count_shown - 1)] for index in range(count_shown)]
+        title = f"{run.config.name}: the same seeds over the iterations, with their scores"
+        yield write_progress(run.paths, spaced, rows=_PROGRESS_ROWS, title=title)
+
+
+def _charts(run: RunRecord) -> Iterator[tuple[str, str]]:
+    if run.validations:
+        iterations = [row.iteration for row in run.validations]
+        curves = [
+            Series(
+                name,
+                iterations,
+                [row.scores[name].mean for row in run.validations],
+                [row.scores[name].stderr for row in run.validations],
+            )
+            for name in run.curves
+        ]
+        yield (
+            "validation",
+            line_chart(
+                curves,
+                title="Validation on held-out prompts (band: one standard error)",
+                x_label="iterations trained",
+                y_label="mean score",
+            ),
+        )
+    for name, key, title, label in _CHARTS:
+        rows = [row for row in run.rows if key in row.values]
+        values = [row.values[key] for row in rows]
+        if any(value == value for value in values):  # not all NaN
+            series = Series(key, [row.iteration for row in rows], values)
+            yield name, line_chart([series], title=title, x_label="iteration", y_label=label)
+
+
+def _copied(path: Path, folder: Path) -> str:
+    shutil.copyfile(path, folder / path.name)
+    return path.name
+
+
+def _drawn(path: Path, svg: str) -> str:
+    write_atomically(path, svg.encode())
+    return path.name
+
+
+def _alt(file_name: str) -> str:
+    return Path(file_name).stem.replace("-", " ")

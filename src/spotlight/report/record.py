@@ -1,0 +1,141 @@
+"""A run as the reports see it: read once from its directory, never changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from spotlight.config.load import load_config
+from spotlight.config.schema import RunConfig
+from spotlight.core.types import Phase
+from spotlight.store import ledger_queries as queries
+from spotlight.store.errors import StoreError
+from spotlight.store.history import History, read_history
+from spotlight.store.metrics import MetricsRow, read_metrics
+from spotlight.store.run_directory import RunPaths
+
+VALIDATION = "validation/"
+STRICT, GRADED = "strict", "graded"
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean score and its standard error (NaN where there is none)."""
+
+    mean: float
+    stderr: float
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationRow:
+    """Scores of the held-out prompts' pictures at one moment.
+
+    Attributes:
+        scores: by curve: ``strict`` (where the rewards have one), ``graded``, ``tag/counting``, ...
+    """
+
+    iteration: int
+    samples_trained: int
+    wall_s: float
+    scores: Mapping[str, Mean]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """First against last validation of one curve.
+
+    Attributes:
+        noise: standard error of the difference, of two evaluations taken as independent:
+            sqrt(stderr_before² + stderr_after²). Prompts and seeds are the same in both, which makes the
+            true error smaller: the margin in units of ``noise`` is understated, not overstated.
+    """
+
+    before: Mean
+    after: Mean
+
+    @property
+    def margin(self) -> float:
+        """What was gained."""
+        return self.after.mean - self.before.mean
+
+    @property
+    def noise(self) -> float:
+        """See the class."""
+        return math.hypot(self.before.stderr, self.after.stderr)
+
+    @property
+    def margin_in_noise(self) -> float:
+        """The margin in units of the noise; NaN when the noise is 0 or unknown."""
+        return self.margin / self.noise if 0 < self.noise < math.inf else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """What a run directory says.
+
+    Attributes:
+        rows: the rows of trained iterations.
+        weights: folder of the LoRA, or of the merged pipeline; None before they are exported.
+    """
+
+    paths: RunPaths
+    config: RunConfig
+    history: History
+    validations: tuple[ValidationRow, ...]
+    rows: tuple[MetricsRow, ...]
+    seconds_by_phase: Mapping[Phase, float]
+    weights: Path | None
+
+    @property
+    def curves(self) -> tuple[str, ...]:
+        """``strict`` (if there is one) and ``graded``."""
+        last = self.validations[-1].scores if self.validations else {}
+        return tuple(name for name in (STRICT, GRADED) if name in last)
+
+    def change(self, curve: str) -> Change:
+        """From the first to the last validation. Raises IndexError without one."""
+        return Change(self.validations[0].scores[curve], self.validations[-1].scores[curve])
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds of work, all attempts together, of one worker."""
+        validated = [row.wall_s for row in self.validations]
+        return max([*validated, *(row.wall_s for row in self.rows)], default=0.0)
+
+
+def read_run(directory: Path) -> RunRecord:
+    """Read a run directory, also beside a running process.
+
+    Raises:
+        StoreError: it is no run directory, or something in it cannot be read.
+        ConfigError: its configuration is of another version.
+    """
+    paths = RunPaths(directory)
+    if not paths.config.is_file():
+        raise StoreError(f"{directory}: not a run directory (no {paths.config.name}); see `spotlight runs`.")
+    rows = read_metrics(directory)
+    with closing(queries.open_readonly(paths.ledger)) as connection:
+        seconds = queries.gpu_seconds_by_phase(connection)
+    weights = (directory / "lora", directory / "merged")
+    return RunRecord(
+        paths=paths,
+        config=load_config(paths.config),
+        history=read_history(directory),
+        validations=tuple(_validation(row) for row in rows if f"{VALIDATION}{GRADED}" in row.values),
+        rows=tuple(row for row in rows if f"{VALIDATION}{GRADED}" not in row.values),
+        seconds_by_phase=seconds,
+        weights=next((folder for folder in weights if folder.is_dir()), None),
+    )
+
+
+def _validation(row: MetricsRow) -> ValidationRow:
+    values = {name.removeprefix(VALIDATION): value for name, value in row.values.items()}
+    scores = {
+        name: Mean(value, values.get(f"{name}_stderr", math.nan))
+        for name, value in values.items()
+        if not name.endswith("_stderr")
+    }
+    return ValidationRow(row.iteration, row.samples_trained, row.wall_s, scores)

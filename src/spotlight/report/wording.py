@@ -1,0 +1,54 @@
+"""Numbers as people read them. Pure."""
+
+from __future__ import annotations
+
+import math
+
+
+def duration(seconds: float) -> str:
+    """``0:42``, ``12:05``, ``3:04:05``: minutes and seconds, with hours when there are any."""
+    if not math.isfinite(seconds):
+        return "?"
+    whole = max(0, round(seconds))
+    hours, rest = divmod(whole, 3600)
+    minutes, rest = divmod(rest, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def money(usd: float) -> str:
+    """Dollars, with more places the less it is: ``$12.34``, ``$0.123``, ``$0.0018``."""
+    if usd >= 1:
+        return f"${usd:,.2f}"
+    return f"${usd:.3f}" if usd >= 0.1 else f"${usd:.4f}"
+
+
+def count(number: float) -> str:
+    """A count: exact with separators below a million, then ``2.48 M``, ``20.43 B``."""
+    for size, unit in ((1e9, "B"), (1e6, "M")):
+        if abs(number) >= size:
+            return f"{number / size:.2f} {unit}"
+    return f"{number:,.0f}"
+
+
+def size(number_of_bytes: float) -> str:
+    """Bytes in binary units: ``812 B``, ``9.9 MiB``, ``38.1 GiB``."""
+    value = float(number_of_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.2f} TiB"
+
+
+def score(mean: float | None, stderr: float | None = None) -> str:
+    """``0.781 ± 0.021``; a dash for what is not there."""
+    if mean is None or not math.isfinite(mean):
+        return "-"
+    if stderr is None or not math.isfinite(stderr):
+        return f"{mean:.3f}"
+    return f"{mean:.3f} ± {stderr:.3f}"
+
+
+def plural(number: int, one: str, many: str | None = None) -> str:
+    """``1 attempt``, ``2 attempts``."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
