@@ -132,6 +132,10 @@ class RewardPool:
             PoolClosedError: the pool is closed.
         """
         _require_pictures(images, len(prompts), len(metadata))
+        if not images:
+            nothing: Future[RewardBatch] = Future()
+            nothing.set_result(RewardBatch((), {}))
+            return nothing
         batch = Batch(list(images), list(prompts), _plain(metadata))
         specs = {lane.spec.name: lane.spec for lane in self._lanes}
 

@@ -45,7 +45,9 @@ class Book(Protocol):
     def spend(self, seconds: Mapping[Phase, float]) -> None:
         """Account for a stretch of every worker's time."""
 
-    def evaluation(self, effect: ReportEvaluation, pictures: Mapping[Rollout, Picture]) -> dict[str, float]:
+    def evaluation(
+        self, effect: ReportEvaluation, samples_trained: int, pictures: Mapping[Rollout, Picture]
+    ) -> dict[str, float]:
         """Write validation scores and pictures; returns the row."""
 
     def iteration(self, iteration: int, samples_trained: int, row: Mapping[str, float]) -> None:
@@ -78,7 +80,6 @@ class RunBook:
     before_s: float
     _records: list[tuple[int, Record]] = field(default_factory=list)
     _spent_s: float = 0.0
-    _samples_trained: int = 0
 
     def write(self, position: int, record: Record) -> None:
         """See :class:`Book`."""
@@ -106,18 +107,19 @@ class RunBook:
         """Seconds of work on the run, all attempts together."""
         return self.before_s + self._spent_s
 
-    def evaluation(self, effect: ReportEvaluation, pictures: Mapping[Rollout, Picture]) -> dict[str, float]:
+    def evaluation(
+        self, effect: ReportEvaluation, samples_trained: int, pictures: Mapping[Rollout, Picture]
+    ) -> dict[str, float]:
         """See :class:`Book`."""
         validation = summarise(effect.rollouts, effect.scores, self.prompts, self.strict)
         row = validation.row()
         named = {f"validation/{name}": value for name, value in row.items()}
-        self.metrics.write(MetricsRow(effect.iteration, self._samples_trained, self.wall_s, named))
+        self.metrics.write(MetricsRow(effect.iteration, samples_trained, self.wall_s, named))
         self._draw(effect, pictures, validation)
         return row
 
     def iteration(self, iteration: int, samples_trained: int, row: Mapping[str, float]) -> None:
         """See :class:`Book`."""
-        self._samples_trained = samples_trained
         self.metrics.write(MetricsRow(iteration, samples_trained, self.wall_s, row))
 
     def checkpoint(self, effect: CommitCheckpoint, learner: Learner) -> None:
@@ -160,7 +162,9 @@ class Bystander:
     def spend(self, seconds: Mapping[Phase, float]) -> None:
         """Nothing: the main rank accounts for all."""
 
-    def evaluation(self, effect: ReportEvaluation, pictures: Mapping[Rollout, Picture]) -> dict[str, float]:
+    def evaluation(
+        self, effect: ReportEvaluation, samples_trained: int, pictures: Mapping[Rollout, Picture]
+    ) -> dict[str, float]:
         """The row alone."""
         return summarise(effect.rollouts, effect.scores, self.prompts, self.strict).row()
 

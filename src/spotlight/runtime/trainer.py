@@ -14,6 +14,7 @@ from spotlight.core.types import MicroBatch, Purpose, Rollout, RolloutId
 from spotlight.models.base import ModelFamily
 from spotlight.rollout.state import FinishedRollout, Recipe
 from spotlight.runtime.conditions import Conditions
+from spotlight.runtime.dealing import deal
 from spotlight.training.batch import SampleTensors, TrainingSample
 from spotlight.training.learner import Learner
 
@@ -68,6 +69,13 @@ class Trainer:
         """Hand an iteration's groups to the learner: advantages and old log-probs."""
         weights = self.learner.settings.reward_weights
         order = [micro_batch.rollouts for micro_batch in effect.micro_batches]
+        held = {
+            rollout: self._tensors(rollouts[rollout], samples[rollout])
+            for group in effect.groups
+            for rollout in group.rollouts
+            if rollout in samples
+        }
+        dealt = deal(effect.micro_batches, held, self.learner.ranks)
         batch = [
             TrainingSample(
                 key=rollout,
@@ -77,7 +85,7 @@ class Trainer:
                 seed=rollouts[rollout].seed,
                 version=rollouts[rollout].version,
                 first_step=self._first_step(rollouts[rollout]),
-                tensors=self._tensors(rollouts[rollout], samples.get(rollout)),
+                tensors=dealt.get(rollout),
             )
             for index, group in enumerate(effect.groups)
             for rollout in group.rollouts
@@ -102,9 +110,7 @@ class Trainer:
         window = self.recipe.window
         return 0 if window is None else window.steps(rollout.steps, rollout.seed, rollout.iteration).start
 
-    def _tensors(self, rollout: Rollout, sample: FinishedRollout | None) -> SampleTensors | None:
-        if sample is None:
-            return None
+    def _tensors(self, rollout: Rollout, sample: FinishedRollout) -> SampleTensors:
         trajectory = sample.trajectory
         if trajectory is None:
             sigmas: Tensor = self.family.sigmas(rollout.steps, self.recipe.size)

@@ -78,6 +78,14 @@ class Ranks:
             dist.all_reduce(values, op)
         return values
 
+    def broadcast(self, values: Tensor, source: int) -> Tensor:
+        """The ``values`` of rank ``source``; all ranks must give a tensor of that shape and type."""
+        if self.world == 1:
+            return values
+        told = values.to("cuda" if dist.get_backend() == "nccl" else "cpu")
+        dist.broadcast(told, source)
+        return told.to(values.device)
+
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if self.world > 1:

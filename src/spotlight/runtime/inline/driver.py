@@ -66,9 +66,10 @@ class Parts:
 
 @dataclass(slots=True)
 class _Scoring:
-    """A batch at the reward pool: all its rollouts, and this rank's share of the work."""
+    """A batch at the reward pool: all its rollouts, and those among them that this rank has scored."""
 
     rollouts: tuple[Rollout, ...]
+    mine: tuple[RolloutId, ...]
     future: Future[RewardBatch]
 
 
@@ -84,6 +85,7 @@ class InlineDriver:
     _error: str | None = None
     _over: bool = False
     _stop_requested: bool = False
+    _stopped: bool = False
     _to_train: list[int] = field(default_factory=list)
     _spent: Counter[Phase] = field(default_factory=Counter)
 
@@ -103,8 +105,8 @@ class InlineDriver:
 
     @property
     def stopped(self) -> bool:
-        """Whether the run ended because of :meth:`request_stop`."""
-        return self._over and self._stop_requested and self._error is None
+        """Whether the run ended early because of :meth:`request_stop` (on any rank)."""
+        return self._stopped
 
     def _next_event(self) -> ev.Event:
         if self._events:
@@ -154,10 +156,12 @@ class InlineDriver:
             self._submit()
         phase = _PHASE[rollouts[0].purpose]
         mine = rollouts[parts.ranks.rank :: parts.ranks.world]
+        # A rank without a rollout lends its shard to the others' forwards all the same, for a copy of one.
+        work = mine or rollouts[:1]
         with parts.clock.phase(phase):
-            results = parts.denoiser.run(mine, lambda done, total: parts.observer.work(phase, done, total))
+            results = parts.denoiser.run(work, lambda done, total: parts.observer.work(phase, done, total))
         failures: dict[str, str] = {}
-        for result in results:
+        for result in results if mine else ():
             if isinstance(result, FailedRollout):
                 failures[result.rollout.id] = result.reason
             else:
@@ -178,24 +182,23 @@ class InlineDriver:
 
     def _submit(self) -> None:
         rollouts, self._unsubmitted = tuple(self._unsubmitted), []
-        mine = [rollout for rollout in rollouts if rollout.id in self._samples]
+        mine = tuple(rollout for rollout in rollouts if rollout.id in self._samples)
         prompts = [self.parts.controller.prompts[rollout.prompt_id] for rollout in mine]
         future = self.parts.rewards.submit(
             [self._samples[rollout.id].image for rollout in mine],
             [prompt.text for prompt in prompts],
             [prompt.metadata for prompt in prompts],
         )
-        self._scoring.append(_Scoring(rollouts, future))
+        self._scoring.append(_Scoring(rollouts, tuple(rollout.id for rollout in mine), future))
 
     def _collect(self, scoring: _Scoring) -> None:
         with self.parts.clock.phase(Phase.REWARD):
             batch = scoring.future.result()
-        mine = [rollout.id for rollout in scoring.rollouts if rollout.id in self._samples]
         told: dict[str, dict[str, float] | list[str]] = {
             rollout: result.curves()
             if isinstance(result, ScoredSample)
             else [_REASON[result.kind].value, f"{result.reward}: {result.message}"]
-            for rollout, result in zip(mine, batch.samples, strict=True)
+            for rollout, result in zip(scoring.mine, batch.samples, strict=True)
         }
         for shared in self.parts.ranks.share(told):
             told |= shared
@@ -214,7 +217,8 @@ class InlineDriver:
     def _report(self, effect: ef.ReportEvaluation) -> None:
         self._account()
         with self.parts.clock.phase(Phase.EVALUATION):
-            row = self.parts.book.evaluation(effect, self._pictures(effect.rollouts))
+            trained = self.parts.controller.ledger.trained
+            row = self.parts.book.evaluation(effect, trained, self._pictures(effect.rollouts))
         self.parts.observer.evaluated(effect.iteration, row)
         self._events.append(ev.EvaluationReported(effect.iteration))
 
@@ -272,7 +276,7 @@ class InlineDriver:
         with self.parts.clock.phase(Phase.CHECKPOINT):
             self.parts.book.checkpoint(effect, self.parts.trainer.learner)
         self._account()
-        self._over = any(self.parts.ranks.share(self._stop_requested))
+        self._stopped = self._over = any(self.parts.ranks.share(self._stop_requested))
         if not self._over:
             self._events.append(ev.CheckpointCommitted(effect.iteration))
 
