@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from spotlight.config.contradictions import divisors_near
 from spotlight.config.errors import ConfigError, Problem
-from spotlight.config.load import build_config, dump_config, flatten, load_config, parse_yaml
+from spotlight.config.load import EMBEDDED, build_config, dump_config, flatten, load_config, parse_yaml
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig, Section
 
 
@@ -30,8 +30,9 @@ def problems_of(*overrides: str) -> list[Problem]:
 
 
 def test_the_embedded_default_is_a_valid_configuration() -> None:
-    assert load_config(None) == RunConfig()
-    assert build_config({}, "nothing") == RunConfig()
+    assert build_config({}, "an empty file") == RunConfig()
+    assert load_config(None).name == "demo"
+    assert load_config(None) == load_config(EMBEDDED)
 
 
 OVERRIDES = st.lists(
@@ -74,7 +75,7 @@ def test_a_file_and_its_overrides(tmp_path: Path) -> None:
 
 
 def test_overriding_a_field_keeps_the_other_defaults_of_that_place() -> None:
-    default = RunConfig()
+    default = load_config(None)
     changed = load_config(None, ["algorithm.advantage.clip=4", "rollout.sde_window.size=2"])
     assert changed.algorithm.name == default.algorithm.name
     expected = flatten(default.model_dump(mode="json")) | {
@@ -98,7 +99,9 @@ def test_every_algorithm_can_be_chosen_by_name(section: type[Section]) -> None:
         load_or_problems([f"algorithm.name={name}", f"rollout.sampler={s}"]) for s in ("ode", "flow-sde")
     ]
     (config,) = [found for found in tried if isinstance(found, RunConfig)]
-    assert config.algorithm == section()
+    # Another algorithm than the file's starts from its own defaults.
+    embedded = load_config(None).algorithm
+    assert config.algorithm == (embedded if embedded.name == name else section())
     # The tag of the union is no part of a key.
     (problem,) = problems_of(f"algorithm={{name: {name}, advantage: {{clip: -1}}}}")
     assert problem.key == "algorithm.advantage.clip"

@@ -46,6 +46,13 @@ _Loader.add_implicit_resolver(
 )
 
 
+EMBEDDED = Path(__file__).with_name("demo.yaml")
+"""What ``spotlight train`` runs when it is given no file."""
+
+
+_ALGORITHM = "algorithm.name"
+
+
 def parse_yaml(text: str) -> object:
     """Parse one YAML document safely; ``3e-4`` is a float."""
     return yaml.load(text, Loader=_Loader)
@@ -55,15 +62,16 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run's configuration.
 
     Args:
-        path: YAML file; None takes the embedded default (the tiny Qwen-Image demo).
+        path: YAML file; None takes :data:`EMBEDDED` (the tiny Qwen-Image demo).
         overrides: ``key.subkey=value`` in YAML syntax, applied in order.
 
     Raises:
         ConfigError: with every problem found, each naming key, value, expectation and remedy.
     """
     source = str(path) if path else "the embedded default"
-    tree: dict[str, Any] = _read(path) if path else {}
-    for override in overrides:
+    tree = _read(path or EMBEDDED)
+    # Choosing another algorithm comes first: its fields start from its own defaults, not the file's.
+    for override in sorted(overrides, key=lambda text: not text.startswith((f"{_ALGORITHM}=", "algorithm="))):
         _apply(tree, override)
     return build_config(tree, source if not overrides else f"{source} with {' '.join(overrides)}")
 
@@ -172,10 +180,18 @@ def _apply(tree: dict[str, Any], override: str) -> None:
             )
             raise ConfigError("the command line", [problem])
         node = child
-    if isinstance(value, dict) and isinstance(node.get(leaf), dict):
-        node[leaf] = node[leaf] | value
+    current = node.get(leaf)
+    if key == _ALGORITHM and current != value:
+        tree["algorithm"] = {"name": value}
+    elif isinstance(value, dict) and isinstance(current, dict) and not _is_another(key, current, value):
+        node[leaf] = current | value
     else:
         node[leaf] = value
+
+
+def _is_another(key: str, current: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
+    """Whether ``value`` chooses another algorithm, whose fields are not those of the current one."""
+    return key == "algorithm" and value.get("name", current.get("name")) != current.get("name")
 
 
 def _explain_all(details: Sequence[ErrorDetails]) -> list[Problem]:
