@@ -82,14 +82,12 @@ def deal(
 
 def _flat(sample: SampleTensors) -> list[Tensor]:
     """The tensors there are, in the order that :func:`_sample` takes them."""
-    trajectory = (
-        () if sample.latents is None or sample.log_probs is None else (sample.latents, sample.log_probs)
-    )
-    return [sample.final, sample.sigmas, *trajectory]
+    tensors = (sample.final, sample.sigmas, sample.latents, sample.log_probs)
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def _sample(row: Tensor, shapes: Sequence[Sequence[int]]) -> SampleTensors:
-    parts = row.split([math.prod(shape) for shape in shapes])
+    parts = torch.split(row, [math.prod(shape) for shape in shapes])
     final, sigmas, *trajectory = (part.reshape(*shape) for part, shape in zip(parts, shapes, strict=True))
     latents, log_probs = trajectory or (None, None)
     return SampleTensors(final, latents, sigmas, log_probs)

@@ -9,6 +9,7 @@ from spotlight.core.types import Purpose
 from spotlight.models.base import ModelFamily
 from spotlight.models.slots import WeightSlots
 from spotlight.runtime.book import RunBook
+from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.validation import GRADED, STRICT
 from spotlight.store.images import drawn_iterations, write_comparison
 from spotlight.store.metrics import MetricsRow, read_metrics
@@ -21,7 +22,12 @@ _VALIDATION = "validation/"
 
 
 def finish_run(
-    config: RunConfig, family: ModelFamily, slots: WeightSlots, ranks: Ranks, book: RunBook | None
+    config: RunConfig,
+    family: ModelFamily,
+    slots: WeightSlots,
+    ranks: Ranks,
+    book: RunBook | None,
+    clock: PhaseClock,
 ) -> RunSummary | None:
     """Export the judged weights and write ``summary.json``; every rank must call it.
 
@@ -37,6 +43,7 @@ def finish_run(
     if book is None:
         return None
     _compare(book)
+    book.spend(clock.take())  # so that the summary counts what it cost up to itself
     summary = summarise_run(config, book, weights if config.learner.mode == "lora" else None)
     write_summary(book.paths.summary, summary)
     return summary

@@ -16,7 +16,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -39,12 +39,14 @@ from spotlight.runtime.book import CONTROLLER_FILE, LEARNER_FOLDER, Book, Bystan
 from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.conditions import Conditions
 from spotlight.runtime.denoise import Denoiser
+from spotlight.runtime.finished import finished_summary
 from spotlight.runtime.inline.driver import InlineDriver, Parts
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.outcome import finish_run
 from spotlight.runtime.process import prepare_process
 from spotlight.runtime.trainer import Trainer
 from spotlight.store.checkpoints import Checkpoint, CheckpointStore
+from spotlight.store.errors import StoreError
 from spotlight.store.ledger import Ledger
 from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.metrics import MetricsWriter, Sink
@@ -90,7 +92,7 @@ class _Materials:
 
 
 def train(config: RunConfig, observer: Observer) -> RunResult:
-    """Run, or resume, a configuration to its end.
+    """Run, or resume, a configuration to its end. A run that is at its end already returns at once.
 
     Raises:
         ConfigError, PromptFileError, ModelError, RewardSetupError, RewardInputError: before any work.
@@ -98,6 +100,9 @@ def train(config: RunConfig, observer: Observer) -> RunResult:
         TrainingError: the learner cannot go on (gradients that are not finite).
     """
     clock = PhaseClock()
+    if (summary := finished_summary(config)) is not None:
+        observer.note(f"finished before: {summary.validation[-1].iteration} iterations are trained")
+        return RunResult(config.runs_dir / config.name, summary, None, stopped=False)
     device = build.pick_device(config)
     prepare_process(device, config.deterministic)
     with ExitStack() as stack:
@@ -157,7 +162,7 @@ def _as_main(
     ledger = stack.enter_context(Ledger(directory.ledger))
     checkpoints = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
     newest = checkpoints.newest_valid()
-    before_s = sum(ledger.gpu_seconds_by_phase().values()) / ranks.world
+    before_s = ledger.worked_s()
     workers = {WorkerId(f"rank-{rank}"): config.fleet.price_usd_h for rank in range(ranks.world)}
     attempt = ledger.begin_attempt(
         pid=os.getpid(), host=socket.gethostname(), workers=workers, now_s=time.time() - clock.elapsed_s
@@ -183,20 +188,23 @@ def _as_main(
         grid_images=config.evaluation.grid_images,
         before_s=before_s,
     )
-    ending = Ending.FAILED
     try:
-        result = _drive(materials, observer, clock, book, directory, newest)
-        ending = Ending.STOPPED if result.stopped else Ending.FAILED if result.error else Ending.FINISHED
-        return result
-    except KeyboardInterrupt:
-        ending = Ending.STOPPED
+        result = _drive(materials, observer, clock, book, newest)
+    except BaseException as error:
+        if isinstance(error, Exception):
+            log.exception("the run failed")
+        ending = Ending.STOPPED if isinstance(error, KeyboardInterrupt) else Ending.FAILED
+        with suppress(StoreError):  # a full disk takes this neither; then the next attempt closes this one
+            _close_account(ledger, book, clock, ending)
         raise
-    except Exception:
-        log.exception("the run failed")
-        raise
-    finally:
-        book.spend(clock.take())
-        ledger.end_attempt(ending, time.time())
+    ending = Ending.STOPPED if result.stopped else Ending.FAILED if result.error else Ending.FINISHED
+    _close_account(ledger, book, clock, ending)
+    return result
+
+
+def _close_account(ledger: Ledger, book: RunBook, clock: PhaseClock, ending: Ending) -> None:
+    book.spend(clock.take())
+    ledger.end_attempt(ending, time.time())
 
 
 def _drive(
@@ -204,7 +212,6 @@ def _drive(
     observer: Observer,
     clock: PhaseClock,
     book: Book,
-    paths: RunPaths | None = None,
     newest: Checkpoint | None = None,
 ) -> RunResult:
     config, ranks = materials.config, materials.ranks
@@ -232,7 +239,7 @@ def _drive(
     if error is not None or driver.stopped:
         return RunResult(directory, None, error, driver.stopped)
     summary = finish_run(
-        config, materials.family, materials.slots, ranks, book if isinstance(book, RunBook) else None
+        config, materials.family, materials.slots, ranks, book if isinstance(book, RunBook) else None, clock
     )
     return RunResult(directory, summary, None, stopped=False)
 

@@ -267,6 +267,10 @@ class Ledger:
         """GPU-seconds of all attempts, every phase present."""
         return queries.gpu_seconds_by_phase(self._connection)
 
+    def worked_s(self) -> float:
+        """Seconds of work of all attempts together, this one's up to its last account."""
+        return queries.worked_s(self._connection)
+
     def cost_usd(self) -> float:
         """Price of all GPU-seconds, lost ones included."""
         return queries.cost_usd(self._connection)

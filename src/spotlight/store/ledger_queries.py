@@ -19,7 +19,7 @@ from pathlib import Path
 
 from spotlight.core.types import DropReason, Phase, Purpose
 from spotlight.store.errors import LedgerError
-from spotlight.store.schema import APPLICATION_ID, RECORD_TABLES, SCHEMA_VERSION
+from spotlight.store.schema import APPLICATION_ID, RECORD_TABLES, SCHEMA_VERSION, Ending
 
 _DIGESTED = (
     ("prompts", "id, text, metadata"),
@@ -165,6 +165,18 @@ def gpu_seconds_by_phase(connection: sqlite3.Connection) -> dict[Phase, float]:
     """GPU-seconds of all attempts, every phase present."""
     spent = dict(connection.execute("SELECT phase, SUM(seconds) FROM gpu_seconds GROUP BY phase"))
     return {phase: float(spent.get(phase.value, 0.0)) for phase in Phase}
+
+
+def worked_s(connection: sqlite3.Connection) -> float:
+    """Seconds from start to end (or last sign of life) of all attempts together."""
+    row = connection.execute("SELECT TOTAL(COALESCE(ended_at, seen_at) - started_at) FROM attempts")
+    return float(row.fetchone()[0])
+
+
+def last_ending(connection: sqlite3.Connection) -> Ending | None:
+    """How the newest attempt ended; None while it works, when it died, or where there was none."""
+    row = connection.execute("SELECT ended FROM attempts ORDER BY number DESC LIMIT 1").fetchone()
+    return Ending(row[0]) if row and row[0] else None
 
 
 def cost_usd(connection: sqlite3.Connection) -> float:

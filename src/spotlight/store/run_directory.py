@@ -16,6 +16,7 @@ Invariant: while a :class:`RunDirectory` is open, no other process has the run o
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
@@ -68,6 +69,27 @@ class RunPaths:
         return self.attempts / f"{attempt:03d}.log"
 
 
+def check_run_directory(root: Path, name: str, config_text: str, may_differ: Collection[str] = ()) -> None:
+    """Raise what :meth:`RunDirectory.open` would raise, as far as looking tells; nothing is touched.
+
+    For whoever has long work to do before opening it.
+    """
+    paths = RunPaths(root / name)
+    _require_plain(name)
+    _require_run_or_nothing(paths)
+    if paths.config.exists():
+        _require_same_configuration(paths, config_text, may_differ)
+    existing = next(path for path in (paths.path.absolute(), *paths.path.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        code = errno.ENOTDIR
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        code = errno.EACCES
+    else:
+        return
+    error = OSError(code, os.strerror(code), str(existing))
+    raise storage_error("cannot use the run directory", paths.path, error)
+
+
 class RunDirectory(RunPaths):
     """An open run directory. Use as a context manager, or :meth:`close` it."""
 
@@ -89,8 +111,7 @@ class RunDirectory(RunPaths):
             OtherConfigurationError: it belongs to another configuration.
             StoreError: it cannot be written, or holds something that is no run.
         """
-        if name in {"", ".", ".."} or Path(name).name != name:
-            raise StoreError(f"run name {name!r}: expected a plain folder name such as 'demo'.")
+        _require_plain(name)
         paths = RunPaths(root / name)
         _require_run_or_nothing(paths)
         try:
@@ -128,6 +149,11 @@ class RunDirectory(RunPaths):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _require_plain(name: str) -> None:
+    if name in {"", ".", ".."} or Path(name).name != name:
+        raise StoreError(f"run name {name!r}: expected a plain folder name such as 'demo'.")
 
 
 def _require_run_or_nothing(paths: RunPaths) -> None:
