@@ -245,15 +245,26 @@ def test_ranks_train_equally_many_samples() -> None:
     assert discarded.isdisjoint(prepared.scores)
 
 
-def test_nothing_left_to_learn_from_is_an_error() -> None:
+@pytest.mark.parametrize(
+    ("failing", "error"),
+    [
+        (Purpose.TRAIN, "no group kept two scored samples"),
+        (Purpose.EVAL, "not one evaluation sample was scored"),
+    ],
+)
+def test_nothing_left_to_learn_from_or_judge_by_is_an_error(failing: Purpose, error: str) -> None:
     run = Run(
         dataclasses.replace(PLAN, max_drop_share=1.0),
-        lambda r: ev.RewardFailed(r.id, DropReason.REWARD_ERROR, ""),
+        lambda r: (
+            ev.RewardFailed(r.id, DropReason.REWARD_ERROR, "")
+            if r.purpose is failing
+            else ev.SampleRewarded(r.id, {"reward": float(r.member)})
+        ),
     )
     finish = run.until(FinishRun)
     assert isinstance(finish, FinishRun)
     assert finish.error is not None
-    assert "no group kept two scored samples" in finish.error
+    assert error in finish.error
 
 
 @pytest.mark.parametrize("scores", [{"reward": float("nan")}, {"reward": float("inf")}, {"strict": 1.0}])

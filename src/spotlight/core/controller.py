@@ -312,6 +312,9 @@ class Controller:
 
     def _report_evaluation(self) -> None:
         scored = [rollout for rollout in self._at.evaluation if rollout in self._at.scores]
+        if not scored:
+            self._stop(f"iteration {self.iteration}: not one evaluation sample was scored, nothing is known")
+            return
         for rollout in scored:
             self.ledger.evaluate(rollout)
         rollouts = tuple(self._at.rollouts[rollout] for rollout in scored)
