@@ -86,6 +86,10 @@ class Facts:
         spent = time.monotonic() - self.work_since
         return self.work[1] / spent if spent > 0.2 and self.work[1] else math.nan
 
+    def restart_clock(self) -> None:
+        """Count from here: importing is over, what is billed begins."""
+        self.started = time.monotonic()
+
     def take_work(self, phase: Phase, done: int, total: int) -> None:
         """Note progress within a phase."""
         if self.work is None or self.work[0] is not phase or done <= self.work[1]:

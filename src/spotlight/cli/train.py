@@ -89,12 +89,16 @@ def _print_plan(config: RunConfig) -> None:
 def _run(config: RunConfig, plain: bool) -> RunResult:
     from spotlight.cli.progress import make_progress
 
+    if config.model.path == "testbed" or Path(config.model.path).is_dir():
+        # Bars of libraries that load a local model would tear ours; those of a download are wanted.
+        os.environ.setdefault("TQDM_DISABLE", "1")
     progress = make_progress(config, plain)
     try:
         with progress:
-            progress.note("loading the model, rewards and prompts")
+            progress.note("loading the model, the rewards and the prompts")
             from spotlight.runtime.train import train as run
 
+            progress.facts.restart_clock()
             return run(config, progress)
     except KeyboardInterrupt as error:
         message = "interrupted at once; the same command goes on from the last checkpoint."

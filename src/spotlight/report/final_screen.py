@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.table import Table
@@ -17,7 +17,7 @@ from spotlight.report.loading import loading_snippet
 from spotlight.report.record import Change, RunRecord
 from spotlight.report.wording import count, duration, money, plural, score
 
-_BAR_WIDTH = 24
+_BAR_WIDTH = 16
 _CURVE_ROWS_MAX = 12
 
 
@@ -33,12 +33,14 @@ def print_final_screen(console: Console, run: RunRecord, card: Path | None) -> N
         f"{duration(run.wall_s)}, {money(run.history.cost_usd)}"
     )
     console.print(Panel(Text(head, style="bold"), expand=False))
-    parts: list[RenderableType] = []
+    images = plural(run.config.evaluation.images_per_prompt, "picture")
     if run.validations:
-        parts += [validation_table(run), Text(), curve_table(run), Text()]
-    parts += [spent_table(run), Text(), Padding(_samples(run), (0, 0, 0, 1)), Text()]
-    for part in parts:
-        console.print(part)
+        console.print(_title(f"Validation on held-out prompts, {images} each, the same seeds every time"))
+        console.print(validation_table(run), Text(), curve_table(run), Text(), sep="\n")
+    spent = sum(run.seconds_by_phase.values())
+    price = money(run.config.fleet.price_usd_h)
+    console.print(_title(f"{spent:,.1f} worker seconds at {price} an hour: {money(run.history.cost_usd)}"))
+    console.print(spent_table(run), Text(), Padding(_samples(run), (0, 0, 0, 1)), Text(), sep="\n")
     for name, path in _places(run, card):
         # Soft wrap: a path or a line of Python that the terminal is too narrow for can still be copied whole.
         console.print(Text.assemble((f" {name:<15}", "bold"), str(path)), soft_wrap=True)
@@ -50,14 +52,7 @@ def print_final_screen(console: Console, run: RunRecord, card: Path | None) -> N
 
 def validation_table(run: RunRecord) -> Table:
     """Before and after, with standard errors and the margin in units of the evaluation's own noise."""
-    images = run.config.evaluation.images_per_prompt
-    table = Table(
-        title=f"Validation on held-out prompts ({images} pictures a prompt, the same seeds each time)",
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        pad_edge=True,
-    )
+    table = Table(box=None, pad_edge=True)
     for name in ("", "before", "after", "margin", ""):
         table.add_column(name, justify="right" if name else "left")
     for curve in run.curves:
@@ -76,8 +71,8 @@ def validation_table(run: RunRecord) -> Table:
 def in_noise(change: Change) -> str:
     """The margin in words, in units of the evaluation's noise."""
     if not math.isfinite(change.margin_in_noise):
-        return "the noise of the evaluation is unknown"
-    return f"= {change.margin_in_noise:.1f} standard errors of the difference ({change.noise:.3f})"
+        return "(no spread to compare it with)"
+    return f"= {change.margin_in_noise:.1f} x its noise of {change.noise:.3f}"
 
 
 def curve_table(run: RunRecord) -> Table:
@@ -108,15 +103,7 @@ def spent_table(run: RunRecord) -> Table:
     """Seconds by phase, and their price."""
     spent = {phase: seconds for phase, seconds in run.seconds_by_phase.items() if seconds >= 0.05}
     total = sum(run.seconds_by_phase.values()) or 1.0
-    table = Table(
-        title=f"Worker seconds: {total:,.1f} at {money(run.config.fleet.price_usd_h)} an hour = "
-        f"{money(run.history.cost_usd)}",
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        pad_edge=True,
-        show_header=False,
-    )
+    table = Table(box=None, pad_edge=True, show_header=False)
     table.add_column(justify="left")
     table.add_column(justify="right")
     table.add_column(justify="right")
@@ -128,6 +115,10 @@ def spent_table(run: RunRecord) -> Table:
     return table
 
 
+def _title(text: str) -> Text:
+    return Text(f" {text}", style="bold")
+
+
 def _samples(run: RunRecord) -> Text:
     counts = run.history.counts
     issued = counts.issued[Purpose.TRAIN]
@@ -136,7 +127,7 @@ def _samples(run: RunRecord) -> Text:
     if counts.in_flight[Purpose.TRAIN]:
         parts.append(f"{count(counts.in_flight[Purpose.TRAIN])} in flight")
     text = Text.assemble(("Samples ", "bold"), f"{count(issued)} issued = {' + '.join(parts)}")
-    if run.history.resumes:
+    if run.history.interruptions:
         text.append(f"\n{survived(run)}")
     return text
 
@@ -145,7 +136,7 @@ def survived(run: RunRecord) -> str:
     """Attempts, and what the interruptions cost."""
     history = run.history
     return (
-        f"Survived {plural(history.resumes, 'interruption')}: {plural(len(history.attempts), 'attempt')}, "
+        f"Survived {plural(history.interruptions, 'interruption')}: {plural(len(history.attempts), 'attempt')}, "
         f"{plural(history.undone, 'ledger record')} done again, {history.lost_s:,.1f} s of work lost"
     )
 

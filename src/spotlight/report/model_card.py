@@ -147,7 +147,8 @@ def _scores(run: RunRecord) -> str:
         )
     note = (
         f"Means over {run.config.evaluation.images_per_prompt} pictures a prompt, the same prompts and seeds "
-        f"before and after, {run.config.evaluation.steps} ODE steps; ± is one standard error."
+        f"before and after, {run.config.evaluation.steps} ODE steps; ± is one standard error. The noise of a "
+        "margin is that of two independent evaluations."
     )
     return "\n".join(lines) + f"\n\n{note}"
 
@@ -163,7 +164,7 @@ def _cost(run: RunRecord) -> str:
         f"- {count(counts.issued[Purpose.TRAIN])} training samples issued: {count(counts.trained)} "
         f"trained{dropped}; "
         f"{count(counts.optimizer_steps)} optimizer steps.",
-        f"- {survived(run)}." if history.resumes else "- One attempt, no interruption.",
+        f"- {survived(run)}." if history.interruptions else "- No interruption.",
     ]
     spent = sorted(run.seconds_by_phase.items(), key=lambda item: -item[1])
     table = ["| phase | worker seconds |", "|---|---|"]

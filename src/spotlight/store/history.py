@@ -56,12 +56,16 @@ class History:
     """
 
     attempts: tuple[Attempt, ...]
-    resumes: int
     undone: int
     lost_s: float
     iterations: int
     counts: queries.LedgerCounts
     cost_usd: float
+
+    @property
+    def interruptions(self) -> int:
+        """Attempts before the last one that did not finish."""
+        return sum(attempt.ended is not Ending.FINISHED for attempt in self.attempts[:-1])
 
     @property
     def state(self) -> str:
@@ -101,7 +105,6 @@ def read_history(run: Path) -> History:
         ).fetchone()[0]
         return History(
             attempts=attempts,
-            resumes=max(0, len(attempts) - 1),
             undone=int(undone),
             lost_s=float(lost_s),
             iterations=int(iterations),
