@@ -33,6 +33,7 @@ from spotlight.core.types import (
     Phase,
     PolicyVersion,
     Prompt,
+    Purpose,
     PromptId,
     Rollout,
     RolloutId,
