@@ -37,13 +37,22 @@ class Engine:
         family: sizes, noise levels, the forward and the decoder of the model.
         max_batch: largest number of rollouts in one forward.
         negative: embeddings of the negative prompt; needed by recipes with guidance.
+        autocast: type of the DiT's matrix products, the learner's own, or replay would differ; None: none.
     """
 
-    def __init__(self, family: ModelFamily, *, max_batch: int, negative: Condition | None = None) -> None:
+    def __init__(
+        self,
+        family: ModelFamily,
+        *,
+        max_batch: int,
+        negative: Condition | None = None,
+        autocast: torch.dtype | None = None,
+    ) -> None:
         if max_batch < 1:
             raise ValueError(f"engine's max_batch is {max_batch}; expected at least 1")
         self._family = family
         self._max_batch = max_batch
+        self._autocast = autocast
         self._negative = None if negative is None else Condition(negative.embeds.to(family.device))
 
     def start(
@@ -141,7 +150,9 @@ class Engine:
         sigma_next = torch.stack([state.sigmas[state.step + 1] for state in states]).to(device)
         condition = self._family.collate([state.condition for state in states])
         guidance = self._guidance(recipe, len(states))
-        velocity = self._family.velocity(model, latents, sigma, condition, guidance, recipe.size)
+        enabled = self._autocast is not None
+        with torch.autocast(self._family.device.type, dtype=self._autocast, enabled=enabled):
+            velocity = self._family.velocity(model, latents, sigma, condition, guidance, recipe.size)
         advanced = list(states)
         for sampler, rows in _grouped((state.recipe.sampler, i) for i, state in enumerate(states)):
             members = [states[i] for i in rows]

@@ -22,10 +22,11 @@ from spotlight.core.seeds import derive_seed
 from spotlight.diffusion.samplers import ODE, Sampler, build_sampler
 from spotlight.diffusion.schedule import AllSteps, RandomWindow, SdeWindow, SlidingWindow
 from spotlight.models import family_loader
-from spotlight.models.base import ImageSize, ModelFamily
+from spotlight.models.base import Condition, ImageSize, ModelFamily
 from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.slots import CopySlots, LoraSlots, Slot, WeightSlots
 from spotlight.rewards.results import RewardSpec
+from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import Recipe
 from spotlight.runtime.prompts import TESTBED
 from spotlight.runtime.prompts import Prompts as Prompts
@@ -166,6 +167,18 @@ def make_reward_specs(config: RunConfig) -> tuple[RewardSpec, ...]:
     )
 
 
+def autocast_type(config: RunConfig) -> torch.dtype | None:
+    """Type of the DiT's matrix products, the same in rollouts and training; None: that of its weights."""
+    return torch.bfloat16 if config.learner.autocast == "bfloat16" else None
+
+
+def make_engine(config: RunConfig, family: ModelFamily, negative: Condition) -> Engine:
+    """The denoising engine of this process."""
+    return Engine(
+        family, max_batch=config.rollout.batch_size, negative=negative, autocast=autocast_type(config)
+    )
+
+
 def make_learner_settings(config: RunConfig) -> LearnerSettings:
     """The learner's plain settings."""
     learner, advantage = config.learner, config.algorithm.advantage
@@ -179,7 +192,7 @@ def make_learner_settings(config: RunConfig) -> LearnerSettings:
         ema_cap=learner.ema.cap if learner.ema else None,
         ema_every=learner.ema.every if learner.ema else 1,
         gradient_checkpointing=learner.gradient_checkpointing,
-        autocast=None if learner.autocast == "none" else torch.bfloat16,
+        autocast=autocast_type(config),
         advantage=AdvantageParams(**advantage.model_dump()),
         reward_weights={spec.name: spec.weight for spec in make_reward_specs(config)},
     )

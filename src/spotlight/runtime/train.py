@@ -33,7 +33,6 @@ from spotlight.core.types import Prompt, PromptId, WorkerId
 from spotlight.models.base import ImageSize, ModelFamily
 from spotlight.models.slots import WeightSlots
 from spotlight.rewards.pool import RewardPool
-from spotlight.rollout.engine import Engine
 from spotlight.runtime import build
 from spotlight.runtime.book import CONTROLLER_FILE, LEARNER_FOLDER, Book, Bystander, RunBook
 from spotlight.runtime.clock import PhaseClock
@@ -147,7 +146,7 @@ def _gather(config: RunConfig, device: torch.device, ranks: Ranks, stack: ExitSt
         guidance=TrainingGuidance(scale, negative) if scale > 1 else None,
         ranks=ranks,
     )
-    engine = Engine(family, max_batch=config.rollout.batch_size, negative=negative)
+    engine = build.make_engine(config, family, negative)
     denoiser = Denoiser(engine, slots, conditions, recipes, algorithm.rollout_slot, config.evaluation.weights)
     return _Materials(config, ranks, prompts, family, slots, conditions, learner, denoiser, rewards)
 

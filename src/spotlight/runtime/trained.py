@@ -19,7 +19,6 @@ from spotlight.models.base import ModelError, ModelFamily
 from spotlight.models.slots import Slot, WeightSlots
 from spotlight.rewards.pool import RewardPool
 from spotlight.rewards.results import RewardFailure
-from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FailedRollout, FinishedRollout, Recipe
 from spotlight.runtime import build
 from spotlight.runtime.book import LEARNER_FOLDER
@@ -191,7 +190,7 @@ class TrainedRun:
         self._family.free_text_encoder()
         by_text = dict(zip(unique, conditions, strict=True))
         batch = self.config.rollout.batch_size
-        engine = Engine(self._family, max_batch=batch, negative=negative)
+        engine = build.make_engine(self.config, self._family, negative)
         results: list[FinishedRollout | FailedRollout] = []
         with self._slots.use(self.weights) as model:
             for start in range(0, len(rollouts), batch):
