@@ -1,0 +1,71 @@
+"""Every example loads, is free of contradictions, and plans: what `spotlight train FILE --dry-run` does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from spotlight.config.contradictions import batch_problems, find_problems
+from spotlight.config.load import load_config
+from spotlight.models.errors import ModelError
+from spotlight.rewards.registry import BUILT_IN, load, parse
+from spotlight.runtime.plan import make_plan
+from spotlight.runtime.prompts import load_prompts
+from spotlight.testbed import PIPELINE_DIR
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
+RANKS = re.compile(r"torchrun --nproc-per-node (\d+) -m spotlight\.cli train examples/(\S+)")
+
+
+def home(example: Path) -> Path:
+    """Where an example is started: its own directory when it brings a reward along, else the repository."""
+    return example.parent if list(example.parent.glob("*.py")) else ROOT
+
+
+@pytest.fixture(params=EXAMPLES, ids=lambda path: path.stem)
+def example(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = request.param
+    assert isinstance(path, Path)
+    monkeypatch.chdir(home(path))
+    monkeypatch.syspath_prepend(home(path))
+    return path
+
+
+def test_there_are_examples() -> None:
+    assert len(EXAMPLES) >= 4
+
+
+def test_it_is_free_of_contradictions(example: Path) -> None:
+    config = load_config(example)
+    assert find_problems(config) == []
+    ranks = [1, *(int(number) for number, _ in RANKS.findall(example.read_text()))]
+    assert not [problem for count in ranks for problem in batch_problems(config, count)]
+    assert config.name == example.stem.replace("_", "-")
+
+
+def test_it_plans(example: Path) -> None:
+    config = load_config(example)
+    if config.model.path == "testbed" and not PIPELINE_DIR.is_dir():
+        pytest.skip("the testbed's pipeline has not been made yet")
+    try:
+        plan = make_plan(config)
+    except ModelError as error:
+        pytest.fail(str(error))
+    assert plan.train_prompts >= config.rollout.prompts_per_iteration
+    assert plan.test_prompts
+
+
+def test_its_rewards_exist_and_take_its_prompts(example: Path) -> None:
+    config = load_config(example)
+    prompts = load_prompts(config)
+    every = [*prompts.train, *prompts.test]
+    for reward in config.rewards:
+        if reward.name in BUILT_IN and reward.name != "shapes":
+            assert parse(reward.name)  # loading it needs Tesseract
+            continue
+        loaded = load(reward.name, reward.params)
+        if loaded.check is not None:
+            loaded.check([prompt.text for prompt in every], [prompt.metadata for prompt in every])
