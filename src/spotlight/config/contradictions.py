@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from spotlight.config.errors import Problem
-from spotlight.config.schema import KEEPS_OLD_POLICY, LEARNS_FROM_CLEAN_SAMPLES, RunConfig
+from spotlight.config.schema import RunConfig
 
 
 def divisors_near(number: int, wanted: int) -> str:
@@ -28,7 +28,7 @@ def find_problems(config: RunConfig) -> list[Problem]:
 
 def _sampler(config: RunConfig) -> Iterator[Problem]:
     sampler, algorithm = config.rollout.sampler, config.algorithm
-    if isinstance(algorithm, LEARNS_FROM_CLEAN_SAMPLES):
+    if algorithm.learns_from_clean_samples:
         if sampler != "ode":
             yield Problem(
                 "rollout.sampler", repr(sampler), f"'ode' with algorithm.name={algorithm.name}",
@@ -135,7 +135,7 @@ def _evaluation(config: RunConfig) -> Iterator[Problem]:
             "evaluation.weights", "'ema'", "'policy', while learner.ema is not set",
             "Set learner.ema.cap=0.9 or evaluate the policy.",
         )  # fmt: skip
-    if weights == "old" and not isinstance(config.algorithm, KEEPS_OLD_POLICY):
+    if weights == "old" and not config.algorithm.uses_old_policy:
         yield Problem(
             "evaluation.weights", "'old'", f"'policy' or 'ema' with algorithm.name={config.algorithm.name}",
             "This algorithm keeps no old policy.",

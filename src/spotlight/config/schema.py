@@ -113,7 +113,31 @@ class AdvantageConfig(Section):
     """Several rewards: weighted sum first, or normalise each within its group and then sum (MixGRPO)."""
 
 
-class FlowGRPOConfig(Section):
+class AlgorithmSection(Section):
+    """An RL algorithm, and what it asks of rollouts and of memory."""
+
+    @property
+    def learns_from_clean_samples(self) -> bool:
+        """Whether it trains on x0 alone, whatever ODE made it; else it trains a rollout's SDE steps."""
+        return False
+
+    @property
+    def uses_old_policy(self) -> bool:
+        """Whether a second, slower set of weights is kept and evaluated at every trained timestep."""
+        return False
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the starting model is evaluated at every trained timestep."""
+        return False
+
+    @property
+    def recomputes_log_probs(self) -> bool:
+        """Whether the learner evaluates every trained timestep once more before the first update."""
+        return False
+
+
+class FlowGRPOConfig(AlgorithmSection):
     """Flow-GRPO (arXiv 2505.05470); Flow-GRPO-Fast is this with a random ``rollout.sde_window``."""
 
     name: Literal["flow-grpo"] = "flow-grpo"
@@ -128,6 +152,16 @@ class FlowGRPOConfig(Section):
     """Denominator of the ratio: recomputed by the learner, this pass's own value, or the rollout's."""
     train_timesteps: PositiveInt | None = None
     """Trained steps a sample, drawn among its stochastic steps; default: all of them."""
+
+    @property
+    def uses_reference(self) -> bool:
+        """With a KL term."""
+        return self.kl_weight > 0
+
+    @property
+    def recomputes_log_probs(self) -> bool:
+        """With ``old_log_probs: recompute``."""
+        return self.old_log_probs == "recompute"
 
 
 class FlowGRPOFastConfig(FlowGRPOConfig):
@@ -150,7 +184,7 @@ class OldPolicyConfig(Section):
     """Batches before the decay starts to grow."""
 
 
-class DiffusionNFTConfig(Section):
+class DiffusionNFTConfig(AlgorithmSection):
     """DiffusionNFT (arXiv 2509.16117): negative-aware fine-tuning on the forward process; any ODE sampler."""
 
     name: Literal["diffusion-nft"] = "diffusion-nft"
@@ -168,8 +202,23 @@ class DiffusionNFTConfig(Section):
     old_policy: OldPolicyConfig = OldPolicyConfig()
     """How fast the behaviour policy follows the trained one."""
 
+    @property
+    def learns_from_clean_samples(self) -> bool:
+        """Always."""
+        return True
 
-class GRPOGuardConfig(Section):
+    @property
+    def uses_old_policy(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def uses_reference(self) -> bool:
+        """With a weight."""
+        return self.reference_weight > 0
+
+
+class GRPOGuardConfig(AlgorithmSection):
     """GRPO-Guard: Flow-GRPO with a ratio that is normalised per sample and step."""
 
     name: Literal["grpo-guard"] = "grpo-guard"
@@ -181,8 +230,13 @@ class GRPOGuardConfig(Section):
     train_timesteps: PositiveInt | None = None
     """Trained steps a sample, drawn among its stochastic steps; default: all of them."""
 
+    @property
+    def uses_old_policy(self) -> bool:
+        """Always."""
+        return True
 
-class AWMConfig(Section):
+
+class AWMConfig(AlgorithmSection):
     """AWM: advantage-weighted flow matching on clean samples; any ODE sampler."""
 
     name: Literal["awm"] = "awm"
@@ -204,17 +258,26 @@ class AWMConfig(Section):
     old_policy: OldPolicyConfig = OldPolicyConfig(cap=0.3)
     """How fast the moving average follows."""
 
+    @property
+    def learns_from_clean_samples(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def uses_old_policy(self) -> bool:
+        """With a weight."""
+        return self.old_weight > 0
+
+    @property
+    def uses_reference(self) -> bool:
+        """With a weight."""
+        return self.reference_weight > 0
+
 
 AlgorithmConfig = Annotated[
     FlowGRPOConfig | FlowGRPOFastConfig | GRPOGuardConfig | DiffusionNFTConfig | AWMConfig,
     Field(discriminator="name"),
 ]
-
-
-LEARNS_FROM_CLEAN_SAMPLES = (DiffusionNFTConfig, AWMConfig)
-"""Algorithms that train on x0 alone, whatever ODE made it; the others train the SDE steps of a rollout."""
-KEEPS_OLD_POLICY = (DiffusionNFTConfig, AWMConfig, GRPOGuardConfig)
-"""Algorithms with a second, slower set of weights."""
 
 
 class RewardConfig(Section):

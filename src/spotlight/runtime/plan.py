@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from spotlight.config.contradictions import kept_steps
-from spotlight.config.schema import DiffusionNFTConfig, RunConfig
-from spotlight.runtime.plan_memory import Estimate, disk_parts, memory_parts, uses_reference
+from spotlight.config.schema import RunConfig
+from spotlight.runtime.plan_memory import Estimate, disk_parts, memory_parts
 from spotlight.runtime.plan_model import (
     ModelSizes,
     NotHere,
@@ -124,8 +124,6 @@ def make_plan(config: RunConfig) -> RunPlan:
 
 def trained_timesteps(config: RunConfig) -> int:
     """Forward/backward passes of the loss a sample costs (guidance aside)."""
-    if isinstance(config.algorithm, DiffusionNFTConfig):
-        return config.algorithm.train_timesteps
     return config.algorithm.train_timesteps or kept_steps(config)
 
 
@@ -139,15 +137,14 @@ def count_passes(config: RunConfig, evaluation_images: int) -> Passes:
     algorithm, guidance = config.algorithm, forwards_per_velocity(config)
     samples = config.rollout.prompts_per_iteration * config.rollout.group_size * guidance
     trained = samples * trained_timesteps(config)
-    recomputes = not isinstance(algorithm, DiffusionNFTConfig) and algorithm.old_log_probs == "recompute"
     return Passes(
         rollout=samples * config.rollout.steps,
         policy=trained,
         backward=trained,
         recomputed=trained if config.learner.gradient_checkpointing else 0,
-        old=trained if isinstance(algorithm, DiffusionNFTConfig) else 0,
-        reference=trained if uses_reference(config) else 0,
-        old_log_probs=trained if recomputes else 0,
+        old=trained if algorithm.uses_old_policy else 0,
+        reference=trained if algorithm.uses_reference else 0,
+        old_log_probs=trained if algorithm.recomputes_log_probs else 0,
         evaluation=evaluation_images * config.evaluation.steps * guidance,
     )
 

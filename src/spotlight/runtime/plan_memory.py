@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from spotlight.config.contradictions import kept_steps
-from spotlight.config.schema import DiffusionNFTConfig, RunConfig
+from spotlight.config.schema import RunConfig
 from spotlight.models.layouts import FamilyLayout
 from spotlight.runtime.plan_model import ModelSizes
 
@@ -57,18 +57,10 @@ def peak_bytes(parts: tuple[Estimate, ...]) -> float:
 
 def weight_copies(config: RunConfig) -> int:
     """Trained weights kept beside the policy: old policy, moving average, and with ``full`` the reference."""
-    old = isinstance(config.algorithm, DiffusionNFTConfig)
+    old = config.algorithm.uses_old_policy
     # With LoRA the reference is the base without adapters, which is there anyway.
-    reference = config.learner.mode == "full" and uses_reference(config)
+    reference = config.learner.mode == "full" and config.algorithm.uses_reference
     return int(old) + int(config.learner.ema is not None) + int(reference)
-
-
-def uses_reference(config: RunConfig) -> bool:
-    """Whether the loss evaluates the starting model."""
-    algorithm = config.algorithm
-    if isinstance(algorithm, DiffusionNFTConfig):
-        return algorithm.reference_weight > 0
-    return algorithm.kl_weight > 0
 
 
 def _weights(config: RunConfig, model: ModelSizes, trained: int) -> Iterator[Estimate]:
