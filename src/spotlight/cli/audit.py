@@ -59,7 +59,7 @@ def _print(report: AuditReport) -> None:
     counts = report.counts
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold")
-    table.add_column()
+    table.add_column(overflow="fold")
     dropped = ", ".join(f"{number} {reason.value}" for reason, number in counts.train_dropped.items()) or "0"
     lines = (
         ("state", "finished" if report.finished else "not finished"),

@@ -12,7 +12,14 @@ from rich.console import Console
 from rich.table import Table
 
 from spotlight.cli.errors import told_plainly
-from spotlight.cli.options import Device, DeviceOption, WeightsOption, device_of, slot_of
+from spotlight.cli.options import (
+    Device,
+    DeviceOption,
+    WeightsOption,
+    device_of,
+    silence_loading_bars,
+    slot_of,
+)
 from spotlight.cli.run_argument import RunArgument, find_run
 
 if TYPE_CHECKING:
@@ -47,6 +54,7 @@ def evaluate(
       spotlight eval runs/demo --prompts my_prompts.jsonl --images 32 --json
     """
     directory = find_run(run)
+    silence_loading_bars()
     with told_plainly():
         from spotlight.cli.work_bar import WorkBar
         from spotlight.runtime.trained import TrainedRun

@@ -8,7 +8,14 @@ from typing import Annotated
 import typer
 
 from spotlight.cli.errors import failure, told_plainly
-from spotlight.cli.options import Device, DeviceOption, WeightsOption, device_of, slot_of
+from spotlight.cli.options import (
+    Device,
+    DeviceOption,
+    WeightsOption,
+    device_of,
+    silence_loading_bars,
+    slot_of,
+)
 from spotlight.cli.run_argument import RunArgument, find_run
 
 
@@ -33,6 +40,7 @@ def export(
       spotlight export demo --merged --out my_model
     """
     directory = find_run(run)
+    silence_loading_bars()
     with told_plainly():
         from spotlight.report.loading import loading_snippet
         from spotlight.runtime.trained import TrainedRun

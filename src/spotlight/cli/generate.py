@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from spotlight.cli.errors import told_plainly
-from spotlight.cli.options import Device, DeviceOption, WeightsOption, device_of, slot_of
+from spotlight.cli.options import (
+    Device,
+    DeviceOption,
+    WeightsOption,
+    device_of,
+    silence_loading_bars,
+    slot_of,
+)
 from spotlight.cli.run_argument import RunArgument, find_run
 
 if TYPE_CHECKING:
@@ -53,6 +60,7 @@ def generate(
       spotlight generate demo -p "a blue square" -p "a green triangle" --count 4 --before
     """
     directory = find_run(run)
+    silence_loading_bars()
     pairs = [(text, seed + index) for text in prompt for index in range(count)]
     with told_plainly():
         from spotlight.runtime.trained import TrainedRun

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
@@ -47,3 +48,8 @@ def slot_of(weights: Weights | None) -> Slot | None:
 def device_of(device: Device) -> Literal["auto", "cpu", "cuda"]:
     """The device that the option names."""
     return device.value
+
+
+def silence_loading_bars() -> None:
+    """Keep the bars of libraries that load models off the screen: they would tear ours."""
+    os.environ.setdefault("TQDM_DISABLE", "1")

@@ -20,6 +20,7 @@ from spotlight.cli.errors import (
     ours,
     told_plainly,
 )
+from spotlight.cli.options import silence_loading_bars
 
 if TYPE_CHECKING:
     from spotlight.cli.progress import RunProgress
@@ -90,8 +91,7 @@ def _run(config: RunConfig, plain: bool) -> RunResult:
     from spotlight.cli.progress import make_progress
 
     if config.model.path == "testbed" or Path(config.model.path).is_dir():
-        # Bars of libraries that load a local model would tear ours; those of a download are wanted.
-        os.environ.setdefault("TQDM_DISABLE", "1")
+        silence_loading_bars()  # those of a download are wanted
     progress = make_progress(config, plain)
     try:
         with progress:

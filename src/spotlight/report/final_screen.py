@@ -135,8 +135,9 @@ def _samples(run: RunRecord) -> Text:
 def survived(run: RunRecord) -> str:
     """Attempts, and what the interruptions cost."""
     history = run.history
+    attempts = plural(len(history.attempts), "attempt")
     return (
-        f"Survived {plural(history.interruptions, 'interruption')}: {plural(len(history.attempts), 'attempt')}, "
+        f"Survived {plural(history.interruptions, 'interruption')}: {attempts}, "
         f"{plural(history.undone, 'ledger record')} done again, {history.lost_s:,.1f} s of work lost"
     )
 

@@ -16,10 +16,8 @@ def duration(seconds: float) -> str:
 
 
 def money(usd: float) -> str:
-    """Dollars, with more places the less it is: ``$12.34``, ``$0.123``, ``$0.0018``."""
-    if usd >= 1:
-        return f"${usd:,.2f}"
-    return f"${usd:.3f}" if usd >= 0.1 else f"${usd:.4f}"
+    """Dollars: to the cent, or two digits where that says nothing: ``$12.34``, ``$0.05``, ``$0.0018``."""
+    return f"${usd:,.2f}" if usd >= 1 else f"${usd:.2g}"
 
 
 def count(number: float) -> str:
