@@ -1,0 +1,248 @@
+"""The main job on a tiny model: run here, or in a process that is sent signals at chosen moments.
+
+Processes are forked from a server that has torch loaded, so that each costs no more than its work; what
+kills them is a real SIGKILL. A moment is a step of work that the observer hears of, or a file operation in
+the run directory just before it happens, so a process can be killed within a checkpoint, not only around it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from spotlight.config.load import load_config
+from spotlight.config.schema import RunConfig
+from spotlight.core.types import Phase
+from spotlight.runtime.observer import Silent
+from spotlight.runtime.train import RunResult, train
+from spotlight.store import ledger_queries as queries
+from spotlight.store.audit import AuditLimits, AuditReport, audit
+from spotlight.store.checkpoints import CheckpointStore
+from spotlight.store.metrics import MetricsRow, read_metrics
+from spotlight.store.run_directory import RunPaths
+
+TINY = (
+    "device=cpu",
+    "iterations=4",
+    "rollout.height=16",
+    "rollout.width=16",
+    "rollout.steps=3",
+    "rollout.prompts_per_iteration=2",
+    "rollout.group_size=3",
+    "rollout.batch_size=8",
+    "evaluation.every=2",
+    "evaluation.prompts=2",
+    "evaluation.images_per_prompt=2",
+    "evaluation.grid_images=2",
+    "evaluation.steps=2",
+    "learner.lora.rank=4",
+    "learner.lora.alpha=8.0",
+    "learner.learning_rate=0.001",
+    "metrics.tensorboard=false",
+    "rewards=[{name: jpeg_size}]",
+)
+NFT = ("algorithm.name=diffusion-nft", "algorithm.train_timesteps=2", "learner.ema.every=2")
+GRPO = (
+    "algorithm.name=flow-grpo",
+    "algorithm.kl_weight=0.01",
+    "rollout.sampler=flow-sde",
+    "learner.updates_per_batch=2",
+)
+ALGORITHMS = {"diffusion-nft with EMA": NFT, "flow-grpo, 2 updates": GRPO}
+CHECKPOINTED = AuditLimits(group_size=3)
+
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["spotlight.runtime.train", "spotlight.models.qwen_image"])
+
+
+@dataclass(frozen=True)
+class Job:
+    """Where runs of the tests lie, and what they share."""
+
+    root: Path
+    pipeline: Path
+
+    def arguments(self, name: str, *overrides: str) -> list[str]:
+        """A run's overrides, as on the command line."""
+        places = (f"runs_dir={self.root}", f"cache_dir={self.root}/cache", f"model.path={self.pipeline}")
+        return [f"name={name}", *places, *TINY, *overrides]
+
+    def config(self, name: str, *overrides: str) -> RunConfig:
+        """A run's configuration."""
+        return load_config(None, self.arguments(name, *overrides))
+
+    def train(self, name: str, *overrides: str) -> Heard:
+        """Run in this process."""
+        heard = Heard()
+        heard.result = train(self.config(name, *overrides), heard)
+        return heard
+
+
+@dataclass
+class Heard(Silent):
+    """What an observer was told, and the result."""
+
+    notes: list[str] = field(default_factory=list)
+    iterations: list[int] = field(default_factory=list)
+    result: RunResult | None = None
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def iterated(self, iteration: int, row: Mapping[str, float]) -> None:
+        self.iterations.append(iteration)
+
+    @property
+    def error(self) -> str:
+        assert self.result is not None
+        assert self.result.error is not None
+        return self.result.error
+
+
+# -- a process of its own ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class At:
+    """Send this process a signal at the ``count``-th moment whose label has ``label`` in it."""
+
+    label: str
+    count: int = 1
+    signal: int = signal.SIGKILL
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended; a killed one has told nothing."""
+
+    exit_code: int | None
+    notes: tuple[str, ...] = ()
+    iterations: tuple[int, ...] = ()
+    finished: bool = False
+    stopped: bool = False
+    error: str | None = None
+    moments: tuple[str, ...] = ()
+
+
+class _Moments(Heard):
+    """Counts moments, and sends the signals."""
+
+    def __init__(self, directory: Path, signals: Sequence[At]) -> None:
+        super().__init__()
+        self.labels: list[str] = []
+        self._signals, self._met = signals, Counter[At]()
+        self._directory = str(directory)
+        sys.addaudithook(self._audit)
+
+    def work(self, phase: Phase, done: int, total: int) -> None:
+        self._moment(f"work {phase.value}")
+
+    def _audit(self, event: str, arguments: tuple[object, ...]) -> None:
+        if event in ("os.rename", "os.mkdir", "os.rmdir", "os.remove"):
+            paths = [str(each) for each in arguments if isinstance(each, str | os.PathLike)]
+            if paths and paths[-1].startswith(self._directory):
+                self._moment(f"{event} {paths[-1].removeprefix(self._directory)}")
+
+    def _moment(self, label: str) -> None:
+        self.labels.append(label)
+        for each in self._signals:
+            if each.label in label:
+                self._met[each] += 1
+                if self._met[each] == each.count:
+                    os.kill(os.getpid(), each.signal)
+
+
+def _work(arguments: list[str], signals: Sequence[At], answer: Path) -> None:
+    config = load_config(None, arguments)
+    heard = _Moments(config.runs_dir / config.name, signals)
+    try:
+        result = train(config, heard)
+        told = {
+            "finished": result.summary is not None,
+            "stopped": result.stopped,
+            "error": result.error,
+        }
+    except Exception as error:
+        told = {"error": f"{type(error).__name__}: {error}"}
+    told |= {"notes": heard.notes, "iterations": heard.iterations, "moments": heard.labels}
+    answer.write_text(json.dumps(told))
+
+
+def run_process(arguments: list[str], *signals: At, answer: Path) -> Ended:
+    """Run in a process of its own, sending it ``signals``."""
+    answer.unlink(missing_ok=True)
+    process = _processes.Process(target=_work, args=(arguments, signals, answer))
+    process.start()
+    process.join(120)
+    assert process.exitcode is not None, "the process hangs"
+    told = json.loads(answer.read_text()) if answer.exists() else {}
+    return Ended(process.exitcode, **{key: tuple(v) if isinstance(v, list) else v for key, v in told.items()})
+
+
+# -- what came of a run --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What must be equal in two runs of one configuration, and the rest that must hold of each."""
+
+    ledger: str
+    learner: str
+    metrics: tuple[tuple[int, int, Mapping[str, float]], ...]
+
+    @property
+    def validation(self) -> list[tuple[int, int, Mapping[str, float]]]:
+        """The rows of validations."""
+        return [row for row in self.metrics if "validation/graded" in row[2]]
+
+
+def outcome(run: Path) -> Outcome:
+    """Read a run's outcome from its directory."""
+    connection = queries.open_readonly(RunPaths(run).ledger)
+    try:
+        return Outcome(
+            queries.digest(connection), learner_digest(run), tuple(map(_timeless, read_metrics(run)))
+        )
+    finally:
+        connection.close()
+
+
+def learner_digest(run: Path) -> str:
+    """SHA-256 of the learner's files (weights, optimizer, EMA, counters) in the newest checkpoint."""
+    hasher = hashlib.sha256()
+    for path in sorted((newest_checkpoint(run) / "learner").rglob("*")):
+        hasher.update(path.name.encode() + path.read_bytes())
+    return hasher.hexdigest()
+
+
+def newest_checkpoint(run: Path) -> Path:
+    """The directory of the newest whole checkpoint."""
+    newest = CheckpointStore(RunPaths(run).checkpoints, keep=9).newest_valid()
+    assert newest is not None
+    return newest.directory
+
+
+def _timeless(row: MetricsRow) -> tuple[int, int, Mapping[str, float]]:
+    values = {
+        name: value
+        for name, value in row.values.items()
+        if not (name.startswith("seconds/") or name.endswith("_s"))
+    }
+    return row.iteration, row.samples_trained, values
+
+
+def clean_audit(run: Path, limits: AuditLimits = CHECKPOINTED) -> AuditReport:
+    """The run's audit, which must find nothing; and what was billed is what the phases sum to."""
+    report = audit(run, limits)
+    assert report.ok, report.violations
+    billed_s = sum(bill.billed_s for bill in report.attempts)
+    assert abs(sum(report.gpu_seconds_by_phase.values()) - billed_s) <= 0.01 * billed_s
+    return report

@@ -1,0 +1,161 @@
+"""A run that is interrupted, whenever and however, ends as if it had not been."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from conftest import Straight
+from main_job import ALGORITHMS, NFT, At, Job, clean_audit, newest_checkpoint, outcome, run_process
+
+from spotlight.core.types import Phase
+from spotlight.store.metrics import read_metrics
+from spotlight.store.schema import Ending
+from spotlight.store.summary import read_summary
+
+SEED = 20
+"""Of the random moments below; any must do."""
+
+
+def kills(moments: tuple[str, ...], seed: int) -> list[At]:
+    """One kill an attempt: before the first checkpoint, in all stages of committing one, and at random."""
+    aimed = [
+        At("work evaluation", 2),
+        At("work training", 1),
+        At("os.mkdir /checkpoints/.writing"),  # nothing of the checkpoint is there
+        At("os.rename /checkpoints/0"),  # written whole, but not in its place
+        At("os.rename /checkpoints/latest"),  # in its place, but not named
+        At("os.rmdir /checkpoints/.writing"),  # committed, while the oldest one is being removed
+    ]
+    labels = random.Random(seed).sample(sorted(set(moments)), 2)
+    return [*aimed, *(At(label) for label in labels)]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_killed_at_any_moment_a_resumed_run_equals_the_uninterrupted_one(
+    job: Job, straight: Straight, algorithm: str
+) -> None:
+    _, expected, uninterrupted = straight(algorithm)
+    name = f"killed-{list(ALGORITHMS).index(algorithm)}"
+    run, arguments = job.root / name, job.arguments(name, *ALGORITHMS[algorithm])
+    killed = 0
+    for kill in kills(uninterrupted.moments, SEED):
+        ended = run_process(arguments, kill, answer=job.root / f"{name}.json")
+        assert ended.exit_code == -signal.SIGKILL or ended.finished, ended
+        killed += ended.exit_code == -signal.SIGKILL
+    assert killed >= 5
+    ended = run_process(arguments, answer=job.root / f"{name}.json")
+    assert ended.finished, ended
+
+    assert outcome(run) == expected
+    rows = [(row.iteration, "validation/graded" in row.values) for row in read_metrics(run)]
+    assert len(rows) == len(set(rows))
+    report = clean_audit(run)
+    assert [bill.ended for bill in report.attempts] == [Ending.KILLED] * killed + [Ending.FINISHED]
+    assert report.gpu_seconds_by_phase[Phase.LOST] > 0
+    assert read_summary(run / "summary.json").samples.trained == 24
+    assert [path for path in run.rglob(".writing-*")] == []
+
+
+def test_sigterm_stops_after_the_next_checkpoint_and_the_same_command_goes_on(
+    job: Job, straight: Straight
+) -> None:
+    arguments = job.arguments("terminated", *NFT)
+    run, answer = job.root / "terminated", job.root / "terminated.json"
+    ended = run_process(arguments, At("work training", 2, signal.SIGTERM), answer=answer)
+    assert ended.exit_code == 0
+    assert ended.stopped
+    assert ended.iterations == (0, 1)
+    assert any("SIGTERM: stopping after the next checkpoint" in note for note in ended.notes)
+    assert newest_checkpoint(run).name.endswith("iteration-000002")
+    assert not (run / "summary.json").exists()
+    assert clean_audit(run).gpu_seconds_by_phase[Phase.LOST] == 0
+
+    ended = run_process(arguments, answer=answer)
+    assert ended.iterations == (2, 3)
+    assert any("resuming after iteration 2" in note for note in ended.notes)
+    assert outcome(run) == straight("diffusion-nft with EMA")[1]
+    report = clean_audit(run)
+    assert [bill.ended for bill in report.attempts] == [Ending.STOPPED, Ending.FINISHED]
+    assert report.gpu_seconds_by_phase[Phase.LOST] == 0
+
+
+def test_a_second_sigint_stops_at_once_and_loses_nothing_committed(job: Job, straight: Straight) -> None:
+    arguments = job.arguments("interrupted", *NFT)
+    run, answer = job.root / "interrupted", job.root / "interrupted.json"
+    signals = (At("work rollout", 5, signal.SIGINT), At("work training", 2, signal.SIGINT))
+    ended = run_process(arguments, *signals, answer=answer)
+    assert ended.exit_code == 1  # KeyboardInterrupt
+    assert ended.notes == ()
+    assert newest_checkpoint(run).name.endswith("iteration-000001")
+    assert [bill.ended for bill in clean_audit(run).attempts] == [Ending.STOPPED]
+    assert run_process(arguments, answer=answer).finished
+    assert outcome(run) == straight("diffusion-nft with EMA")[1]
+    assert clean_audit(run).gpu_seconds_by_phase[Phase.LOST] > 0
+
+
+def test_raising_the_iterations_of_a_finished_run_continues_it(job: Job, straight: Straight) -> None:
+    # Its own last validation, after 3 iterations, is none of the longer run's.
+    assert job.train("extended", *NFT, "iterations=3").iterations == [0, 1, 2]
+    run = job.root / "extended"
+    assert [row[0] for row in outcome(run).validation] == [0, 2, 3]
+    assert job.train("extended", *NFT).iterations == [3]
+    assert outcome(run) == straight("diffusion-nft with EMA")[1]
+    assert [point.iteration for point in read_summary(run / "summary.json").validation] == [0, 2, 4]
+    clean_audit(run)
+
+
+def test_a_finished_run_shows_its_outcome_at_once_and_stays_as_it_is(job: Job, straight: Straight) -> None:
+    run, expected, _ = straight("diffusion-nft with EMA")
+    before = contents(run)
+    started = time.monotonic()
+    for iterations in (4, 2):
+        heard = job.train(run.name, *NFT, f"iterations={iterations}", "evaluation.every=1")
+        assert heard.result is not None
+        assert heard.result.summary == read_summary(run / "summary.json")
+        assert heard.iterations == []
+        assert heard.notes == ["finished before: 4 iterations are trained"]
+    assert time.monotonic() - started < 1
+    assert contents(run) == before
+    assert outcome(run) == expected
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_serves(job: Job, straight: Straight) -> None:
+    arguments = job.arguments("damaged", *NFT)
+    run, answer = job.root / "damaged", job.root / "damaged.json"
+    assert run_process(arguments, At("work rollout", 10), answer=answer).exit_code == -signal.SIGKILL
+    newest = newest_checkpoint(run)
+    assert newest.name == "000003-iteration-000003"
+    weights = newest / "learner" / "learner.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+
+    ended = run_process(arguments, answer=answer)
+    assert any(f"{newest.name}/learner/learner.safetensors" in note for note in ended.notes)
+    assert any("resuming after iteration 2" in note for note in ended.notes)
+    assert ended.iterations == (2, 3)
+    assert outcome(run) == straight("diffusion-nft with EMA")[1]
+    clean_audit(run)
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(run)): path.read_bytes()
+        for path in run.rglob("*")
+        if path.is_file() and not path.name.endswith(("-wal", "-shm"))
+    }
+
+
+def test_the_summary_counts_what_the_ledger_holds(straight: Straight) -> None:
+    run, _, _ = straight("flow-grpo, 2 updates")
+    summary = json.loads((run / "summary.json").read_text())
+    report = clean_audit(run)
+    assert summary["samples"] == {"issued": 24, "trained": 24, "dropped": {}}
+    assert report.counts.optimizer_steps == 8
+    assert summary["cost_usd"] == pytest.approx(report.cost_usd, rel=0.02)
+    assert sum(summary["gpu_seconds_by_phase"].values()) == pytest.approx(summary["wall_s"], rel=1e-6)
