@@ -265,8 +265,61 @@ def test_slots_work_on_sharded_modules(form: str) -> None:
             module(X).square().sum().backward()
     for slot in plain.slots:
         assert torch.allclose(run(sharded, slot), run(plain, slot), rtol=0, atol=1e-6), slot
+        with torch.no_grad(), sharded.use(slot, merged=True) as module:  # not at hand: runs unmerged
+            assert torch.equal(module(X), run(sharded, slot)), slot
         merged = sharded.merged_state(slot)
         assert all(torch.equal(value, merged[name]) for name, value in plain.merged_state(slot).items())
     theirs = sharded.trainable_parameters()
     for name, parameter in plain.trainable_parameters().items():
         assert torch.allclose(theirs[name].grad.full_tensor(), parameter.grad, rtol=1e-5, atol=1e-5), name
+
+
+def bare(module: nn.Module) -> dict[str, Tensor]:
+    """Values of the module's own weights, and where they lie."""
+    return {n: p.detach().clone() for n, p in module.named_parameters() if "lora" not in n}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_merged_slots_run_the_same_weights_and_leave_the_base_bitwise(form: str) -> None:
+    module = net()
+    slots = build(form, module)
+    for seed, slot in enumerate(("policy", "old", "ema")):
+        filled(slots, slot, seed)
+    before, outputs = bare(module), {slot: run(slots, slot) for slot in slots.slots}
+    places = {n: p.data_ptr() for n, p in module.named_parameters()}
+    for slot in slots.slots:
+        with slots.use(slot, merged=True) as used, torch.no_grad():
+            torch.testing.assert_close(used(X), outputs[slot], rtol=0, atol=1e-5)
+            assert slot != "reference" or torch.equal(used(X), outputs[slot])
+        with pytest.raises(RuntimeError), slots.use(slot, merged=True) as used:
+            used(torch.zeros(4, 6))
+    assert all(torch.equal(value, before[name]) for name, value in bare(module).items())
+    assert {n: p.data_ptr() for n, p in module.named_parameters()} == places
+    for slot in slots.slots:
+        assert torch.equal(run(slots, slot), outputs[slot])
+    with slots.use("policy") as used:
+        assert used(X).requires_grad  # gradients are on again
+
+
+def test_merged_lora_runs_the_base_layers_alone() -> None:
+    slots = LoraSlots(net(), SPEC, EXTRA)
+    filled(slots, "old", 1)
+    calls: list[str] = []
+    for name, part in slots.modules()["policy"].named_modules():
+        if ".lora_B." in name:
+            part.register_forward_hook(lambda module, args, out, name=name: calls.append(name))
+    with slots.use("old", merged=True) as module:
+        out = module(X)
+        assert not out.requires_grad
+    assert not calls
+    run(slots, "old")
+    assert [name.rpartition(".")[2] for name in calls] == ["old", "old"]
+
+
+def test_half_precision_weights_are_not_merged() -> None:
+    slots = LoraSlots(net(torch.bfloat16), SPEC, EXTRA)
+    filled(slots, "old", 1)
+    with torch.no_grad(), slots.use("old") as module:
+        expected = module(X.bfloat16())
+    with torch.no_grad(), slots.use("old", merged=True) as module:
+        assert torch.equal(module(X.bfloat16()), expected)

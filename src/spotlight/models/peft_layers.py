@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -147,6 +148,32 @@ def activate(layers: Mapping[str, LoraLayer], adapter: str | None) -> None:
         layer._disable_adapters = adapter is None
         if adapter is not None:
             layer._active_adapter = [adapter]
+
+
+@contextmanager
+def merged(layers: Mapping[str, LoraLayer], adapter: str) -> Iterator[None]:
+    """Run without gradient on base weights that ``adapter`` was added to; the base comes back bitwise.
+
+    The layers hold new tensors meanwhile and then their own again: nothing is subtracted, so nothing is
+    rounded.
+    Afterwards no adapter is active.
+    """
+    weights = base_weights(layers)
+    own = {name: weight.data for name, weight in weights.items()}
+    with torch.no_grad():
+        try:
+            for name, layer in layers.items():
+                weights[name].data = own[name] + layer.get_delta_weight(adapter)
+            activate(layers, None)
+            yield
+        finally:
+            for name, weight in weights.items():
+                weight.data = own[name]
+
+
+def base_weights(layers: Mapping[str, LoraLayer]) -> dict[str, nn.Parameter]:
+    """The weights that the adapters add to, by module name."""
+    return {name: layer.get_base_layer().weight for name, layer in layers.items()}
 
 
 def base_parameters(model: nn.Module) -> dict[str, Tensor]:

@@ -46,8 +46,13 @@ class WeightSlots(ABC):
 
     @abstractmethod
     @contextmanager
-    def use(self, slot: Slot) -> Iterator[nn.Module]:
-        """Yield the module to run with the weights of ``slot``; afterwards the policy is active again."""
+    def use(self, slot: Slot, *, merged: bool = False) -> Iterator[nn.Module]:
+        """Yield the module to run with the weights of ``slot``; afterwards the policy is active again.
+
+        Args:
+            merged: for many forwards without gradient, such as rollouts: where it can be done, the adapter
+                is added to the base weights first. That changes results only by rounding.
+        """
 
     @abstractmethod
     def parameters(self, slot: Slot) -> dict[str, nn.Parameter]:
@@ -135,14 +140,31 @@ class LoraSlots(WeightSlots):
         peft_layers.activate(self._layers, "policy")
 
     @contextmanager
-    def use(self, slot: Slot) -> Iterator[nn.Module]:
-        """Yield the module with the slot's adapter active (``reference``: none, bitwise the base)."""
+    def use(self, slot: Slot, *, merged: bool = False) -> Iterator[nn.Module]:
+        """Yield the module with the slot's adapter active (``reference``: none, bitwise the base).
+
+        Merging needs a second copy of the adapted layers' weights for as long.
+        """
         self._check_slot(slot)
-        peft_layers.activate(self._layers, None if slot == "reference" else slot)
         try:
-            yield self._module
+            if slot == "reference":
+                peft_layers.activate(self._layers, None)
+                yield self._module
+            elif merged and self._mergeable():
+                with peft_layers.merged(self._layers, slot):
+                    yield self._module
+            else:
+                peft_layers.activate(self._layers, slot)
+                yield self._module
         finally:
             peft_layers.activate(self._layers, "policy")
+
+    def _mergeable(self) -> bool:
+        """Half precision would swallow small updates, and sharded weights are not at hand."""
+        if any(isinstance(part, FSDPModule) for part in self._module.modules()):
+            return False
+        weights = peft_layers.base_weights(self._layers).values()
+        return all(weight.dtype == torch.float32 for weight in weights)
 
     def parameters(self, slot: Slot) -> dict[str, nn.Parameter]:
         """The slot's adapter under peft's state-dict names; ``reference`` has none."""
@@ -206,8 +228,8 @@ class CopySlots(WeightSlots):
         self.modules_bound = sum(bool(list(m.parameters(recurse=False))) for m in module.modules())
 
     @contextmanager
-    def use(self, slot: Slot) -> Iterator[nn.Module]:
-        """Yield the slot's own module."""
+    def use(self, slot: Slot, *, merged: bool = False) -> Iterator[nn.Module]:
+        """Yield the slot's own module, in which there is nothing to merge."""
         self._check_slot(slot)
         yield self._modules[slot]
 

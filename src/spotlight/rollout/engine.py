@@ -52,7 +52,7 @@ class Engine:
             raise ValueError(f"engine's max_batch is {max_batch}; expected at least 1")
         self._family = family
         self._max_batch = max_batch
-        self._autocast = autocast
+        self.autocast = autocast
         self._negative = None if negative is None else Condition(negative.embeds.to(family.device))
 
     def start(
@@ -76,6 +76,7 @@ class Engine:
             [rollout.seed for rollout in rollouts], [INITIAL] * len(rollouts), shape, self._family.device
         )
         on_device = _Mover(self._family.device)
+        schedules = {rollout.steps: self._sigmas(rollout, recipe.size) for rollout in rollouts}
         return [
             RolloutState(
                 rollout=rollout,
@@ -83,7 +84,7 @@ class Engine:
                 condition=on_device(condition),
                 step=0,
                 latents=latents,
-                sigmas=self._sigmas(rollout, recipe.size),
+                sigmas=schedules[rollout.steps],
                 window=_window(recipe, rollout),
             )
             for rollout, condition, latents in zip(rollouts, conditions, noise, strict=True)
@@ -146,16 +147,17 @@ class Engine:
     def _step_batch(self, model: nn.Module, states: list[RolloutState]) -> list[RolloutState]:
         recipe, device = states[0].recipe, self._family.device
         latents = torch.stack([state.latents for state in states])
-        sigma = torch.stack([state.sigmas[state.step] for state in states]).to(device)
-        sigma_next = torch.stack([state.sigmas[state.step + 1] for state in states]).to(device)
+        sigma, sigma_next = _levels(states).to(device)
         condition = self._family.collate([state.condition for state in states])
         guidance = self._guidance(recipe, len(states))
-        enabled = self._autocast is not None
-        with torch.autocast(self._family.device.type, dtype=self._autocast, enabled=enabled):
+        enabled = self.autocast is not None
+        with torch.autocast(self._family.device.type, dtype=self.autocast, enabled=enabled):
             velocity = self._family.velocity(model, latents, sigma, condition, guidance, recipe.size)
         advanced = list(states)
-        for sampler, rows in _grouped((state.recipe.sampler, i) for i, state in enumerate(states)):
-            members = [states[i] for i in rows]
+        groups = _grouped((state.recipe.sampler, i) for i, state in enumerate(states))
+        for sampler, members_at in groups:
+            members = [states[i] for i in members_at]
+            rows = members_at if len(groups) > 1 else slice(None)  # a view where all go together
             stepped = samplers.step(
                 sampler,
                 latents[rows],
@@ -165,7 +167,7 @@ class Engine:
                 noise=_kicks(members, latents),
                 stochastic=[state.stochastic for state in members],
             )
-            new = zip(rows, stepped.latents.unbind(0), stepped.log_prob.unbind(0), strict=True)
+            new = zip(members_at, stepped.latents.unbind(0), stepped.log_prob.unbind(0), strict=True)
             for i, row, log_prob in new:
                 advanced[i] = _advance(states[i], row, log_prob)
         return advanced
@@ -198,6 +200,17 @@ def _window(recipe: Recipe, rollout: Rollout) -> range:
     if recipe.window is None:
         return range(0)
     return recipe.window.steps(rollout.steps, rollout.seed, rollout.iteration)
+
+
+def _levels(states: Sequence[RolloutState]) -> Tensor:
+    """Noise levels before and after the next step of each, [2, states] on the CPU."""
+    # Rollouts that started together share their schedule and step: read each pair once.
+    pairs: dict[tuple[int, int], Tensor] = {}
+    keys = [(id(state.sigmas), state.step) for state in states]
+    for key, state in zip(keys, states, strict=True):
+        if key not in pairs:
+            pairs[key] = state.sigmas[state.step : state.step + 2]
+    return torch.stack([pairs[key] for key in keys], dim=1)
 
 
 def _kicks(states: Sequence[RolloutState], latents: Tensor) -> Tensor | None:

@@ -39,7 +39,9 @@ class Denoiser:
             rollouts, [self.conditions[rollout.prompt_id] for rollout in rollouts], recipe
         )
         steps = max(rollout.steps for rollout in rollouts)
-        with self.slots.use(self.evaluation_slot if evaluating else self.train_slot) as model:
+        slot = self.evaluation_slot if evaluating else self.train_slot
+        # Not under autocast: there the sum would be rounded to half precision, the adapter alone is not.
+        with self.slots.use(slot, merged=self.engine.autocast is None) as model:
             for step in range(steps):
                 states = self.engine.step(model, states)
                 on_step(step + 1, steps)

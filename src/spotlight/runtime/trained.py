@@ -192,7 +192,7 @@ class TrainedRun:
         batch = self.config.rollout.batch_size
         engine = build.make_engine(self.config, self._family, negative)
         results: list[FinishedRollout | FailedRollout] = []
-        with self._slots.use(self.weights) as model:
+        with self._slots.use(self.weights, merged=engine.autocast is None) as model:
             for start in range(0, len(rollouts), batch):
                 part = rollouts[start : start + batch]
                 states = engine.start(part, [by_text[texts[rollout.prompt_id]] for rollout in part], recipe)
