@@ -55,7 +55,7 @@ LAYOUTS: Mapping[str, FamilyLayout] = {
         ),
         kept_lora=20.0,
         kept_full=27.0,
-        kept_checkpointed=1.3,
+        kept_checkpointed=1.5,
         forward_peak=15.0,
         decode_peak=21.0,
     )

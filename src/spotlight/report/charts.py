@@ -109,7 +109,7 @@ def ticks(low: float, high: float, *, whole: bool = False, about: int = 5) -> tu
     if whole:
         step = max(1.0, round(step))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return tuple(index * step for index in range(first, last + 1))
+    return tuple(index * step for index in range(first, max(last, first + 1) + 1))
 
 
 def _points(one: Series) -> Iterator[tuple[float, float, float]]:

@@ -1,0 +1,150 @@
+"""What the plan of a run says without loading anything, against the tiny model loaded and run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from spotlight.config.load import build_config
+from spotlight.config.schema import RunConfig
+from spotlight.models.base import ImageSize
+from spotlight.models.slots import WeightSlots
+from spotlight.runtime import build
+from spotlight.runtime.plan import count_passes, make_plan
+from spotlight.runtime.plan_memory import memory_parts, weight_copies
+from spotlight.runtime.plan_model import ModelSizes, layout_of, read_sizes
+
+STEPS, SAMPLES, TEXT_TOKENS = 5, 8, 8
+
+
+def config(pipeline: Path, **sections: object) -> RunConfig:
+    rollout = {"prompts_per_iteration": 2, "group_size": 4, "steps": STEPS, **sections.pop("rollout", {})}  # type: ignore[dict-item]
+    return build_config({"model": {"path": str(pipeline)}, "rollout": rollout, **sections}, "the test")
+
+
+def slots(settings: RunConfig) -> WeightSlots:
+    family = build.load_family(settings, torch.device("cpu"))
+    return build.make_slots(settings, family, build.make_algorithm(settings))
+
+
+@pytest.mark.parametrize("learner", [{"lora": {"rank": 8}}, {"mode": "full", "ema": {}}])
+def test_parameters_and_copies_are_exactly_those_of_the_loaded_model(
+    random_pipeline: Path, learner: dict[str, object]
+) -> None:
+    settings = config(random_pipeline, learner=learner)
+    plan = make_plan(settings)
+    real = slots(settings)
+    assert isinstance(plan.model, ModelSizes)
+    assert plan.model.parameters == sum(tensor.numel() for tensor in real.merged_state("policy").values())
+    assert plan.parameters_trained == real.trainable_count()
+    owning = [slot for slot in real.slots if settings.learner.mode == "full" or slot != "reference"]
+    assert weight_copies(settings) == len(owning) - 1
+
+
+def test_tokens_and_channels_are_the_familys(random_pipeline: Path) -> None:
+    settings = config(random_pipeline)
+    sizes = read_sizes(settings)
+    family = build.load_family(settings, torch.device("cpu"))
+    assert isinstance(sizes, ModelSizes)
+    assert (sizes.image_tokens(64, 32), sizes.channels) == family.latent_shape(ImageSize(64, 32))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_activations_are_within_a_quarter_of_what_the_backward_pass_keeps(
+    random_pipeline: Path, mode: str, checkpointing: bool
+) -> None:
+    learner = {"mode": mode, "micro_batch_size": SAMPLES, "gradient_checkpointing": checkpointing}
+    settings = config(random_pipeline, learner=learner)
+    sizes, trained = read_sizes(settings), make_plan(settings).parameters_trained
+    assert isinstance(sizes, ModelSizes)
+    assert trained is not None
+    parts = memory_parts(settings, sizes, layout_of(settings), trained, TEXT_TOKENS)
+    (activations,) = [part.bytes for part in parts if part.part == "activations"]
+    kept = _bytes_kept(slots(settings), checkpointing)
+    if checkpointing:
+        # While a layer is recomputed its own activations are there too.
+        layer = (20.0 if mode == "lora" else 27.0) * SAMPLES * (64 + TEXT_TOKENS) * 128 * 4
+        activations -= layer
+    assert 0.75 < activations / kept < 1.25
+
+
+def _bytes_kept(real: WeightSlots, checkpointing: bool) -> int:
+    """Bytes of the distinct tensors that autograd saves in one forward, weights apart."""
+    with real.use("policy") as model:
+        if checkpointing:
+            model.enable_gradient_checkpointing()  # type: ignore[operator]
+        weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        saved: dict[int, torch.Tensor] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model(
+                hidden_states=torch.randn(SAMPLES, 64, 48),
+                timestep=torch.rand(SAMPLES),
+                encoder_hidden_states=torch.randn(SAMPLES, TEXT_TOKENS, 64),
+                encoder_hidden_states_mask=None,
+                img_shapes=[[(1, 8, 8)]] * SAMPLES,
+                return_dict=False,
+            )
+    return sum(
+        tensor.untyped_storage().nbytes() for pointer, tensor in saved.items() if pointer not in weights
+    )
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "sampler"),
+    [
+        ({"name": "diffusion-nft"}, "ode"),
+        ({"name": "diffusion-nft", "reference_weight": 0.0, "train_timesteps": 1}, "ode"),
+        ({"name": "flow-grpo", "kl_weight": 0.1}, "flow-sde"),
+        ({"name": "flow-grpo", "train_timesteps": 2, "old_log_probs": "stop_gradient"}, "cps"),
+    ],
+)
+def test_the_loss_evaluates_what_the_plan_counts(
+    random_pipeline: Path, algorithm: dict[str, object], sampler: str
+) -> None:
+    settings = config(random_pipeline, algorithm=algorithm, rollout={"sampler": sampler})
+    passes = count_passes(settings, evaluation_images=1)
+    calls = _calls_of_one_sample(settings)
+    assert calls.count("policy") * SAMPLES == passes.policy + passes.old_log_probs
+    assert calls.count("old") * SAMPLES == passes.old
+    assert calls.count("reference") * SAMPLES == passes.reference
+
+
+def _calls_of_one_sample(settings: RunConfig) -> list[str]:
+    """The weight slots evaluated to train one sample, in order."""
+    from dataclasses import replace
+
+    from spotlight.algorithms.base import TrainBatch
+    from spotlight.config.contradictions import kept_steps
+
+    calls: list[str] = []
+
+    class Counting:
+        def velocity(self, latents: torch.Tensor, sigma: torch.Tensor, slot: str = "policy") -> torch.Tensor:
+            calls.append(slot)
+            return torch.zeros_like(latents)
+
+    algorithm, kept = build.make_algorithm(settings), kept_steps(settings)
+    levels = torch.linspace(1, 0, STEPS + 1)[None]
+    states = torch.randn(1, kept + 1, 4, 3) if kept else None
+    batch = TrainBatch(
+        final=torch.randn(1, 4, 3),
+        latents=states,
+        sigmas=levels[:, : kept + 1] if kept else levels,
+        rollout_log_probs=torch.zeros(1, kept) if kept else None,
+        old_log_probs=None,
+        advantages=torch.ones(1),
+        seeds=(1,),
+        version=0,
+    )
+    batch = replace(batch, old_log_probs=algorithm.old_log_probs(Counting(), batch))  # type: ignore[arg-type]
+    for timestep in range(algorithm.timesteps(kept)):
+        algorithm.loss(Counting(), batch, timestep)  # type: ignore[arg-type]
+    return calls

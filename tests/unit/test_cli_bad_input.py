@@ -1,0 +1,89 @@
+"""What a person can mend is told in words, exit status 2 and no traceback, before anything is touched."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from spotlight.cli.main import app
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def assert_told(result: Result, *said: str) -> None:
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    told = " ".join(result.stderr.split())
+    assert told.startswith("Error: ")
+    for words in said:
+        assert words in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["rollout.stepz=8"], ["rollout.stepz", "Did you mean 'steps'?"]),
+        (["iterations=0"], ["iterations", "greater than 0"]),
+        (["absent.yaml"], ["absent.yaml", "No such file"]),
+        (["name=a", "other.yaml"], ["'other.yaml'", "key=value"]),
+        (["model.path=absent/dir/here"], ["absent/dir/here does not exist"]),
+        (["data.train=absent.txt"], ["data.train", "absent.txt"]),
+    ],
+)
+def test_bad_arguments_of_a_dry_run(here: Path, arguments: list[str], said: list[str]) -> None:
+    assert_told(invoke("train", "--dry-run", *arguments), *said)
+    assert not (here / "runs").exists()
+
+
+def test_malformed_prompts_are_named_by_line(here: Path) -> None:
+    lines = [json.dumps({"prompt": "a circle"}), "{not json", json.dumps({"text": "no prompt"})]
+    (here / "bad.jsonl").write_text("\n".join(lines))
+    assert_told(invoke("train", "--dry-run", "data.train=bad.jsonl"), "bad.jsonl:2", "bad.jsonl:3")
+
+
+def test_a_target_that_matches_nothing_and_a_size_that_does_not_suit(
+    here: Path, random_pipeline: Path
+) -> None:
+    model = f"model.path={random_pipeline}"
+    targets = invoke("train", "--dry-run", model, "learner.lora.targets=[to_kk]")
+    assert_told(targets, "'to_kk' matches no linear layer", "attn.to_k")
+    assert_told(invoke("train", "--dry-run", model, "rollout.height=34"), "height is 34", "32 or 36")
+
+
+def test_a_component_that_is_missing(here: Path, random_pipeline: Path) -> None:
+    import shutil
+
+    shutil.copytree(random_pipeline, here / "broken")
+    shutil.rmtree(here / "broken" / "vae")
+    assert_told(invoke("train", "--dry-run", "model.path=broken"), "component 'vae'", "is missing")
+
+
+@pytest.mark.parametrize("command", ["audit", "card", "eval", "export"])
+def test_commands_of_a_run_say_which_runs_there_are(here: Path, command: str) -> None:
+    (here / "runs" / "mine").mkdir(parents=True)
+    (here / "runs" / "mine" / "config.yaml").write_text("name: mine\n")
+    assert_told(invoke(command, "yours"), "'yours' is no run directory", "mine")
+
+
+def test_a_run_without_a_ledger_cannot_be_audited(here: Path) -> None:
+    (here / "config.yaml").write_text("name: mine\n")
+    assert_told(invoke("audit", str(here)), "ledger.sqlite", "no ledger here")
+
+
+def test_unexpected_errors_keep_their_traceback(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr("spotlight.runtime.plan.make_plan", broken)
+    assert isinstance(invoke("train", "--dry-run").exception, ZeroDivisionError)

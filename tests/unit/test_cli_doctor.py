@@ -1,0 +1,84 @@
+"""The doctor finds what is wrong, and says what to do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from spotlight.cli import doctor_checks
+from spotlight.cli.doctor import Finding, Verdict
+from spotlight.cli.main import app
+
+
+def only(findings: Iterator[Finding], what: str) -> Finding:
+    (found,) = [finding for finding in findings if finding.what == what]
+    return found
+
+
+def test_a_package_out_of_range_or_missing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        metadata, "requires", lambda _: ["diffusers<0.1", "no-such-thing>=1", "wandb; extra == 'x'"]
+    )
+    findings = list(doctor_checks.packages())
+    assert [finding.verdict for finding in findings] == [Verdict.FAIL, Verdict.FAIL]
+    assert findings[0].remedy == "pip install 'diffusers<0.1'"
+    assert "missing" in findings[1].found
+
+
+def test_the_installed_packages_are_within_range() -> None:
+    assert {finding.verdict for finding in doctor_checks.packages()} == {Verdict.OK}
+
+
+def test_a_file_in_the_way_of_the_runs_fails(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert only(doctor_checks.disk(tmp_path / "file" / "runs"), "runs").verdict is Verdict.FAIL
+    assert only(doctor_checks.disk(tmp_path / "new" / "runs"), "runs").verdict is Verdict.OK
+
+
+def test_a_full_disk_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spotlight.store.errors.free_bytes", lambda _: 1000)
+    assert only(doctor_checks.disk(tmp_path), "disk").verdict is Verdict.WARN
+
+
+def test_missing_files_of_the_embedded_model_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spotlight.testbed.PIPELINE_DIR", tmp_path / "absent")
+    found = only(doctor_checks.pipeline(), "embedded model")
+    assert found.verdict is Verdict.FAIL
+    assert "absent" in found.found
+
+
+def test_without_tesseract_only_the_ocr_reward_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    from spotlight.rewards import ocr
+
+    ocr._engine.cache_clear()
+    monkeypatch.setitem(sys.modules, "tesserocr", None)
+    found = only(doctor_checks.tesseract(), "Tesseract")
+    ocr._engine.cache_clear()
+    assert found.verdict is Verdict.WARN
+    assert "pip install" in found.remedy
+
+
+def test_offline_by_choice_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert only(doctor_checks.hub(), "model hub").verdict is Verdict.WARN
+
+
+def test_the_command_exits_1_when_something_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("spotlight.testbed.PIPELINE_DIR", tmp_path / "absent")
+    result = CliRunner().invoke(app, ["doctor", "--runs-dir", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "fail" in result.output
+    monkeypatch.setattr(doctor_checks, "pipeline", lambda: iter(()))
+    assert CliRunner().invoke(app, ["doctor", "--runs-dir", str(tmp_path)]).exit_code == 0
+
+
+def test_rewards_are_listed_with_their_parameters() -> None:
+    output = CliRunner().invoke(app, ["rewards"]).output
+    for words in ("shapes", "train_on='graded'", "ocr", "jpeg_size", "quality=95"):
+        assert words in output

@@ -1,0 +1,145 @@
+"""Progress says what is known, redraws by itself, and costs the run nothing."""
+
+from __future__ import annotations
+
+import io
+import math
+import time
+
+import pytest
+from rich.console import Console
+
+from spotlight.cli import progress
+from spotlight.cli.progress import Facts, LiveProgress, PlainProgress, RunProgress, make_progress
+from spotlight.config.schema import RunConfig
+from spotlight.core.types import Phase
+
+EVALUATED = {"strict": 0.487, "strict_stderr": 0.025, "graded": 0.834, "graded_stderr": 0.006}
+LATER = {"strict": 0.781, "strict_stderr": 0.021, "graded": 0.94, "graded_stderr": 0.004}
+ROW = {"rollout/reward": 0.7341, "train/loss": 0.01234, "train/grad_norm": 0.81, "seconds/rollout": 2.0}
+
+
+class Clock:
+    """Time that tests move."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(progress, "time", clock)
+    return clock
+
+
+def facts(clock: Clock) -> Facts:
+    return Facts(total=10, price_usd_h=3.6, started=clock.now)
+
+
+def screen(console: Console) -> str:
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_time_left_and_cost_follow_the_iterations(clock: Clock) -> None:
+    known = facts(clock)
+    assert math.isnan(known.left_s)
+    clock.now += 60  # the first iteration pays for warming up, and does not count
+    known.take_iteration(4, ROW)
+    for iteration in (5, 6):
+        clock.now += 8
+        known.take_iteration(iteration, ROW)
+    assert known.done == 7
+    assert known.seconds_per_iteration == pytest.approx(8)
+    assert known.left_s == pytest.approx(3 * 8)
+    assert known.cost_usd == pytest.approx(76 * 3.6 / 3600)
+
+
+def test_the_rate_is_that_of_the_present_stretch_of_work(clock: Clock) -> None:
+    known = facts(clock)
+    known.take_work(Phase.ROLLOUT, 1, 10)
+    clock.now += 2
+    known.take_work(Phase.ROLLOUT, 8, 10)
+    assert known.rate == pytest.approx(4)
+    known.take_work(Phase.ROLLOUT, 1, 10)  # the next lease
+    assert math.isnan(known.rate)
+
+
+def test_plain_lines_say_an_event_each(clock: Clock) -> None:
+    console = Console(file=io.StringIO(), width=40)
+    plain = PlainProgress(facts(clock), console)
+    plain.note("attempt 2: resuming after iteration 3 [from a checkpoint]")
+    plain.evaluated(3, EVALUATED)
+    clock.now += 65
+    plain.iterated(3, ROW)
+    clock.now += 5
+    plain.iterated(4, ROW)
+    assert screen(console).splitlines() == [
+        "[0:00] attempt 2: resuming after iteration 3 [from a checkpoint]",
+        "[0:00] validation at iteration 3: strict 0.487 ± 0.025  graded 0.834 ± 0.006",
+        "[1:05] iteration 4/10  reward 0.7341  loss 0.01234  grad_norm 0.81  $0.065",
+        "[1:10] iteration 5/10  reward 0.7341  loss 0.01234  grad_norm 0.81  5.0 s each, 0:25 left  $0.07",
+    ]
+
+
+def test_long_work_is_said_now_and_then_only(clock: Clock) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    plain = PlainProgress(facts(clock), console)
+    for second in range(100):
+        clock.now += 1
+        plain.work(Phase.ROLLOUT, second + 1, 100)
+    assert len(screen(console).splitlines()) == 3
+    assert "rollout 31/100  1.0/s" in screen(console)
+
+
+def test_the_live_screen_shows_both_bars_the_scores_and_what_is_left(clock: Clock) -> None:
+    console = Console(file=io.StringIO(), width=100, force_terminal=True)
+    live = LiveProgress(facts(clock), console)
+    live.facts.take_validation(EVALUATED)
+    live.facts.take_validation(LATER)
+    for iteration in (0, 1):
+        clock.now += 10
+        live.facts.take_iteration(iteration, ROW)
+    live.work(Phase.TRAINING, 2, 3)
+    clock.now += 1
+    still = Console(file=io.StringIO(), width=100)
+    still.print(live.draw())
+    drawn = screen(still)
+    assert "2/10" in drawn
+    assert "0:21, 1:28 left, $0.021" in drawn
+    assert "training" in drawn
+    assert "2/3" in drawn
+    assert "strict 0.487 -> 0.781  graded 0.834 -> 0.940" in drawn
+    assert "loss 0.01234" in drawn
+
+
+def test_events_cost_microseconds() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    events = 20_000
+    with LiveProgress(Facts(10, 1.0), console) as live:
+        begun = time.thread_time()
+        for index in range(events):
+            live.work(Phase.ROLLOUT, index % 10 + 1, 10)
+        spent = time.thread_time() - begun
+    assert spent / events < 20e-6
+
+
+def test_validations_and_notes_stay_on_the_live_screen() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    with LiveProgress(Facts(10, 1.0), console) as live:
+        live.note("resumed [here]")
+        live.evaluated(5, EVALUATED)
+    assert "resumed [here]" in screen(console)
+    assert "validation at iteration    5: strict 0.487 ± 0.025" in screen(console)
+
+
+def test_only_the_first_rank_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    first = make_progress(RunConfig(), plain=False)
+    assert isinstance(first, PlainProgress)  # the tests' output is no terminal
+    assert first.facts.price_usd_h == pytest.approx(4 * RunConfig().fleet.price_usd_h)
+    monkeypatch.setenv("RANK", "1")
+    assert type(make_progress(RunConfig(), plain=False)) is RunProgress

@@ -1,0 +1,86 @@
+"""The command starts light, and every command explains itself."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from spotlight.cli.main import app
+
+COMMANDS = (
+    "train",
+    "runs",
+    "audit",
+    "eval",
+    "generate",
+    "export",
+    "card",
+    "config",
+    "rewards",
+    "doctor",
+    "version",
+)
+HEAVY = {"torch", "diffusers", "transformers", "peft", "scipy", "numpy", "huggingface_hub"}
+CPU_S_MAX = 1.0
+
+
+def run_python(program: str) -> str:
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return result.stdout
+
+
+def cpu_s_of_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def test_help_starts_in_well_under_a_second_and_without_torch() -> None:
+    program = (
+        "import sys\n"
+        "from spotlight.cli.main import app\n"
+        "try: app(['--help'])\n"
+        "except SystemExit: pass\n"
+        f"print('HEAVY', *sorted({HEAVY!r} & set(sys.modules)))"
+    )
+    before = cpu_s_of_children()
+    output = run_python(program)
+    assert output.splitlines()[-1].split() == ["HEAVY"]
+    assert cpu_s_of_children() - before < CPU_S_MAX
+
+
+def test_planning_imports_no_torch() -> None:
+    program = "import sys, spotlight.runtime.plan; print(*sorted({'torch', 'diffusers'} & set(sys.modules)))"
+    assert run_python(program).split() == []
+
+
+def test_the_help_names_every_command() -> None:
+    output = CliRunner().invoke(app, ["--help"]).output
+    assert all(f" {command} " in output for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_a_sentence_and_an_example(command: str) -> None:
+    result = CliRunner().invoke(app, [command, "--help"])
+    assert result.exit_code == 0
+    assert f"spotlight {command}" in result.output.split("Example")[1]
+
+
+def test_every_option_is_explained() -> None:
+    import click
+    from typer.main import get_command
+
+    group = get_command(app)
+    for name in COMMANDS:
+        command = group.get_command(click.Context(group), name)  # type: ignore[attr-defined]
+        unexplained = [option.name for option in command.params if not getattr(option, "help", None)]
+        assert unexplained in ([], ["help"]), f"spotlight {name}: {unexplained}"
+
+
+def test_version_is_the_packages() -> None:
+    import spotlight
+
+    assert CliRunner().invoke(app, ["version"]).output.strip() == spotlight.__version__

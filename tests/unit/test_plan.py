@@ -1,0 +1,223 @@
+"""The plan of a run: counts against a brute-force walk through an iteration, estimates by part."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from typer.testing import CliRunner
+
+from spotlight.cli.main import app
+from spotlight.config.load import build_config, load_config
+from spotlight.config.schema import RunConfig
+from spotlight.models.errors import ModelError
+from spotlight.runtime.plan import RunPlan, count_passes, make_plan, trained_timesteps
+from spotlight.runtime.plan_memory import Estimate, peak_bytes, weight_copies
+from spotlight.runtime.plan_model import ModelSizes, NotHere, bind_targets, lora_parameters, read_sizes
+
+WIDTH, LAYERS = 8, 3
+ROLLOUT = {"prompts_per_iteration": 3, "group_size": 4, "steps": 5}
+
+
+def config(**sections: object) -> RunConfig:
+    return build_config({"rollout": ROLLOUT, **sections}, "the test")
+
+
+def linears(prefix: str) -> dict[str, np.ndarray]:
+    return {
+        f"{prefix}.attn.to_q.weight": np.zeros((WIDTH, WIDTH), np.float16),
+        f"{prefix}.attn.to_out.0.weight": np.zeros((WIDTH, WIDTH), np.float16),
+        f"{prefix}.img_mlp.net.2.weight": np.zeros((WIDTH, 4 * WIDTH), np.float16),
+        f"{prefix}.norm_q.weight": np.zeros(WIDTH, np.float16),
+    }
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Path:
+    """Headers and configuration files of a pipeline in two shards; it could not be loaded."""
+    index = {"_class_name": "QwenImagePipeline"}
+    for folder, kind in (
+        ("transformer", "QwenImageTransformer2DModel"),
+        ("vae", "AutoencoderKLQwenImage"),
+        ("scheduler", "FlowMatchEulerDiscreteScheduler"),
+        ("tokenizer", "Qwen2Tokenizer"),
+        ("text_encoder", "Qwen2_5_VLForConditionalGeneration"),
+    ):
+        index[folder] = ["a library", kind]  # type: ignore[assignment]
+        (tmp_path / "pipe" / folder).mkdir(parents=True)
+    root = tmp_path / "pipe"
+    (root / "model_index.json").write_text(json.dumps(index))
+    dit = {
+        "num_layers": LAYERS,
+        "num_attention_heads": 2,
+        "attention_head_dim": WIDTH // 2,
+        "in_channels": 48,
+    }
+    (root / "transformer" / "config.json").write_text(json.dumps(dit))
+    vae = {"temperal_downsample": [False, True, True], "base_dim": 16}
+    (root / "vae" / "config.json").write_text(json.dumps(vae))
+    (root / "text_encoder" / "config.json").write_text("{}")
+    for layer in range(LAYERS):
+        save_file(linears(f"transformer_blocks.{layer}"), root / "transformer" / f"shard-{layer}.safetensors")
+    save_file({"w": np.zeros(100, np.float32)}, root / "vae" / "w.safetensors")
+    save_file({"w": np.zeros(70, np.float32)}, root / "text_encoder" / "w.safetensors")
+    return root
+
+
+def walk(settings: RunConfig, timesteps: int, per_timestep: int) -> int:
+    """Forwards of an iteration, counted one by one."""
+    guidance = 2 if settings.rollout.true_cfg_scale > 1 else 1
+    forwards = 0
+    for _prompt in range(3):
+        for _member in range(4):
+            forwards += sum(guidance for _step in range(5))
+            forwards += sum(guidance * per_timestep for _timestep in range(timesteps))
+    return forwards
+
+
+@pytest.mark.parametrize("guidance", [1.0, 4.0])
+@pytest.mark.parametrize(
+    ("algorithm", "sampler", "timesteps", "per_timestep"),
+    [
+        ({"name": "diffusion-nft", "train_timesteps": 2}, "ode", 2, 3),
+        ({"name": "diffusion-nft", "train_timesteps": 2, "reference_weight": 0.0}, "ode", 2, 2),
+        ({"name": "flow-grpo"}, "cps", 4, 2),
+        ({"name": "flow-grpo", "kl_weight": 0.1, "train_timesteps": 3}, "cps", 3, 3),
+        ({"name": "flow-grpo", "old_log_probs": "rollout"}, "cps", 4, 1),
+    ],
+)
+def test_forwards_are_those_of_a_walk_through_the_iteration(
+    algorithm: dict[str, object], sampler: str, timesteps: int, per_timestep: int, guidance: float
+) -> None:
+    rollout = {**ROLLOUT, "sampler": sampler, "true_cfg_scale": guidance}
+    settings = config(algorithm=algorithm, rollout=rollout)
+    passes = count_passes(settings, evaluation_images=10)
+    assert trained_timesteps(settings) == timesteps
+    assert passes.forwards == walk(settings, timesteps, per_timestep)
+    assert passes.backward == passes.policy == walk(settings, timesteps, 1) - passes.rollout
+    assert passes.evaluation == 10 * settings.evaluation.steps * (2 if guidance > 1 else 1)
+
+
+def test_recomputed_activations_cost_one_more_forward() -> None:
+    plain, again = (
+        count_passes(config(learner={"gradient_checkpointing": flag}), 1) for flag in (False, True)
+    )
+    assert again.forwards - plain.forwards == again.recomputed == plain.policy
+
+
+def test_sizes_come_from_the_headers_of_all_shards(pipeline: Path) -> None:
+    sizes = read_sizes(config(model={"path": str(pipeline)}))
+    assert isinstance(sizes, ModelSizes)
+    assert sizes.parameters == LAYERS * (2 * WIDTH**2 + 4 * WIDTH**2 + WIDTH)
+    assert (sizes.layers, sizes.width, sizes.patch_px) == (LAYERS, WIDTH, 16)
+    assert (sizes.vae_parameters, sizes.text_encoder_parameters) == (100, 70)
+    assert sizes.image_tokens(64, 32) == 8
+
+
+def test_adapters_are_counted_by_rank_and_shape(pipeline: Path) -> None:
+    sizes = read_sizes(config(model={"path": str(pipeline)}))
+    assert isinstance(sizes, ModelSizes)
+    bound = bind_targets(sizes, ("to_q", "img_mlp.net.2"))
+    assert len(bound) == 2 * LAYERS
+    assert lora_parameters(bound, rank=2) == LAYERS * 2 * (2 * WIDTH + 5 * WIDTH)
+    with pytest.raises(ModelError, match="'norm_q' matches no linear layer"):
+        bind_targets(sizes, ("norm_q",))
+
+
+@pytest.mark.parametrize(("iterations", "every"), [(40, 10), (41, 10), (3, 10), (10, 1)])
+def test_the_start_every_so_many_iterations_and_the_end_are_evaluated(
+    pipeline: Path, iterations: int, every: int
+) -> None:
+    plan = plan_of(pipeline, iterations=iterations, evaluation={"every": every, "prompts": 5})
+    visited = [i for i in range(iterations + 1) if i == iterations or i % every == 0]
+    assert plan.evaluations == len(visited)
+    assert plan.evaluation_images == 5 * RunConfig().evaluation.images_per_prompt
+
+
+def plan_of(pipeline: Path, **sections: object) -> RunPlan:
+    rollout = {**ROLLOUT, "height": 64, "width": 64}
+    learner = {"lora": {"targets": ["to_q"], "rank": 4}}
+    merged = {"rollout": rollout, "learner": learner, "model": {"path": str(pipeline)}, **sections}
+    return make_plan(build_config(merged, "the test"))
+
+
+def part(parts: tuple[Estimate, ...], name: str) -> Estimate:
+    (found,) = [estimate for estimate in parts if estimate.part == name]
+    return found
+
+
+def test_memory_by_part(pipeline: Path) -> None:
+    plan = plan_of(pipeline)
+    trained = LAYERS * 4 * 2 * WIDTH
+    assert plan.parameters_trained == trained
+    assert isinstance(plan.model, ModelSizes)
+    assert part(plan.memory, "frozen DiT").bytes == 4 * plan.model.parameters
+    assert part(plan.memory, "trained adapters").bytes == 4 * trained
+    assert part(plan.memory, "copies of the adapters").bytes == 4 * trained  # the old policy
+    assert part(plan.memory, "gradients").bytes == 4 * trained
+    assert part(plan.memory, "Adam").bytes == 8 * trained
+    assert part(plan.memory, "latents kept").bytes == 12 * 16 * 48 * 4
+    always = sum(estimate.bytes for estimate in plan.memory if estimate.when == "always")
+    training = sum(estimate.bytes for estimate in plan.memory if estimate.when == "training")
+    assert peak_bytes(plan.memory) >= always + training
+
+
+def test_full_fine_tuning_trains_everything_and_keeps_copies(pipeline: Path) -> None:
+    plan = plan_of(pipeline, learner={"mode": "full", "ema": {"cap": 0.9}})
+    assert isinstance(plan.model, ModelSizes)
+    assert plan.parameters_trained == plan.model.parameters
+    assert "frozen DiT" not in [estimate.part for estimate in plan.memory]
+    assert part(plan.memory, "copies of the DiT").bytes == 3 * 4 * plan.model.parameters
+    assert weight_copies(config(algorithm={"name": "flow-grpo"}, rollout={"sampler": "cps"})) == 0
+
+
+def test_trajectories_are_kept_where_the_loss_replays_them(pipeline: Path) -> None:
+    rollout = {**ROLLOUT, "height": 64, "width": 64, "sampler": "cps"}
+    plan = plan_of(pipeline, algorithm={"name": "flow-grpo"}, rollout=rollout)
+    assert part(plan.memory, "latents kept").bytes == 12 * 16 * 48 * 4 * (1 + 5)  # x0, and 4 steps' 5 states
+
+
+def test_less_memory_with_recomputed_activations(pipeline: Path) -> None:
+    learner = {"lora": {"targets": ["to_q"], "rank": 4}}
+    plain = plan_of(pipeline, learner=learner)
+    again = plan_of(pipeline, learner={**learner, "gradient_checkpointing": True})
+    assert part(again.memory, "activations").bytes < 0.5 * part(plain.memory, "activations").bytes
+
+
+def test_a_hub_model_that_is_not_here_leaves_sizes_unknown_and_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    settings = config(model={"path": "Nobody/Nothing", "revision": "v2"})
+    assert read_sizes(settings) == NotHere("Nobody/Nothing", "hf download Nobody/Nothing --revision v2")
+    plan = make_plan(settings)
+    assert plan.parameters_trained is None
+    assert plan.memory == ()
+    assert "checkpoints" not in [estimate.part for estimate in plan.disk]
+
+
+def test_the_dry_run_prints_the_configuration_and_the_plan_and_touches_nothing(
+    pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = [
+        f"model.path={pipeline}",
+        "learner.lora.targets=[to_q]",
+        "rollout.height=64",
+        "rollout.width=64",
+    ]
+    before = sorted(tmp_path.rglob("*"))
+    result = CliRunner().invoke(app, ["train", "--dry-run", *arguments])
+    assert result.exit_code == 0, result.output
+    words = " ".join(result.output.split())
+    resolved = load_config(None, arguments)
+    assert f"run_seed: {resolved.run_seed}" in result.output
+    passes = count_passes(resolved, 1)
+    assert f"rollout forwards {passes.rollout:,} " in words
+    assert f"backwards {passes.backward:,} " in words
+    assert "on the device at the peak" in words
+    assert "an iteration unknown not measured yet" in words
+    assert sorted(tmp_path.rglob("*")) == before

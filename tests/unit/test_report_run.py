@@ -1,0 +1,287 @@
+"""The reports of a run, from a run directory written through the store: scores, cost, places, card."""
+
+from __future__ import annotations
+
+import ast
+import io
+import math
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from rich.console import Console
+from typer.testing import CliRunner
+
+from spotlight.cli.main import app
+from spotlight.config.load import build_config, dump_config
+from spotlight.core.records import (
+    PromptSeen,
+    Record,
+    RolloutIssued,
+    SampleDropped,
+    SampleFinished,
+    SampleScored,
+    SampleTrained,
+    StepApplied,
+    VersionPublished,
+)
+from spotlight.core.types import (
+    DropReason,
+    Phase,
+    PolicyVersion,
+    Prompt,
+    PromptId,
+    Purpose,
+    Rollout,
+    RolloutId,
+    WorkerId,
+)
+from spotlight.report import wording
+from spotlight.report.final_screen import print_final_screen
+from spotlight.report.loading import loading_snippet
+from spotlight.report.model_card import write_card
+from spotlight.report.record import Change, Mean, RunRecord, read_run
+from spotlight.store.errors import StoreError
+from spotlight.store.history import read_history
+from spotlight.store.images import Tile, write_grid
+from spotlight.store.ledger import GpuSpend, Ledger
+from spotlight.store.metrics import MetricsRow, MetricsWriter
+from spotlight.store.run_directory import RunDirectory
+from spotlight.store.schema import Ending
+
+WORKER = WorkerId("rank-0")
+CURVE = [(0, 0.487, 0.834), (1, 0.6, 0.88), (2, 0.781, 0.94)]
+PROMPT = Prompt(PromptId("p"), "a red circle", {})
+
+
+def records(iteration: int) -> list[Record]:
+    version = PolicyVersion(iteration)
+    made: list[Record] = [VersionPublished(version)] if iteration == 0 else []
+    made += [PromptSeen(PROMPT)] if iteration == 0 else []
+    ids = [RolloutId(f"t{iteration}-{member}") for member in range(4)]
+    for member, name in enumerate(ids):
+        made.append(
+            RolloutIssued(Rollout(name, Purpose.TRAIN, iteration, PROMPT.id, member, member, 4, version))
+        )
+        made.append(SampleFinished(name, version, WORKER, 0))
+    for name in ids[:3]:
+        made.append(SampleScored(name, {"reward": 0.5}))
+        made.append(SampleTrained(name, PolicyVersion(iteration + 1)))
+    made.append(SampleDropped(ids[3], DropReason.REWARD_TIMEOUT, "60 s"))
+    made.append(StepApplied(PolicyVersion(iteration + 1), iteration, 0, 3, 0.1, 0.2))
+    made.append(VersionPublished(PolicyVersion(iteration + 1)))
+    return made
+
+
+def write_ledger(run: RunDirectory) -> None:
+    """Two iterations in two attempts; the first died and lost five records."""
+    with Ledger(run.ledger) as ledger:
+        for attempt in (1, 2):
+            ledger.begin_attempt(pid=1, host="there", workers={WORKER: 0.05}, now_s=1000.0 * attempt)
+            made = records(attempt - 1)
+            start = ledger.position() + 1
+            ledger.append(list(enumerate(made, start)))
+            spent = {Phase.ROLLOUT: 60.0, Phase.TRAINING: 30.0}
+            ledger.spend(
+                [GpuSpend(WORKER, phase, s, 0.05) for phase, s in spent.items()], 1000.0 * attempt + 90
+            )
+        ledger.end_attempt(Ending.FINISHED, 2090.0)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunRecord:
+    config = build_config(
+        {"name": "demo", "runs_dir": str(tmp_path), "iterations": 2, "fleet": {"price_usd_h": 0.05}}, "test"
+    )
+    with RunDirectory.open(tmp_path, "demo", dump_config(config)) as directory:
+        write_ledger(directory)
+        with MetricsWriter(directory, resume_at=0) as metrics:
+            for iteration, strict, graded in CURVE:
+                values = {
+                    "validation/strict": strict,
+                    "validation/strict_stderr": 0.02,
+                    "validation/graded": graded,
+                    "validation/graded_stderr": 0.006,
+                    "validation/tag/counting": strict,
+                    "validation/tag/counting_stderr": 0.03,
+                }
+                metrics.write(MetricsRow(iteration, 3 * iteration, 60.0 * iteration + 10, values))
+                if iteration < 2:
+                    row = {"train/loss": 0.1, "rollout/reward": 0.4, "seconds/rollout": 60.0}
+                    metrics.write(MetricsRow(iteration, 3 * iteration, 60.0 * iteration + 50, row))
+                tile = Tile(np.full((32, 32, 3), 40 * iteration, np.uint8), PROMPT.text, strict)
+                write_grid(directory, iteration, [tile], columns=1, title="a grid")
+    (tmp_path / "demo" / "lora").mkdir()
+    return read_run(tmp_path / "demo")
+
+
+def screen_of(run: RunRecord, width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    print_final_screen(console, run, run.paths.path / "card" / "README.md")
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_the_margin_is_in_units_of_the_noise_of_the_difference() -> None:
+    change = Change(Mean(0.5, 0.03), Mean(0.7, 0.04))
+    assert change.noise == pytest.approx(0.05)
+    assert change.margin_in_noise == pytest.approx(4.0)
+    assert math.isnan(Change(Mean(0.5, 0.0), Mean(0.7, 0.0)).margin_in_noise)
+    assert math.isnan(Change(Mean(0.5, math.inf), Mean(0.7, 0.1)).margin_in_noise)
+
+
+def test_a_run_is_read_back_as_it_was_written(run: RunRecord) -> None:
+    assert run.curves == ("strict", "graded")
+    assert run.change("strict").margin == pytest.approx(0.781 - 0.487)
+    assert [row.iteration for row in run.rows] == [0, 1]
+    assert (run.history.iterations, run.history.interruptions, run.history.state) == (2, 1, "finished")
+    assert run.wall_s == 130.0
+
+
+def test_the_final_screen_says_what_was_gained_and_what_it_cost(run: RunRecord) -> None:
+    words = " ".join(screen_of(run).split())
+    for said in (
+        "demo: 2 iterations, 6 samples trained, 2:10, $0.0025",
+        "strict 0.487 ± 0.020 0.781 ± 0.020 +0.294 = 10.4 x its noise of 0.028",
+        "graded 0.834 ± 0.006 0.940 ± 0.006",
+        "rollout 120.0 s 67%",
+        "180.0 worker seconds at $0.05 an hour: $0.0025",
+        "Samples 8 issued = 6 trained + 2 dropped (reward_timeout)",
+        "Survived 1 interruption: 2 attempts",
+        f"LoRA {run.paths.path / 'lora'}",
+        "model card",
+    ):
+        assert said in words
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_the_loading_lines_survive_any_width_as_python(run: RunRecord, width: int) -> None:
+    lines = screen_of(run, width).splitlines()
+    start = lines.index("from diffusers import QwenImagePipeline")
+    assert len(lines[start:]) >= 4
+    program = "\n".join(lines[start : start + 4])
+    assert program == loading_snippet(run.config, (run.paths.path / "lora").resolve())
+    ast.parse(program)
+
+
+def test_a_full_fine_tune_a_guided_and_a_bfloat16_model_load_as_they_must() -> None:
+    full = build_config({"learner": {"mode": "full"}, "model": {"path": "A/B"}}, "test")
+    assert "A/B" not in loading_snippet(full, Path("merged"))
+    assert "load_lora_weights" not in loading_snippet(full, Path("merged"))
+    large = {"path": "A/B", "revision": "v1", "dtype": "bfloat16"}
+    guided = build_config({"model": large, "rollout": {"true_cfg_scale": 4.0}}, "test")
+    snippet = loading_snippet(guided, Path("lora"))
+    ast.parse(snippet)
+    assert "from_pretrained('A/B', revision='v1', torch_dtype=torch.bfloat16)" in snippet
+    assert "true_cfg_scale=4.0, negative_prompt=' '" in snippet
+
+
+def test_the_card_is_a_folder_of_its_own_with_all_it_shows(run: RunRecord) -> None:
+    readme = write_card(run)
+    text = readme.read_text()
+    matter = yaml.safe_load(text.split("---\n")[1])
+    assert matter["library_name"] == "diffusers"
+    assert {"lora", "diffusion-nft", "qwen-image"} <= set(matter["tags"])
+    assert "license" not in matter
+    assert "base_model" not in matter  # the embedded model has no id on a hub
+    shown = [line.split("(")[1][:-1] for line in text.splitlines() if line.startswith("![")]
+    assert shown == ["before-after.png", "progress.png", "validation.svg", "reward.svg", "loss.svg"]
+    for name in shown:
+        content = (readme.parent / name).read_bytes()
+        if name.endswith(".svg"):
+            ElementTree.fromstring(content)
+        else:
+            assert content.startswith(b"\x89PNG")
+    assert "| strict | 0.487 ± 0.020 | 0.781 ± 0.020 | +0.294 = 10.4 x its noise of 0.028 |" in text
+    assert "| counting |" in text
+    assert loading_snippet(run.config, (run.paths.path / "lora").resolve()) in text
+    assert dump_config(run.config).rstrip() in text
+    assert "Survived 1 interruption" in text
+
+
+def test_the_card_names_a_hub_model_as_its_base(run: RunRecord, tmp_path: Path) -> None:
+    config = run.config.model_copy(
+        update={"model": run.config.model.model_copy(update={"path": "Qwen/Qwen-Image"})}
+    )
+    from dataclasses import replace
+
+    text = write_card(replace(run, config=config)).read_text()
+    matter = yaml.safe_load(text.split("---\n")[1])
+    assert (matter["base_model"], matter["base_model_relation"]) == ("Qwen/Qwen-Image", "adapter")
+
+
+def test_commands_read_the_run(run: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run.paths.path.parent)
+    runner = CliRunner()
+    table = runner.invoke(app, ["runs", "."]).output
+    assert "demo" in table
+    assert "2/2" in table
+    assert "finished" in table
+    audit = runner.invoke(app, ["audit", "demo"])
+    assert "6" in audit.output
+    assert runner.invoke(app, ["audit", "demo", "--json"]).output.lstrip().startswith("{")
+    card = runner.invoke(app, ["card", "demo"])
+    assert card.exit_code == 0, card.output
+    assert Path(card.output.strip()).is_file()
+
+
+def test_violations_are_named_and_exit_1(run: RunRecord) -> None:
+    result = CliRunner().invoke(app, ["audit", str(run.paths.path)])
+    # Groups of 4 where the configuration says another size: the audit must notice.
+    assert result.exit_code == 1
+    assert "VIOLATED" in result.output
+
+
+def test_runs_lists_the_unreadable_and_the_absent(tmp_path: Path) -> None:
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "config.yaml").write_text("nmae: odd\n")
+    assert "unreadable" in CliRunner().invoke(app, ["runs", str(tmp_path)]).output
+    assert "No runs in" in CliRunner().invoke(app, ["runs", str(tmp_path / "none")]).output
+
+
+def test_an_attempt_without_an_end_is_running_while_its_process_lives(tmp_path: Path) -> None:
+    import os
+    import socket
+    import subprocess
+
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    for pid, state in ((os.getpid(), "running"), (dead.pid, "killed")):
+        folder = tmp_path / str(pid)
+        folder.mkdir()
+        with Ledger(folder / "ledger.sqlite") as ledger:
+            ledger.begin_attempt(pid=pid, host=socket.gethostname(), workers={}, now_s=1.0)
+        assert read_history(folder).state == state
+
+
+def test_no_run_directory_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="not a run directory"):
+        read_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (wording.duration(42.4), "0:42"),
+        (wording.duration(3 * 3600 + 245), "3:04:05"),
+        (wording.duration(math.nan), "?"),
+        (wording.money(12.345), "$12.35"),
+        (wording.money(0.05), "$0.05"),
+        (wording.money(0.00182), "$0.0018"),
+        (wording.money(0.0), "$0"),
+        (wording.count(7680), "7,680"),
+        (wording.count(2_480_000), "2.48 M"),
+        (wording.count(20_430_401_088), "20.43 B"),
+        (wording.size(812), "812 B"),
+        (wording.size(9.9 * 2**20), "9.9 MiB"),
+        (wording.size(3 * 2**40), "3.00 TiB"),
+        (wording.score(0.78125, 0.021), "0.781 ± 0.021"),
+        (wording.score(0.5, math.inf), "0.500"),
+        (wording.score(None), "-"),
+        (wording.plural(1, "attempt"), "1 attempt"),
+        (wording.plural(1200, "attempt"), "1,200 attempts"),
+    ],
+)
+def test_numbers_read_well(found: str, expected: str) -> None:
+    assert found == expected
