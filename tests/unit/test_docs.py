@@ -1,0 +1,181 @@
+"""The documentation names only what exists: links, commands with their options, configuration keys."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import typer
+from typer.core import TyperGroup, TyperOption
+
+from spotlight.cli.main import app
+from spotlight.config.contradictions import find_problems
+from spotlight.config.errors import ConfigError
+from spotlight.config.load import build_config, load_config, parse_yaml
+
+ROOT = Path(__file__).parents[2]
+GENERATED = ROOT / "docs" / "reference"
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+WRITTEN = [page for page in PAGES if GENERATED not in page.parents]
+LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s#]*)(#[^)\s]*)?\)")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`([^`\n]+)`")
+OVERRIDE = re.compile(r"^[a-z_]+(\.[a-z_]+)*=\S")
+PLACE = re.compile(r"^(FILE|run|my_run|qwen)(\.yaml)?$")
+"""Names that stand for a file of the reader's."""
+
+COMMANDS = typer.main.get_command(app)
+assert isinstance(COMMANDS, TyperGroup)
+
+
+def by_name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def anchors(page: Path) -> set[str]:
+    """GitHub's anchors of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in LINK.findall(page.read_text()):
+        path = (page.parent / target).resolve() if target else page
+        assert path.exists(), f"{by_name(page)} links to {target}"
+        if anchor and path.suffix == ".md":
+            assert anchor[1:] in anchors(path), f"{by_name(page)} links to {target}{anchor}"
+
+
+def command_lines(page: Path) -> Iterator[list[str]]:
+    """Every call of the program: in blocks of shell, and whole between backticks."""
+    text = page.read_text()
+    for language, block in FENCE.findall(text):
+        if language == "sh":
+            for line in block.splitlines():
+                yield from calls(line)
+    for code in INLINE.findall(FENCE.sub("", text)):
+        if code.startswith(("spotlight ", "torchrun ")):
+            yield from calls(code)
+
+
+def calls(line: str) -> Iterator[list[str]]:
+    for part in re.split(r"&&|\||;", line):
+        words = shlex.split(part, comments=True)
+        if words[:1] == ["spotlight"]:
+            yield words[1:]
+        elif "spotlight.cli" in words:
+            yield words[words.index("spotlight.cli") + 1 :]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_commands_options_and_overrides_exist(page: Path) -> None:
+    for words in command_lines(page):
+        if not words or words[0].startswith("-"):
+            continue
+        assert words[0] in COMMANDS.commands, f"{by_name(page)}: spotlight {' '.join(words)}"
+        require_options(words)
+        if words[0] in {"train", "config"}:
+            require_configuration(page, [word for word in words[1:] if not word.startswith("-")])
+
+
+def require_options(words: Sequence[str]) -> None:
+    parameters = COMMANDS.commands[words[0]].params
+    known = {"-h", "--help"}.union(
+        *(set(item.opts) | set(item.secondary_opts) for item in parameters if isinstance(item, TyperOption))
+    )
+    unknown = [word for word in words[1:] if word.startswith("-") and word not in known]
+    assert not unknown, f"spotlight {words[0]} has no {unknown}"
+
+
+def require_configuration(page: Path, arguments: Sequence[str]) -> None:
+    """The file exists (or stands for one), and the overrides load upon it; single examples may contradict."""
+    files = [word for word in arguments if "=" not in word and "CONFIG" not in word and ">" not in word]
+    overrides = [word for word in arguments if OVERRIDE.match(word)]
+    path: Path | None = None
+    if files and not PLACE.match(files[0]) and not files[0].startswith("my_run"):
+        homes = (ROOT, ROOT / "examples" / "tutorial", page.parent)
+        path = next((home / files[0] for home in homes if (home / files[0]).is_file()), None)
+        assert path is not None, f"{by_name(page)} names {files[0]}, which is not there"
+    for override in overrides:
+        assert not unknown_key(path, override), f"{by_name(page)} names {override.partition('=')[0]}"
+
+
+def unknown_key(path: Path | None, override: str) -> bool:
+    try:
+        load_config(path, [override])
+    except ConfigError as error:  # a contradiction alone is fine: other overrides may stand beside it
+        return any("unknown key" in problem.found for problem in error.problems)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("wrong", "check"),
+    [
+        ("spotlight trian", "test_commands_options_and_overrides_exist"),
+        ("spotlight audit demo --jsno", "test_commands_options_and_overrides_exist"),
+        ("spotlight train rollout.stepz=8", "test_commands_options_and_overrides_exist"),
+        ("spotlight train examples/gone.yaml", "test_commands_options_and_overrides_exist"),
+        ("rollout.stepz=8", "test_keys_and_values_between_backticks_exist"),
+    ],
+)
+def test_the_checks_see_what_is_gone(
+    wrong: str, check: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("test_docs.ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text(f"Try `{wrong}`.\n")
+    with pytest.raises(AssertionError):
+        globals()[check](page)
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=by_name)
+def test_keys_and_values_between_backticks_exist(page: Path) -> None:
+    for code in INLINE.findall(FENCE.sub("", page.read_text())):
+        if OVERRIDE.match(code) and "." in code.partition("=")[0]:
+            require_configuration(page, [code])
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=by_name)
+def test_yaml_blocks_are_configurations(page: Path) -> None:
+    for language, block in FENCE.findall(page.read_text()):
+        if language == "yaml":
+            tree = parse_yaml(block)
+            assert isinstance(tree, dict)
+            assert find_problems(build_config(tree, by_name(page))) == []
+
+
+def test_the_tutorial_shows_its_example() -> None:
+    text = (ROOT / "docs" / "tutorial.md").read_text()
+    reward = next(block for language, block in FENCE.findall(text) if language == "python")
+    folder = ROOT / "examples" / "tutorial"
+    assert reward in (folder / "to_the_left.py").read_text()
+    (shown,) = (block for language, block in FENCE.findall(text) if language == "yaml")
+    assert shown in (folder / "to_the_left.yaml").read_text()
+    first_lines = (folder / "train.jsonl").read_text().splitlines(keepends=True)[:2]
+    assert "".join(first_lines) in text
+
+
+@pytest.mark.parametrize("name", ["configuration.md", "cli.md"])
+def test_generated_pages_are_up_to_date(name: str) -> None:
+    """Those that users read; `make check` compares the others too."""
+    spec = importlib.util.spec_from_file_location("make_reference", ROOT / "scripts" / "make_reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    generator = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generator)
+    made = generator.PAGES[name]()
+    assert made == (GENERATED / name).read_text(), f"{name} is out of date: run `make docs`"
+
+
+def test_pictures_are_sound() -> None:
+    for picture in (ROOT / "docs" / "img").glob("*.svg"):
+        ElementTree.parse(picture)
