@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotlight.rewards.base import RewardInputError
-from spotlight.rewards.shapes import PALETTE, SHAPES, coverage, detect, parse_requirements, shapes
+from spotlight.rewards.shapes import PALETTE, SHAPES, check, coverage, detect, shapes
 from spotlight.testbed.prompts import TAGS, all_records
 from spotlight.testbed.scenes import SceneObject, render, render_all, sample_scene
 
@@ -173,7 +173,7 @@ def test_train_on_chooses_the_score():
     for key in ("graded", "strict"):
         scores = shapes([image], ["p"], [wanted], train_on=key)
         assert scores["score"] == scores[key]
-    with pytest.raises(ValueError, match="train_on is 'soft'; expected one of graded, strict"):
+    with pytest.raises(RewardInputError, match="train_on is 'soft'; expected one of graded, strict"):
         shapes([image], ["p"], [wanted], train_on="soft")
 
 
@@ -195,7 +195,7 @@ def test_train_on_chooses_the_score():
 )
 def test_incomplete_metadata_names_prompt_and_field(metadata, field):
     with pytest.raises(RewardInputError, match=f"{field}.*") as caught:
-        parse_requirements("a test prompt", metadata)
+        check(["a test prompt"], [metadata])
     assert "'a test prompt'" in str(caught.value)
 
 

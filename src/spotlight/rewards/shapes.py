@@ -123,23 +123,33 @@ def shapes(
         ``score``, ``strict`` (0 or 1) and ``graded`` (0 to 1), one float a picture each.
 
     Raises:
-        RewardInputError: a record lacks what is needed; names the prompt and the field.
-        ValueError: unknown ``train_on``, unequal lengths, or a picture of the wrong kind or size.
+        RewardInputError: unknown ``train_on``, or a record lacks what is needed (prompt and field named).
+        ValueError: unequal lengths, or a picture of the wrong kind or size.
     """
-    if train_on not in get_args(TrainOn):
-        raise ValueError(f"train_on is {train_on!r}; expected one of {', '.join(get_args(TrainOn))}")
     if not len(images) == len(prompts) == len(metadata):
         raise ValueError(
             f"got {len(images)} images, {len(prompts)} prompts and {len(metadata)} metadata records; "
             "give one of each per sample"
         )
-    wanted = [parse_requirements(prompt, record) for prompt, record in zip(prompts, metadata, strict=True)]
+    check(prompts, metadata, train_on=train_on)
     strict, graded = [], []
-    for image, requirements in zip(images, wanted, strict=True):
-        components = detect(image)
+    for image, prompt, record in zip(images, prompts, metadata, strict=True):
+        requirements, components = parse_requirements(prompt, record), detect(image)
         strict.append(strict_score(components, requirements))
         graded.append(graded_score(components, requirements))
     return {"score": list(graded if train_on == "graded" else strict), "strict": strict, "graded": graded}
+
+
+def check(
+    prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]], *, train_on: TrainOn = "graded"
+) -> None:
+    """Raise :class:`RewardInputError` for settings or the first prompt that cannot be scored."""
+    if train_on not in get_args(TrainOn):
+        raise RewardInputError(
+            f"shapes reward: train_on is {train_on!r}; expected one of {', '.join(get_args(TrainOn))}"
+        )
+    for prompt, record in zip(prompts, metadata, strict=True):
+        parse_requirements(prompt, record)
 
 
 def parse_requirements(prompt: str, metadata: Mapping[str, Any]) -> Requirements:
