@@ -209,7 +209,7 @@ class InlineDriver:
                 self.parts.trainer.log.scored(rollout, scores)
             else:
                 reason, detail = scores
-                self.parts.observer.note(f"{rollout.id} is not scored: {reason}: {detail.splitlines()[-1]}")
+                self.parts.observer.note(f"{rollout.id} is not scored: {reason}: {_brief(detail)}")
                 self._events.append(ev.RewardFailed(rollout.id, DropReason(reason), detail))
 
     # -- evaluation and training -----------------------------------------------------------------------
@@ -286,6 +286,12 @@ class InlineDriver:
         self.parts.book.spend(seconds)
         self._spent.update(seconds)
         self._events.extend(ev.GpuTimeSpent(WORKER, phase, spent) for phase, spent in seconds.items())
+
+
+def _brief(detail: str) -> str:
+    """What happened and how it ended, of a message that may hold a traceback."""
+    first, *rest = detail.splitlines()
+    return f"{first} ... {rest[-1].strip()}" if rest else first
 
 
 def _encode(picture: Picture) -> str:

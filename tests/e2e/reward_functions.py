@@ -1,0 +1,28 @@
+"""A reward that misbehaves on the prompts whose metadata say how; by itself it is never below 1."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from spotlight.rewards.base import Image
+
+
+def moody(
+    images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+) -> list[float]:
+    """1 + the picture's brightness, or what the prompt's mood makes of it."""
+    values: list[float] = []
+    for index, (image, each) in enumerate(zip(images, metadata, strict=True)):
+        mood = each.get("mood")
+        if mood == "raise":
+            raise ValueError("cannot bear this picture")
+        if mood == "hang":
+            time.sleep(60)
+        if mood == "nan" or (mood == "nan but first" and prompts[index] in prompts[:index]):
+            values.append(math.nan)
+        else:
+            values.append(1 + float(image.mean()) / 255)
+    return values
