@@ -46,7 +46,16 @@ def load_prompts(config: RunConfig) -> Prompts:
     tags = config.data.tags
     train = read_prompts("data.train", config.data.train, TRAIN_PROMPTS, tags)
     test = read_prompts("data.test", config.data.test, TEST_PROMPTS, tags)
-    return Prompts(tuple(train), tuple(test[: config.evaluation.prompts]))
+    return Prompts(tuple(train), evenly_spaced(test, config.evaluation.prompts))
+
+
+def evenly_spaced(prompts: Sequence[Prompt], count: int | None) -> tuple[Prompt, ...]:
+    """``count`` of the prompts (None, or more than there are: all), in order, spread over the whole file.
+
+    Files are often sorted by tag: the first few would all be of one kind.
+    """
+    kept = len(prompts) if count is None else min(count, len(prompts))
+    return tuple(prompts[index * len(prompts) // kept] for index in range(kept))
 
 
 def read_prompts(key: str, value: str, shipped: Path, tags: Sequence[str] = ()) -> list[Prompt]:
