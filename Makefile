@@ -33,8 +33,8 @@ demo: env ## Train the embedded default; leaves runs/demo with pictures, curves,
 test: env ## Run the tests
 	$(BIN)/pytest $(PYTEST_ARGS)
 
-test-long: env ## Run the tests, the long tier included
-	$(BIN)/pytest -m "" $(PYTEST_ARGS)
+test-long: env ## Run the tests, the long tier included, on newly drawn examples
+	HYPOTHESIS_PROFILE=new $(BIN)/pytest -m "" $(PYTEST_ARGS)
 
 check: env ## Lint, formatting, types, and whether the reference pages are up to date
 	$(BIN)/ruff check .
