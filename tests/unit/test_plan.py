@@ -157,6 +157,7 @@ def test_memory_by_part(pipeline: Path) -> None:
     assert part(plan.memory, "frozen DiT").bytes == 4 * plan.model.parameters
     assert part(plan.memory, "trained adapters").bytes == 4 * trained
     assert part(plan.memory, "copies of the adapters").bytes == 4 * trained  # the old policy
+    assert part(plan.memory, "merged adapters").bytes == 4 * LAYERS * WIDTH**2
     assert part(plan.memory, "gradients").bytes == 4 * trained
     assert part(plan.memory, "Adam").bytes == 8 * trained
     assert part(plan.memory, "latents kept").bytes == 12 * 16 * 48 * 4

@@ -81,7 +81,8 @@ def _passes(plan: RunPlan) -> Iterator[tuple[str, str, str]]:
 def _parameters(plan: RunPlan) -> Iterator[tuple[str, str, str]]:
     if isinstance(plan.model, NotHere) or plan.parameters_trained is None:
         remedy = plan.model.remedy if isinstance(plan.model, NotHere) else ""
-        yield "of the DiT", "unknown", f"it is not on this machine; get it with: {remedy}"
+        where = "no directory here, and not in the hub's cache"
+        yield "of the DiT", "unknown", f"{where}; get it with: {remedy}"
         return
     model = plan.model
     yield "of the DiT", count(model.parameters), f"{model.layers} layers of width {model.width}: {model.root}"

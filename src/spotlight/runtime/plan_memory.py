@@ -13,7 +13,7 @@ from typing import Literal
 from spotlight.config.contradictions import kept_steps
 from spotlight.config.schema import RunConfig
 from spotlight.models.layouts import FamilyLayout
-from spotlight.runtime.plan_model import ModelSizes
+from spotlight.runtime.plan_model import ModelSizes, bind_targets
 
 When = Literal["always", "set-up", "rollout", "training", "host"]
 _LEDGER_BYTES_PER_ROLLOUT = 1000  # measured: 860 with three scores a sample
@@ -42,6 +42,7 @@ def memory_parts(
     tokens = model.image_tokens(config.rollout.height, config.rollout.width) + text_tokens
     return (
         *_weights(config, model, trained),
+        *_merged(config, model, layout),
         *_optimizer(trained),
         *_activations(config, model, layout, tokens),
         *_samples(config, model),
@@ -77,6 +78,15 @@ def _weights(config: RunConfig, model: ModelSizes, trained: int) -> Iterator[Est
         )
     formula = f"{size} B x parameters, then freed"
     yield Estimate("text encoder", model.text_encoder_parameters * size, formula, "set-up")
+
+
+def _merged(config: RunConfig, model: ModelSizes, layout: FamilyLayout) -> Iterator[Estimate]:
+    """Rollouts run on float32 base weights that the adapter was added to: a second copy of those layers."""
+    learner = config.learner
+    if learner.mode == "lora" and config.model.dtype == "float32" and learner.autocast == "none":
+        targets = layout.lora_targets if learner.lora.targets is None else learner.lora.targets
+        adapted = sum(outputs * inputs for outputs, inputs in bind_targets(model, targets).values())
+        yield Estimate("merged adapters", adapted * 4, "4 B x weights of the adapted layers", "rollout")
 
 
 def _optimizer(trained: int) -> Iterator[Estimate]:

@@ -1,0 +1,158 @@
+"""The commands over one real run of the tiny model: train it, look at it, use it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from main_job import Job
+from PIL import Image
+from typer.testing import CliRunner, Result
+
+from spotlight.cli.main import app
+from spotlight.report.loading import loading_snippet
+from spotlight.report.record import read_run
+from spotlight.store.run_directory import RunPaths
+
+NAME = "by-command"
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.fixture(scope="module")
+def trained(job: Job) -> tuple[Path, str]:
+    """A run that `spotlight train` made, and what it printed."""
+    result = invoke("train", "--plain", *job.arguments(NAME, "iterations=2"))
+    assert result.exit_code == 0, result.output
+    return job.root / NAME, result.output
+
+
+def test_train_ends_with_scores_cost_places_and_loading_lines(trained: tuple[Path, str]) -> None:
+    run, output = trained
+    assert "validation at iteration 0: graded" in output
+    assert "iteration 2/2" in output
+    assert "= 0.0 x its noise" in output or "x its noise of" in output
+    assert "Samples 12 issued = 12 trained" in output
+    assert loading_snippet(read_run(run).config, (run / "lora").resolve()) in output
+    assert (run / "card" / "README.md").is_file()
+
+
+def test_the_printed_lines_make_a_picture_in_plain_diffusers(
+    trained: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = trained[1].splitlines()
+    start = lines.index("from diffusers import QwenImagePipeline")
+    monkeypatch.chdir(tmp_path)
+    exec(compile("\n".join(lines[start : start + 4]), "the loading snippet", "exec"), {})
+    assert Image.open(tmp_path / "picture.png").size == (16, 16)
+
+
+def test_generate_draws_every_prompt_and_seed_before_and_after(
+    trained: tuple[Path, str], tmp_path: Path
+) -> None:
+    arguments = ["-p", "a red circle", "-p", "a Blue/square!", "--seed", "3", "--count", "2", "--before"]
+    result = invoke("generate", str(trained[0]), *arguments, "--out", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    names = {f"{prompt}-seed{seed}" for prompt in ("a-red-circle", "a-blue-square") for seed in (3, 4)}
+    expected = {f"{name}{side}.png" for name in names for side in ("", "-before")} | {"before-after.png"}
+    assert {path.name for path in tmp_path.iterdir()} == expected
+    assert set(result.stdout.split()) == {str(tmp_path / name) for name in expected}
+    picture = Image.open(tmp_path / "a-red-circle-seed3.png")
+    assert picture.text["prompt"] == "a red circle"  # type: ignore[attr-defined]
+    again = tmp_path / "again"
+    assert (
+        invoke(
+            "generate", str(trained[0]), "-p", "a red circle", "--seed", "3", "--out", str(again)
+        ).exit_code
+        == 0
+    )
+    assert np.array_equal(
+        np.asarray(picture), np.asarray(Image.open(again / picture.filename.split("/")[-1]))
+    )  # type: ignore[attr-defined]
+
+
+def test_eval_repeats_the_runs_last_validation(trained: tuple[Path, str]) -> None:
+    result = invoke("eval", str(trained[0]), "--json")
+    assert result.exit_code == 0, result.output
+    scores = json.loads(result.stdout)
+    last = read_run(trained[0]).validations[-1].scores
+    assert scores["iteration"] == 2
+    assert scores["graded"] == pytest.approx(last["graded"].mean, rel=1e-3)
+    assert "jpeg_size" in invoke("eval", str(trained[0]), "--images", "1").output
+
+
+def test_export_gives_a_lora_and_a_merged_pipeline(trained: tuple[Path, str], tmp_path: Path) -> None:
+    lora = invoke("export", str(trained[0]), "--out", str(tmp_path / "lora"))
+    assert lora.exit_code == 0, lora.output
+    assert (tmp_path / "lora" / "pytorch_lora_weights.safetensors").is_file()
+    merged = invoke("export", str(trained[0]), "--merged", "--out", str(tmp_path / "merged"))
+    assert merged.exit_code == 0, merged.output
+    assert f"from_pretrained({str(tmp_path / 'merged')!r})" in merged.output
+    again = invoke("export", str(trained[0]), "--merged", "--out", str(tmp_path / "merged"))
+    assert again.exit_code == 2
+    assert "not empty" in again.stderr
+
+
+def test_audit_runs_and_card(trained: tuple[Path, str]) -> None:
+    audit = invoke("audit", str(trained[0]))
+    assert audit.exit_code == 0, audit.output
+    report = json.loads(invoke("audit", str(trained[0]), "--json").stdout)
+    assert report["violations"] == []
+    assert report["counts"]["trained"] == 12
+    assert NAME in invoke("runs", str(trained[0].parent)).output
+    assert invoke("card", str(trained[0])).exit_code == 0
+
+
+def test_another_configuration_of_the_same_name_is_refused(trained: tuple[Path, str], job: Job) -> None:
+    result = invoke("train", *job.arguments(NAME, "iterations=2", "run_seed=5"))
+    assert result.exit_code == 2
+    assert "run_seed: 0 in the run, 5 now" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_measured_run_tells_the_time_of_the_next(trained: tuple[Path, str], job: Job) -> None:
+    output = invoke("train", "--dry-run", *job.arguments(NAME, "iterations=9")).output
+    assert "median measured in" in " ".join(output.split())
+
+
+def test_on_a_terminal_the_bars_are_live_and_sigint_stops_after_a_checkpoint(job: Job) -> None:
+    arguments = job.arguments("on-a-terminal", "iterations=500", "evaluation.every=500")
+    output, code = run_on_a_terminal(["train", *arguments], interrupt_at="1/500")
+    assert code == 130, output
+    assert "SIGINT" in output
+    assert "Stopped after a checkpoint; the same command resumes." in " ".join(output.split())
+    assert list(RunPaths(job.root / "on-a-terminal").checkpoints.glob("*-iteration-*"))
+
+
+def run_on_a_terminal(arguments: Sequence[str], interrupt_at: str) -> tuple[str, int]:
+    """Run the command on a pseudo-terminal; send SIGINT once ``interrupt_at`` is on it."""
+    mine, its = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "spotlight.cli", *arguments], stdout=its, stderr=its, env=environment
+    )
+    os.close(its)
+    seen, interrupted = b"", False
+    while True:
+        try:
+            part = os.read(mine, 65536)
+        except OSError:  # how a pseudo-terminal says that the other side is closed
+            break
+        if not part:
+            break
+        seen += part
+        if not interrupted and interrupt_at.encode() in seen:
+            process.send_signal(signal.SIGINT)
+            interrupted = True
+    os.close(mine)
+    return seen.decode(errors="replace"), process.wait()
