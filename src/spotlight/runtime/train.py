@@ -127,6 +127,8 @@ def _gather(config: RunConfig, device: torch.device, ranks: Ranks, stack: ExitSt
     size = ImageSize(config.rollout.height, config.rollout.width)
     family = build.load_family(config, device)
     family.check_size(size)
+    for steps in (config.rollout.steps, config.evaluation.steps):
+        family.sigmas(steps, size)  # raises where the schedule has no such number of steps
     algorithm = build.make_algorithm(config)
     recipes = build.make_recipes(config, algorithm)
     rewards = stack.enter_context(RewardPool(build.make_reward_specs(config), config.reward_policy.workers))
