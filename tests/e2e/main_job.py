@@ -7,14 +7,17 @@ the run directory just before it happens, so a process can be killed within a ch
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,6 +62,8 @@ GRPO = (
 ALGORITHMS = {"diffusion-nft with EMA": NFT, "flow-grpo, 2 updates": GRPO}
 CHECKPOINTED = AuditLimits(group_size=3)
 
+PROCESS_DEADLINE_S = 240
+_MAY_NOT_MOUNT = 77
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["spotlight.runtime.train", "spotlight.models.qwen_image"])
 
@@ -110,6 +115,10 @@ class Heard(Silent):
 # -- a process of its own ------------------------------------------------------------------------------
 
 
+FILL_DISK = -1
+"""Instead of a signal: take up all that is left of the run's disk (see :func:`run_on_small_disk`)."""
+
+
 @dataclass(frozen=True)
 class At:
     """Send this process a signal at the ``count``-th moment whose label has ``label`` in it."""
@@ -157,7 +166,17 @@ class _Moments(Heard):
             if each.label in label:
                 self._met[each] += 1
                 if self._met[each] == each.count:
-                    os.kill(os.getpid(), each.signal)
+                    self._do(each.signal)
+
+    def _do(self, number: int) -> None:
+        if number != FILL_DISK:
+            os.kill(os.getpid(), number)
+            return
+        ballast = os.open(Path(self._directory).parent / "ballast", os.O_WRONLY | os.O_CREAT)
+        with suppress(OSError):  # no space left
+            while os.write(ballast, bytes(4096)):
+                pass
+        os.close(ballast)
 
 
 def _work(arguments: list[str], signals: Sequence[At], answer: Path) -> None:
@@ -170,7 +189,7 @@ def _work(arguments: list[str], signals: Sequence[At], answer: Path) -> None:
             "stopped": result.stopped,
             "error": result.error,
         }
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  (whatever it is, the test must hear of it)
         told = {"error": f"{type(error).__name__}: {error}"}
     told |= {"notes": heard.notes, "iterations": heard.iterations, "moments": heard.labels}
     answer.write_text(json.dumps(told))
@@ -181,10 +200,46 @@ def run_process(arguments: list[str], *signals: At, answer: Path) -> Ended:
     answer.unlink(missing_ok=True)
     process = _processes.Process(target=_work, args=(arguments, signals, answer))
     process.start()
-    process.join(120)
-    assert process.exitcode is not None, "the process hangs"
+    process.join(PROCESS_DEADLINE_S)
+    return _ended(process.exitcode, answer)
+
+
+def _ended(exit_code: int | None, answer: Path) -> Ended:
+    assert exit_code is not None, "the process hangs"
     told = json.loads(answer.read_text()) if answer.exists() else {}
-    return Ended(process.exitcode, **{key: tuple(v) if isinstance(v, list) else v for key, v in told.items()})
+    return Ended(exit_code, **{key: tuple(v) if isinstance(v, list) else v for key, v in told.items()})
+
+
+def run_on_small_disk(arguments: list[str], *signals: At, answer: Path, kept: Path) -> Ended | None:
+    """As :func:`run_process`, with the run directory on a disk of 64 MiB that only that process sees.
+
+    Args:
+        kept: where the run directory is copied to afterwards.
+
+    Returns:
+        None where this user may not mount one.
+    """
+    answer.unlink(missing_ok=True)
+    process = _processes.Process(target=_work_on_small_disk, args=(arguments, signals, answer, kept))
+    process.start()
+    process.join(PROCESS_DEADLINE_S)
+    return _ended(process.exitcode, answer) if process.exitcode != _MAY_NOT_MOUNT else None
+
+
+def _work_on_small_disk(arguments: list[str], signals: Sequence[At], answer: Path, kept: Path) -> None:
+    config = load_config(None, arguments)
+    config.runs_dir.mkdir()
+    libc = ctypes.CDLL(None, use_errno=True)
+    new_user = 0 if os.geteuid() == 0 else 0x10000000
+    private, size = 1 << 18 | 1 << 14, b"size=64m"  # MS_PRIVATE, with all below
+    if (
+        libc.unshare(0x20000 | new_user)  # a mount namespace of its own
+        or libc.mount(None, b"/", None, private, None)
+        or libc.mount(b"tmpfs", os.fsencode(config.runs_dir), b"tmpfs", 0, size)
+    ):
+        os._exit(_MAY_NOT_MOUNT)
+    _work(arguments, signals, answer)
+    shutil.copytree(config.runs_dir / config.name, kept)
 
 
 # -- what came of a run --------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import Straight
 from main_job import ALGORITHMS, NFT, At, Job, clean_audit, newest_checkpoint, outcome, run_process
 
+from conftest import Straight
 from spotlight.core.types import Phase
 from spotlight.store.metrics import read_metrics
 from spotlight.store.schema import Ending
@@ -31,7 +31,7 @@ STAGES = (
 
 
 def kills(algorithm: str, moments: tuple[str, ...]) -> list[At]:
-    """One kill an attempt: at every stage of committing a checkpoint with one algorithm, at random with all."""
+    """One kill an attempt: at random moments, and with one algorithm at every stage of a checkpoint."""
     labels = random.Random(SEED).sample(sorted(set(moments)), 2)
     return [*(STAGES if ALGORITHMS[algorithm] is NFT else STAGES[2:3]), *map(At, labels)]
 
@@ -60,7 +60,7 @@ def test_killed_at_any_moment_a_resumed_run_equals_the_uninterrupted_one(
     assert [bill.ended for bill in report.attempts] == [Ending.KILLED] * killed + [Ending.FINISHED]
     assert report.gpu_seconds_by_phase[Phase.LOST] > 0
     assert read_summary(run / "summary.json").samples.trained == 24
-    assert [path for path in run.rglob(".writing-*")] == []
+    assert not list(run.rglob(".writing-*"))
 
 
 def test_sigterm_stops_after_the_next_checkpoint_and_the_same_command_goes_on(

@@ -1,4 +1,4 @@
-"""Rewards that fail end in a clear error or in recorded drops, never in a zero; all through the controller."""
+"""Rewards that fail end in a clear error or in recorded drops, never in a zero."""
 
 from __future__ import annotations
 

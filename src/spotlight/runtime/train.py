@@ -291,9 +291,21 @@ def _sinks(config: RunConfig, paths: RunPaths, resume_at: int) -> tuple[Sink, ..
     return tuple(sinks)
 
 
+class _AttemptLog(logging.FileHandler):
+    """A log that a full disk cuts short; the run's own error is the one to tell."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Nothing."""
+
+    def close(self) -> None:
+        """Close, whether or not the rest can be written."""
+        with suppress(OSError):
+            super().close()
+
+
 @contextmanager
 def _attempt_log(path: Path) -> Iterator[None]:
-    handler = logging.FileHandler(path)
+    handler = _AttemptLog(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     root.addHandler(handler)
