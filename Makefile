@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 TESSERACT := $(wildcard scripts/install_tesseract.sh)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-long check format docs lock clean
+.PHONY: help env demo test test-long check format bench docs lock clean
 
 help: ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,10 @@ check: env ## Lint, formatting, types, and whether the reference pages are up to
 format: env ## Repair what ruff can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+bench: env ## Compare rollouts with the pipeline, and training steps with a plain loop (about ten minutes)
+	$(BIN)/python benchmarks/rollout_loop.py --json build/rollout_loop.json
+	$(BIN)/python benchmarks/training_step.py --json build/training_step.json
 
 docs: env ## Generate the reference pages from the sources
 	$(BIN)/python scripts/make_reference.py
