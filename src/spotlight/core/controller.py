@@ -160,7 +160,7 @@ class Controller:
                 pass
         self.ledger.check()
         effects, self._effects = self._effects, []
-        # Records come first: what an effect builds on is durable before the effect is carried out.
+        # Records come first: drivers make them durable before any checkpoint that an effect asks for.
         return [WriteRecord(*numbered) for numbered in self.ledger.take_records()] + effects
 
     def check(self) -> None:
