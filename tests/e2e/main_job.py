@@ -14,12 +14,16 @@ import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from safetensors.torch import load_file
+from torch import Tensor
 
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
@@ -48,7 +52,7 @@ TINY = (
     "evaluation.steps=2",
     "learner.lora.rank=4",
     "learner.lora.alpha=8.0",
-    "learner.learning_rate=0.001",
+    "learner.learning_rate=0.03",
     "metrics.tensorboard=false",
     "rewards=[{name: jpeg_size}]",
 )
@@ -62,7 +66,7 @@ GRPO = (
 ALGORITHMS = {"diffusion-nft with EMA": NFT, "flow-grpo, 2 updates": GRPO}
 CHECKPOINTED = AuditLimits(group_size=3)
 
-PROCESS_DEADLINE_S = 240
+PROCESS_DEADLINE_S = 280
 _MAY_NOT_MOUNT = 77
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["spotlight.runtime.train", "spotlight.models.qwen_image"])
@@ -204,6 +208,36 @@ def run_process(arguments: list[str], *signals: At, answer: Path) -> Ended:
     return _ended(process.exitcode, answer)
 
 
+def run_ranks(world: int, arguments: list[str], *signals: At, answer: Path) -> list[Ended]:
+    """Run in as many processes as torchrun would start, each told its rank as torchrun tells it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    answers = [answer.with_suffix(f".{rank}") for rank in range(world)]
+    ranks = []
+    for rank, each in enumerate(answers):
+        each.unlink(missing_ok=True)
+        names = {"WORLD_SIZE": world, "RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port}
+        environment = {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in names.items()}}
+        ranks.append(_processes.Process(target=_work_as_rank, args=(environment, arguments, signals, each)))
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(PROCESS_DEADLINE_S)
+    hanging = [process for process in ranks if process.exitcode is None]
+    for process in hanging:
+        process.kill()
+    assert not hanging, "ranks wait for each other"
+    return [_ended(process.exitcode, each) for process, each in zip(ranks, answers, strict=True)]
+
+
+def _work_as_rank(
+    environment: dict[str, str], arguments: list[str], signals: Sequence[At], answer: Path
+) -> None:
+    os.environ.update(environment)
+    _work(arguments, signals, answer)
+
+
 def _ended(exit_code: int | None, answer: Path) -> Ended:
     assert exit_code is not None, "the process hangs"
     told = json.loads(answer.read_text()) if answer.exists() else {}
@@ -273,9 +307,22 @@ def outcome(run: Path) -> Outcome:
 def learner_digest(run: Path) -> str:
     """SHA-256 of the learner's files (weights, optimizer, EMA, counters) in the newest checkpoint."""
     hasher = hashlib.sha256()
-    for path in sorted((newest_checkpoint(run) / "learner").rglob("*")):
+    files = (path for path in (newest_checkpoint(run) / "learner").rglob("*") if path.is_file())
+    for path in sorted(files):
         hasher.update(path.name.encode() + path.read_bytes())
     return hasher.hexdigest()
+
+
+def lora(run: Path) -> dict[str, Tensor]:
+    """The exported adapter."""
+    return load_file(run / "lora" / "pytorch_lora_weights.safetensors")
+
+
+def largest_difference(first: Path, second: Path) -> float:
+    """Between the adapters of two runs."""
+    ours, theirs = lora(first), lora(second)
+    assert ours.keys() == theirs.keys()
+    return max(float((tensor - theirs[name]).abs().max()) for name, tensor in ours.items())
 
 
 def newest_checkpoint(run: Path) -> Path:

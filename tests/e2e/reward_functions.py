@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +22,9 @@ def moody(
             raise ValueError("cannot bear this picture")
         if mood == "hang":
             time.sleep(60)
-        if mood == "nan" or (mood == "nan but first" and prompts[index] in prompts[:index]):
+        again = prompts[index] in prompts[:index]
+        second_rank = os.environ.get("RANK") == "1"
+        if mood == "nan" or (mood == "nan but first" and again) or (mood == "nan on rank 1" and second_rank):
             values.append(math.nan)
         else:
             values.append(1 + float(image.mean()) / 255)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 from pathlib import Path
 
 from spotlight.config.schema import RunConfig
@@ -39,7 +41,9 @@ def finish_run(
     if config.learner.mode == "lora":
         weights = export_lora(family, slots, slot, root / LORA_FOLDER, ranks)
     else:
-        weights = export_merged(family, slots, slot, root / MERGED_FOLDER, ranks)
+        if ranks.is_main:  # an earlier end of this run, before its iterations were raised
+            shutil.rmtree(root / MERGED_FOLDER, ignore_errors=True)
+        weights = export_merged(family, slots, slot, root / MERGED_FOLDER, ranks, replace=True)
     if book is None:
         return None
     _compare(book)
@@ -54,9 +58,10 @@ def summarise_run(config: RunConfig, book: RunBook, lora: Path | None) -> RunSum
     counts = book.ledger.counts()
     validations = [row for row in read_metrics(book.paths.path) if f"{_VALIDATION}{GRADED}" in row.values]
     judged = STRICT if f"{_VALIDATION}{STRICT}" in validations[-1].values else GRADED
+    stderr = validations[-1].values[f"{_VALIDATION}{judged}_stderr"]
     return RunSummary(
         validation=tuple(_point(row) for row in validations),
-        validation_stderr=validations[-1].values[f"{_VALIDATION}{judged}_stderr"],
+        validation_stderr=stderr if math.isfinite(stderr) else None,
         wall_s=book.wall_s,
         gpu_seconds_by_phase=book.ledger.gpu_seconds_by_phase(),
         cost_usd=book.ledger.cost_usd(),

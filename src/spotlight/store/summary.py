@@ -46,13 +46,14 @@ class RunSummary:
 
     Attributes:
         validation: in order of the iterations.
-        validation_stderr: standard error of the last validation's mean score (strict where there is one).
+        validation_stderr: standard error of the last validation's mean score (strict where there is one);
+            None where a single picture was judged.
         wall_s: seconds of work on the run, all attempts together.
         lora: where the adapter lies, relative to the run directory; None where none was exported.
     """
 
     validation: tuple[ValidationPoint, ...]
-    validation_stderr: float
+    validation_stderr: float | None
     wall_s: float
     gpu_seconds_by_phase: Mapping[Phase, float]
     cost_usd: float

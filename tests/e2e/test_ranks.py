@@ -1,0 +1,126 @@
+"""Two ranks (FSDP2 over gloo) do the main job that one rank does, and take up each other's checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from main_job import (
+    ALGORITHMS,
+    GRPO,
+    NFT,
+    Job,
+    Outcome,
+    clean_audit,
+    largest_difference,
+    lora,
+    newest_checkpoint,
+    outcome,
+    run_ranks,
+)
+from test_reward_failures import arguments as moody_arguments
+
+from spotlight.core.types import DropReason
+from spotlight.store.audit import AuditLimits
+
+FOUR = AuditLimits(group_size=4)
+RANKS = (
+    "rollout.group_size=4",
+    "iterations=2",
+    "learner.learning_rate=0.001",
+    "rewards=[{name: 'reward_functions:moody'}]",
+)
+WEIGHT_TOLERANCE = 1e-5
+"""Largest difference of a LoRA weight after the run; measured: 7e-7, of weights up to 2e-3."""
+SCORE_TOLERANCE = 1e-5
+"""Of a validation's mean reward; measured: 0. A byte that rounds otherwise would move it by 1e-6."""
+
+
+def counts(run: Path) -> tuple[object, ...]:
+    found = clean_audit(run, FOUR).counts
+    return found.issued, found.trained, found.evaluated, found.dropped, found.optimizer_steps, found.versions
+
+
+def assert_close(first: Outcome, second: Outcome) -> None:
+    assert [row[:2] for row in first.validation] == [row[:2] for row in second.validation]
+    for one, two in zip(first.validation, second.validation, strict=True):
+        assert one[2] == pytest.approx(two[2], abs=SCORE_TOLERANCE)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_two_ranks_do_what_one_does(job: Job, algorithm: str) -> None:
+    overrides = [*ALGORITHMS[algorithm], *RANKS]
+    one, two = job.root / f"one-{len(overrides)}", job.root / f"two-{len(overrides)}"
+    job.train(one.name, *overrides)
+    ended = run_ranks(2, job.arguments(two.name, *overrides), answer=job.root / two.name)
+    assert [(each.exit_code, each.error) for each in ended] == [(0, None)] * 2
+    assert [each.finished for each in ended] == [True, False]  # the main rank alone has the summary
+    assert ended[0].iterations == ended[1].iterations == (0, 1)
+    assert counts(one) == counts(two)
+    assert_close(outcome(one), outcome(two))
+    assert largest_difference(one, two) <= WEIGHT_TOLERANCE
+    assert max(float(tensor.abs().max()) for name, tensor in lora(two).items() if "lora_B" in name) > 5e-4
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_checkpoints_are_taken_up_by_another_number_of_ranks(job: Job, first: int) -> None:
+    overrides = [*NFT, *RANKS]
+    straight, name = job.root / f"one-{len(overrides)}", f"from-{first}-ranks"
+    job.train(straight.name, *overrides)  # at once, where the test above has made it
+    for ranks, iterations in ((first, 1), (3 - first, 2)):
+        arguments = job.arguments(name, *overrides, f"iterations={iterations}")
+        ended = run_ranks(ranks, arguments, answer=job.root / name)
+        assert [(each.exit_code, each.error) for each in ended] == [(0, None)] * len(ended)
+        assert ended[0].iterations == (iterations - 1,)
+    run = job.root / name
+    assert (newest_checkpoint(run) / "learner" / "learner.dcp").is_dir() == (first == 1)
+    assert counts(run) == counts(straight)
+    assert_close(outcome(run), outcome(straight))
+    assert largest_difference(run, straight) <= WEIGHT_TOLERANCE
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_rank_left_without_samples_trains_the_others(job: Job, algorithm: str) -> None:
+    """All that the second rank made is dropped, and of the single evaluation picture it makes none."""
+    overrides = moody_arguments(job, "nan on rank 1", "nan on rank 1")
+    alone = ("rollout.group_size=4", "evaluation.prompts=1", "evaluation.images_per_prompt=1")
+    name = f"lopsided-{list(ALGORITHMS).index(algorithm)}"
+    arguments = job.arguments(name, *ALGORITHMS[algorithm], *overrides, *alone, "evaluation.grid_images=1")
+    ended = run_ranks(2, arguments, answer=job.root / name)
+    assert [(each.exit_code, each.error) for each in ended] == [(0, None)] * len(ended)
+    report = clean_audit(job.root / name, FOUR)
+    assert report.counts.train_dropped == {DropReason.REWARD_NOT_FINITE: 4}
+    assert (report.counts.trained, report.counts.evaluated) == (4, 2)
+
+
+def test_a_batch_that_does_not_divide_by_the_ranks_is_refused_by_all(job: Job) -> None:
+    arguments = job.arguments("indivisible", *GRPO)
+    ended = run_ranks(2, arguments, answer=job.root / "indivisible")
+    for each in ended:
+        assert each.error is not None
+        assert (
+            "rollout.group_size: found 3; expected samples of an update (3) divisible by the 2 ranks"
+            in each.error
+        )
+    assert not (job.root / "indivisible").exists()
+
+
+@pytest.mark.slow
+def test_torchrun_runs_the_main_job(job: Job) -> None:
+    overrides = [*NFT, *RANKS]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    places = os.pathsep.join(sys.path)
+    subprocess.run(
+        [*command, "-m", "spotlight.cli", "train", *job.arguments("torchrun", *overrides)],
+        check=True,
+        timeout=600,
+        env={**os.environ, "PYTHONPATH": places},
+        cwd=Path(__file__).parent,
+    )
+    summary = json.loads((job.root / "torchrun" / "summary.json").read_text())
+    assert summary["samples"] == {"issued": 16, "trained": 16, "dropped": {}}
+    clean_audit(job.root / "torchrun", FOUR)

@@ -1,0 +1,138 @@
+"""What a run leaves behind: the same pictures and scores here, in plain diffusers, and in the run itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import QwenImagePipeline
+from main_job import NFT, Job, lora
+from safetensors.torch import load_file
+
+from conftest import Straight
+from spotlight.diffusion.noise import INITIAL, noise_batch
+from spotlight.models.base import ImageSize, ModelError
+from spotlight.runtime.observer import Silent
+from spotlight.runtime.trained import TrainedRun
+from spotlight.store.errors import StoreError
+from spotlight.store.metrics import read_metrics
+from spotlight.store.summary import read_summary
+
+PROMPT, SEED, STEPS, SIDE = "two green triangles", 11, 3, 16
+
+
+@pytest.fixture(scope="module")
+def run(straight: Straight) -> TrainedRun:
+    return TrainedRun.open(straight("diffusion-nft with EMA")[0])
+
+
+@pytest.fixture(scope="module")
+def pipeline(job: Job) -> QwenImagePipeline:
+    pipe = QwenImagePipeline.from_pretrained(job.pipeline)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.fixture
+def plain(pipeline: QwenImagePipeline) -> Iterator[QwenImagePipeline]:
+    yield pipeline
+    pipeline.unload_lora_weights()
+
+
+def draw(pipe: QwenImagePipeline, run: TrainedRun) -> np.ndarray:
+    """The picture of plain diffusers from the seed's initial latents, before rounding: [height, width, 3]."""
+    shape = run._family.latent_shape(ImageSize(SIDE, SIDE))
+    latents = noise_batch([SEED], [INITIAL], shape, torch.device("cpu"))
+    return pipe(
+        PROMPT,
+        true_cfg_scale=1.0,
+        height=SIDE,
+        width=SIDE,
+        num_inference_steps=STEPS,
+        latents=latents,
+        output_type="np",
+    ).images[0]
+
+
+def assert_same(plain: np.ndarray, ours: np.ndarray) -> None:
+    """Equal but for a value that rounds to the other side: at most one step of 255."""
+    assert np.abs(plain * 255 - ours.astype(np.float64)).max() <= 0.5 + 1e-2
+
+
+def test_plain_diffusers_draws_the_run_s_picture_with_its_lora(
+    run: TrainedRun, plain: QwenImagePipeline, tmp_path: Path
+) -> None:
+    before = draw(plain, run)
+    (ours,) = run.generate([PROMPT], [SEED], steps=STEPS)
+    assert_same(before, run.with_weights("reference").generate([PROMPT], [SEED], steps=STEPS)[0])
+    plain.load_lora_weights(run.directory / "lora")  # as the run exported it
+    after = draw(plain, run)
+    assert_same(after, ours)
+    assert np.abs(after - before).max() > 4 / 255
+    exported = load_file(run.export_lora(tmp_path / "again"))
+    assert all(torch.equal(tensor, exported[name]) for name, tensor in lora(run.directory).items())
+
+
+def test_other_weights_of_the_run_are_exported_too(
+    run: TrainedRun, plain: QwenImagePipeline, tmp_path: Path
+) -> None:
+    averaged = run.with_weights("ema")
+    averaged.export_lora(tmp_path / "ema")
+    plain.load_lora_weights(tmp_path / "ema")
+    assert_same(draw(plain, run), averaged.generate([PROMPT], [SEED], steps=STEPS)[0])
+
+
+def test_plain_diffusers_draws_the_run_s_picture_with_the_merged_weights(
+    run: TrainedRun, tmp_path: Path
+) -> None:
+    pipe = QwenImagePipeline.from_pretrained(run.export_merged(tmp_path / "merged"))
+    pipe.set_progress_bar_config(disable=True)
+    assert_same(draw(pipe, run), run.generate([PROMPT], [SEED], steps=STEPS)[0])
+
+
+def test_a_full_fine_tune_leaves_a_whole_pipeline_also_when_it_is_continued(job: Job) -> None:
+    full = ("learner.mode=full", "learner.learning_rate=0.0003", "evaluation.weights=ema")
+    for iterations in (1, 2):
+        job.train("full", *NFT, *full, f"iterations={iterations}")
+    run = TrainedRun.open(job.root / "full")
+    pipe = QwenImagePipeline.from_pretrained(run.directory / "merged")
+    pipe.set_progress_bar_config(disable=True)
+    ours = run.generate([PROMPT], [SEED], steps=STEPS)[0]
+    assert_same(draw(pipe, run), ours)
+    assert (ours != run.with_weights("reference").generate([PROMPT], [SEED], steps=STEPS)[0]).any()
+    assert read_summary(run.directory / "summary.json").lora is None
+    with pytest.raises(ModelError, match="there is no LoRA: export the merged weights"):
+        run.export_lora(job.root / "no-lora")
+
+
+def test_judging_the_run_again_gives_its_last_validation(run: TrainedRun) -> None:
+    last = next(row for row in reversed(read_metrics(run.directory)) if "validation/graded" in row.values)
+    again = run.evaluate(Silent()).row()
+    assert {f"validation/{name}": value for name, value in again.items()} == last.values
+    first = next(row for row in read_metrics(run.directory) if "validation/graded" in row.values)
+    before = run.with_weights("reference").evaluate(Silent()).row()
+    assert {f"validation/{name}": value for name, value in before.items()} == first.values
+    assert before != again
+
+
+def test_pictures_do_not_depend_on_their_company(run: TrainedRun) -> None:
+    prompts, seeds = [PROMPT, "one red circle", PROMPT], [SEED, SEED, 5]
+    together = run.generate(prompts, seeds, steps=STEPS)
+    alone = [run.generate([text], [seed], steps=STEPS)[0] for text, seed in zip(prompts, seeds, strict=True)]
+    assert together.shape == (3, SIDE, SIDE, 3)
+    assert np.abs(together.astype(int) - np.stack(alone)).max() <= 1
+    assert len({picture.tobytes() for picture in together}) == 3
+
+
+def test_what_cannot_be_opened_says_why(run: TrainedRun, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="not a run directory"):
+        TrainedRun.open(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.yaml").write_bytes((run.directory / "config.yaml").read_bytes())
+    with pytest.raises(StoreError, match="no checkpoint yet"):
+        TrainedRun.open(tmp_path)
+    with pytest.raises(ModelError, match="weights 'nonsense': this run has policy, reference, old, ema"):
+        TrainedRun.open(run.directory, weights="nonsense")  # type: ignore[arg-type]
