@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from PIL import Image, ImageFont
 
 from spotlight.store.errors import StoreError
-from spotlight.store.images import Tile, _wrap, drawn_iterations, read_tiles, write_comparison, write_grid
+from spotlight.store.images import (
+    Tile,
+    _wrap,
+    drawn_iterations,
+    drop_pictures,
+    read_tiles,
+    write_comparison,
+    write_grid,
+)
 from spotlight.store.run_directory import RunPaths
 
 BETTER, WORSE = (0x1A, 0x7F, 0x4B), (0xB3, 0x38, 0x2C)
@@ -136,3 +144,15 @@ def test_what_goes_wrong_is_named(paths: RunPaths, act: Callable[[RunPaths], obj
     write_grid(paths, 0, [tile((1, 2, 3))], columns=1, title="")
     with pytest.raises(StoreError, match=message):
         act(paths)
+
+
+def test_pictures_of_undone_evaluations_are_removed(paths: RunPaths) -> None:
+    drop_pictures(paths, resume_at=0)
+    for iteration in (0, 3, 4, 40):
+        write_grid(paths, iteration, [tile((9, 9, 9))], columns=1, title="")
+    write_comparison(paths, before=0, after=40, title="")
+    drop_pictures(paths, resume_at=4)
+    assert drawn_iterations(paths) == [0, 3]
+    assert sorted(path.name for path in paths.images.glob("*.png")) == [
+        "before-after.png", "iteration-000000.png", "iteration-000003.png",
+    ]  # fmt: skip

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+import errno
 import json
 import math
 import sys
@@ -137,3 +139,62 @@ def test_a_missing_or_foreign_summary_is_named(tmp_path: Path) -> None:
         path.write_text(content)
         with pytest.raises(StoreError, match="not a summary"):
             read_summary(path)
+
+
+class FullSink:
+    """A sink that fails as TensorBoard does on a full disk, at one of its calls."""
+
+    def __init__(self, at: str) -> None:
+        self.at = at
+        self.closed = False
+
+    def _fail(self, now: str) -> None:
+        if now == self.at:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def write(self, row: MetricsRow) -> None:
+        self._fail("write")
+
+    def flush(self) -> None:
+        self._fail("flush")
+
+    def close(self) -> None:
+        self.closed = True
+        self._fail("close")
+
+
+@pytest.mark.parametrize("at", ["write", "flush", "close"])
+def test_a_sink_on_a_full_disk_is_told_as_ours(tmp_path: Path, at: str) -> None:
+    full, other = FullSink(at), FullSink("never")
+
+
+    def write_all() -> None:
+        with MetricsWriter(RunPaths(tmp_path), resume_at=0, sinks=(full, other)) as writer:
+            writer.write(row(0))
+            writer.sync()
+
+    with pytest.raises(StoreError, match="no space left"):
+        write_all()
+    assert full.closed
+    assert other.closed
+
+
+def test_closing_a_full_sink_does_not_hide_the_first_error(tmp_path: Path) -> None:
+    with (
+        pytest.raises(KeyError, match="the first"),
+        MetricsWriter(RunPaths(tmp_path), resume_at=0, sinks=(FullSink("close"),)),
+    ):
+        raise KeyError("the first")
+
+
+def test_tensorboard_that_cannot_be_written_is_told_as_ours(tmp_path: Path) -> None:
+    (tmp_path / "tensorboard").write_text("in the way")
+    with pytest.raises(StoreError, match="cannot write the curves"):
+        TensorBoard(RunPaths(tmp_path), resume_at=0)
+
+
+def test_a_summary_without_a_standard_error_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    alone = dataclasses.replace(SUMMARY, validation_stderr=None)
+    write_summary(path, alone)
+    assert read_summary(path) == alone

@@ -5,7 +5,7 @@
     images/before-after.png           the comparison, drawn from two iterations' tiles
     images/progress.png               the same pictures at several iterations
 
-An evaluation that a resumed run makes anew overwrites its files.
+Pictures of evaluations that a resumed run undoes are removed as it starts (:func:`drop_pictures`).
 """
 
 from __future__ import annotations
@@ -92,6 +92,21 @@ def write_grid(paths: RunPaths, iteration: int, tiles: Sequence[Tile], *, column
     except OSError as error:
         raise storage_error("cannot write the pictures", paths.images, error) from error
     return path
+
+
+def drop_pictures(paths: RunPaths, *, resume_at: int) -> None:
+    """Remove the pictures of evaluations from ``resume_at`` on, which a resumed run undoes.
+
+    Raises:
+        StoreError: a file cannot be removed.
+    """
+    tiles = ((path, path.name.split("-")[0]) for path in _tiles_folder(paths).glob("*-*.png"))
+    grids = ((path, path.stem.split("-")[1]) for path in paths.images.glob("iteration-*.png"))
+    try:
+        for path in [path for path, iteration in (*tiles, *grids) if int(iteration) >= resume_at]:
+            path.unlink()
+    except OSError as error:
+        raise storage_error("cannot remove undone pictures", paths.images, error) from error
 
 
 def drawn_iterations(paths: RunPaths) -> list[int]:

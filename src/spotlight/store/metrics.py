@@ -12,6 +12,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -74,15 +75,20 @@ class MetricsWriter:
             raise storage_error("cannot write the metrics", self._path, error) from error
 
     def write(self, row: MetricsRow) -> None:
-        """Append a row; a kill right after loses nothing (a power cut may, up to the last :meth:`sync`)."""
+        """Append a row; a kill right after loses nothing (a power cut may, up to the last :meth:`sync`).
+
+        Raises:
+            StoreError: it cannot be written, here or in a sink.
+        """
         line = _line(row)
         try:
             if os.write(self._file, line) < len(line):
                 raise OSError(errno.ENOSPC, "the row was written in part")
         except OSError as error:
             raise storage_error("cannot write the metrics", self._path, error) from error
-        for sink in self._sinks:
-            sink.write(row)
+        with self._telling():
+            for sink in self._sinks:
+                sink.write(row)
 
     def sync(self) -> None:
         """Force all rows to the disk: before a checkpoint is committed."""
@@ -90,14 +96,24 @@ class MetricsWriter:
             os.fsync(self._file)
         except OSError as error:
             raise storage_error("cannot write the metrics", self._path, error) from error
-        for sink in self._sinks:
-            sink.flush()
+        with self._telling():
+            for sink in self._sinks:
+                sink.flush()
 
     def close(self) -> None:
-        """Close all files."""
+        """Close all files; every sink is closed, also when one before it cannot be."""
         os.close(self._file)
-        for sink in self._sinks:
-            sink.close()
+        with self._telling(), ExitStack() as closing:
+            for sink in self._sinks:
+                closing.callback(sink.close)
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Tell a sink's failed write as ours: TensorBoard meets the same full disk."""
+        try:
+            yield
+        except OSError as error:
+            raise storage_error("cannot write the curves", self._path.parent, error) from error
 
     def __enter__(self) -> Self:
         return self
@@ -105,7 +121,11 @@ class MetricsWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except StoreError:
+            if error is None:  # else it is the first error that tells what happened
+                raise
 
 
 def read_metrics(run: Path) -> list[MetricsRow]:

@@ -10,12 +10,13 @@ import importlib
 import time
 import uuid
 from pathlib import Path
+from types import ModuleType
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from spotlight.store.errors import StoreError
+from spotlight.store.errors import StoreError, storage_error
 from spotlight.store.files import write_atomically
 from spotlight.store.metrics import SAMPLES_TRAINED, WALL_S, MetricsRow
 from spotlight.store.run_directory import RunPaths
@@ -25,9 +26,17 @@ class TensorBoard:
     """Event files that ``tensorboard --logdir`` reads; the step is the iteration."""
 
     def __init__(self, paths: RunPaths, *, resume_at: int) -> None:
-        self._writer = EventFileWriter(str(paths.tensorboard))
+        """Begin a file.
+
+        Raises:
+            StoreError: the disk is full or not writable.
+        """
         purge = SessionLog(status=SessionLog.START)
-        self._writer.add_event(Event(wall_time=time.time(), step=resume_at, session_log=purge))
+        try:
+            self._writer = EventFileWriter(str(paths.tensorboard))
+            self._writer.add_event(Event(wall_time=time.time(), step=resume_at, session_log=purge))
+        except OSError as error:
+            raise storage_error("cannot write the curves", paths.tensorboard, error) from error
 
     def write(self, row: MetricsRow) -> None:
         """Write each value as a scalar."""
@@ -45,6 +54,21 @@ class TensorBoard:
         self._writer.close()
 
 
+def require_wandb() -> ModuleType:
+    """The package wandb.
+
+    Raises:
+        StoreError: it is not installed.
+    """
+    try:
+        return importlib.import_module("wandb")
+    except ImportError as error:
+        raise StoreError(
+            "metrics.wandb is configured, but the package wandb is not installed. "
+            "Install it with `pip install 'spotlight-rl[wandb]'`, or remove metrics.wandb."
+        ) from error
+
+
 class WeightsAndBiases:
     """A run on wandb.ai, or offline below the run directory, by wandb's own environment variables."""
 
@@ -54,14 +78,7 @@ class WeightsAndBiases:
         Raises:
             StoreError: the package is not installed.
         """
-        try:
-            wandb = importlib.import_module("wandb")
-        except ImportError as error:
-            raise StoreError(
-                "metrics.wandb is configured, but the package wandb is not installed. "
-                "Install it with `pip install 'spotlight-rl[wandb]'`, or remove metrics.wandb."
-            ) from error
-        self._run = wandb.init(
+        self._run = require_wandb().init(
             project=project,
             entity=entity,
             name=paths.path.name,
