@@ -177,6 +177,21 @@ def test_a_full_fine_tune_a_guided_and_a_bfloat16_model_load_as_they_must() -> N
     assert "true_cfg_scale=4.0, negative_prompt=' '" in snippet
 
 
+def test_a_model_given_by_a_relative_path_is_loaded_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pipe").mkdir()
+    local = build_config({"model": {"path": "pipe"}}, "test")
+    assert f"from_pretrained('{tmp_path / 'pipe'}')" in loading_snippet(local, Path("lora"))
+
+
+def test_the_audit_tells_the_digest_in_one_line(run: RunRecord) -> None:
+    told = CliRunner().invoke(app, ["audit", str(run.paths.path)])
+    digests = [line.split()[1] for line in told.output.splitlines() if line.startswith("digest")]
+    assert [len(digest) for digest in digests] == [64]
+
+
 def test_the_card_is_a_folder_of_its_own_with_all_it_shows(run: RunRecord) -> None:
     readme = write_card(run)
     text = readme.read_text()

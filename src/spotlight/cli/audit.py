@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from spotlight.cli.errors import EXIT_NOT_STARTED, told_plainly
 from spotlight.cli.run_argument import RunArgument, find_run
@@ -57,9 +57,6 @@ def _print(report: AuditReport) -> None:
 
     console = Console(highlight=False)
     counts = report.counts
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
     dropped = ", ".join(f"{number} {reason.value}" for reason, number in counts.train_dropped.items()) or "0"
     lines = (
         ("state", "finished" if report.finished else "not finished"),
@@ -75,9 +72,10 @@ def _print(report: AuditReport) -> None:
         ("last record", f"{report.position} (checkpoint at {report.checkpoint_position})"),
         ("digest", report.digest),
     )
+    width = max(len(name) for name, _ in lines)
     for name, value in lines:
-        table.add_row(name, str(value))
-    console.print(table)
+        # Not a table: that would break the digest over two lines where the output is no terminal.
+        console.print(Text.assemble((f"{name:{width}}", "bold"), f" {value}"), soft_wrap=True)
     for violation in report.violations:
         more = len(violation.ids) - _IDS_SHOWN
         ids = ", ".join(violation.ids[:_IDS_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -12,8 +12,11 @@ _EXAMPLE_PROMPT = "two red circles"
 
 
 def base_model(config: RunConfig) -> str:
-    """Directory or hub id of the pipeline that was trained."""
-    return str(PIPELINE_DIR) if config.model.path == "testbed" else config.model.path
+    """Directory or hub id of the pipeline that was trained; a directory by its whole path."""
+    if config.model.path == "testbed":
+        return str(PIPELINE_DIR)
+    local = Path(config.model.path)
+    return str(local.resolve()) if local.is_dir() else config.model.path
 
 
 def loading_snippet(
