@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 
 from spotlight.models import pipeline_files
+from spotlight.models.base import ModelError
 from spotlight.models.pipeline_files import PipelineFiles
 from spotlight.models.qwen_image import QwenImage
 
@@ -127,6 +128,14 @@ def test_a_failed_write_leaves_nothing(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(ModelError, match="No space left"):
         load(random_pipeline, tmp_path).encode([PROMPT])
     assert files(tmp_path) == []
+
+
+def test_a_cache_that_cannot_be_written_is_told_with_the_remedy(
+    random_pipeline: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "cache").write_text("a file in the way")
+    with pytest.raises(ModelError, match=r"cannot write prompt embeddings to .*/cache.* set cache_dir"):
+        load(random_pipeline, tmp_path / "cache").encode([PROMPT])

@@ -18,7 +18,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from spotlight.models.errors import storing
+
 _log = logging.getLogger(__name__)
+_REMEDY = "Free some space there, or set cache_dir to a folder that this user can write."
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,10 @@ class EmbeddingsCache:
         name = hashlib.sha256(key.encode()).hexdigest()
         return self.root / name[:2] / f"{name}.safetensors"
 
+    def has(self, text: str) -> bool:
+        """Whether there is a file for ``text``; whether it is sound shows when it is read."""
+        return self.path(text).is_file()
+
     def get(self, text: str) -> Tensor | None:
         """[tokens, width] on the CPU, or None when absent or damaged (which is logged)."""
         path = self.path(text)
@@ -63,16 +70,21 @@ class EmbeddingsCache:
         return embeds
 
     def put(self, text: str, embeds: Tensor) -> None:
-        """Write [tokens, width]; readers see all of it or nothing."""
+        """Write [tokens, width]; readers see all of it or nothing.
+
+        Raises:
+            ModelError: the folder cannot be written, or the disk is full.
+        """
         path = self.path(text)
-        path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}.partial")
-        try:
-            data = safetensors.torch.save({"embeds": embeds.contiguous()}, {"sha256": _checksum(embeds)})
-            partial.write_bytes(data)
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        data = safetensors.torch.save({"embeds": embeds.contiguous()}, {"sha256": _checksum(embeds)})
+        with storing("prompt embeddings", self.root, _REMEDY):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                partial.write_bytes(data)
+                partial.replace(path)
+            finally:
+                partial.unlink(missing_ok=True)
 
 
 def _checksum(embeds: Tensor) -> str:

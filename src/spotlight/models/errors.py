@@ -2,6 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
 
 class ModelError(ValueError):
     """The model cannot be used as configured: names the path or key, the value and the remedy."""
+
+
+@contextmanager
+def storing(what: str, path: Path, remedy: str) -> Iterator[None]:
+    """Tell a failed write as a :class:`ModelError` that names ``path`` and says what helps."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"cannot write {what} to {path}: {error}. {remedy}") from error

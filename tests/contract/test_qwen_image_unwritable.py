@@ -1,0 +1,26 @@
+"""Exports to a place that cannot be written: our error, with the place and the remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from spotlight.models.base import ModelError
+from spotlight.models.qwen_image import QwenImage
+from spotlight.models.slots import LoraSlots, LoraSpec
+
+
+def test_a_place_that_cannot_be_written_is_told(random_pipeline: Path, tmp_path: Path) -> None:
+    family = QwenImage.load(
+        random_pipeline, device="cpu", dtype=torch.float32, embeddings_cache=tmp_path / "e"
+    )
+    slots = LoraSlots(family.transformer, LoraSpec(rank=2, alpha=2.0, targets=family.default_lora_targets))
+    file = tmp_path / "file"
+    file.write_text("mine")
+    with pytest.raises(ModelError, match=r"cannot write the LoRA to .*file/lora: .* Free some space"):
+        family.save_lora(file / "lora", slots.state("policy"), slots.metadata())
+    with pytest.raises(ModelError, match=r"cannot write the merged pipeline to .*file/merged: .* Free some"):
+        family.save_merged(file / "merged", slots.merged_state("policy"))
+    assert file.read_text() == "mine"
