@@ -25,6 +25,7 @@ from spotlight.core.types import Rollout
 from spotlight.diffusion import samplers
 from spotlight.diffusion.noise import INITIAL, noise_batch
 from spotlight.models.base import Condition, Guidance, ImageSize, ModelFamily
+from spotlight.rollout.limits import decode_batch
 from spotlight.rollout.state import FailedRollout, FinishedRollout, Recipe, RolloutState, Trajectory
 
 Key = TypeVar("Key")
@@ -35,7 +36,7 @@ class Engine:
 
     Args:
         family: sizes, noise levels, the forward and the decoder of the model.
-        max_batch: largest number of rollouts in one forward.
+        max_batch: largest number of rollouts in one forward; large pictures are decoded fewer at a time.
         negative: embeddings of the negative prompt; needed by recipes with guidance.
         autocast: type of the DiT's matrix products, the learner's own, or replay would differ; None: none.
     """
@@ -121,7 +122,7 @@ class Engine:
         results: list[FinishedRollout | FailedRollout | None] = [_failure(state) for state in states]
         sound = [i for i, result in enumerate(results) if result is None]
         for size, members in _grouped((states[i].recipe.size, i) for i in sound):
-            for batch in _chunks(members, self._max_batch):
+            for batch in _chunks(members, decode_batch(size.height, size.width, self._max_batch)):
                 images = self._family.decode(torch.stack([states[i].latents for i in batch]), size)
                 for i, image in zip(batch, images, strict=True):
                     state = states[i]

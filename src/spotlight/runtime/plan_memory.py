@@ -13,6 +13,7 @@ from typing import Literal
 from spotlight.config.contradictions import kept_steps
 from spotlight.config.schema import RunConfig
 from spotlight.models.layouts import FamilyLayout
+from spotlight.rollout.limits import decode_batch
 from spotlight.runtime.plan_model import ModelSizes, bind_targets
 
 When = Literal["always", "set-up", "rollout", "training", "host"]
@@ -110,6 +111,7 @@ def _activations(
         values, formula = model.layers * kept, f"{kept:g} B n L D b g"
     yield Estimate("activations", per_layer * values, formula, "training")
     batch, rollout = config.rollout.batch_size, config.rollout
+    decoded = decode_batch(rollout.height, rollout.width, batch)
     yield Estimate(
         "denoising forward",
         batch * tokens * model.width * (size if size < 4 else 4) * layout.forward_peak,
@@ -118,8 +120,8 @@ def _activations(
     )
     yield Estimate(
         "decoding",
-        batch * rollout.height * rollout.width * model.vae_width * 4 * layout.decode_peak,
-        f"{layout.decode_peak:g} x 4 B x batch x pixels x VAE width",
+        decoded * rollout.height * rollout.width * model.vae_width * 4 * layout.decode_peak,
+        f"{layout.decode_peak:g} x 4 B x {decoded} pictures x pixels x VAE width",
         "rollout",
     )
 
