@@ -160,7 +160,7 @@ def test_a_hub_model_in_the_hub_cache_is_used_offline(
     assert torch.equal(
         family.encode(["one red circle"])[0].embeds, local.encode(["one red circle"])[0].embeds
     )
-    merged = family.save_merged(tmp_path / "merged", dict(local.transformer.state_dict()), None)
+    merged = family.save_merged(tmp_path / "merged", dict(local.transformer.state_dict()))
     assert (merged / "text_encoder" / "model.safetensors").is_file()
 
 
@@ -171,9 +171,9 @@ def test_arguments_out_of_range_are_refused(random_pipeline: Path, tmp_path: Pat
         load(random_pipeline, tmp_path, max_text_tokens=2000)
     with pytest.raises(ModelError, match="revision 'main' is given for the local directory"):
         load(random_pipeline, tmp_path, revision="main")
-    with pytest.raises(ModelError, match="model family 'flux' is unknown; expected one of qwen_image"):
+    with pytest.raises(ModelError, match="model family 'flux' is unknown; expected one of qwen-image"):
         family_loader("flux")
-    assert family_loader("qwen_image") == QwenImage.load
+    assert family_loader("qwen-image") == QwenImage.load
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_plain_diffusers_draws_our_picture_with_the_merged_pipeline(
         slots = CopySlots(family.transformer)
         slots.load_state("policy", {n: 1.1 * t for n, t in slots.state("policy").items()})
     latents, ours = draw(family, slots)
-    merged = family.save_merged(tmp_path / "merged", slots.merged_state("policy"), None)
+    merged = family.save_merged(tmp_path / "merged", slots.merged_state("policy"))
     assert np.abs(plain(QwenImagePipeline.from_pretrained(merged), latents) - ours).max() <= 1e-5
     assert np.abs(plain(QwenImagePipeline.from_pretrained(random_pipeline), latents) - ours).max() > 0.01
     for path in random_pipeline.rglob("*"):
@@ -111,22 +111,46 @@ def test_plain_diffusers_draws_our_picture_with_the_merged_pipeline(
     assert [p.name for p in tmp_path.iterdir() if "partial" in p.name] == []
 
 
-def test_merged_weights_are_cast_on_request(family: QwenImage, tmp_path: Path) -> None:
+def test_merged_weights_are_cast_to_the_family_s_type(
+    family: QwenImage, random_pipeline: Path, tmp_path: Path
+) -> None:
     slots = CopySlots(family.transformer)
-    merged = family.save_merged(tmp_path / "m", slots.merged_state("policy"), torch.bfloat16)
+    half = QwenImage.load(
+        random_pipeline, device="cpu", dtype=torch.bfloat16, embeddings_cache=tmp_path / "embeds"
+    )
+    merged = half.save_merged(tmp_path / "m", slots.merged_state("policy"))
     again = QwenImage.load(merged, device="cpu", dtype=torch.float32, embeddings_cache=tmp_path / "e")
     for name, tensor in again.transformer.state_dict().items():
         assert torch.equal(tensor, slots.state("policy")[name].bfloat16().float()), name
+
+
+def test_an_earlier_pipeline_gives_way_where_that_is_asked_for(family: QwenImage, tmp_path: Path) -> None:
+    state = dict(family.transformer.state_dict())
+    merged = family.save_merged(tmp_path / "merged", state)
+    (merged / "of the earlier one").touch()
+    (tmp_path / ".merged.replaced" / "left by a kill").mkdir(parents=True)
+    with pytest.raises(ModelError, match=r"merged exists and is not empty"):
+        family.save_merged(merged, state)
+    state["proj_out.weight"] = state["proj_out.weight"] + 1
+    assert family.save_merged(merged, state, replace=True) == merged
+    again = QwenImage.load(merged, device="cpu", dtype=torch.float32, embeddings_cache=tmp_path / "e")
+    assert torch.equal(again.transformer.state_dict()["proj_out.weight"], state["proj_out.weight"])
+    assert not (merged / "of the earlier one").exists()
+    assert sorted(path.name for path in tmp_path.iterdir() if "merged" in path.name) == ["merged"]
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.txt").touch()
+    with pytest.raises(ModelError, match=r"notes exists and is not empty"):
+        family.save_merged(tmp_path / "notes", state, replace=True)
 
 
 def test_what_cannot_be_exported_is_said(family: QwenImage, tmp_path: Path) -> None:
     (tmp_path / "full" / "of").mkdir(parents=True)
     state = dict(family.transformer.state_dict())
     with pytest.raises(ModelError, match=r"full exists and is not empty: remove it"):
-        family.save_merged(tmp_path / "full", state, None)
+        family.save_merged(tmp_path / "full", state)
     state.pop("proj_out.weight")
     with pytest.raises(ModelError, match=r"(?s)not those of the transformer in .*proj_out\.weight"):
-        family.save_merged(tmp_path / "new", state, None)
+        family.save_merged(tmp_path / "new", state)
     assert not (tmp_path / "new").exists()
     with pytest.raises(ModelError, match="without layers"):
         family.save_lora(tmp_path / "lora", {}, {})

@@ -269,6 +269,7 @@ def test_slots_work_on_sharded_modules(form: str) -> None:
             assert torch.equal(module(X), run(sharded, slot)), slot
         merged = sharded.merged_state(slot)
         assert all(torch.equal(value, merged[name]) for name, value in plain.merged_state(slot).items())
+        assert sharded.merged_state(slot, keep=False) == {}
     theirs = sharded.trainable_parameters()
     for name, parameter in plain.trainable_parameters().items():
         assert torch.allclose(theirs[name].grad.full_tensor(), parameter.grad, rtol=1e-5, atol=1e-5), name

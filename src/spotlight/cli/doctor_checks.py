@@ -122,7 +122,7 @@ def pipeline() -> Iterator[Finding]:
     from spotlight.models.pipeline_files import locate
     from spotlight.testbed import PIPELINE_DIR, TEST_PROMPTS, TRAIN_PROMPTS
 
-    layout = LAYOUTS["qwen_image"]
+    layout = LAYOUTS["qwen-image"]
     remedy = "Install Spotlight again: files of the package are missing."
     missing = [path for path in (TRAIN_PROMPTS, TEST_PROMPTS) if not path.is_file()]
     try:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from spotlight.models.base import ModelFamily
 
-FAMILIES: Mapping[str, str] = {"qwen_image": "spotlight.models.qwen_image:QwenImage"}
+FAMILIES: Mapping[str, str] = {"qwen-image": "spotlight.models.qwen_image:QwenImage"}
 """Family name -> ``module:class`` with a ``load`` as in :class:`FamilyLoader`. A new family is one line."""
 
 

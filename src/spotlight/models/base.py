@@ -75,6 +75,9 @@ class ModelFamily(Protocol):
     def encode(self, prompts: Sequence[str]) -> list[Condition]:
         """Embed prompts (disk cache by content hash; the text encoder is loaded only on a miss)."""
 
+    def not_embedded(self, prompts: Sequence[str]) -> list[str]:
+        """Those of ``prompts`` that the disk cache lacks, each once: no file is read."""
+
     def free_text_encoder(self) -> None:
         """Release the text encoder's memory; a later miss loads it again."""
 
@@ -104,5 +107,8 @@ class ModelFamily(Protocol):
         (rank, alpha, targets), which diffusers needs to restore alpha.
         """
 
-    def save_merged(self, directory: Path, state: Mapping[str, Tensor], dtype: torch.dtype | None) -> Path:
-        """Write a whole pipeline directory whose transformer holds ``state``."""
+    def save_merged(self, directory: Path, state: Mapping[str, Tensor], *, replace: bool = False) -> Path:
+        """Write a whole pipeline directory whose transformer holds ``state``; returns it.
+
+        With ``replace`` a pipeline directory that is there gives way to the new one; else it is an error.
+        """

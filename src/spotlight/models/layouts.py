@@ -39,7 +39,7 @@ class FamilyLayout:
 
 
 LAYOUTS: Mapping[str, FamilyLayout] = {
-    "qwen_image": FamilyLayout(
+    "qwen-image": FamilyLayout(
         pipeline_class="QwenImagePipeline",
         components={
             "transformer": Component(("QwenImageTransformer2DModel",), weights=True),

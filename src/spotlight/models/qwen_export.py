@@ -18,6 +18,7 @@ from spotlight.models.pipeline_files import PipelineFiles
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 """The name ``load_lora_weights(directory)`` looks for."""
+_INDEX = "model_index.json"
 _SHARD_SIZE = "5GB"
 
 
@@ -47,39 +48,56 @@ def save_lora(directory: Path, layers: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def save_merged(
-    files: PipelineFiles, directory: Path, state: Mapping[str, Tensor], dtype: torch.dtype
+    files: PipelineFiles,
+    directory: Path,
+    state: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    *,
+    replace: bool = False,
 ) -> Path:
     """Write a pipeline directory: ``state`` as its transformer, copies of everything else.
 
     Args:
         files: the pipeline the transformer came from.
         directory: to be made; must not exist or be empty.
+        replace: a pipeline directory there gives way to the new one, once that is complete.
         state: the whole transformer (``WeightSlots.merged_state``).
         dtype: of the weights written.
 
     Raises:
-        ModelError: the directory holds something, or ``state`` is not that transformer's.
+        ModelError: the directory holds something (with ``replace``: that is no pipeline), or ``state`` is
+            not that transformer's.
     """
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+    replaceable = replace and (directory / _INDEX).is_file()
+    if directory.exists() and not replaceable and (not directory.is_dir() or any(directory.iterdir())):
         raise ModelError(f"{directory} exists and is not empty: remove it or name another directory")
     transformer = _assemble(files, state, dtype)
     for component in ("vae", "text_encoder"):
         files.fetch(component)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    partial = directory.with_name(f".{directory.name}.partial")
-    if partial.exists():
-        shutil.rmtree(partial)
+    partial = _emptied(directory.with_name(f".{directory.name}.partial"))
     try:
         partial.mkdir()
-        shutil.copy2(files.root / "model_index.json", partial)
+        shutil.copy2(files.root / _INDEX, partial)
         for component in ("scheduler", "tokenizer", "text_encoder", "vae"):
             shutil.copytree(files.folder(component), partial / component)
         transformer.save_pretrained(partial / "transformer", max_shard_size=_SHARD_SIZE)
         if directory.exists():
-            directory.rmdir()
-        partial.replace(directory)
+            outgoing = _emptied(directory.with_name(f".{directory.name}.replaced"))
+            directory.replace(outgoing)
+            partial.replace(directory)
+            shutil.rmtree(outgoing)
+        else:
+            partial.replace(directory)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+    return directory
+
+
+def _emptied(directory: Path) -> Path:
+    """``directory``, without what a writer that was killed left there."""
+    if directory.exists():
+        shutil.rmtree(directory)
     return directory
 
 

@@ -22,11 +22,16 @@ from torch import Tensor, nn
 
 from spotlight.models import qwen_export
 from spotlight.models.base import Condition, ConditionBatch, Guidance, ImageSize, ModelError, ModelFamily
+from spotlight.models.errors import storing
 from spotlight.models.layouts import LAYOUTS, check_size
 from spotlight.models.pipeline_files import PipelineFiles, locate
 from spotlight.models.qwen_text import PromptEncoder
 
-LAYOUT = LAYOUTS["qwen_image"]
+_NOT_STORED = (
+    "Free some space there or name a directory that can be written, then run the same command again: "
+    "the run's checkpoints are as they were."
+)
+LAYOUT = LAYOUTS["qwen-image"]
 
 
 class QwenImage:
@@ -39,7 +44,7 @@ class QwenImage:
         dtype: of the transformer's weights and inputs.
     """
 
-    name = "qwen_image"
+    name = "qwen-image"
     default_lora_targets: tuple[str, ...] = LAYOUT.lora_targets
 
     def __init__(
@@ -97,8 +102,8 @@ class QwenImage:
         scheduler = _scheduler(files)
         device = torch.device(device)
         prompts = PromptEncoder(files, device, dtype, embeddings_cache, max_text_tokens)
-        transformer = _load_weights(QwenImageTransformer2DModel, files, "transformer", dtype).to(device)
-        vae = _load_weights(AutoencoderKLQwenImage, files, "vae", torch.float32).to(device)
+        transformer = _load_weights(QwenImageTransformer2DModel, files, "transformer", dtype, device)
+        vae = _load_weights(AutoencoderKLQwenImage, files, "vae", torch.float32, device)
         _check_fit(files, transformer, vae)
         return cls(files, transformer, vae, scheduler, prompts, device, dtype)
 
@@ -121,6 +126,10 @@ class QwenImage:
     def encode(self, prompts: Sequence[str]) -> list[Condition]:
         """Embed prompts, on the CPU (disk cache by content hash; the text encoder is loaded on a miss)."""
         return self._prompts.encode(prompts)
+
+    def not_embedded(self, prompts: Sequence[str]) -> list[str]:
+        """Those of ``prompts`` that the disk cache lacks, each once: no file is read."""
+        return self._prompts.missing(prompts)
 
     @property
     def text_encoder_loaded(self) -> bool:
@@ -192,11 +201,13 @@ class QwenImage:
         self, directory: Path, layers: Mapping[str, Tensor], metadata: Mapping[str, object]
     ) -> Path:
         """Write a LoRA that plain diffusers' ``load_lora_weights`` takes; returns the file."""
-        return qwen_export.save_lora(directory, layers, metadata)
+        with storing("the LoRA", directory, _NOT_STORED):
+            return qwen_export.save_lora(directory, layers, metadata)
 
-    def save_merged(self, directory: Path, state: Mapping[str, Tensor], dtype: torch.dtype | None) -> Path:
-        """Write a whole pipeline directory whose transformer holds ``state``; returns it."""
-        return qwen_export.save_merged(self._files, directory, state, dtype or self.dtype)
+    def save_merged(self, directory: Path, state: Mapping[str, Tensor], *, replace: bool = False) -> Path:
+        """Write a whole pipeline directory whose transformer holds ``state``, in ``dtype``; returns it."""
+        with storing("the merged pipeline", directory, _NOT_STORED):
+            return qwen_export.save_merged(self._files, directory, state, self.dtype, replace=replace)
 
     def _patches(self, size: ImageSize) -> tuple[int, int]:
         self.check_size(size)
@@ -257,12 +268,19 @@ def _scheduler(files: PipelineFiles) -> FlowMatchEulerDiscreteScheduler:
 
 
 def _load_weights(
-    kind: type[ModelMixin], files: PipelineFiles, component: str, dtype: torch.dtype
+    kind: type[ModelMixin], files: PipelineFiles, component: str, dtype: torch.dtype, device: torch.device
 ) -> ModelMixin:
     folder = files.folder(component)
+    # Onto the GPU file by file: otherwise each rank would first hold a whole DiT in the host's memory.
+    placed = {} if device.type == "cpu" else {"device_map": {"": device}}
     try:
         model, report = kind.from_pretrained(
-            files.root, subfolder=component, torch_dtype=dtype, use_safetensors=True, output_loading_info=True
+            files.root,
+            subfolder=component,
+            torch_dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            **placed,
         )
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise ModelError(f"cannot load {kind.__name__} from {folder}: {error}") from error
@@ -273,7 +291,7 @@ def _load_weights(
                 f"{folder}: {len(keys)} {what} tensors, first {keys[0]!r}: config.json and weights do not "
                 "belong together; copy or download the folder again"
             )
-    return model.eval().requires_grad_(False)
+    return model.to(device).eval().requires_grad_(False)
 
 
 def _check_fit(

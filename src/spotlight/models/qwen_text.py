@@ -70,6 +70,10 @@ class PromptEncoder:
         """Whether the text encoder is in memory."""
         return self._loaded is not None
 
+    def missing(self, prompts: Sequence[str]) -> list[str]:
+        """Those of ``prompts`` that the disk cache lacks, each once."""
+        return [prompt for prompt in dict.fromkeys(prompts) if not self._cache.has(prompt)]
+
     def encode(self, prompts: Sequence[str]) -> list[Condition]:
         """Embeddings on the CPU, in the order of ``prompts``; equal prompts share one."""
         known: dict[str, Condition] = {}
@@ -119,10 +123,12 @@ class PromptEncoder:
         self._files.fetch("text_encoder")
         folder = self._files.folder("text_encoder")
         _log.info("loading the text encoder from %s", folder)
+        # Onto the GPU file by file: every rank loads one, and the host's memory need not hold them all.
+        placed = {} if self._device.type == "cpu" else {"device_map": {"": self._device}}
         try:
             tokenizer = Qwen2Tokenizer.from_pretrained(self._files.folder("tokenizer"))
             encoder, report = Qwen2_5_VLForConditionalGeneration.from_pretrained(
-                folder, dtype=self._dtype, use_safetensors=True, output_loading_info=True
+                folder, dtype=self._dtype, use_safetensors=True, output_loading_info=True, **placed
             )
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise ModelError(

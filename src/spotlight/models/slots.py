@@ -63,10 +63,11 @@ class WeightSlots(ABC):
         """The distinct modules behind the slots, for sharding or compiling each in place."""
 
     @abstractmethod
-    def merged_state(self, slot: Slot) -> dict[str, Tensor]:
+    def merged_state(self, slot: Slot, *, keep: bool = True) -> dict[str, Tensor]:
         """The whole transformer with the weights of ``slot``, on the CPU, under its original names.
 
-        Gathers sharded parameters: every rank must call it.
+        Gathers sharded parameters: every rank must call it. Those that do not need the result say
+        ``keep=False``: they drop each tensor as soon as it is gathered, and get an empty dictionary.
         """
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
@@ -186,13 +187,13 @@ class LoraSlots(WeightSlots):
         fields: dict[str, object] = peft_layers.lora_config(self.spec).to_dict()
         return fields
 
-    def merged_state(self, slot: Slot) -> dict[str, Tensor]:
+    def merged_state(self, slot: Slot, *, keep: bool = True) -> dict[str, Tensor]:
         """Base weights plus ``alpha / rank * B A``, the sum taken in float32, in the base's dtype."""
         self._check_slot(slot)
-        state = {name: _whole(tensor) for name, tensor in peft_layers.base_parameters(self._module).items()}
-        if slot == "reference":
+        state = _gathered(peft_layers.base_parameters(self._module), keep)
+        adapter = {} if slot == "reference" else _gathered(self.parameters(slot), keep)
+        if not adapter:
             return state
-        adapter = {name: _whole(tensor) for name, tensor in self.parameters(slot).items()}
         for layer in self._layers:
             base = state[f"{layer}.weight"]
             a, b = adapter[f"{layer}.lora_A.weight"], adapter[f"{layer}.lora_B.weight"]
@@ -243,9 +244,9 @@ class CopySlots(WeightSlots):
         """One module a slot."""
         return dict(self._modules)
 
-    def merged_state(self, slot: Slot) -> dict[str, Tensor]:
+    def merged_state(self, slot: Slot, *, keep: bool = True) -> dict[str, Tensor]:
         """The slot's module as it is."""
-        return {name: _whole(parameter) for name, parameter in self.parameters(slot).items()}
+        return _gathered(self.parameters(slot), keep)
 
 
 def _ordered(extra: Sequence[Slot]) -> tuple[Slot, ...]:
@@ -288,8 +289,12 @@ def _write(parameter: Tensor, value: Tensor) -> None:
     parameter.copy_(value)
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    """An independent CPU copy of the whole tensor, gathered when sharded."""
-    detached = tensor.detach()
-    whole = detached.full_tensor() if isinstance(detached, DTensor) else detached
-    return whole.to("cpu", copy=True)
+def _gathered(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
+    """Independent CPU copies of the whole tensors; without ``keep`` only the gathering is taken part in."""
+    kept: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        detached = tensor.detach()
+        whole = detached.full_tensor() if isinstance(detached, DTensor) else detached
+        if keep:
+            kept[name] = whole.to("cpu", copy=True)
+    return kept

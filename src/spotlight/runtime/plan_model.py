@@ -62,7 +62,7 @@ class NotHere:
 
 def layout_of(config: RunConfig) -> FamilyLayout:
     """The constants of the configured family."""
-    return LAYOUTS[config.model.family.replace("-", "_")]
+    return LAYOUTS[config.model.family]
 
 
 def read_sizes(config: RunConfig) -> ModelSizes | NotHere:

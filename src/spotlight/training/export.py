@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -47,18 +46,19 @@ def export_merged(
     slot: Slot,
     directory: Path,
     ranks: Ranks,
-    dtype: torch.dtype | None = None,
+    *,
+    replace: bool = False,
 ) -> Path | None:
     """Write a whole pipeline directory with a slot's weights; every rank must call it.
 
     Args:
-        dtype: of the transformer written; None: the family's own.
+        replace: a pipeline directory that is there gives way to the new one; else it is an error.
 
     Returns:
         The directory, on the main rank; None on the others, which write nothing.
     """
-    state = slots.merged_state(slot)
-    return family.save_merged(directory, state, dtype) if ranks.is_main else None
+    state = slots.merged_state(slot, keep=ranks.is_main)
+    return family.save_merged(directory, state, replace=replace) if ranks.is_main else None
 
 
 def _whole(tensor: Tensor) -> Tensor:
