@@ -352,11 +352,22 @@ class TestFailures:
 
     def test_what_rewards_print_can_be_kept(self, workplace: Path) -> None:
         (workplace / "logs").mkdir()
-        with RewardPool([spec("faces")], workers=2, log_dir=workplace / "logs") as pool:
+        for before in (True, False):
+            with RewardPool([spec("faces")], workers=2) as pool:
+                if before:
+                    pool.log_to(workplace / "logs")
+                ask(pool, "exit")
+                pool.log_to(workplace / "logs")
+        (log,) = (workplace / "logs").iterdir()
+        assert log.name == "reward-faces-0.log"
+        assert log.read_text() == "last words\nlast words\n"
+
+    def test_a_log_that_cannot_be_written_does_not_stop_the_scoring(self, workplace: Path) -> None:
+        with RewardPool([spec("faces")]) as pool:
+            pool.log_to(workplace / "nowhere")
             ask(pool, "exit")
-        logs = sorted((workplace / "logs").iterdir())
-        assert [log.name for log in logs] == ["reward-faces-0.log", "reward-faces-1.log"]
-        assert [log.read_text() for log in logs] == ["last words\n", ""]
+            (sample,) = ask(pool, "a")
+        assert isinstance(sample, ScoredSample)
 
 
 class TestCheck:

@@ -55,7 +55,6 @@ class RewardPool:
         specs: the rewards; names must differ.
         workers: processes of each reward.
         start_deadline_s: how long a process may take to start and load its reward, and ``check`` to run.
-        log_dir: existing directory for what the rewards print, a file a process; None: seen in errors only.
 
     Raises:
         RewardSetupError: a reward cannot be loaded; nothing is left running.
@@ -68,13 +67,12 @@ class RewardPool:
         workers: int = 1,
         *,
         start_deadline_s: float = 120.0,
-        log_dir: Path | None = None,
     ) -> None:
         _require_distinct(specs)
         if workers < 1:
             raise ValueError(f"workers of the reward pool is {workers}; expected 1 or more")
         self._start_deadline_s = start_deadline_s
-        self._lanes = tuple(_lane(spec, workers, start_deadline_s, log_dir) for spec in specs)
+        self._lanes = tuple(_lane(spec, workers, start_deadline_s) for spec in specs)
         # Also runs when the pool is forgotten, and at exit.
         self._shut_down = weakref.finalize(self, _shut_down, self._lanes)
         try:
@@ -94,6 +92,15 @@ class RewardPool:
     def pids(self) -> tuple[int, ...]:
         """The processes that live now."""
         return tuple(each.pid for lane in self._lanes for each in lane.processes if each.pid is not None)
+
+    def log_to(self, directory: Path, prefix: str = "reward") -> None:
+        """Append what the rewards print, and have printed, to ``directory/PREFIX-NAME-INDEX.log``.
+
+        A file a process, made when there is something to write. Without a call it is seen in errors only.
+        """
+        for lane in self._lanes:
+            for index, each in enumerate(lane.processes):
+                each.log_to(directory / f"{prefix}-{_file_part(lane.spec.name)}-{index}.log")
 
     def check(self, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]) -> None:
         """Let every reward look at all prompts, before any work.
@@ -176,15 +183,17 @@ class RewardPool:
         self.close()
 
 
-def _lane(spec: RewardSpec, workers: int, start_deadline_s: float, log_dir: Path | None) -> _Lane:
-    safe_name = re.sub(r"[^\w.-]", "_", spec.name)
-    logs = [log_dir and log_dir / f"reward-{safe_name}-{index}.log" for index in range(workers)]
-    processes = tuple(RewardProcess(spec, start_deadline_s, log) for log in logs)
+def _lane(spec: RewardSpec, workers: int, start_deadline_s: float) -> _Lane:
+    processes = tuple(RewardProcess(spec, start_deadline_s) for _ in range(workers))
     free: queue.SimpleQueue[RewardProcess] = queue.SimpleQueue()
     for each in processes:
         free.put(each)
-    threads = ThreadPoolExecutor(max_workers=workers, thread_name_prefix=f"reward-{safe_name}")
+    threads = ThreadPoolExecutor(max_workers=workers, thread_name_prefix=f"reward-{spec.name}")
     return _Lane(spec, processes, free, threads)
+
+
+def _file_part(name: str) -> str:
+    return re.sub(r"[^\w.-]", "_", name)
 
 
 def _shut_down(lanes: Sequence[_Lane]) -> None:

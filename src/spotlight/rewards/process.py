@@ -62,16 +62,18 @@ class RewardProcess:
 
     Args:
         start_deadline_s: how long starting, and loading the reward, may take.
-        log: file that takes all it prints, appended to; None: a scratch file, read for error messages.
     """
 
-    def __init__(self, spec: RewardSpec, start_deadline_s: float, log: Path | None) -> None:
+    def __init__(self, spec: RewardSpec, start_deadline_s: float) -> None:
         self._spec = spec
         self._start_deadline_s = start_deadline_s
-        self._log: IO[bytes] = tempfile.TemporaryFile("a+b") if log is None else log.open("a+b")  # noqa: SIM115
-        self._log_is_scratch = log is None
+        # Takes all it prints; read for error messages and copied to where log_to() says.
+        self._log: IO[bytes] = tempfile.TemporaryFile("a+b")  # noqa: SIM115
+        self._kept: Path | None = None
+        self._kept_bytes = 0
         flags = fcntl.fcntl(self._log, fcntl.F_GETFL)
         fcntl.fcntl(self._log, fcntl.F_SETFL, flags | os.O_APPEND)  # scratch is truncated while in use
+        self._log_lock = threading.RLock()  # log_to() may come while a question is under way
         self._lock = threading.Lock()  # guards _process and _closed
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
@@ -82,6 +84,11 @@ class RewardProcess:
         """Process id, or None while there is no process."""
         process = self._process
         return None if process is None else process.pid
+
+    def log_to(self, path: Path) -> None:
+        """Append what it prints, and has printed, to ``path``: after each question, and at the end."""
+        self._kept = path
+        self._keep_log()
 
     def start(self) -> None:
         """Start the process and load the reward; does nothing if it runs.
@@ -125,7 +132,9 @@ class RewardProcess:
         """Kill the process and wait for it. Call it when no question is under way; may be repeated."""
         self.interrupt()
         self._end()
-        self._log.close()
+        if not self._log.closed:
+            self._keep_log()
+            self._log.close()
 
     def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
@@ -174,16 +183,31 @@ class RewardProcess:
             if self._closed:
                 raise PoolClosedError("the reward pool was closed before this was scored") from None
             raise self._lost(timed_out, exit_code, request, log_start) from None
+        finally:
+            self._keep_log()
         assert isinstance(reply, Done | Values | Failed), reply
         return reply
 
     def _mark_log(self) -> int:
         """Where the log ends now; a long scratch file is emptied first."""
         size = os.fstat(self._log.fileno()).st_size
-        if self._log_is_scratch and size > _SCRATCH_MAX_BYTES:
-            os.ftruncate(self._log.fileno(), 0)
+        if size > _SCRATCH_MAX_BYTES:
+            with self._log_lock:
+                self._keep_log()
+                os.ftruncate(self._log.fileno(), 0)
+                self._kept_bytes = 0
             return 0
         return size
+
+    def _keep_log(self) -> None:
+        with self._log_lock:
+            size = os.fstat(self._log.fileno()).st_size
+            if self._kept is None or size <= self._kept_bytes:
+                return
+            # A disk that takes no more of what a reward says is no reason to stop the run here.
+            with suppress(OSError), self._kept.open("ab") as kept:
+                kept.write(os.pread(self._log.fileno(), size - self._kept_bytes, self._kept_bytes))
+            self._kept_bytes = size
 
     def _lost(self, timed_out: bool, exit_code: int | None, request: Request, log_start: int) -> ProcessLost:
         text = self._log_since(log_start)
