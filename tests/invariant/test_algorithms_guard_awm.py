@@ -68,6 +68,19 @@ def test_the_guarded_ratio_of_a_sample_ignores_the_others_and_is_one_before_any_
     assert guard.old_decay(9) == 0
 
 
+def test_guard_reports_how_far_the_replay_is_from_the_rollout_for_each_step() -> None:
+    policy, sampler = TinyPolicy(), FlowSDE()
+    guard, batch = GRPOGuard(GRPOGuardParams(train_timesteps=2), sampler), rollout(policy, sampler)
+    assert batch.rollout_log_probs is not None
+    off = replace(batch, rollout_log_probs=batch.rollout_log_probs + 0.25)
+    for timestep in range(2):
+        at, terms = transition(off, timestep, 2), guard.loss(policy, off, timestep)
+        assert terms.kept_step is not None
+        assert torch.equal(terms.kept_step, at.index)
+        difference = terms.metrics["log_prob_rollout_difference"]
+        torch.testing.assert_close(difference, torch.full((6,), 0.25), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("power", [0.25, 1.0])
 def test_awm_is_advantage_weighted_flow_matching(power: float) -> None:
     policy = TinyPolicy()

@@ -60,11 +60,12 @@ def test_time_left_and_cost_follow_the_iterations(clock: Clock) -> None:
 
 def test_the_rate_is_that_of_the_present_stretch_of_work(clock: Clock) -> None:
     known = facts(clock)
-    known.take_work(Phase.ROLLOUT, 1, 10)
+    known.take_work(Phase.ROLLOUT, 0.5, 10)  # how long this took is not known
     clock.now += 2
-    known.take_work(Phase.ROLLOUT, 8, 10)
+    known.take_work(Phase.ROLLOUT, 8.5, 10)
+    clock.now += 60  # nothing heard of meanwhile
     assert known.rate == pytest.approx(4)
-    known.take_work(Phase.ROLLOUT, 1, 10)  # the next lease
+    known.take_work(Phase.ROLLOUT, 0.5, 10)  # the next iteration
     assert math.isnan(known.rate)
 
 

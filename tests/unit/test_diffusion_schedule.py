@@ -20,7 +20,7 @@ def windows(draw: st.DrawFn) -> tuple[SdeWindow, int]:
             [
                 AllSteps(),
                 RandomWindow(size, low, high),
-                SlidingWindow(size, draw(st.integers(1, 30)), draw(st.integers(1, 5)), low, high),
+                SlidingWindow(size, draw(st.integers(1, 30)), low, high),
                 SlidingWindow(size, 25, low=low, high=high, decay=draw(st.floats(0, 20))),
             ]
         )

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from spotlight.config.load import load_config
 from spotlight.core.types import Prompt, PromptId
-from spotlight.runtime.prompts import evenly_spaced, load_prompts
+from spotlight.runtime.prompts import evenly_spaced, load_prompts, sharing_note
+from spotlight.testbed import TRAIN_PROMPTS
 
 TAGS = {"single_object", "two_object", "counting", "colors", "position", "color_attr"}
 
@@ -35,3 +36,10 @@ def test_the_used_prompts_are_those_of_every_iteration_and_all_held_out_ones() -
     used = prompts.used(config)
     assert len({prompt.id for prompt in used}) == len(used)
     assert len(used) == len(prompts.test) + 2 * config.rollout.prompts_per_iteration
+
+
+def test_held_out_prompts_that_are_trained_on_are_counted() -> None:
+    assert load_prompts(load_config(None, [])).shared == 0
+    prompts = load_prompts(load_config(None, [f"data.test={TRAIN_PROMPTS}", "evaluation.prompts=12"]))
+    assert prompts.shared == 12
+    assert sharing_note(12, 12).startswith("12 of 12 held-out prompts are in data.train too")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from spotlight.algorithms.base import LossTerms, Policy, Slot, TrainBatch
-from spotlight.algorithms.replay import Transition, timestep_count, transition
+from spotlight.algorithms.replay import Transition, replay_metrics, timestep_count, transition
 from spotlight.diffusion.samplers import Moments, Sampler
 
 OldLogProbs = Literal["recompute", "stop_gradient", "rollout"]
@@ -103,10 +103,7 @@ class FlowGRPO:
         log_prob = self.sampler.log_prob(at.x_next, moments)
         log_ratio = log_prob - self._old(batch, at, log_prob)
         loss, metrics = clipped_surrogate(log_ratio, batch.advantages, self.params.clip_range)
-        metrics["log_prob"] = log_prob.detach()
-        if batch.rollout_log_probs is not None:
-            difference = log_prob.detach() - at.pick(batch.rollout_log_probs)
-            metrics["log_prob_rollout_difference"] = difference.abs()
+        metrics |= replay_metrics(log_prob.detach(), at, batch)
         if self.params.kl_weight > 0:
             with torch.no_grad():
                 reference = self._moments(policy, at, "reference")

@@ -19,7 +19,7 @@ import torch
 
 from spotlight.algorithms.base import LossTerms, Policy, Slot, TrainBatch
 from spotlight.algorithms.flow_grpo import clipped_surrogate, require_stochastic
-from spotlight.algorithms.replay import timestep_count, transition
+from spotlight.algorithms.replay import replay_metrics, timestep_count, transition
 from spotlight.diffusion.samplers import Sampler
 
 
@@ -77,10 +77,12 @@ class GRPOGuard:
             old_velocity = policy.velocity(at.x, at.sigma, "old")
             old = self.sampler.moments(at.x, old_velocity, at.sigma, at.sigma_next)
         kick = (at.x_next - old.mean) / old.std
-        mean = self.sampler.moments(at.x, velocity, at.sigma, at.sigma_next).mean
-        log_ratio = (kick * (mean - old.mean)).flatten(1).mean(1)
+        moments = self.sampler.moments(at.x, velocity, at.sigma, at.sigma_next)
+        log_ratio = (kick * (moments.mean - old.mean)).flatten(1).mean(1)
         loss, metrics = clipped_surrogate(log_ratio, batch.advantages, self.params.clip_range)
-        return LossTerms(loss / (at.sigma - at.sigma_next), metrics)
+        with torch.no_grad():
+            metrics |= replay_metrics(self.sampler.log_prob(at.x_next, moments), at, batch)
+        return LossTerms(loss / (at.sigma - at.sigma_next), metrics, kept_step=at.index)
 
     def old_decay(self, batches_trained: int) -> float:
         """0: the old policy is the one that starts the batch."""

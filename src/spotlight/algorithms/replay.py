@@ -73,6 +73,14 @@ def transition(batch: TrainBatch, timestep: int, train_timesteps: int | None) ->
     )
 
 
+def replay_metrics(log_prob: Tensor, at: Transition, batch: TrainBatch) -> dict[str, Tensor]:
+    """The replayed log-prob [batch], detached, and how far it is from what the rollout stored."""
+    metrics = {"log_prob": log_prob}
+    if batch.rollout_log_probs is not None:
+        metrics["log_prob_rollout_difference"] = (log_prob - at.pick(batch.rollout_log_probs)).abs()
+    return metrics
+
+
 def trained_steps(seed: int, version: int, kept_steps: int, count: int) -> list[int]:
     """``count`` distinct kept steps in ascending order, a function of the sample and its policy version."""
     if count == kept_steps:

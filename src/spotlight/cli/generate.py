@@ -66,12 +66,12 @@ def generate(
         from spotlight.runtime.trained import TrainedRun
 
         trained = TrainedRun.open(directory, device=device_of(device), weights=slot_of(weights))
+        untrained = trained.with_weights("reference") if before else None  # an error now, not at the end
         texts, seeds = [text for text, _ in pairs], [number for _, number in pairs]
         after = trained.generate(texts, seeds, steps, guidance)
         folder = out or directory / "generated"
         written = _save(folder, pairs, after, trained, "")
-        if before:
-            untrained = trained.with_weights("reference")
+        if untrained is not None:
             old = untrained.generate(texts, seeds, steps, guidance)
             written += _save(folder, pairs, old, untrained, "-before")
             written.append(_save_comparison(folder, pairs, old, after, trained))

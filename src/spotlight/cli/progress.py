@@ -41,6 +41,7 @@ class Facts:
         done: iterations trained, those of earlier attempts included.
         begun: iterations that were trained already when this attempt began; None before its first.
         work: phase, units done and units in all of what is going on.
+        work_since, work_from, work_at: when the first report of it came, with how much, and when the last.
         first, last: validations; ``first`` is the first of this attempt.
     """
 
@@ -50,8 +51,10 @@ class Facts:
     done: int = 0
     begun: int | None = None
     trained_since: float = 0.0
-    work: tuple[Phase, int, int] | None = None
+    work: tuple[Phase, float, int] | None = None
     work_since: float = 0.0
+    work_from: float = 0.0
+    work_at: float = 0.0
     first: Mapping[str, float] = field(default_factory=dict)
     last: Mapping[str, float] = field(default_factory=dict)
     row: Mapping[str, float] = field(default_factory=dict)
@@ -83,17 +86,19 @@ class Facts:
         """Units of the current phase a second; NaN at its beginning."""
         if self.work is None:
             return math.nan
-        spent = time.monotonic() - self.work_since
-        return self.work[1] / spent if spent > 0.2 and self.work[1] else math.nan
+        # From the first report to the last: how long the first unit took is not known.
+        spent, done = self.work_at - self.work_since, self.work[1] - self.work_from
+        return done / spent if spent > 0.2 and done else math.nan
 
     def restart_clock(self) -> None:
         """Count from here: importing is over, what is billed begins."""
         self.started = time.monotonic()
 
-    def take_work(self, phase: Phase, done: int, total: int) -> None:
+    def take_work(self, phase: Phase, done: float, total: int) -> None:
         """Note progress within a phase."""
+        self.work_at = time.monotonic()
         if self.work is None or self.work[0] is not phase or done <= self.work[1]:
-            self.work_since = time.monotonic()
+            self.work_since, self.work_from = self.work_at, done
         self.work = (phase, done, total)
 
     def take_iteration(self, iteration: int, row: Mapping[str, float]) -> None:
@@ -127,7 +132,7 @@ class RunProgress:
     def note(self, text: str) -> None:
         """See ``Observer``."""
 
-    def work(self, phase: Phase, done: int, total: int) -> None:
+    def work(self, phase: Phase, done: float, total: int) -> None:
         """See ``Observer``."""
         self.worked = True
         self.facts.take_work(phase, done, total)
@@ -155,11 +160,11 @@ class PlainProgress(RunProgress):
         """See ``Observer``."""
         self._say(text)
 
-    def work(self, phase: Phase, done: int, total: int) -> None:
+    def work(self, phase: Phase, done: float, total: int) -> None:
         """See ``Observer``."""
         super().work(phase, done, total)
         if time.monotonic() - self._said > _PLAIN_WORK_EVERY_S:
-            self._say(f"{phase.value} {done}/{total}{_rate(self.facts)}")
+            self._say(f"{phase.value} {done:.0f}/{total}{_rate(self.facts)}")
 
     def evaluated(self, iteration: int, row: Mapping[str, float]) -> None:
         """See ``Observer``."""
@@ -229,7 +234,7 @@ class LiveProgress(RunProgress):
             table.add_row(
                 phase.value,
                 ProgressBar(total=max(total, 1), completed=done, width=32),
-                f"{done}/{total}",
+                f"{done:.0f}/{total}",
                 _rate(facts).strip(),
             )
         lines: list[RenderableType] = [table]

@@ -33,7 +33,7 @@ class WorkBar:
         """Print it."""
         self._progress.console.print(text, markup=False, soft_wrap=True)
 
-    def work(self, phase: Phase, done: int, total: int) -> None:
+    def work(self, phase: Phase, done: float, total: int) -> None:
         """Move the bar."""
         if self._task is None:
             self._task = self._progress.add_task(phase.value, total=total)

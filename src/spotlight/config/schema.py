@@ -308,6 +308,8 @@ class RewardPolicyConfig(Section):
     """With ``drop``: the run stops when more than this share of an iteration was dropped."""
     workers: PositiveInt = 1
     """Processes per reward."""
+    start_deadline_s: Annotated[float, Field(gt=0, le=86400)] = 120.0
+    """How long a reward's process may take to start and load what it needs, and to check the prompts."""
 
 
 class LoraConfig(Section):

@@ -186,6 +186,10 @@ class PullQueue:
         """Rollouts waiting or held."""
         return len(self._entries)
 
+    def outstanding_for(self, purpose: Purpose) -> int:
+        """Rollouts of one purpose that wait or are held."""
+        return sum(entry.rollout.purpose is purpose for entry in self._entries.values())
+
     @property
     def workers(self) -> frozenset[WorkerId]:
         """Workers that joined and were not given up."""

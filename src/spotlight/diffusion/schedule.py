@@ -80,33 +80,28 @@ class RandomWindow:
 class SlidingWindow:
     """MixGRPO's window (arXiv 2507.21802): slides from noisy to clean steps, then rolls back to ``low``.
 
-    It stays at position l for ``every * exp(-decay * max(l - decay_from, 0))`` iterations (rounded, at
-    least 1): constant when ``decay`` is 0, else the clean steps get less time.
+    It stays at position l for ``every * exp(-decay * max(l - T/2, 0))`` iterations (rounded, at least 1):
+    constant when ``decay`` is 0, else the clean half of the T steps gets less time (the paper: from 13 of
+    25 on).
 
     Attributes:
         size: number of stochastic steps, >= 1.
         every: iterations at a position, >= 1.
-        stride: steps to move by, >= 1.
         low: first step the window may hold.
         high: end of the range, exclusive; None means T - 1, the largest possible.
         decay: rate k >= 0 of the paper's decaying strategy.
-        decay_from: position where the decay starts; None means half of the steps (the paper: 13 of 25).
     """
 
     size: int = 4
     every: int = 25
-    stride: int = 1
     low: int = 0
     high: int | None = None
     decay: float = 0.0
-    decay_from: int | None = None
 
     def __post_init__(self) -> None:
         _check_window(self.size, self.low, self.high)
-        if self.every < 1 or self.stride < 1:
-            raise ValueError(
-                f"sliding SDE window: every is {self.every} and stride {self.stride}; both must be at least 1"
-            )
+        if self.every < 1:
+            raise ValueError(f"sliding SDE window: every is {self.every}; expected at least 1")
         if not 0 <= self.decay < math.inf:
             raise ValueError(f"sliding SDE window: decay is {self.decay}; expected a number >= 0")
 
@@ -127,9 +122,9 @@ class SlidingWindow:
 @lru_cache(maxsize=64)
 def _cycle(window: SlidingWindow, total_steps: int) -> tuple[int, ...]:
     """First step of the window in each iteration of one pass from ``low`` to the end."""
-    decay_from = (total_steps + 1) // 2 if window.decay_from is None else window.decay_from
+    decay_from = (total_steps + 1) // 2
     cycle: list[int] = []
-    for start in _positions(window.size, window.low, window.high, total_steps)[:: window.stride]:
+    for start in _positions(window.size, window.low, window.high, total_steps):
         stay = window.every * math.exp(-window.decay * max(start - decay_from, 0))
         cycle += [start] * max(1, round(stay))
     return tuple(cycle)

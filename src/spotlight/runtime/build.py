@@ -25,6 +25,7 @@ from spotlight.models import family_loader
 from spotlight.models.base import Condition, ImageSize, ModelFamily
 from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.slots import CopySlots, LoraSlots, Slot, WeightSlots
+from spotlight.rewards.pool import RewardPool
 from spotlight.rewards.results import RewardSpec
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import Recipe
@@ -71,7 +72,7 @@ def pick_device(config: RunConfig) -> torch.device:
 def load_family(config: RunConfig, device: torch.device) -> ModelFamily:
     """Load the DiT and its companions. Raises ModelError."""
     model = config.model
-    return family_loader(model.family.replace("-", "_"))(
+    return family_loader(model.family)(
         PIPELINE_DIR if model.path == TESTBED else model.path,
         device=device,
         dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[model.dtype],
@@ -165,6 +166,12 @@ def make_reward_specs(config: RunConfig) -> tuple[RewardSpec, ...]:
         )
         for reward in config.rewards
     )
+
+
+def make_reward_pool(config: RunConfig) -> RewardPool:
+    """The rewards' processes, started. Raises RewardSetupError."""
+    policy = config.reward_policy
+    return RewardPool(make_reward_specs(config), policy.workers, start_deadline_s=policy.start_deadline_s)
 
 
 def autocast_type(config: RunConfig) -> torch.dtype | None:

@@ -13,18 +13,24 @@ from contextlib import contextmanager
 from spotlight.core.types import Phase
 
 
+def _now_s() -> float:
+    # What is billed is wall-clock time: a monotonic clock that goes on while the machine is suspended.
+    boot = getattr(time, "CLOCK_BOOTTIME", None)  # Linux's name for it
+    return time.monotonic() if boot is None else time.clock_gettime(boot)
+
+
 class PhaseClock:
     """Attributes wall-clock seconds to phases; outside of any ``phase`` block time is idle."""
 
     def __init__(self, initial: Phase = Phase.SETUP) -> None:
-        self._begun = self._mark = time.monotonic()
+        self._begun = self._mark = _now_s()
         self._phase = initial
         self._unclaimed: dict[Phase, float] = {}
 
     @property
     def elapsed_s(self) -> float:
         """Seconds since the clock was made."""
-        return time.monotonic() - self._begun
+        return _now_s() - self._begun
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
@@ -47,7 +53,7 @@ class PhaseClock:
         return taken
 
     def _switch(self, phase: Phase) -> Phase:
-        now = time.monotonic()
+        now = _now_s()
         self._unclaimed[self._phase] = self._unclaimed.get(self._phase, 0.0) + now - self._mark
         previous, self._phase, self._mark = self._phase, phase, now
         return previous

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Sequence
 
 from spotlight.core.types import Prompt, PromptId
 from spotlight.models.base import Condition, ModelFamily
+from spotlight.training.sharding import Ranks
 
+_CHUNK = 64  # embeddings that are in memory at a time while the cache is filled
 _KEPT_IN_MEMORY = 1024  # about 4 GB at Qwen-Image's 512 tokens x 3584 in bfloat16
 
 
@@ -23,17 +25,37 @@ class Conditions:
         self._texts = {prompt.id: prompt.text for prompt in prompts}
         self._recent: OrderedDict[PromptId, Condition] = OrderedDict()
 
-    def prefill(self, prompts: Sequence[Prompt], chunk: int = 64) -> None:
-        """Embed ``prompts`` into the disk cache, then free the text encoder."""
-        for start in range(0, len(prompts), chunk):
-            self._family.encode([prompt.text for prompt in prompts[start : start + chunk]])
+    def prefill(self, texts: Sequence[str], ranks: Ranks) -> None:
+        """Embed ``texts`` into the disk cache, each rank a share of those it lacks; frees the text encoder.
+
+        Every rank must call it.
+        """
+        (missing, *_) = ranks.share(self._family.not_embedded(texts))
+        self._embed(missing[ranks.rank :: ranks.world])
+        ranks.barrier()
+        self._embed(self._family.not_embedded(texts))  # of ranks that do not share a cache
         self._family.free_text_encoder()
 
-    def __getitem__(self, prompt: PromptId) -> Condition:
-        if prompt in self._recent:
+    def of(self, prompts: Iterable[PromptId]) -> list[Condition]:
+        """The embeddings of ``prompts``, in their order."""
+        wanted = list(prompts)
+        found = {prompt: self._recent[prompt] for prompt in wanted if prompt in self._recent}
+        absent = [prompt for prompt in dict.fromkeys(wanted) if prompt not in found]
+        if absent:
+            embedded = self._family.encode([self._texts[prompt] for prompt in absent])
+            self._family.free_text_encoder()  # needed where the cache lost some since the prefill
+            found |= dict(zip(absent, embedded, strict=True))
+        for prompt, condition in found.items():
+            self._recent[prompt] = condition
             self._recent.move_to_end(prompt)
-        else:
-            (self._recent[prompt],) = self._family.encode([self._texts[prompt]])
-            if len(self._recent) > _KEPT_IN_MEMORY:
-                self._recent.popitem(last=False)
-        return self._recent[prompt]
+        while len(self._recent) > _KEPT_IN_MEMORY:
+            self._recent.popitem(last=False)
+        return [found[prompt] for prompt in wanted]
+
+    def __getitem__(self, prompt: PromptId) -> Condition:
+        (condition,) = self.of([prompt])
+        return condition
+
+    def _embed(self, texts: Sequence[str]) -> None:
+        for start in range(0, len(texts), _CHUNK):
+            self._family.encode(texts[start : start + _CHUNK])

@@ -30,13 +30,13 @@ class Denoiser:
     evaluation_slot: Slot
 
     def run(
-        self, rollouts: Sequence[Rollout], on_step: Callable[[int, int], None]
+        self, rollouts: Sequence[Rollout], on_step: Callable[[float], None]
     ) -> list[FinishedRollout | FailedRollout]:
-        """Denoise rollouts of one purpose to the end; ``on_step(done, total)`` after every step."""
+        """Denoise rollouts of one purpose to the end; ``on_step(share done)`` after every step."""
         evaluating = rollouts[0].purpose is Purpose.EVAL
         recipe = self.recipes.evaluate if evaluating else self.recipes.train
         states: list[RolloutState] = self.engine.start(
-            rollouts, [self.conditions[rollout.prompt_id] for rollout in rollouts], recipe
+            rollouts, self.conditions.of(rollout.prompt_id for rollout in rollouts), recipe
         )
         steps = max(rollout.steps for rollout in rollouts)
         slot = self.evaluation_slot if evaluating else self.train_slot
@@ -44,5 +44,5 @@ class Denoiser:
         with self.slots.use(slot, merged=self.engine.autocast is None) as model:
             for step in range(steps):
                 states = self.engine.step(model, states)
-                on_step(step + 1, steps)
+                on_step((step + 1) / steps)
         return self.engine.finish(states)

@@ -14,8 +14,11 @@ class Observer(Protocol):
     def note(self, text: str) -> None:
         """Something a person should know (resumed from, a damaged checkpoint, a dropped sample)."""
 
-    def work(self, phase: Phase, done: int, total: int) -> None:
-        """``done`` of ``total`` units of the current phase (rollouts, micro-batches)."""
+    def work(self, phase: Phase, done: float, total: int) -> None:
+        """``done`` of ``total`` units of the current phase: samples, or the micro-batches of an iteration.
+
+        A sample half denoised counts half.
+        """
 
     def evaluated(self, iteration: int, row: Mapping[str, float]) -> None:
         """A validation is written; ``row`` holds its scores and their standard errors."""
@@ -30,7 +33,7 @@ class Silent:
     def note(self, text: str) -> None:
         """Ignore."""
 
-    def work(self, phase: Phase, done: int, total: int) -> None:
+    def work(self, phase: Phase, done: float, total: int) -> None:
         """Ignore."""
 
     def evaluated(self, iteration: int, row: Mapping[str, float]) -> None:

@@ -82,6 +82,7 @@ class RunPlan:
     evaluation_images: int
     train_prompts: int
     test_prompts: int
+    shared_prompts: int
     model: ModelSizes | NotHere
     parameters_trained: int | None
     memory: tuple[Estimate, ...]
@@ -114,6 +115,7 @@ def make_plan(config: RunConfig) -> RunPlan:
         evaluation_images=images,
         train_prompts=len(prompts.train),
         test_prompts=len(prompts.test),
+        shared_prompts=prompts.shared,
         model=model,
         parameters_trained=trained,
         memory=memory,

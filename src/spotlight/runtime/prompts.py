@@ -24,6 +24,12 @@ class Prompts:
     train: tuple[Prompt, ...]
     test: tuple[Prompt, ...]
 
+    @property
+    def shared(self) -> int:
+        """How many held-out prompts are trained on too: validation would flatter the run."""
+        trained = {prompt.text for prompt in self.train}
+        return sum(prompt.text in trained for prompt in self.test)
+
     def used(self, config: RunConfig) -> list[Prompt]:
         """The prompts that the run will meet, each once."""
         met = dict.fromkeys(prompt.id for prompt in self.test)
@@ -47,6 +53,14 @@ def load_prompts(config: RunConfig) -> Prompts:
     train = read_prompts("data.train", config.data.train, TRAIN_PROMPTS, tags)
     test = read_prompts("data.test", config.data.test, TEST_PROMPTS, tags)
     return Prompts(tuple(train), evenly_spaced(test, config.evaluation.prompts))
+
+
+def sharing_note(shared: int, test: int) -> str:
+    """What to say where held-out prompts are trained on."""
+    return (
+        f"{shared} of {test} held-out prompts are in data.train too: validation does not show how the model "
+        "does on prompts that it was not trained on. Take them out of data.train, or put others in data.test."
+    )
 
 
 def evenly_spaced(prompts: Sequence[Prompt], count: int | None) -> tuple[Prompt, ...]:

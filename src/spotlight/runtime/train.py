@@ -43,6 +43,7 @@ from spotlight.runtime.inline.driver import InlineDriver, Parts
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.outcome import finish_run
 from spotlight.runtime.process import prepare_process
+from spotlight.runtime.prompts import sharing_note
 from spotlight.runtime.trainer import Trainer
 from spotlight.store.checkpoints import Checkpoint, CheckpointStore
 from spotlight.store.errors import StoreError
@@ -107,6 +108,8 @@ def train(config: RunConfig, observer: Observer) -> RunResult:
     with ExitStack() as stack:
         ranks = stack.enter_context(process_group(device))
         materials = _gather(config, device, ranks, stack)
+        if shared := materials.prompts.shared:
+            observer.note(sharing_note(shared, len(materials.prompts.test)))
         if not ranks.is_main:
             return _drive(
                 materials, observer, clock, Bystander(ranks, _by_id(materials), config.evaluation.strict)
@@ -131,12 +134,13 @@ def _gather(config: RunConfig, device: torch.device, ranks: Ranks, stack: ExitSt
         family.sigmas(steps, size)  # raises where the schedule has no such number of steps
     algorithm = build.make_algorithm(config)
     recipes = build.make_recipes(config, algorithm)
-    rewards = stack.enter_context(RewardPool(build.make_reward_specs(config), config.reward_policy.workers))
+    rewards = stack.enter_context(build.make_reward_pool(config))
     used = prompts.used(config)
     rewards.check([prompt.text for prompt in used], [prompt.metadata for prompt in used])
     conditions = Conditions(family, used)
+    conditions.prefill([config.rollout.negative_prompt, *(prompt.text for prompt in used)], ranks)
     (negative,) = family.encode([config.rollout.negative_prompt])
-    conditions.prefill(used)
+    family.free_text_encoder()
     slots = build.make_slots(config, family, algorithm)
     scale = config.rollout.true_cfg_scale
     learner = Learner(
@@ -216,7 +220,10 @@ def _drive(
     newest: Checkpoint | None = None,
 ) -> RunResult:
     config, ranks = materials.config, materials.ranks
-    controller = _resume(materials, newest)
+    controller = _resume(materials, newest)  # all ranks meet here: from now on the run directory exists
+    materials.rewards.log_to(
+        RunPaths(config.runs_dir / config.name).attempts, prefix=f"rank-{ranks.rank}-reward"
+    )
     driver = InlineDriver(
         Parts(
             controller=controller,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
@@ -17,12 +18,13 @@ from spotlight.core.seeds import derive_seed
 from spotlight.core.types import Phase, PolicyVersion, Prompt, PromptId, Purpose, Rollout, RolloutId
 from spotlight.models.base import ModelError, ModelFamily
 from spotlight.models.slots import Slot, WeightSlots
-from spotlight.rewards.pool import RewardPool
-from spotlight.rewards.results import RewardFailure
+from spotlight.rewards.base import RewardInputError
+from spotlight.rewards.results import RewardBatch, RewardFailure
 from spotlight.rollout.state import FailedRollout, FinishedRollout, Recipe
 from spotlight.runtime import build
 from spotlight.runtime.book import LEARNER_FOLDER
 from spotlight.runtime.observer import Observer, Silent
+from spotlight.runtime.process import prepare_process
 from spotlight.runtime.validation import Validation, summarise
 from spotlight.store.checkpoints import CheckpointStore
 from spotlight.store.errors import StoreError
@@ -76,16 +78,23 @@ class TrainedRun:
         newest = CheckpointStore(paths.checkpoints, config.checkpoint.keep).newest_valid()
         if newest is None:
             raise StoreError(f"{directory}: no checkpoint yet; let `spotlight train` finish an iteration.")
-        family = build.load_family(config, build.pick_device(config))
+        device_here = build.pick_device(config)
+        prepare_process(device_here, config.deterministic)
+        family = build.load_family(config, device_here)
         slots = build.make_slots(config, family, build.make_algorithm(config))
         chosen = config.evaluation.weights if weights is None else weights
-        if chosen not in slots.slots:
-            raise ModelError(f"weights {chosen!r}: this run has {', '.join(slots.slots)}")
+        _require_slot(slots, chosen)
         load_weights(newest.directory / LEARNER_FOLDER, slots)
         return cls(directory, config, newest.header.iteration, chosen, family, slots)
 
     def with_weights(self, weights: Slot) -> TrainedRun:
-        """The same run, seen through other weights (``reference``: before training)."""
+        """The same run, seen through other weights (``reference``: before training).
+
+        Raises:
+            ModelError: the run has no such weights (a full fine-tune keeps a reference only where its
+                algorithm needs one).
+        """
+        _require_slot(self._slots, weights)
         return dataclasses.replace(self, weights=weights)
 
     def generate(
@@ -104,7 +113,8 @@ class TrainedRun:
             self._rollout(f"g{index:06d}", Prompt(PromptId(text), text, {}), seed, steps)
             for index, (text, seed) in enumerate(zip(prompts, seeds, strict=True))
         ]
-        results = self._denoise(rollouts, {PromptId(text): text for text in prompts}, guidance, Silent())
+        texts = {PromptId(text): text for text in prompts}
+        results = [result for part in self._denoise(rollouts, texts, guidance, Silent()) for result in part]
         pictures = [result.image for result in results if isinstance(result, FinishedRollout)]
         if len(pictures) != len(results):
             raise ModelError(
@@ -119,7 +129,15 @@ class TrainedRun:
         steps: int | None = None,
         prompts_file: Path | None = None,
     ) -> Validation:
-        """Judge the weights on held-out prompts, with the seeds that the run's own evaluations use."""
+        """Judge the weights on held-out prompts, with the seeds that the run's own evaluations use.
+
+        Pictures are scored as in the run: a batch of ``rollout.batch_size`` at a time, beside denoising.
+
+        Raises:
+            ConfigError, PromptFileError: ``prompts_file`` cannot be used.
+            RewardSetupError, RewardInputError: before any picture is made; or none could be scored.
+            ModelError: not one picture is finite.
+        """
         config = self.config
         if prompts_file is None:
             prompts: Sequence[Prompt] = build.load_prompts(config).test
@@ -133,27 +151,47 @@ class TrainedRun:
             for slot, prompt in enumerate(prompts)
             for member in range(count)
         ]
-        texts = {prompt.id: prompt.text for prompt in prompts}
-        with RewardPool(build.make_reward_specs(config), config.reward_policy.workers) as rewards:
-            rewards.check([prompt.text for prompt in prompts], [prompt.metadata for prompt in prompts])
-            results = self._denoise(rollouts, texts, None, observer)
-            finished = [result for result in results if isinstance(result, FinishedRollout)]
-            by_id = {prompt.id: prompt for prompt in prompts}
-            asked = [by_id[result.rollout.prompt_id] for result in finished]
-            batch = rewards.score(
-                [result.image for result in finished],
-                [prompt.text for prompt in asked],
-                [prompt.metadata for prompt in asked],
-            )
-        scores = {
-            result.rollout.id: sample.curves()
-            for result, sample in zip(finished, batch.samples, strict=True)
-            if not isinstance(sample, RewardFailure)
-        }
-        for failure in batch.failures.values():
-            observer.note(f"not scored: {failure.reward}: {failure.message}")
+        by_id = {prompt.id: prompt for prompt in prompts}
+        scores = self._score(rollouts, by_id, observer)
         scored = [rollout for rollout in rollouts if rollout.id in scores]
         return summarise(scored, scores, by_id, config.evaluation.strict)
+
+    def _score(
+        self, rollouts: Sequence[Rollout], prompts: Mapping[PromptId, Prompt], observer: Observer
+    ) -> dict[RolloutId, dict[str, float]]:
+        """Curves of the pictures that could be scored: at least one."""
+        texts = {prompt.id: prompt.text for prompt in prompts.values()}
+        waiting: list[tuple[list[FinishedRollout], Future[RewardBatch]]] = []
+        with build.make_reward_pool(self.config) as rewards:
+            rewards.check(list(texts.values()), [prompt.metadata for prompt in prompts.values()])
+            for results in self._denoise(rollouts, texts, None, observer):
+                for result in results:
+                    if isinstance(result, FailedRollout):
+                        observer.note(f"{result.rollout.id}: no picture: {result.reason}")
+                finished = [result for result in results if isinstance(result, FinishedRollout)]
+                asked = [prompts[result.rollout.prompt_id] for result in finished]
+                pictures = [result.image for result in finished]
+                pending = rewards.submit(
+                    pictures, [prompt.text for prompt in asked], [prompt.metadata for prompt in asked]
+                )
+                waiting.append((finished, pending))
+            batches = [(finished, pending.result()) for finished, pending in waiting]
+        scores: dict[RolloutId, dict[str, float]] = {}
+        failures: list[str] = []
+        for finished, batch in batches:
+            for result, sample in zip(finished, batch.samples, strict=True):
+                if isinstance(sample, RewardFailure):
+                    failures.append(f"{sample.reward}: {sample.message}")
+                    observer.note(f"{result.rollout.id} is not scored: {failures[-1]}")
+                else:
+                    scores[result.rollout.id] = sample.curves()
+        if not scores and failures:
+            raise RewardInputError(
+                f"none of {len(failures)} pictures could be scored; the first: {failures[0]}"
+            )
+        if not scores:
+            raise ModelError(f"none of {len(rollouts)} pictures is finite: the weights have diverged")
+        return scores
 
     def export_lora(self, directory: Path) -> Path:
         """Write the adapter for diffusers' ``load_lora_weights``. Raises ModelError for a full fine-tune."""
@@ -181,7 +219,8 @@ class TrainedRun:
         texts: Mapping[PromptId, str],
         guidance: float | None,
         observer: Observer,
-    ) -> list[FinishedRollout | FailedRollout]:
+    ) -> Iterator[list[FinishedRollout | FailedRollout]]:
+        """The pictures, batch by batch."""
         recipe: Recipe = build.make_recipes(self.config, build.make_algorithm(self.config)).evaluate
         if guidance is not None:
             recipe = dataclasses.replace(recipe, guidance_scale=guidance)
@@ -191,14 +230,18 @@ class TrainedRun:
         by_text = dict(zip(unique, conditions, strict=True))
         batch = self.config.rollout.batch_size
         engine = build.make_engine(self.config, self._family, negative)
-        results: list[FinishedRollout | FailedRollout] = []
         with self._slots.use(self.weights, merged=engine.autocast is None) as model:
             for start in range(0, len(rollouts), batch):
                 part = rollouts[start : start + batch]
                 states = engine.start(part, [by_text[texts[rollout.prompt_id]] for rollout in part], recipe)
-                results += engine.run(model, states)
-                observer.work(Phase.EVALUATION, len(results), len(rollouts))
-        return results
+                results = engine.run(model, states)
+                observer.work(Phase.EVALUATION, start + len(part), len(rollouts))
+                yield results
+
+
+def _require_slot(slots: WeightSlots, slot: Slot) -> None:
+    if slot not in slots.slots:
+        raise ModelError(f"weights {slot!r}: this run has {', '.join(slots.slots)}")
 
 
 def _written(path: Path | None) -> Path:

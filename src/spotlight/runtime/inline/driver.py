@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from base64 import b64decode, b64encode
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -88,6 +88,7 @@ class InlineDriver:
     _stopped: bool = False
     _to_train: list[int] = field(default_factory=list)
     _spent: Counter[Phase] = field(default_factory=Counter)
+    _denoised: Counter[Phase] = field(default_factory=Counter)
 
     def run(self) -> str | None:
         """Run until the controller says it is over. Returns its error, if it had to stop early."""
@@ -113,6 +114,9 @@ class InlineDriver:
             return self._events.popleft()
         if self._unsubmitted:
             self._submit()
+        if self._stopping_failure():
+            self._collect(self._scoring.popleft())
+            return self._next_event()
         if self.parts.controller.queue.outstanding:
             return ev.WorkPulled(WORKER, self.parts.lease_size)
         if self._scoring:
@@ -159,7 +163,7 @@ class InlineDriver:
         # A rank without a rollout lends its shard to the others' forwards all the same, for a copy of one.
         work = mine or rollouts[:1]
         with parts.clock.phase(phase):
-            results = parts.denoiser.run(work, lambda done, total: parts.observer.work(phase, done, total))
+            results = parts.denoiser.run(work, self._progress(phase, rollouts))
         failures: dict[str, str] = {}
         for result in results if mine else ():
             if isinstance(result, FailedRollout):
@@ -178,6 +182,13 @@ class InlineDriver:
                     ev.RolloutCompleted(WORKER, lease.id, lease.epoch, rollout.id, rollout.version)
                 )
 
+    def _progress(self, phase: Phase, rollouts: Sequence[Rollout]) -> Callable[[float], None]:
+        """Tells the observer of samples, over all leases of the phase in this iteration and all ranks."""
+        left = self.parts.controller.queue.outstanding_for(rollouts[0].purpose)
+        before, total = self._denoised[phase], self._denoised[phase] + left
+        self._denoised[phase] = before + len(rollouts) if left > len(rollouts) else 0
+        return lambda share: self.parts.observer.work(phase, before + share * len(rollouts), total)
+
     # -- rewards ---------------------------------------------------------------------------------------
 
     def _submit(self) -> None:
@@ -190,6 +201,15 @@ class InlineDriver:
             [prompt.metadata for prompt in prompts],
         )
         self._scoring.append(_Scoring(rollouts, tuple(rollout.id for rollout in mine), future))
+
+    def _stopping_failure(self) -> bool:
+        """Whether a sample failed already that will stop the run: then nothing more need be denoised.
+
+        Otherwise scores wait their turn, so that when they come in leaves no trace.
+        """
+        if not self._scoring or self.parts.controller.plan.max_drop_share is not None:
+            return False
+        return any(self.parts.ranks.share(any(_has_failed(each.future) for each in self._scoring)))
 
     def _collect(self, scoring: _Scoring) -> None:
         with self.parts.clock.phase(Phase.REWARD):
@@ -286,6 +306,10 @@ class InlineDriver:
         self.parts.book.spend(seconds)
         self._spent.update(seconds)
         self._events.extend(ev.GpuTimeSpent(WORKER, phase, spent) for phase, spent in seconds.items())
+
+
+def _has_failed(future: Future[RewardBatch]) -> bool:
+    return future.done() and (future.exception() is not None or bool(future.result().failures))
 
 
 def _brief(detail: str) -> str:

@@ -1,0 +1,79 @@
+"""Judging a run afterwards works as within the run: batch by batch, and what fails is said plainly."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from main_job import NFT, Job
+
+from conftest import Straight
+from spotlight.models.base import ModelError
+from spotlight.rewards.base import RewardInputError
+from spotlight.rewards.pool import RewardPool
+from spotlight.runtime import trained
+from spotlight.runtime.observer import Silent
+from spotlight.runtime.trained import TrainedRun
+
+
+def test_pictures_are_scored_a_batch_at_a_time(straight: Straight, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[bool] = []
+    monkeypatch.setattr(
+        trained, "prepare_process", lambda device, deterministic: prepared.append(deterministic)
+    )
+    run = TrainedRun.open(straight("diffusion-nft with EMA")[0])
+    assert prepared == [run.config.deterministic]
+    sizes: list[int] = []
+    submit = RewardPool.submit
+
+    def counted(self, images, prompts, metadata):  # type: ignore[no-untyped-def]
+        sizes.append(len(images))
+        return submit(self, images, prompts, metadata)
+
+    monkeypatch.setattr(RewardPool, "submit", counted)
+    whole = run.evaluate(Silent()).row()
+    assert sizes == [4]
+    rollout = run.config.rollout.model_copy(update={"batch_size": 3})
+    in_parts = dataclasses.replace(run, config=run.config.model_copy(update={"rollout": rollout}))
+    assert in_parts.evaluate(Silent()).row() == pytest.approx(whole, abs=0.02)
+    assert sizes == [4, 3, 1]
+
+
+def test_rewards_that_score_nothing_are_a_plain_error(straight: Straight, tmp_path: Path) -> None:
+    run = TrainedRun.open(straight("diffusion-nft with EMA")[0])
+    reward = run.config.rewards[0].model_copy(
+        update={"name": "reward_functions:moody", "retries": 0, "isolation_s": 0.0}
+    )
+    broken = dataclasses.replace(run, config=run.config.model_copy(update={"rewards": (reward,)}))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "one red circle", "mood": "raise"}\n')
+    with pytest.raises(RewardInputError, match=r"none of 2 pictures could be scored; the first: moody: "):
+        broken.evaluate(Silent(), prompts_file=prompts)
+
+
+def test_a_finished_full_fine_tune_goes_on_and_replaces_its_export(job: Job) -> None:
+    full = (*NFT, "learner.mode=full", "learner.learning_rate=1e-4", "algorithm.reference_weight=0.0")
+    first = job.train("full", *full, "iterations=1")
+    index = job.root / "full" / "merged" / "transformer" / "diffusion_pytorch_model.safetensors"
+    before = index.read_bytes()
+    second = job.train("full", *full, "iterations=2")
+    assert [heard.result is not None and heard.result.error for heard in (first, second)] == [None, None]
+    assert second.iterations == [1]
+    assert index.read_bytes() != before
+    run = TrainedRun.open(job.root / "full")
+    with pytest.raises(ModelError, match="weights 'reference': this run has policy, old, ema"):
+        run.with_weights("reference")
+
+
+def test_what_rewards_print_is_kept_beside_the_attempts(job: Job) -> None:
+    job.train("printing", *NFT, "iterations=1", "rewards=[{name: 'reward_functions:chatty'}]")
+    log = job.root / "printing" / "attempts" / "rank-0-reward-chatty-0.log"
+    assert "scoring 6 pictures" in log.read_text()
+
+
+def test_prompts_that_are_trained_on_and_held_out_are_noted(job: Job) -> None:
+    prompts = job.root / "shared.txt"
+    prompts.write_text("one red circle\ntwo blue squares\n")
+    heard = job.train("shared", *NFT, f"data.train={prompts}", f"data.test={prompts}", "iterations=1")
+    assert any(note.startswith("2 of 2 held-out prompts are in data.train too") for note in heard.notes)

@@ -1,0 +1,102 @@
+"""The driver's own judgements: how far the work is, and when a failed reward ends it."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from spotlight.core.queue import PullQueue
+from spotlight.core.types import Phase, PolicyVersion, PromptId, Purpose, Rollout, RolloutId
+from spotlight.rewards.results import FailureKind, RewardBatch, RewardFailure
+from spotlight.runtime.inline.driver import InlineDriver, Parts, _Scoring
+from spotlight.training.sharding import Ranks
+
+
+def rollouts(count: int, purpose: Purpose) -> list[Rollout]:
+    return [
+        Rollout(RolloutId(f"{purpose}{n}"), purpose, 0, PromptId("p"), n, n, 4, PolicyVersion(0))
+        for n in range(count)
+    ]
+
+
+def driver(
+    queue: PullQueue, told: list[tuple[Phase, float, int]], max_drop_share: float | None
+) -> InlineDriver:
+    controller = SimpleNamespace(queue=queue, plan=SimpleNamespace(max_drop_share=max_drop_share))
+    observer = SimpleNamespace(work=lambda *what: told.append(what))
+    return InlineDriver(cast(Parts, SimpleNamespace(controller=controller, observer=observer, ranks=Ranks())))
+
+
+def test_work_is_counted_in_samples_over_all_leases_of_an_iteration() -> None:
+    queue, told = PullQueue(lease_s=math.inf), list[tuple[Phase, float, int]]()
+    driven = driver(queue, told, None)
+    queue.admit("w")  # type: ignore[arg-type]
+    for _iteration in range(2):
+        fresh = [
+            Rollout(
+                RolloutId(f"{r.id}-{_iteration}"),
+                r.purpose,
+                _iteration,
+                r.prompt_id,
+                r.member,
+                r.seed,
+                4,
+                r.version,
+            )
+            for r in (*rollouts(5, Purpose.TRAIN), *rollouts(2, Purpose.EVAL))
+        ]
+        queue.add(fresh)
+        told.clear()
+        while queue.outstanding:
+            pulled = queue.pull("w", 3, 0.0)  # type: ignore[arg-type]
+            assert pulled is not None
+            lease, granted, _ = pulled
+            phase = Phase.ROLLOUT if granted[0].purpose is Purpose.TRAIN else Phase.EVALUATION
+            report = driven._progress(phase, granted)
+            for share in (0.5, 1.0):
+                report(share)
+            for rollout in granted:
+                queue.complete(lease.id, lease.epoch, rollout.id)
+        assert [(done, total) for phase, done, total in told if phase is Phase.ROLLOUT] == [
+            (1.5, 5),
+            (3.0, 5),
+            (4.0, 5),
+            (5.0, 5),
+        ]
+        assert [(done, total) for phase, done, total in told if phase is Phase.EVALUATION] == [(1, 2), (2, 2)]
+
+
+def scoring(result: RewardBatch | Exception | None) -> _Scoring:
+    future: Future[RewardBatch] = Future()
+    if isinstance(result, Exception):
+        future.set_exception(result)
+    elif result is not None:
+        future.set_result(result)
+    return _Scoring((), (), future)
+
+
+FAILED = RewardBatch((RewardFailure(FailureKind.ERROR, "ocr", "broken"),), {})
+
+
+@pytest.mark.parametrize(
+    ("results", "max_drop_share", "stops"),
+    [
+        ([], None, False),
+        ([None], None, False),
+        ([RewardBatch((), {})], None, False),
+        ([FAILED], None, True),
+        ([None, FAILED], None, True),
+        ([RuntimeError("pool closed")], None, True),
+        ([FAILED], 0.25, False),
+    ],
+)
+def test_a_failure_that_will_stop_the_run_stops_it_at_once(
+    results: list[RewardBatch | Exception | None], max_drop_share: float | None, stops: bool
+) -> None:
+    driven = driver(PullQueue(lease_s=1.0), [], max_drop_share)
+    driven._scoring.extend(map(scoring, results))
+    assert driven._stopping_failure() is stops
