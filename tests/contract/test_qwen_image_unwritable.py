@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from spotlight.models.base import ModelError
+from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.qwen_image import QwenImage
-from spotlight.models.slots import LoraSlots, LoraSpec
+from spotlight.models.slots import LoraSlots
 
 
 def test_a_place_that_cannot_be_written_is_told(random_pipeline: Path, tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from pydantic import BaseModel, ValidationError
 
 from spotlight.config.contradictions import divisors_near
 from spotlight.config.errors import ConfigError, Problem
-from spotlight.config.load import EMBEDDED, build_config, dump_config, flatten, load_config, parse_yaml
+from spotlight.config.load import EMBEDDED, build_config, dump_config, load_config, parse_yaml
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig, Section
+from spotlight.store.run_directory import flatten
 
 
 def all_sections(section: type[Section] = Section) -> list[type[Section]]:
@@ -129,13 +130,6 @@ def test_yaml_1_1_would_read_these_as_text(text: str) -> None:
 @pytest.mark.parametrize("text", ["e5", "1e", "3e-4x", "testbed", "1.2.3", "0e0e0"])
 def test_these_stay_text(text: str) -> None:
     assert parse_yaml(text) == text
-
-
-def test_flatten_names_every_leaf() -> None:
-    flat = flatten(RunConfig().model_dump(mode="json"))
-    assert flat["rollout.sde_window.kind"] == "all"
-    assert flat["learner.betas"] == [0.9, 0.999]
-    assert not any(isinstance(value, dict) and value for value in flat.values())
 
 
 # -- the schema --------------------------------------------------------------------------------------------

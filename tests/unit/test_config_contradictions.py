@@ -41,7 +41,16 @@ WINDOW = (*GRPO, "rollout.sde_window.kind=random")
         ([*GRPO, "evaluation.weights=old"], "evaluation.weights", "keeps no old policy"),
         (["evaluation.grid_images=17"], "evaluation.grid_images", "lower it or evaluate more"),
         (["rewards=[{name: shapes}, {name: shapes}]"], "rewards", "Add the weights"),
+        (["rewards=[{name: 'a:score'}, {name: 'b:of.score'}]"], "rewards", "give a label"),
+        (["rewards=[{name: 'a:score'}, {name: shapes, label: score}]"], "rewards", "give a label"),
         (["rewards=[{name: shapes, weight: 0}]"], "rewards", "Nothing would be learnt"),
+        (["evaluation.strict=nope/strict"], "evaluation.strict", "such as 'shapes'"),
+        (
+            ["algorithm.name=grpo-guard", "rollout.sampler=flow-sde", "algorithm.clip_range=1.5"],
+            "algorithm.clip_range",
+            "Change the value",
+        ),
+        (["rewards=[{name: shapes, deadline_s: 1e7}]"], "rewards.0.deadline_s", "default"),
     ],
 )
 def test_a_contradiction_is_named_with_its_remedy(overrides: list[str], key: str, remedy: str) -> None:

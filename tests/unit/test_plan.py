@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,9 +16,13 @@ from spotlight.cli.main import app
 from spotlight.config.load import build_config, load_config
 from spotlight.config.schema import RunConfig
 from spotlight.models.errors import ModelError
+from spotlight.rewards.base import RewardSetupError
+from spotlight.rollout.limits import decode_batch
+from spotlight.runtime.disk import require_disk
 from spotlight.runtime.plan import RunPlan, count_passes, make_plan, trained_timesteps
 from spotlight.runtime.plan_memory import Estimate, peak_bytes, weight_copies
 from spotlight.runtime.plan_model import ModelSizes, NotHere, bind_targets, lora_parameters, read_sizes
+from spotlight.store.errors import StoreError
 
 WIDTH, LAYERS = 8, 3
 ROLLOUT = {"prompts_per_iteration": 3, "group_size": 4, "steps": 5}
@@ -222,3 +228,40 @@ def test_the_dry_run_prints_the_configuration_and_the_plan_and_touches_nothing(
     assert "on the device at the peak" in words
     assert "an iteration unknown not measured yet" in words
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_reward_that_is_none_is_found_by_planning() -> None:
+    with pytest.raises(RewardSetupError, match="Did you mean 'shapes'"):
+        make_plan(config(rewards=[{"name": "shape"}]))
+
+
+@pytest.mark.parametrize(
+    ("side", "most", "decoded"), [(32, 64, 64), (512, 16, 4), (512, 2, 2), (1024, 16, 1), (2048, 16, 1)]
+)
+def test_decoding_is_bounded_by_pixels_and_planned_so(
+    pipeline: Path, side: int, most: int, decoded: int
+) -> None:
+    def planned(batch: int) -> Estimate:
+        rollout = {**ROLLOUT, "height": side, "width": side, "batch_size": batch}
+        parts = plan_of(pipeline, rollout=rollout).memory
+        return next(part for part in parts if part.part == "decoding")
+
+    assert decode_batch(side, side, most) == decoded
+    assert f"{decoded} pictures" in planned(most).formula
+    assert planned(most).bytes == decoded * planned(1).bytes
+
+
+def test_a_run_that_does_not_fit_on_the_disk_is_refused(
+    pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, learner = {"path": str(pipeline)}, {"lora": {"targets": ["to_q"]}}
+    tight = config(model=model, learner=learner, runs_dir=str(tmp_path), name="tight")
+    needed = sum(part.bytes for part in make_plan(tight).disk if part.part in {"checkpoints", "export"})
+    free = int(needed) - 1
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    with pytest.raises(StoreError, match="Free some space"):
+        require_disk(tight)
+    checkpoint = tmp_path / "tight" / "checkpoints" / "000001" / "weights"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.write_bytes(b"there")
+    require_disk(tight)

@@ -167,7 +167,6 @@ class FullSink:
 def test_a_sink_on_a_full_disk_is_told_as_ours(tmp_path: Path, at: str) -> None:
     full, other = FullSink(at), FullSink("never")
 
-
     def write_all() -> None:
         with MetricsWriter(RunPaths(tmp_path), resume_at=0, sinks=(full, other)) as writer:
             writer.write(row(0))

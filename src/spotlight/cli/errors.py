@@ -20,8 +20,10 @@ _OURS = (
     ("spotlight.models.errors", "ModelError"),
     ("spotlight.rewards.base", "RewardSetupError"),
     ("spotlight.rewards.base", "RewardInputError"),
+    ("spotlight.runtime.memory", "DeviceMemoryError"),
     ("spotlight.store.errors", "StoreError"),
     ("spotlight.training.settings", "TrainingError"),
+    ("torch", "OutOfMemoryError"),
 )
 
 

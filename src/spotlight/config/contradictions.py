@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from spotlight.config.errors import Problem
-from spotlight.config.schema import RunConfig
+from spotlight.config.schema import RewardConfig, RunConfig
+
+TOTAL = "reward"
+"""Name of the weighted sum among the curves of a sample."""
 
 
 def divisors_near(number: int, wanted: int) -> str:
@@ -148,9 +151,21 @@ def _evaluation(config: RunConfig) -> Iterator[Problem]:
         )  # fmt: skip
 
 
+def curve_name(reward: RewardConfig) -> str:
+    """What the reward's curves are called: its label, or the function that ``module:function`` names."""
+    return reward.label or reward.name.rpartition(":")[2].rpartition(".")[2]
+
+
 def _rewards(config: RunConfig) -> Iterator[Problem]:
-    names = [reward.label or reward.name for reward in config.rewards]
+    names = [curve_name(reward) for reward in config.rewards]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield Problem("rewards", f"{name!r} twice", "each name once", "Add the weights, or give a label.")
     if all(reward.weight == 0 for reward in config.rewards):
         yield Problem("rewards", "only weights of 0", "at least one other weight", "Nothing would be learnt.")
+    strict = config.evaluation.strict
+    # What details a reward tells shows only when it has scored; which rewards there are is known.
+    if strict is not None and strict.partition("/")[0] not in {TOTAL, *names}:
+        yield Problem(
+            "evaluation.strict", repr(strict), f"{TOTAL!r}, or a curve of {' or '.join(map(repr, names))}",
+            f"Name a curve that the rewards make, such as {names[0]!r}, or leave the key out.",
+        )  # fmt: skip

@@ -110,7 +110,7 @@ class AdvantageConfig(Section):
     clip: PositiveFloat = 5.0
     """Advantages are clipped to +- this."""
     combine: Literal["sum", "normalise_each"] = "sum"
-    """Several rewards: weighted sum first, or normalise each within its group and then sum (MixGRPO)."""
+    """Several rewards: weighted sum first, or normalise each by ``std`` and then sum (MixGRPO: by group)."""
 
 
 class AlgorithmSection(Section):
@@ -144,7 +144,7 @@ class FlowGRPOConfig(AlgorithmSection):
     """Selects this algorithm."""
     advantage: AdvantageConfig = AdvantageConfig()
     """From rewards to advantages."""
-    clip_range: PositiveFloat = 1e-4
+    clip_range: Annotated[float, Field(gt=0, lt=1)] = 1e-4
     """Ratio clip. Log-probs are means over the latent, so this is far below PPO's .2."""
     kl_weight: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the divergence from the starting model; above 0 costs one more forward a timestep."""
@@ -169,7 +169,7 @@ class FlowGRPOFastConfig(FlowGRPOConfig):
 
     name: Literal["flow-grpo-fast"] = "flow-grpo-fast"  # type: ignore[assignment]
     """Selects this algorithm."""
-    clip_range: PositiveFloat = 1e-5
+    clip_range: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     """Ratio clip."""
 
 
@@ -225,7 +225,7 @@ class GRPOGuardConfig(AlgorithmSection):
     """Selects this algorithm."""
     advantage: AdvantageConfig = AdvantageConfig()
     """From rewards to advantages."""
-    clip_range: PositiveFloat = 2e-6
+    clip_range: Annotated[float, Field(gt=0, lt=1)] = 2e-6
     """Ratio clip."""
     train_timesteps: PositiveInt | None = None
     """Trained steps a sample, drawn among its stochastic steps; default: all of them."""
@@ -287,7 +287,7 @@ class RewardConfig(Section):
     """A built-in reward (``spotlight rewards`` lists them) or ``module:function`` of your own."""
     weight: float = 1.0
     """Factor in the sum."""
-    deadline_s: PositiveFloat = 60.0
+    deadline_s: Annotated[float, Field(gt=0, le=1e6)] = 60.0
     """A call that takes longer is ended and counts as failed."""
     retries: Annotated[int, Field(ge=0)] = 1
     """Further attempts after a failure."""
@@ -461,6 +461,11 @@ class RunConfig(Section):
 
 RESUMABLE_KEYS = frozenset(
     {"iterations", "evaluation.every", "checkpoint.every", "checkpoint.keep", "fleet.price_usd_h", "runs_dir",
-     "cache_dir", "metrics.tensorboard", "metrics.wandb"}
+     "cache_dir", "metrics.tensorboard", "metrics.wandb", "device", "rollout.batch_size",
+     "learner.micro_batch_size", "learner.gradient_checkpointing", "reward_policy.workers",
+     "reward_policy.start_deadline_s"}
 )  # fmt: skip
-"""Keys that may change between two attempts of a run without making it another run."""
+"""Keys that may change between two attempts of a run without making it another run.
+
+Those from ``device`` on, which a run out of memory or time needs, change rounding at most: not what is
+sampled, trained or scored."""

@@ -26,13 +26,13 @@ from spotlight.models.base import Condition, ImageSize, ModelFamily
 from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.slots import CopySlots, LoraSlots, Slot, WeightSlots
 from spotlight.rewards.pool import RewardPool
-from spotlight.rewards.results import RewardSpec
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import Recipe
 from spotlight.runtime.prompts import TESTBED
 from spotlight.runtime.prompts import Prompts as Prompts
 from spotlight.runtime.prompts import load_prompts as load_prompts
 from spotlight.runtime.prompts import read_prompts as read_prompts
+from spotlight.runtime.reward_specs import make_reward_specs as make_reward_specs
 from spotlight.testbed import PIPELINE_DIR
 from spotlight.training.learner import LearnerSettings
 
@@ -150,22 +150,6 @@ def make_recipes(config: RunConfig, algorithm: Algorithm) -> Recipes:
     size = ImageSize(rollout.height, rollout.width)
     train = Recipe(size, algorithm.sampler, make_window(config), rollout.true_cfg_scale, algorithm.keeps)
     return Recipes(train, Recipe(size, ODE(), None, rollout.true_cfg_scale, "final"))
-
-
-def make_reward_specs(config: RunConfig) -> tuple[RewardSpec, ...]:
-    """The rewards as the pool wants them."""
-    return tuple(
-        RewardSpec(
-            reward.name,
-            weight=reward.weight,
-            deadline_s=reward.deadline_s,
-            retries=reward.retries,
-            isolation_s=reward.isolation_s,
-            label=reward.label,
-            params=reward.params,
-        )
-        for reward in config.rewards
-    )
 
 
 def make_reward_pool(config: RunConfig) -> RewardPool:

@@ -26,11 +26,17 @@ class PhaseClock:
         self._begun = self._mark = _now_s()
         self._phase = initial
         self._unclaimed: dict[Phase, float] = {}
+        self._failed_in: Phase | None = None
 
     @property
     def elapsed_s(self) -> float:
         """Seconds since the clock was made."""
         return _now_s() - self._begun
+
+    @property
+    def failed_in(self) -> Phase:
+        """The innermost phase that an error has left; the present one while none has."""
+        return self._failed_in or self._phase
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
@@ -38,6 +44,9 @@ class PhaseClock:
         outer = self._switch(phase)
         try:
             yield
+        except BaseException:
+            self._failed_in = self._failed_in or phase
+            raise
         finally:
             self._switch(outer)
 

@@ -21,6 +21,7 @@ from spotlight.runtime.plan_model import (
     read_sizes,
 )
 from spotlight.runtime.prompts import Prompts, load_prompts
+from spotlight.runtime.reward_specs import make_reward_specs
 from spotlight.store.metrics import read_metrics
 
 
@@ -95,8 +96,10 @@ def make_plan(config: RunConfig) -> RunPlan:
 
     Raises:
         PromptFileError: prompts missing or malformed.
+        RewardSetupError: a reward's name is none, or reserved; imports nothing.
         ModelError: the model directory is unusable, a LoRA target matches nothing, or the size does not suit.
     """
+    make_reward_specs(config)  # raises
     prompts = load_prompts(config)
     model = read_sizes(config)
     trained = None if isinstance(model, NotHere) else _parameters_trained(config, model)

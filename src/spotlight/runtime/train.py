@@ -38,8 +38,10 @@ from spotlight.runtime.book import CONTROLLER_FILE, LEARNER_FOLDER, Book, Bystan
 from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.conditions import Conditions
 from spotlight.runtime.denoise import Denoiser
+from spotlight.runtime.disk import require_disk
 from spotlight.runtime.finished import finished_summary
 from spotlight.runtime.inline.driver import InlineDriver, Parts
+from spotlight.runtime.memory import memory_told_plainly
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.outcome import finish_run
 from spotlight.runtime.process import prepare_process
@@ -47,12 +49,13 @@ from spotlight.runtime.prompts import sharing_note
 from spotlight.runtime.trainer import Trainer
 from spotlight.store.checkpoints import Checkpoint, CheckpointStore
 from spotlight.store.errors import StoreError
+from spotlight.store.images import drop_pictures
 from spotlight.store.ledger import Ledger
 from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.metrics import MetricsWriter, Sink
 from spotlight.store.run_directory import RunDirectory, RunPaths
 from spotlight.store.schema import Ending
-from spotlight.store.sinks import TensorBoard, WeightsAndBiases
+from spotlight.store.sinks import TensorBoard, WeightsAndBiases, require_wandb
 from spotlight.store.summary import RunSummary
 from spotlight.training.learner import Learner, TrainingGuidance
 from spotlight.training.sharding import Ranks, process_group
@@ -97,6 +100,7 @@ def train(config: RunConfig, observer: Observer) -> RunResult:
     Raises:
         ConfigError, PromptFileError, ModelError, RewardSetupError, RewardInputError: before any work.
         StoreError: the run directory or the disk.
+        DeviceMemoryError: the device has too little memory.
         TrainingError: the learner cannot go on (gradients that are not finite).
     """
     clock = PhaseClock()
@@ -105,7 +109,7 @@ def train(config: RunConfig, observer: Observer) -> RunResult:
         return RunResult(config.runs_dir / config.name, summary, None, stopped=False)
     device = build.pick_device(config)
     prepare_process(device, config.deterministic)
-    with ExitStack() as stack:
+    with ExitStack() as stack, memory_told_plainly(clock):
         ranks = stack.enter_context(process_group(device))
         materials = _gather(config, device, ranks, stack)
         if shared := materials.prompts.shared:
@@ -114,6 +118,7 @@ def train(config: RunConfig, observer: Observer) -> RunResult:
             return _drive(
                 materials, observer, clock, Bystander(ranks, _by_id(materials), config.evaluation.strict)
             )
+        require_disk(config)
         directory = stack.enter_context(
             RunDirectory.open(config.runs_dir, config.name, dump_config(config), RESUMABLE_KEYS)
         )
@@ -126,6 +131,8 @@ def train(config: RunConfig, observer: Observer) -> RunResult:
 def _gather(config: RunConfig, device: torch.device, ranks: Ranks, stack: ExitStack) -> _Materials:
     if problems := list(batch_problems(config, ranks.world)):
         raise ConfigError(f"this configuration on {ranks.world} ranks", problems)
+    if config.metrics.wandb is not None:
+        require_wandb()
     prompts = build.load_prompts(config)
     size = ImageSize(config.rollout.height, config.rollout.width)
     family = build.load_family(config, device)
@@ -168,23 +175,21 @@ def _as_main(
     checkpoints = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
     newest = checkpoints.newest_valid()
     before_s = ledger.worked_s()
+    resume_at = newest.header.iteration if newest else 0
+    # What can fail here fails before an attempt is opened, which somebody would have to close.
+    metrics = stack.enter_context(
+        MetricsWriter(directory, resume_at=resume_at, sinks=_sinks(config, directory, resume_at))
+    )
+    drop_pictures(directory, resume_at=resume_at)
     workers = {WorkerId(f"rank-{rank}"): config.fleet.price_usd_h for rank in range(ranks.world)}
     attempt = ledger.begin_attempt(
         pid=os.getpid(), host=socket.gethostname(), workers=workers, now_s=time.time() - clock.elapsed_s
     )
-    stack.enter_context(_attempt_log(directory.attempt_log(attempt)))
-    _say_where(newest, observer, attempt)
-    forgotten = ledger.rollback(newest.header.ledger_position if newest else 0, attempt)
-    if forgotten:
-        observer.note(f"{forgotten} ledger records after the checkpoint are undone and will be made again")
-    resume_at = newest.header.iteration if newest else 0
     book = RunBook(
         paths=directory,
         ledger=ledger,
         checkpoints=checkpoints,
-        metrics=stack.enter_context(
-            MetricsWriter(directory, resume_at=resume_at, sinks=_sinks(config, directory, resume_at))
-        ),
+        metrics=metrics,
         ranks=ranks,
         workers=workers,
         prompts=_by_id(materials),
@@ -194,6 +199,13 @@ def _as_main(
         before_s=before_s,
     )
     try:
+        stack.enter_context(_attempt_log(directory.attempt_log(attempt)))
+        _say_where(newest, observer, attempt)
+        forgotten = ledger.rollback(newest.header.ledger_position if newest else 0, attempt)
+        if forgotten:
+            observer.note(
+                f"{forgotten} ledger records after the checkpoint are undone and will be made again"
+            )
         result = _drive(materials, observer, clock, book, newest)
     except BaseException as error:
         if isinstance(error, Exception):

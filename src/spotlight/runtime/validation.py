@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from spotlight.config.errors import ConfigError, Problem
 from spotlight.core.records import REWARD
 from spotlight.core.types import Prompt, PromptId, Rollout, RolloutId
 
@@ -34,16 +35,19 @@ def strict_curve(configured: str | None, curves: Iterable[str]) -> str | None:
     """The curve that judges strictly: the configured one, else the first that ends in ``/strict``.
 
     Raises:
-        ValueError: the configured curve does not exist.
+        ConfigError: the configured curve does not exist.
     """
     known = list(curves)
     if configured is None:
         return next((curve for curve in known if curve.endswith("/strict")), None)
     if configured not in known:
-        raise ValueError(
-            f"evaluation.strict: found {configured!r}; expected one of {', '.join(sorted(known))}. "
-            "Name a curve that the rewards make."
+        problem = Problem(
+            "evaluation.strict",
+            repr(configured),
+            f"one of {', '.join(sorted(known))}",
+            "Name a curve that the rewards make.",
         )
+        raise ConfigError("the configuration", [problem])
     return configured
 
 
@@ -88,7 +92,8 @@ def summarise(
     """Means over all scored evaluation rollouts.
 
     Raises:
-        ValueError: there are none, or the configured strict curve does not exist.
+        ValueError: there are none.
+        ConfigError: the configured strict curve does not exist.
     """
     if not rollouts:
         raise ValueError("not one evaluation sample could be scored; see the attempt's log for the reasons")

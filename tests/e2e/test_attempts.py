@@ -1,0 +1,59 @@
+"""What a start must leave behind, or must not: open attempts, undone pictures, summaries that resume."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from main_job import NFT, Job
+
+from spotlight.runtime.memory import DeviceMemoryError
+from spotlight.store import ledger_queries as queries
+from spotlight.store.errors import StoreError
+from spotlight.store.images import drawn_iterations
+from spotlight.store.run_directory import RunPaths
+from spotlight.store.schema import Ending
+from spotlight.training.learner import Learner
+
+
+def test_wandb_that_is_not_installed_is_found_before_the_run_directory(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(StoreError, match="pip install"):
+        job.train("refused", f"runs_dir={tmp_path}/runs", "metrics.wandb.project=p")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_device_out_of_memory_is_told_by_phase_and_the_same_run_goes_on_with_less(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB. GPU 0 has a capacity")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Learner, "accumulate", full)
+        with pytest.raises(DeviceMemoryError) as caught:
+            job.train("memory", *NFT, "iterations=1")
+    for part in ("during training", "9.00 GiB", "learner.micro_batch_size", "several-gpus.md#memory"):
+        assert part in str(caught.value)
+    with queries.open_readonly(RunPaths(job.root / "memory").ledger) as ledger:
+        assert queries.last_ending(ledger) == Ending.FAILED
+    less = ("learner.micro_batch_size=3", "rollout.batch_size=2", "learner.gradient_checkpointing=true")
+    heard = job.train("memory", *NFT, "iterations=1", *less, "reward_policy.workers=2")
+    assert heard.iterations == [0]
+
+
+def test_an_extended_run_of_one_picture_forgets_the_undone_evaluation(job: Job) -> None:
+    one = ("evaluation.prompts=1", "evaluation.images_per_prompt=1", "evaluation.grid_images=1")
+    paths = RunPaths(job.root / "extended")
+    heard = job.train("extended", *NFT, *one, "iterations=1")
+    assert heard.result is not None
+    assert heard.result.summary is not None
+    assert heard.result.summary.validation_stderr is None
+    assert drawn_iterations(paths) == [0, 1]
+    job.train("extended", *NFT, *one, "iterations=2")
+    assert drawn_iterations(paths) == [0, 2]
+    assert not (paths.images / "iteration-000001.png").exists()
