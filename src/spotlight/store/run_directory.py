@@ -194,7 +194,7 @@ def _lock(path: Path) -> int:
 def _require_same_configuration(paths: RunPaths, config_text: str, may_differ: Collection[str]) -> None:
     try:
         old = flatten(yaml.safe_load(paths.config.read_text()))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise StoreError(
             f"{paths.config}: cannot be read as YAML ({error}). Restore it from a copy."
         ) from error
