@@ -38,6 +38,7 @@ from spotlight.store.run_directory import RunPaths
 
 TINY = (
     "device=cpu",
+    "data.tags=[]",
     "iterations=4",
     "rollout.height=16",
     "rollout.width=16",

@@ -48,12 +48,12 @@ def test_a_device_out_of_memory_is_told_by_phase_and_the_same_run_goes_on_with_l
 
 def test_an_extended_run_of_one_picture_forgets_the_undone_evaluation(job: Job) -> None:
     one = ("evaluation.prompts=1", "evaluation.images_per_prompt=1", "evaluation.grid_images=1")
-    paths = RunPaths(job.root / "extended")
-    heard = job.train("extended", *NFT, *one, "iterations=1")
+    paths = RunPaths(job.root / "extended-by-one")
+    heard = job.train("extended-by-one", *NFT, *one, "iterations=1")
     assert heard.result is not None
     assert heard.result.summary is not None
     assert heard.result.summary.validation_stderr is None
     assert drawn_iterations(paths) == [0, 1]
-    job.train("extended", *NFT, *one, "iterations=2")
+    job.train("extended-by-one", *NFT, *one, "iterations=2")
     assert drawn_iterations(paths) == [0, 2]
     assert not (paths.images / "iteration-000001.png").exists()

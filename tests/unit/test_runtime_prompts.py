@@ -25,7 +25,7 @@ def test_held_out_prompts_are_spread_over_the_file(total: int, count: int | None
 
 
 def test_few_held_out_prompts_are_of_many_kinds() -> None:
-    prompts = load_prompts(load_config(None, ["evaluation.prompts=12"]))
+    prompts = load_prompts(load_config(None, ["evaluation.prompts=12", "data.tags=[]"]))
     assert len(prompts.test) == 12
     assert len({prompt.metadata["tag"] for prompt in prompts.test} & TAGS) >= 5
 

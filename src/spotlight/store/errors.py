@@ -76,16 +76,22 @@ def _sqlite_code(error: Exception) -> int:
 
 def free_bytes(path: Path) -> int:
     """Bytes that may still be written to the file system of ``path``, or of its first parent that exists."""
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return shutil.disk_usage(path).free
+    return shutil.disk_usage(_existing(path)).free
 
 
 def require_free_bytes(path: Path, needed_bytes: int) -> None:
     """Raise :class:`StoreError` unless ``needed_bytes`` fit on the file system of ``path``."""
-    free = free_bytes(path)
-    if free < needed_bytes:
+    usage = shutil.disk_usage(_existing(path))
+    # A file system without a size (such as /sys) tells nothing: whether it can be written, writing will show.
+    if usage.total and usage.free < needed_bytes:
         raise StoreError(
-            f"{path}: the run needs {needed_bytes / 2**30:.2f} GiB of disk, {free / 2**30:.2f} GiB are free. "
+            f"{path}: the run needs {needed_bytes / 2**30:.2f} GiB of disk, "
+            f"{usage.free / 2**30:.2f} GiB are free. "
             "Free some space, keep fewer checkpoints, or put the run on another disk."
         )
+
+
+def _existing(path: Path) -> Path:
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
