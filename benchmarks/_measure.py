@@ -78,13 +78,16 @@ def take_turns(
     order = random.Random(0)
     names = list(contestants)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds + 1):
-        order.shuffle(names)
-        gc.collect()
-        for name in names:
-            taken = _timed(contestants[name], device, _CLOCKS[clock])
-            if turn > 0:
-                seconds[name].append(taken)
+    gc.freeze()  # a collection of all that was imported would fall on whoever is running
+    try:
+        for turn in range(rounds + 1):
+            order.shuffle(names)
+            for name in names:
+                taken = _timed(contestants[name], device, _CLOCKS[clock])
+                if turn > 0:
+                    seconds[name].append(taken)
+    finally:
+        gc.unfreeze()
     return seconds
 
 
@@ -116,6 +119,12 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
         quartiles=(first, third),
         rounds=len(pairs),
     )
+
+
+def wide_console() -> Console:
+    """The terminal; elsewhere, room for a whole table."""
+    console = Console()
+    return console if console.is_terminal else Console(width=110)
 
 
 def machine(device: torch.device) -> dict[str, object]:

@@ -23,10 +23,9 @@ import torch
 import typer
 from diffusers import QwenImagePipeline
 from diffusers.utils import logging as diffusers_logging
-from rich.console import Console
 from torch import Tensor, nn
 
-from _measure import CLOCK_HELP, Clock, Report, Row, ratio, take_turns
+from _measure import CLOCK_HELP, Clock, Report, Row, ratio, take_turns, wide_console
 from spotlight.core.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 from spotlight.diffusion.samplers import ODE
 from spotlight.models.base import Condition, ImageSize
@@ -192,7 +191,7 @@ def main(
     prepare_process(where, deterministic=False)  # as a run does, for both sides
     diffusers_logging.set_verbosity_error()
     diffusers_logging.disable_progress_bar()
-    console = Console()
+    console = wide_console()
     with tempfile.TemporaryDirectory() as cache:
         bench = load(pipeline, where, DTYPES[dtype], ImageSize(height, width), steps, Path(cache))
     rows: list[Row] = []

@@ -24,7 +24,7 @@ from peft import LoraConfig
 from rich.console import Console
 from torch import Tensor, nn
 
-from _measure import CLOCK_HELP, Clock, Report, Row, ratio, take_turns
+from _measure import CLOCK_HELP, Clock, Report, Row, ratio, take_turns, wide_console
 from spotlight.algorithms import Algorithm, TrainBatch, build_algorithm
 from spotlight.algorithms.advantages import AdvantageParams, advantages
 from spotlight.algorithms.diffusion_nft import DiffusionNFTParams
@@ -375,7 +375,7 @@ def main(
     prepare_process(where, deterministic=False)  # as a run does, for both sides
     diffusers_logging.set_verbosity_error()
     diffusers_logging.disable_progress_bar()
-    console = Console()
+    console = wide_console()
     with tempfile.TemporaryDirectory() as cache:
         family = QwenImage.load(pipeline, device=where, dtype=torch.float32, embeddings_cache=Path(cache))
         conditions = family.encode(PROMPTS)

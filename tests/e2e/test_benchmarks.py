@@ -1,0 +1,96 @@
+"""The benchmark programs run, compare equal work, and leave all they measured."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import _measure
+import rollout_loop
+import training_step
+
+pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+
+
+def test_contestants_take_turns_in_changing_order() -> None:
+    calls: list[str] = []
+    seconds = _measure.take_turns(
+        {name: lambda name=name: calls.append(name) for name in "abc"},
+        12,
+        torch.device("cpu"),
+        _measure.Clock.WALL,
+    )
+    assert {name: len(taken) for name, taken in seconds.items()} == {"a": 12, "b": 12, "c": 12}
+    rounds = ["".join(calls[i : i + 3]) for i in range(0, len(calls), 3)]
+    assert len(rounds) == 13  # the first does not count
+    assert all(sorted(turn) == ["a", "b", "c"] for turn in rounds)
+    assert len(set(rounds)) > 1
+    with pytest.raises(ValueError, match="1 rounds: at least 2"):
+        _measure.take_turns({}, 1, torch.device("cpu"), _measure.Clock.WALL)
+
+
+def test_a_ratio_is_of_neighbours_and_says_its_spread() -> None:
+    drift = [1.0, 2.0, 8.0, 3.0, 1.5]  # the machine slows down and recovers: both sides feel it
+    steady = _measure.ratio([1.1 * x for x in drift], drift)
+    assert steady.median == pytest.approx(1.1)
+    assert steady.high - steady.low < 1e-9
+    noisy = _measure.ratio([1.0, 2.0, 3.0, 4.0, 5.0], [2.0] * 5)
+    assert (noisy.median, noisy.quartiles, noisy.rounds) == (1.5, (1.0, 2.0), 5)
+    assert noisy.low < noisy.median < noisy.high
+
+
+def test_the_rollout_loop_is_compared_with_the_pipeline(
+    random_pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "made" / "rollout.json"
+    rollout_loop.main(str(random_pipeline), batch=[17], guidance=[4.0], steps=2, repeats=2, json=path)
+    shown = capsys.readouterr().out
+    assert float(shown.split("latents differ by ")[1].split()[0]) <= 1e-5
+    content = json.loads(path.read_text())
+    assert content["machine"]["torch"] == torch.__version__
+    assert [row["case"]["decode"] for row in content["rows"]] == ["no", "yes"]
+    for row in content["rows"]:
+        assert {name: len(taken) for name, taken in row["seconds"].items()} == {
+            "pipeline": 2,
+            "ours": 2,
+            "ours, LoRA": 2,
+        }
+        assert set(row["ratios"]) == {"ours / pipeline", "ours, LoRA / pipeline"}
+
+
+@pytest.mark.parametrize("case", [("flow-grpo", "full"), ("diffusion-nft", "lora")], ids="-".join)
+def test_the_training_step_is_compared_with_a_plain_loop(
+    case: tuple[str, str], random_pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "training.json"
+    algorithm, mode = case
+    training_step.main(
+        str(random_pipeline),
+        algorithm=[algorithm],
+        mode=[mode],
+        samples=2,
+        micro_batch=1,
+        repeats=2,
+        json=path,
+    )
+    norms = [line for line in capsys.readouterr().out.splitlines() if "gradient norms" in line]
+    assert len(norms) == 1
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["case"] == {"algorithm": algorithm, "mode": mode, "samples": "2 in 1s"}
+    assert row["ratios"]["ours / plain"]["rounds"] == 2
+
+
+def test_loops_that_do_not_train_the_same_are_not_compared(
+    random_pipeline: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_step, "draw_as_ours", training_step.draw_anew)
+    with pytest.raises(SystemExit, match="do not train the same"):
+        training_step.main(
+            str(random_pipeline), algorithm=["diffusion-nft"], mode=["lora"], samples=2, micro_batch=2
+        )
