@@ -54,14 +54,14 @@ def test_rewards_that_score_nothing_are_a_plain_error(straight: Straight, tmp_pa
 
 def test_a_finished_full_fine_tune_goes_on_and_replaces_its_export(job: Job) -> None:
     full = (*NFT, "learner.mode=full", "learner.learning_rate=1e-4", "algorithm.reference_weight=0.0")
-    first = job.train("full", *full, "iterations=1")
-    index = job.root / "full" / "merged" / "transformer" / "diffusion_pytorch_model.safetensors"
+    first = job.train("judged-full", *full, "iterations=1")
+    index = job.root / "judged-full" / "merged" / "transformer" / "diffusion_pytorch_model.safetensors"
     before = index.read_bytes()
-    second = job.train("full", *full, "iterations=2")
+    second = job.train("judged-full", *full, "iterations=2")
     assert [heard.result is not None and heard.result.error for heard in (first, second)] == [None, None]
     assert second.iterations == [1]
     assert index.read_bytes() != before
-    run = TrainedRun.open(job.root / "full")
+    run = TrainedRun.open(job.root / "judged-full")
     with pytest.raises(ModelError, match="weights 'reference': this run has policy, old, ema"):
         run.with_weights("reference")
 

@@ -258,7 +258,7 @@ def test_a_run_that_does_not_fit_on_the_disk_is_refused(
     tight = config(model=model, learner=learner, runs_dir=str(tmp_path), name="tight")
     needed = sum(part.bytes for part in make_plan(tight).disk if part.part in {"checkpoints", "export"})
     free = int(needed) - 1
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=2 * free + 1, free=free))
     with pytest.raises(StoreError, match="Free some space"):
         require_disk(tight)
     checkpoint = tmp_path / "tight" / "checkpoints" / "000001" / "weights"
