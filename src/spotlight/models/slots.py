@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -276,6 +277,8 @@ def _check_same(slot: Slot, parameters: Mapping[str, Tensor], tensors: Mapping[s
 
 
 def _reshard(module: nn.Module) -> None:
+    if not dist.is_initialized():  # nothing is sharded then, and walking a DiT's modules takes its time
+        return
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
