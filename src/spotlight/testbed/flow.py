@@ -63,15 +63,15 @@ class FlowRecipe:
     )
 
 
-def composition_recipe() -> FlowRecipe:
-    """The second stage: mostly high noise, where the prompt decides what is drawn and where.
+def composition_recipe(steps: int) -> FlowRecipe:
+    """A later stage: mostly high noise, where the prompt decides what is drawn and where.
 
     The pictures are mostly white, so their normalised latents are sparse and strong: what a picture shows
     is settled at noise levels above 0.9, which the first stage hardly visits.
     """
     return FlowRecipe(
         shift=None,
-        steps=900,
+        steps=steps,
         learning_rate=1.5e-3,
         warmup_steps=50,
         tag_weights={

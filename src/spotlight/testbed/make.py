@@ -1,10 +1,10 @@
 """Remake the embedded pipeline: ``python -m spotlight.testbed.make OUT``.
 
-Trains the VAE, then DiT and text encoder jointly in two stages. Writes a
+Trains the VAE, then DiT and text encoder jointly in three stages. Writes a
 ``QwenImagePipeline`` directory with two more files: ``TRAINING.json`` (recipe and its hash, seconds, losses,
 reconstruction quality) and ``scores.json`` (what the result scores on the held-out prompts, before any
 reinforcement learning). The same seed, threads and library versions on the same kind of CPU give the same
-weights; those shipped were made with two threads.
+weights; those shipped were made with two threads, the last stage with one.
 
 ``--untrained`` writes the same architecture with random weights in a few seconds.
 """
@@ -48,7 +48,7 @@ class Recipe:
     seed: int = 0
     vae: VaeRecipe = field(default_factory=VaeRecipe)
     flow: FlowRecipe = field(default_factory=FlowRecipe)
-    composition: FlowRecipe = field(default_factory=composition_recipe)
+    composition: tuple[FlowRecipe, ...] = (composition_recipe(900), composition_recipe(1500))
 
     def scaled(self, factor: float) -> Recipe:
         """The same recipe with ``factor`` times the training steps."""
@@ -56,7 +56,9 @@ class Recipe:
             self,
             vae=replace(self.vae, steps=max(round(self.vae.steps * factor), 30)),
             flow=replace(self.flow, steps=max(round(self.flow.steps * factor), 30)),
-            composition=replace(self.composition, steps=max(round(self.composition.steps * factor), 30)),
+            composition=tuple(
+                replace(stage, steps=max(round(stage.steps * factor), 30)) for stage in self.composition
+            ),
         )
 
 
@@ -94,11 +96,11 @@ def make(directory: Path, recipe: Recipe) -> None:
     quality = reconstruction_quality(parts, test, recipe.seed)
     log(f"vae reconstructions: {quality}")
     flow_losses = []
-    for stage, (name, flow) in enumerate((("flow", recipe.flow), ("composition", recipe.composition))):
+    for stage, flow in enumerate((recipe.flow, *recipe.composition)):
         seed = recipe.seed + 10 * stage
-        with clock.phase(f"{name}_data"):
+        with clock.phase(f"flow_{stage}_data"):
             data = make_data(parts, train, flow, seed + 1)
-        with clock.phase(name):
+        with clock.phase(f"flow_{stage}"):
             flow_losses.append(train_flow(parts, data, flow, seed + 2, log))
         architecture.coarsen(parts.transformer)
         architecture.coarsen(parts.text_encoder)
