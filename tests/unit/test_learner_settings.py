@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -26,6 +27,17 @@ def test_warm_up_is_linear_and_its_first_step_moves(warmup: int, step: int) -> N
     assert rate == pytest.approx(0.5 * min(1, (step + 1) / max(warmup, 1)))
 
 
+@given(st.integers(0, 20), st.integers(1, 200))
+def test_the_learning_rate_falls_along_a_cosine_to_nothing(warmup: int, after: int) -> None:
+    settings = LearnerSettings(REWARDS, learning_rate=0.5, warmup_steps=warmup, decay_steps=warmup + after)
+    rates = [settings.learning_rate_at(step) for step in range(warmup, warmup + after + 1)]
+    assert rates[0] == 0.5
+    assert all(earlier > later for earlier, later in pairwise(rates))
+    assert rates[-1] == pytest.approx(0, abs=1e-12)
+    assert rates[after // 2] == pytest.approx(0.25, abs=0.5 / after)
+    assert sum(rates) / len(rates) == pytest.approx(0.25, abs=1e-12)
+
+
 @given(st.integers(1, 1000), st.integers(1, 10), st.floats(0, 0.999))
 def test_the_average_decays_as_published(step: int, every: int, cap: float) -> None:
     decay = LearnerSettings(REWARDS, ema_cap=cap, ema_every=every).ema_decay(step)
@@ -42,6 +54,7 @@ def test_the_average_decays_as_published(step: int, every: int, cap: float) -> N
         ({"epsilon": math.nan}, "epsilon is nan"),
         ({"max_grad_norm": -1.0}, "max_grad_norm is -1.0"),
         ({"warmup_steps": -1}, "warmup_steps is -1"),
+        ({"warmup_steps": 5, "decay_steps": 5}, "decay_steps is 5"),
         ({"ema_cap": 1.0}, "ema_cap is 1.0"),
         ({"ema_cap": 0.5, "ema_every": 0}, "ema_every 0"),
         ({"autocast": torch.float16}, "autocast is torch.float16"),

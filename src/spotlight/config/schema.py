@@ -349,6 +349,8 @@ class LearnerConfig(Section):
     """AdamW's."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Optimizer steps of linear warm-up."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """Learning rate after warm-up: constant, or falling along half a cosine to 0 after ``iterations``."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this norm."""
     updates_per_batch: PositiveInt = 1

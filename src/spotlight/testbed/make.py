@@ -1,10 +1,9 @@
 """Remake the embedded pipeline: ``python -m spotlight.testbed.make OUT``.
 
-Trains the VAE, then DiT and text encoder jointly in three stages. Writes a
-``QwenImagePipeline`` directory with two more files: ``TRAINING.json`` (recipe and its hash, seconds, losses,
-reconstruction quality) and ``scores.json`` (what the result scores on the held-out prompts, before any
-reinforcement learning). The same seed, threads and library versions on the same kind of CPU give the same
-weights; those shipped were made with two threads, the last stage with one.
+Trains the VAE, then DiT and text encoder jointly. Writes a ``QwenImagePipeline`` directory with two more
+files: ``TRAINING.json`` (recipe and its hash, seconds, losses, reconstruction quality) and ``scores.json``
+(what the result scores on the held-out prompts, before any reinforcement learning). The same seed, threads
+and library versions on the same kind of CPU give the same weights; those shipped were made with one thread.
 
 ``--untrained`` writes the same architecture with random weights in a few seconds.
 """
@@ -31,7 +30,7 @@ import transformers
 
 from spotlight.rewards.shapes import shapes
 from spotlight.testbed import architecture
-from spotlight.testbed.flow import FlowRecipe, composition_recipe, make_data, train_flow
+from spotlight.testbed.flow import FlowRecipe, make_data, train_flow
 from spotlight.testbed.prompts import Record, split
 from spotlight.testbed.scenes import render_all
 from spotlight.testbed.scores import ScoreRecipe, as_json, score_pipeline
@@ -48,7 +47,6 @@ class Recipe:
     seed: int = 0
     vae: VaeRecipe = field(default_factory=VaeRecipe)
     flow: FlowRecipe = field(default_factory=FlowRecipe)
-    composition: tuple[FlowRecipe, ...] = (composition_recipe(900), composition_recipe(1500))
 
     def scaled(self, factor: float) -> Recipe:
         """The same recipe with ``factor`` times the training steps."""
@@ -56,9 +54,6 @@ class Recipe:
             self,
             vae=replace(self.vae, steps=max(round(self.vae.steps * factor), 30)),
             flow=replace(self.flow, steps=max(round(self.flow.steps * factor), 30)),
-            composition=tuple(
-                replace(stage, steps=max(round(stage.steps * factor), 30)) for stage in self.composition
-            ),
         )
 
 
@@ -95,15 +90,12 @@ def make(directory: Path, recipe: Recipe) -> None:
         architecture.coarsen(parts.vae)
     quality = reconstruction_quality(parts, test, recipe.seed)
     log(f"vae reconstructions: {quality}")
-    flow_losses = []
-    for stage, flow in enumerate((recipe.flow, *recipe.composition)):
-        seed = recipe.seed + 10 * stage
-        with clock.phase(f"flow_{stage}_data"):
-            data = make_data(parts, train, flow, seed + 1)
-        with clock.phase(f"flow_{stage}"):
-            flow_losses.append(train_flow(parts, data, flow, seed + 2, log))
-        architecture.coarsen(parts.transformer)
-        architecture.coarsen(parts.text_encoder)
+    with clock.phase("flow_data"):
+        data = make_data(parts, train, recipe.flow, recipe.seed + 1)
+    with clock.phase("flow"):
+        flow_losses = train_flow(parts, data, recipe.flow, recipe.seed + 2, log)
+    architecture.coarsen(parts.transformer)
+    architecture.coarsen(parts.text_encoder)
     architecture.save(parts, directory)
     with clock.phase("scores"):
         scores = measure(directory, test)

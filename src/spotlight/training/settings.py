@@ -41,6 +41,8 @@ class LearnerSettings:
         epsilon: AdamW's.
         weight_decay: AdamW's.
         warmup_steps: optimizer steps of linear warm-up; the first step already moves.
+        decay_steps: the learning rate falls along half a cosine to zero over so many optimizer steps, the
+            warm-up among them; steps beyond them are not taken. None: it stays.
         max_grad_norm: gradients are scaled down to this 2-norm.
         ema_cap: largest decay of the moving average in slot ``ema``; the decay is min((1 + n)/(10 + n), cap)
             with n the optimizer steps taken (Flow-GRPO). None: no average.
@@ -56,6 +58,7 @@ class LearnerSettings:
     epsilon: float = 1e-8
     weight_decay: float = 1e-4
     warmup_steps: int = 0
+    decay_steps: int | None = None
     max_grad_norm: float = 1.0
     ema_cap: float | None = None
     ema_every: int = 1
@@ -69,6 +72,11 @@ class LearnerSettings:
                 raise ValueError(f"learner's {key} is {value}; expected a number above 0")
         if self.warmup_steps < 0:
             raise ValueError(f"learner's warmup_steps is {self.warmup_steps}; expected at least 0")
+        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
+            raise ValueError(
+                f"learner's decay_steps is {self.decay_steps}; expected more than its warmup_steps "
+                f"({self.warmup_steps}), or None"
+            )
         if not 0 <= (self.ema_cap or 0) < 1 or self.ema_every < 1:
             raise ValueError(
                 f"learner's ema_cap is {self.ema_cap} and ema_every {self.ema_every}; "
@@ -81,9 +89,12 @@ class LearnerSettings:
 
     def learning_rate_at(self, step: int) -> float:
         """Of the optimizer step that follows ``step`` steps."""
-        if step >= self.warmup_steps:
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        if self.decay_steps is None:
             return self.learning_rate
-        return self.learning_rate * (step + 1) / self.warmup_steps
+        done = min((step - self.warmup_steps) / (self.decay_steps - self.warmup_steps), 1.0)
+        return self.learning_rate * (1 + math.cos(math.pi * done)) / 2
 
     def ema_decay(self, steps: int) -> float | None:
         """The average's decay after optimizer step number ``steps`` (1 is the first); None: not now."""
