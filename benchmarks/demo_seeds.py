@@ -2,11 +2,13 @@
 
     python benchmarks/demo_seeds.py --json demo_seeds.json
     python benchmarks/demo_seeds.py --seeds 3 iterations=20 learner.learning_rate=5e-4
+    python benchmarks/demo_seeds.py --seeds 1 --config examples/testbed-full.yaml \\
+        --config examples/testbed-flow-grpo.yaml 'data.tags=[counting]' iterations=30
 
-Runs the embedded default of ``spotlight train`` once a seed, one after the other, through the real command
-(a run that is there already is not repeated). Prints the validation of every evaluation, the gain of each
-seed against the noise of its two evaluations (their standard errors, taken as independent), and the
-seconds of an iteration by phase. Extra arguments are overrides for all runs.
+Runs the embedded default of ``spotlight train``, or each configuration named, once a seed, one after the
+other, through the real command (a run that is there already is not repeated). Prints the validation of
+every evaluation, the gain of each run against the noise of its two evaluations (their standard errors,
+taken as independent), and the seconds of an iteration by phase. Extra arguments are overrides for all runs.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ class SeedResult:
     """One run.
 
     Attributes:
+        name: of the run.
         iterations: of every evaluation.
         strict: mean strict score at each.
         graded: mean graded score at each.
@@ -47,6 +50,7 @@ class SeedResult:
         phase_s: median seconds of an iteration by phase.
     """
 
+    name: str
     run_seed: int
     iterations: tuple[int, ...]
     strict: tuple[float, ...]
@@ -62,11 +66,13 @@ class SeedResult:
 def main(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value for all runs.")] = None,
     seeds: Annotated[int, typer.Option(help="Run seeds 0, 1, ...")] = 3,
+    config: Annotated[list[Path] | None, typer.Option(help="Compare these configurations instead.")] = None,
     runs_dir: Annotated[Path, typer.Option(help="Where the runs are kept.")] = Path("runs/demo-seeds"),
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
 ) -> None:
     """Run the demo once a seed and compare."""
-    results = [run(seed, runs_dir, overrides or []) for seed in range(seeds)]
+    configs: list[Path | None] = [*config] if config else [None]
+    results = [run(each, seed, runs_dir, overrides or []) for each in configs for seed in range(seeds)]
     console = Console()
     console.print(curve_table(results))
     console.print(phase_table(results))
@@ -79,24 +85,25 @@ def main(
         json_file.write_text(json.dumps(record, indent=2) + "\n")
 
 
-def run(seed: int, runs_dir: Path, overrides: Sequence[str]) -> SeedResult:
+def run(config: Path | None, seed: int, runs_dir: Path, overrides: Sequence[str]) -> SeedResult:
     """Train one seed through the command line and read what it left."""
-    name = f"seed-{seed}"
+    name = f"{config.stem}-{seed}" if config else f"seed-{seed}"
     command = [
-        *(sys.executable, "-m", "spotlight.cli", "train", "--plain"),
+        *(sys.executable, "-m", "spotlight.cli", "train", *([str(config)] if config else []), "--plain"),
         *(f"name={name}", f"run_seed={seed}", f"runs_dir={runs_dir}"),
         *overrides,
     ]
     subprocess.run(command, check=True)
     directory = runs_dir / name
-    return collect(seed, read_run(directory), read_summary(directory / "summary.json").wall_s)
+    return collect(name, seed, read_run(directory), read_summary(directory / "summary.json").wall_s)
 
 
-def collect(seed: int, run: RunRecord, wall_s: float) -> SeedResult:
+def collect(name: str, seed: int, run: RunRecord, wall_s: float) -> SeedResult:
     """The figures of a finished run."""
     change = run.change("strict")
     phases = sorted({name for row in run.rows for name in row.values if name.startswith(SECONDS)})
     return SeedResult(
+        name=name,
         run_seed=seed,
         iterations=tuple(point.iteration for point in run.validations),
         strict=tuple(point.scores["strict"].mean for point in run.validations),
@@ -118,7 +125,7 @@ def curve_table(results: Sequence[SeedResult]) -> Table:
     table = Table(title="Held-out validation: strict (graded)")
     table.add_column("iteration", justify="right")
     for result in results:
-        table.add_column(f"seed {result.run_seed}", justify="right")
+        table.add_column(result.name, justify="right")
     for index, iteration in enumerate(results[0].iterations):
         cells = (f"{result.strict[index]:.3f} ({result.graded[index]:.3f})" for result in results)
         table.add_row(str(iteration), *cells)
@@ -136,7 +143,7 @@ def phase_table(results: Sequence[SeedResult]) -> Table:
     table = Table(title="Seconds of an iteration by phase (median)")
     table.add_column("phase")
     for result in results:
-        table.add_column(f"seed {result.run_seed}", justify="right")
+        table.add_column(result.name, justify="right")
     for phase in sorted({phase for result in results for phase in result.phase_s}):
         table.add_row(phase, *(f"{result.phase_s.get(phase, 0.0):.2f}" for result in results))
     return table
