@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -346,6 +347,7 @@ def clean_audit(run: Path, limits: AuditLimits = CHECKPOINTED) -> AuditReport:
     """The run's audit, which must find nothing; and what was billed is what the phases sum to."""
     report = audit(run, limits)
     assert report.ok, report.violations
-    billed_s = sum(bill.billed_s for bill in report.attempts)
-    assert abs(sum(report.gpu_seconds_by_phase.values()) - billed_s) <= 0.01 * billed_s
+    assert all(bill.is_honest for bill in report.attempts)
+    accounted_s = sum(bill.accounted_s for bill in report.attempts)
+    assert sum(report.gpu_seconds_by_phase.values()) == pytest.approx(accounted_s)
     return report

@@ -24,7 +24,6 @@ def find_problems(config: RunConfig) -> list[Problem]:
         *_sampler(config),
         *_window(config),
         *batch_problems(config),
-        *_learning_rate(config),
         *_evaluation(config),
         *_rewards(config),
     ]
@@ -53,16 +52,6 @@ def _sampler(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "rollout.noise_level", "0", f"above 0 with algorithm.name={algorithm.name}",
             "Without noise a step has no log-probability; Flow-GRPO uses 0.7.",
-        )  # fmt: skip
-
-
-def _learning_rate(config: RunConfig) -> Iterator[Problem]:
-    learner, steps = config.learner, config.iterations * config.learner.updates_per_batch
-    if learner.schedule == "cosine" and learner.warmup_steps >= steps:
-        yield Problem(
-            "learner.warmup_steps", str(learner.warmup_steps),
-            f"fewer than the run's {steps} optimizer steps with learner.schedule=cosine",
-            "Shorten the warm-up, raise iterations, or set learner.schedule=constant.",
         )  # fmt: skip
 
 

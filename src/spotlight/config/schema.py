@@ -350,7 +350,8 @@ class LearnerConfig(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Optimizer steps of linear warm-up."""
     schedule: Literal["constant", "cosine"] = "constant"
-    """Learning rate after warm-up: constant, or falling along half a cosine to 0 after ``iterations``."""
+    """Learning rate after warm-up: constant, or falling along half a cosine to 0 at the end of
+    ``iterations`` (who raises these to continue a run lifts it again)."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this norm."""
     updates_per_batch: PositiveInt = 1
