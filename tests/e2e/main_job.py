@@ -55,6 +55,7 @@ TINY = (
     "learner.lora.rank=4",
     "learner.lora.alpha=8.0",
     "learner.learning_rate=0.03",
+    "learner.decay_iterations=null",
     "metrics.tensorboard=false",
     "rewards=[{name: jpeg_size}]",
 )

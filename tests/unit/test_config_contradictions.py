@@ -37,6 +37,12 @@ WINDOW = (*GRPO, "rollout.sde_window.kind=random")
         ([*WINDOW, "algorithm.train_timesteps=4"], "algorithm.train_timesteps", "widen rollout.sde_window"),
         (["learner.updates_per_batch=5"], "learner.updates_per_batch", "4 or 6"),
         (["learner.micro_batch_size=50"], "learner.micro_batch_size", "48 or 64"),
+        (["iterations=9", "learner.decay_iterations=8"], "iterations", "for a new run"),
+        (
+            ["iterations=2", "learner={decay_iterations: 3, warmup_steps: 3, micro_batch_size: 64}"],
+            "learner.warmup_steps",
+            "lengthen the decay",
+        ),
         (["evaluation.weights=ema"], "evaluation.weights", "learner.ema.cap"),
         ([*GRPO, "evaluation.weights=old"], "evaluation.weights", "keeps no old policy"),
         (["evaluation.grid_images=17"], "evaluation.grid_images", "lower it or evaluate more"),

@@ -84,7 +84,7 @@ def test_commands_options_and_overrides_exist(page: Path) -> None:
         assert words[0] in COMMANDS.commands, f"{by_name(page)}: spotlight {' '.join(words)}"
         require_options(words)
         if words[0] in {"train", "config"}:
-            require_configuration(page, [word for word in words[1:] if not word.startswith("-")])
+            require_configuration(page, [word for word in words[1:] if not word.startswith("-")], whole=True)
 
 
 def require_options(words: Sequence[str]) -> None:
@@ -96,8 +96,12 @@ def require_options(words: Sequence[str]) -> None:
     assert not unknown, f"spotlight {words[0]} has no {unknown}"
 
 
-def require_configuration(page: Path, arguments: Sequence[str]) -> None:
-    """The file exists (or stands for one), and the overrides load upon it; single examples may contradict."""
+def require_configuration(page: Path, arguments: Sequence[str], *, whole: bool) -> None:
+    """The file exists (or stands for one), and the overrides load upon it.
+
+    Args:
+        whole: a command line as it stands, which must work unless the page shows its error.
+    """
     files = [word for word in arguments if "=" not in word and "CONFIG" not in word and ">" not in word]
     overrides = [word for word in arguments if OVERRIDE.match(word)]
     path: Path | None = None
@@ -105,16 +109,16 @@ def require_configuration(page: Path, arguments: Sequence[str]) -> None:
         homes = (ROOT, ROOT / "examples" / "tutorial", page.parent)
         path = next((home / files[0] for home in homes if (home / files[0]).is_file()), None)
         assert path is not None, f"{by_name(page)} names {files[0]}, which is not there"
-    for override in overrides:
-        assert not unknown_key(path, override), f"{by_name(page)} names {override.partition('=')[0]}"
-
-
-def unknown_key(path: Path | None, override: str) -> bool:
     try:
-        load_config(path, [override])
-    except ConfigError as error:  # a contradiction alone is fine: other overrides may stand beside it
-        return any("unknown key" in problem.found for problem in error.problems)
-    return False
+        load_config(path, overrides)
+    except ConfigError as error:
+        # A key named on its own may contradict a default; so may a line whose error the page shows.
+        wrong = [problem for problem in error.problems if "unknown key" in problem.found]
+        shown = all(
+            problem.key in page.read_text() and "Error: " in page.read_text() for problem in error.problems
+        )
+        if wrong or (whole and not shown):
+            raise AssertionError(f"{by_name(page)}: {' '.join(arguments)}") from error
 
 
 @pytest.mark.parametrize(
@@ -141,7 +145,7 @@ def test_the_checks_see_what_is_gone(
 def test_keys_and_values_between_backticks_exist(page: Path) -> None:
     for code in INLINE.findall(FENCE.sub("", page.read_text())):
         if OVERRIDE.match(code) and "." in code.partition("=")[0]:
-            require_configuration(page, [code])
+            require_configuration(page, [code], whole=False)
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=by_name)

@@ -38,15 +38,6 @@ def test_the_learning_rate_falls_along_a_cosine_to_nothing(warmup: int, after: i
     assert sum(rates) / len(rates) == pytest.approx(0.25, abs=1e-12)
 
 
-@given(st.integers(1, 30), st.data())
-def test_a_run_shorter_than_its_warm_up_sees_nothing_of_the_fall(warmup: int, data: st.DataObject) -> None:
-    total = data.draw(st.integers(1, warmup))
-    falling = LearnerSettings(REWARDS, learning_rate=0.5, warmup_steps=warmup, decay_steps=total)
-    constant = LearnerSettings(REWARDS, learning_rate=0.5, warmup_steps=warmup)
-    for step in range(total):
-        assert falling.learning_rate_at(step) == constant.learning_rate_at(step)
-
-
 @given(st.integers(1, 1000), st.integers(1, 10), st.floats(0, 0.999))
 def test_the_average_decays_as_published(step: int, every: int, cap: float) -> None:
     decay = LearnerSettings(REWARDS, ema_cap=cap, ema_every=every).ema_decay(step)
@@ -63,7 +54,7 @@ def test_the_average_decays_as_published(step: int, every: int, cap: float) -> N
         ({"epsilon": math.nan}, "epsilon is nan"),
         ({"max_grad_norm": -1.0}, "max_grad_norm is -1.0"),
         ({"warmup_steps": -1}, "warmup_steps is -1"),
-        ({"decay_steps": 0}, "decay_steps is 0"),
+        ({"warmup_steps": 5, "decay_steps": 5}, "decay_steps is 5"),
         ({"ema_cap": 1.0}, "ema_cap is 1.0"),
         ({"ema_cap": 0.5, "ema_every": 0}, "ema_every 0"),
         ({"autocast": torch.float16}, "autocast is torch.float16"),

@@ -53,7 +53,7 @@ def train(
 
       spotlight train
 
-      spotlight train name=mine run_seed=1 iterations=80
+      spotlight train name=mine run_seed=1 iterations=20
 
       spotlight train qwen.yaml rollout.steps=8 --dry-run
 

@@ -24,6 +24,7 @@ def find_problems(config: RunConfig) -> list[Problem]:
         *_sampler(config),
         *_window(config),
         *batch_problems(config),
+        *_learning_rate(config),
         *_evaluation(config),
         *_rewards(config),
     ]
@@ -52,6 +53,25 @@ def _sampler(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "rollout.noise_level", "0", f"above 0 with algorithm.name={algorithm.name}",
             "Without noise a step has no log-probability; Flow-GRPO uses 0.7.",
+        )  # fmt: skip
+
+
+def _learning_rate(config: RunConfig) -> Iterator[Problem]:
+    learner = config.learner
+    if learner.decay_iterations is None:
+        return
+    if config.iterations > learner.decay_iterations:
+        yield Problem(
+            "iterations", str(config.iterations),
+            f"at most learner.decay_iterations={learner.decay_iterations}, where the learning rate is 0",
+            "Raise learner.decay_iterations with it (for a new run: it changes every step's learning rate).",
+        )  # fmt: skip
+    steps = learner.decay_iterations * learner.updates_per_batch
+    if learner.warmup_steps >= steps:
+        yield Problem(
+            "learner.warmup_steps", str(learner.warmup_steps),
+            f"fewer than the {steps} optimizer steps of learner.decay_iterations={learner.decay_iterations}",
+            "Shorten the warm-up, or lengthen the decay.",
         )  # fmt: skip
 
 

@@ -68,7 +68,7 @@ class SdeWindowConfig(Section):
     every: PositiveInt = 25
     """Iterations between two moves (``sliding``)."""
     decay: Annotated[float, Field(ge=0)] = 0.0
-    """Makes later positions shorter: ``every * exp(-decay * position)`` iterations (``sliding``)."""
+    """Shortens the clean half: ``every * exp(-decay * max(position - steps / 2, 0))`` (``sliding``)."""
 
 
 class RolloutConfig(Section):
@@ -349,9 +349,9 @@ class LearnerConfig(Section):
     """AdamW's."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Optimizer steps of linear warm-up."""
-    schedule: Literal["constant", "cosine"] = "constant"
-    """Learning rate after warm-up: constant, or falling along half a cosine to 0 at the end of
-    ``iterations`` (who raises these to continue a run lifts it again)."""
+    decay_iterations: PositiveInt | None = None
+    """After warm-up the learning rate falls along half a cosine, to 0 after so many iterations; default: it
+    stays."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are scaled down to this norm."""
     updates_per_batch: PositiveInt = 1

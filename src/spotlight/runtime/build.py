@@ -179,7 +179,7 @@ def make_learner_settings(config: RunConfig) -> LearnerSettings:
         epsilon=learner.epsilon,
         weight_decay=learner.weight_decay,
         warmup_steps=learner.warmup_steps,
-        decay_steps=config.iterations * learner.updates_per_batch if learner.schedule == "cosine" else None,
+        decay_steps=learner.decay_iterations and learner.decay_iterations * learner.updates_per_batch,
         max_grad_norm=learner.max_grad_norm,
         ema_cap=learner.ema.cap if learner.ema else None,
         ema_every=learner.ema.every if learner.ema else 1,

@@ -42,8 +42,7 @@ class LearnerSettings:
         weight_decay: AdamW's.
         warmup_steps: optimizer steps of linear warm-up; the first step already moves.
         decay_steps: after the warm-up the learning rate falls along half a cosine, to zero after so many
-            optimizer steps from the start (a run no longer than its warm-up sees nothing of it). None: it
-            stays.
+            optimizer steps from the start. None: it stays.
         max_grad_norm: gradients are scaled down to this 2-norm.
         ema_cap: largest decay of the moving average in slot ``ema``; the decay is min((1 + n)/(10 + n), cap)
             with n the optimizer steps taken (Flow-GRPO). None: no average.
@@ -73,8 +72,11 @@ class LearnerSettings:
                 raise ValueError(f"learner's {key} is {value}; expected a number above 0")
         if self.warmup_steps < 0:
             raise ValueError(f"learner's warmup_steps is {self.warmup_steps}; expected at least 0")
-        if self.decay_steps is not None and self.decay_steps < 1:
-            raise ValueError(f"learner's decay_steps is {self.decay_steps}; expected at least 1, or None")
+        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
+            raise ValueError(
+                f"learner's decay_steps is {self.decay_steps}; expected more than its warmup_steps "
+                f"({self.warmup_steps}), or None"
+            )
         if not 0 <= (self.ema_cap or 0) < 1 or self.ema_every < 1:
             raise ValueError(
                 f"learner's ema_cap is {self.ema_cap} and ema_every {self.ema_every}; "
@@ -91,7 +93,7 @@ class LearnerSettings:
             return self.learning_rate * (step + 1) / self.warmup_steps
         if self.decay_steps is None:
             return self.learning_rate
-        done = min((step - self.warmup_steps) / max(self.decay_steps - self.warmup_steps, 1), 1.0)
+        done = min((step - self.warmup_steps) / (self.decay_steps - self.warmup_steps), 1.0)
         return self.learning_rate * (1 + math.cos(math.pi * done)) / 2
 
     def ema_decay(self, steps: int) -> float | None:
