@@ -126,9 +126,8 @@ def curve_table(results: Sequence[SeedResult]) -> Table:
     table.add_column("iteration", justify="right")
     for result in results:
         table.add_column(result.name, justify="right")
-    for index, iteration in enumerate(results[0].iterations):
-        cells = (f"{result.strict[index]:.3f} ({result.graded[index]:.3f})" for result in results)
-        table.add_row(str(iteration), *cells)
+    for iteration in sorted({iteration for result in results for iteration in result.iterations}):
+        table.add_row(str(iteration), *(score_cell(result, iteration) for result in results))
     table.add_section()
     table.add_row("standard error", *(f"{result.stderr:.3f}" for result in results))
     table.add_row("gain", *(f"{result.gain:+.3f} ± {result.noise:.3f}" for result in results))
@@ -136,6 +135,14 @@ def curve_table(results: Sequence[SeedResult]) -> Table:
     table.add_row("wall, s", *(f"{result.wall_s:.0f}" for result in results))
     table.add_row("cost, USD", *(f"{result.cost_usd:.4f}" for result in results))
     return table
+
+
+def score_cell(result: SeedResult, iteration: int) -> str:
+    """Strict (graded) score of an evaluation; nothing where the run had none."""
+    if iteration not in result.iterations:
+        return ""
+    index = result.iterations.index(iteration)
+    return f"{result.strict[index]:.3f} ({result.graded[index]:.3f})"
 
 
 def phase_table(results: Sequence[SeedResult]) -> Table:

@@ -19,7 +19,8 @@ class ValidationPoint:
     Attributes:
         iteration: iterations trained before.
         samples_trained: samples that had entered optimizer steps.
-        wall_s: seconds of work on the run until then.
+        wall_s: seconds of work on the run until then, from the start of training code: the interpreter's
+            start and its imports come before.
         strict: mean of the strict score, in [0, 1]; None where the rewards have none.
         graded: mean of the reward that training maximises.
     """
