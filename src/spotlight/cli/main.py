@@ -11,8 +11,10 @@ from spotlight.cli.doctor import doctor
 from spotlight.cli.evaluate import evaluate
 from spotlight.cli.export import export
 from spotlight.cli.generate import generate
+from spotlight.cli.prices import prices
 from spotlight.cli.rewards import rewards
 from spotlight.cli.runs import runs
+from spotlight.cli.traces import traces
 from spotlight.cli.train import train
 from spotlight.cli.version import version
 
@@ -34,6 +36,8 @@ for name, command, panel in (
     ("generate", generate, "Use"),
     ("export", export, "Use"),
     ("card", card, "Use"),
+    ("prices", prices, "Plan"),
+    ("traces", traces, "Plan"),
     ("config", config, "Look up"),
     ("rewards", rewards, "Look up"),
     ("doctor", doctor, "Look up"),
