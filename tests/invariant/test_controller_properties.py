@@ -124,7 +124,7 @@ def _completes_twice(self: PullQueue, lease: LeaseId, epoch: int, rollout: Rollo
 
 def _loses_requeued(self: PullQueue, leases: list[_Held]) -> list[RolloutId]:
     for held in leases:
-        del self._held[held.lease.id]
+        self._forget(held.lease)
         for rollout in held.open:
             del self._entries[rollout]
     return []
@@ -139,9 +139,9 @@ def _believes_anyone(self: PullQueue, lease: LeaseId, epoch: int, rollout: Rollo
 
 def _closes_any(self: PullQueue, lease: LeaseId, rollout: RolloutId) -> None:
     for held in list(self._held.values()):
-        held.open.discard(rollout)
+        held.open.pop(rollout, None)
         if not held.open:
-            del self._held[held.lease.id]
+            self._forget(held.lease)
 
 
 def _takes_every_score(self: Controller, rollout: RolloutId) -> bool:

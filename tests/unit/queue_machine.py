@@ -86,8 +86,9 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1.0, 4.0, LEASE_S]))
     def wait(self, seconds: float) -> None:
         self.now += seconds
-        requeued = self.queue.expire(self.now)
-        assert sorted(requeued) == self._revoke({i for i, at in self.deadlines.items() if at <= self.now})
+        late = {i for i, at in self.deadlines.items() if at <= self.now}
+        assert {lease.id for lease in self.queue.expire(self.now)} == late
+        self._revoke(late)
 
     @precondition(lambda self: self.epochs)
     @rule(data=st.data(), capacity=st.integers(1, 4))

@@ -125,7 +125,7 @@ def _completes_twice(self: PullQueue, lease: LeaseId, epoch: int, rollout: Rollo
 
 def _loses_requeued(self: PullQueue, leases: list[_Held]) -> list[RolloutId]:
     for held in leases:
-        del self._held[held.lease.id]
+        self._forget(held.lease)
         for rollout in held.open:
             self._entries[rollout].lease = None
     return [rollout for held in leases for rollout in held.open]
@@ -145,9 +145,10 @@ def _believes_anyone(self: PullQueue, lease: LeaseId, epoch: int, rollout: Rollo
 
 def _ignores_value(self: PullQueue, entry: _Entry) -> None:
     heapq.heappush(self._heap, (0, 0, 0, entry.order, entry.rollout.id))
+    self._waiting += 1
 
 
-def _never_expires(self: PullQueue, now: float) -> list[RolloutId]:
+def _never_expires(self: PullQueue, now: float) -> list[Lease]:
     return []
 
 

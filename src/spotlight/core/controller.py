@@ -25,11 +25,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
 
 from spotlight.core import events as ev
 from spotlight.core.batches import even_out, micro_batches, split_updates
+from spotlight.core.cluster import Cluster
 from spotlight.core.effects import (
     CommitCheckpoint,
     DiscardSamples,
@@ -41,79 +40,64 @@ from spotlight.core.effects import (
     PrepareBatch,
     PublishWeights,
     ReportEvaluation,
+    RestoreLearner,
+    RollBack,
     ScoreSamples,
     StepOptimizer,
     TrainMicroBatch,
     WriteRecord,
 )
+from spotlight.core.exploration import Arm, ArmPolicy, FixedArm, Window
+from spotlight.core.issue import evaluation_rollouts, preview_rollouts, train_rollouts
+from spotlight.core.iteration import LEARNER_IDLES, Iteration, Safe
+from spotlight.core.iteration import Stage as Stage
 from spotlight.core.ledger import Ledger
+from spotlight.core.plan import Explore, require_usable
 from spotlight.core.plan import Plan as Plan
-from spotlight.core.plan import require_usable
-from spotlight.core.queue import PullQueue, Verdict
+from spotlight.core.queue import PullQueue, Verdict, first_epoch
 from spotlight.core.records import REWARD, StepApplied
-from spotlight.core.seeds import derive_seed, prompts_of_iteration
+from spotlight.core.recovery import Recovery
+from spotlight.core.seeds import prompts_of_iteration
+from spotlight.core.snapshot import Snapshot
 from spotlight.core.types import (
     DropReason,
     Group,
     LeaseId,
-    MicroBatch,
     PolicyVersion,
     Prompt,
-    PromptId,
-    Purpose,
     Rollout,
     RolloutId,
+    WorkerId,
 )
 
 ROLLOUT_ATTEMPTS = 2
 """A rollout that fails this often is dropped: its randomness is fixed, so it will fail again."""
 
 
-class Stage(StrEnum):
-    """Where the current iteration stands."""
-
-    IDLE = "idle"
-    ROLLING = "rolling"
-    REPORTING = "reporting"
-    PREPARING = "preparing"
-    TRAINING = "training"
-    FINISHING = "finishing"
-    PUBLISHING = "publishing"
-    COMMITTING = "committing"
-    OVER = "over"
-
-
-@dataclass(slots=True)
-class _Iteration:
-    """Bookkeeping of the current iteration; ``unscored`` holds rollouts neither scored nor dropped."""
-
-    rollouts: dict[RolloutId, Rollout] = field(default_factory=dict)
-    groups: dict[tuple[int, PromptId], list[RolloutId]] = field(default_factory=dict)
-    scores: dict[RolloutId, Mapping[str, float]] = field(default_factory=dict)
-    unscored: set[RolloutId] = field(default_factory=set)
-    finished: set[RolloutId] = field(default_factory=set)
-    evaluation: list[RolloutId] = field(default_factory=list)
-    updates: list[list[MicroBatch]] = field(default_factory=list)
-    update: int = 0
-    micro_batch: int = 0
-    drops: int = 0
-
-
 class Controller:
     """See the module's docstring."""
 
-    def __init__(self, plan: Plan, train: Sequence[Prompt], test: Sequence[Prompt]) -> None:
+    def __init__(self, plan: Plan, train: Sequence[Prompt], test: Sequence[Prompt], term: int = 0) -> None:
         require_usable(plan, train, test)
         self.plan = plan
         self.prompts = {prompt.id: prompt for prompt in (*train, *test)}
         self.train_prompts, self.test_prompts = tuple(train), tuple(test)
-        self.queue = PullQueue(plan.lease_s)
+        self.queue = PullQueue(plan.lease_s, term)
         self.ledger = Ledger()
         self.stage = Stage.IDLE
         self.iteration = 0
         self.version = PolicyVersion(0)
+        self.cluster = Cluster(plan.cluster, self.queue, first_epoch(term), self.version)
+        explores = plan.exploration
+        self.arms: ArmPolicy | None = (
+            FixedArm(Arm(explores.seeds_per_prompt, explores.steps)) if explores else None
+        )
         self._now = 0.0
-        self._at: _Iteration = _Iteration()
+        self._at, self._window, self._safe = Iteration(), Window(0), Safe()
+        self._chosen: Mapping[int, tuple[int, ...]] = {}
+        self._committed = self._snapshot()
+        self._learner_up, self._restore_due = True, False
+        self._undo: list[Effect] = []
         self._effects: list[Effect] = []
 
     # -- the one entry ---------------------------------------------------------------------------------
@@ -121,9 +105,22 @@ class Controller:
     def handle(self, event: ev.Event, now: float) -> list[Effect]:
         """Take one event at controller time ``now`` (seconds); return the effects, in order."""
         self._now = now
-        self.queue.expire(now)
-        if self.stage is Stage.OVER:
-            event = _after_the_end(event)
+        for lease in self.queue.expire(now):
+            self.cluster.suspect(lease)
+        self.cluster.ring(now)
+        self._dispatch(_after_the_end(event) if self.stage is Stage.OVER else event)
+        if self.stage is not Stage.OVER:
+            self.cluster.learner_idles(self._learner_up and self.stage in LEARNER_IDLES)
+            self.cluster.serve(now)
+        self.ledger.check()
+        # Records come first: drivers make them durable before any checkpoint that an effect asks for. What a
+        # lost learner undoes is undone before it is recorded anew.
+        records = [WriteRecord(*numbered) for numbered in self.ledger.take_records()]
+        effects = [*self._undo, *records, *self._effects, *self.cluster.effects]
+        self._undo, self._effects, self.cluster.effects = [], [], []
+        return effects
+
+    def _dispatch(self, event: ev.Event) -> None:
         match event:
             case ev.RunStarted():
                 self._expect(Stage.IDLE, event)
@@ -134,16 +131,24 @@ class Controller:
                 self.queue.release(worker)
             case ev.WorkPulled():
                 self._grant(event)
+            case ev.GroupPulled():
+                self.cluster.pulled(event, self._now)
             case ev.ProgressCommitted(_, lease, epoch, rollout, step):
-                self._admit(self.queue.commit(lease, epoch, rollout, step, now), rollout)
-            case ev.RolloutCompleted():
-                self._complete(event)
-            case ev.RolloutFailed():
-                self._fail(event)
-            case ev.SampleRewarded(rollout, scores):
-                self._rewarded(rollout, scores)
-            case ev.RewardFailed(rollout, reason, detail):
-                self._reward_failed(rollout, reason, detail)
+                self._admit(self.queue.commit(lease, epoch, rollout, step, self._now), rollout)
+            case ev.LeaseProgressed():
+                self._progressed(event)
+            case ev.RolloutCompleted(worker, lease, epoch, rollout, version):
+                self._complete(worker, lease, epoch, (rollout,), version)
+            case ev.LeaseCompleted(worker, lease, epoch, rollouts, version):
+                self._complete(worker, lease, epoch, rollouts, version)
+            case ev.RolloutFailed(_, lease, epoch, rollout, error):
+                self._fail_lease(lease, epoch, rollout, error)
+            case ev.SampleRewarded(rollout, scores, lineage):
+                self._rewarded({rollout: scores}, lineage)
+            case ev.SamplesRewarded(scores_of, lineage):
+                self._rewarded(scores_of, lineage)
+            case ev.RewardFailed():
+                self._reward_failed(event)
             case ev.BatchPrepared() | ev.MicroBatchTrained() | ev.OptimizerStepped() | ev.BatchFinished():
                 self._train(event)
             case ev.EvaluationReported():
@@ -153,76 +158,113 @@ class Controller:
                 self._published(version)
             case ev.CheckpointCommitted():
                 self._expect(Stage.COMMITTING, event)
+                self._committed = self._snapshot()
                 self._start_iteration()
+            case ev.LearnerLost() | ev.LearnerRestored():
+                self._learner_changed(event)
             case ev.GpuTimeSpent(_, phase, seconds):
                 self.ledger.spend(phase, seconds)
             case ev.TimePassed():
                 pass
-        self.ledger.check()
-        effects, self._effects = self._effects, []
-        # Records come first: drivers make them durable before any checkpoint that an effect asks for.
-        return [WriteRecord(*numbered) for numbered in self.ledger.take_records()] + effects
+            case _:
+                self.cluster.handle(event, self._now)
+                self._restore_learner()
+
+    @property
+    def wake_s(self) -> float | None:
+        """When a :class:`~spotlight.core.events.TimePassed` must come, unless something else happens."""
+        times = [at_s for at_s in (self.queue.next_deadline_s, self.cluster.next_s) if at_s is not None]
+        return min(times, default=None)
 
     def check(self) -> None:
         """Assert every invariant, in O(rollouts of the iteration): for tests, and when there is time."""
         self.ledger.check()
         self.queue.check()
-        at = self._at
-        waiting = len(at.unscored - at.finished)
+        self.cluster.check()
+        waiting = sum(len(work.unscored - work.finished) for work in (self._at, self._window))
         assert self.queue.outstanding == waiting, "the queue lost or invented a rollout"
-        assert at.unscored.isdisjoint(at.scores), "a scored rollout still waits for its scores"
+        for work in (self._at, self._window):
+            assert work.unscored.isdisjoint(work.scores), "a scored rollout still waits for its scores"
 
     @property
     def rollouts(self) -> Mapping[RolloutId, Rollout]:
-        """The rollouts of the current iteration."""
+        """The rollouts of the current iteration, without previews."""
         return self._at.rollouts
 
     # -- issue -----------------------------------------------------------------------------------------
 
     def _start_iteration(self) -> None:
-        self._at = _Iteration()
+        self._at = Iteration()
         self.queue.forget_done()
         last = self.iteration >= self.plan.iterations
-        if not last:
+        explores = self.plan.exploration
+        first = not last and explores is not None and explores.where is Explore.CRITICAL_PATH
+        if not last and not first:
             self._issue_training()
         if last or self.iteration % self.plan.evaluate_every == 0:
-            self._issue_evaluation()
-        self.stage = Stage.ROLLING
-        self._at.unscored = set(self._at.rollouts)
+            evaluation = evaluation_rollouts(self.plan, self.test_prompts, self.iteration, self.version)
+            self._at.evaluation = [self._issue(prompt, rollout) for _, prompt, rollout in evaluation]
+        self.stage = Stage.EXPLORING if first else Stage.ROLLING
+        if first:
+            self._open_window(self.iteration)
+        else:
+            self._forget_safe()
         self._advance()
 
     def _issue_training(self) -> None:
-        plan = self.plan
-        prompts = prompts_of_iteration(
-            self.train_prompts, plan.run_seed, self.iteration, plan.prompts_per_iteration
-        )
-        for slot, prompt in enumerate(prompts):
-            for member in range(plan.group_size):
-                seed = derive_seed(plan.run_seed, "train", self.iteration, slot, member)
-                name = f"t{self.iteration:06d}-{slot:03d}-{member:03d}"
-                rollout = self._issue(name, Purpose.TRAIN, prompt, member, seed, plan.rollout_steps)
-                self._at.groups.setdefault((slot, prompt.id), []).append(rollout.id)
+        prompts = self._prompts_of(self.iteration)
+        issued = train_rollouts(self.plan, prompts, self.iteration, self.version, self._chosen)
+        for slot, prompt, rollout in issued:
+            self._at.groups.setdefault((slot, prompt.id), []).append(self._issue(prompt, rollout))
 
-    def _issue_evaluation(self) -> None:
-        plan = self.plan
-        for slot, prompt in enumerate(self.test_prompts):
-            for member in range(plan.evaluation_images):
-                # The same seeds at every evaluation AND in every run: curves differ only by the weights.
-                seed = derive_seed(0, "eval", prompt.id, member)
-                name = f"e{self.iteration:06d}-{slot:03d}-{member:03d}"
-                rollout = self._issue(name, Purpose.EVAL, prompt, member, seed, plan.evaluation_steps)
-                self._at.evaluation.append(rollout.id)
+    def _forget_safe(self) -> None:
+        """What outlived a lost learner and was not asked for again is of no use to anybody."""
+        self._discard((*self._safe.samples, *self._safe.progress))
+        self._safe = Safe()
 
-    def _issue(
-        self, name: str, purpose: Purpose, prompt: Prompt, member: int, seed: int, steps: int
-    ) -> Rollout:
-        rollout = Rollout(
-            RolloutId(name), purpose, self.iteration, prompt.id, member, seed, steps, self.version
-        )
-        self._at.rollouts[rollout.id] = rollout
+    def _prompts_of(self, iteration: int) -> list[Prompt]:
+        plan = self.plan
+        return prompts_of_iteration(self.train_prompts, plan.run_seed, iteration, plan.prompts_per_iteration)
+
+    def _issue(self, prompt: Prompt, rollout: Rollout) -> RolloutId:
+        at, safe = self._at, self._safe
+        at.rollouts[rollout.id] = rollout
         self.ledger.issue(rollout, prompt)
-        self.queue.add([rollout])
-        return rollout
+        if safe.take(rollout):
+            self._recall(rollout)
+            return rollout.id
+        at.unscored.add(rollout.id)
+        if step := safe.step_of(rollout):
+            self.cluster.recoveries[Recovery.PROGRESS_KEPT] += 1
+        self.queue.add([rollout], {rollout.id: step})
+        return rollout.id
+
+    # -- exploration -----------------------------------------------------------------------------------
+
+    def _open_window(self, iteration: int) -> None:
+        assert self.arms is not None
+        self._window = window = Window(iteration)
+        arm, prompts = self.arms.arm(iteration), self._prompts_of(iteration)
+        for slot, prompt, rollout in preview_rollouts(self.plan, arm, prompts, iteration, self.version):
+            window.rollouts[rollout.id], window.slots[rollout.id] = rollout, slot
+            window.unscored.add(rollout.id)
+            self.ledger.issue(rollout, prompt)
+            self.queue.add([rollout])
+
+    def _close_window(self) -> None:
+        """Choose seeds from what was scored; drop the rest."""
+        window, self._window = self._window, Window(self._window.iteration)
+        self._chosen, used = window.choose(self.plan.group_size)
+        for lease in self.queue.cancel([name for name in window.rollouts if name in window.unscored]):
+            self.cluster.abandon(lease)
+        for rollout in used:
+            self.ledger.explore(rollout)
+        explored = set(used)
+        for rollout in window.rollouts:
+            if rollout not in explored:
+                self.cluster.recoveries[Recovery.PREVIEW_DROPPED] += 1
+                self.ledger.drop(rollout, DropReason.EXPLORATION_OVER, "the weights it was for are published")
+        self._discard(window.rollouts)
 
     # -- rollouts --------------------------------------------------------------------------------------
 
@@ -231,26 +273,45 @@ class Controller:
         granted = None if over else self.queue.pull(event.worker, event.capacity, self._now)
         self._effects.append(GrantLease(*granted) if granted else NoWork(event.worker))
 
-    def _admit(self, verdict: Verdict, rollout: RolloutId) -> bool:
+    def _admit(self, verdict: Verdict, rollout: RolloutId | None) -> bool:
         if verdict is not Verdict.ACCEPTED:
+            stale = verdict is Verdict.STALE_EPOCH
+            self.cluster.recoveries[Recovery.COMMIT_STALE if stale else Recovery.COMMIT_DUPLICATE] += 1
             self.ledger.reject(rollout, verdict.value)
         return verdict is Verdict.ACCEPTED
 
-    def _complete(self, event: ev.RolloutCompleted) -> None:
-        rollout = self._at.rollouts.get(event.rollout)
-        if rollout is not None and event.version != rollout.version:
-            error = f"made by version {event.version}, not {rollout.version}"
-            self._fail_lease(event.lease, event.epoch, event.rollout, error)
-            return
-        if not self._admit(self.queue.complete(event.lease, event.epoch, event.rollout), event.rollout):
-            return
-        assert rollout is not None, "the queue accepted a rollout of another iteration"
-        self._at.finished.add(rollout.id)
-        self.ledger.finish(rollout, event.worker, event.epoch)
-        self._effects.append(ScoreSamples((rollout,)))
+    def _progressed(self, event: ev.LeaseProgressed) -> None:
+        verdict = self.queue.advance(event.lease, event.epoch, event.steps, self._now)
+        if not self._admit(verdict, None) and verdict is Verdict.STALE_EPOCH:
+            self.cluster.abandon_stale(event.leader, event.epoch, event.lease)
 
-    def _fail(self, event: ev.RolloutFailed) -> None:
-        self._fail_lease(event.lease, event.epoch, event.rollout, event.error)
+    def _complete(
+        self,
+        worker: WorkerId,
+        lease: LeaseId,
+        epoch: int,
+        rollouts: Sequence[RolloutId],
+        version: PolicyVersion,
+    ) -> None:
+        accepted: list[Rollout] = []
+        self.queue.renew(lease, epoch, self._now)
+        for name in rollouts:
+            rollout = self._at.rollouts.get(name) or self._window.rollouts.get(name)
+            if rollout is not None and version != rollout.version:
+                self._fail_lease(lease, epoch, name, f"made by version {version}, not {rollout.version}")
+            elif self._admit(self.queue.complete(lease, epoch, name), name):
+                assert rollout is not None, "the queue accepted a rollout of another iteration"
+                self._work_of(name).finished.add(name)
+                self._at.makers[name] = worker, epoch
+                self.ledger.finish(rollout, worker, epoch)
+                accepted.append(rollout)
+        if accepted:
+            self._effects.append(ScoreSamples(tuple(accepted), self.cluster.lineage))
+        else:
+            self.cluster.abandon_stale(worker, epoch, lease)
+
+    def _work_of(self, rollout: RolloutId) -> Iteration | Window:
+        return self._window if rollout in self._window.rollouts else self._at
 
     def _fail_lease(self, lease: LeaseId, epoch: int, rollout: RolloutId, error: str) -> None:
         verdict, given_up = self.queue.fail(lease, epoch, rollout, ROLLOUT_ATTEMPTS)
@@ -259,30 +320,43 @@ class Controller:
 
     # -- rewards ---------------------------------------------------------------------------------------
 
-    def _rewarded(self, rollout: RolloutId, scores: Mapping[str, float]) -> None:
-        if not self._awaits_scores(rollout):
-            return
-        if not math.isfinite(scores.get(REWARD, math.nan)):
-            self._drop(rollout, DropReason.REWARD_NOT_FINITE, f"{REWARD} is {scores.get(REWARD)}")
-            return
-        self.ledger.score(rollout, scores)
-        self._at.scores[rollout] = scores
-        self._at.unscored.discard(rollout)
+    def _rewarded(self, scores_of: Mapping[RolloutId, Mapping[str, float]], lineage: int) -> None:
+        for rollout, scores in scores_of.items():
+            if not self._scores_count(rollout, lineage):
+                continue
+            if not math.isfinite(scores.get(REWARD, math.nan)):
+                self._drop(rollout, DropReason.REWARD_NOT_FINITE, f"{REWARD} is {scores.get(REWARD)}")
+                continue
+            work = self._work_of(rollout)
+            self.ledger.score(rollout, scores)
+            work.scores[rollout] = scores
+            work.unscored.discard(rollout)
         self._advance()
 
-    def _reward_failed(self, rollout: RolloutId, reason: DropReason, detail: str) -> None:
-        if self._awaits_scores(rollout):
-            self._drop(rollout, reason, detail)
+    def _reward_failed(self, event: ev.RewardFailed) -> None:
+        if self._scores_count(event.rollout, event.lineage):
+            self._drop(event.rollout, event.reason, event.detail)
+
+    def _scores_count(self, rollout: RolloutId, lineage: int) -> bool:
+        if lineage == self.cluster.lineage:
+            return self._awaits_scores(rollout)
+        # Perhaps a sample of the same name, made by weights that were undone.
+        self.cluster.recoveries[Recovery.SCORE_STALE] += 1
+        self.ledger.reject(rollout, Verdict.STALE_EPOCH.value)
+        return False
 
     def _awaits_scores(self, rollout: RolloutId) -> bool:
-        at = self._at
-        if rollout in at.unscored and rollout in at.finished:
+        work = self._work_of(rollout)
+        if rollout in work.unscored and rollout in work.finished:
             return True
-        known = rollout in at.rollouts and rollout not in at.unscored
+        known = rollout in work.rollouts and rollout not in work.unscored
         self.ledger.reject(rollout, (Verdict.DUPLICATE if known else Verdict.UNKNOWN).value)
         return False
 
     def _drop(self, rollout: RolloutId, reason: DropReason, detail: str) -> None:
+        if rollout in self._window.rollouts:
+            self._drop_preview(rollout, reason, detail)
+            return
         self._drop_quietly(rollout, reason, detail)
         self._at.unscored.discard(rollout)
         self._at.drops += 1
@@ -298,10 +372,23 @@ class Controller:
         else:
             self._advance()
 
+    def _drop_preview(self, rollout: RolloutId, reason: DropReason, detail: str) -> None:
+        """Previews are expendable: they never stop a run."""
+        window = self._window
+        self._drop_quietly(rollout, reason, detail)
+        window.unscored.discard(rollout)
+        del window.rollouts[rollout], window.slots[rollout]
+        self._advance()
+
     # -- training --------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
         """Once every sample of the iteration is scored or dropped: report the evaluation, then train."""
+        if self.stage is Stage.EXPLORING and not self._window.unscored:
+            self._close_window()
+            self._issue_training()
+            self._forget_safe()
+            self.stage = Stage.ROLLING
         if self.stage is not Stage.ROLLING or self._at.unscored:
             return
         if self._at.evaluation:
@@ -328,8 +415,11 @@ class Controller:
     def _train_or_finish(self) -> None:
         if self.iteration >= self.plan.iterations:
             self._finish()
-        else:
+        elif self._learner_up:
             self._prepare_batch()
+        else:
+            self.cluster.recoveries[Recovery.LEARNER_AWAITED] += 1
+            self.stage = Stage.AWAITING_LEARNER
 
     def _prepare_batch(self) -> None:
         plan, groups = self.plan, []
@@ -351,15 +441,17 @@ class Controller:
         scores = {rollout: self._at.scores[rollout] for rollout in kept}
         order = tuple(micro_batch for update in self._at.updates for micro_batch in update)
         self._effects.append(PrepareBatch(self.iteration, tuple(groups), scores, order))
+        explores = plan.exploration
+        if explores and explores.where is Explore.IDLE and self.iteration + 1 < plan.iterations:
+            self._open_window(self.iteration + 1)
 
     def _surviving_groups(self) -> list[Group]:
         groups = []
-        for (_, prompt), members in self._at.groups.items():
-            scored = tuple(rollout for rollout in members if rollout in self._at.scores)
-            if len(scored) >= 2:
-                groups.append(Group(prompt, scored))
+        for group in self._at.scored_groups():
+            if len(group.rollouts) >= 2:
+                groups.append(group)
                 continue
-            for rollout in scored:
+            for rollout in group.rollouts:
                 self._drop_quietly(rollout, DropReason.GROUP_TOO_SMALL, "the rest of its group was dropped")
         return groups
 
@@ -370,6 +462,7 @@ class Controller:
 
     def _discard(self, rollouts: Iterable[RolloutId]) -> None:
         if discarded := tuple(rollouts):
+            self._at.finished.difference_update(discarded)
             self._effects.append(DiscardSamples(discarded))
 
     def _train(
@@ -421,6 +514,8 @@ class Controller:
         if self.stage is not Stage.PUBLISHING or version != self.version:
             return
         self.ledger.publish(version)
+        self._close_window()
+        self.cluster.publish(version, self._now)
         self.iteration += 1
         if self.iteration % self.plan.checkpoint_every and self.iteration < self.plan.iterations:
             self._start_iteration()
@@ -428,6 +523,59 @@ class Controller:
         self.stage = Stage.COMMITTING
         # The records of this very event count as written: the driver writes them before the checkpoint.
         self._effects.append(CommitCheckpoint(self.iteration, self.ledger.position, self.snapshot()))
+
+    # -- a lost learner --------------------------------------------------------------------------------
+
+    def _learner_changed(self, event: ev.LearnerLost | ev.LearnerRestored) -> None:
+        match event:
+            case ev.LearnerLost():
+                self._expect(self.stage, event, self.stage is not Stage.IDLE)
+                self._roll_back()
+            case ev.LearnerRestored(lineage):
+                if lineage == self.cluster.lineage:
+                    self._learner_up = True
+                if self._learner_up and self.stage is Stage.AWAITING_LEARNER:
+                    self._prepare_batch()
+
+    def _roll_back(self) -> None:
+        """Return to the last committed checkpoint, as a resumed run does, keeping what is safe and equal."""
+        self.cluster.recoveries[Recovery.LEARNER_LOST] += 1
+        before, previews = self._at, self._window.rollouts
+        self._window = Window(0)
+        revoked, unfinished = self.queue.reset()
+        for lease in revoked:
+            self.cluster.abandon(lease)
+        self._safe = Safe.of(before, unfinished)
+        billed = self.ledger.gpu_seconds, self.ledger.billed_s
+        self._load(self._committed)
+        self.ledger.gpu_seconds, self.ledger.billed_s = billed
+        self._undo.append(RollBack(self.ledger.position))
+        self._effects = []
+        self._discard(previews)
+        self.cluster.roll_back(self.version, self._now)
+        self._learner_up, self._restore_due = False, True
+        self._restore_learner()
+        self._start_iteration()
+
+    def _restore_learner(self) -> None:
+        """As soon as there are GPUs enough for all its ranks."""
+        if self._restore_due and self.cluster.learner_gpus >= self.plan.ranks:
+            self._restore_due = False
+            self._effects.append(RestoreLearner(self.iteration, self.cluster.lineage))
+
+    def _recall(self, rollout: Rollout) -> None:
+        """A sample that outlived the learner counts again, without being made again."""
+        self.cluster.recoveries[Recovery.SAMPLE_KEPT] += 1
+        at, safe = self._at, self._safe
+        at.makers[rollout.id] = safe.makers[rollout.id]
+        at.finished.add(rollout.id)
+        self.ledger.finish(rollout, *safe.makers[rollout.id])
+        if rollout.id in safe.scores:
+            at.scores[rollout.id] = safe.scores[rollout.id]
+            self.ledger.score(rollout.id, safe.scores[rollout.id])
+        else:
+            at.unscored.add(rollout.id)
+            self._effects.append(ScoreSamples((rollout,), self.cluster.lineage))
 
     def _finish(self) -> None:
         self.stage = Stage.OVER
@@ -448,31 +596,38 @@ class Controller:
 
     def snapshot(self) -> dict[str, object]:
         """JSON-able state between two iterations."""
-        return {
-            "iteration": self.iteration,
-            "version": self.version,
-            "leases_granted": self.queue.leases_granted,
-            "ledger": self.ledger.snapshot(),
-        }
+        return self._snapshot().as_json()
+
+    def _snapshot(self) -> Snapshot:
+        ledger = self.ledger.snapshot()
+        return Snapshot(self.iteration, self.version, self.queue.leases_granted, self._chosen, ledger)
+
+    def _load(self, snapshot: Snapshot) -> None:
+        self.iteration, self.version = snapshot.iteration, snapshot.version
+        self._chosen = snapshot.chosen
+        self.ledger = snapshot.restore_ledger()
 
     @classmethod
     def restore(
-        cls, plan: Plan, train: Sequence[Prompt], test: Sequence[Prompt], snapshot: Mapping[str, object]
+        cls,
+        plan: Plan,
+        train: Sequence[Prompt],
+        test: Sequence[Prompt],
+        snapshot: Mapping[str, object],
+        term: int = 0,
     ) -> Controller:
-        """The controller that made ``snapshot``, ready for :class:`~spotlight.core.events.RunStarted`."""
-        controller = cls(plan, train, test)
-        iteration, version = snapshot.get("iteration"), snapshot.get("version")
-        leases, ledger = snapshot.get("leases_granted"), snapshot.get("ledger")
-        if not (
-            isinstance(iteration, int)
-            and isinstance(version, int)
-            and isinstance(leases, int)
-            and isinstance(ledger, Mapping)
-        ):
-            raise ValueError(f"not a controller snapshot: {sorted(snapshot)}")
-        controller.iteration, controller.version = iteration, PolicyVersion(version)
-        controller.queue.leases_granted = leases
-        controller.ledger = Ledger.restore(ledger)
+        """The controller that made ``snapshot``, ready for :class:`~spotlight.core.events.RunStarted`.
+
+        Args:
+            term: of this incarnation. Where workers or their messages outlive the controller, each
+                incarnation needs a higher one: nothing sent to an older one counts then.
+        """
+        controller = cls(plan, train, test, term)
+        parsed = Snapshot.parse(snapshot)
+        controller._load(parsed)
+        controller.queue.leases_granted = parsed.leases_granted
+        controller.cluster.target = parsed.version
+        controller._committed = parsed
         return controller
 
 

@@ -47,9 +47,10 @@ class NoWork:
 
 @dataclass(frozen=True, slots=True)
 class ScoreSamples:
-    """Have the reward pool score finished samples."""
+    """Have the reward pool score finished samples; ``lineage`` is to be sent back."""
 
     rollouts: tuple[Rollout, ...]
+    lineage: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +187,7 @@ class AbandonLease:
 
 @dataclass(frozen=True, slots=True)
 class RollBack:
-    """Undo the durable ledger's records after ``position``; the records that follow are numbered from there."""
+    """Undo the durable ledger's records after ``position``; those that follow are numbered from there."""
 
     position: int
 

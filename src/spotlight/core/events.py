@@ -1,6 +1,6 @@
 """What drivers tell the controller. Frozen facts: ids, sizes and times, never tensors.
 
-Two kinds of workers pull. A worker of a driver that has no nodes (``WorkerJoined``, ``WorkPulled``) stands for
+Two kinds of workers pull. A worker of a driver without nodes (``WorkerJoined``, ``WorkPulled``) stands for
 itself and asks again when it was told that there is no work. A worker of a cluster is started, grouped and
 fenced by the controller (the second half of this file); its group pulls with ``GroupPulled``, and the
 pull is answered when there is work.
@@ -89,19 +89,24 @@ class RolloutFailed:
 
 @dataclass(frozen=True, slots=True)
 class SampleRewarded:
-    """All rewards of a sample; ``scores`` holds ``reward`` (the weighted sum) and every curve by name."""
+    """All rewards of a sample; ``scores`` holds ``reward`` (the weighted sum) and every curve by name.
+
+    ``lineage`` is that of the ``ScoreSamples`` it answers: scores of an abandoned lineage do not count.
+    """
 
     rollout: RolloutId
     scores: Mapping[str, float]
+    lineage: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class RewardFailed:
-    """A sample could not be scored after all retries."""
+    """A sample could not be scored after all retries; ``lineage`` as in :class:`SampleRewarded`."""
 
     rollout: RolloutId
     reason: DropReason
     detail: str
+    lineage: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +290,7 @@ class SamplesRewarded:
     """All rewards of several samples; see :class:`SampleRewarded`."""
 
     scores: Mapping[RolloutId, Mapping[str, float]]
+    lineage: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,8 +46,8 @@ class ClusterPlan:
         publishes: what a new policy version changes.
     """
 
-    pixels: int
-    heads: int
+    pixels: int = 512 * 512
+    heads: int = 1
     degree_min: int = 1
     degree_max: int = 1
     tail_steps: int = 2
@@ -74,7 +74,7 @@ class Plan:
         evaluate_every: iterations between evaluations; the start and the end are always evaluated.
         max_drop_share: the run stops when a larger share of an iteration's samples cannot be scored;
             None stops at the first.
-        cluster: None for a driver without nodes.
+        cluster: nothing a driver without nodes ever uses.
         exploration: None trains on random seeds.
     """
 
@@ -92,7 +92,7 @@ class Plan:
     lease_s: float
     max_drop_share: float | None
     ranks: int = 1
-    cluster: ClusterPlan | None = None
+    cluster: ClusterPlan = ClusterPlan()
     exploration: ExplorationPlan | None = None
 
 
@@ -110,7 +110,7 @@ def require_usable(plan: Plan, train: Sequence[Prompt], test: Sequence[Prompt]) 
             f"exploration of {plan.exploration.seeds_per_prompt} seeds per prompt cannot choose "
             f"{plan.group_size}; preview at least as many seeds as a group has members"
         )
-    if plan.cluster is not None and not plan.cluster.degrees:
+    if not plan.cluster.degrees:
         raise ValueError(
             f"no degree of sequence parallelism between {plan.cluster.degree_min} and "
             f"{plan.cluster.degree_max} divides {plan.cluster.heads} attention heads"

@@ -1,0 +1,78 @@
+"""What the cluster remembers of its nodes, workers and groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from spotlight.core.effects import PullWeights
+from spotlight.core.types import Node, NodeId, PolicyVersion, WorkerId
+from spotlight.core.weights import Holding
+
+
+class WorkerState(StrEnum):
+    """STARTING: no process yet. LOADING: no weights yet. FREE: in no group. GROUPED: in one."""
+
+    STARTING = "starting"
+    LOADING = "loading"
+    FREE = "free"
+    GROUPED = "grouped"
+
+
+class GroupState(StrEnum):
+    """FORMING: not confirmed. READY: may hold a lease. STOPPING: commits what it holds, then parts."""
+
+    FORMING = "forming"
+    READY = "ready"
+    STOPPING = "stopping"
+
+
+@dataclass(slots=True)
+class Worker:
+    """One process on one GPU.
+
+    Attributes:
+        epoch: of the process; answers under another one come from a process that was given up.
+        based: the base weights are loaded.
+        version: the policy version loaded, None while unknown.
+        pull: the weight pull that it was told to do and has not confirmed.
+        leader: of its group.
+    """
+
+    id: WorkerId
+    node: NodeId
+    gpu: int
+    epoch: int
+    state: WorkerState = WorkerState.STARTING
+    based: bool = False
+    version: PolicyVersion | None = None
+    pull: PullWeights | None = None
+    leader: WorkerId | None = None
+
+    def holding(self) -> Holding:
+        """What it could give to its neighbours."""
+        fetching = self.pull is not None and self.pull.peer is None and not self.based
+        return Holding(self.id, self.based, self.version, fetching)
+
+
+@dataclass(slots=True)
+class Group:
+    """Workers of one node that denoise together; ``capacity`` > 0: it waits for work."""
+
+    leader: WorkerId
+    epoch: int
+    node: NodeId
+    members: tuple[WorkerId, ...]
+    state: GroupState = GroupState.FORMING
+    capacity: int = 0
+
+
+@dataclass(slots=True)
+class Host:
+    """A node, the workers on it and the leaders of their groups; ``deadline_s`` once it was noticed."""
+
+    node: Node
+    workers: list[WorkerId] = field(default_factory=list)
+    leaders: dict[WorkerId, None] = field(default_factory=dict)
+    deadline_s: float | None = None
+    draining: bool = False
