@@ -42,6 +42,16 @@ INTERFACES = (
 """What a new algorithm, model family, reward or driver is written against."""
 LIBRARY = (
     "config/load.py",
+    "fleet/prices/sources.py",
+    "fleet/prices/quotes.py",
+    "fleet/traces/events.py",
+    "fleet/traces/readers.py",
+    "fleet/traces/writers.py",
+    "fleet/traces/transforms.py",
+    "fleet/traces/generator.py",
+    "fleet/traces/statistics.py",
+    "simulation/profile.py",
+    "simulation/profile_costs.py",
     "diffusion/samplers.py",
     "diffusion/schedule.py",
     "diffusion/noise.py",

@@ -19,6 +19,8 @@ COMMANDS = (
     "generate",
     "export",
     "card",
+    "prices",
+    "traces",
     "config",
     "rewards",
     "doctor",

@@ -18,7 +18,9 @@ from spotlight.fleet.prices.quotes import PriceError
 from spotlight.fleet.prices.sources import Question, load_prices
 
 NOW = datetime(2026, 6, 2, tzinfo=UTC)
-QUICK = Limits(idle_s=0.15, total_s=0.3, bytes_max=10_000)
+PATIENT = Limits(bytes_max=10_000)
+QUICK = Limits(idle_s=0.2, total_s=0.5)
+"""For servers that never end."""
 CATALOGUE = (
     "InstanceType,AcceleratorName,AcceleratorCount,Region,AvailabilityZone,Price,SpotPrice\n"
     "p5.48xlarge,H100,8,us-east-1,use1-az1,55.04,14.24\n"
@@ -63,7 +65,7 @@ def test_azures_pages_are_followed_and_both_prices_joined() -> None:
         request.say(page([item(), windows], link))
 
     with serving(answer) as (url, paths):
-        pages = azure.fetch_pages(["eastus"], QUICK, f"{url}/prices")
+        pages = azure.fetch_pages(["eastus"], PATIENT, f"{url}/prices")
     (quote,) = azure.parse_pages(pages, NOW)
     assert len(paths) == 2
     assert (quote.on_demand_usd_h, quote.spot_usd_h) == (98.32, 18.17)
@@ -117,42 +119,53 @@ def test_page_links_that_lead_astray_are_refused(link: str, said: str) -> None:
         request.say(page([item()], here if link == "SELF" else link))
 
     with serving(answer) as (url, _), pytest.raises(PriceError, match=said):
-        azure.fetch_pages([], QUICK, f"{url}/prices")
+        azure.fetch_pages([], PATIENT, f"{url}/prices")
 
 
 def test_a_region_cannot_smuggle_a_filter_in() -> None:
     with pytest.raises(PriceError, match="letters and digits"):
-        azure.fetch_pages(["x' or 1 eq 1 or 'y"], QUICK, "http://127.0.0.1:1")
+        azure.fetch_pages(["x' or 1 eq 1 or 'y"], PATIENT, "http://127.0.0.1:1")
 
 
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (lambda request: request.trickle(1.0), "was not done after 0.3 s"),
         (lambda request: request.say("x" * 20_000), "sent more; expected at most 10000 bytes"),
         (lambda request: request.say("no", status=503), "answered 503"),
         (lambda request: request.say("", status=302, Location="http://elsewhere.example"), "answered 302"),
         (lambda request: request.say(b"\xff\xfe"), "sent no text"),
         (lambda request: request.say("half", Content_Length="900"), "could not be read"),
         (lambda request: request.wfile.write(b"SMTP ready\r\n\r\n"), "could not be read"),
-        (lambda request: request.rfile.read(1), "said nothing for 0.15 s"),
     ],
-    ids=["trickles", "too large", "503", "redirects", "binary", "cut off", "no HTTP", "silent"],
+    ids=["too large", "503", "redirects", "binary", "cut off", "no HTTP"],
 )
-def test_a_bad_server_is_told_plainly_and_soon(answer: Callable[[Handler], None], said: str) -> None:
+def test_what_a_bad_server_does_is_told(answer: Callable[[Handler], None], said: str) -> None:
     with serving(answer) as (url, _), pytest.raises(PriceError) as raised:
-        get_text(f"{url}/vms.csv", QUICK)
+        get_text(f"{url}/vms.csv", PATIENT)
     assert said in str(raised.value)
     assert url in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (lambda request: request.trickle(2.0), "was not done after 0.5 s"),
+        (lambda request: request.rfile.read(1), "said nothing for 0.2 s"),
+    ],
+    ids=["trickles", "silent"],
+)
+def test_a_server_that_never_ends_is_left_in_time(answer: Callable[[Handler], None], said: str) -> None:
+    with serving(answer) as (url, _), pytest.raises(PriceError, match=said):
+        get_text(f"{url}/vms.csv", QUICK)
+
+
 def test_no_server_at_all() -> None:
     with pytest.raises(PriceError, match="could not be read"):
-        get_text("http://127.0.0.1:9/vms.csv", QUICK)
+        get_text("http://127.0.0.1:9/vms.csv", PATIENT)
 
 
 def question(directory: Path, now: datetime = NOW) -> Question:
-    return Question(now=now, cache=PriceCache(directory, timedelta(hours=6)), limits=QUICK)
+    return Question(now=now, cache=PriceCache(directory, timedelta(hours=6)), limits=PATIENT)
 
 
 def test_answers_are_kept_aged_and_used_when_the_server_fails_saying_so(tmp_path: Path) -> None:

@@ -141,10 +141,10 @@ def _records(text: str, source: str, columns: Sequence[str]) -> Iterator[tuple[i
             raise PriceError(f"{source}:1: no column {', '.join(missing)}; found {found[:200]}")
         for record in reader:
             if None in record.values() or "" in record:
-                found = sum(value is not None for value in record.values())
-                more = "more" if "" in record else str(found)
+                there = sum(value is not None for value in record.values())
+                values = "more" if "" in record else str(there)
                 expected = len(reader.fieldnames or ())
-                raise PriceError(f"{source}:{reader.line_num}: {more} values; expected {expected}")
+                raise PriceError(f"{source}:{reader.line_num}: {values} values; expected {expected}")
             yield reader.line_num, {key: value.strip() for key, value in record.items()}
     except csv.Error as error:
         raise PriceError(f"{source}:{reader.line_num}: no CSV ({error})") from None

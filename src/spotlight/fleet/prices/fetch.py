@@ -47,10 +47,11 @@ async def _get(url: str, limits: Limits, params: Mapping[str, str] | None) -> by
     import httpx2  # here: commands that need no prices start without it
 
     body = bytearray()
+    client = httpx2.AsyncClient(timeout=limits.idle_s)  # reads certificates: our time, not the server's
     try:
         async with (
+            client,
             asyncio.timeout(limits.total_s),
-            httpx2.AsyncClient(timeout=limits.idle_s) as client,
             client.stream("GET", url, params=params) as response,
         ):
             if response.status_code != 200:
