@@ -64,7 +64,7 @@ def test_a_zombie_cannot_write_after_its_lease_expired() -> None:
     queue.admit(OTHER)
     stale, rollout = pull_one(queue)
     assert queue.expire(9.9) == []
-    assert queue.expire(10.0) == [rollout]
+    assert queue.expire(10.0) == [stale]
     fresh, _ = pull_one(queue, OTHER, 10.0)
     assert queue.commit(stale.id, stale.epoch, rollout, 2, 10.0) is Verdict.STALE_EPOCH
     assert queue.complete(stale.id, stale.epoch, rollout) is Verdict.STALE_EPOCH

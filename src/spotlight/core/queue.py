@@ -80,6 +80,7 @@ class PullQueue:
     _epochs: dict[WorkerId, int] = field(default_factory=dict)
     _present: set[WorkerId] = field(default_factory=set)
     _issued: int = 0
+    _admitted: int = 0
 
     # -- work in ---------------------------------------------------------------------------------------
 
@@ -132,7 +133,9 @@ class PullQueue:
         """A worker joins (again): its older leases are void. Returns its new fencing epoch."""
         self.release(worker)
         self._present.add(worker)
-        self._epochs[worker] = self._epochs.get(worker, first_epoch(self.term)) + 1
+        # One counter for all workers: whoever serves in several groups can tell the later one.
+        self._admitted += 1
+        self._epochs[worker] = first_epoch(self.term) + self._admitted
         return self._epochs[worker]
 
     def release(self, worker: WorkerId) -> list[RolloutId]:

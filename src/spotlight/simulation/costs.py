@@ -1,4 +1,4 @@
-"""What the simulator must know of a model and its hardware: durations, in seconds, of everything that takes time.
+"""What the simulator must know of a model and its hardware: the seconds that everything takes.
 
 A profile (figures with their sources) makes one; :class:`ConstantCosts` is the smallest, for tests. Noise is
 not the cost model's business: the driver multiplies durations by a seeded factor.
@@ -16,7 +16,7 @@ class CostModel(Protocol):
     """Durations without noise. ``pixels`` is height times width of the image; ``gpu_type`` names a GPU."""
 
     def denoise_step_s(self, gpu_type: str, pixels: int, batch: int, sp_degree: int) -> float:
-        """One denoising step (all forwards of it, guidance included) of ``batch`` rollouts on one SP group."""
+        """One denoising step (all forwards of it, guidance too) of ``batch`` rollouts on one SP group."""
         ...
 
     def decode_s(self, gpu_type: str, pixels: int, batch: int) -> float:
