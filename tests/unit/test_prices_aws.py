@@ -77,6 +77,17 @@ def test_a_refusal_by_aws_says_what_to_check() -> None:
     assert "UnauthorizedOperation" in str(raised.value)
 
 
+@pytest.mark.parametrize(("region", "said"), [("us-east-1", "credentials"), ("no region", "no region")])
+def test_a_client_that_cannot_ask(region: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, "/nowhere")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(PriceError, match=f"aws, {region}.*{said}.*Check credentials"):
+        aws.fetch_records([region], Limits(), NOW)
+
+
 def test_without_boto3_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 

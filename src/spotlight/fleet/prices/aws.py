@@ -46,15 +46,18 @@ def connect(region: str, limits: Limits) -> SpotClient:
         import boto3
         from botocore.config import Config
     except ImportError:
-        raise PriceError(
-            "aws: boto3 is not installed; expected it for AWS's spot prices. "
-            "Run: pip install 'spotlight-rl[aws]'"
-        ) from None
+        raise _without_boto3() from None
     config = Config(
         connect_timeout=limits.idle_s, read_timeout=limits.idle_s, retries={"total_max_attempts": 2}
     )
     client: SpotClient = boto3.client("ec2", region_name=region, config=config)
     return client
+
+
+def _without_boto3() -> PriceError:
+    return PriceError(
+        "aws: boto3 is not installed; expected it for AWS's spot prices. Run: pip install 'spotlight-rl[aws]'"
+    )
 
 
 def fetch_records(
@@ -65,15 +68,20 @@ def fetch_records(
 
 
 def _ask(region: str, limits: Limits, now: datetime, client: Connect) -> list[dict[str, str]]:
-    ec2 = client(region, limits)
-    from botocore.exceptions import BotoCoreError, ClientError
-
+    try:
+        from botocore.exceptions import BotoCoreError, ClientError
+    except ImportError:
+        raise _without_boto3() from None
     records: list[dict[str, str]] = []
     try:
-        pages = ec2.get_paginator(_OPERATION).paginate(
-            InstanceTypes=[machine.name for machine in instance_types("aws")],
-            ProductDescriptions=[_PRODUCT],
-            StartTime=now,  # from now on: the prices in effect
+        pages = (
+            client(region, limits)
+            .get_paginator(_OPERATION)
+            .paginate(
+                InstanceTypes=[machine.name for machine in instance_types("aws")],
+                ProductDescriptions=[_PRODUCT],
+                StartTime=now,  # from now on: the prices in effect
+            )
         )
         for page in pages:
             found = page.get("SpotPriceHistory", [])
