@@ -35,7 +35,7 @@ class Format(StrEnum):
 
 def traces(
     files: Annotated[
-        list[Path] | None, typer.Argument(metavar="[FILE]...", help="Trace files.", show_default=False)
+        list[Path] | None, typer.Argument(metavar="FILE", help="Trace files.", show_default=False)
     ] = None,
     format: Annotated[Format, typer.Option("--format", help="Form of the files.")] = Format.AUTO,
     gpus_per_node: Annotated[
@@ -51,18 +51,18 @@ def traces(
         float | None, typer.Option("--notice-lead-s", help="A notice so long before each removal; 0: none.")
     ] = None,
     generate: Annotated[bool, typer.Option("--generate", help="Make a trace instead of reading.")] = False,
-    seed: Annotated[int | None, typer.Option("--seed", help="With --generate [default: 0].")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="With --generate (default 0).")] = None,
     mean_uptime_h: Annotated[
-        float | None, typer.Option("--mean-uptime-h", help="With --generate: of one node [default: 2].")
+        float | None, typer.Option("--mean-uptime-h", help="With --generate: of one node (default 2).")
     ] = None,
     mean_downtime_s: Annotated[
-        float | None, typer.Option("--mean-downtime-s", help="With --generate, until another [default: 600].")
+        float | None, typer.Option("--mean-downtime-s", help="With --generate, until another (default 600).")
     ] = None,
     bursts_per_h: Annotated[
-        float | None, typer.Option("--bursts-per-h", help="With --generate: losses together [default: 0].")
+        float | None, typer.Option("--bursts-per-h", help="With --generate: losses together (default 0).")
     ] = None,
     burst_fraction: Annotated[
-        float | None, typer.Option("--burst-fraction", help="With --generate: share lost [default: 0.5].")
+        float | None, typer.Option("--burst-fraction", help="With --generate: share lost (default 0.5).")
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="Write the one trace, in canonical form: .csv or .jsonl.")
