@@ -82,7 +82,7 @@ def test_a_commit_renews_the_whole_lease() -> None:
     lease = granted[0]
     assert queue.commit(lease.id, lease.epoch, RolloutId("r0"), 1, 8.0) is Verdict.ACCEPTED
     assert queue.expire(17.9) == []
-    assert queue.expire(18.0) == ["r0", "r1"]
+    assert queue.expire(18.0) == [lease]
 
 
 def test_a_failed_rollout_starts_anew_and_is_given_up_in_the_end() -> None:

@@ -111,15 +111,15 @@ class Cluster:
             self._count(Recovery.LEASE_EXPIRED)
             self._stop(group)
 
-    def abandon(self, lease: Lease) -> None:
-        """Tell the holder of a lease, if it is of this cluster, that the lease does not count any more."""
-        self.abandon_stale(lease.worker, lease.epoch, lease.id)
+    def revoked(self, lease: Lease) -> None:
+        """Work was taken back: tell the holder, if it is a group of this cluster."""
+        if lease.worker in self.workers:
+            self.abandon(lease.worker, lease.epoch, lease.id)
 
-    def abandon_stale(self, leader: WorkerId, epoch: int, lease: LeaseId) -> None:
-        """Tell whoever wrote under a lease that does not count that it does not."""
-        if leader in self.workers:
-            self._count(Recovery.LEASE_ABANDONED)
-            self.effects.append(AbandonLease(leader, epoch, lease))
+    def abandon(self, leader: WorkerId, epoch: int, lease: LeaseId) -> None:
+        """Tell whoever works under a lease that does not count that it does not."""
+        self._count(Recovery.LEASE_ABANDONED)
+        self.effects.append(AbandonLease(leader, epoch, lease))
 
     @property
     def next_s(self) -> float | None:
@@ -149,9 +149,10 @@ class Cluster:
         self.lineage += 1
         self._idle.clear()
         for worker in self.workers.values():
-            self._forget_pull(worker)
-            if worker.version is not None and worker.version > version:
+            # A pull under way may end after this: only a newer one makes sure of what the worker holds.
+            if worker.pull is not None or (worker.version is not None and worker.version > version):
                 worker.version = None
+            self._forget_pull(worker)
         for worker in self.workers.values():
             self._load(worker)
         for group in self.groups.values():

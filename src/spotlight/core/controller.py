@@ -140,7 +140,8 @@ class Controller:
             case ev.RolloutCompleted(worker, lease, epoch, rollout, version):
                 self._complete(worker, lease, epoch, (rollout,), version)
             case ev.LeaseCompleted(worker, lease, epoch, rollouts, version):
-                self._complete(worker, lease, epoch, rollouts, version)
+                if not self._complete(worker, lease, epoch, rollouts, version):
+                    self.cluster.abandon(worker, epoch, lease)
             case ev.RolloutFailed(_, lease, epoch, rollout, error):
                 self._fail_lease(lease, epoch, rollout, error)
             case ev.SampleRewarded(rollout, scores, lineage):
@@ -151,9 +152,10 @@ class Controller:
                 self._reward_failed(event)
             case ev.BatchPrepared() | ev.MicroBatchTrained() | ev.OptimizerStepped() | ev.BatchFinished():
                 self._train(event)
-            case ev.EvaluationReported():
-                self._expect(Stage.REPORTING, event)
-                self._evaluation_reported()
+            case ev.EvaluationReported(_, lineage):
+                if lineage == self.cluster.lineage:
+                    self._expect(Stage.REPORTING, event)
+                    self._evaluation_reported()
             case ev.WeightsPublished(version):
                 self._published(version)
             case ev.CheckpointCommitted():
@@ -256,7 +258,7 @@ class Controller:
         window, self._window = self._window, Window(self._window.iteration)
         self._chosen, used = window.choose(self.plan.group_size)
         for lease in self.queue.cancel([name for name in window.rollouts if name in window.unscored]):
-            self.cluster.abandon(lease)
+            self.cluster.revoked(lease)
         for rollout in used:
             self.ledger.explore(rollout)
         explored = set(used)
@@ -283,7 +285,7 @@ class Controller:
     def _progressed(self, event: ev.LeaseProgressed) -> None:
         verdict = self.queue.advance(event.lease, event.epoch, event.steps, self._now)
         if not self._admit(verdict, None) and verdict is Verdict.STALE_EPOCH:
-            self.cluster.abandon_stale(event.leader, event.epoch, event.lease)
+            self.cluster.abandon(event.leader, event.epoch, event.lease)
 
     def _complete(
         self,
@@ -292,7 +294,7 @@ class Controller:
         epoch: int,
         rollouts: Sequence[RolloutId],
         version: PolicyVersion,
-    ) -> None:
+    ) -> bool:
         accepted: list[Rollout] = []
         self.queue.renew(lease, epoch, self._now)
         for name in rollouts:
@@ -307,8 +309,7 @@ class Controller:
                 accepted.append(rollout)
         if accepted:
             self._effects.append(ScoreSamples(tuple(accepted), self.cluster.lineage))
-        else:
-            self.cluster.abandon_stale(worker, epoch, lease)
+        return bool(accepted)
 
     def _work_of(self, rollout: RolloutId) -> Iteration | Window:
         return self._window if rollout in self._window.rollouts else self._at
@@ -406,7 +407,9 @@ class Controller:
             self.ledger.evaluate(rollout)
         rollouts = tuple(self._at.rollouts[rollout] for rollout in scored)
         scores = {rollout: self._at.scores[rollout] for rollout in scored}
-        self._effects.append(ReportEvaluation(self.iteration, self.version, rollouts, scores))
+        self._effects.append(
+            ReportEvaluation(self.iteration, self.version, rollouts, scores, self.cluster.lineage)
+        )
 
     def _evaluation_reported(self) -> None:
         self._discard(rollout for rollout in self._at.evaluation if rollout in self._at.scores)
@@ -544,8 +547,9 @@ class Controller:
         self._window = Window(0)
         revoked, unfinished = self.queue.reset()
         for lease in revoked:
-            self.cluster.abandon(lease)
-        self._safe = Safe.of(before, unfinished)
+            self.cluster.revoked(lease)
+        older, self._safe = self._safe, Safe.of(before, unfinished)
+        self._safe.merge(older)
         billed = self.ledger.gpu_seconds, self.ledger.billed_s
         self._load(self._committed)
         self.ledger.gpu_seconds, self.ledger.billed_s = billed

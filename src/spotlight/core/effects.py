@@ -99,12 +99,13 @@ class PublishWeights:
 
 @dataclass(frozen=True, slots=True)
 class ReportEvaluation:
-    """Write validation scores and pictures of finished evaluation samples."""
+    """Write validation scores and pictures of finished evaluation samples; ``lineage`` is to be sent back."""
 
     iteration: int
     version: PolicyVersion
     rollouts: tuple[Rollout, ...]
     scores: Mapping[RolloutId, Mapping[str, float]]
+    lineage: int = 0
 
 
 @dataclass(frozen=True, slots=True)

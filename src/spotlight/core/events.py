@@ -151,9 +151,10 @@ class WeightsPublished:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationReported:
-    """Validation scores and pictures of an iteration are written."""
+    """Validation scores and pictures of an iteration are written; ``lineage`` as in ``ReportEvaluation``."""
 
     iteration: int
+    lineage: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,10 +71,17 @@ class Safe:
         """What is safe of an iteration."""
         return cls(
             {name: at.rollouts[name] for name in at.rollouts if name in at.finished},
-            at.scores,
-            at.makers,
+            dict(at.scores),
+            dict(at.makers),
             {name: (rollout, step) for name, (rollout, step) in unfinished.items() if step},
         )
+
+    def merge(self, older: Safe) -> None:
+        """Add what an older loss left, and nothing was asked for since."""
+        self.samples = older.samples | self.samples
+        self.scores = {**older.scores, **self.scores}
+        self.makers = older.makers | self.makers
+        self.progress = older.progress | self.progress
 
     def take(self, rollout: Rollout) -> bool:
         """Whether the sample of exactly this rollout is safe; it is then no longer among ``samples``."""

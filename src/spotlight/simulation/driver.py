@@ -19,7 +19,7 @@ from itertools import count
 
 from spotlight.core import effects as ef
 from spotlight.core import events as ev
-from spotlight.core.controller import Controller
+from spotlight.core.controller import Controller, Stage
 from spotlight.core.records import REWARD
 from spotlight.core.types import (
     DropReason,
@@ -78,6 +78,7 @@ class Simulation:
         )
         self.nodes: dict[NodeId, Node] = {}
         self._gone: Node | None = None
+        self._start_due = False
         self.noticed: dict[NodeId, float] = {}
         self.slow: dict[NodeId, float] = {}
         self.reward_failing = 0.0
@@ -98,7 +99,7 @@ class Simulation:
         """Schedule what the scenario brings, and start the learner."""
         for at_s, event in self.scenario.nodes:
             self._push(at_s, self.happen, (event,))
-        self._push(0.0, self.learner.start, ())
+        self._push(0.0, self._start_learner, ())
 
     def step(self) -> bool:
         """Do the next thing. Returns False when there is none, or the run is over."""
@@ -129,10 +130,10 @@ class Simulation:
 
     # -- the controller --------------------------------------------------------------------------------
 
-    def feed(self, event: ev.Event, receipt: Receipt | None = None) -> list[ef.Effect]:
+    def feed(self, event: ev.Event, receipt: Receipt | None = None) -> None:
         """Hand an event to the controller, and carry out its effects in order."""
         if not self.head_up or self.finish is not None:
-            return []
+            return
         self.events += 1
         if self._hash is not None:
             self._hash.update(f"{self.now:.6f} {event}\n".encode())
@@ -143,7 +144,6 @@ class Simulation:
         for effect in effects:
             self._carry_out(effect)
         self._promise()
-        return effects
 
     def observe(self, event: ev.Event, effects: list[ef.Effect]) -> None:
         """A seam for checks: called after each event, before its effects are carried out."""
@@ -202,8 +202,8 @@ class Simulation:
                 self.after(seconds, self._score, self.head_life, rollouts, lineage)
             case ef.DiscardSamples(rollouts):
                 self.store.discard(rollouts)
-            case ef.ReportEvaluation(iteration):
-                self.after(0.0, self._from_head, self.head_life, ev.EvaluationReported(iteration))
+            case ef.ReportEvaluation(iteration, lineage=lineage):
+                self.after(0.0, self._from_head, self.head_life, ev.EvaluationReported(iteration, lineage))
             case ef.RestoreLearner():
                 self.learner.restore(effect)
             case ef.WriteRecord() | ef.RollBack() | ef.NoWork():
@@ -274,6 +274,10 @@ class Simulation:
         """The weights of a version in the store."""
         return self.store.versions.get(version)
 
+    def corrupted(self) -> bool:
+        """Whether a transfer of weights fails its checksum."""
+        return not self.network.faultless and self.network.random.random() < self.network.lost
+
     # -- nodes -----------------------------------------------------------------------------------------
 
     def happen(self, event: NodeEvent) -> None:
@@ -302,6 +306,17 @@ class Simulation:
         self.feed(event)
         if isinstance(event, ev.NodeLost) and self._gone is not None and self._gone.trains:
             self.lose_learner(f"node {event.node} is gone")
+        if isinstance(event, ev.NodeJoined) and self._start_due and self.head_up:
+            self._start_learner()
+
+    def reboot(self, node: Node) -> None:
+        """A node goes and is back before anybody noticed."""
+        if node.id not in self.nodes:
+            return
+        self._take(node.id)
+        self.happen(ev.NodeJoined(node))
+        if node.trains:
+            self.lose_learner(f"node {node.id} was restarted")
 
     def _take(self, node_id: NodeId) -> None:
         self.preemptions += 1
@@ -311,11 +326,27 @@ class Simulation:
         self._gone = self.nodes.pop(node_id)
         self.noticed.pop(node_id, None)
 
+    def crash(self, process: Process) -> None:
+        """A worker's process dies, and the driver notices."""
+        self.workers.kill(process)
+        self.after(1.0, self.feed, ev.WorkerCrashed(process.worker, process.epoch))
+
     def lose_learner(self, detail: str) -> None:
         """A learner rank dies."""
         self.learner.lose()
-        if self.controller.stage != "idle":
+        if not self.head_up:
+            return
+        if self.controller.stage is Stage.IDLE:
+            self._start_learner()
+        else:
             self.feed(ev.LearnerLost(detail))
+
+    def _start_learner(self) -> None:
+        """Before the run begins the driver sees to the learner itself: it needs all its nodes."""
+        present = sum(node.gpus for node in self.nodes.values() if node.trains)
+        self._start_due = present < self.scenario.plan.ranks
+        if not self._start_due:
+            self.learner.start()
 
     def restart_head(self, down_s: float) -> None:
         """The head process dies with controller and learner, and starts anew from the last checkpoint."""
@@ -339,7 +370,11 @@ class Simulation:
             self.feed(ev.NodeJoined(node))
             if node.id in self.noticed:
                 self.feed(ev.NodeNoticed(node.id, self.noticed[node.id]))
-        self.learner.start()
+        self._start_learner()
+
+    def log_hash(self) -> str:
+        """Of all events so far, with their times; empty unless the run is logged."""
+        return self._hash.hexdigest() if self._hash else ""
 
     # -- the result ------------------------------------------------------------------------------------
 
@@ -365,7 +400,7 @@ class Simulation:
             dropped=ledger.dropped.total(),
             events=self.events,
             gpu_hours=sum(self.accounts.seconds.values()) / 3600,
-            log_hash=self._hash.hexdigest() if self._hash else "",
+            log_hash=self.log_hash(),
         )
 
 

@@ -71,6 +71,7 @@ class Learner:
     checkpoint: Checkpoint | None = None
     life: int = 0
     alive: bool = False
+    busy: bool = True
     _contents: int = 0
     _uncommitted: list[Spent] = field(default_factory=list)
 
@@ -157,4 +158,5 @@ class Learner:
             self.answer(event)
 
     def _phase(self, phase: Phase) -> None:
+        self.busy = phase is not Phase.IDLE
         self.accounts.learner(phase, self._uncommitted, self.now())

@@ -59,6 +59,10 @@ class World(Protocol):
         """The weights of a version in the store."""
         ...
 
+    def corrupted(self) -> bool:
+        """Whether a transfer of weights fails its checksum."""
+        ...
+
     def noisy(self, seconds: float, node: NodeId) -> float:
         """A duration on a node, with noise."""
         ...
@@ -146,7 +150,7 @@ class Workers:
     ) -> None:
         if not process.alive or process.ordered != (effect.lineage, int(effect.version)):
             return
-        if peer is not None and not peer.alive:
+        if (peer is not None and not peer.alive) or self.world.corrupted():
             self._pull_failed(process, effect)
             return
         process.based, process.pulling = True, False
