@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from spotlight.core.ledger import Ledger
 from spotlight.core.types import PolicyVersion
 
 
@@ -53,7 +52,3 @@ class Snapshot:
             raise ValueError(f"not a controller snapshot: {sorted(tree)}")
         seeds = {int(slot): tuple(int(seed) for seed in chosen[slot]) for slot in chosen}
         return cls(iteration, PolicyVersion(version), leases, seeds, ledger)
-
-    def restore_ledger(self) -> Ledger:
-        """The ledger that was current then."""
-        return Ledger.restore(self.ledger)

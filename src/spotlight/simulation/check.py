@@ -4,9 +4,9 @@
     python -m spotlight.simulation.check --replay 17        run one of them again
     python -m spotlight.simulation.check --mutations        plant bugs, and see each of them found
 
-A seed fixes everything: the configuration, the faults and their times, the noise. A trial has a fault phase, in
-which every invariant is checked after every event, and then a liveness phase without faults, in which the run
-must come to its end. A run of many seeds fails, too, when some branch of recovery was never taken.
+A seed fixes everything: the configuration, the faults and their times, the noise. A trial has a fault phase,
+in which every invariant is checked after every event, and then a liveness phase without faults: the run
+must come to its end. Many seeds together fail, too, when some branch of recovery was never taken.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from spotlight.simulation.driver import Simulation
 from spotlight.simulation.faults import FaultKind, Injector
 from spotlight.simulation.swarm import Trial, draw_trial
 from spotlight.simulation.witness import Witness
+from spotlight.simulation.workers import Receipt
 
 PATIENCE_S = 3000.0
 """After the last fault has healed, a run must end within this time (a trial takes some hundred seconds)."""
@@ -61,9 +62,9 @@ class CheckedSimulation(Simulation):
         self.witness = Witness(self)
         self.branches: Counter[str] = Counter()
 
-    def observe(self, event: ev.Event, effects: list[ef.Effect]) -> None:
+    def observe(self, event: ev.Event, effects: list[ef.Effect], receipt: Receipt | None) -> None:
         """Check, and let faults happen."""
-        self.witness.see(event, effects)
+        self.witness.see(event, effects, receipt)
         self.injector.advance()
 
     def restart_head(self, down_s: float) -> None:

@@ -76,6 +76,7 @@ class ConstantCosts:
     small_s: float = 0.5
     large_s: float = 5.0
     batch: int = 4
+    scoring_s: float = 0.5
 
     def denoise_step_s(self, gpu_type: str, pixels: int, batch: int, sp_degree: int) -> float:
         """See :class:`CostModel`."""
@@ -91,7 +92,7 @@ class ConstantCosts:
 
     def reward_s(self, samples: int) -> float:
         """See :class:`CostModel`."""
-        return self.small_s
+        return self.scoring_s
 
     def prepare_s(self, samples: int, ranks: int) -> float:
         """See :class:`CostModel`."""

@@ -39,6 +39,9 @@ from spotlight.simulation.result import IterationTime, SimulationResult
 from spotlight.simulation.scenario import NodeEvent, PriceChanged, Scenario
 from spotlight.simulation.workers import Costs, Receipt, Workers
 
+CONTENT = "content"
+"""A score that says which weights made the sample that was scored."""
+
 CLUSTER = WorkerId("cluster")
 """In whose name the GPU-seconds of all nodes are reported."""
 
@@ -140,12 +143,12 @@ class Simulation:
         effects = self.controller.handle(event, self.now)
         if receipt is not None:
             self._settle(event, receipt, effects)
-        self.observe(event, effects)
+        self.observe(event, effects, receipt)
         for effect in effects:
             self._carry_out(effect)
         self._promise()
 
-    def observe(self, event: ev.Event, effects: list[ef.Effect]) -> None:
+    def observe(self, event: ev.Event, effects: list[ef.Effect], receipt: Receipt | None) -> None:
         """A seam for checks: called after each event, before its effects are carried out."""
 
     def _promise(self) -> None:
@@ -199,7 +202,8 @@ class Simulation:
                 self._start_worker(effect)
             case ef.ScoreSamples(rollouts, lineage):
                 seconds = self.scenario.costs.reward_s(len(rollouts))
-                self.after(seconds, self._score, self.head_life, rollouts, lineage)
+                made_by = tuple(self.store.samples.get(rollout.id) for rollout in rollouts)
+                self.after(seconds, self._score, self.head_life, rollouts, made_by, lineage)
             case ef.DiscardSamples(rollouts):
                 self.store.discard(rollouts)
             case ef.ReportEvaluation(iteration, lineage=lineage):
@@ -219,14 +223,17 @@ class Simulation:
         if effect.node in self.nodes:
             self.workers.start(effect, self.nodes[effect.node].gpu_type)
 
-    def _score(self, life: int, rollouts: tuple[Rollout, ...], lineage: int) -> None:
+    def _score(
+        self, life: int, rollouts: tuple[Rollout, ...], made_by: tuple[Weights | None, ...], lineage: int
+    ) -> None:
         scores: dict[RolloutId, dict[str, float]] = {}
-        for rollout in rollouts:
+        for rollout, sample in zip(rollouts, made_by, strict=True):
             if self.reward_failing and self.random.random() < self.reward_failing:
                 late = ev.RewardFailed(rollout.id, DropReason.REWARD_TIMEOUT, "no answer in time", lineage)
                 self._from_head(life, late)
             else:
-                scores[rollout.id] = {REWARD: rollout.seed % 1009 / 1009}
+                content = float(sample.content) if sample else -1.0
+                scores[rollout.id] = {REWARD: rollout.seed % 1009 / 1009, CONTENT: content}
         if scores:
             self._from_head(life, ev.SamplesRewarded(scores, lineage))
 

@@ -14,14 +14,16 @@ from unittest.mock import patch
 from spotlight.core import cluster as cluster_module
 from spotlight.core import controller as controller_module
 from spotlight.core import events as ev
+from spotlight.core import issue as issue_module
 from spotlight.core import queue as queue_module
+from spotlight.core import rollouts as rollouts_module
 from spotlight.core.cluster import Cluster
 from spotlight.core.commands import CommandEffect, Commands
 from spotlight.core.controller import Controller
 from spotlight.core.members import Group, Worker
 from spotlight.core.plan import Plan
 from spotlight.core.queue import PullQueue, Verdict, _Held
-from spotlight.core.snapshot import Snapshot
+from spotlight.core.rollouts import Rollouts
 from spotlight.core.types import (
     Group as SampleGroup,
 )
@@ -57,7 +59,7 @@ class Mutation:
 
 
 _complete, _pull, _check, _revoke = PullQueue.complete, PullQueue.pull, PullQueue._check, PullQueue._revoke
-_pulled, _load, _train_rollouts = Cluster._pulled, Controller._load, controller_module.train_rollouts
+_pulled, _load, _train_rollouts = Cluster._pulled, Rollouts.load, issue_module.train_rollouts
 
 
 def _completes_twice(self: PullQueue, lease: LeaseId, epoch: int, rollout: RolloutId) -> Verdict:
@@ -124,15 +126,17 @@ def _ignores_lineage(self: Cluster, worker: Worker, event: ev.WeightsPulled | ev
     _pulled(self, worker, dataclasses.replace(event, lineage=self.lineage))
 
 
-def _believes_stale_scores(self: Controller, rollout: RolloutId, lineage: int) -> bool:
+def _believes_stale_scores(self: Rollouts, rollout: RolloutId, lineage: int) -> bool:
     return self._awaits_scores(rollout)
 
 
-def _keeps_the_ledger(self: Controller, snapshot: Snapshot) -> None:
-    ledger = self.ledger
-    _load(self, snapshot)
-    if ledger.position:
-        self.ledger = ledger
+def _keeps_the_ledger(
+    self: Rollouts, ledger: Mapping[str, object], chosen: Mapping[int, tuple[int, ...]]
+) -> None:
+    before = self.ledger
+    _load(self, ledger, chosen)
+    if before.position:
+        self.ledger = before
 
 
 def _grants_before_weights(self: Cluster, group: Group) -> None:
@@ -152,7 +156,7 @@ def _leases_busy_learners(self: Cluster, idles: bool) -> None:
     self.learner_busy = False
 
 
-def _leaves_windows_open(self: Controller) -> None:
+def _leaves_windows_open(self: Rollouts) -> None:
     pass
 
 
@@ -180,23 +184,21 @@ MUTATIONS = (
         "old epochs and leases are believed",
         ((PullQueue, "_check", _believes_anyone), (PullQueue, "_close", _closes_any)),
     ),
-    Mutation("samples are one version too old", ((controller_module, "train_rollouts", _lags_a_version),)),
+    Mutation("samples are one version too old", ((rollouts_module, "train_rollouts", _lags_a_version),)),
     Mutation("leases never expire", ((PullQueue, "expire", _never_expires),)),
     Mutation("a resumed rollout skips a step", ((PullQueue, "pull", _skips_a_step),)),
     Mutation("committed progress is thrown away", ((PullQueue, "_revoke", _starts_anew),)),
     Mutation("a repeated grant counts steps from now", ((PullQueue, "granted", _grants_again_from_now),)),
     Mutation("weights of an abandoned lineage count", ((Cluster, "_pulled", _ignores_lineage),)),
-    Mutation(
-        "scores of an abandoned lineage count", ((Controller, "_scores_count", _believes_stale_scores),)
-    ),
-    Mutation("the ledger is not rolled back", ((Controller, "_load", _keeps_the_ledger),)),
+    Mutation("scores of an abandoned lineage count", ((Rollouts, "_scores_count", _believes_stale_scores),)),
+    Mutation("the ledger is not rolled back", ((Rollouts, "load", _keeps_the_ledger),)),
     Mutation(
         "work is granted before the weights are there", ((Cluster, "_consider", _grants_before_weights),)
     ),
     Mutation("unanswered commands are not repeated", ((Commands, "overdue", _waits_for_ever),)),
     Mutation("a lost member of a group is overlooked", ((Cluster, "_leave", _overlooks_a_lost_member),)),
     Mutation("GPUs that train are leased meanwhile", ((Cluster, "learner_idles", _leases_busy_learners),)),
-    Mutation("exploration windows are never closed", ((Controller, "_close_window", _leaves_windows_open),)),
+    Mutation("exploration windows are never closed", ((Rollouts, "close_window", _leaves_windows_open),)),
     Mutation("workers keep weights that were undone", ((Cluster, "roll_back", _keeps_newer_weights),)),
     Mutation(
         "a restarted head numbers epochs from the start",

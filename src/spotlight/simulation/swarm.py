@@ -9,7 +9,7 @@ from spotlight.core.events import NodeJoined
 from spotlight.core.plan import ClusterPlan, ExplorationPlan, Explore, Plan
 from spotlight.core.types import Node, NodeId, NodeKind, WeightKind
 from spotlight.simulation.costs import ConstantCosts
-from spotlight.simulation.faults import Fault, draw_faults
+from spotlight.simulation.faults import Fault, FaultKind, draw_faults
 from spotlight.simulation.scenario import NodeEvent, Scenario
 
 
@@ -46,7 +46,13 @@ def draw_trial(seed: int) -> Trial:
     ranks = sum(node.gpus for node in joined if node.trains)
     scenario = Scenario(
         _draw_plan(source, ranks, degree_min),
-        ConstantCosts(source.choice([0.5, 2.0]), source.choice([0.1, 0.5]), 4.0, source.choice([1, 2, 4])),
+        ConstantCosts(
+            source.choice([0.5, 2.0]),
+            source.choice([0.1, 0.5]),
+            4.0,
+            source.choice([1, 2, 4]),
+            source.choice([0.1, 0.5, 15.0]),
+        ),
         tuple(nodes),
         train_prompts=source.choice([1, 2, 5]),
         test_prompts=source.choice([0, 1, 2]),
@@ -55,6 +61,9 @@ def draw_trial(seed: int) -> Trial:
         commit_every=source.choice([1, 2, 3]),
     )
     faults = draw_faults(source, source.choice([0, 2, 6, 12, 20]), source.choice([60, 200, 500]))
+    if source.random() < 0.4:
+        bad = Fault(FaultKind.BAD_NETWORK, 1, source.random(), 300.0, source.choice([0.1, 0.3]))
+        faults = (bad, *faults)
     return Trial(seed, scenario, faults, poll_s=source.choice([5.0, 15.0]))
 
 

@@ -23,7 +23,9 @@ from spotlight.core.records import (
     VersionPublished,
 )
 from spotlight.core.types import Lease, LeaseId, Phase, Purpose, Rollout, RolloutId
-from spotlight.simulation.driver import Simulation
+from spotlight.simulation.driver import CONTENT, Simulation
+from spotlight.simulation.machines import ProcessGroup
+from spotlight.simulation.workers import Receipt
 
 
 @dataclass(slots=True)
@@ -100,13 +102,15 @@ class Witness:
     simulation: Simulation
     books: Books = field(default_factory=Books)
     leases: dict[LeaseId, tuple[Lease, float]] = field(default_factory=dict)
+    meant: dict[LeaseId, ProcessGroup] = field(default_factory=dict)
     holder: dict[RolloutId, tuple[LeaseId, int]] = field(default_factory=dict)
     over: bool = False
 
-    def see(self, event: ev.Event, effects: Sequence[ef.Effect]) -> None:
+    def see(self, event: ev.Event, effects: Sequence[ef.Effect], receipt: Receipt | None) -> None:
         """Raise AssertionError where the controller's effects disagree with what is known."""
         self.simulation.controller.check()
-        self._see_commit(event, effects)
+        self._see_commit(event, effects, receipt)
+        discarded: set[RolloutId] = set()
         for effect in effects:
             match effect:
                 case ef.RollBack(position):
@@ -114,8 +118,13 @@ class Witness:
                     self.books = Books.until(self.books.records[:position])
                 case ef.WriteRecord(position, record):
                     self.books.write(position, record)
+                    if isinstance(record, SampleScored):
+                        made_by = self.simulation.store.samples[record.rollout]
+                        assert record.scores[CONTENT] == made_by.content, f"{record} is of another sample"
                 case ef.GrantLease():
-                    self._see_grant(effect)
+                    self._see_grant(effect, discarded)
+                case ef.DiscardSamples(rollouts):
+                    discarded.update(rollouts)
                 case ef.PrepareBatch(_, groups):
                     for group in groups:
                         for rollout in group.rollouts:
@@ -130,6 +139,7 @@ class Witness:
         """The durable ledger is cut to the checkpoint's position; what was in memory is gone."""
         self.books = Books.until(self.books.records[:position])
         self.leases.clear()
+        self.meant.clear()
         self.holder.clear()
 
     def _balance(self) -> None:
@@ -140,7 +150,7 @@ class Witness:
         if self.over and self.simulation.finish is None and not in_flight:
             assert len(books.ended) == len(books.issued)
 
-    def _see_commit(self, event: ev.Event, effects: Sequence[ef.Effect]) -> None:
+    def _see_commit(self, event: ev.Event, effects: Sequence[ef.Effect], receipt: Receipt | None) -> None:
         """What counts was sent by the one who holds it, in time."""
         now = self.simulation.now
         if isinstance(event, ev.LeaseProgressed):
@@ -150,12 +160,20 @@ class Witness:
                 assert voided, f"{event} was sent under no lease, and was believed"
                 return
             self._in_time(event, held, now)
+            self._from_holder(event.lease, receipt)
         elif isinstance(event, ev.LeaseCompleted):
             for effect in effects:
                 for rollout in effect.rollouts if isinstance(effect, ef.ScoreSamples) else ():
                     assert rollout.id in event.rollouts
                     assert self.holder.get(rollout.id) == (event.lease, event.epoch), f"believed: {event}"
                     self._in_time(event, self.leases[event.lease], now)
+                    self._from_holder(event.lease, receipt)
+
+    def _from_holder(self, lease: LeaseId, receipt: Receipt | None) -> None:
+        """The group that sent it is made of the processes that were meant, not of a namesake of theirs."""
+        meant = self.meant.get(lease)
+        assert receipt is not None
+        assert meant is None or receipt.group is meant, f"a namesake finishes lease {lease}"
 
     def _in_time(
         self, event: ev.LeaseProgressed | ev.LeaseCompleted, held: tuple[Lease, float], now: float
@@ -164,7 +182,7 @@ class Witness:
         assert now < deadline_s, f"believed {now - deadline_s} s after the lease expired: {event}"
         self.leases[event.lease] = lease, now + self.simulation.scenario.plan.lease_s
 
-    def _see_grant(self, grant: ef.GrantLease) -> None:
+    def _see_grant(self, grant: ef.GrantLease, discarded: set[RolloutId]) -> None:
         lease, simulation = grant.lease, self.simulation
         again = lease.id in self.leases
         for rollout in grant.rollouts:
@@ -172,7 +190,8 @@ class Witness:
             assert rollout.id not in self.books.ended
             assert rollout.id not in self.books.finished, f"{rollout.id} is made again after it was finished"
             if not again:
-                safe = simulation.store.progress.get(rollout.id)
+                # What this very event discards is still in the store.
+                safe = None if rollout.id in discarded else simulation.store.progress.get(rollout.id)
                 step = grant.resume.get(rollout.id, 0)
                 assert step == (safe[0] if safe else 0), f"{rollout.id} resumes at {step}, safe is {safe}"
                 real = simulation.store.versions[rollout.version]
@@ -183,6 +202,7 @@ class Witness:
         process = simulation.workers.processes.get(lease.worker)
         group = process.group if process is not None else None
         if group is not None and group.epoch == lease.epoch and not group.broken:
+            self.meant[lease.id] = group
             for member in group.members:
                 real = simulation.store.versions[grant.rollouts[0].version]
                 assert member.weights == real, f"{member.worker} has {member.weights}, the lease needs {real}"

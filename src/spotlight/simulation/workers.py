@@ -36,6 +36,7 @@ class Receipt:
     segments: list[Spent]
     phase: Phase
     weights: Weights
+    group: ProcessGroup
     progress: tuple[tuple[RolloutId, int], ...] = ()
 
 
@@ -340,7 +341,7 @@ class Workers:
         if not run.left:
             group.run = None
         completed = ev.LeaseCompleted(group.leader, run.lease.id, group.epoch, names, run.weights.version)
-        self.world.tell(completed, first, Receipt(segments, run.phase, run.weights))
+        self.world.tell(completed, first, Receipt(segments, run.phase, run.weights, group))
         if run.left:
             run.told = run.done
             self._next_chunk(group, run)
@@ -354,7 +355,7 @@ class Workers:
         steps = tuple(
             (name, min(start + run.done, rollout.steps - 1)) for name, (rollout, start) in run.left.items()
         )
-        receipt = Receipt(self._closed_segments(group, run), run.phase, run.weights, steps)
+        receipt = Receipt(self._closed_segments(group, run), run.phase, run.weights, group, steps)
         self.world.tell(
             ev.LeaseProgressed(group.leader, run.lease.id, group.epoch, run.done), speaker, receipt
         )
