@@ -371,7 +371,9 @@ class Workers:
         run = group.run
         if run is None or run.decoding:
             # Images that are being decoded are not thrown away.
-            self.world.after(self.costs.model.decode_s("", self.costs.pixels, 1) if run else 0.0, then, *args)
+            gpu_type = group.members[0].gpu_type if group.members else ""
+            rest_s = self.costs.model.decode_s(gpu_type, self.costs.pixels, 1) if run and gpu_type else 0.0
+            self.world.after(rest_s, then, *args)
             return
         steps = int((self.world.now - run.chunk_start_s) / run.step_s) + 1
         end_s = run.chunk_start_s + min(steps, run.chunk) * run.step_s
