@@ -100,10 +100,11 @@ class Controller:
         if self.stage is not Stage.OVER:
             self.cluster.learner_idles(self._learner_up and self.stage in LEARNER_IDLES)
             self.cluster.serve(now)
-        self.ledger.check()
         # Records come first: drivers make them durable before any checkpoint that an effect asks for. What a
         # lost learner undoes is undone before it is recorded anew.
         records = [WriteRecord(*numbered) for numbered in self.ledger.take_records()]
+        if records:
+            self.ledger.check()
         effects = [*self._undo, *records, *self.work.effects, *self.cluster.effects]
         self._undo, self.work.effects, self.cluster.effects = [], [], []
         return effects
@@ -160,6 +161,7 @@ class Controller:
                 self._learner_changed(event)
             case ev.GpuTimeSpent(_, phase, seconds):
                 self.ledger.spend(phase, seconds)
+                self.ledger.check()
             case ev.TimePassed():
                 pass
             case _:

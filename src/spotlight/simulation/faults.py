@@ -115,7 +115,9 @@ class Injector:
         match fault.kind:
             case FaultKind.BAD_NETWORK:
                 network = simulation.network
-                network.lost, network.doubled, network.late_s = fault.share, fault.share, fault.which * 8
+                # Where many messages are lost, some are very late too.
+                late_s = fault.which * (60.0 if fault.share > 0.25 else 8.0)
+                network.lost, network.doubled, network.late_s = fault.share / 2, fault.share, late_s
                 simulation.after(fault.seconds, network.heal)
             case FaultKind.SILENT_REWARDS:
                 simulation.reward_failing = fault.share

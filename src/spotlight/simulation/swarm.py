@@ -62,7 +62,7 @@ def draw_trial(seed: int) -> Trial:
     )
     faults = draw_faults(source, source.choice([0, 2, 6, 12, 20]), source.choice([60, 200, 500]))
     if source.random() < 0.4:
-        bad = Fault(FaultKind.BAD_NETWORK, 1, source.random(), 300.0, source.choice([0.1, 0.3]))
+        bad = Fault(FaultKind.BAD_NETWORK, 1, source.random(), 300.0, source.choice([0.1, 0.3, 0.3]))
         faults = (bad, *faults)
     return Trial(seed, scenario, faults, poll_s=source.choice([5.0, 15.0]))
 
@@ -78,7 +78,7 @@ def _draw_plan(source: random.Random, ranks: int, degree_min: int) -> Plan:
     more, steps = source.choice([0, 2, 4]), source.choice([2, 3])
     return Plan(
         run_seed=source.randrange(2**31),
-        iterations=source.choice([2, 3, 4]),
+        iterations=source.choice([2, 3, 4, 5]),
         prompts_per_iteration=source.choice([1, 2, 3]),
         group_size=group_size,
         rollout_steps=source.choice([2, 4, 8]),
@@ -87,7 +87,7 @@ def _draw_plan(source: random.Random, ranks: int, degree_min: int) -> Plan:
         evaluate_every=source.choice([1, 2]),
         updates_per_batch=source.choice([1, 2]),
         micro_batch_size=ranks * source.choice([1, 2]),
-        checkpoint_every=source.choice([1, 1, 2]),
+        checkpoint_every=source.choice([1, 2, 3]),
         lease_s=source.choice([15.0, 30.0]),
         max_drop_share=1.0,
         ranks=ranks,
