@@ -1,4 +1,4 @@
-"""A run in virtual time: every GPU-second accounted for, exploration in idle time only, prices as they change."""
+"""A run in virtual time: every GPU-second is accounted for, exploration fills idle time, prices change."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def exploring(where: Explore | None) -> SimulationResult:
 def test_a_run_ends_and_its_timelines_have_no_gaps() -> None:
     result = exploring(None)
     assert result.finished
-    assert (result.trained, result.evaluated, result.dropped) == (48, 4, 0)
+    assert (result.trained, result.evaluated, result.dropped) == (48, 6, 0)
     assert [iteration.iteration for iteration in result.iterations] == [0, 1, 2]
     assert len(result.gpus) == 6
     for gpu in result.gpus:

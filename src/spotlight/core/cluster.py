@@ -35,7 +35,7 @@ from spotlight.core.effects import (
     StartWorker,
     StopGroup,
 )
-from spotlight.core.members import Group, GroupState, Host, Worker, WorkerState
+from spotlight.core.members import ABLE, Group, GroupState, Host, Worker, WorkerState
 from spotlight.core.plan import ClusterPlan
 from spotlight.core.queue import PullQueue, first_epoch
 from spotlight.core.recovery import Recovery
@@ -294,8 +294,7 @@ class Cluster:
             self._load(worker)
 
     def _set_state(self, worker: Worker, state: WorkerState) -> None:
-        able = WorkerState.FREE, WorkerState.GROUPED
-        self._capable += (state in able) - (worker.state in able)
+        self._capable += (state in ABLE) - (worker.state in ABLE)
         worker.state = state
 
     # -- groups ----------------------------------------------------------------------------------------
@@ -445,15 +444,16 @@ class Cluster:
             self._idle.pop(group.leader, None)
 
     def _grow(self, host: Host, degree: int, steps_held: int) -> bool:
-        """Stop a node's groups, to form larger ones, unless they hold other work than ``steps_held`` wants.
+        """Stop a node's groups to form larger ones; with ``steps_held`` 0 only if none of them works.
 
         Args:
-            steps_held: 0 to leave working groups alone; else some group must have more steps than this to go.
+            steps_held: else some group must have more steps than this to go.
         """
         groups = [self.groups[leader] for leader in host.leaders]
         steps = max((steps for other in groups for _, steps in self.queue.held_by(other.leader)), default=0)
+        able = sum(self.workers[name].state in ABLE for name in host.workers)
         if (
-            len(host.workers) < degree
+            able < degree
             or any(len(other.members) >= degree or other.state is not GroupState.READY for other in groups)
             or (steps > 0 if steps_held == 0 else steps <= steps_held)
         ):
@@ -501,8 +501,7 @@ class Cluster:
             assert (group.state is GroupState.FORMING) == (("form", group.leader) in self._commands)
             assert (group.state is GroupState.STOPPING) == (("stop", group.leader) in self._commands)
             assert len(self.queue.held_by(group.leader)) <= 1, "a group holds two leases"
-        able = WorkerState.FREE, WorkerState.GROUPED
-        assert self._capable == sum(worker.state in able for worker in self.workers.values())
+        assert self._capable == sum(worker.state in ABLE for worker in self.workers.values())
         assert self._ready == sum(group.state is GroupState.READY for group in self.groups.values())
         assert set(self._idle) <= {group.leader for group in self.groups.values() if group.capacity}
         self._commands.check()

@@ -19,6 +19,10 @@ class WorkerState(StrEnum):
     GROUPED = "grouped"
 
 
+ABLE = frozenset({WorkerState.FREE, WorkerState.GROUPED})
+"""Workers with weights, which can be in a group."""
+
+
 class GroupState(StrEnum):
     """FORMING: not confirmed. READY: may hold a lease. STOPPING: commits what it holds, then parts."""
 

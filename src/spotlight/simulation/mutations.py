@@ -5,7 +5,6 @@ The production code knows nothing of them: a mutation replaces functions while i
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from unittest.mock import patch
 
 from spotlight.core import cluster as cluster_module
 from spotlight.core import controller as controller_module
-from spotlight.core import events as ev
 from spotlight.core import issue as issue_module
 from spotlight.core import queue as queue_module
 from spotlight.core import rollouts as rollouts_module
@@ -59,7 +57,7 @@ class Mutation:
 
 
 _complete, _pull, _check, _revoke = PullQueue.complete, PullQueue.pull, PullQueue._check, PullQueue._revoke
-_pulled, _load, _train_rollouts = Cluster._pulled, Rollouts.load, issue_module.train_rollouts
+_load, _train_rollouts = Rollouts.load, issue_module.train_rollouts
 
 
 def _completes_twice(self: PullQueue, lease: LeaseId, epoch: int, rollout: RolloutId) -> Verdict:
@@ -120,10 +118,6 @@ def _grants_again_from_now(self: PullQueue, lease: LeaseId) -> Granted:
     entries = [self._entries[rollout] for rollout in held.open]
     held.start, held.steps = {entry.rollout.id: entry.step for entry in entries}, 0
     return held.lease, tuple(entry.rollout for entry in entries), dict(held.start)
-
-
-def _ignores_lineage(self: Cluster, worker: Worker, event: ev.WeightsPulled | ev.PullFailed) -> None:
-    _pulled(self, worker, dataclasses.replace(event, lineage=self.lineage))
 
 
 def _believes_stale_scores(self: Rollouts, rollout: RolloutId, lineage: int) -> bool:
@@ -189,7 +183,6 @@ MUTATIONS = (
     Mutation("a resumed rollout skips a step", ((PullQueue, "pull", _skips_a_step),)),
     Mutation("committed progress is thrown away", ((PullQueue, "_revoke", _starts_anew),)),
     Mutation("a repeated grant counts steps from now", ((PullQueue, "granted", _grants_again_from_now),)),
-    Mutation("weights of an abandoned lineage count", ((Cluster, "_pulled", _ignores_lineage),)),
     Mutation("scores of an abandoned lineage count", ((Rollouts, "_scores_count", _believes_stale_scores),)),
     Mutation("the ledger is not rolled back", ((Rollouts, "load", _keeps_the_ledger),)),
     Mutation(
