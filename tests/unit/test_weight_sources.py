@@ -13,6 +13,7 @@ from spotlight.core.types import PolicyVersion, WeightKind, WorkerId
 from spotlight.core.weights import Holding, Source, choose_source
 
 V1, V2 = PolicyVersion(1), PolicyVersion(2)
+C = WorkerId("c")
 ADAPTER, FULL = WeightKind.ADAPTER, WeightKind.FULL
 
 
@@ -28,7 +29,7 @@ def holding(name: str, based: bool = False, version: int | None = None, fetching
         (holding("a"), [], ADAPTER, Source(FULL, None)),
         (holding("a"), [holding("b", True, 1)], ADAPTER, Source(FULL, WorkerId("b"))),
         (holding("a"), [holding("b", fetching=True)], ADAPTER, None),
-        (holding("a"), [holding("b", fetching=True), holding("c", True)], ADAPTER, Source(FULL, WorkerId("c"))),
+        (holding("a"), [holding("b", fetching=True), holding("c", True)], ADAPTER, Source(FULL, C)),
         (holding("a", True, 1), [holding("b", True, 1)], FULL, Source(FULL, None)),
         (holding("a", True, 1), [holding("b", True, 2)], FULL, Source(FULL, WorkerId("b"))),
         (holding("a"), [holding("a", fetching=True)], ADAPTER, Source(FULL, None)),

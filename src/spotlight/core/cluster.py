@@ -13,8 +13,7 @@ Invariants
     3. Every command (start, pull, form, stop) is answered, repeated when its time is up, or ends in a restart
        of the workers it was for: whoever does not answer is never waited for without an end.
     4. A group is granted work only while all its members hold the published version.
-
-Answers under an old epoch, or to a command that is no longer open, change nothing.
+    5. Answers under an old epoch, or to a command that is no longer open, change nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from spotlight.core.effects import (
     StartWorker,
     StopGroup,
 )
-from spotlight.core.members import ABLE, Group, GroupState, Host, Worker, WorkerState
+from spotlight.core.members import ABLE, Group, GroupState, Host, Worker, WorkerState, check_members
 from spotlight.core.plan import ClusterPlan
 from spotlight.core.queue import PullQueue, first_epoch
 from spotlight.core.recovery import Recovery
@@ -124,8 +123,8 @@ class Cluster:
     @property
     def next_s(self) -> float | None:
         """When :meth:`ring` has something to do."""
-        times = [at_s for at_s in (self._commands.next_s, self._drains.next_s) if at_s is not None]
-        return min(times, default=None)
+        times = (self._commands.next_s, self._drains.next_s)
+        return min((at_s for at_s in times if at_s is not None), default=None)
 
     @property
     def learner_gpus(self) -> int:
@@ -487,17 +486,12 @@ class Cluster:
 
     def check(self) -> None:
         """Assert the invariants of the module's docstring (O(workers))."""
+        check_members(self.hosts, self.workers, self.groups)
         for worker in self.workers.values():
-            assert worker.id in self.hosts[worker.node].workers
-            assert (worker.leader is not None) == (worker.state is WorkerState.GROUPED)
-            assert worker.leader is None or worker.id in self.groups[worker.leader].members
             assert (worker.state is WorkerState.STARTING) == (("start", worker.id) in self._commands)
             assert (worker.pull is not None) == (("pull", worker.id) in self._commands)
             assert worker.version is None or worker.based
         for group in self.groups.values():
-            assert group.members, "a group without members"
-            assert all(self.workers[name].leader == group.leader for name in group.members)
-            assert {self.workers[name].node for name in group.members} == {group.node}
             assert (group.state is GroupState.FORMING) == (("form", group.leader) in self._commands)
             assert (group.state is GroupState.STOPPING) == (("stop", group.leader) in self._commands)
             assert len(self.queue.held_by(group.leader)) <= 1, "a group holds two leases"

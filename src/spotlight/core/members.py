@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -80,3 +81,17 @@ class Host:
     leaders: dict[WorkerId, None] = field(default_factory=dict)
     deadline_s: float | None = None
     draining: bool = False
+
+
+def check_members(
+    hosts: Mapping[NodeId, Host], workers: Mapping[WorkerId, Worker], groups: Mapping[WorkerId, Group]
+) -> None:
+    """Assert that a worker is in at most one group, and a group on one node."""
+    for worker in workers.values():
+        assert worker.id in hosts[worker.node].workers
+        assert (worker.leader is not None) == (worker.state is WorkerState.GROUPED)
+        assert worker.leader is None or worker.id in groups[worker.leader].members
+    for group in groups.values():
+        assert group.members, "a group without members"
+        assert all(workers[name].leader == group.leader for name in group.members)
+        assert {workers[name].node for name in group.members} == {group.node}
