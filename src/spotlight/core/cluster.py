@@ -482,8 +482,6 @@ class Cluster:
     def _count(self, recovery: Recovery) -> None:
         self.recoveries[recovery] += 1
 
-    # -- for tests -------------------------------------------------------------------------------------
-
     def check(self) -> None:
         """Assert the invariants of the module's docstring (O(workers))."""
         check_members(self.hosts, self.workers, self.groups)
