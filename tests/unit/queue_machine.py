@@ -145,8 +145,8 @@ class QueueMachine(RuleBasedStateMachine):
             self.made[lease.id] = steps
             self.deadlines[lease.id] = self.now + LEASE_S
             for entry in open_now:
-                safe = min(self.starts[lease.id][entry.rollout.id] + steps, entry.rollout.steps - 1)
-                entry.step = max(entry.step, safe)
+                safe = self.starts[lease.id][entry.rollout.id] + steps
+                entry.step = max(entry.step, safe) if safe < entry.rollout.steps else entry.step
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())

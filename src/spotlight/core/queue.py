@@ -219,7 +219,8 @@ class PullQueue:
     def advance(self, lease: LeaseId, epoch: int, steps: int, now: float) -> Verdict:
         """All open rollouts of a lease are safe ``steps`` steps after its start. Renews the lease.
 
-        A rollout that would be past its last step stays one before it: only a completion ends it.
+        A rollout that would be at its end or past it stays where it was: its holder finished it, only the
+        completion did not arrive, and no state of it between was committed.
         """
         held = self._held.get(lease)
         if held is None or held.lease.epoch != epoch:
@@ -229,7 +230,8 @@ class PullQueue:
         held.steps = steps
         for rollout in held.open:
             entry = self._entries[rollout]
-            entry.step = max(entry.step, min(held.start[rollout] + steps, entry.rollout.steps - 1))
+            if held.start[rollout] + steps < entry.rollout.steps:
+                entry.step = max(entry.step, held.start[rollout] + steps)
         held.deadline_s = now + self.lease_s
         return Verdict.ACCEPTED
 

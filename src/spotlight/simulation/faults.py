@@ -42,8 +42,8 @@ WEIGHTS = {
     FaultKind.SLOW_NODE: 1,
     FaultKind.FREEZE_WORKER: 3,
     FaultKind.CRASH_WORKER: 3,
-    FaultKind.CRASH_LEARNER: 2,
-    FaultKind.RESTART_HEAD: 1,
+    FaultKind.CRASH_LEARNER: 4,
+    FaultKind.RESTART_HEAD: 2,
     FaultKind.BAD_NETWORK: 3,
     FaultKind.SILENT_REWARDS: 1,
 }

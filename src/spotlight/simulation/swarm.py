@@ -64,6 +64,8 @@ def draw_trial(seed: int) -> Trial:
     if source.random() < 0.4:
         bad = Fault(FaultKind.BAD_NETWORK, 1, source.random(), 300.0, source.choice([0.1, 0.3, 0.3]))
         faults = (bad, *faults)
+    if source.random() < 0.3:
+        faults = (Fault(FaultKind.SILENT_REWARDS, 1, source.random(), 300.0, 0.2), *faults)
     return Trial(seed, scenario, faults, poll_s=source.choice([5.0, 15.0]))
 
 

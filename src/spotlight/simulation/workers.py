@@ -353,7 +353,9 @@ class Workers:
             return
         run.told = run.done
         steps = tuple(
-            (name, min(start + run.done, rollout.steps - 1)) for name, (rollout, start) in run.left.items()
+            (name, start + run.done)
+            for name, (rollout, start) in run.left.items()
+            if start + run.done < rollout.steps
         )
         receipt = Receipt(self._closed_segments(group, run), run.phase, run.weights, group, steps)
         self.world.tell(
