@@ -1,8 +1,8 @@
 """What every GPU did, reduced to what a picture can show. Pure.
 
-Spot nodes come and go under new names, so stays are put into lanes: a lane is a place that one GPU after the
-other holds. Up to :data:`ROWS_MAX` lanes are rows of their own; more are gathered, neighbours together. Time is
-cut into cells, and a cell shows the phase that took most of it: that is the only thing left out.
+Spot nodes come and go under new names, so stays are put into lanes: a lane is a place that one GPU after
+the other holds. Up to :data:`ROWS_MAX` lanes are rows of their own; more are gathered, neighbours together.
+Time is cut into cells, and a cell shows the phase that took most of it: that is the only thing left out.
 """
 
 from __future__ import annotations

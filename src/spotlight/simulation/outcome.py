@@ -15,6 +15,9 @@ from spotlight.simulation.result import SimulationResult
 from spotlight.simulation.scenario import Scenario
 from spotlight.simulation.scenario_file import Target
 
+PREVIEWS_WANTED = 0.8
+"""With a smaller share of its previews, a strategy is not what its iterations to target were stated for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -29,7 +32,8 @@ class Outcome:
         simulated_h, simulated_usd: of the whole simulation.
         gpu_s: GPU-seconds by kind of node and phase.
         spot_idle_share: of the GPU-seconds of spot nodes; NaN without any.
-        preview_share: scored previews, of those that full exploration makes; NaN without exploration.
+        preview_share: previews that seeds were chosen among, of those that full exploration makes; NaN
+            without exploration.
         dropped_share: samples left out, of those made to be trained on.
     """
 
@@ -68,9 +72,7 @@ class Outcome:
         return self.seconds([Phase.LOST])
 
 
-def outcome_of(
-    strategy: str, scenario: Scenario, result: SimulationResult, target: Target | None
-) -> Outcome:
+def outcome_of(strategy: str, scenario: Scenario, result: SimulationResult, target: Target | None) -> Outcome:
     """Figures of a result."""
     durations = [one.end_s - one.start_s for one in result.iterations]
     costs = [one.cost_usd for one in result.iterations]

@@ -1,7 +1,7 @@
 """From a scenario file to what the simulator takes: everything looked up, checked and put together.
 
 :func:`prepare` reads (profile, prices, trace) and refuses what cannot work, before anything is simulated.
-:func:`scenario_of` is pure: one strategy's scenario. All strategies of a prepared scenario meet the same trace.
+:func:`scenario_of` is pure: one strategy's scenario. All strategies of a prepared scenario meet one trace.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spotlight.simulation.fleet_events import SpotOffer, spot_events
 from spotlight.simulation.profile import Profile, load_profile, require_memory
 from spotlight.simulation.profile_costs import ProfileCosts, Workload, sp_degrees
 from spotlight.simulation.scenario import NodeEvent, Scenario
-from spotlight.simulation.scenario_file import AlwaysOn, GeneratedTrace, ScenarioFile
+from spotlight.simulation.scenario_file import AlwaysOn, GeneratedTrace, Pool, ScenarioFile
 from spotlight.simulation.strategies import STRATEGIES, SpotPlaces, Strategy
 from spotlight.simulation.tariff import PriceTag, Tariff, tariff_of
 
@@ -57,7 +57,9 @@ def prepare(file: ScenarioFile, strategies: tuple[str, ...], now: datetime) -> P
     chosen = [STRATEGIES[name] for name in strategies]
     profile = load_profile(file.workload.profile)
     places = {strategy.places for strategy in chosen}
-    if file.cluster.spot.nodes == 0 and (needy := [one for one in chosen if one.places is not SpotPlaces.NOTHING]):
+    if file.cluster.spot.nodes == 0 and (
+        needy := [one for one in chosen if one.places is not SpotPlaces.NOTHING]
+    ):
         names = ", ".join(strategy.name for strategy in needy)
         remedy = "Ask for spot nodes, or simulate reserved_only alone."
         raise ConfigError(file.name, [Problem("cluster.spot.nodes", "0", f"1 or more for {names}", remedy)])
@@ -79,8 +81,7 @@ def scenario_of(prepared: Prepared, strategy: Strategy, *, timelines: bool = Fal
     file, work = prepared.file, prepared.file.workload
     nodes = node_events(prepared, strategy)
     joining = [event.node for _, event in nodes if isinstance(event, NodeJoined)]
-    ranks = sum(node.gpus for at_s, event in nodes if isinstance(event, NodeJoined) and at_s == 0
-                for node in (event.node,) if node.trains)  # fmt: skip
+    ranks = sum(node.gpus for node in joining if node.trains)  # all of these join at 0
     denoising = tuple(dict.fromkeys(node.gpu_type for node in joining if node.rolls_out))
     learner_gpu = file.cluster.reserved.gpu_type
     require_memory(prepared.profile, rollout_gpus=denoising, learner_gpu=learner_gpu, ranks=ranks)
@@ -128,15 +129,17 @@ def node_events(prepared: Prepared, strategy: Strategy) -> tuple[tuple[float, No
     # Alone, the learner's GPUs must denoise; and where all GPUs stay, all do both.
     both = reserved.rolls_out or strategy.places is not SpotPlaces.SPOT
     events: list[tuple[float, NodeEvent]] = [
-        (0.0, NodeJoined(_standing(f"reserved:{n}", reserved.gpus_per_node, reserved.gpu_type, tariff.reserved, True, both)))
+        (0.0, NodeJoined(_standing(f"reserved:{n}", reserved, tariff.reserved, trains=True, rolls_out=both)))
         for n in range(reserved.nodes)
-    ]  # fmt: skip
+    ]
     if strategy.places is SpotPlaces.ON_DEMAND:
         assert tariff.on_demand is not None, "prepared for a strategy that rents on demand"
         # Ranks of different speed would wait for the slowest, so another type only denoises.
         trains = spot.gpu_type == reserved.gpu_type
         for n in range(spot.nodes):
-            node = _standing(f"on-demand:{n}", spot.gpus_per_node, spot.gpu_type, tariff.on_demand, trains, True)
+            node = _standing(
+                f"on-demand:{n}", spot.gpus_per_node, spot.gpu_type, tariff.on_demand, trains, True
+            )
             events.append((0.0, NodeJoined(node)))
     elif strategy.places is SpotPlaces.SPOT:
         usd_h = None if tariff.spot is None else tariff.spot.usd_gpu_h * spot.gpus_per_node
@@ -144,8 +147,10 @@ def node_events(prepared: Prepared, strategy: Strategy) -> tuple[tuple[float, No
     return tuple(events)
 
 
-def _standing(name: str, gpus: int, gpu_type: str, tag: PriceTag, trains: bool, rolls_out: bool) -> Node:
-    return Node(NodeId(name), NodeKind.RESERVED, gpus, gpu_type, tag.usd_gpu_h * gpus, trains, rolls_out)
+def _standing(name: str, pool: Pool, tag: PriceTag, *, trains: bool, rolls_out: bool) -> Node:
+    """A node that is never taken back."""
+    gpus, price = pool.gpus_per_node, tag.usd_gpu_h * pool.gpus_per_node
+    return Node(NodeId(name), NodeKind.RESERVED, gpus, pool.gpu_type, price, trains, rolls_out)
 
 
 def _trace(file: ScenarioFile) -> Trace:
@@ -187,7 +192,9 @@ def _exploration(file: ScenarioFile, strategy: Strategy) -> ExplorationPlan | No
         return None
     if file.exploration is None:
         remedy = "Add seeds_per_prompt and steps."
-        raise ConfigError(file.name, [Problem("exploration", "nothing", f"a section, for {strategy.name}", remedy)])
+        raise ConfigError(
+            file.name, [Problem("exploration", "nothing", f"a section, for {strategy.name}", remedy)]
+        )
     return ExplorationPlan(strategy.explore, file.exploration.seeds_per_prompt, file.exploration.steps)
 
 

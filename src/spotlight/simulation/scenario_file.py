@@ -1,8 +1,8 @@
 """Scenario files: what ``spotlight simulate`` and ``spotlight plan`` are asked, as strict YAML.
 
-A scenario names a cluster, the trace of its spot nodes, the work, and the strategies to compare. An unknown
-key is an error. Durations come from a cost profile, prices from a price source; how many iterations a strategy
-needs to its target is an input with a source, because no simulator can know it.
+A scenario names a cluster, the trace of its spot nodes, the work, and the strategies to compare. An
+unknown key is an error. Durations come from a cost profile, prices from a price source; how many iterations a
+strategy needs to its target is an input with a source, because no simulator can know it.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class Search(_Section):
     """Numbers to try."""
     spot_nodes: tuple[NonNegativeInt, ...] = ()
     """Numbers to try."""
-    iterations: Annotated[int, Field(ge=2)] = 4
+    iterations: Annotated[int, Field(ge=2)] = 6
     """Simulated of each candidate."""
     candidates_max: PositiveInt = 80
     """Stop after so many."""

@@ -202,7 +202,7 @@ def _contradictions(scenario: ScenarioFile) -> Iterator[Problem]:
 def _cluster(scenario: ScenarioFile) -> Iterator[Problem]:
     reserved, spot = scenario.cluster.reserved, scenario.cluster.spot
     if reserved.nodes == 0:
-        remedy = "The learner, its checkpoints and committed progress live on reserved GPUs: rent at least one."
+        remedy = "The learner and all that is committed live on reserved GPUs: rent at least one."
         yield Problem("cluster.reserved.nodes", "0", "1 or more", remedy)
     for key, pool in (("reserved", reserved), ("spot", spot)):
         if pool.gpu_type not in GPU_TYPES:
