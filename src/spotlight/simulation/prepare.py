@@ -137,9 +137,7 @@ def node_events(prepared: Prepared, strategy: Strategy) -> tuple[tuple[float, No
         # Ranks of different speed would wait for the slowest, so another type only denoises.
         trains = spot.gpu_type == reserved.gpu_type
         for n in range(spot.nodes):
-            node = _standing(
-                f"on-demand:{n}", spot.gpus_per_node, spot.gpu_type, tariff.on_demand, trains, True
-            )
+            node = _standing(f"on-demand:{n}", spot, tariff.on_demand, trains=trains, rolls_out=True)
             events.append((0.0, NodeJoined(node)))
     elif strategy.places is SpotPlaces.SPOT:
         usd_h = None if tariff.spot is None else tariff.spot.usd_gpu_h * spot.gpus_per_node
