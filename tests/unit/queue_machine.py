@@ -138,15 +138,17 @@ class QueueMachine(RuleBasedStateMachine):
         verdict = self.queue.advance(lease.id, lease.epoch + wrong, steps, self.now)
         if not open_now or wrong:
             assert verdict is Verdict.STALE_EPOCH
-        elif steps <= self.made.get(lease.id, 0):
-            assert verdict is Verdict.DUPLICATE
         else:
+            safe = {entry.rollout.id: self.starts[lease.id][entry.rollout.id] + steps for entry in open_now}
+            newer = [e for e in open_now if e.step < safe[e.rollout.id] < e.rollout.steps]
+            if steps <= self.made.get(lease.id, 0) and not newer:
+                assert verdict is Verdict.DUPLICATE
+                return
             assert verdict is Verdict.ACCEPTED
-            self.made[lease.id] = steps
+            self.made[lease.id] = max(steps, self.made.get(lease.id, 0))
             self.deadlines[lease.id] = self.now + LEASE_S
-            for entry in open_now:
-                safe = self.starts[lease.id][entry.rollout.id] + steps
-                entry.step = max(entry.step, safe) if safe < entry.rollout.steps else entry.step
+            for entry in newer:
+                entry.step = safe[entry.rollout.id]
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())

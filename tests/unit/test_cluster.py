@@ -256,3 +256,14 @@ def test_a_later_incarnation_believes_no_earlier_one() -> None:
         effects = controller.handle(ev.NodeJoined(SPOT), 0.0)
         epochs.append({start.epoch for start in of(effects, ef.StartWorker)})
     assert max(epochs[0]) < min(epochs[1])
+
+
+def test_weights_pulled_under_an_abandoned_lineage_do_not_count() -> None:
+    room = Room()
+    start = of(room.feed(ev.NodeJoined(SPOT)), ef.StartWorker)[0]
+    pull = only(room.feed(ev.WorkerStarted(start.worker, start.epoch)), ef.PullWeights)
+    again = only(room.feed(ev.LearnerLost("a rank died")), ef.PullWeights)
+    assert again.lineage == pull.lineage + 1
+    assert not room.feed(ev.WeightsPulled(start.worker, start.epoch, V0, pull.lineage))
+    assert room.count(Recovery.PULL_STALE_LINEAGE) == 1
+    assert of(room.feed(ev.WeightsPulled(start.worker, start.epoch, V0, again.lineage)), ef.FormGroup)

@@ -225,13 +225,15 @@ class PullQueue:
         held = self._held.get(lease)
         if held is None or held.lease.epoch != epoch:
             return Verdict.STALE_EPOCH
-        if steps <= held.steps:
-            return Verdict.DUPLICATE
-        held.steps = steps
+        news = steps > held.steps
+        held.steps = max(steps, held.steps)
         for rollout in held.open:
-            entry = self._entries[rollout]
-            if held.start[rollout] + steps < entry.rollout.steps:
-                entry.step = max(entry.step, held.start[rollout] + steps)
+            entry, safe = self._entries[rollout], held.start[rollout] + steps
+            # Overtaken by a later message that said nothing of this rollout, an earlier one is news to it.
+            if entry.step < safe < entry.rollout.steps:
+                entry.step, news = safe, True
+        if not news:
+            return Verdict.DUPLICATE
         held.deadline_s = now + self.lease_s
         return Verdict.ACCEPTED
 

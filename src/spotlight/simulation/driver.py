@@ -203,7 +203,7 @@ class Simulation:
             case ef.ScoreSamples(rollouts, lineage):
                 seconds = self.scenario.costs.reward_s(len(rollouts))
                 if self.reward_failing and self.random.random() < self.reward_failing:
-                    seconds += 120.0 * self.random.random()  # retried, and late
+                    seconds += 200.0 * self.random.random()  # retried, and late
                 made_by = tuple(self.store.samples.get(rollout.id) for rollout in rollouts)
                 self.after(seconds, self._score, self.head_life, rollouts, made_by, lineage)
             case ef.DiscardSamples(rollouts):

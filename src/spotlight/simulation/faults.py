@@ -43,7 +43,7 @@ WEIGHTS = {
     FaultKind.FREEZE_WORKER: 3,
     FaultKind.CRASH_WORKER: 3,
     FaultKind.CRASH_LEARNER: 4,
-    FaultKind.RESTART_HEAD: 2,
+    FaultKind.RESTART_HEAD: 3,
     FaultKind.BAD_NETWORK: 3,
     FaultKind.SILENT_REWARDS: 1,
 }
@@ -69,8 +69,9 @@ class Fault:
 
 
 def draw_faults(source: random.Random, count: int, within_events: int) -> tuple[Fault, ...]:
-    """Faults of any kind, in the order in which they happen."""
-    kinds = source.choices(list(WEIGHTS), list(WEIGHTS.values()), k=count)
+    """Faults in the order in which they happen, of some kinds only: so they get deeper than all at once."""
+    enabled = source.sample(list(WEIGHTS), k=source.choice([2, 3, 4, len(WEIGHTS)]))
+    kinds = source.choices(enabled, [WEIGHTS[kind] for kind in enabled], k=count)
     faults = [
         Fault(
             kind,

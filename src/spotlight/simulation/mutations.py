@@ -10,10 +10,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from unittest.mock import patch
 
-from spotlight.core import cluster as cluster_module
 from spotlight.core import controller as controller_module
 from spotlight.core import issue as issue_module
-from spotlight.core import queue as queue_module
 from spotlight.core import rollouts as rollouts_module
 from spotlight.core.cluster import Cluster
 from spotlight.core.commands import CommandEffect, Commands
@@ -120,10 +118,6 @@ def _grants_again_from_now(self: PullQueue, lease: LeaseId) -> Granted:
     return held.lease, tuple(entry.rollout for entry in entries), dict(held.start)
 
 
-def _believes_stale_scores(self: Rollouts, rollout: RolloutId, lineage: int) -> bool:
-    return self._awaits_scores(rollout)
-
-
 def _keeps_the_ledger(
     self: Rollouts, ledger: Mapping[str, object], chosen: Mapping[int, tuple[int, ...]]
 ) -> None:
@@ -159,10 +153,6 @@ def _keeps_newer_weights(self: Cluster, version: PolicyVersion, now: float) -> N
     self.lineage += 1
 
 
-def _has_one_term(term: int) -> int:
-    return 0
-
-
 def _trains_every_group_every_time(groups: Sequence[SampleGroup], updates: int) -> list[list[SampleGroup]]:
     return [list(groups) for _ in range(updates)]
 
@@ -183,7 +173,6 @@ MUTATIONS = (
     Mutation("a resumed rollout skips a step", ((PullQueue, "pull", _skips_a_step),)),
     Mutation("committed progress is thrown away", ((PullQueue, "_revoke", _starts_anew),)),
     Mutation("a repeated grant counts steps from now", ((PullQueue, "granted", _grants_again_from_now),)),
-    Mutation("scores of an abandoned lineage count", ((Rollouts, "_scores_count", _believes_stale_scores),)),
     Mutation("the ledger is not rolled back", ((Rollouts, "load", _keeps_the_ledger),)),
     Mutation(
         "work is granted before the weights are there", ((Cluster, "_consider", _grants_before_weights),)
@@ -193,14 +182,6 @@ MUTATIONS = (
     Mutation("GPUs that train are leased meanwhile", ((Cluster, "learner_idles", _leases_busy_learners),)),
     Mutation("exploration windows are never closed", ((Rollouts, "close_window", _leaves_windows_open),)),
     Mutation("workers keep weights that were undone", ((Cluster, "roll_back", _keeps_newer_weights),)),
-    Mutation(
-        "a restarted head numbers epochs from the start",
-        (
-            (queue_module, "first_epoch", _has_one_term),
-            (cluster_module, "first_epoch", _has_one_term),
-            (controller_module, "first_epoch", _has_one_term),
-        ),
-    ),
     Mutation(
         "several updates train the same samples",
         ((controller_module, "split_updates", _trains_every_group_every_time),),
