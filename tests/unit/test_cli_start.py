@@ -21,6 +21,7 @@ COMMANDS = (
     "card",
     "prices",
     "traces",
+    "notices",
     "config",
     "rewards",
     "doctor",

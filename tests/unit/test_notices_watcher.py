@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import random
 import time
@@ -198,6 +199,18 @@ def test_the_same_trouble_that_comes_and_goes_is_not_told_again(caplog: pytest.L
     assert [record.getMessage().split(",")[0] for record in caplog.records] == [
         "scripted: metadata service absent",
         "scripted: metadata service answers; notices are watched",
+    ]
+
+
+def test_an_outage_of_hours_is_told_once_and_a_later_one_again(caplog: pytest.LogCaptureFixture) -> None:
+    hours = itertools.count(0.0, 3600.0)
+    gone = MetadataError(Trouble.ABSENT, "gone")
+    source = Scripted([gone, gone, gone, Reading(), gone])
+    asyncio.run(Watcher([source], random.Random(0), QUICK, lambda: next(hours)).run(lambda notice: None))
+    assert [record.getMessage().split(",")[0] for record in caplog.records] == [
+        "scripted: metadata service absent",
+        "scripted: metadata service answers; notices are watched",
+        "scripted: metadata service absent",
     ]
 
 

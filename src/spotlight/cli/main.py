@@ -11,6 +11,7 @@ from spotlight.cli.doctor import doctor
 from spotlight.cli.evaluate import evaluate
 from spotlight.cli.export import export
 from spotlight.cli.generate import generate
+from spotlight.cli.notices import notices
 from spotlight.cli.plan import plan
 from spotlight.cli.prices import prices
 from spotlight.cli.rewards import rewards
@@ -42,6 +43,7 @@ for name, command, panel in (
     ("plan", plan, "Plan"),
     ("prices", prices, "Plan"),
     ("traces", traces, "Plan"),
+    ("notices", notices, "Look up"),
     ("config", config, "Look up"),
     ("rewards", rewards, "Look up"),
     ("doctor", doctor, "Look up"),
