@@ -19,6 +19,8 @@ COMMANDS = (
     "generate",
     "export",
     "card",
+    "simulate",
+    "plan",
     "prices",
     "traces",
     "notices",

@@ -61,7 +61,7 @@ def plan(
 
       spotlight plan mine.yaml plan.spot_nodes=[4,8,16,32] --deadline-h 24 --json plan.json
     """
-    from spotlight.simulation.page import require_plotly, write_page
+    from spotlight.simulation.page import require_place, require_plotly, write_file
     from spotlight.simulation.plan_page import plan_page, plan_record
     from spotlight.simulation.search import Goal, prepared_for, search
 
@@ -70,6 +70,8 @@ def plan(
         goal = Goal(deadline_h, budget_usd)
         if page is not None:
             require_plotly()
+        for wanted in filter(None, (as_json, page)):
+            require_place(wanted)
         file = read_scenario(scenario, overrides or [], trace, seed)
         with Bar(None) as bar:
             found = search(file, goal, now, jobs=jobs or os.cpu_count() or 1, told=bar.done)
@@ -77,9 +79,9 @@ def plan(
         prepared = prepared_for(file, shown, file.plan.iterations, now)
         _print(file, found, prepared, now)
         if as_json is not None:
-            write_page(as_json, json.dumps(plan_record(file, found), indent=2) + "\n")
+            write_file(as_json, json.dumps(plan_record(file, found), indent=2) + "\n")
         if page is not None:
-            write_page(page, plan_page(file, found, prepared, now))
+            write_file(page, plan_page(file, found, prepared, now))
     for path in (as_json, page):
         if path is not None:
             Console(highlight=False).print(f"Wrote {path}", soft_wrap=True)

@@ -72,7 +72,7 @@ def simulate(
         _list()
         return
     from spotlight.simulation.compare import Task, run_tasks
-    from spotlight.simulation.page import comparison_page, require_plotly, write_page
+    from spotlight.simulation.page import comparison_page, require_place, require_plotly, write_file
     from spotlight.simulation.prepare import prepare
     from spotlight.simulation.record import record_of
 
@@ -80,6 +80,8 @@ def simulate(
     with told_plainly():
         if page is not None:
             require_plotly()
+        for wanted in filter(None, (as_json, page)):
+            require_place(wanted)
         file = read_scenario(scenario, overrides or [], trace, seed)
         names = chosen_strategies(file, strategy or [])
         prepared = prepare(file, names, now)
@@ -90,9 +92,9 @@ def simulate(
     with told_plainly():
         outcomes = [one.outcome for one in compared]
         if as_json is not None:
-            write_page(as_json, json.dumps(record_of(prepared, outcomes, now), indent=2) + "\n")
+            write_file(as_json, json.dumps(record_of(prepared, outcomes, now), indent=2) + "\n")
         if page is not None:
-            write_page(page, comparison_page(prepared, compared, now))
+            write_file(page, comparison_page(prepared, compared, now))
     for path in (as_json, page):
         if path is not None:
             Console(highlight=False).print(f"Wrote {path}", soft_wrap=True)

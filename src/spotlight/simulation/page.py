@@ -42,14 +42,25 @@ def require_plotly() -> None:
         raise ConfigError("--html", [Problem("plotly", "no such package", "the extra plots", remedy)])
 
 
-def write_page(path: Path, text: str) -> None:
-    """Write a page. Raises :class:`ConfigError`: there is no place for it."""
+def require_place(path: Path) -> None:
+    """Make the folder of a file to be written. Raises :class:`ConfigError`: it cannot be there."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _no_place(path, error) from None
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a page or figures. Raises :class:`ConfigError`: there is no place for it."""
+    require_place(path)
+    try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        problem = Problem("FILE", str(path), "a place for the page", f"{error.strerror}.")
-        raise ConfigError("--html", [problem]) from None
+        raise _no_place(path, error) from None
+
+
+def _no_place(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(str(path), [Problem("FILE", str(path), "a place for it", f"{error.strerror}.")])
 
 
 def comparison_page(prepared: Prepared, compared: Sequence[Compared], now: datetime) -> str:
