@@ -58,6 +58,25 @@ def test_sigterm_is_a_notice_in_json_and_not_the_end_of_the_process() -> None:
     assert process.returncode == 0
 
 
+def test_ctrl_c_ends_the_watch() -> None:
+    with metadata("gcp") as fake, start("-m", "spotlight.cli", "notices", "--endpoint", fake.url) as process:
+        assert process.stderr is not None
+        assert "Watching gcp" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=20)
+    assert (process.returncode, output, errors) == (130, "", "")
+
+
+def test_a_reader_that_is_gone_ends_the_watch_quietly() -> None:
+    with metadata("aws") as fake, start("-m", "spotlight.cli", "notices", "--endpoint", fake.url) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        fake.rebalance = {"noticeTime": "2026-06-02T08:22:00Z"}
+        assert process.stderr.read().splitlines() == ["Watching aws. Ctrl-C ends."]
+        assert process.wait(timeout=20) == 1
+
+
 def test_sigterm_reaches_a_watcher_in_another_thread_and_means_its_old_self_afterwards() -> None:
     with start("-c", IN_A_THREAD) as process:
         assert process.stdout is not None

@@ -9,8 +9,6 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from spotlight.cli.errors import EXIT_INTERRUPTED, failure, told_plainly
 
@@ -136,20 +134,17 @@ async def _cloud_source(cloud: CloudChoice, endpoint: str | None) -> Source:
 def _print(notices: Sequence[Notice]) -> None:
     from spotlight.fleet.notices.notice import Cancelled, Noticed
 
-    console = Console(highlight=False)
     for notice in notices:
         match notice:
             case Noticed():
-                told, style = f"this node goes in {_remaining_s(notice):.0f} s", "bold red"
+                told, colour = f"this node goes in {_remaining_s(notice):.0f} s", "red"
             case Cancelled():
-                told, style = "cancelled: this node stays", "bold green"
+                told, colour = "cancelled: this node stays", "green"
             case _:
-                told, style = "the cloud advises to move", "yellow"
-        stamp = datetime.now(UTC).strftime("%H:%M:%SZ")
-        line = Text.assemble(
-            (f"{stamp}  ", "dim"), f"{notice.source}: ", (told, style), f" ({notice.detail})"
-        )
-        console.print(line, soft_wrap=True)
+                told, colour = "the cloud advises to move", "yellow"
+        stamp = typer.style(datetime.now(UTC).strftime("%H:%M:%SZ"), dim=True)
+        # Not Rich, which exits inside the watch when its reader is gone.
+        typer.echo(f"{stamp}  {notice.source}: {typer.style(told, fg=colour, bold=True)} ({notice.detail})")
 
 
 def _record(notice: Notice) -> dict[str, object]:

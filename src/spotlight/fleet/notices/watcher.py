@@ -101,11 +101,14 @@ class Watcher:
     async def run(self, tell: Callable[[Notice], None]) -> None:
         """Call ``tell`` with every notice, in order, in this loop; until cancelled, or all sources are done.
 
-        An exception of ``tell`` ends the watch, in an exception group.
+        An exception of ``tell`` ends the watch, and is raised.
         """
-        async with asyncio.TaskGroup() as tasks:
-            for source in self._sources:
-                tasks.create_task(self._follow(source, tell), name=f"notices of {source.name}")
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for source in self._sources:
+                    tasks.create_task(self._follow(source, tell), name=f"notices of {source.name}")
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None  # the others were cancelled: there is one
 
     async def acknowledge(self) -> bool:
         """This node is drained: tell the clouds that wait. False: none does, or not for this node alone.
