@@ -5,7 +5,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= --numprocesses auto
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

@@ -42,6 +42,20 @@ INTERFACES = (
 """What a new algorithm, model family, reward or driver is written against."""
 LIBRARY = (
     "config/load.py",
+    "fleet/prices/sources.py",
+    "fleet/prices/quotes.py",
+    "fleet/notices/notice.py",
+    "fleet/notices/clouds.py",
+    "fleet/notices/sigterm.py",
+    "fleet/notices/watcher.py",
+    "fleet/traces/events.py",
+    "fleet/traces/readers.py",
+    "fleet/traces/writers.py",
+    "fleet/traces/transforms.py",
+    "fleet/traces/generator.py",
+    "fleet/traces/statistics.py",
+    "simulation/profile.py",
+    "simulation/profile_costs.py",
     "diffusion/samplers.py",
     "diffusion/schedule.py",
     "diffusion/noise.py",
@@ -206,23 +220,25 @@ def _members(body: Sequence[ast.stmt]) -> Iterator[str]:
     for node in body:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             yield from ("", f"### `{node.name}`", "", _docstring(node))
-            if fields := [item for item in node.body if isinstance(item, ast.AnnAssign | ast.Assign)]:
-                yield from ("", "```python", *(ast.unparse(item) for item in fields), "```")
+            fields = [ast.unparse(item) for item in node.body if isinstance(item, ast.AnnAssign | ast.Assign)]
+            if public := [field for field in fields if not field.startswith("_")]:
+                yield from ("", "```python", *public, "```")
             for item in node.body:
-                if isinstance(item, ast.FunctionDef) and (
+                if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) and (
                     not item.name.startswith("_") or item.name == "__call__"
                 ):
                     yield from ("", f"`{_signature(item)}`", "", _docstring(item))
-        elif isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
             yield from ("", f"### `{_signature(node)}`", "", _docstring(node))
 
 
-def _signature(node: ast.FunctionDef) -> str:
+def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    begin = "async " if isinstance(node, ast.AsyncFunctionDef) else ""
     returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-    return f"{node.name}({ast.unparse(node.args)}){returns}"
+    return f"{begin}{node.name}({ast.unparse(node.args)}){returns}"
 
 
-def _docstring(node: ast.Module | ast.ClassDef | ast.FunctionDef) -> str:
+def _docstring(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     """A docstring as Markdown: roles become code, and ``Attributes:`` and its kin become lists."""
     text = (ast.get_docstring(node) or "").replace("``", "`")
     text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text)

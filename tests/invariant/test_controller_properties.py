@@ -16,6 +16,7 @@ from spotlight.core.ledger import LedgerError
 from spotlight.core.plan import Plan
 from spotlight.core.queue import PullQueue, Verdict, _Held
 from spotlight.core.records import SampleDropped, SampleTrained
+from spotlight.core.rollouts import Rollouts
 from spotlight.core.types import DropReason, Group, LeaseId, RolloutId
 
 SETTINGS = settings(max_examples=60, deadline=None)
@@ -124,7 +125,7 @@ def _completes_twice(self: PullQueue, lease: LeaseId, epoch: int, rollout: Rollo
 
 def _loses_requeued(self: PullQueue, leases: list[_Held]) -> list[RolloutId]:
     for held in leases:
-        del self._held[held.lease.id]
+        self._forget(held.lease)
         for rollout in held.open:
             del self._entries[rollout]
     return []
@@ -139,13 +140,13 @@ def _believes_anyone(self: PullQueue, lease: LeaseId, epoch: int, rollout: Rollo
 
 def _closes_any(self: PullQueue, lease: LeaseId, rollout: RolloutId) -> None:
     for held in list(self._held.values()):
-        held.open.discard(rollout)
+        held.open.pop(rollout, None)
         if not held.open:
-            del self._held[held.lease.id]
+            self._forget(held.lease)
 
 
-def _takes_every_score(self: Controller, rollout: RolloutId) -> bool:
-    return rollout in self._at.rollouts
+def _takes_every_score(self: Rollouts, rollout: RolloutId) -> bool:
+    return rollout in self.at.rollouts
 
 
 def _trains_every_group_every_time(groups: Sequence[Group], updates: int) -> list[list[Group]]:
@@ -168,7 +169,7 @@ PLANTED: dict[str, list[tuple[object, str, Callable[..., object]]]] = {
         (PullQueue, "_check", _believes_anyone),
         (PullQueue, "_close", _closes_any),
     ],
-    "rewards count twice, and before the sample": [(Controller, "_awaits_scores", _takes_every_score)],
+    "rewards count twice, and before the sample": [(Rollouts, "_awaits_scores", _takes_every_score)],
     "several epochs over the same samples": [
         (controller_module, "split_updates", _trains_every_group_every_time)
     ],

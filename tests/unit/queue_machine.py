@@ -58,6 +58,8 @@ class QueueMachine(RuleBasedStateMachine):
         self.present: set[WorkerId] = set()
         self.leases: list[Lease] = []
         self.deadlines: dict[LeaseId, float] = {}
+        self.starts: dict[LeaseId, dict[RolloutId, int]] = {}
+        self.made: dict[LeaseId, int] = {}
         self.sent: list[tuple[Lease, RolloutId, int]] = []
         self.forgotten: set[RolloutId] = set()
 
@@ -86,8 +88,9 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1.0, 4.0, LEASE_S]))
     def wait(self, seconds: float) -> None:
         self.now += seconds
-        requeued = self.queue.expire(self.now)
-        assert sorted(requeued) == self._revoke({i for i, at in self.deadlines.items() if at <= self.now})
+        late = {i for i, at in self.deadlines.items() if at <= self.now}
+        assert {lease.id for lease in self.queue.expire(self.now)} == late
+        self._revoke(late)
 
     @precondition(lambda self: self.epochs)
     @rule(data=st.data(), capacity=st.integers(1, 4))
@@ -105,6 +108,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert lease.deadline_s == self.now + LEASE_S
         assert lease.id not in {known.id for known in self.leases}, "a lease number came back"
         self.leases.append(lease)
+        self.starts[lease.id] = {entry.rollout.id: entry.step for entry in expected}
         self.deadlines[lease.id] = lease.deadline_s
         for entry in expected:
             entry.holder = lease.id
@@ -124,6 +128,56 @@ class QueueMachine(RuleBasedStateMachine):
         if verdict is Verdict.ACCEPTED:
             entry.step = step
             self.deadlines[lease.id] = self.now + LEASE_S
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), steps=st.integers(0, 7), wrong=st.sampled_from([0, 0, 0, 1]))
+    def advance(self, data: st.DataObject, steps: int, wrong: int) -> None:
+        """A whole lease is safe ``steps`` steps after it began."""
+        lease = data.draw(st.sampled_from(self.leases[-3:]))
+        open_now = [entry for entry in self.known.values() if entry.holder == lease.id]
+        verdict = self.queue.advance(lease.id, lease.epoch + wrong, steps, self.now)
+        if not open_now or wrong:
+            assert verdict is Verdict.STALE_EPOCH
+        else:
+            safe = {entry.rollout.id: self.starts[lease.id][entry.rollout.id] + steps for entry in open_now}
+            newer = [e for e in open_now if e.step < safe[e.rollout.id] < e.rollout.steps]
+            if steps <= self.made.get(lease.id, 0) and not newer:
+                assert verdict is Verdict.DUPLICATE
+                return
+            assert verdict is Verdict.ACCEPTED
+            self.made[lease.id] = max(steps, self.made.get(lease.id, 0))
+            self.deadlines[lease.id] = self.now + LEASE_S
+            for entry in newer:
+                entry.step = safe[entry.rollout.id]
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def renounce(self, data: st.DataObject) -> None:
+        lease = data.draw(st.sampled_from(self.leases[-3:]))
+        assert sorted(self.queue.renounce(lease.id)) == self._revoke({lease.id})
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def grant_again(self, data: st.DataObject) -> None:
+        lease = data.draw(st.sampled_from(self.leases[-3:]))
+        held = {name: entry for name, entry in self.known.items() if entry.holder == lease.id}
+        if held:
+            again, rollouts, resume = self.queue.granted(lease.id)
+            assert again == lease
+            assert {rollout.id for rollout in rollouts} == set(held)
+            assert resume == {name: step for name in held if (step := self.starts[lease.id][name])}
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        names = data.draw(st.lists(st.sampled_from(list(self.known)), unique=True, max_size=3))
+        holders = {self.known[name].holder for name in names} - {None}
+        emptied = self.queue.cancel(names)
+        for name in names:
+            if not self.known[name].ends:
+                self._end(name)
+        still = {entry.holder for entry in self.known.values()}
+        assert {lease.id for lease in emptied} == {holder for holder in holders if holder not in still}
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
@@ -164,6 +218,11 @@ class QueueMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         self.queue.check()
         assert self.queue.outstanding == sum(not entry.ends for entry in self.known.values())
+        waiting = [entry for entry in self.known.values() if not entry.ends and entry.holder is None]
+        assert self.queue.waiting == len(waiting)
+        for purpose in Purpose:
+            outstanding = [e for e in self.known.values() if not e.ends and e.rollout.purpose is purpose]
+            assert self.queue.outstanding_for(purpose) == len(outstanding)
         assert self.queue.next_deadline_s == min(self.deadlines.values(), default=None)
         assert self.queue.workers == self.present
 

@@ -15,7 +15,7 @@ import spotlight
 SOURCE = Path(spotlight.__file__).parent
 
 ALL = {"config", "core", "diffusion", "algorithms", "models", "rewards", "rollout", "training", "weights"}
-ALL |= {"fleet", "store", "runtime", "report", "testbed"}
+ALL |= {"fleet", "store", "runtime", "report", "testbed", "simulation"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "config": set(),
@@ -31,7 +31,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "store": {"core"},
     "testbed": {"rewards"},
     "report": {"store", "config", "testbed"},
-    "runtime": ALL - {"report", "runtime"},
+    "runtime": ALL - {"report", "runtime", "simulation"},
+    "simulation": {"core", "fleet", "config"},
     "cli": ALL,
 }
 
@@ -39,7 +40,7 @@ NOUNS = "spotlight.core.types"
 """Ids and sizes, which flow through every room that moves rollouts."""
 MAY_USE_NOUNS = {"rollout", "training", "weights", "report"}
 
-LIGHT = ("config", "core", "fleet", "rewards", "store")
+LIGHT = ("config", "core", "fleet", "rewards", "simulation", "store")
 HEAVY = ("torch", "diffusers", "transformers", "peft", "accelerate", "ray")
 
 

@@ -64,7 +64,7 @@ def test_a_zombie_cannot_write_after_its_lease_expired() -> None:
     queue.admit(OTHER)
     stale, rollout = pull_one(queue)
     assert queue.expire(9.9) == []
-    assert queue.expire(10.0) == [rollout]
+    assert queue.expire(10.0) == [stale]
     fresh, _ = pull_one(queue, OTHER, 10.0)
     assert queue.commit(stale.id, stale.epoch, rollout, 2, 10.0) is Verdict.STALE_EPOCH
     assert queue.complete(stale.id, stale.epoch, rollout) is Verdict.STALE_EPOCH
@@ -82,7 +82,7 @@ def test_a_commit_renews_the_whole_lease() -> None:
     lease = granted[0]
     assert queue.commit(lease.id, lease.epoch, RolloutId("r0"), 1, 8.0) is Verdict.ACCEPTED
     assert queue.expire(17.9) == []
-    assert queue.expire(18.0) == ["r0", "r1"]
+    assert queue.expire(18.0) == [lease]
 
 
 def test_a_failed_rollout_starts_anew_and_is_given_up_in_the_end() -> None:
@@ -125,7 +125,7 @@ def _completes_twice(self: PullQueue, lease: LeaseId, epoch: int, rollout: Rollo
 
 def _loses_requeued(self: PullQueue, leases: list[_Held]) -> list[RolloutId]:
     for held in leases:
-        del self._held[held.lease.id]
+        self._forget(held.lease)
         for rollout in held.open:
             self._entries[rollout].lease = None
     return [rollout for held in leases for rollout in held.open]
@@ -145,9 +145,10 @@ def _believes_anyone(self: PullQueue, lease: LeaseId, epoch: int, rollout: Rollo
 
 def _ignores_value(self: PullQueue, entry: _Entry) -> None:
     heapq.heappush(self._heap, (0, 0, 0, entry.order, entry.rollout.id))
+    self._waiting += 1
 
 
-def _never_expires(self: PullQueue, now: float) -> list[RolloutId]:
+def _never_expires(self: PullQueue, now: float) -> list[Lease]:
     return []
 
 

@@ -17,6 +17,10 @@ EXIT_INTERRUPTED = 130
 _OURS = (
     ("spotlight.config.errors", "ConfigError"),
     ("spotlight.core.prompts", "PromptFileError"),
+    ("spotlight.fleet.gpus", "UnknownGpuError"),
+    ("spotlight.fleet.notices.notice", "NoticeError"),
+    ("spotlight.fleet.prices.quotes", "PriceError"),
+    ("spotlight.fleet.traces.events", "TraceError"),
     ("spotlight.models.errors", "ModelError"),
     ("spotlight.rewards.base", "RewardSetupError"),
     ("spotlight.rewards.base", "RewardInputError"),

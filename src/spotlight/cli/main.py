@@ -11,8 +11,13 @@ from spotlight.cli.doctor import doctor
 from spotlight.cli.evaluate import evaluate
 from spotlight.cli.export import export
 from spotlight.cli.generate import generate
+from spotlight.cli.notices import notices
+from spotlight.cli.plan import plan
+from spotlight.cli.prices import prices
 from spotlight.cli.rewards import rewards
 from spotlight.cli.runs import runs
+from spotlight.cli.simulate import simulate
+from spotlight.cli.traces import traces
 from spotlight.cli.train import train
 from spotlight.cli.version import version
 
@@ -34,11 +39,18 @@ for name, command, panel in (
     ("generate", generate, "Use"),
     ("export", export, "Use"),
     ("card", card, "Use"),
+    ("simulate", simulate, "Plan"),
+    ("plan", plan, "Plan"),
+    ("prices", prices, "Plan"),
+    ("traces", traces, "Plan"),
+    ("notices", notices, "Look up"),
     ("config", config, "Look up"),
     ("rewards", rewards, "Look up"),
     ("doctor", doctor, "Look up"),
     ("version", version, "Look up"),
 ):
     app.command(
-        name, rich_help_panel=panel, no_args_is_help=name in {"eval", "generate", "export", "card", "audit"}
+        name,
+        rich_help_panel=panel,
+        no_args_is_help=name in {"eval", "generate", "export", "card", "audit", "plan"},
     )(command)

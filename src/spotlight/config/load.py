@@ -69,10 +69,10 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: with every problem found, each naming key, value, expectation and remedy.
     """
     source = str(path) if path else "the embedded default"
-    tree = _read(path or EMBEDDED)
+    tree = read_tree(path or EMBEDDED)
     # Choosing another algorithm comes first: its fields start from its own defaults, not the file's.
     for override in sorted(overrides, key=lambda text: not text.startswith((f"{_ALGORITHM}=", "algorithm="))):
-        _apply(tree, override)
+        apply_override(tree, override)
     return build_config(tree, source if not overrides else f"{source} with {' '.join(overrides)}")
 
 
@@ -81,7 +81,7 @@ def build_config(tree: Mapping[str, Any], source: str) -> RunConfig:
     try:
         # Through JSON, because strict mode then still takes lists for tuples and text for paths: `steps: "8"`
         # and `steps: yes` are errors, not 8 and 1.
-        text = json.dumps(_merge(_defaults_for(tree), tree), default=str)
+        text = json.dumps(merge(_defaults_for(tree), tree), default=str)
         config = RunConfig.model_validate_json(text, strict=True)
     except ValidationError as error:
         raise ConfigError(source, _explain_all(error.errors())) from None
@@ -109,18 +109,19 @@ def _defaults_for(tree: Mapping[str, Any]) -> dict[str, Any]:
     return defaults
 
 
-def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """``over`` laid upon ``base``; sections merge, anything else replaces."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
         if isinstance(below, Mapping) and isinstance(value, Mapping):
-            value = _merge(below, value)
+            value = merge(below, value)
         merged[key] = value
     return merged
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_tree(path: Path) -> dict[str, Any]:
+    """The mapping that a YAML file holds; an empty file is an empty one. Raises :class:`ConfigError`."""
     try:
         tree = parse_yaml(path.read_text())
     except OSError as error:
@@ -146,7 +147,8 @@ def _yaml_trouble(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _apply(tree: dict[str, Any], override: str) -> None:
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Set one ``key.subkey=value`` (YAML syntax) in a nested mapping. Raises :class:`ConfigError`."""
     key, separator, text = override.partition("=")
     if not separator or not key:
         problem = Problem("override", repr(override), "key.subkey=value", "For example rollout.steps=8.")

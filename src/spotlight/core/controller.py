@@ -23,13 +23,11 @@ Invariants: those of the ledger (checked after every event) and of the queue (se
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
+from collections.abc import Mapping, Sequence
 
 from spotlight.core import events as ev
 from spotlight.core.batches import even_out, micro_batches, split_updates
+from spotlight.core.cluster import Cluster
 from spotlight.core.effects import (
     CommitCheckpoint,
     DiscardSamples,
@@ -41,89 +39,77 @@ from spotlight.core.effects import (
     PrepareBatch,
     PublishWeights,
     ReportEvaluation,
-    ScoreSamples,
+    RestoreLearner,
+    RollBack,
     StepOptimizer,
     TrainMicroBatch,
     WriteRecord,
 )
+from spotlight.core.iteration import LEARNER_IDLES
+from spotlight.core.iteration import Stage as Stage
 from spotlight.core.ledger import Ledger
+from spotlight.core.plan import Explore, require_usable
 from spotlight.core.plan import Plan as Plan
-from spotlight.core.plan import require_usable
-from spotlight.core.queue import PullQueue, Verdict
-from spotlight.core.records import REWARD, StepApplied
-from spotlight.core.seeds import derive_seed, prompts_of_iteration
+from spotlight.core.queue import PullQueue, first_epoch
+from spotlight.core.records import StepApplied
+from spotlight.core.recovery import Recovery
+from spotlight.core.rollouts import Rollouts
+from spotlight.core.snapshot import Snapshot
 from spotlight.core.types import (
     DropReason,
     Group,
-    LeaseId,
-    MicroBatch,
     PolicyVersion,
     Prompt,
-    PromptId,
-    Purpose,
     Rollout,
     RolloutId,
 )
-
-ROLLOUT_ATTEMPTS = 2
-"""A rollout that fails this often is dropped: its randomness is fixed, so it will fail again."""
-
-
-class Stage(StrEnum):
-    """Where the current iteration stands."""
-
-    IDLE = "idle"
-    ROLLING = "rolling"
-    REPORTING = "reporting"
-    PREPARING = "preparing"
-    TRAINING = "training"
-    FINISHING = "finishing"
-    PUBLISHING = "publishing"
-    COMMITTING = "committing"
-    OVER = "over"
-
-
-@dataclass(slots=True)
-class _Iteration:
-    """Bookkeeping of the current iteration; ``unscored`` holds rollouts neither scored nor dropped."""
-
-    rollouts: dict[RolloutId, Rollout] = field(default_factory=dict)
-    groups: dict[tuple[int, PromptId], list[RolloutId]] = field(default_factory=dict)
-    scores: dict[RolloutId, Mapping[str, float]] = field(default_factory=dict)
-    unscored: set[RolloutId] = field(default_factory=set)
-    finished: set[RolloutId] = field(default_factory=set)
-    evaluation: list[RolloutId] = field(default_factory=list)
-    updates: list[list[MicroBatch]] = field(default_factory=list)
-    update: int = 0
-    micro_batch: int = 0
-    drops: int = 0
 
 
 class Controller:
     """See the module's docstring."""
 
-    def __init__(self, plan: Plan, train: Sequence[Prompt], test: Sequence[Prompt]) -> None:
+    def __init__(self, plan: Plan, train: Sequence[Prompt], test: Sequence[Prompt], term: int = 0) -> None:
         require_usable(plan, train, test)
         self.plan = plan
         self.prompts = {prompt.id: prompt for prompt in (*train, *test)}
-        self.train_prompts, self.test_prompts = tuple(train), tuple(test)
-        self.queue = PullQueue(plan.lease_s)
-        self.ledger = Ledger()
+        self.queue = PullQueue(plan.lease_s, term)
         self.stage = Stage.IDLE
         self.iteration = 0
         self.version = PolicyVersion(0)
+        self.cluster = Cluster(plan.cluster, self.queue, first_epoch(term), self.version)
+        self.work = Rollouts(plan, train, test, self.queue, self.cluster)
         self._now = 0.0
-        self._at: _Iteration = _Iteration()
-        self._effects: list[Effect] = []
+        self._committed = self._to_commit = self._snapshot()
+        self._learner_up, self._restore_due = True, False
+        self._undo: list[Effect] = []
+
+    @property
+    def ledger(self) -> Ledger:
+        """What was counted so far."""
+        return self.work.ledger
 
     # -- the one entry ---------------------------------------------------------------------------------
 
     def handle(self, event: ev.Event, now: float) -> list[Effect]:
         """Take one event at controller time ``now`` (seconds); return the effects, in order."""
         self._now = now
-        self.queue.expire(now)
-        if self.stage is Stage.OVER:
-            event = _after_the_end(event)
+        for lease in self.queue.expire(now):
+            self.cluster.suspect(lease)
+        self.cluster.ring(now)
+        self._dispatch(_after_the_end(event) if self.stage is Stage.OVER else event)
+        if self.stage is not Stage.OVER:
+            self.cluster.learner_idles(self._learner_up and self.stage in LEARNER_IDLES)
+            self.cluster.serve(now)
+        # Records come first: drivers make them durable before any checkpoint that an effect asks for. What a
+        # lost learner undoes is undone before it is recorded anew.
+        records = [WriteRecord(*numbered) for numbered in self.ledger.take_records()]
+        if records:
+            self.ledger.check()
+        effects = [*self._undo, *records, *self.work.effects, *self.cluster.effects]
+        self._undo, self.work.effects, self.cluster.effects = [], [], []
+        return effects
+
+    def _dispatch(self, event: ev.Event) -> None:
         match event:
             case ev.RunStarted():
                 self._expect(Stage.IDLE, event)
@@ -134,212 +120,153 @@ class Controller:
                 self.queue.release(worker)
             case ev.WorkPulled():
                 self._grant(event)
-            case ev.ProgressCommitted(_, lease, epoch, rollout, step):
-                self._admit(self.queue.commit(lease, epoch, rollout, step, now), rollout)
-            case ev.RolloutCompleted():
-                self._complete(event)
-            case ev.RolloutFailed():
-                self._fail(event)
-            case ev.SampleRewarded(rollout, scores):
-                self._rewarded(rollout, scores)
-            case ev.RewardFailed(rollout, reason, detail):
-                self._reward_failed(rollout, reason, detail)
+            case ev.GroupPulled():
+                self.cluster.pulled(event, self._now)
+            case ev.ProgressCommitted():
+                self.work.commit(event, self._now)
+            case ev.LeaseProgressed():
+                self.work.progress(event, self._now)
+            case ev.RolloutCompleted(worker, lease, epoch, rollout, version):
+                self.work.complete(worker, lease, epoch, (rollout,), version, self._now)
+                self._advance()
+            case ev.LeaseCompleted(worker, lease, epoch, rollouts, version):
+                if not self.work.complete(worker, lease, epoch, rollouts, version, self._now):
+                    self.cluster.abandon(worker, epoch, lease)
+                self._advance()
+            case ev.RolloutFailed(_, lease, epoch, rollout, error):
+                self.work.fail(lease, epoch, rollout, error)
+                self._advance()
+            case ev.SampleRewarded(rollout, scores, lineage):
+                self.work.reward({rollout: scores}, lineage)
+                self._advance()
+            case ev.SamplesRewarded(scores_of, lineage):
+                self.work.reward(scores_of, lineage)
+                self._advance()
+            case ev.RewardFailed():
+                self.work.fail_reward(event)
+                self._advance()
             case ev.BatchPrepared() | ev.MicroBatchTrained() | ev.OptimizerStepped() | ev.BatchFinished():
                 self._train(event)
-            case ev.EvaluationReported():
-                self._expect(Stage.REPORTING, event)
-                self._evaluation_reported()
+            case ev.EvaluationReported(_, lineage):
+                if lineage == self.cluster.lineage:
+                    self._expect(Stage.REPORTING, event)
+                    self._evaluation_reported()
             case ev.WeightsPublished(version):
                 self._published(version)
             case ev.CheckpointCommitted():
                 self._expect(Stage.COMMITTING, event)
+                self._committed = self._to_commit
                 self._start_iteration()
+            case ev.LearnerLost() | ev.LearnerRestored():
+                self._learner_changed(event)
             case ev.GpuTimeSpent(_, phase, seconds):
                 self.ledger.spend(phase, seconds)
+                self.ledger.check()
             case ev.TimePassed():
                 pass
-        self.ledger.check()
-        effects, self._effects = self._effects, []
-        # Records come first: drivers make them durable before any checkpoint that an effect asks for.
-        return [WriteRecord(*numbered) for numbered in self.ledger.take_records()] + effects
+            case _:
+                self.cluster.handle(event, self._now)
+                self._restore_learner()
+
+    @property
+    def wake_s(self) -> float | None:
+        """When a :class:`~spotlight.core.events.TimePassed` must come, unless something else happens."""
+        times = [at_s for at_s in (self.queue.next_deadline_s, self.cluster.next_s) if at_s is not None]
+        return min(times, default=None)
 
     def check(self) -> None:
         """Assert every invariant, in O(rollouts of the iteration): for tests, and when there is time."""
         self.ledger.check()
         self.queue.check()
-        at = self._at
-        waiting = len(at.unscored - at.finished)
-        assert self.queue.outstanding == waiting, "the queue lost or invented a rollout"
-        assert at.unscored.isdisjoint(at.scores), "a scored rollout still waits for its scores"
+        self.cluster.check()
+        self.work.check()
 
     @property
     def rollouts(self) -> Mapping[RolloutId, Rollout]:
-        """The rollouts of the current iteration."""
-        return self._at.rollouts
+        """The rollouts of the current iteration, without previews."""
+        return self.work.at.rollouts
 
     # -- issue -----------------------------------------------------------------------------------------
 
     def _start_iteration(self) -> None:
-        self._at = _Iteration()
-        self.queue.forget_done()
+        work = self.work
+        work.begin()
         last = self.iteration >= self.plan.iterations
-        if not last:
-            self._issue_training()
+        explores = self.plan.exploration
+        first = not last and explores is not None and explores.where is Explore.CRITICAL_PATH
+        if not last and not first:
+            work.issue_training(self.iteration, self.version)
         if last or self.iteration % self.plan.evaluate_every == 0:
-            self._issue_evaluation()
-        self.stage = Stage.ROLLING
-        self._at.unscored = set(self._at.rollouts)
+            work.issue_evaluation(self.iteration, self.version)
+        self.stage = Stage.EXPLORING if first else Stage.ROLLING
+        if first:
+            work.open_window(self.iteration, self.version)
+        else:
+            work.forget_safe()
         self._advance()
-
-    def _issue_training(self) -> None:
-        plan = self.plan
-        prompts = prompts_of_iteration(
-            self.train_prompts, plan.run_seed, self.iteration, plan.prompts_per_iteration
-        )
-        for slot, prompt in enumerate(prompts):
-            for member in range(plan.group_size):
-                seed = derive_seed(plan.run_seed, "train", self.iteration, slot, member)
-                name = f"t{self.iteration:06d}-{slot:03d}-{member:03d}"
-                rollout = self._issue(name, Purpose.TRAIN, prompt, member, seed, plan.rollout_steps)
-                self._at.groups.setdefault((slot, prompt.id), []).append(rollout.id)
-
-    def _issue_evaluation(self) -> None:
-        plan = self.plan
-        for slot, prompt in enumerate(self.test_prompts):
-            for member in range(plan.evaluation_images):
-                # The same seeds at every evaluation AND in every run: curves differ only by the weights.
-                seed = derive_seed(0, "eval", prompt.id, member)
-                name = f"e{self.iteration:06d}-{slot:03d}-{member:03d}"
-                rollout = self._issue(name, Purpose.EVAL, prompt, member, seed, plan.evaluation_steps)
-                self._at.evaluation.append(rollout.id)
-
-    def _issue(
-        self, name: str, purpose: Purpose, prompt: Prompt, member: int, seed: int, steps: int
-    ) -> Rollout:
-        rollout = Rollout(
-            RolloutId(name), purpose, self.iteration, prompt.id, member, seed, steps, self.version
-        )
-        self._at.rollouts[rollout.id] = rollout
-        self.ledger.issue(rollout, prompt)
-        self.queue.add([rollout])
-        return rollout
-
-    # -- rollouts --------------------------------------------------------------------------------------
 
     def _grant(self, event: ev.WorkPulled) -> None:
         over = self.stage is Stage.OVER
         granted = None if over else self.queue.pull(event.worker, event.capacity, self._now)
-        self._effects.append(GrantLease(*granted) if granted else NoWork(event.worker))
-
-    def _admit(self, verdict: Verdict, rollout: RolloutId) -> bool:
-        if verdict is not Verdict.ACCEPTED:
-            self.ledger.reject(rollout, verdict.value)
-        return verdict is Verdict.ACCEPTED
-
-    def _complete(self, event: ev.RolloutCompleted) -> None:
-        rollout = self._at.rollouts.get(event.rollout)
-        if rollout is not None and event.version != rollout.version:
-            error = f"made by version {event.version}, not {rollout.version}"
-            self._fail_lease(event.lease, event.epoch, event.rollout, error)
-            return
-        if not self._admit(self.queue.complete(event.lease, event.epoch, event.rollout), event.rollout):
-            return
-        assert rollout is not None, "the queue accepted a rollout of another iteration"
-        self._at.finished.add(rollout.id)
-        self.ledger.finish(rollout, event.worker, event.epoch)
-        self._effects.append(ScoreSamples((rollout,)))
-
-    def _fail(self, event: ev.RolloutFailed) -> None:
-        self._fail_lease(event.lease, event.epoch, event.rollout, event.error)
-
-    def _fail_lease(self, lease: LeaseId, epoch: int, rollout: RolloutId, error: str) -> None:
-        verdict, given_up = self.queue.fail(lease, epoch, rollout, ROLLOUT_ATTEMPTS)
-        if self._admit(verdict, rollout) and given_up:
-            self._drop(rollout, DropReason.ROLLOUT_FAILED, error)
-
-    # -- rewards ---------------------------------------------------------------------------------------
-
-    def _rewarded(self, rollout: RolloutId, scores: Mapping[str, float]) -> None:
-        if not self._awaits_scores(rollout):
-            return
-        if not math.isfinite(scores.get(REWARD, math.nan)):
-            self._drop(rollout, DropReason.REWARD_NOT_FINITE, f"{REWARD} is {scores.get(REWARD)}")
-            return
-        self.ledger.score(rollout, scores)
-        self._at.scores[rollout] = scores
-        self._at.unscored.discard(rollout)
-        self._advance()
-
-    def _reward_failed(self, rollout: RolloutId, reason: DropReason, detail: str) -> None:
-        if self._awaits_scores(rollout):
-            self._drop(rollout, reason, detail)
-
-    def _awaits_scores(self, rollout: RolloutId) -> bool:
-        at = self._at
-        if rollout in at.unscored and rollout in at.finished:
-            return True
-        known = rollout in at.rollouts and rollout not in at.unscored
-        self.ledger.reject(rollout, (Verdict.DUPLICATE if known else Verdict.UNKNOWN).value)
-        return False
-
-    def _drop(self, rollout: RolloutId, reason: DropReason, detail: str) -> None:
-        self._drop_quietly(rollout, reason, detail)
-        self._at.unscored.discard(rollout)
-        self._at.drops += 1
-        share = self.plan.max_drop_share
-        if share is None:
-            self._stop(f"{rollout}: {reason.value}: {detail}")
-        elif self._at.drops > share * len(self._at.rollouts):
-            self._stop(
-                f"iteration {self.iteration}: {self._at.drops} of {len(self._at.rollouts)} samples were "
-                f"dropped, more than reward_policy.max_drop_share = {share}; "
-                f"the last: {reason.value}: {detail}"
-            )
-        else:
-            self._advance()
+        self.work.effects.append(GrantLease(*granted) if granted else NoWork(event.worker))
 
     # -- training --------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
         """Once every sample of the iteration is scored or dropped: report the evaluation, then train."""
-        if self.stage is not Stage.ROLLING or self._at.unscored:
+        if self.work.stopping is not None:
+            self._stop(self.work.stopping)
             return
-        if self._at.evaluation:
+        if self.stage is Stage.EXPLORING and not self.work.window.unscored:
+            self.work.close_window()
+            self.work.issue_training(self.iteration, self.version)
+            self.work.forget_safe()
+            self.stage = Stage.ROLLING
+        if self.stage is not Stage.ROLLING or self.work.at.unscored:
+            return
+        if self.work.at.evaluation:
             self.stage = Stage.REPORTING
             self._report_evaluation()
         else:
             self._train_or_finish()
 
     def _report_evaluation(self) -> None:
-        scored = [rollout for rollout in self._at.evaluation if rollout in self._at.scores]
+        scored = [rollout for rollout in self.work.at.evaluation if rollout in self.work.at.scores]
         if not scored:
             self._stop(f"iteration {self.iteration}: not one evaluation sample was scored, nothing is known")
             return
         for rollout in scored:
             self.ledger.evaluate(rollout)
-        rollouts = tuple(self._at.rollouts[rollout] for rollout in scored)
-        scores = {rollout: self._at.scores[rollout] for rollout in scored}
-        self._effects.append(ReportEvaluation(self.iteration, self.version, rollouts, scores))
+        rollouts = tuple(self.work.at.rollouts[rollout] for rollout in scored)
+        scores = {rollout: self.work.at.scores[rollout] for rollout in scored}
+        self.work.effects.append(
+            ReportEvaluation(self.iteration, self.version, rollouts, scores, self.cluster.lineage)
+        )
 
     def _evaluation_reported(self) -> None:
-        self._discard(rollout for rollout in self._at.evaluation if rollout in self._at.scores)
+        self.work.discard(rollout for rollout in self.work.at.evaluation if rollout in self.work.at.scores)
         self._train_or_finish()
 
     def _train_or_finish(self) -> None:
         if self.iteration >= self.plan.iterations:
             self._finish()
-        else:
+        elif self._learner_up:
             self._prepare_batch()
+        else:
+            self.cluster.recoveries[Recovery.LEARNER_AWAITED] += 1
+            self.stage = Stage.AWAITING_LEARNER
 
     def _prepare_batch(self) -> None:
-        plan, groups = self.plan, []
+        plan, at, groups = self.plan, self.work.at, []
         for part in split_updates(self._surviving_groups(), plan.updates_per_batch):
             even, surplus = even_out(part, plan.ranks)
             for rollout in surplus:
-                self._drop_quietly(rollout, DropReason.UNEVEN_BATCH, f"{plan.ranks} ranks share an update")
+                self.work.drop_quietly(
+                    rollout, DropReason.UNEVEN_BATCH, f"{plan.ranks} ranks share an update"
+                )
             if even:
-                update = len(self._at.updates)
-                self._at.updates.append(micro_batches(even, self.iteration, update, plan.micro_batch_size))
+                update = len(at.updates)
+                at.updates.append(micro_batches(even, self.iteration, update, plan.micro_batch_size))
                 groups += even
         if not groups:
             self._stop(
@@ -348,34 +275,29 @@ class Controller:
             return
         kept = [rollout for group in groups for rollout in group.rollouts]
         self.stage = Stage.PREPARING
-        scores = {rollout: self._at.scores[rollout] for rollout in kept}
-        order = tuple(micro_batch for update in self._at.updates for micro_batch in update)
-        self._effects.append(PrepareBatch(self.iteration, tuple(groups), scores, order))
+        scores = {rollout: at.scores[rollout] for rollout in kept}
+        order = tuple(micro_batch for update in at.updates for micro_batch in update)
+        self.work.effects.append(PrepareBatch(self.iteration, tuple(groups), scores, order))
+        explores = plan.exploration
+        if explores and explores.where is Explore.IDLE and self.iteration + 1 < plan.iterations:
+            self.work.open_window(self.iteration + 1, self.version)
 
     def _surviving_groups(self) -> list[Group]:
         groups = []
-        for (_, prompt), members in self._at.groups.items():
-            scored = tuple(rollout for rollout in members if rollout in self._at.scores)
-            if len(scored) >= 2:
-                groups.append(Group(prompt, scored))
+        for group in self.work.at.scored_groups():
+            if len(group.rollouts) >= 2:
+                groups.append(group)
                 continue
-            for rollout in scored:
-                self._drop_quietly(rollout, DropReason.GROUP_TOO_SMALL, "the rest of its group was dropped")
+            for rollout in group.rollouts:
+                self.work.drop_quietly(
+                    rollout, DropReason.GROUP_TOO_SMALL, "the rest of its group was dropped"
+                )
         return groups
-
-    def _drop_quietly(self, rollout: RolloutId, reason: DropReason, detail: str) -> None:
-        """A drop that follows from others: recorded, but it does not count towards max_drop_share."""
-        self.ledger.drop(rollout, reason, detail)
-        self._discard([rollout])
-
-    def _discard(self, rollouts: Iterable[RolloutId]) -> None:
-        if discarded := tuple(rollouts):
-            self._effects.append(DiscardSamples(discarded))
 
     def _train(
         self, event: ev.BatchPrepared | ev.MicroBatchTrained | ev.OptimizerStepped | ev.BatchFinished
     ) -> None:
-        at = self._at
+        at = self.work.at
         match event:
             case ev.BatchPrepared():
                 self._expect(Stage.PREPARING, event)
@@ -391,29 +313,30 @@ class Controller:
             case ev.BatchFinished():
                 self._expect(Stage.FINISHING, event)
                 self.stage = Stage.PUBLISHING
-                self._effects.append(PublishWeights(self.version))
+                self.work.effects.append(PublishWeights(self.version))
 
     def _next_micro_batch(self) -> None:
-        pending = self._at.updates[self._at.update]
-        if self._at.micro_batch < len(pending):
-            self._effects.append(TrainMicroBatch(pending[self._at.micro_batch], self._at.micro_batch))
+        at = self.work.at
+        pending = at.updates[at.update]
+        if at.micro_batch < len(pending):
+            self.work.effects.append(TrainMicroBatch(pending[at.micro_batch], at.micro_batch))
         else:
-            self._effects.append(StepOptimizer(self.iteration, self._at.update))
+            self.work.effects.append(StepOptimizer(self.iteration, at.update))
 
     def _stepped(self, loss: float, grad_norm: float) -> None:
-        at = self._at
+        at = self.work.at
         self.version = PolicyVersion(self.version + 1)
         trained = [rollout for micro_batch in at.updates[at.update] for rollout in micro_batch.rollouts]
         for rollout in trained:
             self.ledger.train(rollout, self.version)
         self.ledger.step(StepApplied(self.version, self.iteration, at.update, len(trained), loss, grad_norm))
-        self._discard(trained)
+        self.work.discard(trained)
         at.update, at.micro_batch = at.update + 1, 0
         if at.update < len(at.updates):
             self._next_micro_batch()
         else:
             self.stage = Stage.FINISHING
-            self._effects.append(FinishBatch(self.iteration))
+            self.work.effects.append(FinishBatch(self.iteration))
 
     # -- the end of an iteration -----------------------------------------------------------------------
 
@@ -421,22 +344,57 @@ class Controller:
         if self.stage is not Stage.PUBLISHING or version != self.version:
             return
         self.ledger.publish(version)
+        self.work.close_window()
+        self.cluster.publish(version, self._now)
         self.iteration += 1
         if self.iteration % self.plan.checkpoint_every and self.iteration < self.plan.iterations:
             self._start_iteration()
             return
         self.stage = Stage.COMMITTING
         # The records of this very event count as written: the driver writes them before the checkpoint.
-        self._effects.append(CommitCheckpoint(self.iteration, self.ledger.position, self.snapshot()))
+        self._to_commit = self._snapshot()
+        snapshot = self._to_commit.as_json()
+        self.work.effects.append(CommitCheckpoint(self.iteration, self.ledger.position, snapshot))
+
+    # -- a lost learner --------------------------------------------------------------------------------
+
+    def _learner_changed(self, event: ev.LearnerLost | ev.LearnerRestored) -> None:
+        match event:
+            case ev.LearnerLost():
+                self._expect(self.stage, event, self.stage is not Stage.IDLE)
+                self._roll_back()
+            case ev.LearnerRestored(lineage):
+                if lineage == self.cluster.lineage:
+                    self._learner_up = True
+                if self._learner_up and self.stage is Stage.AWAITING_LEARNER:
+                    self._prepare_batch()
+
+    def _roll_back(self) -> None:
+        """Return to the last committed checkpoint, as a resumed run does, keeping what is safe and equal."""
+        self.cluster.recoveries[Recovery.LEARNER_LOST] += 1
+        self.work.effects = []
+        self.iteration, self.version = self._committed.iteration, self._committed.version
+        self.work.roll_back(self._committed.ledger, self._committed.chosen)
+        self._undo.append(RollBack(self.ledger.position))
+        self.cluster.roll_back(self.version, self._now)
+        self._learner_up, self._restore_due = False, True
+        self._restore_learner()
+        self._start_iteration()
+
+    def _restore_learner(self) -> None:
+        """As soon as there are GPUs enough for all its ranks."""
+        if self._restore_due and self.cluster.learner_gpus >= self.plan.ranks:
+            self._restore_due = False
+            self.work.effects.append(RestoreLearner(self.iteration, self.cluster.lineage))
 
     def _finish(self) -> None:
         self.stage = Stage.OVER
-        self._effects.append(FinishRun(None))
+        self.work.effects.append(FinishRun(None))
 
     def _stop(self, error: str) -> None:
         self.stage = Stage.OVER
-        self._effects = [effect for effect in self._effects if isinstance(effect, DiscardSamples)]
-        self._effects.append(FinishRun(error))
+        self.work.effects = [e for e in self.work.effects if isinstance(e, DiscardSamples)]
+        self.work.effects.append(FinishRun(error))
 
     def _expect(self, stage: Stage, event: ev.Event, also: bool = True) -> None:
         if self.stage is not stage or not also:
@@ -448,31 +406,34 @@ class Controller:
 
     def snapshot(self) -> dict[str, object]:
         """JSON-able state between two iterations."""
-        return {
-            "iteration": self.iteration,
-            "version": self.version,
-            "leases_granted": self.queue.leases_granted,
-            "ledger": self.ledger.snapshot(),
-        }
+        return self._snapshot().as_json()
+
+    def _snapshot(self) -> Snapshot:
+        ledger = self.ledger.snapshot()
+        return Snapshot(self.iteration, self.version, self.queue.leases_granted, self.work.chosen, ledger)
 
     @classmethod
     def restore(
-        cls, plan: Plan, train: Sequence[Prompt], test: Sequence[Prompt], snapshot: Mapping[str, object]
+        cls,
+        plan: Plan,
+        train: Sequence[Prompt],
+        test: Sequence[Prompt],
+        snapshot: Mapping[str, object],
+        term: int = 0,
     ) -> Controller:
-        """The controller that made ``snapshot``, ready for :class:`~spotlight.core.events.RunStarted`."""
-        controller = cls(plan, train, test)
-        iteration, version = snapshot.get("iteration"), snapshot.get("version")
-        leases, ledger = snapshot.get("leases_granted"), snapshot.get("ledger")
-        if not (
-            isinstance(iteration, int)
-            and isinstance(version, int)
-            and isinstance(leases, int)
-            and isinstance(ledger, Mapping)
-        ):
-            raise ValueError(f"not a controller snapshot: {sorted(snapshot)}")
-        controller.iteration, controller.version = iteration, PolicyVersion(version)
-        controller.queue.leases_granted = leases
-        controller.ledger = Ledger.restore(ledger)
+        """The controller that made ``snapshot``, ready for :class:`~spotlight.core.events.RunStarted`.
+
+        Args:
+            term: of this incarnation. Where workers or their messages outlive the controller, each
+                incarnation needs a higher one: nothing sent to an older one counts then.
+        """
+        controller = cls(plan, train, test, term)
+        parsed = Snapshot.parse(snapshot)
+        controller.iteration, controller.version = parsed.iteration, parsed.version
+        controller.work.load(parsed.ledger, parsed.chosen)
+        controller.queue.leases_granted = parsed.leases_granted
+        controller.cluster.target = parsed.version
+        controller._committed = parsed
         return controller
 
 

@@ -7,7 +7,18 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from spotlight.core.records import Record
-from spotlight.core.types import Group, Lease, MicroBatch, PolicyVersion, Rollout, RolloutId, WorkerId
+from spotlight.core.types import (
+    Group,
+    Lease,
+    LeaseId,
+    MicroBatch,
+    NodeId,
+    PolicyVersion,
+    Rollout,
+    RolloutId,
+    WeightKind,
+    WorkerId,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +47,10 @@ class NoWork:
 
 @dataclass(frozen=True, slots=True)
 class ScoreSamples:
-    """Have the reward pool score finished samples."""
+    """Have the reward pool score finished samples; ``lineage`` is to be sent back."""
 
     rollouts: tuple[Rollout, ...]
+    lineage: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +99,13 @@ class PublishWeights:
 
 @dataclass(frozen=True, slots=True)
 class ReportEvaluation:
-    """Write validation scores and pictures of finished evaluation samples."""
+    """Write validation scores and pictures of finished evaluation samples; ``lineage`` is to be sent back."""
 
     iteration: int
     version: PolicyVersion
     rollouts: tuple[Rollout, ...]
     scores: Mapping[RolloutId, Mapping[str, float]]
+    lineage: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +131,84 @@ class CommitCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class StartWorker:
+    """Start a worker's process on a GPU; first kill whatever process of that worker is left there."""
+
+    worker: WorkerId
+    node: NodeId
+    gpu: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class PullWeights:
+    """Have a worker load a policy version.
+
+    Attributes:
+        epoch: of the worker's process.
+        lineage: counts the learner's restarts; to be sent back.
+        kind: everything, or the adapter only.
+        peer: a worker on the same node to copy from; None is the store.
+    """
+
+    worker: WorkerId
+    epoch: int
+    version: PolicyVersion
+    lineage: int
+    kind: WeightKind
+    peer: WorkerId | None
+
+
+@dataclass(frozen=True, slots=True)
+class FormGroup:
+    """Join workers of one node into a sequence-parallel group; the first of them leads."""
+
+    leader: WorkerId
+    epoch: int
+    members: tuple[WorkerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StopGroup:
+    """Have a group (what lives of it) commit at the next step boundary what it holds, and part."""
+
+    leader: WorkerId
+    epoch: int
+    members: tuple[WorkerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AbandonLease:
+    """A lease does not count any more: its holder stops at the next step boundary and pulls again."""
+
+    leader: WorkerId
+    epoch: int
+    lease: LeaseId
+
+
+@dataclass(frozen=True, slots=True)
+class RollBack:
+    """Undo the durable ledger's records after ``position``; those that follow are numbered from there."""
+
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreLearner:
+    """Start the learner anew from the checkpoint taken before ``iteration`` (0: the start of the run)."""
+
+    iteration: int
+    lineage: int
+
+
+@dataclass(frozen=True, slots=True)
 class FinishRun:
     """The run is over; ``error`` says why it had to stop early, with the remedy."""
 
     error: str | None
 
+
+ClusterEffect: TypeAlias = StartWorker | PullWeights | FormGroup | StopGroup | AbandonLease
 
 Effect: TypeAlias = (
     WriteRecord
@@ -137,5 +223,8 @@ Effect: TypeAlias = (
     | ReportEvaluation
     | DiscardSamples
     | CommitCheckpoint
+    | ClusterEffect
+    | RollBack
+    | RestoreLearner
     | FinishRun
 )

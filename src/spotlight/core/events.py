@@ -1,4 +1,13 @@
-"""What drivers tell the controller. Frozen facts: ids, sizes and times, never tensors."""
+"""What drivers tell the controller. Frozen facts: ids, sizes and times, never tensors.
+
+Two kinds of workers pull. A worker of a driver without nodes (``WorkerJoined``, ``WorkPulled``) stands for
+itself and asks again when it was told that there is no work. A worker of a cluster is started, grouped and
+fenced by the controller (the second half of this file); its group pulls with ``GroupPulled``, and the
+pull is answered when there is work.
+
+Messages between the controller and the workers of a cluster may be lost, doubled, late and out of order. What
+the driver itself knows (nodes, the learner, rewards) is told once and in order.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +15,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from spotlight.core.types import DropReason, LeaseId, Phase, PolicyVersion, RolloutId, WorkerId
+from spotlight.core.types import (
+    DropReason,
+    LeaseId,
+    Node,
+    NodeId,
+    Phase,
+    PolicyVersion,
+    RolloutId,
+    WorkerId,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +89,24 @@ class RolloutFailed:
 
 @dataclass(frozen=True, slots=True)
 class SampleRewarded:
-    """All rewards of a sample; ``scores`` holds ``reward`` (the weighted sum) and every curve by name."""
+    """All rewards of a sample; ``scores`` holds ``reward`` (the weighted sum) and every curve by name.
+
+    ``lineage`` is that of the ``ScoreSamples`` it answers: scores of an abandoned lineage do not count.
+    """
 
     rollout: RolloutId
     scores: Mapping[str, float]
+    lineage: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class RewardFailed:
-    """A sample could not be scored after all retries."""
+    """A sample could not be scored after all retries; ``lineage`` as in :class:`SampleRewarded`."""
 
     rollout: RolloutId
     reason: DropReason
     detail: str
+    lineage: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +151,10 @@ class WeightsPublished:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationReported:
-    """Validation scores and pictures of an iteration are written."""
+    """Validation scores and pictures of an iteration are written; ``lineage`` as in ``ReportEvaluation``."""
 
     iteration: int
+    lineage: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +162,150 @@ class CheckpointCommitted:
     """A checkpoint taken before ``iteration`` is durable."""
 
     iteration: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeJoined:
+    """A node is there and may be used; one that comes back is a new node of the same name."""
+
+    node: Node
+
+
+@dataclass(frozen=True, slots=True)
+class NodeNoticed:
+    """The cloud will take a node at ``deadline_s`` (controller time)."""
+
+    node: NodeId
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class NoticeCancelled:
+    """The cloud will not take the node after all."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLost:
+    """A node is gone, and everything on it."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStarted:
+    """A worker's process is up, without weights; ``epoch`` is that of the ``StartWorker`` it obeys."""
+
+    worker: WorkerId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCrashed:
+    """A worker's process died, or could not be started; its node lives."""
+
+    worker: WorkerId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsPulled:
+    """A worker holds a policy version, checked against its checksum and the number of bound modules.
+
+    Attributes:
+        epoch: of the worker's process.
+        lineage: of the ``PullWeights`` it obeys: versions of an abandoned lineage do not count.
+    """
+
+    worker: WorkerId
+    epoch: int
+    version: PolicyVersion
+    lineage: int
+
+
+@dataclass(frozen=True, slots=True)
+class PullFailed:
+    """A worker could not get its weights (the peer died, a checksum differed)."""
+
+    worker: WorkerId
+    epoch: int
+    version: PolicyVersion
+    lineage: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFormed:
+    """The workers of a sequence-parallel group can reach each other."""
+
+    leader: WorkerId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStopped:
+    """A group committed what it held and is no more; its living workers stand free."""
+
+    leader: WorkerId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPulled:
+    """A group has nothing to do and can hold ``capacity`` rollouts; answered once there is work.
+
+    Attributes:
+        seen: the last lease the group was granted. If the controller granted a later one, that grant was lost
+            and is sent again; if it is still open, the group will not finish it.
+    """
+
+    leader: WorkerId
+    epoch: int
+    capacity: int
+    seen: LeaseId
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseProgressed:
+    """All open rollouts of a lease are safe at ``steps`` steps after the lease began; renews the lease."""
+
+    leader: WorkerId
+    lease: LeaseId
+    epoch: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseCompleted:
+    """Rollouts of a lease are finished, their samples safe outside the group; renews the lease."""
+
+    leader: WorkerId
+    lease: LeaseId
+    epoch: int
+    rollouts: tuple[RolloutId, ...]
+    version: PolicyVersion
+
+
+@dataclass(frozen=True, slots=True)
+class SamplesRewarded:
+    """All rewards of several samples; see :class:`SampleRewarded`."""
+
+    scores: Mapping[RolloutId, Mapping[str, float]]
+    lineage: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerLost:
+    """A learner rank died: what was trained since the last checkpoint is void. No answer of it follows."""
+
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerRestored:
+    """The learner stands at the checkpoint that ``RestoreLearner`` named."""
+
+    lineage: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +321,19 @@ class GpuTimeSpent:
 class TimePassed:
     """Nothing happened; leases may have expired."""
 
+
+ClusterEvent: TypeAlias = (
+    NodeJoined
+    | NodeNoticed
+    | NoticeCancelled
+    | NodeLost
+    | WorkerStarted
+    | WorkerCrashed
+    | WeightsPulled
+    | PullFailed
+    | GroupFormed
+    | GroupStopped
+)
 
 Event: TypeAlias = (
     RunStarted
@@ -171,6 +352,13 @@ Event: TypeAlias = (
     | WeightsPublished
     | EvaluationReported
     | CheckpointCommitted
+    | ClusterEvent
+    | GroupPulled
+    | LeaseProgressed
+    | LeaseCompleted
+    | SamplesRewarded
+    | LearnerLost
+    | LearnerRestored
     | GpuTimeSpent
     | TimePassed
 )

@@ -1,7 +1,7 @@
 """The sample ledger: it decides nothing, it counts.
 
 Invariants, checked after every event
-    1. issued = trained + evaluated + dropped + in flight, for every purpose.
+    1. issued = trained + evaluated + explored + dropped + in flight, for every purpose.
     2. A rollout goes issued -> finished -> scored -> used, each once; dropped may follow any of them, and
        ends it. A second outcome, or one for a rollout never issued, is an error.
     3. Billed GPU-seconds = the sum over phases.
@@ -24,6 +24,7 @@ from spotlight.core.records import (
     RolloutIssued,
     SampleDropped,
     SampleEvaluated,
+    SampleExplored,
     SampleFinished,
     SampleScored,
     SampleTrained,
@@ -72,6 +73,7 @@ class Ledger:
     finished: Counter[Purpose] = field(default_factory=Counter)
     trained: int = 0
     evaluated: int = 0
+    explored: int = 0
     dropped: Counter[DropReason] = field(default_factory=Counter)
     dropped_purpose: Counter[Purpose] = field(default_factory=Counter)
     rejected: Counter[str] = field(default_factory=Counter)
@@ -119,6 +121,12 @@ class Ledger:
         self.evaluated += 1
         self._write(SampleEvaluated(rollout))
 
+    def explore(self, rollout: RolloutId) -> None:
+        """A preview's scores were used to choose seeds."""
+        self._use(rollout, Purpose.EXPLORE)
+        self.explored += 1
+        self._write(SampleExplored(rollout))
+
     def drop(self, rollout: RolloutId, reason: DropReason, detail: str) -> None:
         """A sample will not be used, for a recorded reason."""
         self.dropped_purpose[self._close(rollout).purpose] += 1
@@ -133,7 +141,7 @@ class Ledger:
         """A policy version became available."""
         self._write(VersionPublished(version))
 
-    def reject(self, rollout: RolloutId, reason: str) -> None:
+    def reject(self, rollout: RolloutId | None, reason: str) -> None:
         """A commit did not count (stale epoch, duplicate, unknown rollout, wrong version)."""
         self.rejected[reason] += 1
         # A rollout this ledger never issued cannot be referred to in the durable one.
@@ -160,9 +168,13 @@ class Ledger:
 
     def check(self) -> None:
         """Raise :class:`LedgerError` unless the invariants hold. Costs nothing per rollout."""
-        used = {Purpose.TRAIN: self.trained, Purpose.EVAL: self.evaluated}
+        used = {
+            Purpose.TRAIN: self.trained,
+            Purpose.EVAL: self.evaluated,
+            Purpose.EXPLORE: self.explored,
+        }
         for purpose, issued in self.issued.items():
-            outcomes = used.get(purpose, 0) + self.dropped_purpose[purpose]
+            outcomes = used[purpose] + self.dropped_purpose[purpose]
             if issued != outcomes + self._in_flight[purpose]:
                 raise LedgerError(
                     f"{purpose}: issued {issued} != outcomes {outcomes} "
@@ -188,6 +200,7 @@ class Ledger:
             "finished": dict(self.finished),
             "trained": self.trained,
             "evaluated": self.evaluated,
+            "explored": self.explored,
             "dropped": dict(self.dropped),
             "dropped_purpose": dict(self.dropped_purpose),
             "rejected": dict(self.rejected),
@@ -204,6 +217,7 @@ class Ledger:
             finished=Counter({Purpose(k): v for k, v in state.counts("finished").items()}),
             trained=state.integer("trained"),
             evaluated=state.integer("evaluated"),
+            explored=state.integer("explored"),
             dropped=Counter({DropReason(k): v for k, v in state.counts("dropped").items()}),
             dropped_purpose=Counter({Purpose(k): v for k, v in state.counts("dropped_purpose").items()}),
             rejected=Counter(state.counts("rejected")),

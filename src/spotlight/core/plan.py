@@ -4,8 +4,64 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
-from spotlight.core.types import Prompt, PromptId
+from spotlight.core.types import Prompt, PromptId, WeightKind
+
+
+class Explore(StrEnum):
+    """When previews are made: before the rollouts they choose seeds for, or while the learner trains."""
+
+    CRITICAL_PATH = "critical_path"
+    IDLE = "idle"
+
+
+@dataclass(frozen=True, slots=True)
+class ExplorationPlan:
+    """Preview more seeds than a group needs, and keep those with the highest and the lowest rewards.
+
+    Attributes:
+        seeds_per_prompt: previews of each prompt.
+        steps: denoising steps of a preview.
+    """
+
+    where: Explore
+    seeds_per_prompt: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """How workers of a cluster are grouped, and how long the controller waits for them.
+
+    Attributes:
+        pixels: height times width of an image: large ones gain from sequence parallelism.
+        heads: attention heads of the model, which every degree of sequence parallelism divides.
+        degree_min: the smallest degree whose memory suffices.
+        degree_max: no group is larger.
+        tail_steps: a group is re-formed for the tail of a batch only when a rollout has more steps to go.
+        answer_s: a command not answered for this long is sent again, and at last the worker restarted.
+        start_s: the same for starting a process and for pulling all weights.
+        drain_margin_s: a noticed node stops its work this long before the deadline.
+        publishes: what a new policy version changes.
+    """
+
+    pixels: int = 512 * 512
+    heads: int = 1
+    degree_min: int = 1
+    degree_max: int = 1
+    tail_steps: int = 2
+    answer_s: float = 10.0
+    start_s: float = 600.0
+    drain_margin_s: float = 25.0
+    publishes: WeightKind = WeightKind.ADAPTER
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Degrees a group may have, ascending: divisors of the heads within the bounds."""
+        return tuple(
+            degree for degree in range(self.degree_min, self.degree_max + 1) if self.heads % degree == 0
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +74,8 @@ class Plan:
         evaluate_every: iterations between evaluations; the start and the end are always evaluated.
         max_drop_share: the run stops when a larger share of an iteration's samples cannot be scored;
             None stops at the first.
+        cluster: nothing a driver without nodes ever uses.
+        exploration: None trains on random seeds.
     """
 
     run_seed: int
@@ -34,6 +92,8 @@ class Plan:
     lease_s: float
     max_drop_share: float | None
     ranks: int = 1
+    cluster: ClusterPlan = ClusterPlan()
+    exploration: ExplorationPlan | None = None
 
 
 def require_usable(plan: Plan, train: Sequence[Prompt], test: Sequence[Prompt]) -> None:
@@ -44,6 +104,16 @@ def require_usable(plan: Plan, train: Sequence[Prompt], test: Sequence[Prompt]) 
         raise ValueError(
             f"micro-batches of {plan.micro_batch_size} samples do not divide by {plan.ranks} ranks; "
             f"give every rank equally many"
+        )
+    if plan.exploration is not None and plan.exploration.seeds_per_prompt < plan.group_size:
+        raise ValueError(
+            f"exploration of {plan.exploration.seeds_per_prompt} seeds per prompt cannot choose "
+            f"{plan.group_size}; preview at least as many seeds as a group has members"
+        )
+    if not plan.cluster.degrees:
+        raise ValueError(
+            f"no degree of sequence parallelism between {plan.cluster.degree_min} and "
+            f"{plan.cluster.degree_max} divides {plan.cluster.heads} attention heads"
         )
     known: dict[PromptId, Prompt] = {}
     for prompt in (*train, *test):

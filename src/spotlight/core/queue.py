@@ -7,13 +7,18 @@ Invariants
     3. Completing twice changes nothing (the second is reported as a duplicate).
 
 Order of pulls: by purpose (train, evaluation, exploration), then resumed rollouts, then the longest
-remaining, then first come. Ready work is one heap, so pulls and completions are O(log n).
+remaining, then first come. Nobody starves: training needs every rollout of its iteration, so the classes
+above exploration run dry each iteration, and exploration is dropped when its window closes.
+
+Ready work and deadlines are heaps, everything else is counted as it changes: pulls, commits, completions and
+expiry cost O(log n) of what they touch.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -42,9 +47,13 @@ class _Entry:
 
 @dataclass(slots=True)
 class _Held:
+    """A granted lease: ``start`` holds each rollout's step then, ``steps`` counts those made since."""
+
     lease: Lease
-    open: set[RolloutId]
+    open: dict[RolloutId, None]
     deadline_s: float
+    start: dict[RolloutId, int]
+    steps: int = 0
 
 
 @dataclass(slots=True)
@@ -53,29 +62,70 @@ class PullQueue:
 
     Attributes:
         lease_s: a lease not renewed by a commit for this long expires.
+        term: incarnation of the controller; epochs of different terms never meet.
         leases_granted: so far; the next lease's number is one more.
     """
 
     lease_s: float
+    term: int = 0
     leases_granted: int = 0
     _entries: dict[RolloutId, _Entry] = field(default_factory=dict)
     _done: set[RolloutId] = field(default_factory=set)
     _heap: list[tuple[int, int, int, int, RolloutId]] = field(default_factory=list)
     _held: dict[LeaseId, _Held] = field(default_factory=dict)
+    _by_worker: dict[WorkerId, dict[LeaseId, None]] = field(default_factory=dict)
+    _deadlines: list[tuple[float, LeaseId]] = field(default_factory=list)
+    _outstanding: Counter[Purpose] = field(default_factory=Counter)
+    _waiting: int = 0
     _epochs: dict[WorkerId, int] = field(default_factory=dict)
     _present: set[WorkerId] = field(default_factory=set)
     _issued: int = 0
+    _admitted: int = 0
 
     # -- work in ---------------------------------------------------------------------------------------
 
-    def add(self, rollouts: Iterable[Rollout]) -> None:
-        """Queue new rollouts. Raises ValueError for an id that was queued before."""
+    def add(self, rollouts: Iterable[Rollout], steps: Mapping[RolloutId, int] | None = None) -> None:
+        """Queue new rollouts, to resume at ``steps``. Raises ValueError for an id that was queued before."""
         for rollout in rollouts:
             if rollout.id in self._entries or rollout.id in self._done:
                 raise ValueError(f"rollout {rollout.id} was queued before")
             self._issued += 1
-            entry = self._entries[rollout.id] = _Entry(rollout, self._issued)
+            entry = self._entries[rollout.id] = _Entry(
+                rollout, self._issued, (steps or {}).get(rollout.id, 0)
+            )
+            self._outstanding[rollout.purpose] += 1
             self._push(entry)
+
+    def cancel(self, rollouts: Iterable[RolloutId]) -> list[Lease]:
+        """Forget rollouts wherever they are. Returns the leases that hold nothing any more."""
+        emptied: list[Lease] = []
+        for rollout in rollouts:
+            entry = self._entries.pop(rollout, None)
+            if entry is None:
+                continue
+            self._outstanding[entry.rollout.purpose] -= 1
+            self._done.add(rollout)
+            if entry.lease is None:
+                self._waiting -= 1
+            else:
+                lease = self._held[entry.lease].lease
+                self._close(lease.id, rollout)
+                if lease.id not in self._held:
+                    emptied.append(lease)
+        return emptied
+
+    def reset(self) -> tuple[list[Lease], dict[RolloutId, tuple[Rollout, int]]]:
+        """Forget all work. Returns the leases revoked, and unfinished rollouts with their committed steps.
+
+        Workers, their epochs and the number of leases granted stay: nothing sent under an older lease counts.
+        """
+        leases = [held.lease for held in self._held.values()]
+        unfinished = {entry.rollout.id: (entry.rollout, entry.step) for entry in self._entries.values()}
+        for forgotten in (self._entries, self._done, self._held, self._by_worker):
+            forgotten.clear()
+        self._heap, self._deadlines, self._waiting = [], [], 0
+        self._outstanding.clear()
+        return leases, unfinished
 
     # -- workers ---------------------------------------------------------------------------------------
 
@@ -83,17 +133,33 @@ class PullQueue:
         """A worker joins (again): its older leases are void. Returns its new fencing epoch."""
         self.release(worker)
         self._present.add(worker)
-        self._epochs[worker] = self._epochs.get(worker, 0) + 1
+        # One counter for all workers: whoever serves in several groups can tell the later one.
+        self._admitted += 1
+        self._epochs[worker] = first_epoch(self.term) + self._admitted
         return self._epochs[worker]
 
     def release(self, worker: WorkerId) -> list[RolloutId]:
         """A worker is gone: requeue what it held (the result); nothing it still sends counts."""
         self._present.discard(worker)
-        return self._revoke([held for held in self._held.values() if held.lease.worker == worker])
+        return self._revoke([self._held[lease] for lease in self._by_worker.get(worker, ())])
 
-    def expire(self, now: float) -> list[RolloutId]:
-        """Requeue rollouts of leases past their deadline. Returns what was requeued."""
-        return self._revoke([held for held in self._held.values() if held.deadline_s <= now])
+    def renounce(self, lease: LeaseId) -> list[RolloutId]:
+        """A lease will not be finished by its holder: requeue what is open of it."""
+        return self._revoke([self._held[lease]] if lease in self._held else [])
+
+    def expire(self, now: float) -> list[Lease]:
+        """Requeue rollouts of leases past their deadline. Returns these leases."""
+        expired: list[_Held] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, lease = heapq.heappop(self._deadlines)
+            held = self._held.get(lease)
+            if held is not None and held.deadline_s <= now:
+                expired.append(held)
+            elif held is not None:
+                # Renewed since: the heap holds one entry a lease, not one a renewal.
+                heapq.heappush(self._deadlines, (held.deadline_s, lease))
+        self._revoke(expired)
+        return [held.lease for held in expired]
 
     def pull(
         self, worker: WorkerId, capacity: int, now: float
@@ -120,6 +186,7 @@ class PullQueue:
             if taken and _kind(entry.rollout) != _kind(taken[0].rollout):
                 break
             heapq.heappop(self._heap)
+            self._waiting -= 1
             taken.append(entry)
         if not taken:
             return None
@@ -129,8 +196,11 @@ class PullQueue:
         lease = Lease(LeaseId(self.leases_granted), worker, self._epochs[worker], ids, now + self.lease_s)
         for entry in taken:
             entry.lease = lease.id
-        self._held[lease.id] = _Held(lease, set(ids), lease.deadline_s)
-        return lease, rollouts, {entry.rollout.id: entry.step for entry in taken if entry.step}
+        start = {entry.rollout.id: entry.step for entry in taken}
+        self._held[lease.id] = _Held(lease, dict.fromkeys(ids), lease.deadline_s, start)
+        self._by_worker.setdefault(worker, {})[lease.id] = None
+        heapq.heappush(self._deadlines, (lease.deadline_s, lease.id))
+        return lease, rollouts, {rollout: step for rollout, step in start.items() if step}
 
     # -- work back -------------------------------------------------------------------------------------
 
@@ -146,14 +216,39 @@ class PullQueue:
         self._held[lease].deadline_s = now + self.lease_s
         return Verdict.ACCEPTED
 
+    def advance(self, lease: LeaseId, epoch: int, steps: int, now: float) -> Verdict:
+        """All open rollouts of a lease are safe ``steps`` steps after its start. Renews the lease.
+
+        A rollout that would be at its end or past it stays where it was: its holder finished it, only the
+        completion did not arrive, and no state of it between was committed.
+        """
+        held = self._held.get(lease)
+        if held is None or held.lease.epoch != epoch:
+            return Verdict.STALE_EPOCH
+        news = steps > held.steps
+        held.steps = max(steps, held.steps)
+        for rollout in held.open:
+            entry, safe = self._entries[rollout], held.start[rollout] + steps
+            # Overtaken by a later message that said nothing of this rollout, an earlier one is news to it.
+            if entry.step < safe < entry.rollout.steps:
+                entry.step, news = safe, True
+        if not news:
+            return Verdict.DUPLICATE
+        held.deadline_s = now + self.lease_s
+        return Verdict.ACCEPTED
+
     def complete(self, lease: LeaseId, epoch: int, rollout: RolloutId) -> Verdict:
         """A rollout is finished; counts once."""
         verdict = self._check(lease, epoch, rollout)
         if verdict is Verdict.ACCEPTED:
             self._close(lease, rollout)
-            del self._entries[rollout]
-            self._done.add(rollout)
+            self._end(rollout)
         return verdict
+
+    def renew(self, lease: LeaseId, epoch: int, now: float) -> None:
+        """The holder of a lease gave a sign of life; nothing happens unless it still holds it."""
+        if (held := self._held.get(lease)) is not None and held.lease.epoch == epoch:
+            held.deadline_s = now + self.lease_s
 
     def fail(self, lease: LeaseId, epoch: int, rollout: RolloutId, attempts: int) -> tuple[Verdict, bool]:
         """A rollout could not be finished: requeue it from its start, or give it up after ``attempts``.
@@ -168,8 +263,7 @@ class PullQueue:
         entry = self._entries[rollout]
         entry.failures += 1
         if entry.failures >= attempts:
-            del self._entries[rollout]
-            self._done.add(rollout)
+            self._end(rollout)
             return verdict, True
         entry.step, entry.lease = 0, None
         self._push(entry)
@@ -186,9 +280,31 @@ class PullQueue:
         """Rollouts waiting or held."""
         return len(self._entries)
 
+    @property
+    def waiting(self) -> int:
+        """Rollouts that nobody holds."""
+        return self._waiting
+
     def outstanding_for(self, purpose: Purpose) -> int:
         """Rollouts of one purpose that wait or are held."""
-        return sum(entry.rollout.purpose is purpose for entry in self._entries.values())
+        return self._outstanding[purpose]
+
+    def held_by(self, worker: WorkerId) -> list[tuple[Lease, int]]:
+        """A worker's open leases, each with the most steps that any rollout of it has to go."""
+        return [
+            (self._held[lease].lease, max(self._remaining(rollout) for rollout in self._held[lease].open))
+            for lease in self._by_worker.get(worker, ())
+        ]
+
+    def granted(self, lease: LeaseId) -> tuple[Lease, tuple[Rollout, ...], dict[RolloutId, int]]:
+        """An open lease as it was granted, for a holder whom the grant did not reach.
+
+        The steps are those of the grant, not those safe now: progress counts from the grant, and a holder
+        whom it did reach after all (its pull was late) goes on counting.
+        """
+        held = self._held[lease]
+        rollouts = tuple(self._entries[rollout].rollout for rollout in held.open)
+        return held.lease, rollouts, {name: held.start[name] for name in held.open if held.start[name]}
 
     @property
     def workers(self) -> frozenset[WorkerId]:
@@ -198,13 +314,25 @@ class PullQueue:
     @property
     def next_deadline_s(self) -> float | None:
         """When the next lease expires."""
-        return min((held.deadline_s for held in self._held.values()), default=None)
+        while self._deadlines:
+            _, lease = self._deadlines[0]
+            held = self._held.get(lease)
+            if held is not None and held.deadline_s == self._deadlines[0][0]:
+                return held.deadline_s
+            heapq.heappop(self._deadlines)
+            if held is not None:
+                heapq.heappush(self._deadlines, (held.deadline_s, lease))
+        return None
 
     def check(self) -> None:
         """Assert the invariants of the module's docstring (O(n))."""
         held = [rollout for lease in self._held.values() for rollout in lease.open]
         assert len(held) == len(set(held)), "a rollout is held by two leases"
-        waiting = [item[-1] for item in self._heap]
+        waiting = [item[-1] for item in self._heap if item[-1] in self._entries]
+        assert len(waiting) == self._waiting, "the number of waiting rollouts is miscounted"
+        assert +self._outstanding == Counter(entry.rollout.purpose for entry in self._entries.values())
+        assert {x for leases in self._by_worker.values() for x in leases} == set(self._held)
+        assert set(self._held) <= {lease for _, lease in self._deadlines}, "a lease would never expire"
         assert len(waiting) == len(set(waiting)), "a rollout waits twice"
         assert set(held).isdisjoint(waiting), "a rollout both waits and is held"
         assert set(held) | set(waiting) == set(self._entries), "a rollout is neither waiting nor held"
@@ -227,9 +355,20 @@ class PullQueue:
         remaining = rollout.steps - entry.step
         item = (_VALUE[rollout.purpose], 0 if entry.step else 1, -remaining, entry.order, rollout.id)
         heapq.heappush(self._heap, item)
+        self._waiting += 1
 
     def _peek(self) -> _Entry | None:
+        while self._heap and self._heap[0][-1] not in self._entries:
+            heapq.heappop(self._heap)  # cancelled
         return self._entries[self._heap[0][-1]] if self._heap else None
+
+    def _end(self, rollout: RolloutId) -> None:
+        self._outstanding[self._entries.pop(rollout).rollout.purpose] -= 1
+        self._done.add(rollout)
+
+    def _remaining(self, rollout: RolloutId) -> int:
+        entry = self._entries[rollout]
+        return entry.rollout.steps - entry.step
 
     def _check(self, lease: LeaseId, epoch: int, rollout: RolloutId) -> Verdict:
         if rollout in self._done:
@@ -244,21 +383,32 @@ class PullQueue:
 
     def _close(self, lease: LeaseId, rollout: RolloutId) -> None:
         held = self._held[lease]
-        held.open.discard(rollout)
+        held.open.pop(rollout, None)
         if not held.open:
-            del self._held[lease]
+            self._forget(held.lease)
+
+    def _forget(self, lease: Lease) -> None:
+        del self._held[lease.id]
+        leases = self._by_worker[lease.worker]
+        del leases[lease.id]
+        if not leases:
+            del self._by_worker[lease.worker]
 
     def _revoke(self, leases: list[_Held]) -> list[RolloutId]:
         requeued: list[RolloutId] = []
         for held in leases:
-            del self._held[held.lease.id]
-            for rollout in held.lease.rollouts:
-                if rollout in held.open:
-                    entry = self._entries[rollout]
-                    entry.lease = None
-                    self._push(entry)
-                    requeued.append(rollout)
+            self._forget(held.lease)
+            for rollout in held.open:
+                entry = self._entries[rollout]
+                entry.lease = None
+                self._push(entry)
+                requeued.append(rollout)
         return requeued
+
+
+def first_epoch(term: int) -> int:
+    """The number below all epochs of a term; no term comes near a billion epochs of one worker."""
+    return term << 30
 
 
 def _kind(rollout: Rollout) -> tuple[Purpose, int]:

@@ -14,6 +14,7 @@ from typing import NewType
 PromptId = NewType("PromptId", str)
 RolloutId = NewType("RolloutId", str)
 WorkerId = NewType("WorkerId", str)
+NodeId = NewType("NodeId", str)
 LeaseId = NewType("LeaseId", int)
 PolicyVersion = NewType("PolicyVersion", int)
 """Number of optimizer steps applied to the policy."""
@@ -44,7 +45,7 @@ class Phase(StrEnum):
 
 
 class DropReason(StrEnum):
-    """Why a train rollout never entered an optimizer step."""
+    """Why the sample of a rollout is not used."""
 
     ROLLOUT_FAILED = "rollout_failed"
     REWARD_ERROR = "reward_error"
@@ -53,6 +54,21 @@ class DropReason(StrEnum):
     GROUP_TOO_SMALL = "group_too_small"
     UNEVEN_BATCH = "uneven_batch"
     STALE = "stale"
+    EXPLORATION_OVER = "exploration_over"
+
+
+class NodeKind(StrEnum):
+    """Whether the cloud may take a node back."""
+
+    RESERVED = "reserved"
+    SPOT = "spot"
+
+
+class WeightKind(StrEnum):
+    """What a weight pull moves: everything, or only the adapter on top of a base that is there."""
+
+    ADAPTER = "adapter"
+    FULL = "full"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +101,31 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True)
+class Node:
+    """A machine that joined the cluster.
+
+    Attributes:
+        price_usd_h: price of the whole node when it joined.
+        trains: its GPUs are learner ranks.
+        rolls_out: its GPUs are workers; with ``trains`` too, they pull only while the learner waits.
+    """
+
+    id: NodeId
+    kind: NodeKind
+    gpus: int
+    gpu_type: str
+    price_usd_h: float
+    trains: bool
+    rolls_out: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Lease:
-    """Rollouts held by one worker until ``deadline_s`` (controller time), fenced by ``epoch``."""
+    """Rollouts held by one worker until ``deadline_s`` (controller time), fenced by ``epoch``.
+
+    A sequence-parallel group holds leases in the name of its leader: ``worker`` is the leader, and ``epoch``
+    tells this group from every other one that the worker ever led.
+    """
 
     id: LeaseId
     worker: WorkerId

@@ -1,0 +1,72 @@
+"""Which rollouts an iteration consists of. Pure: names, seeds and steps follow from the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from spotlight.core.exploration import Arm
+from spotlight.core.plan import Plan
+from spotlight.core.seeds import derive_seed
+from spotlight.core.types import PolicyVersion, Prompt, Purpose, Rollout, RolloutId
+
+
+def train_rollouts(
+    plan: Plan,
+    prompts: Sequence[Prompt],
+    iteration: int,
+    version: PolicyVersion,
+    chosen: Mapping[int, Sequence[int]],
+) -> Iterator[tuple[int, Prompt, Rollout]]:
+    """The groups of an iteration, each rollout with its slot and prompt.
+
+    Args:
+        prompts: one a slot.
+        chosen: seeds by slot, where exploration chose them; other slots get seeds of their own.
+    """
+    for slot, prompt in enumerate(prompts):
+        seeds = chosen.get(slot) or [
+            derive_seed(plan.run_seed, "train", iteration, slot, member) for member in range(plan.group_size)
+        ]
+        for member, seed in enumerate(seeds):
+            name = RolloutId(f"t{iteration:06d}-{slot:03d}-{member:03d}")
+            yield (
+                slot,
+                prompt,
+                Rollout(name, Purpose.TRAIN, iteration, prompt.id, member, seed, plan.rollout_steps, version),
+            )
+
+
+def evaluation_rollouts(
+    plan: Plan, prompts: Sequence[Prompt], iteration: int, version: PolicyVersion
+) -> Iterator[tuple[int, Prompt, Rollout]]:
+    """The validation images of an iteration."""
+    for slot, prompt in enumerate(prompts):
+        for member in range(plan.evaluation_images):
+            # The same seeds at every evaluation AND in every run: curves differ only by the weights.
+            seed = derive_seed(0, "eval", prompt.id, member)
+            name = RolloutId(f"e{iteration:06d}-{slot:03d}-{member:03d}")
+            yield (
+                slot,
+                prompt,
+                Rollout(
+                    name, Purpose.EVAL, iteration, prompt.id, member, seed, plan.evaluation_steps, version
+                ),
+            )
+
+
+def preview_rollouts(
+    plan: Plan, arm: Arm, prompts: Sequence[Prompt], iteration: int, version: PolicyVersion
+) -> Iterator[tuple[int, Prompt, Rollout]]:
+    """The previews that choose an iteration's seeds, a round of all prompts after the other.
+
+    Rounds, because time may be up before the end: then every prompt has about as many previews.
+    """
+    for member in range(arm.seeds_per_prompt):
+        for slot, prompt in enumerate(prompts):
+            seed = derive_seed(plan.run_seed, "explore", iteration, slot, member)
+            name = RolloutId(f"x{iteration:06d}-{slot:03d}-{member:03d}")
+            yield (
+                slot,
+                prompt,
+                Rollout(name, Purpose.EXPLORE, iteration, prompt.id, member, seed, arm.steps, version),
+            )

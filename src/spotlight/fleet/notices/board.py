@@ -1,0 +1,59 @@
+"""Readings become notices: what is pending for this node, over all sources. Pure: no I/O, no clock.
+
+Invariant: told is the earliest pending announcement; whoever follows the notices knows its deadline. An
+announcement that is read again, or re-read with a slightly different remaining time, tells nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from spotlight.fleet.notices.notice import Cancelled, Notice, Noticed, Reading, Rebalance
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """An announcement as first read."""
+
+    source: str
+    key: str
+    stamp: str
+    deadline_s: float
+    detail: str
+
+
+@dataclass(slots=True)
+class Board:
+    """What every source said last."""
+
+    _held: dict[str, tuple[_Held, ...]] = field(default_factory=dict)
+    _told: _Held | None = None
+    _advised: set[tuple[str, str]] = field(default_factory=set)
+
+    def update(self, source: str, reading: Reading, now_s: float) -> list[Notice]:
+        """Take a reading of ``source`` at ``now_s`` (watcher's clock); returns what is new for the node."""
+        before = {(held.key, held.stamp): held for held in self._held.get(source, ())}
+        self._held[source] = tuple(
+            # Seen before: the deadline computed first stands, so a jittering clock tells nothing new.
+            before.get((item.key, item.stamp))
+            or _Held(source, item.key, item.stamp, now_s + item.remaining_s, item.detail)
+            for item in reading.pending
+        )
+        return [*self._advice(source, reading), *self._change()]
+
+    def _advice(self, source: str, reading: Reading) -> Iterator[Notice]:
+        if reading.rebalance and (source, reading.rebalance) not in self._advised:
+            self._advised.add((source, reading.rebalance))
+            yield Rebalance(source, reading.rebalance)
+
+    def _change(self) -> Iterator[Notice]:
+        every = [held for group in self._held.values() for held in group]
+        earliest = min(every, key=lambda held: held.deadline_s, default=None)
+        told, self._told = self._told, earliest
+        if told == earliest:
+            return
+        if told is not None and (earliest is None or earliest.deadline_s > told.deadline_s):
+            yield Cancelled(told.source, told.detail)
+        if earliest is not None:
+            yield Noticed(earliest.source, earliest.deadline_s, earliest.detail)

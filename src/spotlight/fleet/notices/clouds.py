@@ -1,0 +1,82 @@
+"""Which cloud this is, and its source of notices. A new cloud is one file and one line in :data:`_CLOUDS`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from typing import Protocol
+
+from spotlight.fleet.notices.aws import AwsNotices
+from spotlight.fleet.notices.azure import AzureNotices
+from spotlight.fleet.notices.gcp import GcpNotices
+from spotlight.fleet.notices.metadata import MetadataServer
+from spotlight.fleet.notices.notice import MetadataError, NoticeError, Source
+
+
+class Cloud(StrEnum):
+    """Clouds that announce preemptions through a metadata service."""
+
+    AWS = "aws"
+    GCP = "gcp"
+    AZURE = "azure"
+
+
+class CloudSource(Source, Protocol):
+    """A source that knows its own cloud."""
+
+    async def probe(self) -> None:
+        """One quick question that only this cloud answers. Raises :class:`MetadataError`."""
+        ...
+
+
+_CLOUDS: Mapping[Cloud, Callable[[MetadataServer], CloudSource]] = {
+    Cloud.AWS: AwsNotices,
+    Cloud.GCP: GcpNotices,
+    Cloud.AZURE: AzureNotices,
+}
+
+
+def cloud_source(cloud: Cloud, server: MetadataServer | None = None) -> CloudSource:
+    """Notices of ``cloud``, from its usual address unless ``server`` says another."""
+    return _CLOUDS[cloud](server or MetadataServer())
+
+
+async def find_cloud(server: MetadataServer | None = None, timeout_s: float = 3.0) -> CloudSource:
+    """Ask as every cloud at once; the one that answers as it should is it.
+
+    Args:
+        timeout_s: for the slowest of them.
+
+    Raises:
+        NoticeError: none answers (the message says how each failed), or several do.
+    """
+    server = server or MetadataServer()
+    sources = {cloud: cloud_source(cloud, server) for cloud in Cloud}
+    failures = dict(
+        zip(sources, await asyncio.gather(*(_probe(one, timeout_s) for one in sources.values())), strict=True)
+    )
+    found = [cloud for cloud, failure in failures.items() if not failure]
+    if len(found) == 1:
+        return sources[found[0]]
+    if found:
+        raise NoticeError(
+            f"{server.base_url} answers as {' and '.join(found)}; expected one cloud. Name the right one."
+        )
+    tried = "\n".join(f"  {cloud}: {failure}" for cloud, failure in failures.items())
+    raise NoticeError(
+        f"no cloud's metadata service at {server.base_url}; expected AWS, GCP or Azure. Off these clouds, "
+        f"only SIGTERM can announce a preemption. Tried:\n{tried}"
+    )
+
+
+async def _probe(source: CloudSource, timeout_s: float) -> str:
+    """Why it is not this cloud; empty if it is."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await source.probe()
+    except MetadataError as error:
+        return str(error)
+    except TimeoutError:
+        return f"no answer within {timeout_s:g} s"
+    return ""

@@ -1,0 +1,169 @@
+"""Questions to a metadata service over HTTP, each with a bound on time and size. I/O.
+
+Never through a proxy (``HTTP_PROXY`` must not carry tokens of this machine elsewhere), never along a
+redirect, never over a kept connection: a service that restarts is met anew. What goes wrong becomes a
+:class:`MetadataError` that names the question.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
+from urllib.parse import urlsplit
+
+import httpx2
+
+from spotlight.fleet.notices.notice import MetadataError, NoticeError, Trouble
+
+LINK_LOCAL_URL = "http://169.254.169.254"
+"""Where AWS, GCP and Azure answer."""
+BYTES_MAX = 1 << 20
+
+
+def utc_now() -> datetime:
+    """This machine's idea of the time."""
+    return datetime.now(UTC)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a service said.
+
+    Attributes:
+        headers: names in lower case.
+        question: ``GET http://...``, for errors.
+        now: the service's clock: deadlines of its answers are on it. Without a Date header, this machine's.
+    """
+
+    status: int
+    headers: Mapping[str, str]
+    text: str
+    question: str
+    now: datetime
+
+    def remaining_s(self, deadline: datetime) -> float:
+        """Seconds until ``deadline``, a time in the answer; at least 0."""
+        return max(0.0, (deadline - self.now).total_seconds())
+
+    def require_ok(self, hint: str = "") -> None:
+        """Raises :class:`MetadataError` unless the status is 200; ``hint``: what to do about a refusal."""
+        if self.status != 200:
+            refused = 300 <= self.status < 500 and self.status not in {408, 410, 429}
+            trouble = Trouble.REFUSED if refused else Trouble.BROKEN
+            raise self.error(trouble, f"answered {self.status}", "200", hint if refused else "")
+
+    def json_object(self) -> Mapping[str, object]:
+        """The body; raises :class:`MetadataError` if it is not a JSON object."""
+        try:
+            value: object = json.loads(self.text)
+        except (ValueError, RecursionError):
+            value = None
+        if not isinstance(value, dict):
+            raise self.error(Trouble.BROKEN, f"sent {self.text[:80]!r}", "a JSON object")
+        return value
+
+    def error(self, trouble: Trouble, found: str, expected: str, hint: str = "") -> MetadataError:
+        """An error about this answer."""
+        return MetadataError(trouble, f"{self.question} {found}; expected {expected}. {hint}".rstrip())
+
+
+@dataclass(frozen=True, slots=True)
+class MetadataServer:
+    """A metadata service at ``base_url``, such as ``http://169.254.169.254``.
+
+    Raises:
+        NoticeError: an address that is not ``http://HOST[:PORT]``.
+    """
+
+    base_url: str = LINK_LOCAL_URL
+    wall_clock: Callable[[], datetime] = utc_now
+
+    def __post_init__(self) -> None:
+        try:
+            parts = urlsplit(self.base_url)
+            sound = parts.scheme == "http" and parts.hostname is not None and parts.port != 0
+        except ValueError:
+            sound = False
+        if not sound or parts.path.strip("/") or parts.query or parts.fragment or parts.username is not None:
+            raise NoticeError(
+                f"endpoint {self.base_url!r}; expected http://HOST or http://HOST:PORT and nothing after it, "
+                f"such as {LINK_LOCAL_URL}"
+            )
+
+    async def ask(
+        self,
+        path: str,
+        headers: Mapping[str, str],
+        timeout_s: float,
+        *,
+        method: str = "GET",
+        body: str = "",
+        silence: str = "",
+    ) -> Answer:
+        """One question and its answer, whatever its status.
+
+        Args:
+            timeout_s: for all of it, connecting included.
+            silence: what to do when there is no answer, told in the error.
+
+        Raises:
+            MetadataError: ``ABSENT``: no connection, time is up; ``BROKEN``: not HTTP, not text, too large.
+        """
+        url = self.base_url.rstrip("/") + path
+        question = f"{method} {url}"
+        content = bytearray()
+        # No certificates are loaded (0.2 s), so none is trusted: the address is checked to be http.
+        client = httpx2.AsyncClient(
+            timeout=timeout_s,
+            trust_env=False,
+            verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
+            limits=httpx2.Limits(max_keepalive_connections=0),
+        )
+        try:
+            async with (
+                client,
+                asyncio.timeout(timeout_s),
+                client.stream(method, url, headers=dict(headers), content=body.encode()) as response,
+            ):
+                async for part in response.aiter_bytes():
+                    content += part
+                    if len(content) > BYTES_MAX:
+                        raise MetadataError(
+                            Trouble.BROKEN, f"{question} sent more; expected at most {BYTES_MAX} bytes."
+                        )
+            text = content.decode("utf-8")
+        except (TimeoutError, httpx2.TimeoutException):
+            message = f"{question} was not answered within {timeout_s:g} s. {silence}"
+            raise MetadataError(Trouble.ABSENT, message.rstrip()) from None
+        except httpx2.NetworkError as error:
+            message = f"{question} found no metadata service ({error or type(error).__name__}). {silence}"
+            raise MetadataError(Trouble.ABSENT, message.rstrip()) from None
+        except (httpx2.HTTPError, httpx2.InvalidURL, UnicodeDecodeError) as error:
+            message = (
+                f"{question} could not be read ({error or type(error).__name__}); expected text over HTTP."
+            )
+            raise MetadataError(Trouble.BROKEN, message) from None
+        told = {name.lower(): value for name, value in response.headers.items()}
+        return Answer(response.status_code, told, text, question, self._now(told.get("date")))
+
+    def _now(self, date: str | None) -> datetime:
+        """The service's clock by its Date header.
+
+        The header is cut to seconds; rounded up, no notice seems longer than it is.
+        """
+        stated = parse_http_date(date or "")
+        return self.wall_clock() if stated is None else stated + timedelta(seconds=1)
+
+
+def parse_http_date(text: str) -> datetime | None:
+    """``Mon, 19 Sep 2016 18:29:47 GMT`` (RFC 9110); None if it is something else."""
+    try:
+        date = parsedate_to_datetime(text)
+    except ValueError:
+        return None
+    return date.replace(tzinfo=UTC) if date.tzinfo is None else date

@@ -1,0 +1,95 @@
+"""SIGTERM: how Kubernetes and SLURM announce the end of a process, with a grace period known beforehand.
+
+The handler only notes the time and writes a byte to a pipe, so it is safe at any moment and works when
+the watcher's loop runs in another thread. A handler can only be set in the main thread. While it is set,
+SIGTERM does not end the process: whoever drains ends it, or SIGKILL does when the grace period is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+
+from spotlight.fleet.notices.notice import NoticeError, Pending, Reading
+
+GRACE_S = 30.0
+"""Kubernetes' terminationGracePeriodSeconds, and SLURM's KillWait, unless set otherwise."""
+
+
+@dataclass(slots=True)
+class SigtermNotices:
+    """Waits for the signal; use :func:`catching_sigterm` to make one.
+
+    Attributes:
+        grace_s: from SIGTERM to SIGKILL.
+    """
+
+    grace_s: float
+    clock: Callable[[], float]
+    _pipe: int
+    name: str = field(default="sigterm", init=False)
+    period_s: float = field(default=0.0, init=False)
+    came_s: float | None = field(default=None, init=False)
+    _told: bool = field(default=False, init=False)
+
+    async def read(self) -> Reading | None:
+        """See :class:`Source`; waits for the signal, and tells of it once."""
+        if self._told:
+            return None
+        loop, came = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._pipe, came.set)
+        try:
+            await came.wait()
+        finally:
+            loop.remove_reader(self._pipe)
+        self._told = True
+        assert self.came_s is not None
+        remaining_s = max(0.0, self.came_s + self.grace_s - self.clock())
+        detail = f"SIGTERM, SIGKILL after {self.grace_s:g} s"
+        return Reading((Pending("sigterm", "", remaining_s, detail),))
+
+    async def acknowledge(self) -> bool:
+        """Nobody waits for an answer: the process ends by itself."""
+        return False
+
+
+@contextmanager
+def catching_sigterm(
+    grace_s: float = GRACE_S, clock: Callable[[], float] = time.monotonic
+) -> Iterator[SigtermNotices]:
+    """Turn SIGTERM into a notice within the block; the former handler is back afterwards.
+
+    Raises:
+        NoticeError: a grace period below 0, or not in the main thread.
+    """
+    if not 0 <= grace_s < float("inf"):
+        raise NoticeError(f"grace period {grace_s!r} s; expected a number of seconds of at least 0")
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    source = SigtermNotices(grace_s, clock, reading)
+
+    def note(signal_number: int, frame: FrameType | None) -> None:
+        if source.came_s is None:  # Kubernetes and SLURM may send it again
+            source.came_s = clock()
+            os.write(writing, b"!")
+
+    try:
+        former = signal.signal(signal.SIGTERM, note)
+    except ValueError:
+        os.close(reading)
+        os.close(writing)
+        raise NoticeError(
+            "SIGTERM is caught in the main thread only: enter catching_sigterm() there and hand on the source"
+        ) from None
+    try:
+        yield source
+    finally:
+        signal.signal(signal.SIGTERM, former)
+        os.close(reading)
+        os.close(writing)

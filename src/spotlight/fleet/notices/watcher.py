@@ -1,0 +1,154 @@
+"""Watches this node's sources of notices, and tells what changes. I/O.
+
+Asyncio, not threads: a question that hangs for a minute is dropped at once when the watcher stops, the
+bound on the whole time of a call holds, and all sources share one thread. :meth:`Watcher.run` runs in any
+thread that has no loop of its own (``asyncio.run``), or as a task of one that has.
+
+Each source has a task of its own: asks, hands the reading to the board, sleeps for what is left of its
+period. A source that fails is asked again after a growing, bounded, jittered pause; meanwhile what it
+last said stands, because a service that falls silent has not taken anything back. Trouble is logged when
+it begins and when it is over, and the same trouble at most once an hour.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from spotlight.fleet.notices.board import Board
+from spotlight.fleet.notices.notice import MetadataError, Notice, NoticeError, Source, Trouble
+
+SAY_AGAIN_S = 3600.0
+
+log = logging.getLogger("spotlight.fleet.notices")
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Pauses after failures: doubled from ``first_s`` up to ``most_s``, then shortened by up to half.
+
+    ``most_s`` stays below the shortest notice (30 s), so a service that recovers is heard in time.
+    """
+
+    first_s: float = 1.0
+    most_s: float = 12.0
+
+    def pause_s(self, failures: int, rng: random.Random) -> float:
+        """Seconds to wait after so many failures in a row (at least 1)."""
+        longest = min(self.most_s, self.first_s * 2.0 ** min(failures - 1, 30))
+        return longest * rng.uniform(0.5, 1.0)
+
+
+@dataclass(slots=True)
+class _Health:
+    """What was logged about one source, and when."""
+
+    name: str
+    failures: int = 0
+    trouble: Trouble | None = None
+    logged: bool = False
+    _said_s: dict[Trouble, float] = field(default_factory=dict)
+
+    def failed(self, error: MetadataError, now_s: float) -> None:
+        if error.trouble is self.trouble:
+            return
+        self.trouble = error.trouble
+        if now_s - self._said_s.get(error.trouble, -SAY_AGAIN_S) < SAY_AGAIN_S:
+            return
+        self._said_s[error.trouble] = now_s
+        self.logged = True
+        log.warning(
+            "%s: metadata service %s, preemptions may come unannounced: %s", self.name, error.trouble, error
+        )
+
+    def answered(self) -> None:
+        if self.logged:
+            log.warning("%s: metadata service answers; notices are watched", self.name)
+        self.trouble, self.logged = None, False
+
+
+class Watcher:
+    """Notices of this node from all of its sources.
+
+    Args:
+        rng: jitter of the pauses.
+        clock: seconds, never set back; deadlines of notices are on it.
+
+    Raises:
+        NoticeError: no sources, or two of one name.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        rng: random.Random,
+        backoff: Backoff | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        names = [source.name for source in sources]
+        if not names or len(set(names)) < len(names):
+            raise NoticeError(f"sources {names}; expected at least one, each once")
+        self._sources = tuple(sources)
+        self._rng = rng
+        self._backoff = backoff or Backoff()
+        self._clock = clock
+        self._board = Board()
+
+    async def run(self, tell: Callable[[Notice], None]) -> None:
+        """Call ``tell`` with every notice, in order, in this loop; until cancelled, or all sources are done.
+
+        An exception of ``tell`` ends the watch, and is raised.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for source in self._sources:
+                    tasks.create_task(self._follow(source, tell), name=f"notices of {source.name}")
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None  # the others were cancelled: there is one
+
+    async def acknowledge(self) -> bool:
+        """This node is drained: tell the clouds that wait. False: none does, or not for this node alone.
+
+        The node may vanish at once.
+
+        Raises:
+            MetadataError: a cloud did not take it.
+        """
+        return any([await source.acknowledge() for source in self._sources])
+
+    async def _follow(self, source: Source, tell: Callable[[Notice], None]) -> None:
+        health = _Health(source.name)
+        while True:
+            began_s = self._clock()
+            try:
+                reading = await source.read()
+            except MetadataError as error:
+                health.failures += 1
+                health.failed(error, self._clock())
+                pause_s = self._backoff.pause_s(health.failures, self._rng)
+            else:
+                if reading is None:
+                    return
+                health.failures = 0
+                if reading.trouble is None:
+                    health.answered()
+                else:
+                    health.failed(reading.trouble, self._clock())
+                for notice in self._board.update(source.name, reading, self._clock()):
+                    tell(notice)
+                pause_s = began_s + source.period_s - self._clock()
+            await asyncio.sleep(max(0.0, pause_s))
+
+
+async def ask_once(source: Source, clock: Callable[[], float] = time.monotonic) -> list[Notice]:
+    """What is pending now. Raises :class:`MetadataError`, also for a part of the answer that failed."""
+    reading = await source.read()
+    if reading is None:
+        return []
+    if reading.trouble is not None:
+        raise reading.trouble
+    return Board().update(source.name, reading, clock())

@@ -1,0 +1,145 @@
+"""A price: of which machine, where, from whom, and as of when. Pure.
+
+Every price carries its date and its source, because a price without them is a rumour: :meth:`Quote.age` is
+shown wherever a price is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+
+from spotlight.fleet.gpus import gpu_type
+
+_PROBLEMS_SHOWN_MAX = 10
+
+
+class PriceError(ValueError):
+    """Prices that cannot be had or used; names the source, the place in it, the value and the expectation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quote:
+    """What one instance type costs in one place.
+
+    Attributes:
+        region: empty where the source does not say.
+        zone: empty for a price of the whole region.
+        gpus: GPUs of one instance.
+        on_demand_usd_h: of the whole instance; None where the source has none.
+        spot_usd_h: the same for a spot (preemptible) instance.
+        as_of: when the price held, with time zone.
+        source: whose figure it is.
+        caveat: what the reader must know besides, such as that the source did not answer and this is old.
+    """
+
+    cloud: str
+    region: str
+    zone: str
+    instance_type: str
+    gpu: str
+    gpus: int
+    on_demand_usd_h: float | None
+    spot_usd_h: float | None
+    as_of: datetime
+    source: str
+    caveat: str = ""
+
+    def __post_init__(self) -> None:
+        if self.as_of.tzinfo is None:
+            raise PriceError(f"{self.source}: as_of is {self.as_of.isoformat()}; expected a time zone")
+        if self.on_demand_usd_h is None and self.spot_usd_h is None:
+            raise PriceError(f"{self.source}: {self.instance_type} has no price at all; expected one")
+        for name, price in (("on demand", self.on_demand_usd_h), ("spot", self.spot_usd_h)):
+            if price is not None and not (math.isfinite(price) and price > 0):
+                raise PriceError(
+                    f"{self.source}: {self.instance_type} costs {price!r} $/h {name}; expected more than 0"
+                )
+        if self.gpus < 1:
+            raise PriceError(f"{self.source}: {self.instance_type} has {self.gpus} GPUs; expected at least 1")
+
+    @property
+    def on_demand_usd_gpu_h(self) -> float | None:
+        """Of one GPU."""
+        return None if self.on_demand_usd_h is None else self.on_demand_usd_h / self.gpus
+
+    @property
+    def spot_usd_gpu_h(self) -> float | None:
+        """Of one spot GPU."""
+        return None if self.spot_usd_h is None else self.spot_usd_h / self.gpus
+
+    @property
+    def saving(self) -> float | None:
+        """The share of the on-demand price that spot saves, 0 to 1 (negative if spot costs more)."""
+        if self.on_demand_usd_h is None or self.spot_usd_h is None:
+            return None
+        return 1 - self.spot_usd_h / self.on_demand_usd_h
+
+    def age(self, now: datetime) -> timedelta:
+        """How old the price is; never negative (clocks differ)."""
+        return max(now - self.as_of, timedelta())
+
+
+def with_caveat(quotes: Iterable[Quote], caveat: str) -> tuple[Quote, ...]:
+    """The same prices, each saying ``caveat``."""
+    return tuple(replace(quote, caveat=caveat) for quote in quotes)
+
+
+def select(
+    quotes: Iterable[Quote],
+    *,
+    gpus: Collection[str] = (),
+    clouds: Collection[str] = (),
+    regions: Collection[str] = (),
+) -> tuple[Quote, ...]:
+    """Prices of these GPU types, clouds and regions (empty: all), cheapest GPU first.
+
+    A price that names no region is of every region.
+
+    Raises:
+        UnknownGpuError: a GPU type that nobody knows.
+    """
+    for name in gpus:
+        gpu_type(name)
+    found = (
+        quote
+        for quote in quotes
+        if (not gpus or quote.gpu in gpus)
+        and (not clouds or quote.cloud in clouds)
+        and (not regions or quote.region in {"", *regions})
+    )
+    return tuple(sorted(found, key=_order))
+
+
+def cheapest(quotes: Iterable[Quote]) -> tuple[Quote, ...]:
+    """Of each instance type in each region, from each source: the zone whose spot GPU is cheapest."""
+    best: dict[tuple[str, ...], Quote] = {}
+    for quote in quotes:
+        key = (quote.cloud, quote.region, quote.instance_type, quote.gpu, quote.source)
+        if key not in best or _order(quote) < _order(best[key]):
+            best[key] = quote
+    return tuple(sorted(best.values(), key=_order))
+
+
+def _order(quote: Quote) -> tuple[str, float, float, str, str, str, str]:
+    spot, on_demand = quote.spot_usd_gpu_h, quote.on_demand_usd_gpu_h
+    return (
+        quote.gpu,
+        math.inf if spot is None else spot,
+        math.inf if on_demand is None else on_demand,
+        quote.cloud,
+        quote.region,
+        quote.zone,
+        quote.instance_type,
+    )
+
+
+def refuse(source: str, problems: Sequence[str], remedy: str = "") -> PriceError:
+    """An error that lists the first problems of a source; raise what this returns."""
+    shown = list(problems[:_PROBLEMS_SHOWN_MAX])
+    if len(problems) > _PROBLEMS_SHOWN_MAX:
+        shown.append(f"... and {len(problems) - _PROBLEMS_SHOWN_MAX} more")
+    head = f"Cannot use the prices of {source}:"
+    return PriceError("\n  ".join([head, *shown, *([remedy] if remedy else [])]))

@@ -1,0 +1,1 @@
+"""When spot nodes come and go: canonical events, readers, a generator, statistics."""

@@ -1,0 +1,138 @@
+"""The canonical form of a spot trace: nodes that come, get a notice, and go. Pure.
+
+A :class:`Trace` is checked when it is made, and so are all that are derived from it:
+
+1. times lie in [0, horizon] and do not fall;
+2. only an absent node is added, only a present one gets a notice (one) or is removed;
+3. a node keeps its number of GPUs while it is present.
+
+A node may come back under its name. Nodes that are present at the horizon simply stay.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+_PROBLEMS_SHOWN_MAX = 10
+
+
+class TraceError(ValueError):
+    """A trace that cannot be used; names the file, the line, the value and the expectation."""
+
+
+class TraceEventKind(StrEnum):
+    """What happens to a node."""
+
+    ADD = "add"
+    NOTICE = "notice"
+    REMOVE = "remove"
+
+
+@dataclass(frozen=True, slots=True)
+class TraceEvent:
+    """Something that happens to one node.
+
+    Attributes:
+        time_s: since the beginning of the trace.
+        gpus: of the node.
+    """
+
+    time_s: float
+    kind: TraceEventKind
+    node: str
+    gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class PricePoint:
+    """The spot price of one node from ``time_s`` on."""
+
+    time_s: float
+    usd_h: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Events in the order of time, and how long they were watched.
+
+    Attributes:
+        horizon_s: end of the trace; at least the time of the last event.
+        source: where it is from: a file, or how it was generated.
+        prices: spot prices in the order of time; empty where the source has none.
+
+    Raises:
+        TraceError: the invariants above do not hold.
+    """
+
+    events: tuple[TraceEvent, ...]
+    horizon_s: float
+    source: str
+    prices: tuple[PricePoint, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.horizon_s) and self.horizon_s > 0):
+            raise TraceError(f"{self.source}: the horizon is {self.horizon_s!r} s; expected more than 0")
+        if problem := next(problems_of(self.events, self.horizon_s), None):
+            index, text = problem
+            raise TraceError(f"{self.source}: event {index}: {text}")
+        last_s = 0.0
+        for point in self.prices:
+            if not (last_s <= point.time_s <= self.horizon_s and 0 < point.usd_h < math.inf):
+                raise TraceError(f"{self.source}: price {point}; expected above 0 $/h, in order of time")
+            last_s = point.time_s
+
+
+def problems_of(events: Iterable[TraceEvent], horizon_s: float = math.inf) -> Iterator[tuple[int, str]]:
+    """(index, what is wrong) of every event that breaks an invariant; such events change nothing."""
+    present: dict[str, int] = {}
+    warned: set[str] = set()
+    last_s = 0.0
+    for index, event in enumerate(events):
+        if problem := _problem(event, present, warned, last_s, horizon_s):
+            yield index, problem
+            continue
+        last_s = event.time_s
+        if event.kind is TraceEventKind.ADD:
+            present[event.node] = event.gpus
+        elif event.kind is TraceEventKind.NOTICE:
+            warned.add(event.node)
+        else:
+            del present[event.node]
+            warned.discard(event.node)
+
+
+def _problem(
+    event: TraceEvent, present: Mapping[str, int], warned: set[str], last_s: float, horizon_s: float
+) -> str | None:
+    if not math.isfinite(event.time_s) or event.time_s < 0:
+        return f"the time is {event.time_s!r} s; expected 0 or more"
+    if event.time_s < last_s:
+        return f"unsorted: the time falls from {last_s:g} s to {event.time_s:g} s; sort the lines by time"
+    if event.time_s > horizon_s:
+        return f"the time is {event.time_s:g} s; expected at most the horizon, {horizon_s:g} s"
+    if not event.node:
+        return "the node has no name; expected one"
+    if event.gpus < 1:
+        return f"node {event.node} has {event.gpus} GPUs; expected at least 1"
+    if event.kind is TraceEventKind.ADD:
+        return (
+            f"node {event.node} is added twice; expected a removal between" if event.node in present else None
+        )
+    if event.node not in present:
+        return f"{event.kind.value} of node {event.node}, which is not there; expected it to be added before"
+    if event.gpus != present[event.node]:
+        return f"node {event.node} has {event.gpus} GPUs; expected the {present[event.node]} it came with"
+    if event.kind is TraceEventKind.NOTICE and event.node in warned:
+        return f"a second notice for node {event.node}; expected one"
+    return None
+
+
+def refuse(source: str, problems: Sequence[tuple[str, str]]) -> TraceError:
+    """An error that lists (place, what is wrong) of the first problems; raise what this returns."""
+    shown = [f"{source}:{place}: {text}" for place, text in problems[:_PROBLEMS_SHOWN_MAX]]
+    if len(problems) > _PROBLEMS_SHOWN_MAX:
+        shown.append(f"... and {len(problems) - _PROBLEMS_SHOWN_MAX} more")
+    return TraceError("\n  ".join([f"Cannot use the trace {source}:", *shown]))

@@ -1,0 +1,170 @@
+"""What a trace is like: how many nodes, for how long, lost how often and how many together. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from spotlight.fleet.traces.events import Trace, TraceEventKind
+
+BURST_GAP_S = 60.0
+"""Removals closer than this to one another count as one burst."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceStatistics:
+    """Numbers of one trace. Those that nothing happened for are NaN.
+
+    Attributes:
+        machines: different stays of nodes (a node that comes back counts again).
+        nodes_mean, nodes_p5, nodes_p50, nodes_p95: of the number present, weighted by time.
+        gpus_mean: the same, of GPUs.
+        empty_share: share of the time without any node.
+        uptime_mean_s, uptime_p50_s: of stays that ended within the trace.
+        preemptions: removals.
+        preemptions_per_node_h: removals per hour of one node.
+        bursts: groups of at least two removals, each within ``BURST_GAP_S`` of the next.
+        burst_largest: removals in the largest of them.
+        burst_share: share of the removals that belong to one.
+        noticed: removals that had a notice before.
+        notice_lead_mean_s, notice_lead_min_s: how long before.
+        price_mean_usd_h: mean spot price of a node, weighted by time.
+    """
+
+    horizon_s: float
+    machines: int
+    nodes_mean: float
+    nodes_p5: float
+    nodes_p50: float
+    nodes_p95: float
+    nodes_max: int
+    gpus_mean: float
+    empty_share: float
+    uptime_mean_s: float
+    uptime_p50_s: float
+    preemptions: int
+    preemptions_per_node_h: float
+    bursts: int
+    burst_largest: int
+    burst_share: float
+    noticed: int
+    notice_lead_mean_s: float
+    notice_lead_min_s: float
+    price_mean_usd_h: float
+
+
+@dataclass(frozen=True, slots=True)
+class Availability:
+    """A stretch of time with the same nodes present."""
+
+    start_s: float
+    end_s: float
+    nodes: int
+    gpus: int
+
+
+def availability(trace: Trace) -> tuple[Availability, ...]:
+    """Who is there, from 0 to the horizon; stretches of no length are left out."""
+    return tuple(_stretches(trace))
+
+
+def statistics(trace: Trace) -> TraceStatistics:
+    """Count a trace."""
+    stretches = availability(trace)
+    node_s = sum(_length(part) * part.nodes for part in stretches)
+    uptimes, removals, leads = _stays(trace)
+    groups = [group for group in _groups(removals) if len(group) > 1]
+    in_bursts = sum(map(len, groups))
+    return TraceStatistics(
+        horizon_s=trace.horizon_s,
+        machines=sum(event.kind is TraceEventKind.ADD for event in trace.events),
+        nodes_mean=node_s / trace.horizon_s,
+        nodes_p5=_percentile(stretches, 0.05),
+        nodes_p50=_percentile(stretches, 0.5),
+        nodes_p95=_percentile(stretches, 0.95),
+        nodes_max=max(part.nodes for part in stretches),
+        gpus_mean=sum(_length(part) * part.gpus for part in stretches) / trace.horizon_s,
+        empty_share=sum(_length(part) for part in stretches if part.nodes == 0) / trace.horizon_s,
+        uptime_mean_s=_mean(uptimes),
+        uptime_p50_s=sorted(uptimes)[len(uptimes) // 2] if uptimes else math.nan,
+        preemptions=len(removals),
+        preemptions_per_node_h=len(removals) / (node_s / 3600) if node_s else math.nan,
+        bursts=len(groups),
+        burst_largest=max(map(len, groups), default=0),
+        burst_share=in_bursts / len(removals) if removals else math.nan,
+        noticed=len(leads),
+        notice_lead_mean_s=_mean(leads),
+        notice_lead_min_s=min(leads, default=math.nan),
+        price_mean_usd_h=_mean_price(trace),
+    )
+
+
+def _stretches(trace: Trace) -> Iterator[Availability]:
+    start_s, nodes, gpus = 0.0, 0, 0
+    for event in trace.events:
+        if event.kind is TraceEventKind.NOTICE:
+            continue
+        if event.time_s > start_s:
+            yield Availability(start_s, event.time_s, nodes, gpus)
+            start_s = event.time_s
+        sign = 1 if event.kind is TraceEventKind.ADD else -1
+        nodes, gpus = nodes + sign, gpus + sign * event.gpus
+    if trace.horizon_s > start_s:
+        yield Availability(start_s, trace.horizon_s, nodes, gpus)
+
+
+def _stays(trace: Trace) -> tuple[list[float], list[float], list[float]]:
+    """Lengths of stays that ended; times of removals; leads of notices."""
+    came: dict[str, float] = {}
+    warned: dict[str, float] = {}
+    uptimes, removals, leads = [], [], []
+    for event in trace.events:
+        if event.kind is TraceEventKind.ADD:
+            came[event.node] = event.time_s
+        elif event.kind is TraceEventKind.NOTICE:
+            warned[event.node] = event.time_s
+        else:
+            removals.append(event.time_s)
+            uptimes.append(event.time_s - came.pop(event.node))
+            if event.node in warned:
+                leads.append(event.time_s - warned.pop(event.node))
+    return uptimes, removals, leads
+
+
+def _groups(times: Sequence[float]) -> Iterator[list[float]]:
+    group: list[float] = []
+    for time_s in times:
+        if group and time_s - group[-1] >= BURST_GAP_S:
+            yield group
+            group = []
+        group.append(time_s)
+    if group:
+        yield group
+
+
+def _percentile(stretches: Sequence[Availability], share: float) -> float:
+    """The number of nodes that is exceeded for less than ``1 - share`` of the time."""
+    left = share * sum(map(_length, stretches))
+    for part in sorted(stretches, key=lambda part: part.nodes):
+        left -= _length(part)
+        if left <= 0:
+            return part.nodes
+    return max(part.nodes for part in stretches)
+
+
+def _mean_price(trace: Trace) -> float:
+    if not trace.prices:
+        return math.nan
+    ends = [point.time_s for point in trace.prices[1:]] + [trace.horizon_s]
+    lengths = [end_s - point.time_s for point, end_s in zip(trace.prices, ends, strict=True)]
+    paid = sum(point.usd_h * length for point, length in zip(trace.prices, lengths, strict=True))
+    return paid / sum(lengths) if sum(lengths) else math.nan
+
+
+def _length(part: Availability) -> float:
+    return part.end_s - part.start_s
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan

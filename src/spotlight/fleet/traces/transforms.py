@@ -1,0 +1,172 @@
+"""From one trace to another: notices, a part of it, repetitions, fewer nodes. Pure.
+
+Every result is a :class:`Trace`, and checked as one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterator
+from dataclasses import replace
+from itertools import chain
+
+from spotlight.fleet.traces.events import PricePoint, Trace, TraceError, TraceEvent, TraceEventKind
+
+_ADD, _NOTICE, _REMOVE = TraceEventKind.ADD, TraceEventKind.NOTICE, TraceEventKind.REMOVE
+
+
+def with_notices(trace: Trace, lead_s: float) -> Trace:
+    """A notice ``lead_s`` before every removal, or when the node came if that is later.
+
+    Notices the trace has are replaced. A lead of 0 takes all away: nodes vanish without a word.
+    """
+    if not (math.isfinite(lead_s) and lead_s >= 0):
+        raise TraceError(f"the notice lead is {lead_s!r} s; expected 0 or more")
+    came: dict[str, float] = {}
+    timed: list[tuple[float, int, TraceEvent]] = []
+    for index, event in enumerate(event for event in trace.events if event.kind is not _NOTICE):
+        if event.kind is _ADD:
+            came[event.node] = event.time_s
+        elif lead_s > 0:
+            time_s = max(event.time_s - lead_s, came[event.node])
+            timed.append((time_s, index, replace(event, time_s=time_s, kind=_NOTICE)))
+        timed.append((event.time_s, index, event))
+    # At one time, what was there keeps its order. A notice as early as its node's arrival has the index of
+    # the removal, which is higher; one as late as its removal stands before it already.
+    ordered = tuple(event for _, _, event in sorted(timed, key=lambda item: item[:2]))
+    return replace(trace, events=ordered, source=f"{trace.source}, notices {lead_s:g} s ahead")
+
+
+def cut(trace: Trace, start_s: float, end_s: float) -> Trace:
+    """The part between two times, counted from 0; who is present at ``start_s`` is added at 0."""
+    if not 0 <= start_s < end_s <= trace.horizon_s:
+        raise TraceError(
+            f"{trace.source}: a cut from {start_s:g} to {end_s:g} s; expected a part of "
+            f"[0, {trace.horizon_s:g}] s. Repeat the trace first if it is too short."
+        )
+    present: dict[str, TraceEvent] = {}
+    warned: dict[str, TraceEvent] = {}
+    for event in trace.events:
+        if event.time_s >= start_s:
+            break
+        if event.kind is _REMOVE:
+            del present[event.node]
+            warned.pop(event.node, None)
+        else:
+            (present if event.kind is _ADD else warned)[event.node] = event
+    standing = (replace(event, time_s=0.0) for event in chain(present.values(), warned.values()))
+    # What happens at the end itself belongs to the next part, except at the horizon: there is no next part.
+    within = (
+        replace(event, time_s=event.time_s - start_s)
+        for event in trace.events
+        if start_s <= event.time_s and (event.time_s < end_s or end_s == trace.horizon_s)
+    )
+    before = [point for point in trace.prices if point.time_s <= start_s][-1:]
+    later = [point for point in trace.prices if start_s < point.time_s <= end_s]
+    prices = tuple(PricePoint(max(point.time_s - start_s, 0.0), point.usd_h) for point in (*before, *later))
+    source = f"{trace.source}, from {start_s:g} to {end_s:g} s"
+    return Trace((*standing, *within), end_s - start_s, source, prices)
+
+
+def repeat(trace: Trace, horizon_s: float) -> Trace:
+    """The trace over and over until ``horizon_s``; a longer one is cut.
+
+    At a seam the nodes still present go on as those that the trace begins with; where it begins with fewer,
+    the surplus is removed, and so are those with a notice. From the second round on, nodes that come have the
+    round in their name: ``node7@2``.
+    """
+    if not (math.isfinite(horizon_s) and horizon_s > 0):
+        raise TraceError(f"{trace.source}: repeated to {horizon_s!r} s; expected more than 0")
+    rounds = math.ceil(horizon_s / trace.horizon_s)
+    if rounds <= 1:
+        return trace if horizon_s == trace.horizon_s else cut(trace, 0, horizon_s)
+    events = tuple(_rounds(trace, rounds))
+    prices = tuple(
+        PricePoint(point.time_s + turn * trace.horizon_s, point.usd_h)
+        for turn in range(rounds)
+        for point in trace.prices
+    )
+    whole = Trace(events, rounds * trace.horizon_s, trace.source, prices)
+    if horizon_s < whole.horizon_s:
+        whole = cut(whole, 0, horizon_s)
+    return replace(whole, source=f"{trace.source}, repeated to {horizon_s:g} s")
+
+
+def _rounds(trace: Trace, rounds: int) -> Iterator[TraceEvent]:
+    present: dict[str, int] = {}  # real name -> GPUs
+    warned: set[str] = set()
+    for turn in range(rounds):
+        offset_s = turn * trace.horizon_s
+        names: dict[str, str] = {}  # in the trace -> real
+        yield from _leave([name for name in present if name in warned], present, offset_s)
+        warned.clear()
+        spare = list(present)
+        opening = True
+        for event in trace.events:
+            if opening and event.time_s > 0:
+                yield from _leave(spare, present, offset_s)
+                opening = False
+            if event.kind is _ADD:
+                heir = (
+                    next((name for name in spare if present[name] == event.gpus), None) if opening else None
+                )
+                if heir is not None:
+                    spare.remove(heir)
+                    names[event.node] = heir
+                    continue
+                names[event.node] = _new_name(event.node, turn, present)
+                present[names[event.node]] = event.gpus
+            elif event.kind is _REMOVE:
+                del present[names[event.node]]
+                warned.discard(names[event.node])
+            else:
+                warned.add(names[event.node])
+            yield replace(event, node=names[event.node], time_s=event.time_s + offset_s)
+        if opening:  # nothing ever happens after the beginning
+            yield from _leave(spare, present, offset_s)
+
+
+def _new_name(name: str, turn: int, present: Container[str]) -> str:
+    """The name of a node that comes in a round; a trace may have been repeated before."""
+    new = name if turn == 0 else f"{name}@{turn + 1}"
+    while new in present:
+        new = f"{new}'"
+    return new
+
+
+def _leave(spare: list[str], present: dict[str, int], time_s: float) -> Iterator[TraceEvent]:
+    for name in spare:
+        yield TraceEvent(time_s, _REMOVE, name, present.pop(name))
+    spare.clear()
+
+
+def limit(trace: Trace, nodes: int) -> Trace:
+    """At most ``nodes`` at once: what somebody gets who asks for so many and no more.
+
+    When a held node goes and another is to be had, it is taken at once: the one that has been there longest,
+    and none that has its notice already.
+    """
+    if nodes < 1:
+        raise TraceError(f"{trace.source}: limited to {nodes} nodes; expected at least 1")
+    return replace(
+        trace, events=tuple(_limited(trace, nodes)), source=f"{trace.source}, at most {nodes} nodes"
+    )
+
+
+def _limited(trace: Trace, nodes: int) -> Iterator[TraceEvent]:
+    free: dict[str, int] = {}  # there, without notice, not ours; oldest first
+    held: set[str] = set()
+    for event in trace.events:
+        if event.kind is _ADD:
+            free[event.node] = event.gpus
+        elif event.node in held:
+            yield event
+            if event.kind is _REMOVE:
+                held.discard(event.node)
+        else:
+            free.pop(event.node, None)
+        while free and len(held) < nodes:
+            name, gpus = next(iter(free.items()))
+            del free[name]
+            held.add(name)
+            yield TraceEvent(event.time_s, _ADD, name, gpus)

@@ -1,0 +1,1 @@
+"""The controller in virtual time: a cost model, spot traces and injected faults instead of GPUs."""

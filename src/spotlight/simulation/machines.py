@@ -1,0 +1,100 @@
+"""Simulated processes: what a worker, a group of workers and its work are in virtual time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from spotlight.core.types import (
+    Lease,
+    LeaseId,
+    NodeId,
+    Phase,
+    PolicyVersion,
+    Purpose,
+    Rollout,
+    RolloutId,
+    WorkerId,
+)
+from spotlight.simulation.accounts import Gpu, Spent
+
+PHASE_OF = {Purpose.TRAIN: Phase.ROLLOUT, Purpose.EVAL: Phase.EVALUATION, Purpose.EXPLORE: Phase.EXPLORATION}
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A policy version as it really is: versions of one number from two learners differ in ``content``."""
+
+    version: PolicyVersion
+    content: int
+
+
+FIRST = Weights(PolicyVersion(0), 0)
+"""What every run starts with."""
+
+NO_LEASE = LeaseId(0)
+
+
+@dataclass(slots=True, eq=False)
+class Process:
+    """A worker's process.
+
+    Attributes:
+        fence: the highest group epoch it heard of; it obeys none below.
+        ordered: (lineage, version) it was last told to load; it obeys none below.
+        frozen_until_s: stopped by a signal until then.
+    """
+
+    worker: WorkerId
+    node: NodeId
+    gpu: Gpu
+    gpu_type: str
+    epoch: int
+    up: bool = False
+    alive: bool = True
+    based: bool = False
+    weights: Weights | None = None
+    ordered: tuple[int, int] = (-1, -1)
+    pulling: bool = False
+    fence: int = 0
+    group: ProcessGroup | None = None
+    frozen_until_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """A lease being worked on.
+
+    Attributes:
+        left: rollouts not finished, with the step each began at.
+        done: steps since the lease began; ``told`` of them were committed.
+        turn: invalidates what was scheduled before.
+    """
+
+    lease: Lease
+    weights: Weights
+    phase: Phase
+    left: dict[RolloutId, tuple[Rollout, int]]
+    done: int = 0
+    told: int = 0
+    chunk: int = 0
+    chunk_start_s: float = 0.0
+    step_s: float = 0.0
+    decoding: bool = False
+    halting: bool = False
+    turn: int = 0
+    unconfirmed: list[Spent] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class ProcessGroup:
+    """Processes that can reach each other; ``seen`` is the last lease they were granted."""
+
+    leader: WorkerId
+    epoch: int
+    members: list[Process]
+    formed: bool = False
+    broken: bool = False
+    stopping: bool = False
+    run: Run | None = None
+    seen: LeaseId = NO_LEASE
+    polls: int = 0

@@ -1,0 +1,243 @@
+"""Scenario files: what ``spotlight simulate`` and ``spotlight plan`` are asked, as strict YAML.
+
+A scenario names a cluster, the trace of its spot nodes, the work, and the strategies to compare. An
+unknown key is an error. Durations come from a cost profile, prices from a price source; how many iterations a
+strategy needs to its target is an input with a source, because no simulator can know it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
+
+from spotlight.core.types import WeightKind
+from spotlight.simulation.profile import Source
+
+
+class _Section(BaseModel):
+    """A strict, immutable part of a scenario."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class Pool(_Section):
+    """Nodes of one kind."""
+
+    nodes: NonNegativeInt
+    """How many; of spot nodes, at most so many at once."""
+    gpus_per_node: PositiveInt
+    """GPUs of one node: sequence parallelism does not reach beyond it."""
+    gpu_type: str
+    """As in price catalogues: H100."""
+    usd_gpu_h: PositiveFloat | None = None
+    """Price of one GPU; null asks the source in ``prices``."""
+
+
+class ReservedPool(Pool):
+    """Nodes that stay: they hold the learner."""
+
+    rolls_out: bool = True
+    """Its GPUs denoise too, while the learner waits."""
+
+
+class Cluster(_Section):
+    """What is rented."""
+
+    reserved: ReservedPool
+    """Nodes that train."""
+    spot: Pool
+    """Nodes that the cloud may take back."""
+
+
+class Prices(_Section):
+    """Where prices come from that the pools do not state."""
+
+    source: str = "builtin"
+    """As for ``spotlight prices --source``."""
+    cloud: str | None = None
+    """Only this cloud; null: the cheapest of all."""
+    region: str | None = None
+    """Only this region."""
+    instance_type: str | None = None
+    """Only this machine."""
+
+
+class AlwaysOn(_Section):
+    """No spot node is ever taken back."""
+
+    kind: Literal["always_on"] = "always_on"
+
+
+class TraceFile(_Section):
+    """Spot nodes as in a trace file, repeated when the run is longer."""
+
+    kind: Literal["file"] = "file"
+    path: Path
+    """Any form that ``spotlight traces`` reads; relative to the scenario file."""
+    start_h: NonNegativeFloat = 0.0
+    """The run begins so late in the trace."""
+    use_prices: bool = False
+    """Nodes cost what the trace says, over time."""
+    notice_lead_s: NonNegativeFloat | None = None
+    """A notice so long before each removal; 0: none; null: as the file says."""
+
+
+class GeneratedTrace(_Section):
+    """Spot nodes that come and go at random."""
+
+    kind: Literal["generated"] = "generated"
+    mean_uptime_h: PositiveFloat = 2.0
+    """Until a node is preempted alone."""
+    mean_downtime_s: NonNegativeFloat = 600.0
+    """Until its place has another."""
+    bursts_per_h: NonNegativeFloat = 0.0
+    """How often nodes are lost together."""
+    burst_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of the fleet that a burst takes."""
+    notice_lead_s: NonNegativeFloat = 30.0
+    """A notice so long before each removal; 0: none."""
+
+
+TraceSection = Annotated[AlwaysOn | TraceFile | GeneratedTrace, Field(discriminator="kind")]
+
+
+class Evaluation(_Section):
+    """Validation between iterations."""
+
+    every: PositiveInt
+    """Iterations."""
+    prompts: PositiveInt
+    """Held-out prompts."""
+    images_per_prompt: PositiveInt = 1
+    """Pictures of each."""
+    steps: PositiveInt = 50
+    """Denoising steps."""
+
+
+class WorkSection(_Section):
+    """One run of reinforcement learning."""
+
+    profile: str
+    """Cost profile: the name of a shipped one, or a path."""
+    height: PositiveInt
+    """Of a picture, in pixels."""
+    width: PositiveInt
+    """Of a picture, in pixels."""
+    prompts: PositiveInt
+    """Of an iteration."""
+    group_size: Annotated[int, Field(ge=2)]
+    """Pictures of a prompt."""
+    steps: PositiveInt
+    """Denoising steps of a rollout."""
+    trained_timesteps: PositiveInt
+    """Of each sample."""
+    guidance: bool = False
+    """Classifier-free: two forwards a step."""
+    recomputes_log_probs: bool = False
+    """The learner evaluates each trained timestep once more."""
+    updates_per_batch: PositiveInt = 1
+    """Optimizer steps of an iteration."""
+    micro_batch_per_gpu: PositiveInt = 4
+    """Samples of one forward and backward on a learner GPU."""
+    publishes: WeightKind = WeightKind.ADAPTER
+    """What a new policy version changes: adapter, or full."""
+    checkpoint_every: PositiveInt = 5
+    """Iterations."""
+    evaluation: Evaluation | None = None
+    """Null: none."""
+
+
+class Exploration(_Section):
+    """Previews, for the strategies that make them."""
+
+    seeds_per_prompt: PositiveInt
+    """Previews of a prompt; at least the group size."""
+    steps: PositiveInt
+    """Denoising steps of a preview."""
+
+
+class Target(_Section):
+    """How long learning takes: an assumption of the scenario, not a result."""
+
+    value: PositiveInt
+    """Iterations until the policy is as good as wanted."""
+    source: Source
+    """``published:``, ``measured:``, ``derived:`` or ``assumed:``, and what or why."""
+
+
+class Run(_Section):
+    """What is simulated of it."""
+
+    iterations: PositiveInt = 30
+    """Simulated; time and cost to target are extrapolated from these."""
+    until_h: PositiveFloat = 336.0
+    """Stop there, though the iterations are not done."""
+    seed: NonNegativeInt = 0
+    """Of noise and generated traces."""
+    noise: Annotated[float, Field(ge=0, le=1)] = 0.03
+    """Standard deviation of the logarithm of durations; 0: exact."""
+    commit_every: PositiveInt = 5
+    """Denoising steps between two commits of progress."""
+
+
+class Search(_Section):
+    """Where ``spotlight plan`` looks; empty lists: around the cluster of the scenario."""
+
+    strategies: tuple[str, ...] = ("reserved_only", "spotlight")
+    """Which strategies may be recommended."""
+    gpu_types: tuple[str, ...] = ()
+    """Empty: every type with figures in the profile, a price, and memory enough."""
+    reserved_nodes: tuple[PositiveInt, ...] = ()
+    """Numbers to try."""
+    spot_nodes: tuple[NonNegativeInt, ...] = ()
+    """Numbers to try."""
+    iterations: Annotated[int, Field(ge=2)] = 6
+    """Simulated of each candidate."""
+    candidates_max: PositiveInt = 80
+    """Stop after so many."""
+
+
+class ScenarioFile(_Section):
+    """A scenario."""
+
+    name: str
+    """Of the scenario, for titles."""
+    cluster: Cluster
+    """What is rented."""
+    prices: Prices = Prices()
+    """Where prices come from."""
+    trace: TraceSection = AlwaysOn()
+    """When spot nodes come and go: ``kind`` is always_on, file or generated."""
+    workload: WorkSection
+    """The run."""
+    exploration: Exploration | None = None
+    """Previews, for the strategies that make them."""
+    strategies: tuple[str, ...] = Field(min_length=1)
+    """What is compared."""
+    iterations_to_target: Mapping[str, Target] = {}
+    """By strategy; without it time and cost to target are unknown."""
+    run: Run = Run()
+    """What is simulated of it."""
+    plan: Search = Search()
+    """Where ``spotlight plan`` looks."""
+
+    @property
+    def pixels(self) -> int:
+        """Of a picture."""
+        return self.workload.height * self.workload.width
+
+    @property
+    def samples(self) -> int:
+        """Of an iteration."""
+        return self.workload.prompts * self.workload.group_size

@@ -1,0 +1,53 @@
+"""The production controller under faulty runs in virtual time, and what those runs are worth."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from spotlight.simulation.check import check_seeds, main, replay_command, run_trial, shrink
+from spotlight.simulation.faults import FaultKind
+from spotlight.simulation.mutations import MUTATIONS, Mutation, find
+from spotlight.simulation.swarm import draw_trial
+
+SEEDS = 300
+
+
+def test_no_seed_violates_anything_and_every_branch_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_seeds(0, SEEDS, twice=False) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("seed", range(0, 40, 4))
+def test_a_seed_fixes_everything(seed: int) -> None:
+    first, second = run_trial(draw_trial(seed)), run_trial(draw_trial(seed))
+    assert first == second
+    assert first.log_hash != run_trial(draw_trial(seed + 1)).log_hash
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.bug.replace(" ", "-"))
+def test_planted_bugs_are_found(mutation: Mutation) -> None:
+    assert find(mutation, SEEDS) is not None
+
+
+def test_a_failing_seed_shrinks_to_a_line_that_replays_it(capsys: pytest.CaptureFixture[str]) -> None:
+    bug = next(mutation for mutation in MUTATIONS if mutation.bug.startswith("a lost learner"))
+    with bug.planted():
+        found = find(bug, SEEDS)
+        assert found is not None
+        small = shrink(draw_trial(found[0]))
+        assert run_trial(small).failure is not None
+        kinds = {FaultKind.CRASH_LEARNER, FaultKind.KILL_NODE, FaultKind.REBOOT_NODE}
+        assert len(small.faults) == 1
+        assert small.faults[0].kind in kinds
+        arguments = replay_command(small).split()[3:]
+        assert main(arguments) == 1
+        assert "awaiting_learner" in capsys.readouterr().out
+    assert main(arguments) == 0, "the bug is gone, and so is the failure"
+
+
+def test_a_run_without_faults_is_the_same_with_and_without_a_witness() -> None:
+    trial = dataclasses.replace(draw_trial(5), faults=())
+    outcome = run_trial(trial)
+    assert outcome.failure is None
+    assert outcome.branches["node_lost"] == 0

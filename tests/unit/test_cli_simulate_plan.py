@@ -1,0 +1,176 @@
+"""``spotlight simulate`` and ``spotlight plan``: the table, everything it rests on, pages and files."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from spotlight.cli.main import app
+
+SMALL = (
+    "workload.prompts=8",
+    "workload.group_size=8",
+    "workload.evaluation=null",
+    "exploration.seeds_per_prompt=10",
+    "exploration.steps=4",
+    "run.iterations=5",
+    "run.until_h=4",
+    "trace={kind: generated, mean_uptime_h: 2, mean_downtime_s: 60, notice_lead_s: 20}",
+    "plan={iterations: 3, gpu_types: [H100], reserved_nodes: [1, 2], spot_nodes: [2, 4]}",
+    "iterations_to_target.spotlight.value=8",
+    "iterations_to_target.reserved_only.value=10",
+)
+
+
+def call(*words: str) -> Result:
+    return CliRunner().invoke(app, list(words))
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_simulating_writes_table_page_and_figures(tmp_path: Path) -> None:
+    page, figures = tmp_path / "made" / "page.html", tmp_path / "made" / "figures.json"
+    words = ("simulate", "paper-512", *SMALL, "--seed", "3", "--jobs", "1", "--html", str(page))
+    result = call(*words, "--json", str(figures))
+    assert result.exit_code == 0, result.output
+    said = flat(result.output)
+    for part in (
+        "reserved_only all_on_demand spot_rollout_only critical_path spotlight",
+        "time per iteration",
+        "cost to target",
+        "spot GPUs idle",
+        "work lost",
+        "exploration",
+        "Iterations to target: an input, not a result",
+        "assumed: 200 / 1.3",
+        "arXiv 2606.19004",
+        "figures are assumed",
+        "gpus.H100.batch_slope = 0.9: nearly bound by arithmetic",
+        "seed 3",
+    ):
+        assert part in said
+    content = json.loads(figures.read_text())
+    assert [one["strategy"] for one in content["strategies"]] == content["scenario"]["strategies"]
+    assert content["scenario"]["run"]["seed"] == 3
+    assert content["prices"]["spot"]["usd_gpu_h"] == pytest.approx(1.78)
+    assert content["prices"]["spot"]["age_days"] > 0
+    for one in content["strategies"]:
+        assert one["target_h"] > 0
+        assert sum(sum(by_phase.values()) for by_phase in one["gpu_s"].values()) > 0
+    html = page.read_text()
+    require_self_contained(html)
+    for strategy in content["scenario"]["strategies"]:
+        assert f"{strategy}: what every GPU did" in html
+        assert f"{strategy}: iterations 2 to 4" in html
+    assert "GPU-hours per iteration by phase" in html
+    assert "Spot GPUs to be had" in html
+
+
+def require_self_contained(html: str) -> None:
+    """Nothing is fetched: no script, style, picture or frame from elsewhere."""
+    own = re.sub(r"<script>.*?</script>", "", html, flags=re.DOTALL)
+    assert not re.search(r"<(link|img|iframe)\b|\bsrc=|@import", own)
+    assert not re.search(r"<script[^>]+src=", html)
+    assert "Plotly.newPlot" in html
+    assert len(html) > 1_000_000  # Plotly itself
+
+
+def test_chosen_strategies_and_a_trace_of_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("0,add,a\n0,add,b\n600000,remove,a\n900000,add,c\n3600000,remove,c\n")
+    words = [word for word in SMALL if not word.startswith("trace=")]
+    result = call(
+        "simulate", "paper-512", *words, "--trace", str(path), "--strategy", "spotlight", "--jobs", "1"
+    )
+    assert result.exit_code == 0, result.output
+    said = flat(result.output)
+    assert f"{path}, notices 30 s ahead" in said
+    assert "all_on_demand" not in said
+    assert "Spot nodes over the" in said
+
+
+def test_the_shipped_scenarios_are_listed() -> None:
+    said = flat(call("simulate").output)
+    for name in ("paper-512", "paper-1280", "video-1000", "HunyuanVideo"):
+        assert name in said
+
+
+def test_planning_recommends_and_draws_the_curve(tmp_path: Path) -> None:
+    page, figures = tmp_path / "plan.html", tmp_path / "plan.json"
+    words = ("plan", "paper-512", *SMALL, "--jobs", "1", "--deadline-h", "1", "--html", str(page))
+    result = call(*words, "--json", str(figures))
+    assert result.exit_code == 0, result.output
+    said = flat(result.output)
+    assert re.search(
+        r"Rent \d+ reserved.* H100, \w+: \d+ iterations in [\d.]+ h for \$[\d.]+, simulated whole", said
+    )
+    assert "within a deadline of 1.00 h" in said
+    content = json.loads(figures.read_text())
+    assert content["answer"]["simulated_whole"]
+    assert content["answer"]["outcome"]["target_h"] <= 1
+    assert any(one["pareto"] for one in content["candidates"])
+    html = page.read_text()
+    require_self_contained(html)
+    for part in ("Pareto front", "deadline", "Time and cost to target", "answer, simulated whole"):
+        assert part in html
+
+
+def test_planning_says_when_nothing_meets_the_goal() -> None:
+    result = call("plan", "paper-512", *SMALL, "--jobs", "1", "--budget-usd", "0.01")
+    assert result.exit_code == 1
+    said = flat(result.output)
+    assert "Nothing meets a budget of $0.01. Nearest of" in said
+    assert "plan.spot_nodes" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (("simulate", "paper-51"), ("paper-51", "Did you mean 'paper-512'")),
+        (("simulate", "run.seed=1"), ("SCENARIO", "before any key=value")),
+        (("simulate", "paper-512", "--strategy", "magic"), ("--strategy", "'magic'", "spotlight")),
+        (("simulate", "paper-512", "nonsense"), ("'nonsense'", "key.subkey=value")),
+        (("simulate", "paper-512", "--trace", "gone.csv"), ("gone.csv", "expected a trace file")),
+        (
+            ("simulate", "paper-512", "cluster.reserved.nodes=0"),
+            ("cluster.reserved.nodes", "rent at least one"),
+        ),
+        (("plan", "paper-512"), ("exactly one, above 0", "--deadline-h 24")),
+        (("plan", "paper-512", "--deadline-h", "1", "--budget-usd", "1"), ("exactly one",)),
+        (("plan", "paper-512", "--deadline-h", "-1"), ("exactly one, above 0",)),
+        (("plan", "paper-512", "--deadline-h", "5", "plan.gpu_types=[L4]"), ("L4", "can be simulated")),
+    ],
+)
+def test_wrong_calls_end_before_any_work(words: tuple[str, ...], parts: tuple[str, ...]) -> None:
+    result = call(*words)
+    assert result.exit_code == 2, result.output
+    for part in parts:
+        assert part in flat(result.output)
+
+
+@pytest.mark.parametrize("command", [("simulate",), ("plan", "--deadline-h", "5")])
+def test_without_plotly_the_extra_is_named_before_any_work(
+    command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    page = tmp_path / "page.html"
+    result = call(command[0], "paper-512", *command[1:], "--html", str(page))
+    assert result.exit_code == 2
+    assert "pip install 'spotlight-rl[plots]'" in flat(result.output)
+    assert not page.exists()
+
+
+def test_a_page_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    words = ("simulate", "paper-512", *SMALL, "--strategy", "reserved_only", "--jobs", "1")
+    result = call(*words, "--json", str(tmp_path / "file" / "out.json"))
+    assert result.exit_code == 2
+    assert "a place for it" in flat(result.output)
+    assert "time per iteration" not in result.output

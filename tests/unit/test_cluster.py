@@ -1,0 +1,269 @@
+"""The controller on nodes that come and go, step by step; random schedules are in the simulation."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TypeVar
+
+import pytest
+
+from spotlight.core import effects as ef
+from spotlight.core import events as ev
+from spotlight.core.commands import REPEATS
+from spotlight.core.controller import Controller
+from spotlight.core.plan import ClusterPlan, Plan
+from spotlight.core.recovery import Recovery
+from spotlight.core.types import (
+    LeaseId,
+    Node,
+    NodeId,
+    NodeKind,
+    PolicyVersion,
+    Prompt,
+    PromptId,
+    WeightKind,
+    WorkerId,
+)
+
+ANSWER_S, START_S, LEASE_S = 5.0, 60.0, 100.0
+PLAN = Plan(
+    run_seed=0, iterations=2, prompts_per_iteration=2, group_size=2, rollout_steps=8, evaluation_steps=8,
+    evaluation_images=1, evaluate_every=9, updates_per_batch=1, micro_batch_size=4, checkpoint_every=1,
+    lease_s=LEASE_S, max_drop_share=None,
+    cluster=ClusterPlan(
+        pixels=1280 * 1280, heads=24, degree_max=4, answer_s=ANSWER_S, start_s=START_S, drain_margin_s=25.0
+    ),
+)  # fmt: skip
+SPOT = Node(NodeId("s"), NodeKind.SPOT, 2, "H100", 6.0, False, True)
+V0 = PolicyVersion(0)
+E = TypeVar("E")
+
+
+class Room:
+    """Events in, effects out, with the time."""
+
+    def __init__(self, plan: Plan = PLAN) -> None:
+        self.controller = Controller(plan, [Prompt(PromptId("p"), "a circle", {})], [])
+        self.now = 0.0
+        self.feed(ev.RunStarted())
+
+    def feed(self, event: ev.Event) -> list[ef.Effect]:
+        effects = self.controller.handle(event, self.now)
+        self.controller.check()
+        return effects
+
+    def wait(self, seconds: float) -> list[ef.Effect]:
+        self.now += seconds
+        return self.feed(ev.TimePassed())
+
+    def bring_up(self, node: Node = SPOT) -> list[ef.FormGroup]:
+        """A node joins, and all its commands but the last are obeyed."""
+        formed: list[ef.FormGroup] = []
+        todo = self.feed(ev.NodeJoined(node))
+        while todo:
+            effect = todo.pop(0)
+            match effect:
+                case ef.StartWorker(worker, _, _, epoch):
+                    todo += self.feed(ev.WorkerStarted(worker, epoch))
+                case ef.PullWeights(worker, epoch, version, lineage):
+                    todo += self.feed(ev.WeightsPulled(worker, epoch, version, lineage))
+                case ef.FormGroup():
+                    formed.append(effect)
+                    todo += self.feed(ev.GroupFormed(effect.leader, effect.epoch))
+        return formed
+
+    def pull(self, group: ef.FormGroup, capacity: int = 1, seen: int = 0) -> list[ef.Effect]:
+        return self.feed(ev.GroupPulled(group.leader, group.epoch, capacity, LeaseId(seen)))
+
+    def count(self, recovery: Recovery) -> int:
+        return self.controller.cluster.recoveries[recovery]
+
+
+def only(effects: list[ef.Effect], kind: type[E]) -> E:
+    found = [effect for effect in effects if isinstance(effect, kind)]
+    assert len(found) == 1, effects
+    return found[0]
+
+
+def of(effects: list[ef.Effect], kind: type[E]) -> list[E]:
+    return [effect for effect in effects if isinstance(effect, kind)]
+
+
+def test_one_worker_fetches_from_the_store_and_its_neighbour_copies() -> None:
+    room = Room()
+    first, second = of(room.feed(ev.NodeJoined(SPOT)), ef.StartWorker)
+    pull = only(room.feed(ev.WorkerStarted(first.worker, first.epoch)), ef.PullWeights)
+    assert (pull.kind, pull.peer) == (WeightKind.FULL, None)
+    assert not of(room.feed(ev.WorkerStarted(second.worker, second.epoch)), ef.PullWeights), "it waits"
+    effects = room.feed(ev.WeightsPulled(first.worker, first.epoch, V0, pull.lineage))
+    copy = only(effects, ef.PullWeights)
+    assert (copy.worker, copy.kind, copy.peer) == (second.worker, WeightKind.FULL, first.worker)
+    assert only(effects, ef.FormGroup).members == (first.worker,), "the first does not wait for the second"
+
+
+def test_a_pull_is_answered_when_there_is_work() -> None:
+    room = Room()
+    one, two = room.bring_up()
+    grant = only(room.pull(one, capacity=3), ef.GrantLease)
+    assert len(grant.rollouts) == 2, "four rollouts are shared by two groups"
+    rest = only(room.pull(two, capacity=3), ef.GrantLease)
+    assert set(rest.lease.rollouts).isdisjoint(grant.lease.rollouts)
+
+
+def test_a_lost_grant_is_sent_again_and_an_unfinished_lease_given_up() -> None:
+    room = Room()
+    one, _ = room.bring_up()
+    grant = only(room.pull(one), ef.GrantLease)
+    again = only(room.pull(one), ef.GrantLease)
+    assert again == grant
+    other = only(room.pull(one, seen=grant.lease.id), ef.GrantLease)
+    assert other.lease.id > grant.lease.id
+    assert room.count(Recovery.LEASE_RENOUNCED) == room.count(Recovery.GRANT_RESENT) == 1
+
+
+def test_a_repeated_grant_does_not_move_the_start_from_which_progress_counts() -> None:
+    room = Room()
+    one, _ = room.bring_up()
+    grant = only(room.pull(one), ef.GrantLease)
+    progress = ev.LeaseProgressed(one.leader, grant.lease.id, one.epoch, 3)
+    room.feed(progress)
+    assert only(room.pull(one), ef.GrantLease).resume == {}
+    room.feed(dataclasses.replace(progress, steps=5))
+    room.feed(ev.NodeLost(SPOT.id))
+    room.bring_up(dataclasses.replace(SPOT, id=NodeId("t"), gpus=1))
+    leader = WorkerId("t/0")
+    epoch = room.controller.cluster.groups[leader].epoch
+    resumed = only(room.feed(ev.GroupPulled(leader, epoch, 1, LeaseId(0))), ef.GrantLease)
+    assert resumed.resume == {grant.rollouts[0].id: 5}
+
+
+def test_survivors_commit_before_they_are_regrouped() -> None:
+    plan = dataclasses.replace(PLAN, cluster=dataclasses.replace(PLAN.cluster, degree_min=2))
+    room = Room(plan)
+    (group,) = room.bring_up()
+    assert group.members == ("s/0", "s/1")
+    grant = only(room.pull(group), ef.GrantLease)
+    epoch = room.controller.cluster.workers[WorkerId("s/0")].epoch
+    effects = room.feed(ev.WorkerCrashed(WorkerId("s/0"), epoch))
+    assert only(effects, ef.StopGroup).members == ("s/1",)
+    assert only(effects, ef.StartWorker).worker == "s/0"
+    room.feed(ev.LeaseProgressed(group.leader, grant.lease.id, group.epoch, 4))
+    assert not of(room.feed(ev.GroupStopped(group.leader, group.epoch)), ef.FormGroup), "one is too few"
+    late = room.feed(ev.LeaseProgressed(group.leader, grant.lease.id, group.epoch, 5))
+    assert only(late, ef.AbandonLease).lease == grant.lease.id
+    assert room.controller.queue.waiting == 4
+
+
+@pytest.mark.parametrize("lead_s", [0.0, 20.0, 120.0])
+def test_a_noticed_node_works_until_it_has_to_drain(lead_s: float) -> None:
+    room = Room()
+    one, two = room.bring_up()
+    room.pull(one)
+    stopped = of(room.feed(ev.NodeNoticed(SPOT.id, lead_s)), ef.StopGroup)
+    if lead_s > 25.0:
+        assert not stopped
+        assert not of(room.wait(lead_s - 26.0), ef.StopGroup)
+        stopped = of(room.wait(1.0), ef.StopGroup)
+    assert {stop.leader for stop in stopped} == {one.leader, two.leader}
+    for stop in stopped:
+        assert not of(room.feed(ev.GroupStopped(stop.leader, stop.epoch)), ef.FormGroup)
+    assert len(of(room.feed(ev.NoticeCancelled(SPOT.id)), ef.FormGroup)) == 2
+
+
+def test_who_does_not_answer_is_asked_again_and_then_restarted() -> None:
+    room = Room()
+    one, _ = room.bring_up()
+    room.pull(one)
+    room.feed(ev.NodeNoticed(SPOT.id, 0.0))
+    for _ in range(REPEATS):
+        assert {stop.leader for stop in of(room.wait(ANSWER_S), ef.StopGroup)} == {"s/0", "s/1"}
+    restarted = of(room.wait(ANSWER_S), ef.StartWorker)
+    assert {start.worker for start in restarted} == {"s/0", "s/1"}
+    stale = room.count(Recovery.ANSWER_STALE)
+    room.feed(ev.GroupStopped(one.leader, one.epoch))
+    assert room.count(Recovery.ANSWER_STALE) == stale + 1
+
+
+def test_a_lease_not_renewed_expires_and_its_group_is_suspected() -> None:
+    room = Room()
+    one, _ = room.bring_up()
+    grant = only(room.pull(one), ef.GrantLease)
+    assert one.leader in {stop.leader for stop in of(room.wait(LEASE_S), ef.StopGroup)}
+    late = ev.LeaseCompleted(one.leader, grant.lease.id, one.epoch, grant.lease.rollouts, V0)
+    assert not of(room.feed(late), ef.ScoreSamples)
+    assert room.controller.ledger.rejected == {"stale_epoch": 1}
+
+
+def test_the_tail_of_a_batch_is_shared_by_the_node() -> None:
+    room = Room(dataclasses.replace(PLAN, prompts_per_iteration=1, group_size=2))
+    node = dataclasses.replace(SPOT, gpus=4)
+    groups = room.bring_up(node)
+    assert [len(group.members) for group in groups][-1] <= 2
+    for group in groups:
+        for stop in of(room.pull(group), ef.StopGroup):
+            room.feed(ev.GroupStopped(stop.leader, stop.epoch))
+    degree = max(len(group.members) for group in room.controller.cluster.groups.values())
+    assert degree == 2, "two rollouts, four GPUs"
+
+
+def test_a_lost_learner_returns_to_the_checkpoint_and_keeps_what_is_safe() -> None:
+    trainer = Node(NodeId("r"), NodeKind.RESERVED, 1, "H100", 8.0, True, False)
+    room = Room()
+    room.feed(ev.NodeJoined(trainer))
+    one, _ = room.bring_up()
+    grant = only(room.pull(one), ef.GrantLease)
+    done = ev.LeaseCompleted(one.leader, grant.lease.id, one.epoch, grant.lease.rollouts, V0)
+    scored = only(room.feed(done), ef.ScoreSamples)
+    reward = ev.SamplesRewarded({grant.rollouts[0].id: {"reward": 1.0}}, scored.lineage)
+    room.feed(reward)
+    effects = room.feed(ev.LearnerLost("a rank died"))
+    assert isinstance(effects[0], ef.RollBack)
+    assert effects[0].position == 0
+    restore = only(effects, ef.RestoreLearner)
+    assert (restore.iteration, restore.lineage) == (0, 1)
+    assert room.count(Recovery.SAMPLE_KEPT) == 1
+    assert grant.rollouts[0].id in room.controller.work.at.scores
+    rejected = room.controller.ledger.rejected.total()
+    room.feed(reward)
+    assert room.controller.ledger.rejected.total() == rejected + 1, "a score of the lineage before"
+
+
+def test_a_learner_is_restored_once_its_nodes_are_back() -> None:
+    trainer = Node(NodeId("r"), NodeKind.RESERVED, 1, "H100", 8.0, True, False)
+    room = Room()
+    room.feed(ev.NodeJoined(trainer))
+    room.feed(ev.NodeLost(trainer.id))
+    assert not of(room.feed(ev.LearnerLost("its node is gone")), ef.RestoreLearner)
+    assert of(room.feed(ev.NodeJoined(trainer)), ef.RestoreLearner)
+
+
+def test_gpus_that_train_give_nothing_to_workers_meanwhile() -> None:
+    room = Room(dataclasses.replace(PLAN, iterations=1))
+    node = Node(NodeId("r"), NodeKind.RESERVED, 1, "H100", 8.0, True, True)
+    (group,) = room.bring_up(node)
+    grant = only(room.pull(group, capacity=4), ef.GrantLease)
+    done = ev.LeaseCompleted(group.leader, grant.lease.id, group.epoch, grant.lease.rollouts, V0)
+    room.feed(done)
+    effects = room.feed(ev.SamplesRewarded({name: {"reward": 1.0} for name in grant.lease.rollouts}))
+    only(effects, ef.PrepareBatch)
+    assert room.controller.cluster.learner_busy
+
+
+def test_a_later_incarnation_believes_no_earlier_one() -> None:
+    rooms = [Controller(PLAN, [Prompt(PromptId("p"), "a circle", {})], [], term) for term in (0, 1)]
+    epochs = []
+    for controller in rooms:
+        effects = controller.handle(ev.NodeJoined(SPOT), 0.0)
+        epochs.append({start.epoch for start in of(effects, ef.StartWorker)})
+    assert max(epochs[0]) < min(epochs[1])
+
+
+def test_weights_pulled_under_an_abandoned_lineage_do_not_count() -> None:
+    room = Room()
+    start = of(room.feed(ev.NodeJoined(SPOT)), ef.StartWorker)[0]
+    pull = only(room.feed(ev.WorkerStarted(start.worker, start.epoch)), ef.PullWeights)
+    again = only(room.feed(ev.LearnerLost("a rank died")), ef.PullWeights)
+    assert again.lineage == pull.lineage + 1
+    assert not room.feed(ev.WeightsPulled(start.worker, start.epoch, V0, pull.lineage))
+    assert room.count(Recovery.PULL_STALE_LINEAGE) == 1
+    assert of(room.feed(ev.WeightsPulled(start.worker, start.epoch, V0, again.lineage)), ef.FormGroup)

@@ -1,0 +1,243 @@
+"""Scenario files: shipped ones load, others build on them, and everything wrong is named before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from spotlight.config.errors import ConfigError
+from spotlight.core.plan import Explore
+from spotlight.core.types import NodeKind
+from spotlight.fleet.prices.quotes import PriceError
+from spotlight.fleet.traces.events import TraceError
+from spotlight.simulation.prepare import degrees, prepare, scenario_of
+from spotlight.simulation.profile import load_profile
+from spotlight.simulation.scenario_file import ScenarioFile
+from spotlight.simulation.scenario_load import load_scenario, scenario_names
+from spotlight.simulation.strategies import STRATEGIES, SpotPlaces
+
+NOW = datetime(2026, 11, 21, tzinfo=UTC)
+ALL = tuple(STRATEGIES)
+
+
+def told(*overrides: str, name: str = "paper-512") -> str:
+    """What is said of a scenario that cannot be simulated, when it is read or prepared."""
+    with pytest.raises((ConfigError, PriceError, TraceError)) as raised:
+        read(name, overrides)
+    return str(raised.value)
+
+
+def read(name: str, overrides: Sequence[str]) -> None:
+    file = load_scenario(name, overrides)
+    prepare(file, file.strategies, NOW)
+
+
+@pytest.mark.parametrize("name", scenario_names())
+def test_shipped_scenarios_can_be_simulated_with_every_strategy(name: str) -> None:
+    file = load_scenario(name)
+    prepared = prepare(file, ALL, NOW)
+    assert set(file.strategies) == set(file.iterations_to_target) == set(ALL)
+    for strategy in STRATEGIES.values():
+        plan = scenario_of(prepared, strategy).plan
+        assert plan.prompts_per_iteration * plan.group_size % plan.ranks <= 0.02 * file.samples
+        assert (plan.exploration.where if plan.exploration else None) == strategy.explore
+
+
+@pytest.mark.parametrize(
+    ("cloud", "reserved", "spot"), [("aws", 6.88, 1.78), ("gcp", 11.06, 4.98), ("azure", 12.29, 2.27)]
+)
+@pytest.mark.parametrize("name", ["paper-512", "paper-1280"])
+def test_the_papers_cluster_has_the_papers_prices(
+    name: str, cloud: str, reserved: float, spot: float
+) -> None:
+    file = load_scenario(name, [f"prices.cloud={cloud}"])
+    pools = file.cluster.reserved, file.cluster.spot
+    assert [pool.nodes * pool.gpus_per_node for pool in pools] == [4, 8]
+    assert (pools[1].nodes, pools[1].gpu_type) == (4, "H100")
+    tariff = prepare(file, ALL, NOW).tariff
+    assert tariff.spot is not None
+    assert tariff.reserved.usd_gpu_h == pytest.approx(reserved, abs=0.01)
+    assert tariff.spot.usd_gpu_h == pytest.approx(spot, abs=0.01)
+    assert tariff.reserved.as_of is not None
+    assert "arXiv 2606.19004" in tariff.spot.source
+
+
+def test_a_scenario_of_a_thousand_gpus_is_shipped() -> None:
+    cluster = load_scenario("video-1000").cluster
+    assert sum(pool.nodes * pool.gpus_per_node for pool in (cluster.reserved, cluster.spot)) == 1000
+
+
+def test_files_build_on_others_and_paths_are_beside_them(tmp_path: Path) -> None:
+    (tmp_path / "traces").mkdir()
+    (tmp_path / "traces" / "t.csv").write_text("0,add,a\n3600000,remove,a\n")
+    (tmp_path / "one.yaml").write_text(
+        "base: paper-512\nname: one\ntrace: {kind: file, path: traces/t.csv}\n"
+    )
+    (tmp_path / "two.yaml").write_text("base: one.yaml\nworkload: {prompts: 8}\n")
+    file = load_scenario(str(tmp_path / "two.yaml"), ["run.iterations=3"], seed=5)
+    assert (file.name, file.workload.prompts, file.workload.group_size) == ("one", 8, 16)
+    assert (file.run.iterations, file.run.seed) == (3, 5)
+    prepared = prepare(file, file.strategies, NOW)
+    assert prepared.trace.events[1].time_s == 3600
+
+
+def test_a_trace_of_the_command_line_keeps_the_scenarios_notices(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("0,add,a\n3600000,remove,a\n")
+    section = load_scenario("paper-512", trace=path).trace
+    assert section.model_dump() == load_scenario(
+        "paper-512", ["trace.kind=file", f"trace.path={path}", "trace.notice_lead_s=30.0"]
+    ).trace.model_dump()  # fmt: skip
+
+
+def test_the_schema_and_the_strategies_stay_open() -> None:
+    assert {"reserved_only", "all_on_demand", "spot_rollout_only", "critical_path", "spotlight"} <= set(ALL)
+    assert STRATEGIES["spotlight"].explore is Explore.IDLE
+    assert STRATEGIES["spot_rollout_only"].explore is None
+    assert "literal" not in str(ScenarioFile.model_json_schema()["properties"]["strategies"]).lower()
+
+
+# -- what a strategy makes of the cluster ------------------------------------------------------------------
+
+
+def nodes(strategy: str, *overrides: str) -> dict[NodeKind, tuple[int, int, float]]:
+    """By kind: GPUs that train, GPUs that roll out, $/h in all, of the nodes of an always-on trace."""
+    file = load_scenario("paper-512", ["trace.kind=always_on", *overrides])
+    events = scenario_of(prepare(file, (strategy,), NOW), STRATEGIES[strategy]).nodes
+    found: dict[NodeKind, tuple[int, int, float]] = {}
+    for _, event in events:
+        node = event.node
+        trains, rolls, usd = found.get(node.kind, (0, 0, 0.0))
+        found[node.kind] = (
+            trains + node.gpus * node.trains,
+            rolls + node.gpus * node.rolls_out,
+            usd + node.price_usd_h,
+        )
+    return found
+
+
+def test_strategies_rent_what_they_say() -> None:
+    reserved, spot = (4, 4, pytest.approx(4 * 6.88)), (0, 8, pytest.approx(8 * 1.78))
+    assert nodes("reserved_only") == {NodeKind.RESERVED: reserved}
+    assert nodes("all_on_demand") == {NodeKind.RESERVED: (12, 12, pytest.approx(12 * 6.88))}
+    for name, strategy in STRATEGIES.items():
+        if strategy.places is SpotPlaces.SPOT:
+            assert nodes(name) == {NodeKind.RESERVED: reserved, NodeKind.SPOT: spot}
+
+
+def test_reserved_gpus_may_only_train_but_not_when_they_are_alone() -> None:
+    keep = "cluster.reserved.rolls_out=false"
+    assert nodes("spotlight", keep)[NodeKind.RESERVED][:2] == (4, 0)
+    assert nodes("reserved_only", keep)[NodeKind.RESERVED][:2] == (4, 4)
+
+
+def test_stated_prices_are_taken() -> None:
+    found = nodes("spotlight", "cluster.reserved.usd_gpu_h=3", "cluster.spot.usd_gpu_h=0.5")
+    assert found[NodeKind.RESERVED][2] == pytest.approx(12)
+    assert found[NodeKind.SPOT][2] == pytest.approx(4)
+
+
+def test_only_degrees_with_figures_are_ever_formed() -> None:
+    profile = load_profile("qwen-image-20b")
+    for widest, expected in ((1, {1}), (2, {1, 2}), (3, {1, 2}), (8, {1, 2, 4})):
+        heads, low, high = degrees(profile, ("H100",), 1280 * 1280, widest)
+        assert {degree for degree in range(low, high + 1) if heads % degree == 0} == expected
+
+
+# -- bad input ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("cluster.reserved.nodes=0", ("cluster.reserved.nodes", "found 0", "1 or more", "rent at least one")),
+        ("cluster.spot.nodes=0", ("cluster.spot.nodes", "spotlight", "reserved_only alone")),
+        ("cluster.spot.gpu_type=H1000", ("cluster.spot.gpu_type", "'H1000'", "Did you mean 'H100'")),
+        ("plan.gpu_types=[H1000]", ("plan.gpu_types", "'H1000'")),
+        ("cluster.spot.usd_gpu_h=-3", ("cluster.spot.usd_gpu_h", "-3", "greater than 0")),
+        ("cluster.reserved.usd_gpu_h=0", ("cluster.reserved.usd_gpu_h", "greater than 0")),
+        ("cluster.spot.gpus=2", ("cluster.spot.gpus", "unknown key", "gpus_per_node")),
+        ("strategies=[spotligth]", ("strategies", "'spotligth'", "Did you mean 'spotlight'")),
+        ("strategies=[spotlight,spotlight]", ("strategies", "every strategy once")),
+        ("strategies=[]", ("strategies",)),
+        ("exploration=null", ("exploration", "critical_path, spotlight")),
+        ("exploration.seeds_per_prompt=8", ("exploration.seeds_per_prompt", "8", "group size, 16")),
+        ("exploration.steps=30", ("exploration.steps", "30", "workload.steps, 20")),
+        ("iterations_to_target.spotlight.source=x", ("iterations_to_target.spotlight.source", "assumed:")),
+        ("iterations_to_target.spotlight.value=0", ("to_target.spotlight.value", "greater than 0")),
+        ("trace.kind=magic", ("trace.kind", "'magic'", "'always_on'")),
+        ("trace.kind=file", ("trace.path", "found nothing")),
+        ("trace.leed_s=3", ("trace.leed_s", "unknown key")),
+        ("workload.prompts=0", ("workload.prompts", "greater than 0")),
+        ("workload.profile=gone", ("profile", "gone", "qwen-image-20b")),
+        ("workload.height=64", ("gpus.H100.denoise", "pixels")),
+        ("workload.updates_per_batch=33", ("workload.updates_per_batch", "33", "at most 32")),
+        ("prices.source=gone", ("gone", "builtin")),
+        ("prices.cloud=lambda", ("no on-demand price of H100", "cloud=lambda", "cluster.reserved.usd_gpu_h")),
+        ("prices.instance_type=p5.4xlarge", ("no on-demand price", "instance_type=p5.4xlarge")),
+        ("run.noise=-0.1", ("run.noise", "-0.1")),
+        ("run.seed=-1", ("run.seed", "-1")),
+    ],
+)  # fmt: skip
+def test_bad_values_are_named_before_any_work(override: str, parts: tuple[str, ...]) -> None:
+    message = told(override)
+    for part in parts:
+        assert part in message
+
+
+def test_models_larger_than_memory_are_refused() -> None:
+    small = ["cluster.reserved.gpu_type=H20", "cluster.spot.gpu_type=L4", "cluster.spot.usd_gpu_h=1"]
+    assert "L4 with 24 GiB" in told(*small, "cluster.reserved.usd_gpu_h=1", "strategies=[spotlight]")
+
+
+def test_gpus_without_figures_are_refused() -> None:
+    prices = ["cluster.reserved.usd_gpu_h=1", "cluster.spot.usd_gpu_h=1"]
+    message = told(*prices, "cluster.spot.gpu_type=H200", "strategies=[spotlight]")
+    assert "gpus.H200" in message
+    assert "only for H20, H100" in message
+
+
+def test_more_learner_gpus_than_samples_are_refused() -> None:
+    message = told("cluster.reserved.nodes=200")
+    assert "512 samples" in message
+    assert "800 learner GPUs" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("", "is empty"),
+        ("0,add,a\n5000,add,b\n1000,remove,a\n", "unsorted"),
+        ("0,add\n", "2 fields"),
+        ("0,remove,a\n", "which is not there"),
+        ("time_s,event,node,gpus\n0,add,a,8\n60,remove,a,8\n", "cluster.spot.gpus_per_node"),
+    ],
+)
+def test_bad_traces_are_refused(text: str, part: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(text)
+    assert part in told("trace.kind=file", f"trace.path={path}")
+
+
+def test_prices_by_the_trace_need_prices_in_the_trace(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("0,add,a\n3600000,remove,a\n")
+    assert "trace.use_prices" in told("trace.kind=file", f"trace.path={path}", "trace.use_prices=true")
+
+
+def test_profiles_with_missing_figures_are_refused(tmp_path: Path) -> None:
+    text = files("spotlight.simulation").joinpath("profiles/qwen-image-20b.yaml").read_text()
+    path = tmp_path / "mine.yaml"
+    path.write_text(text.replace("prepare_s:", "prepare_secs:"))
+    message = told(f"workload.profile={path}")
+    assert "prepare_s: found nothing" in message
+
+
+def test_scenarios_that_are_not_there(tmp_path: Path) -> None:
+    assert "Did you mean 'paper-512'?" in told(name="paper-51")
+    (tmp_path / "loop.yaml").write_text("base: loop.yaml\n")
+    assert "at most 8 deep" in told(name=str(tmp_path / "loop.yaml"))

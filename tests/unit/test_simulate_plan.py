@@ -1,0 +1,373 @@
+"""Strategies compared and clusters recommended: figures add up, equal questions have equal answers."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spotlight.config.errors import ConfigError
+from spotlight.core.events import NodeJoined, NodeLost, NodeNoticed
+from spotlight.core.types import NodeId, NodeKind, Phase
+from spotlight.fleet.traces.events import PricePoint
+from spotlight.fleet.traces.generator import TraceSpec, generate
+from spotlight.fleet.traces.readers import parse_trace
+from spotlight.simulation.compare import Task, run_task, run_tasks
+from spotlight.simulation.driver import simulate
+from spotlight.simulation.fleet_events import SpotOffer, spot_events
+from spotlight.simulation.gantt import CELLS_MAX, ROWS_MAX, gantt
+from spotlight.simulation.outcome import Outcome, outcome_of
+from spotlight.simulation.prepare import Prepared, prepare, scenario_of
+from spotlight.simulation.result import GpuTimeline, Segment, SimulationResult
+from spotlight.simulation.scenario import PriceChanged
+from spotlight.simulation.scenario_file import ScenarioFile
+from spotlight.simulation.scenario_load import load_scenario
+from spotlight.simulation.search import Goal, grid, pareto, prepared_for, search
+from spotlight.simulation.strategies import STRATEGIES
+
+NOW = datetime(2026, 11, 21, tzinfo=UTC)
+SMALL = (
+    "workload.prompts=8",
+    "workload.group_size=8",
+    "workload.evaluation=null",
+    "exploration.seeds_per_prompt=10",
+    "exploration.steps=8",
+    "run.iterations=6",
+    "run.until_h=2",
+    "trace={kind: generated, mean_uptime_h: 0.03, mean_downtime_s: 30, notice_lead_s: 20}",
+)
+"""An eighth of the work, on nodes that stay two minutes: a simulation takes hundredths of a second."""
+
+
+def small(*overrides: str) -> ScenarioFile:
+    return load_scenario("paper-512", [*SMALL, *overrides])
+
+
+def prepared(*overrides: str) -> Prepared:
+    return prepare(small(*overrides), tuple(STRATEGIES), NOW)
+
+
+def ran(prep: Prepared, strategy: str, *, timelines: bool = False) -> tuple[SimulationResult, Outcome]:
+    scenario = scenario_of(prep, STRATEGIES[strategy], timelines=timelines)
+    result = simulate(scenario, log=True)
+    return result, outcome_of(strategy, scenario, result, prep.file.iterations_to_target[strategy])
+
+
+@cache
+def ran_small(strategy: str) -> tuple[SimulationResult, Outcome]:
+    return ran(prepared(), strategy, timelines=True)
+
+
+# -- one strategy ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_cost_is_gpu_seconds_times_price(strategy: str) -> None:
+    result, outcome = ran_small(strategy)
+    prices = {NodeKind.RESERVED: 6.88, NodeKind.SPOT: 1.78}
+    expected = sum(seconds / 3600 * prices[kind] for (kind, _), seconds in result.phase_s.items())
+    assert outcome.simulated_usd == pytest.approx(expected)
+    assert outcome.total_s / 3600 == pytest.approx(result.gpu_hours)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_phases_add_up_to_the_presence_of_every_gpu(strategy: str) -> None:
+    result, outcome = ran_small(strategy)
+    present = sum(stay.segments[-1].end_s - stay.segments[0].start_s for stay in result.gpus if stay.segments)
+    assert outcome.total_s == pytest.approx(present)
+    for phase in Phase:
+        drawn = sum(
+            part.end_s - part.start_s for stay in result.gpus for part in stay.segments if part.phase is phase
+        )
+        assert outcome.seconds([phase]) == pytest.approx(drawn), phase
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_target_is_the_first_iteration_and_so_many_more(strategy: str) -> None:
+    result, outcome = ran_small(strategy)
+    assert outcome.problem is None
+    assert outcome.iterations == 6
+    first = result.iterations[0]
+    assert outcome.target is not None
+    further = outcome.target.value - 1
+    assert outcome.target_h * 3600 == pytest.approx(first.end_s + further * outcome.iteration_s)
+    assert outcome.target_usd == pytest.approx(first.cost_usd + further * outcome.iteration_usd)
+
+
+def test_simulated_whole_nothing_is_extrapolated() -> None:
+    prep = prepared("iterations_to_target.spotlight.value=6")
+    result, outcome = ran(prep, "spotlight")
+    assert outcome.target_h * 3600 == pytest.approx(result.iterations[-1].end_s)
+
+
+@settings(max_examples=4)
+@given(seed=st.integers(0, 1000), strategy=st.sampled_from(sorted(STRATEGIES)))
+def test_the_same_seed_gives_the_same_run_and_another_one_another(seed: int, strategy: str) -> None:
+    runs = [ran(prepared(f"run.seed={n}", "run.iterations=2"), strategy)[0] for n in (seed, seed, seed + 1)]
+    assert runs[0] == runs[1]
+    assert runs[0].log_hash != runs[2].log_hash
+
+
+def test_strategies_share_the_trace() -> None:
+    prep = prepared()
+    spots = [
+        tuple((at_s, event) for at_s, event in scenario_of(prep, strategy).nodes if at_s > 0)
+        for strategy in STRATEGIES.values()
+        if strategy.places == "spot"
+    ]
+    assert len(spots) == 3
+    assert len(spots[0]) > 20
+    assert spots[0] == spots[1] == spots[2]
+
+
+def test_idle_gpus_explore_without_costing_time() -> None:
+    (_, idle), (_, waiting), (_, critical) = map(
+        ran_small, ("spotlight", "spot_rollout_only", "critical_path")
+    )
+    assert idle.spot_idle_share < waiting.spot_idle_share - 0.1
+    assert idle.seconds([Phase.EXPLORATION]) > 0
+    assert critical.iteration_s > 1.1 * idle.iteration_s
+    assert critical.preview_share == 1.0
+    assert waiting.preview_share != waiting.preview_share
+    assert idle.preemptions > 0
+
+
+def test_a_run_that_is_cut_off_says_so() -> None:
+    _, outcome = ran(prepared("run.until_h=0.02"), "reserved_only")
+    assert outcome.problem is not None
+    assert "run.until_h" in outcome.problem
+
+
+def test_uneven_ranks_are_told() -> None:
+    _, outcome = ran_small("all_on_demand")
+    assert outcome.dropped_share == pytest.approx(64 % 12 / 64)
+
+
+def test_results_do_not_depend_on_processes() -> None:
+    prep = prepared("run.iterations=2")
+    tasks = [Task(prep, name) for name in ("reserved_only", "spotlight")]
+    # Each process imports Spotlight anew: the slowest test of this file, and the only one with processes.
+    told: list[str] = []
+    together = run_tasks(tasks, 2, lambda task: told.append(task.strategy))
+    assert repr(together) == repr(tuple(map(run_task, tasks)))  # by repr, because NaN is not NaN
+    assert told == ["reserved_only", "spotlight"]
+
+
+# -- traces ------------------------------------------------------------------------------------------------
+
+
+@given(
+    seed=st.integers(0, 100),
+    nodes=st.integers(1, 5),
+    lead_s=st.sampled_from([0.0, 30.0, 120.0]),
+    uptime_s=st.sampled_from([60.0, 1000.0]),
+)
+def test_every_event_of_a_trace_happens_once(seed: int, nodes: int, lead_s: float, uptime_s: float) -> None:
+    spec = TraceSpec(seed, 7200.0, nodes, 2, mean_uptime_s=uptime_s, notice_lead_s=lead_s)
+    trace = generate(spec)
+    events = spot_events(trace, SpotOffer("H100", 2, 3.5))
+    assert [(at_s, type(event)) for at_s, event in events] == [
+        (event.time_s, {"add": NodeJoined, "notice": NodeNoticed, "remove": NodeLost}[event.kind])
+        for event in trace.events
+    ]
+    present: dict[NodeId, float | None] = {}
+    for at_s, event in events:
+        if isinstance(event, NodeJoined):
+            node = event.node
+            assert (node.kind, node.gpus, node.price_usd_h, node.trains) == (NodeKind.SPOT, 2, 3.5, False)
+            present[node.id] = None
+        elif isinstance(event, NodeNoticed):
+            assert event.deadline_s <= at_s + lead_s + 1e-6
+            present[event.node] = event.deadline_s
+        elif isinstance(event, NodeLost):
+            deadline_s = present.pop(event.node)
+            assert deadline_s == (at_s if lead_s else None)
+
+
+def test_prices_of_a_trace_are_followed() -> None:
+    trace = parse_trace("0,add,a\n1000,add,b\n9000,remove,a\n20000,add,c\n", "t")
+    trace = replace(trace, prices=(PricePoint(0.5, 2.0), PricePoint(5.0, 3.0)))
+    events = spot_events(trace, SpotOffer("H100", 1, None))
+    joined = {event.node.id: event.node.price_usd_h for _, event in events if isinstance(event, NodeJoined)}
+    assert joined == {"spot:a": 2.0, "spot:b": 2.0, "spot:c": 3.0}
+    changes = [(at_s, event) for at_s, event in events if isinstance(event, PriceChanged)]
+    named = [(0.5, "a", 2.0), (5.0, "a", 3.0), (5.0, "b", 3.0)]
+    assert changes == [(at_s, PriceChanged(NodeId(f"spot:{name}"), usd)) for at_s, name, usd in named]
+    assert [at_s for at_s, _ in events] == sorted(at_s for at_s, _ in events)
+
+
+def test_a_notice_without_a_removal_ends_with_the_trace(tmp_path: Path) -> None:
+    text = "# spotlight trace horizon_s=100.0\ntime_s,event,node,gpus\n0,add,a,1\n50,notice,a,1\n"
+    events = spot_events(parse_trace(text, "t"), SpotOffer("H100", 1, 1.0))
+    assert events[-1] == (50.0, NodeNoticed(NodeId("spot:a"), 100.0))
+
+
+# -- pictures ----------------------------------------------------------------------------------------------
+
+
+def timelines(gpus: int, stays: int) -> list[GpuTimeline]:
+    draw = random.Random(gpus)
+    made = []
+    for gpu in range(gpus):
+        at_s = draw.random()
+        for stay in range(stays):
+            parts = []
+            for phase in (Phase.SETUP, Phase.ROLLOUT, Phase.IDLE):
+                until_s = at_s + 5 * draw.random()
+                parts.append(Segment(at_s, until_s, phase))
+                at_s = until_s
+            kind = NodeKind.SPOT if gpu % 3 else NodeKind.RESERVED
+            made.append(GpuTimeline(NodeId(f"n{gpu}.{stay}"), 0, kind, "H100", tuple(parts)))
+            at_s += draw.random()
+    return made
+
+
+@pytest.mark.parametrize(("gpus", "stays"), [(1, 1), (12, 6), (1000, 2)])
+def test_every_gpu_is_in_the_picture(gpus: int, stays: int) -> None:
+    content = gantt(timelines(gpus, stays), 0.0, 60.0)
+    assert sum(row.gpus for row in content.rows) <= gpus
+    assert len(content.rows) <= ROWS_MAX + 2
+    assert [row.kind for row in content.rows] == sorted(
+        (row.kind for row in content.rows), key=list(NodeKind).index
+    )
+    ends: dict[int, float] = {}
+    for part in content.stretches:
+        assert ends.get(part.row, 0.0) <= part.start_s + 1e-9 < part.end_s
+        ends[part.row] = part.end_s
+
+
+def test_a_cell_shows_what_took_most_of_it() -> None:
+    stay = GpuTimeline(
+        NodeId("n"), 0, NodeKind.SPOT, "H100",
+        (Segment(0, 40, Phase.ROLLOUT), Segment(40, 40.4, Phase.LOST), Segment(40.4, 100, Phase.IDLE)),
+    )  # fmt: skip
+    content = gantt([stay], 0.0, 400.0)
+    assert content.cell_s == 400 / CELLS_MAX
+    assert [(part.phase, part.start_s, part.end_s) for part in content.stretches] == [
+        (Phase.ROLLOUT, 0.0, 40.0),
+        (Phase.IDLE, 40.0, 100.0),
+    ]
+    with pytest.raises(ValueError, match="expected a stretch"):
+        gantt([stay], 5.0, 5.0)
+
+
+# -- planning ----------------------------------------------------------------------------------------------
+
+QUICK = (
+    *SMALL,
+    "trace={kind: generated, mean_uptime_h: 2, mean_downtime_s: 60}",
+    "run.until_h=4",
+    "iterations_to_target.spotlight.value=8",
+    "iterations_to_target.reserved_only.value=10",
+    "plan={iterations: 3, gpu_types: [H100], reserved_nodes: [1, 2], spot_nodes: [2, 6]}",
+)
+
+
+def quick(*overrides: str) -> ScenarioFile:
+    return load_scenario("paper-512", [*QUICK, *overrides])
+
+
+def test_the_answer_simulated_again_meets_the_deadline_and_is_the_cheapest() -> None:
+    file = quick()
+    everything = search(file, Goal(deadline_h=1000.0), NOW)
+    times = sorted(one.outcome.target_h for one in everything.evaluated)
+    deadline_h = times[len(times) // 2] * 1.02
+    found = search(file, Goal(deadline_h=deadline_h), NOW)
+    answer = found.answer
+    assert answer is not None
+    assert answer.whole
+    assert answer.outcome.target is not None
+    again = prepared_for(file, answer.candidate, answer.outcome.target.value, NOW)
+    result = simulate(scenario_of(again, STRATEGIES[answer.candidate.strategy]))
+    assert result.finished
+    assert result.iterations[-1].end_s <= deadline_h * 3600
+    passed = [one.candidate for one in found.rejected]
+    others = [one for one in found.evaluated if one.outcome.target_h <= deadline_h]
+    short = next(one for one in found.evaluated if one.candidate == answer.candidate)
+    assert all(
+        short.outcome.target_usd <= one.outcome.target_usd for one in others if one.candidate not in passed
+    )
+
+
+def test_a_budget_buys_the_fastest_that_it_suffices_for() -> None:
+    file = quick()
+    found = search(file, Goal(budget_usd=1000.0), NOW)
+    assert found.answer is not None
+    fastest = min(found.evaluated, key=lambda one: one.outcome.target_h)
+    assert found.answer.candidate == fastest.candidate
+    assert found.answer.outcome.target_usd <= 1000
+    assert repr(search(file, Goal(budget_usd=1000.0), NOW)) == repr(found)
+
+
+def test_nothing_may_meet_the_goal() -> None:
+    found = search(quick(), Goal(deadline_h=0.001), NOW)
+    assert found.answer is None
+    assert found.nearest.outcome.target_h == min(one.outcome.target_h for one in found.evaluated)
+
+
+def test_the_front_is_what_nobody_beats() -> None:
+    evaluated = search(quick(), Goal(deadline_h=1000.0), NOW).evaluated
+    front = pareto(evaluated)
+    for one in evaluated:
+        beaten = any(
+            other.outcome.target_h <= one.outcome.target_h
+            and other.outcome.target_usd <= one.outcome.target_usd
+            and other is not one
+            for other in evaluated
+        )
+        assert beaten == (one not in front)
+
+
+def test_what_cannot_be_simulated_is_left_out_and_told() -> None:
+    file = quick(
+        "plan.gpu_types=[H100,H20,L4]", "plan.reserved_nodes=[1,7]", "plan.strategies=[reserved_only]"
+    )
+    found = search(file, Goal(deadline_h=1000.0), NOW)
+    assert {one.candidate.reserved_nodes for one in found.evaluated} == {1}
+    told = "\n".join(found.left_out)
+    assert "no on-demand price of H20" in told
+    assert "L4" in told
+    assert "28 learner GPUs do not divide" in told
+
+
+def test_clusters_that_cannot_explore_are_not_recommended() -> None:
+    file = quick("exploration.seeds_per_prompt=64", "exploration.steps=20", "plan.strategies=[spotlight]")
+    with pytest.raises(ConfigError, match="less than 80% of the previews"):
+        search(file, Goal(deadline_h=1000.0), NOW)
+
+
+def test_the_search_is_bounded() -> None:
+    found = search(quick("plan.candidates_max=3"), Goal(deadline_h=1000.0), NOW)
+    assert len(found.evaluated) == 3
+    assert "plan.candidates_max" in "\n".join(found.left_out)
+
+
+@pytest.mark.parametrize("values", [(None, None), (1.0, 1.0), (0.0, None), (None, -1.0), (math.nan, None)])
+def test_a_goal_is_one_positive_number(values: Sequence[float | None]) -> None:
+    with pytest.raises(ConfigError, match="exactly one, above 0"):
+        Goal(*values)
+
+
+def test_planning_needs_targets_and_exploration() -> None:
+    file = quick()
+    bare = file.model_copy(update={"iterations_to_target": {}, "exploration": None})
+    with pytest.raises(ConfigError) as raised:
+        search(bare, Goal(deadline_h=1.0), NOW)
+    assert "iterations_to_target.spotlight" in str(raised.value)
+    assert "exploration" in str(raised.value)
+
+
+def test_the_grid_surrounds_the_scenario() -> None:
+    candidates = grid(load_scenario("paper-512"))
+    assert {one.gpu_type for one in candidates} == {"H100", "H20"}
+    assert {one.spot_nodes for one in candidates if one.strategy == "reserved_only"} == {0}
+    assert {one.spot_nodes for one in candidates if one.strategy == "spotlight"} == {1, 2, 4, 8, 16}
+    assert {one.reserved_nodes for one in candidates} == {1, 2, 4}

@@ -1,0 +1,67 @@
+"""Who denoises together: degrees divide the heads, nobody is in two groups, and load decides."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spotlight.core.plan import ClusterPlan
+from spotlight.core.topology import choose_degree, form_groups
+
+LARGE, SMALL = 1280 * 1280, 512 * 512
+HEADS = 24
+
+plans = st.builds(
+    lambda low, more, pixels: ClusterPlan(pixels=pixels, heads=HEADS, degree_min=low, degree_max=low + more),
+    st.sampled_from([1, 2, 3, 4]),
+    st.integers(0, 6),
+    st.sampled_from([SMALL, LARGE]),
+)
+
+
+@given(plans, st.integers(0, 64), st.integers(0, 200))
+def test_a_degree_divides_the_heads_and_leaves_every_rollout_a_group(
+    plan: ClusterPlan, workers: int, rollouts: int
+) -> None:
+    degree = choose_degree(plan, workers, rollouts)
+    assert degree in plan.degrees
+    assert HEADS % degree == 0
+    smallest = plan.degrees[0]
+    assert degree == smallest or degree * rollouts <= workers
+    larger = [d for d in plan.degrees if d > degree and rollouts and d * rollouts <= workers]
+    assert not larger or plan.pixels == SMALL
+
+
+@given(plans, st.integers(0, 64), st.integers(1, 200))
+def test_small_images_and_full_queues_get_the_smallest_degree(
+    plan: ClusterPlan, workers: int, more: int
+) -> None:
+    assert choose_degree(plan, workers, workers + more) == plan.degrees[0]
+    if plan.pixels == SMALL:
+        assert choose_degree(plan, workers, 1) == plan.degrees[0]
+
+
+@given(st.lists(st.integers(), unique=True, max_size=16), plans, st.integers(1, 8))
+def test_groups_are_disjoint_and_only_too_few_workers_are_left_out(
+    workers: list[int], plan: ClusterPlan, wanted: int
+) -> None:
+    groups = form_groups(workers, max(wanted, plan.degrees[0]), plan.degrees)
+    members = [worker for group in groups for worker in group]
+    assert members == workers[: len(members)], "neighbours stay together, and nobody serves twice"
+    assert all(len(group) in plan.degrees for group in groups)
+    assert all(len(group) <= max(wanted, plan.degrees[0]) for group in groups)
+    assert len(workers) - len(members) < plan.degrees[0]
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "degree"), [(0, 1), (1, 4), (2, 4), (3, 2), (4, 2), (5, 1), (8, 1), (100, 1)]
+)
+def test_the_tail_of_a_batch_of_large_images(rollouts: int, degree: int) -> None:
+    plan = ClusterPlan(pixels=LARGE, heads=HEADS, degree_max=4)
+    assert choose_degree(plan, 8, rollouts) == degree
+
+
+def test_three_survivors_of_four_become_two_and_one() -> None:
+    assert form_groups(["a", "b", "d"], 4, (1, 2, 4)) == [("a", "b"), ("d",)]
+    assert form_groups(["a", "b", "d"], 4, (2, 4)) == [("a", "b")]
