@@ -35,7 +35,7 @@ def arguments(job: Job, *moods: str, policy: str = "drop", most: float = 1.0) ->
     return [
         f"data.train={train}",
         f"data.test={prompts_file(job, 'calm', '')}",
-        "rewards=[{name: 'reward_functions:moody', deadline_s: 0.2, retries: 0, isolation_s: 60}]",
+        "rewards=[{name: 'reward_functions:moody', deadline_s: 1, retries: 0, isolation_s: 60}]",
         f"reward_policy={{on_failure: {policy}, max_drop_share: {most}}}",
         "rollout.group_size=2",
         "iterations=1",
