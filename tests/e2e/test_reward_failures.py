@@ -39,6 +39,7 @@ def arguments(job: Job, *moods: str, policy: str = "drop", most: float = 1.0) ->
         f"reward_policy={{on_failure: {policy}, max_drop_share: {most}}}",
         "rollout.group_size=2",
         "iterations=1",
+        "evaluation.prompts=null",
     ]
 
 
