@@ -17,7 +17,7 @@ from spotlight.store.summary import read_summary
 
 MOODS = {
     "raise": (DropReason.REWARD_ERROR, "cannot bear this picture"),
-    "hang": (DropReason.REWARD_TIMEOUT, "0.2 s"),
+    "hang": (DropReason.REWARD_TIMEOUT, "within 1 s"),
     "nan": (DropReason.REWARD_NOT_FINITE, "returned nan"),
 }
 
