@@ -90,11 +90,11 @@ def test_adapters_start_as_the_identity_and_are_float32(model: nn.Module, dtype:
 
 def test_targets_that_do_not_fit_are_refused(model: nn.Module) -> None:
     for targets, message in (
-        (("to_q", "to_qq"), r"LoRA target 'to_qq' matches no module of ModuleDict; nearest .*: to_q"),
+        (("to_q", "to_qq"), r"targets: 'to_qq' matches no module of ModuleDict; nearest .*: to_q"),
         (("o_q",), r"'o_q' matches no module"),  # not the end of a name's component
         (("a",), r"'a' matches 'a', a Block; expected a linear layer, e\.g\. to_out\.0, to_q"),
         (("to_out.1",), r"'to_out\.1' matches 'a\.to_out\.1', a Dropout; expected a linear layer$"),
-        ((), r"LoRA targets are empty"),
+        ((), r"^targets are empty"),
     ):
         with pytest.raises(ModelError, match=message):
             peft_layers.inject(model, LoraSpec(2, 2.0, targets), ["one"])

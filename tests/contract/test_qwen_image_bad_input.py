@@ -179,11 +179,11 @@ def test_arguments_out_of_range_are_refused(random_pipeline: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("size", "message"),
     [
-        (ImageSize(34, 32), r"image height is 34; expected a multiple of 4 .*nearest: 32 or 36"),
-        (ImageSize(32, 33), r"image width is 33; .*nearest: 32 or 36"),
-        (ImageSize(32, 2), r"image width is 2; .*nearest: 4$"),
-        (ImageSize(0, 32), r"image height is 0; .*nearest: 4$"),
-        (ImageSize(-4, 32), r"image height is -4; .*nearest: 4$"),
+        (ImageSize(34, 32), r"^height is 34; expected a multiple of 4 pixels .*nearest: 32 or 36"),
+        (ImageSize(32, 33), r"^width is 33; .*nearest: 32 or 36"),
+        (ImageSize(32, 2), r"^width is 2; .*nearest: 4$"),
+        (ImageSize(0, 32), r"^height is 0; .*nearest: 4$"),
+        (ImageSize(-4, 32), r"^height is -4; .*nearest: 4$"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(

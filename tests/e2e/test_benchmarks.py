@@ -11,9 +11,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+from torch import Tensor
+
 import _measure
 import rollout_loop
 import training_step
+from spotlight.algorithms.base import TrainBatch
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 
@@ -89,7 +92,13 @@ def test_the_training_step_is_compared_with_a_plain_loop(
 def test_loops_that_do_not_train_the_same_are_not_compared(
     random_pipeline: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training_step, "draw_as_ours", training_step.draw_anew)
+    ours = training_step.draw_as_ours
+
+    def too_noisy(batch: TrainBatch, step: int) -> tuple[Tensor, Tensor]:
+        x, t = ours(batch, step)
+        return 2 * x, t
+
+    monkeypatch.setattr(training_step, "draw_as_ours", too_noisy)
     with pytest.raises(SystemExit, match="do not train the same"):
         training_step.main(
             str(random_pipeline), algorithm=["diffusion-nft"], mode=["lora"], samples=2, micro_batch=2

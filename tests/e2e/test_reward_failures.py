@@ -17,7 +17,7 @@ from spotlight.store.summary import read_summary
 
 MOODS = {
     "raise": (DropReason.REWARD_ERROR, "cannot bear this picture"),
-    "hang": (DropReason.REWARD_TIMEOUT, "0.2 s"),
+    "hang": (DropReason.REWARD_TIMEOUT, "within 1 s"),
     "nan": (DropReason.REWARD_NOT_FINITE, "returned nan"),
 }
 
@@ -35,10 +35,11 @@ def arguments(job: Job, *moods: str, policy: str = "drop", most: float = 1.0) ->
     return [
         f"data.train={train}",
         f"data.test={prompts_file(job, 'calm', '')}",
-        "rewards=[{name: 'reward_functions:moody', deadline_s: 0.2, retries: 0, isolation_s: 60}]",
+        "rewards=[{name: 'reward_functions:moody', deadline_s: 1, retries: 0, isolation_s: 60}]",
         f"reward_policy={{on_failure: {policy}, max_drop_share: {most}}}",
         "rollout.group_size=2",
         "iterations=1",
+        "evaluation.prompts=null",
     ]
 
 

@@ -162,7 +162,7 @@ def test_missing_slots_and_unsuitable_sizes_are_errors_at_once(world: World) -> 
     slots, settings = CopySlots(family.transformer, ["reference"]), LearnerSettings({"quality": 1.0})
     with pytest.raises(ModelError, match="weight slots old are missing; have policy, reference"):
         Learner(family, slots, algo, settings, size=ImageSize(16, 16))
-    with pytest.raises(ModelError, match="image height is 17"):
+    with pytest.raises(ModelError, match="height is 17"):
         Learner(family, slots, algorithm("flow-grpo"), settings, size=ImageSize(17, 16))
     settings = LearnerSettings({"quality": 1.0}, gradient_checkpointing=True)
     family.transformer = torch.nn.Linear(2, 2)

@@ -14,7 +14,7 @@ import spotlight
 
 SOURCE = Path(spotlight.__file__).parent
 
-ALL = {"config", "core", "diffusion", "algorithms", "models", "rewards", "rollout", "training", "weights"}
+ALL = {"config", "core", "diffusion", "algorithms", "models", "rewards", "rollout", "training"}
 ALL |= {"fleet", "store", "runtime", "report", "testbed", "simulation"}
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -26,7 +26,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "rewards": set(),
     "rollout": {"models", "diffusion"},
     "training": {"models", "algorithms", "diffusion"},
-    "weights": set(),
     "fleet": {"core"},
     "store": {"core"},
     "testbed": {"rewards"},
@@ -38,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 NOUNS = "spotlight.core.types"
 """Ids and sizes, which flow through every room that moves rollouts."""
-MAY_USE_NOUNS = {"rollout", "training", "weights", "report"}
+MAY_USE_NOUNS = {"rollout", "training", "report"}
 
 LIGHT = ("config", "core", "fleet", "rewards", "simulation", "store")
 HEAVY = ("torch", "diffusers", "transformers", "peft", "accelerate", "ray")

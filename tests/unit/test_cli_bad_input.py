@@ -39,6 +39,10 @@ def assert_told(result: Result, *said: str) -> None:
         (["name=a", "other.yaml"], ["'other.yaml'", "key=value"]),
         (["model.path=absent/dir/here"], ["absent/dir/here does not exist"]),
         (["data.train=absent.txt"], ["data.train", "absent.txt"]),
+        (["model.max_text_tokens=1025"], ["model.max_text_tokens", "1025", "less than or equal to 1024"]),
+        (["learner.mode=full", "model.dtype=bfloat16"], ["model.dtype: found 'bfloat16'", "'float32'"]),
+        (["evaluation.prompts=999"], ["evaluation.prompts: found 999", "at most"]),
+        (["data.tags=[weather]"], ["data.tags: no prompt in"]),
     ],
 )
 def test_bad_arguments_of_a_dry_run(here: Path, arguments: list[str], said: list[str]) -> None:
@@ -57,8 +61,14 @@ def test_a_target_that_matches_nothing_and_a_size_that_does_not_suit(
 ) -> None:
     model = f"model.path={random_pipeline}"
     targets = invoke("train", "--dry-run", model, "learner.lora.targets=[to_kk]")
-    assert_told(targets, "'to_kk' matches no linear layer", "attn.to_k")
-    assert_told(invoke("train", "--dry-run", model, "rollout.height=34"), "height is 34", "32 or 36")
+    assert_told(targets, "learner.lora.targets: 'to_kk' matches no linear layer", "attn.to_k")
+    assert_told(invoke("train", "--dry-run", model, "rollout.height=34"), "rollout.height is 34", "32 or 36")
+
+
+def test_a_picture_of_nothing(here: Path) -> None:
+    for text in ("", " \n"):
+        told = invoke("generate", "any", "--prompt", "a cat", "--prompt", text)
+        assert_told(told, f"--prompt: found ['a cat', {text!r}]", "Say what to draw")
 
 
 def test_a_component_that_is_missing(here: Path, random_pipeline: Path) -> None:

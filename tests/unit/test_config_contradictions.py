@@ -37,6 +37,7 @@ WINDOW = (*GRPO, "rollout.sde_window.kind=random")
         ([*WINDOW, "algorithm.train_timesteps=4"], "algorithm.train_timesteps", "widen rollout.sde_window"),
         (["learner.updates_per_batch=5"], "learner.updates_per_batch", "4 or 6"),
         (["learner.micro_batch_size=50"], "learner.micro_batch_size", "48 or 64"),
+        (["learner.mode=full", "model.dtype=bfloat16"], "model.dtype", "set model.dtype=float32"),
         (["iterations=9", "learner.decay_iterations=8"], "iterations", "for a new run"),
         (
             ["iterations=2", "learner={decay_iterations: 3, warmup_steps: 3, micro_batch_size: 64}"],

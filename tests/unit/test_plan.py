@@ -215,6 +215,7 @@ def test_the_dry_run_prints_the_configuration_and_the_plan_and_touches_nothing(
         "learner.lora.targets=[to_q]",
         "rollout.height=64",
         "rollout.width=64",
+        "rollout.prompts_per_iteration=1024",
     ]
     before = sorted(tmp_path.rglob("*"))
     result = CliRunner().invoke(app, ["train", "--dry-run", *arguments])
@@ -227,6 +228,7 @@ def test_the_dry_run_prints_the_configuration_and_the_plan_and_touches_nothing(
     assert f"backwards {passes.backward:,} " in words
     assert "on the device at the peak" in words
     assert "an iteration unknown not measured yet" in words
+    assert "rollout.prompts_per_iteration is 1024, but data.train has" in words
     assert sorted(tmp_path.rglob("*")) == before
 
 

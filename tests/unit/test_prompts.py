@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.core.prompts import PromptFileError, parse_prompts, prompt_id
+from spotlight.core.prompts import PromptFileError, parse_prompts, prompt_id, with_tags
 
 COUNTING = {"tag": "counting", "prompt": "two circles", "include": [{"class": "circle", "count": 2}]}
 POSITION = {
@@ -104,18 +104,19 @@ class TestIds:
 
 class TestTags:
     def test_only_prompts_with_the_tags_are_kept(self) -> None:
-        text = lines(COUNTING, POSITION, {"prompt": "untagged"})
-        assert [prompt.text for prompt in parse_prompts(text, "a.jsonl", tags=["counting"])] == [
-            "two circles"
-        ]
-        assert len(parse_prompts(text, "a.jsonl", tags=["counting", "position"])) == 2
-        assert len(parse_prompts(text, "a.jsonl", tags=())) == 3
+        prompts = parse_prompts(lines(COUNTING, POSITION, {"prompt": "untagged"}), "a.jsonl")
+        assert [prompt.text for prompt in with_tags(prompts, "a.jsonl", ["counting"])] == ["two circles"]
+        assert len(with_tags(prompts, "a.jsonl", ["counting", "position"])) == 2
+        assert with_tags(prompts, "a.jsonl", ()) == prompts
 
     def test_an_unknown_tag_lists_those_of_the_file(self) -> None:
-        found = failure(lines(COUNTING, POSITION), tags=["colour", "counting"])
-        assert found.startswith("tags: no prompt in train.jsonl has the tag 'colour'; ")
-        assert found.endswith("the tags in it are counting (1), position (1)")
-        assert "none (only .jsonl prompts have tags)" in failure("a cat", "a.txt", tags=["counting"])
+        prompts = parse_prompts(lines(COUNTING, POSITION), "train.jsonl")
+        with pytest.raises(PromptFileError) as caught:
+            with_tags(prompts, "train.jsonl", ["colour", "counting"])
+        assert str(caught.value).startswith("tags: no prompt in train.jsonl has the tag 'colour'; ")
+        assert "the tags in it are counting (1), position (1). Name some" in str(caught.value)
+        with pytest.raises(PromptFileError, match=r"none \(only \.jsonl prompts have tags\)"):
+            with_tags(parse_prompts("a cat", "a.txt"), "a.txt", ["counting"])
 
 
 class TestBadFiles:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spotlight.config.errors import ConfigError
 from spotlight.config.load import load_config
+from spotlight.core.prompts import PromptFileError
 from spotlight.core.types import Prompt, PromptId
-from spotlight.runtime.prompts import evenly_spaced, load_prompts, sharing_note
+from spotlight.runtime.prompts import evenly_spaced, load_prompts
 from spotlight.testbed import TRAIN_PROMPTS
 
 TAGS = {"single_object", "two_object", "counting", "colors", "position", "color_attr"}
@@ -39,7 +44,39 @@ def test_the_used_prompts_are_those_of_every_iteration_and_all_held_out_ones() -
 
 
 def test_held_out_prompts_that_are_trained_on_are_counted() -> None:
-    assert load_prompts(load_config(None, [])).shared == 0
-    prompts = load_prompts(load_config(None, [f"data.test={TRAIN_PROMPTS}", "evaluation.prompts=12"]))
+    default = load_config(None, [])
+    assert load_prompts(default).shared == 0
+    assert load_prompts(default).notes(default) == ()
+    config = load_config(None, [f"data.test={TRAIN_PROMPTS}", "evaluation.prompts=12"])
+    prompts = load_prompts(config)
     assert prompts.shared == 12
-    assert sharing_note(12, 12).startswith("12 of 12 held-out prompts are in data.train too")
+    (note,) = prompts.notes(config)
+    assert note.startswith("12 of 12 held-out prompts are in data.train too")
+
+
+def test_prompts_that_an_iteration_takes_twice_are_told(tmp_path: Path) -> None:
+    (tmp_path / "three.txt").write_text("a cat\na dog\na cow")
+    data = [f"data.train={tmp_path}/three.txt", "data.test=testbed", "data.tags=[]"]
+    enough = load_config(None, [*data, "rollout.prompts_per_iteration=3"])
+    assert load_prompts(enough).notes(enough) == ()
+    more = load_config(None, [*data, "rollout.prompts_per_iteration=4"])
+    (note,) = load_prompts(more).notes(more)
+    assert "rollout.prompts_per_iteration is 4, but data.train has 3 prompts" in note
+    assert "at most 3" in note
+
+
+def test_more_held_out_prompts_than_there_are_is_an_error() -> None:
+    there = len(load_prompts(load_config(None, ["data.tags=[counting]"])).test)
+    exact = load_config(None, ["data.tags=[counting]", f"evaluation.prompts={there}"])
+    assert len(load_prompts(exact).test) == there
+    with pytest.raises(ConfigError) as caught:
+        load_prompts(load_config(None, ["data.tags=[counting]", f"evaluation.prompts={there + 1}"]))
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.found) == ("evaluation.prompts", str(there + 1))
+    assert problem.expected.startswith(f"at most {there}, ")
+    assert "data.tags=['counting']" in problem.expected
+
+
+def test_a_tag_that_no_prompt_has_is_told_with_its_key() -> None:
+    with pytest.raises(PromptFileError, match=r"^data\.tags: no prompt in .* has the tag 'weather'"):
+        load_prompts(load_config(None, ["data.tags=[weather]"]))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotlight.store.errors import OtherConfigurationError, RunInUseError, StoreError, require_free_bytes
-from spotlight.store.run_directory import RunDirectory, flatten
+from spotlight.store.run_directory import RunDirectory, check_run_directory, flatten
 
 CONFIG = "iterations: 10\nrollout:\n  steps: 8\n  sizes: [32, 48]\nmetrics:\n  wandb: null\n"
 
@@ -151,6 +151,15 @@ def test_an_unwritable_directory_is_named(tmp_path: Path) -> None:
         place.mkdir(mode=0o500)
     with pytest.raises(StoreError, match=f"{place}.*Nothing committed before was lost"):
         RunDirectory.open(place, "demo", CONFIG)
+    # Looking shows it, too: what was never there cannot have been lost.
+    with pytest.raises(StoreError, match=f"^runs_dir: the run directory {place}/demo cannot be made") as caught:
+        check_run_directory(place, "demo", CONFIG)
+    assert "lost" not in str(caught.value)
+
+
+def test_looking_leaves_nothing_behind(tmp_path: Path) -> None:
+    check_run_directory(tmp_path / "deep" / "runs", "demo", CONFIG)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_start_that_was_cut_short_is_taken_up(tmp_path: Path) -> None:
