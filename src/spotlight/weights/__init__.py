@@ -1,1 +1,0 @@
-"""Versioned weights: publish and pull."""
