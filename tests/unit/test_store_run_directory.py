@@ -152,7 +152,9 @@ def test_an_unwritable_directory_is_named(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=f"{place}.*Nothing committed before was lost"):
         RunDirectory.open(place, "demo", CONFIG)
     # Looking shows it, too: what was never there cannot have been lost.
-    with pytest.raises(StoreError, match=f"^runs_dir: the run directory {place}/demo cannot be made") as caught:
+    with pytest.raises(
+        StoreError, match=f"^runs_dir: the run directory {place}/demo cannot be made"
+    ) as caught:
         check_run_directory(place, "demo", CONFIG)
     assert "lost" not in str(caught.value)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spotlight.cli.errors import told_plainly
+from spotlight.cli.errors import failure, told_plainly
 from spotlight.cli.options import (
     Device,
     DeviceOption,
@@ -59,6 +59,8 @@ def generate(
 
       spotlight generate demo -p "a blue square" -p "a green triangle" --count 4 --before
     """
+    if not all(text.strip() for text in prompt):
+        raise failure(f"--prompt: found {prompt}; expected texts that are not empty. Say what to draw.")
     directory = find_run(run)
     silence_loading_bars()
     pairs = [(text, seed + index) for text in prompt for index in range(count)]

@@ -12,7 +12,6 @@ from spotlight.report.wording import count, duration, size
 from spotlight.runtime.plan import Passes, RunPlan
 from spotlight.runtime.plan_memory import Estimate, peak_bytes
 from spotlight.runtime.plan_model import NotHere
-from spotlight.runtime.prompts import sharing_note
 
 
 def print_plan(console: Console, config: RunConfig, plan: RunPlan) -> None:
@@ -27,8 +26,8 @@ def print_plan(console: Console, config: RunConfig, plan: RunPlan) -> None:
     known = "" if plan.parameters_trained is not None else " without checkpoints, which are unknown"
     _print(console, f"Disk at the end, estimated: {total}{known}", _estimates(plan.disk))
     _print(console, "Time", [_time(config, plan)])
-    if plan.shared_prompts:
-        console.print(sharing_note(plan.shared_prompts, plan.test_prompts), markup=False, soft_wrap=True)
+    for note in plan.notes:
+        console.print(note, markup=False, soft_wrap=True)
 
 
 def _print(

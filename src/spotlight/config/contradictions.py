@@ -24,6 +24,7 @@ def find_problems(config: RunConfig) -> list[Problem]:
         *_sampler(config),
         *_window(config),
         *batch_problems(config),
+        *_weights(config),
         *_learning_rate(config),
         *_evaluation(config),
         *_rewards(config),
@@ -53,6 +54,15 @@ def _sampler(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "rollout.noise_level", "0", f"above 0 with algorithm.name={algorithm.name}",
             "Without noise a step has no log-probability; Flow-GRPO uses 0.7.",
+        )  # fmt: skip
+
+
+def _weights(config: RunConfig) -> Iterator[Problem]:
+    if config.learner.mode == "full" and config.model.dtype != "float32":
+        yield Problem(
+            "model.dtype", repr(config.model.dtype), "'float32' with learner.mode=full",
+            "bfloat16 swallows small updates: set model.dtype=float32 (and learner.autocast=bfloat16 for "
+            "speed), or learner.mode=lora.",
         )  # fmt: skip
 
 

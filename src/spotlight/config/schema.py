@@ -39,7 +39,7 @@ class ModelConfig(Section):
     """Branch, tag or commit when ``path`` is a hub id."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Storage type of the frozen weights. Adapters and optimizer state are float32 in any case."""
-    max_text_tokens: PositiveInt = 512
+    max_text_tokens: Annotated[int, Field(ge=1, le=1024)] = 512
     """Prompts longer than this are cut, as the pipeline does."""
 
 

@@ -45,9 +45,7 @@ def prompt_id(text: str, metadata: Mapping[str, object]) -> PromptId:
     return PromptId(hashlib.blake2b(content.encode(), digest_size=_ID_BYTES).hexdigest())
 
 
-def parse_prompts(
-    text: str, source: str, format: PromptFormat = "auto", tags: Collection[str] | None = None
-) -> list[Prompt]:
+def parse_prompts(text: str, source: str, format: PromptFormat = "auto") -> list[Prompt]:
     """Read prompts, in the order of the file.
 
     Args:
@@ -56,11 +54,9 @@ def parse_prompts(
         format: ``txt`` (one prompt a line, no metadata), ``jsonl`` (an object a line; its key ``prompt`` is
             the text, all others are the metadata, among them GenEval's ``tag``, ``include`` and
             ``exclude``), or ``auto``: by the ending, else jsonl if the text begins with ``{``.
-        tags: keep only prompts with one of these tags; None or empty: all.
 
     Raises:
-        PromptFileError: no prompts, malformed lines (up to ten are listed), the same prompt twice, or a tag
-            that no line has.
+        PromptFileError: no prompts, malformed lines (up to ten are listed), or the same prompt twice.
     """
     lines = [
         _Line(number, line.strip())
@@ -82,7 +78,30 @@ def parse_prompts(
     if problems:
         _refuse(source, "malformed lines", problems)
     _require_distinct(source, prompts)
-    return _with_tags([prompt for _, prompt in prompts], source, tags)
+    return [prompt for _, prompt in prompts]
+
+
+def with_tags(prompts: Sequence[Prompt], source: str, tags: Collection[str]) -> list[Prompt]:
+    """The prompts with one of these tags; without tags: all.
+
+    Args:
+        source: where the prompts are from, for messages.
+
+    Raises:
+        PromptFileError: a tag that no prompt has.
+    """
+    if not tags:
+        return list(prompts)
+    present = Counter(str(prompt.metadata["tag"]) for prompt in prompts if "tag" in prompt.metadata)
+    unknown = sorted(set(tags) - set(present))
+    if unknown:
+        found = ", ".join(f"{tag} ({count})" for tag, count in sorted(present.items()))
+        raise PromptFileError(
+            f"tags: no prompt in {source} has the tag {', '.join(map(repr, unknown))}; "
+            f"the tags in it are {found or 'none (only .jsonl prompts have tags)'}. "
+            "Name some of them, or none for all prompts."
+        )
+    return [prompt for prompt in prompts if prompt.metadata.get("tag") in tags]
 
 
 def _is_jsonl(first_line: str, source: str, format: PromptFormat) -> bool:
@@ -184,20 +203,6 @@ def _require_distinct(source: str, prompts: Sequence[tuple[int, Prompt]]) -> Non
             problems,
             f"Keep one of each, for example with: awk '!seen[$0]++' {source} > FILE",
         )
-
-
-def _with_tags(prompts: list[Prompt], source: str, tags: Collection[str] | None) -> list[Prompt]:
-    if not tags:
-        return prompts
-    present = Counter(str(prompt.metadata["tag"]) for prompt in prompts if "tag" in prompt.metadata)
-    unknown = sorted(set(tags) - set(present))
-    if unknown:
-        found = ", ".join(f"{tag} ({count})" for tag, count in sorted(present.items()))
-        raise PromptFileError(
-            f"tags: no prompt in {source} has the tag {', '.join(map(repr, unknown))}; "
-            f"the tags in it are {found or 'none (only .jsonl prompts have tags)'}"
-        )
-    return [prompt for prompt in prompts if prompt.metadata.get("tag") in tags]
 
 
 def _refuse(source: str, what: str, problems: Sequence[str], remedy: str = "") -> NoReturn:

@@ -74,6 +74,6 @@ def check_size(height: int, width: int, unit: int, why: str) -> None:
             below = max(value // unit, 1) * unit
             near = [below] if value <= unit else [below, below + unit]
             raise ModelError(
-                f"image {side} is {value}; expected a multiple of {unit} ({why}); "
+                f"{side} is {value}; expected a multiple of {unit} pixels ({why}); "
                 f"nearest: {' or '.join(map(str, near))}"
             )

@@ -48,7 +48,7 @@ def check_targets(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Line
     """
     if not targets:
         raise ModelError(
-            "LoRA targets are empty: name at least one linear layer, e.g. 'to_q' "
+            "targets are empty: name at least one linear layer, e.g. 'to_q' "
             "(or leave them out for the family's default_lora_targets)"
         )
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -57,7 +57,7 @@ def check_targets(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Line
         hits = [name for name, _ in model.named_modules() if _matches(name, target)]
         if not hits:
             raise ModelError(
-                f"LoRA target {target!r} matches no module of {type(model).__name__}; "
+                f"targets: {target!r} matches no module of {type(model).__name__}; "
                 f"nearest linear layers: {', '.join(_nearest(target, linears)) or 'none'}"
             )
         for name in hits:
@@ -65,7 +65,7 @@ def check_targets(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Line
                 kind = type(model.get_submodule(name)).__name__
                 inside = sorted({n.removeprefix(name + ".") for n in linears if n.startswith(name + ".")})
                 raise ModelError(
-                    f"LoRA target {target!r} matches {name!r}, a {kind}; expected a linear layer"
+                    f"targets: {target!r} matches {name!r}, a {kind}; expected a linear layer"
                     + (f", e.g. {', '.join(inside[:6])}" if inside else "")
                 )
             bound[name] = linears[name]

@@ -23,11 +23,12 @@ from spotlight.diffusion.samplers import ODE, Sampler, build_sampler
 from spotlight.diffusion.schedule import AllSteps, RandomWindow, SdeWindow, SlidingWindow
 from spotlight.models import family_loader
 from spotlight.models.base import Condition, ImageSize, ModelFamily
-from spotlight.models.peft_layers import LoraSpec
+from spotlight.models.peft_layers import LoraSpec, check_targets
 from spotlight.models.slots import CopySlots, LoraSlots, Slot, WeightSlots
 from spotlight.rewards.pool import RewardPool
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import Recipe
+from spotlight.runtime.naming import under
 from spotlight.runtime.prompts import TESTBED
 from spotlight.runtime.prompts import Prompts as Prompts
 from spotlight.runtime.prompts import load_prompts as load_prompts
@@ -133,6 +134,8 @@ def make_slots(config: RunConfig, family: ModelFamily, algorithm: Algorithm) -> 
         targets=family.default_lora_targets if lora.targets is None else lora.targets,
         seed=derive_seed(config.run_seed, "lora"),
     )
+    with under("learner.lora"):
+        check_targets(family.transformer, spec.targets)
     return LoraSlots(family.transformer, spec, extra)
 
 

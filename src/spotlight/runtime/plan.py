@@ -67,6 +67,7 @@ class RunPlan:
         evaluations: of the whole run, the first and the last included.
         evaluation_images: of one evaluation.
         train_prompts: in the file, after ``data.tags``.
+        notes: what is odd about the prompts, if anything.
         model: sizes, or why they are unknown.
         parameters_trained: None while the model's sizes are unknown.
         memory: by part; empty while unknown.
@@ -83,7 +84,7 @@ class RunPlan:
     evaluation_images: int
     train_prompts: int
     test_prompts: int
-    shared_prompts: int
+    notes: tuple[str, ...]
     model: ModelSizes | NotHere
     parameters_trained: int | None
     memory: tuple[Estimate, ...]
@@ -95,6 +96,7 @@ def make_plan(config: RunConfig) -> RunPlan:
     """Plan a run.
 
     Raises:
+        ConfigError: a prompts file that cannot be read, or has too few held-out prompts.
         PromptFileError: prompts missing or malformed.
         RewardSetupError: a reward's name is none, or reserved; imports nothing.
         ModelError: the model directory is unusable, a LoRA target matches nothing, or the size does not suit.
@@ -118,7 +120,7 @@ def make_plan(config: RunConfig) -> RunPlan:
         evaluation_images=images,
         train_prompts=len(prompts.train),
         test_prompts=len(prompts.test),
-        shared_prompts=prompts.shared,
+        notes=prompts.notes(config),
         model=model,
         parameters_trained=trained,
         memory=memory,

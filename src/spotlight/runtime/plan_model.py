@@ -14,6 +14,7 @@ from spotlight.config.schema import RunConfig
 from spotlight.models.errors import ModelError
 from spotlight.models.layouts import LAYOUTS, FamilyLayout, check_size
 from spotlight.models.pipeline_files import PipelineFiles, locate
+from spotlight.runtime.naming import under
 from spotlight.runtime.prompts import TESTBED
 from spotlight.testbed import PIPELINE_DIR
 
@@ -48,7 +49,8 @@ class ModelSizes:
 
     def image_tokens(self, height: int, width: int) -> int:
         """Tokens of one picture. Raises ModelError when a side does not suit the model."""
-        check_size(height, width, self.patch_px, f"VAE factor {self.patch_px // 2}, 2x2 patches")
+        with under("rollout"):
+            check_size(height, width, self.patch_px, f"VAE factor {self.patch_px // 2}, 2x2 patches")
         return (height // self.patch_px) * (width // self.patch_px)
 
 
@@ -136,8 +138,8 @@ def bind_targets(sizes: ModelSizes, targets: Sequence[str]) -> dict[str, tuple[i
             ends = sorted({name.split(".", 2)[-1] for name in sizes.linears})
             near = difflib.get_close_matches(target, ends, n=4, cutoff=0.4) or ends[:4]
             raise ModelError(
-                f"LoRA target {target!r} matches no linear layer of {sizes.root / 'transformer'}; "
-                f"nearest: {', '.join(near)}. Correct learner.lora.targets, or leave it out."
+                f"learner.lora.targets: {target!r} matches no linear layer of {sizes.root / 'transformer'}; "
+                f"nearest: {', '.join(near)}. Correct it, or leave the key out."
             )
         bound |= hits
     return bound

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.schema import RunConfig
-from spotlight.core.prompts import parse_prompts
+from spotlight.core.prompts import parse_prompts, with_tags
 from spotlight.core.seeds import prompts_of_iteration
 from spotlight.core.types import Prompt
+from spotlight.runtime.naming import under
 from spotlight.testbed import TEST_PROMPTS, TRAIN_PROMPTS
 
 TESTBED = "testbed"
@@ -30,6 +31,24 @@ class Prompts:
         trained = {prompt.text for prompt in self.train}
         return sum(prompt.text in trained for prompt in self.test)
 
+    def notes(self, config: RunConfig) -> tuple[str, ...]:
+        """What the run can be done with, and is rarely meant."""
+        notes: list[str] = []
+        wanted, there = config.rollout.prompts_per_iteration, len(self.train)
+        if wanted > there:
+            notes.append(
+                f"rollout.prompts_per_iteration is {wanted}, but data.train has {there} prompts: an "
+                "iteration takes some of them more than once, each time as a group of its own. "
+                f"Set it to at most {there}, or give more prompts."
+            )
+        if self.shared:
+            notes.append(
+                f"{self.shared} of {len(self.test)} held-out prompts are in data.train too: validation does "
+                "not show how the model does on prompts that it was not trained on. "
+                "Take them out of data.train, or put others in data.test."
+            )
+        return tuple(notes)
+
     def used(self, config: RunConfig) -> list[Prompt]:
         """The prompts that the run will meet, each once."""
         met = dict.fromkeys(prompt.id for prompt in self.test)
@@ -46,21 +65,21 @@ def load_prompts(config: RunConfig) -> Prompts:
     """Read the prompt files.
 
     Raises:
-        ConfigError: a file cannot be read.
-        PromptFileError: malformed lines, by number.
+        ConfigError: a file cannot be read, or holds fewer held-out prompts than are asked for.
+        PromptFileError: malformed lines, by number, or a tag that no line has.
     """
-    tags = config.data.tags
+    tags, wanted = config.data.tags, config.evaluation.prompts
     train = read_prompts("data.train", config.data.train, TRAIN_PROMPTS, tags)
     test = read_prompts("data.test", config.data.test, TEST_PROMPTS, tags)
-    return Prompts(tuple(train), evenly_spaced(test, config.evaluation.prompts))
-
-
-def sharing_note(shared: int, test: int) -> str:
-    """What to say where held-out prompts are trained on."""
-    return (
-        f"{shared} of {test} held-out prompts are in data.train too: validation does not show how the model "
-        "does on prompts that it was not trained on. Take them out of data.train, or put others in data.test."
-    )
+    if wanted is not None and wanted > len(test):
+        problem = Problem(
+            "evaluation.prompts", str(wanted),
+            f"at most {len(test)}, the held-out prompts of data.test={config.data.test}"
+            + (f" with data.tags={list(tags)}" if tags else ""),
+            "Lower it, or leave the key out to take them all.",
+        )  # fmt: skip
+        raise ConfigError("the configuration", [problem])
+    return Prompts(tuple(train), evenly_spaced(test, wanted))
 
 
 def evenly_spaced(prompts: Sequence[Prompt], count: int | None) -> tuple[Prompt, ...]:
@@ -80,4 +99,6 @@ def read_prompts(key: str, value: str, shipped: Path, tags: Sequence[str] = ()) 
     except (OSError, UnicodeDecodeError) as error:
         problem = Problem(key, value, "a readable text file of prompts (.txt or .jsonl)", f"{error}.")
         raise ConfigError("the configuration", [problem]) from None
-    return parse_prompts(text, str(path), tags=tags)
+    prompts = parse_prompts(text, str(path))
+    with under("data"):
+        return with_tags(prompts, str(path), tags)

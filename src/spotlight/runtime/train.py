@@ -42,10 +42,10 @@ from spotlight.runtime.disk import require_disk
 from spotlight.runtime.finished import finished_summary
 from spotlight.runtime.inline.driver import InlineDriver, Parts
 from spotlight.runtime.memory import memory_told_plainly
+from spotlight.runtime.naming import under
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.outcome import finish_run
 from spotlight.runtime.process import prepare_process
-from spotlight.runtime.prompts import sharing_note
 from spotlight.runtime.trainer import Trainer
 from spotlight.store.checkpoints import Checkpoint, CheckpointStore
 from spotlight.store.errors import StoreError
@@ -112,8 +112,8 @@ def train(config: RunConfig, observer: Observer) -> RunResult:
     with ExitStack() as stack, memory_told_plainly(clock):
         ranks = stack.enter_context(process_group(device))
         materials = _gather(config, device, ranks, stack)
-        if shared := materials.prompts.shared:
-            observer.note(sharing_note(shared, len(materials.prompts.test)))
+        for note in materials.prompts.notes(config):
+            observer.note(note)
         if not ranks.is_main:
             return _drive(
                 materials, observer, clock, Bystander(ranks, _by_id(materials), config.evaluation.strict)
@@ -136,7 +136,8 @@ def _gather(config: RunConfig, device: torch.device, ranks: Ranks, stack: ExitSt
     prompts = build.load_prompts(config)
     size = ImageSize(config.rollout.height, config.rollout.width)
     family = build.load_family(config, device)
-    family.check_size(size)
+    with under("rollout"):
+        family.check_size(size)
     for steps in (config.rollout.steps, config.evaluation.steps):
         family.sigmas(steps, size)  # raises where the schedule has no such number of steps
     algorithm = build.make_algorithm(config)

@@ -22,6 +22,7 @@ import os
 import socket
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Self, TypeAlias
 
@@ -70,24 +71,24 @@ class RunPaths:
 
 
 def check_run_directory(root: Path, name: str, config_text: str, may_differ: Collection[str] = ()) -> None:
-    """Raise what :meth:`RunDirectory.open` would raise, as far as looking tells; nothing is touched.
+    """Refuse what :meth:`RunDirectory.open` would refuse; what is there stays as it is.
 
     For whoever has long work to do before opening it.
+
+    Raises:
+        OtherConfigurationError: the run directory belongs to another configuration.
+        StoreError: it cannot be made or written, or holds something that is no run.
     """
     paths = RunPaths(root / name)
     _require_plain(name)
+    if not _is_there_or_can_be_made(paths.path):
+        return
     _require_run_or_nothing(paths)
     if paths.config.exists():
         _require_same_configuration(paths, config_text, may_differ)
-    existing = next(path for path in (paths.path.absolute(), *paths.path.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        code = errno.ENOTDIR
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        code = errno.EACCES
-    else:
-        return
-    error = OSError(code, os.strerror(code), str(existing))
-    raise storage_error("cannot use the run directory", paths.path, error)
+    if not os.access(paths.path, os.W_OK | os.X_OK):
+        error = OSError(errno.EACCES, os.strerror(errno.EACCES), str(paths.path))
+        raise storage_error("cannot use the run directory", paths.path, error)
 
 
 class RunDirectory(RunPaths):
@@ -154,6 +155,22 @@ class RunDirectory(RunPaths):
 def _require_plain(name: str) -> None:
     if name in {"", ".", ".."} or Path(name).name != name:
         raise StoreError(f"run name {name!r}: expected a plain folder name such as 'demo'.")
+
+
+def _is_there_or_can_be_made(path: Path) -> bool:
+    """Whether ``path`` exists. Raises StoreError where it neither exists nor can be made."""
+    try:
+        if path.exists():
+            return True
+        existing = next(parent for parent in path.absolute().parents if parent.exists())
+        # Permissions tell too little: root may write everywhere, and still make nothing in /proc.
+        with TemporaryDirectory(prefix=".spotlight-", dir=existing):
+            return False
+    except OSError as error:
+        raise StoreError(
+            f"runs_dir: the run directory {path} cannot be made: {error.strerror}; "
+            "expected a place where this user can make folders. Set runs_dir to one, or mend this one."
+        ) from error
 
 
 def _require_run_or_nothing(paths: RunPaths) -> None:
