@@ -16,7 +16,8 @@ from typer.core import TyperGroup, TyperOption
 from spotlight.cli.main import app
 from spotlight.config.contradictions import find_problems
 from spotlight.config.errors import ConfigError
-from spotlight.config.load import build_config, load_config, parse_yaml
+from spotlight.config.load import build_config, load_config, merge, parse_yaml
+from spotlight.simulation.scenario_load import build_scenario, load_scenario, scenario_names
 
 ROOT = Path(__file__).parents[2]
 GENERATED = ROOT / "docs" / "reference"
@@ -83,6 +84,8 @@ def test_commands_options_and_overrides_exist(page: Path) -> None:
             continue
         assert words[0] in COMMANDS.commands, f"{by_name(page)}: spotlight {' '.join(words)}"
         require_options(words)
+        if words[0] in {"simulate", "plan"}:
+            require_scenario(page, words[1:])
         if words[0] in {"train", "config"}:
             require_configuration(page, [word for word in words[1:] if not word.startswith("-")], whole=True)
 
@@ -121,12 +124,29 @@ def require_configuration(page: Path, arguments: Sequence[str], *, whole: bool) 
             raise AssertionError(f"{by_name(page)}: {' '.join(arguments)}") from error
 
 
+def require_scenario(page: Path, arguments: Sequence[str]) -> None:
+    """Shipped scenarios exist, and overrides name their keys."""
+    names = [word for word in arguments if word in scenario_names()]
+    for override in (word for word in arguments if OVERRIDE.match(word)):
+        key = override.partition("=")[0]
+        assert not unknown_scenario_key(override, *names), f"{by_name(page)} names {key}"
+
+
+def unknown_scenario_key(override: str, name: str = "paper-512") -> bool:
+    try:
+        load_scenario(name, [override])
+    except ConfigError as error:
+        return any("unknown key" in problem.found for problem in error.problems)
+    return False
+
+
 @pytest.mark.parametrize(
     ("wrong", "check"),
     [
         ("spotlight trian", "test_commands_options_and_overrides_exist"),
         ("spotlight audit demo --jsno", "test_commands_options_and_overrides_exist"),
         ("spotlight train rollout.stepz=8", "test_commands_options_and_overrides_exist"),
+        ("spotlight simulate paper-512 prices.clod=aws", "test_commands_options_and_overrides_exist"),
         ("spotlight train examples/gone.yaml", "test_commands_options_and_overrides_exist"),
         ("rollout.stepz=8", "test_keys_and_values_between_backticks_exist"),
     ],
@@ -144,8 +164,12 @@ def test_the_checks_see_what_is_gone(
 @pytest.mark.parametrize("page", WRITTEN, ids=by_name)
 def test_keys_and_values_between_backticks_exist(page: Path) -> None:
     for code in INLINE.findall(FENCE.sub("", page.read_text())):
-        if OVERRIDE.match(code) and "." in code.partition("=")[0]:
+        if OVERRIDE.match(code) and "." in code.partition("=")[0] and unknown_scenario_key(code):
             require_configuration(page, [code], whole=False)
+
+
+def scenario_tree(name: str) -> dict[str, object]:
+    return load_scenario(name).model_dump(mode="json")
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=by_name)
@@ -154,6 +178,9 @@ def test_yaml_blocks_are_configurations(page: Path) -> None:
         if language == "yaml":
             tree = parse_yaml(block)
             assert isinstance(tree, dict)
+            if "base" in tree:
+                assert build_scenario(merge(scenario_tree(tree.pop("base")), tree), by_name(page)).name
+                continue
             assert find_problems(build_config(tree, by_name(page))) == []
 
 

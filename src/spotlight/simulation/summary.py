@@ -56,7 +56,8 @@ def _lines(outcomes: Sequence[Outcome]) -> Iterator[Line]:
     yield Line("GPU-hours, and share")
     for phase in Phase:
         if any(one.seconds([phase]) for one in outcomes):
-            yield line(f"  {phase.value.replace('_', ' ')}", lambda one, phase=phase: _spent(one, phase))  # type: ignore[misc]
+            cells = tuple(_spent(one, phase) for one in outcomes)
+            yield Line(f"  {phase.value.replace('_', ' ')}", cells)
     yield line("  together", lambda one: _three(one.total_s / 3600))
     yield line("iterations simulated", lambda one: str(one.iterations))
 
