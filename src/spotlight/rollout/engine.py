@@ -56,6 +56,11 @@ class Engine:
         self.autocast = autocast
         self._negative = None if negative is None else Condition(negative.embeds.to(family.device))
 
+    @property
+    def device(self) -> torch.device:
+        """Where states live."""
+        return self._family.device
+
     def start(
         self, rollouts: Sequence[Rollout], conditions: Sequence[Condition], recipe: Recipe
     ) -> list[RolloutState]:

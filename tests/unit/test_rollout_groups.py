@@ -1,0 +1,162 @@
+"""Shares of tokens, orders on the wire, groups and where they meet: what needs no second process."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from spotlight.core.types import RolloutId, WorkerId
+from spotlight.rollout import communicators, rendezvous
+from spotlight.rollout.communicators import Gloo, Nccl, PeerLostError
+from spotlight.rollout.groups import FormationError, Group, Membership, StaleEpochError
+from spotlight.rollout.sequence_parallel import SequenceParallel, SequenceParallelError, share_out
+from spotlight.rollout.together import Order
+
+
+@given(st.integers(1, 8), st.integers(0, 5000), st.integers(1, 600))
+def test_shares_level_the_ranks_with_little_padding(degree: int, more: int, text: int) -> None:
+    image = degree + more
+    shares = share_out(degree, image, text)
+    assert sum(shares.image) == image
+    assert max(shares.image) - min(shares.image) <= 1
+    assert len({a + b for a, b in zip(shares.image, shares.text, strict=True)}) == 1
+    assert min(shares.text) >= 1
+    assert text <= sum(shares.text) < text + 2 * degree
+    for of in (shares.image, shares.text):  # a length tells whose it is, or it does not matter
+        assert shares.of_length(sum(of)) == of
+
+
+def test_even_lengths_need_no_padding() -> None:
+    assert share_out(4, 4096, 512).text == (128,) * 4
+    assert share_out(2, 8, 8).text == (4, 4)
+
+
+def test_lengths_that_cannot_be_are_refused() -> None:
+    with pytest.raises(SequenceParallelError, match="an image of 3 tokens at sequence-parallel degree 4"):
+        share_out(4, 3, 10)
+    with pytest.raises(
+        SequenceParallelError, match="has 5 tokens; expected the image's 8 or the padded text's 4"
+    ):
+        share_out(2, 8, 4).of_length(5)
+
+
+@settings(max_examples=20)
+@given(
+    st.sampled_from(["", "policy", "old"]),
+    st.lists(st.text(max_size=5), max_size=4, unique=True),
+    st.integers(0, 3),
+)
+def test_orders_survive_the_wire(slot: str, ids: list[str], given: int) -> None:
+    states = tuple(
+        (
+            {"step": i, "nested": {"a.b": [1, 2.5, None]}},
+            {"latents": torch.randn(2, 3), "no.kept": torch.empty(0, 4)},
+        )
+        for i in range(given)
+    )
+    order = Order(slot, tuple(RolloutId(name) for name in ids), states)
+    read = Order.from_bytes(order.to_bytes())
+    assert (read.slot, read.rollouts) == (order.slot, order.rollouts)
+    assert [header for header, _ in read.given] == [header for header, _ in states]
+    for (_, ours), (_, theirs) in zip(states, read.given, strict=True):
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+class Heads(nn.Module):
+    """Stands for an attention module, by what is asked of one."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.processor = type("Processor", (), {"_parallel_config": None})()
+
+
+class Transformer(nn.Module):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self._cp_plan: dict[str, dict[str, object]] = {"attention": {}}
+        self.attention = Heads(heads)
+
+
+def test_a_worker_by_itself_changes_epochs_without_a_network() -> None:
+    store, _ = rendezvous.serve()
+    parallel = SequenceParallel([Transformer(24)])
+    membership = Membership(WorkerId("w"), store, Gloo(1.0), parallel, form_s=0.1)
+    assert membership.leads
+    assert membership.broadcast(b"order") == b"order"
+    membership.form(Group(3, (WorkerId("w"),)))
+    assert membership.group == Group(3, (WorkerId("w"),))
+    with pytest.raises(StaleEpochError, match="epoch 2, but has seen 3"):
+        membership.form(Group(2, (WorkerId("w"), WorkerId("v"))))
+    with pytest.raises(
+        SequenceParallelError, match=r"degree 5 does not divide .* 24 .*; use one of 1, 2, 3, 4, 6"
+    ):
+        membership.form(Group(4, tuple(WorkerId(name) for name in "wabcd")))
+    with pytest.raises(FormationError, match=r"v did not come within 0.1 s") as failed:
+        membership.form(Group(4, (WorkerId("w"), WorkerId("v"))))
+    assert failed.value.missing == ("v",)
+    assert membership.group == Group(4, (WorkerId("w"),))
+    assert not parallel.active
+    with membership.exchange():  # alone nothing is translated, and nobody lost
+        pass
+    with pytest.raises(ZeroDivisionError), membership.exchange():
+        raise ZeroDivisionError
+
+
+def test_a_store_that_is_gone_is_named() -> None:
+    store, address = rendezvous.serve()
+    client = rendezvous.connect(address)
+    membership = Membership(WorkerId("w"), client, Gloo(1.0), SequenceParallel([Transformer(4)]), form_s=0.1)
+    del store
+    with pytest.raises(FormationError, match="the group store does not answer"):
+        membership.form(Group(1, (WorkerId("w"), WorkerId("v"))))
+    with pytest.raises(
+        ConnectionError, match=f"no group store answers at 127.0.0.1:{address.port} within 0.2 s"
+    ):
+        rendezvous.connect(address, timeout_s=0.2)
+
+
+def test_the_store_listens_on_the_loopback_only() -> None:
+    store, address = rendezvous.serve()
+    assert address.host == "127.0.0.1"
+    others = {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)}
+    for host in others - {"127.0.0.1"}:
+        with socket.socket() as probe:
+            assert probe.connect_ex((host, address.port)) != 0
+    del store
+
+
+def test_gloo_tells_a_lost_peer_from_other_failures() -> None:
+    gloo = Gloo(1.0)
+    with pytest.raises(PeerLostError, match="Connection closed by peer"), gloo.bounded():
+        raise RuntimeError("[/pytorch/third_party/gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:9")
+    with pytest.raises(RuntimeError, match=r"^out of memory$"), gloo.bounded():
+        raise RuntimeError("out of memory")
+
+
+def test_gloo_binds_to_the_loopback_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    with communicators._on_loopback():
+        assert os.environ["GLOO_SOCKET_IFNAME"].startswith("lo")
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    with communicators._on_loopback():
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="collective_s is 0; expected seconds above 0"):
+        communicators.communicator(torch.device("cpu"), 0)
+    with pytest.raises(ValueError, match="NCCL's device is cuda; expected a GPU with its index"):
+        communicators.communicator(torch.device("cuda"), 1.0)
+    assert isinstance(communicators.communicator(torch.device("cuda:0"), 1.0), Nccl)
+    assert isinstance(communicators.communicator(torch.device("cpu"), 1.0), Gloo)
+    with pytest.raises(ValueError, match="expected at least one, and each once"):
+        Group(1, ())
