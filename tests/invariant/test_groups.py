@@ -116,6 +116,7 @@ def kill_and_go_on(workers: Workers, undisturbed: dict[str, Tensor], victim: str
         why, when = workers.hear(name)
         assert "lost the group of w0, w1, w2, w3" in why
         assert when - died < 5.0
+        assert workers.ask(name, "hooks") == 0  # alone already, before it is told anything
         held = workers.ask(name, "results")
         assert {step for step, _ in held.values()} == {mishap.step}
     workers.all(pair, "keep", ["r0", "r2"])
