@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from torch import Tensor
 
 import _measure
+import regroup
 import rollout_loop
 import training_step
 from spotlight.algorithms.base import TrainBatch
@@ -103,3 +104,18 @@ def test_loops_that_do_not_train_the_same_are_not_compared(
         training_step.main(
             str(random_pipeline), algorithm=["diffusion-nft"], mode=["lora"], samples=2, micro_batch=2
         )
+
+
+@pytest.mark.slow  # every round starts a process
+def test_survivors_are_back_sooner_than_a_restart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "regroup.json"
+    regroup.main(degree=[4], rounds=1, json=path)
+    assert "times faster than a restart" in " ".join(capsys.readouterr().out.split())
+    (row,) = json.loads(path.read_text())["rows"]
+    (seconds,) = row["seconds"]
+    for remedy, phases in regroup.PHASES.items():
+        found = seconds[remedy]
+        assert tuple(found) == phases
+        assert min(found.values()) > 0
+        assert sum(found[phase] for phase in phases[:-1]) == pytest.approx(found["total"])
+    assert seconds["regroup"]["total"] < seconds["restart"]["total"]
