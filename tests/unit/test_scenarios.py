@@ -16,6 +16,7 @@ from spotlight.fleet.prices.quotes import PriceError
 from spotlight.fleet.traces.events import TraceError
 from spotlight.simulation.prepare import degrees, prepare, scenario_of
 from spotlight.simulation.profile import load_profile
+from spotlight.simulation.record import prices_of
 from spotlight.simulation.scenario_file import ScenarioFile
 from spotlight.simulation.scenario_load import load_scenario, scenario_names
 from spotlight.simulation.strategies import STRATEGIES, SpotPlaces
@@ -139,6 +140,29 @@ def test_stated_prices_are_taken() -> None:
     found = nodes("spotlight", "cluster.reserved.usd_gpu_h=3", "cluster.spot.usd_gpu_h=0.5")
     assert found[NodeKind.RESERVED][2] == pytest.approx(12)
     assert found[NodeKind.SPOT][2] == pytest.approx(4)
+
+
+def test_a_committed_rate_is_not_the_price_on_demand() -> None:
+    rate = "cluster.reserved.usd_gpu_h=2"
+    assert nodes("all_on_demand", rate)[NodeKind.RESERVED][2] == pytest.approx(4 * 2 + 8 * 6.88)
+    stated = nodes("all_on_demand", rate, "cluster.spot.usd_gpu_h_on_demand=5")
+    assert stated[NodeKind.RESERVED][2] == pytest.approx(4 * 2 + 8 * 5)
+    file = load_scenario("paper-512", [rate])
+    assert prices_of(prepare(file, ALL, NOW))["on demand"].usd_gpu_h == pytest.approx(6.88)
+
+
+def test_the_price_on_demand_is_always_told() -> None:
+    prices = prices_of(prepare(load_scenario("paper-512"), ALL, NOW))
+    assert prices["on demand"] == prices["reserved"]
+    assert "on demand" not in prices_of(prepare(load_scenario("paper-512"), ("spotlight",), NOW))
+
+
+def test_prices_on_demand_that_are_missing_can_be_stated() -> None:
+    other = ["cluster.spot.gpu_type=H20", "cluster.spot.usd_gpu_h=1", "strategies=[all_on_demand]"]
+    message = told(*other)
+    assert "no on-demand price of H20" in message
+    assert "State it as cluster.spot.usd_gpu_h_on_demand" in message
+    read("paper-512", [*other, "cluster.spot.usd_gpu_h_on_demand=1.5"])
 
 
 def test_only_degrees_with_figures_are_ever_formed() -> None:

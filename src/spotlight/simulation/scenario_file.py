@@ -51,12 +51,19 @@ class ReservedPool(Pool):
     """Its GPUs denoise too, while the learner waits."""
 
 
+class SpotPool(Pool):
+    """Nodes that the cloud may take back, and that ``all_on_demand`` rents for good."""
+
+    usd_gpu_h_on_demand: PositiveFloat | None = None
+    """Price of one of its GPUs on demand, whatever reserved ones cost; null asks the source in ``prices``."""
+
+
 class Cluster(_Section):
     """What is rented."""
 
     reserved: ReservedPool
     """Nodes that train."""
-    spot: Pool
+    spot: SpotPool
     """Nodes that the cloud may take back."""
 
 

@@ -228,7 +228,7 @@ def prepared_for(file: ScenarioFile, candidate: Candidate, iterations: int, now:
     for pool, nodes in (("reserved", candidate.reserved_nodes), ("spot", candidate.spot_nodes)):
         section = tree["cluster"][pool]
         if section["gpu_type"] != candidate.gpu_type:
-            section["usd_gpu_h"] = None
+            section.update({key: None for key in section if key.startswith("usd_gpu_h")})
         section["gpu_type"], section["nodes"] = candidate.gpu_type, nodes
     tree["run"]["iterations"] = iterations
     changed = build_scenario(tree, shape_of(file, candidate))
