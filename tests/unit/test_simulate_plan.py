@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -199,9 +201,53 @@ def test_prices_of_a_trace_are_followed() -> None:
     joined = {event.node.id: event.node.price_usd_h for _, event in events if isinstance(event, NodeJoined)}
     assert joined == {"spot:a": 2.0, "spot:b": 2.0, "spot:c": 3.0}
     changes = [(at_s, event) for at_s, event in events if isinstance(event, PriceChanged)]
-    named = [(0.5, "a", 2.0), (5.0, "a", 3.0), (5.0, "b", 3.0)]
+    named = [(5.0, "a", 3.0), (5.0, "b", 3.0)]  # the first price holds from the start
     assert changes == [(at_s, PriceChanged(NodeId(f"spot:{name}"), usd)) for at_s, name, usd in named]
     assert [at_s for at_s, _ in events] == sorted(at_s for at_s, _ in events)
+
+
+@given(
+    seed=st.integers(0, 100),
+    points=st.lists(st.tuples(st.integers(0, 7200), st.sampled_from([1.0, 2.0, 3.0])), min_size=1),
+)
+def test_every_node_always_has_the_price_in_force(seed: int, points: list[tuple[int, float]]) -> None:
+    spec = TraceSpec(seed, 7200.0, 3, 1, mean_uptime_s=1000.0, notice_lead_s=0.0)
+    prices = tuple(PricePoint(float(at_s), usd) for at_s, usd in sorted(points))
+    events = spot_events(replace(generate(spec), prices=prices), SpotOffer("H100", 1, None))
+    assert [at_s for at_s, _ in events] == sorted(at_s for at_s, _ in events)
+    moments = sorted({at_s for at_s, _ in events} | {point.time_s for point in prices})
+    present: dict[NodeId, float | None] = {}
+    left = list(events)
+    for moment_s in moments:
+        while left and left[0][0] <= moment_s:
+            _, event = left.pop(0)
+            if isinstance(event, NodeJoined):
+                present[event.node.id] = event.node.price_usd_h
+            elif isinstance(event, NodeLost):
+                del present[event.node]
+            elif isinstance(event, PriceChanged):
+                assert present[event.node] != event.price_usd_h
+                present[event.node] = event.price_usd_h
+        known = [point.usd_h for point in prices if point.time_s <= moment_s]
+        in_force = known[-1] if known else prices[0].usd_h
+        assert set(present.values()) <= {in_force}
+
+
+def test_a_week_of_prices_by_the_minute_is_prepared_in_a_moment(tmp_path: Path) -> None:
+    minutes = 7 * 24 * 60
+    draw = random.Random(0)
+    trace = {
+        "metadata": {"gap_seconds": 60},
+        "data": [int(draw.random() < 0.9) * 4 for _ in range(minutes)],
+        "prices": [round(5 + draw.random(), 2) for _ in range(minutes)],
+    }
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps(trace))
+    file = small("trace.kind=file", f"trace.path={path}", "trace.use_prices=true", "run.until_h=168")
+    started_s = time.process_time()
+    events = scenario_of(prepare(file, tuple(STRATEGIES), NOW), STRATEGIES["spotlight"]).nodes
+    assert time.process_time() - started_s < 4  # takes 0.4 s; a sweep for each price took minutes
+    assert sum(isinstance(event, PriceChanged) for _, event in events) > 0.7 * minutes
 
 
 def test_a_notice_without_a_removal_ends_with_the_trace(tmp_path: Path) -> None:
