@@ -212,6 +212,7 @@ def _cluster_plan(prepared: Prepared, costs: ProfileCosts, gpus: tuple[str, ...]
     full_s = costs.worker_start_s() + costs.pull_s(WeightKind.FULL, False)
     return ClusterPlan(
         pixels=file.pixels,
+        latent_frames=latent_frames(prepared.profile.frames),
         heads=heads,
         degree_min=low,
         degree_max=high,
@@ -220,6 +221,14 @@ def _cluster_plan(prepared: Prepared, costs: ProfileCosts, gpus: tuple[str, ...]
         drain_margin_s=max(10.0, 2 * step_s + decode_s),
         publishes=publishes,
     )
+
+
+def latent_frames(frames: int) -> int:
+    """Of a sample of so many frames: the first by itself, then one for every four.
+
+    So do the causal VAEs of HunyuanVideo and Wan 2.1 (their reports: temporal compression 4).
+    """
+    return 1 + (frames - 1) // 4
 
 
 def degrees(profile: Profile, gpus: tuple[str, ...], pixels: int, widest: int) -> tuple[int, int, int]:
