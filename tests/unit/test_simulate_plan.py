@@ -32,7 +32,7 @@ from spotlight.simulation.result import GpuTimeline, Segment, SimulationResult
 from spotlight.simulation.scenario import PriceChanged
 from spotlight.simulation.scenario_file import ScenarioFile
 from spotlight.simulation.scenario_load import load_scenario
-from spotlight.simulation.search import Goal, grid, pareto, prepared_for, search
+from spotlight.simulation.search import Candidate, Goal, grid, pareto, prepared_for, search, shape_of
 from spotlight.simulation.strategies import STRATEGIES
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
@@ -417,3 +417,38 @@ def test_the_grid_surrounds_the_scenario() -> None:
     assert {one.spot_nodes for one in candidates if one.strategy == "reserved_only"} == {0}
     assert {one.spot_nodes for one in candidates if one.strategy == "spotlight"} == {1, 2, 4, 8, 16}
     assert {one.reserved_nodes for one in candidates} == {1, 2, 4}
+
+
+MIXED = ("cluster.spot.gpu_type=H20", "cluster.spot.usd_gpu_h=0.4", "cluster.spot.usd_gpu_h_on_demand=1.5")
+
+
+def test_the_scenarios_own_pair_of_types_is_planned_with() -> None:
+    file = quick(
+        *MIXED, "plan.reserved_nodes=[1]", "plan.spot_nodes=[4]", "plan.strategies=[spot_rollout_only]"
+    )
+    candidates = grid(file)
+    assert [(one.gpu_type, one.spot_gpu_type) for one in candidates] == [("H100", "H100"), ("H100", "H20")]
+    found = search(file, Goal(deadline_h=1000.0), NOW)
+    own = next(one for one in found.evaluated if one.candidate.spot_gpu_type == "H20")
+    assert shape_of(file, own.candidate) == "4 reserved H100 + 8 spot H20, spot_rollout_only"
+    pools = prepared_for(file, own.candidate, 3, NOW).file.cluster
+    assert (pools.reserved.gpu_type, pools.spot.gpu_type, pools.spot.usd_gpu_h) == ("H100", "H20", 0.4)
+
+
+def test_without_spot_nodes_their_type_says_nothing() -> None:
+    candidates = grid(quick(*MIXED, "plan.gpu_types=[H20]", "plan.strategies=[reserved_only]"))
+    assert {(one.gpu_type, one.spot_gpu_type) for one in candidates} == {("H20", "H20"), ("H100", "H100")}
+
+
+def test_stated_prices_are_of_their_own_types() -> None:
+    file = quick(*MIXED)
+    other = Candidate("spotlight", "H100", "H100", 1, 4)
+    spot = prepared_for(file, other, 3, NOW).file.cluster.spot
+    assert (spot.gpu_type, spot.usd_gpu_h, spot.usd_gpu_h_on_demand) == ("H100", None, None)
+
+
+def test_on_demand_gpus_of_another_type_do_not_train() -> None:
+    file = quick(*MIXED, "workload.prompts=11")  # 88 samples: 4 ranks divide them, 12 would leave out 4
+    prepared_for(file, Candidate("all_on_demand", "H100", "H20", 1, 4), 3, NOW)
+    with pytest.raises(ConfigError, match="12 learner GPUs do not divide"):
+        prepared_for(quick("workload.prompts=10"), Candidate("all_on_demand", "H100", "H100", 1, 4), 3, NOW)

@@ -204,7 +204,8 @@ class Search(_Section):
     strategies: tuple[str, ...] = ("reserved_only", "spotlight")
     """Which strategies may be recommended."""
     gpu_types: tuple[str, ...] = ()
-    """Empty: every type with figures in the profile, a price, and memory enough."""
+    """For reserved and spot nodes alike. Empty: every type with figures in the profile, a price, and memory
+    enough. If the scenario's two pools differ in type, this pair is tried besides; no other pair is."""
     reserved_nodes: tuple[PositiveInt, ...] = ()
     """Numbers to try."""
     spot_nodes: tuple[NonNegativeInt, ...] = ()
