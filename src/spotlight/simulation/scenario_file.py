@@ -73,9 +73,9 @@ class Prices(_Section):
     source: str = "builtin"
     """As for ``spotlight prices --source``."""
     cloud: str | None = None
-    """Only this cloud; null: the cheapest of all."""
+    """Only this cloud; null: of those that have all prices wanted, where all GPUs together cost least."""
     region: str | None = None
-    """Only this region."""
+    """Only this region; null: chosen with the cloud."""
     instance_type: str | None = None
     """Only this machine."""
 
