@@ -23,8 +23,10 @@ from dataclasses import dataclass
 from spotlight.core import effects as ef
 from spotlight.core import events as ev
 from spotlight.core.recovery import Recovery
+from spotlight.core.types import Node
 from spotlight.simulation.driver import Simulation
 from spotlight.simulation.faults import FaultKind, Injector
+from spotlight.simulation.scenario import NodeEvent
 from spotlight.simulation.swarm import Trial, draw_trial
 from spotlight.simulation.witness import Witness
 from spotlight.simulation.workers import Receipt
@@ -66,6 +68,18 @@ class CheckedSimulation(Simulation):
         """Check, and let faults happen."""
         self.witness.see(event, effects, receipt)
         self.injector.advance()
+
+    def happen(self, event: NodeEvent) -> None:
+        """See :class:`Simulation`; the witness keeps its own bill."""
+        self.witness.bill.happen(event, self.now)
+        super().happen(event)
+
+    def reboot(self, node: Node) -> None:
+        """See :class:`Simulation`."""
+        self.witness.bill.happen(
+            ev.NodeLost(node.id), self.now
+        )  # it joins again by `happen`, if it was there
+        super().reboot(node)
 
     def restart_head(self, down_s: float) -> None:
         """See :class:`Simulation`; what the old controller counted is kept."""
