@@ -97,6 +97,17 @@ def test_a_trace_of_the_command_line_keeps_the_scenarios_notices(tmp_path: Path)
     ).trace.model_dump()  # fmt: skip
 
 
+@pytest.mark.parametrize("override", ["trace={kind: always_on}", "trace.kind=always_on"])
+def test_a_trace_of_another_kind_replaces_the_scenarios(override: str) -> None:
+    assert load_scenario("paper-512", [override]).trace.model_dump() == {"kind": "always_on"}
+
+
+def test_a_trace_of_the_same_kind_keeps_the_other_keys() -> None:
+    was = load_scenario("paper-512").trace.model_dump()
+    for override in ("trace={kind: generated, mean_uptime_h: 7}", "trace={mean_uptime_h: 7}"):
+        assert load_scenario("paper-512", [override]).trace.model_dump() == was | {"mean_uptime_h": 7}
+
+
 def test_the_schema_and_the_strategies_stay_open() -> None:
     assert {"reserved_only", "all_on_demand", "spot_rollout_only", "critical_path", "spotlight"} <= set(ALL)
     assert STRATEGIES["spotlight"].explore is Explore.IDLE
@@ -223,7 +234,9 @@ def test_only_degrees_with_figures_are_ever_formed() -> None:
         ("cluster.spot.gpus=2", ("cluster.spot.gpus", "unknown key", "gpus_per_node")),
         ("strategies=[spotligth]", ("strategies", "'spotligth'", "Did you mean 'spotlight'")),
         ("strategies=[spotlight,spotlight]", ("strategies", "every strategy once")),
-        ("strategies=[]", ("strategies",)),
+        ("strategies=[magic]", ("strategies", "'magic'", "one of reserved_only, all_on_demand,")),
+        ("strategies=[]", ("strategies", "one or more of reserved_only, all_on_demand,")),
+        ("plan.strategies=[]", ("plan.strategies", "one or more of reserved_only, all_on_demand,")),
         ("exploration=null", ("exploration", "critical_path, spotlight")),
         ("exploration.seeds_per_prompt=8", ("exploration.seeds_per_prompt", "8", "group size, 16")),
         ("exploration.steps=30", ("exploration.steps", "30", "workload.steps, 20")),
@@ -234,6 +247,8 @@ def test_only_degrees_with_figures_are_ever_formed() -> None:
         ("trace.leed_s=3", ("trace.leed_s", "unknown key")),
         ("workload.prompts=0", ("workload.prompts", "greater than 0")),
         ("workload.profile=gone", ("profile", "gone", "qwen-image-20b")),
+        ("workload.height=513", ("workload.height", "found 513", "a multiple of 16", "For example 512")),
+        ("workload.width=700", ("workload.width", "found 700", "a multiple of 16", "For example 704")),
         ("workload.height=64", ("gpus.H100.denoise", "pixels")),
         ("workload.updates_per_batch=33", ("workload.updates_per_batch", "33", "at most 32")),
         ("prices.source=gone", ("gone", "builtin")),

@@ -19,7 +19,7 @@ from spotlight.fleet.traces.generator import TraceSpec, generate
 from spotlight.fleet.traces.readers import read_trace
 from spotlight.fleet.traces.transforms import cut, limit, repeat, with_notices
 from spotlight.simulation.fleet_events import SpotOffer, spot_events
-from spotlight.simulation.profile import Profile, load_profile, require_memory
+from spotlight.simulation.profile import Profile, load_profile, require_memory, require_size
 from spotlight.simulation.profile_costs import ProfileCosts, Workload, sp_degrees
 from spotlight.simulation.scenario import NodeEvent, Scenario
 from spotlight.simulation.scenario_file import AlwaysOn, GeneratedTrace, Pool, ScenarioFile
@@ -56,6 +56,7 @@ def prepare(file: ScenarioFile, strategies: tuple[str, ...], now: datetime) -> P
     """
     chosen = [STRATEGIES[name] for name in strategies]
     profile = load_profile(file.workload.profile)
+    require_size(profile, file.workload.height, file.workload.width)
     places = {strategy.places for strategy in chosen}
     if file.cluster.spot.nodes == 0 and (
         needy := [one for one in chosen if one.places is not SpotPlaces.NOTHING]

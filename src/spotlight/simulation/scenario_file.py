@@ -231,7 +231,7 @@ class ScenarioFile(_Section):
     """The run."""
     exploration: Exploration | None = None
     """Previews, for the strategies that make them."""
-    strategies: tuple[str, ...] = Field(min_length=1)
+    strategies: tuple[str, ...]
     """What is compared."""
     iterations_to_target: Mapping[str, Target] = {}
     """By strategy; without it time and cost to target are unknown."""
