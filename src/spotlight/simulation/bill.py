@@ -99,8 +99,8 @@ def _require_equal(
 ) -> None:
     seconds, usd = abs(found.seconds - expected.seconds), abs(found.usd - expected.usd)
     assert seconds <= TOLERANCE * max(1.0, scale.seconds), (
-        f"the accounts have {found.seconds} GPU-seconds of {kind} nodes ({phase}), {expected.seconds} are due"
+        f"the accounts have {found.seconds} GPU-seconds of {kind} nodes ({phase or 'all phases'}), {expected.seconds} are due"
     )
     assert usd <= TOLERANCE * max(1.0, scale.usd), (
-        f"the accounts have {found.usd} $ of {kind} nodes ({phase}), {expected.usd} $ are due"
+        f"the accounts have {found.usd} $ of {kind} nodes ({phase or 'all phases'}), {expected.usd} $ are due"
     )
