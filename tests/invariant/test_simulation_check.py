@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 
 import pytest
 
-from spotlight.simulation.check import check_seeds, main, replay_command, run_trial, shrink
+from spotlight.simulation import check
+from spotlight.simulation.check import Outcome, check_seeds, main, replay_command, run_trial, shrink
 from spotlight.simulation.faults import FaultKind
 from spotlight.simulation.mutations import MUTATIONS, Mutation, find
-from spotlight.simulation.swarm import draw_trial
+from spotlight.simulation.swarm import Trial, draw_trial
 
 SEEDS = 300
 
@@ -44,6 +46,22 @@ def test_a_failing_seed_shrinks_to_a_line_that_replays_it(capsys: pytest.Capture
         assert main(arguments) == 1
         assert "awaiting_learner" in capsys.readouterr().out
     assert main(arguments) == 0, "the bug is gone, and so is the failure"
+
+
+def test_shrinking_keeps_the_kind_of_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = next(one for one in map(draw_trial, range(SEEDS)) if len(one.faults) >= 4)
+    needed = set(trial.faults[1:3])
+
+    def run(one: Trial) -> Outcome:
+        kind = "AssertionError (lost)" if needed <= set(one.faults) else "KeyError (elsewhere)"
+        return Outcome(f"{kind} at {len(one.faults)}", "", Counter(), 0, 0.0, kind)
+
+    monkeypatch.setattr(check, "run_trial", run)
+    small = shrink(trial)
+    assert set(small.faults) == needed
+    assert small.scenario.plan.iterations == 1
+    monkeypatch.setattr(check, "run_trial", lambda one: Outcome(None, "", Counter(), 0, 0.0))
+    assert shrink(trial) == trial
 
 
 def test_a_run_without_faults_is_the_same_with_and_without_a_witness() -> None:

@@ -110,6 +110,45 @@ def test_a_pull_is_answered_when_there_is_work() -> None:
     assert set(rest.lease.rollouts).isdisjoint(grant.lease.rollouts)
 
 
+def test_groups_that_get_ready_one_after_another_share_the_work_equally() -> None:
+    # Four rollouts, four groups: who is ready first must not take what the others will ask for.
+    room = Room(dataclasses.replace(PLAN, cluster=dataclasses.replace(PLAN.cluster, degree_max=1)))
+    forming: list[ef.FormGroup] = []
+    todo = room.feed(ev.NodeJoined(dataclasses.replace(SPOT, gpus=4)))
+    while todo:
+        match todo.pop(0):
+            case ef.StartWorker(worker, _, _, epoch):
+                todo += room.feed(ev.WorkerStarted(worker, epoch))
+            case ef.PullWeights(worker, epoch, version, lineage):
+                todo += room.feed(ev.WeightsPulled(worker, epoch, version, lineage))
+            case ef.FormGroup() as form:
+                forming.append(form)
+    assert len(forming) == 4
+    granted = []
+    for form in forming[:-1]:
+        room.feed(ev.GroupFormed(form.leader, form.epoch))
+        granted.append(only(room.pull(form, capacity=4), ef.GrantLease))
+    assert [len(grant.rollouts) for grant in granted] == [1, 1, 1]
+    # The last never answers: its share goes to who is done first.
+    done, grant = forming[0], granted[0]
+    room.feed(ev.LeaseCompleted(done.leader, grant.lease.id, done.epoch, grant.lease.rollouts, V0))
+    rest = only(room.pull(done, capacity=4, seen=grant.lease.id), ef.GrantLease)
+    assert len(rest.rollouts) == 1
+    assert room.controller.queue.waiting == 0
+
+
+def test_busy_learner_nodes_and_groups_that_part_have_no_share() -> None:
+    room = Room(dataclasses.replace(PLAN, cluster=dataclasses.replace(PLAN.cluster, degree_max=1)))
+    room.bring_up(Node(NodeId("r"), NodeKind.RESERVED, 2, "H100", 8.0, True, True))
+    one, two = room.bring_up()
+    cluster = room.controller.cluster
+    room.feed(ev.WorkerCrashed(two.leader, cluster.workers[two.leader].epoch))
+    cluster.learner_idles(False)
+    cluster.pulled(ev.GroupPulled(one.leader, one.epoch, 4, LeaseId(0)), room.now)
+    cluster.serve(room.now)
+    assert len(only(cluster.effects, ef.GrantLease).rollouts) == 4, "nobody else could take any"
+
+
 def test_a_lost_grant_is_sent_again_and_an_unfinished_lease_given_up() -> None:
     room = Room()
     one, _ = room.bring_up()

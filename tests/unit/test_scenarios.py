@@ -12,13 +12,16 @@ import pytest
 from spotlight.config.errors import ConfigError
 from spotlight.core.plan import Explore
 from spotlight.core.types import NodeKind
-from spotlight.fleet.prices.quotes import PriceError
+from spotlight.fleet.prices.quotes import PriceError, Quote
 from spotlight.fleet.traces.events import TraceError
+from spotlight.simulation import tariff
 from spotlight.simulation.prepare import degrees, prepare, scenario_of
 from spotlight.simulation.profile import load_profile
+from spotlight.simulation.record import prices_of
 from spotlight.simulation.scenario_file import ScenarioFile
 from spotlight.simulation.scenario_load import load_scenario, scenario_names
 from spotlight.simulation.strategies import STRATEGIES, SpotPlaces
+from spotlight.simulation.tariff import Tariff
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 ALL = tuple(STRATEGIES)
@@ -58,12 +61,12 @@ def test_the_papers_cluster_has_the_papers_prices(
     pools = file.cluster.reserved, file.cluster.spot
     assert [pool.nodes * pool.gpus_per_node for pool in pools] == [4, 8]
     assert (pools[1].nodes, pools[1].gpu_type) == (4, "H100")
-    tariff = prepare(file, ALL, NOW).tariff
-    assert tariff.spot is not None
-    assert tariff.reserved.usd_gpu_h == pytest.approx(reserved, abs=0.01)
-    assert tariff.spot.usd_gpu_h == pytest.approx(spot, abs=0.01)
-    assert tariff.reserved.as_of is not None
-    assert "arXiv 2606.19004" in tariff.spot.source
+    found = prepare(file, ALL, NOW).tariff
+    assert found.spot is not None
+    assert found.reserved.usd_gpu_h == pytest.approx(reserved, abs=0.01)
+    assert found.spot.usd_gpu_h == pytest.approx(spot, abs=0.01)
+    assert found.reserved.as_of is not None
+    assert "arXiv 2606.19004" in found.spot.source
 
 
 def test_a_scenario_of_a_thousand_gpus_is_shipped() -> None:
@@ -92,6 +95,17 @@ def test_a_trace_of_the_command_line_keeps_the_scenarios_notices(tmp_path: Path)
     assert section.model_dump() == load_scenario(
         "paper-512", ["trace.kind=file", f"trace.path={path}", "trace.notice_lead_s=30.0"]
     ).trace.model_dump()  # fmt: skip
+
+
+@pytest.mark.parametrize("override", ["trace={kind: always_on}", "trace.kind=always_on"])
+def test_a_trace_of_another_kind_replaces_the_scenarios(override: str) -> None:
+    assert load_scenario("paper-512", [override]).trace.model_dump() == {"kind": "always_on"}
+
+
+def test_a_trace_of_the_same_kind_keeps_the_other_keys() -> None:
+    was = load_scenario("paper-512").trace.model_dump()
+    for override in ("trace={kind: generated, mean_uptime_h: 7}", "trace={mean_uptime_h: 7}"):
+        assert load_scenario("paper-512", [override]).trace.model_dump() == was | {"mean_uptime_h": 7}
 
 
 def test_the_schema_and_the_strategies_stay_open() -> None:
@@ -141,6 +155,63 @@ def test_stated_prices_are_taken() -> None:
     assert found[NodeKind.SPOT][2] == pytest.approx(4)
 
 
+def test_a_committed_rate_is_not_the_price_on_demand() -> None:
+    rate = "cluster.reserved.usd_gpu_h=2"
+    assert nodes("all_on_demand", rate)[NodeKind.RESERVED][2] == pytest.approx(4 * 2 + 8 * 6.88)
+    stated = nodes("all_on_demand", rate, "cluster.spot.usd_gpu_h_on_demand=5")
+    assert stated[NodeKind.RESERVED][2] == pytest.approx(4 * 2 + 8 * 5)
+    file = load_scenario("paper-512", [rate])
+    assert prices_of(prepare(file, ALL, NOW))["on demand"].usd_gpu_h == pytest.approx(6.88)
+
+
+def test_the_price_on_demand_is_always_told() -> None:
+    prices = prices_of(prepare(load_scenario("paper-512"), ALL, NOW))
+    assert prices["on demand"] == prices["reserved"]
+    assert "on demand" not in prices_of(prepare(load_scenario("paper-512"), ("spotlight",), NOW))
+
+
+def test_prices_on_demand_that_are_missing_can_be_stated() -> None:
+    other = ["cluster.spot.gpu_type=H20", "cluster.spot.usd_gpu_h=1", "strategies=[all_on_demand]"]
+    message = told(*other)
+    assert "no on-demand price of H20" in message
+    assert "State it as cluster.spot.usd_gpu_h_on_demand" in message
+    read("paper-512", [*other, "cluster.spot.usd_gpu_h_on_demand=1.5"])
+
+
+def priced_by(rows: str, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> Tariff:
+    """The tariff by quotes of one H100: cloud, region, on demand, spot."""
+    quotes = [
+        Quote(
+            cloud, region, "", "m", "H100", 1,
+            float(fixed) if fixed else None, float(spot) if spot else None, NOW, "test",
+        )
+        for cloud, region, fixed, spot in (row.split(",") for row in rows.split())
+    ]  # fmt: skip
+    monkeypatch.setattr(tariff, "load_prices", lambda source, question: tuple(quotes))
+    file = load_scenario("paper-512", ["prices.cloud=null", *overrides])
+    return prepare(file, ALL, NOW).tariff
+
+
+def test_all_prices_are_of_the_place_that_is_cheapest_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = priced_by("a,x,2,9 a,y,5,2 a,z,9,1 b,y,4.5,2.5", monkeypatch)  # 4 reserved, 8 more, 8 spot
+    assert {tag.place for tag in (found.reserved, found.on_demand, found.spot) if tag} == {("b", "y")}
+    assert (found.reserved.usd_gpu_h, found.caveat) == (4.5, "")
+    assert found.spot is not None
+    assert found.spot.usd_gpu_h == 2.5
+
+
+def test_a_price_without_region_is_of_every_region_of_its_cloud(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = priced_by("a,,3,  a,x,,2 b,x,,1", monkeypatch)
+    assert found.spot is not None
+    assert (found.reserved.usd_gpu_h, found.spot.usd_gpu_h, found.caveat) == (3, 2, "")
+
+
+def test_prices_of_different_clouds_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = priced_by("a,x,3, b,y,,1", monkeypatch)
+    assert "reserved in a x, on demand in a x, spot in b y" in found.caveat
+    assert not priced_by("a,x,3, b,y,,1", monkeypatch, "cluster.spot.usd_gpu_h=1").caveat
+
+
 def test_only_degrees_with_figures_are_ever_formed() -> None:
     profile = load_profile("qwen-image-20b")
     for widest, expected in ((1, {1}), (2, {1, 2}), (3, {1, 2}), (8, {1, 2, 4})):
@@ -163,7 +234,9 @@ def test_only_degrees_with_figures_are_ever_formed() -> None:
         ("cluster.spot.gpus=2", ("cluster.spot.gpus", "unknown key", "gpus_per_node")),
         ("strategies=[spotligth]", ("strategies", "'spotligth'", "Did you mean 'spotlight'")),
         ("strategies=[spotlight,spotlight]", ("strategies", "every strategy once")),
-        ("strategies=[]", ("strategies",)),
+        ("strategies=[magic]", ("strategies", "'magic'", "one of reserved_only, all_on_demand,")),
+        ("strategies=[]", ("strategies", "one or more of reserved_only, all_on_demand,")),
+        ("plan.strategies=[]", ("plan.strategies", "one or more of reserved_only, all_on_demand,")),
         ("exploration=null", ("exploration", "critical_path, spotlight")),
         ("exploration.seeds_per_prompt=8", ("exploration.seeds_per_prompt", "8", "group size, 16")),
         ("exploration.steps=30", ("exploration.steps", "30", "workload.steps, 20")),
@@ -174,6 +247,8 @@ def test_only_degrees_with_figures_are_ever_formed() -> None:
         ("trace.leed_s=3", ("trace.leed_s", "unknown key")),
         ("workload.prompts=0", ("workload.prompts", "greater than 0")),
         ("workload.profile=gone", ("profile", "gone", "qwen-image-20b")),
+        ("workload.height=513", ("workload.height", "found 513", "a multiple of 16", "For example 512")),
+        ("workload.width=700", ("workload.width", "found 700", "a multiple of 16", "For example 704")),
         ("workload.height=64", ("gpus.H100.denoise", "pixels")),
         ("workload.updates_per_batch=33", ("workload.updates_per_batch", "33", "at most 32")),
         ("prices.source=gone", ("gone", "builtin")),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -30,7 +32,7 @@ from spotlight.simulation.result import GpuTimeline, Segment, SimulationResult
 from spotlight.simulation.scenario import PriceChanged
 from spotlight.simulation.scenario_file import ScenarioFile
 from spotlight.simulation.scenario_load import load_scenario
-from spotlight.simulation.search import Goal, grid, pareto, prepared_for, search
+from spotlight.simulation.search import Candidate, Goal, grid, pareto, prepared_for, search, shape_of
 from spotlight.simulation.strategies import STRATEGIES
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
@@ -199,9 +201,53 @@ def test_prices_of_a_trace_are_followed() -> None:
     joined = {event.node.id: event.node.price_usd_h for _, event in events if isinstance(event, NodeJoined)}
     assert joined == {"spot:a": 2.0, "spot:b": 2.0, "spot:c": 3.0}
     changes = [(at_s, event) for at_s, event in events if isinstance(event, PriceChanged)]
-    named = [(0.5, "a", 2.0), (5.0, "a", 3.0), (5.0, "b", 3.0)]
+    named = [(5.0, "a", 3.0), (5.0, "b", 3.0)]  # the first price holds from the start
     assert changes == [(at_s, PriceChanged(NodeId(f"spot:{name}"), usd)) for at_s, name, usd in named]
     assert [at_s for at_s, _ in events] == sorted(at_s for at_s, _ in events)
+
+
+@given(
+    seed=st.integers(0, 100),
+    points=st.lists(st.tuples(st.integers(0, 7200), st.sampled_from([1.0, 2.0, 3.0])), min_size=1),
+)
+def test_every_node_always_has_the_price_in_force(seed: int, points: list[tuple[int, float]]) -> None:
+    spec = TraceSpec(seed, 7200.0, 3, 1, mean_uptime_s=1000.0, notice_lead_s=0.0)
+    prices = tuple(PricePoint(float(at_s), usd) for at_s, usd in sorted(points))
+    events = spot_events(replace(generate(spec), prices=prices), SpotOffer("H100", 1, None))
+    assert [at_s for at_s, _ in events] == sorted(at_s for at_s, _ in events)
+    moments = sorted({at_s for at_s, _ in events} | {point.time_s for point in prices})
+    present: dict[NodeId, float | None] = {}
+    left = list(events)
+    for moment_s in moments:
+        while left and left[0][0] <= moment_s:
+            _, event = left.pop(0)
+            if isinstance(event, NodeJoined):
+                present[event.node.id] = event.node.price_usd_h
+            elif isinstance(event, NodeLost):
+                del present[event.node]
+            elif isinstance(event, PriceChanged):
+                assert present[event.node] != event.price_usd_h
+                present[event.node] = event.price_usd_h
+        known = [point.usd_h for point in prices if point.time_s <= moment_s]
+        in_force = known[-1] if known else prices[0].usd_h
+        assert set(present.values()) <= {in_force}
+
+
+def test_a_week_of_prices_by_the_minute_is_prepared_in_a_moment(tmp_path: Path) -> None:
+    minutes = 7 * 24 * 60
+    draw = random.Random(0)
+    trace = {
+        "metadata": {"gap_seconds": 60},
+        "data": [int(draw.random() < 0.9) * 4 for _ in range(minutes)],
+        "prices": [round(5 + draw.random(), 2) for _ in range(minutes)],
+    }
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps(trace))
+    file = small("trace.kind=file", f"trace.path={path}", "trace.use_prices=true", "run.until_h=168")
+    started_s = time.process_time()
+    events = scenario_of(prepare(file, tuple(STRATEGIES), NOW), STRATEGIES["spotlight"]).nodes
+    assert time.process_time() - started_s < 4  # takes 0.4 s; a sweep for each price took minutes
+    assert sum(isinstance(event, PriceChanged) for _, event in events) > 0.7 * minutes
 
 
 def test_a_notice_without_a_removal_ends_with_the_trace(tmp_path: Path) -> None:
@@ -371,3 +417,38 @@ def test_the_grid_surrounds_the_scenario() -> None:
     assert {one.spot_nodes for one in candidates if one.strategy == "reserved_only"} == {0}
     assert {one.spot_nodes for one in candidates if one.strategy == "spotlight"} == {1, 2, 4, 8, 16}
     assert {one.reserved_nodes for one in candidates} == {1, 2, 4}
+
+
+MIXED = ("cluster.spot.gpu_type=H20", "cluster.spot.usd_gpu_h=0.4", "cluster.spot.usd_gpu_h_on_demand=1.5")
+
+
+def test_the_scenarios_own_pair_of_types_is_planned_with() -> None:
+    file = quick(
+        *MIXED, "plan.reserved_nodes=[1]", "plan.spot_nodes=[4]", "plan.strategies=[spot_rollout_only]"
+    )
+    candidates = grid(file)
+    assert [(one.gpu_type, one.spot_gpu_type) for one in candidates] == [("H100", "H100"), ("H100", "H20")]
+    found = search(file, Goal(deadline_h=1000.0), NOW)
+    own = next(one for one in found.evaluated if one.candidate.spot_gpu_type == "H20")
+    assert shape_of(file, own.candidate) == "4 reserved H100 + 8 spot H20, spot_rollout_only"
+    pools = prepared_for(file, own.candidate, 3, NOW).file.cluster
+    assert (pools.reserved.gpu_type, pools.spot.gpu_type, pools.spot.usd_gpu_h) == ("H100", "H20", 0.4)
+
+
+def test_without_spot_nodes_their_type_says_nothing() -> None:
+    candidates = grid(quick(*MIXED, "plan.gpu_types=[H20]", "plan.strategies=[reserved_only]"))
+    assert {(one.gpu_type, one.spot_gpu_type) for one in candidates} == {("H20", "H20"), ("H100", "H100")}
+
+
+def test_stated_prices_are_of_their_own_types() -> None:
+    file = quick(*MIXED)
+    other = Candidate("spotlight", "H100", "H100", 1, 4)
+    spot = prepared_for(file, other, 3, NOW).file.cluster.spot
+    assert (spot.gpu_type, spot.usd_gpu_h, spot.usd_gpu_h_on_demand) == ("H100", None, None)
+
+
+def test_on_demand_gpus_of_another_type_do_not_train() -> None:
+    file = quick(*MIXED, "workload.prompts=11")  # 88 samples: 4 ranks divide them, 12 would leave out 4
+    prepared_for(file, Candidate("all_on_demand", "H100", "H20", 1, 4), 3, NOW)
+    with pytest.raises(ConfigError, match="12 learner GPUs do not divide"):
+        prepared_for(quick("workload.prompts=10"), Candidate("all_on_demand", "H100", "H100", 1, 4), 3, NOW)

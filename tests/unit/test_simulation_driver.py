@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+import statistics
 
 import pytest
 
@@ -10,7 +12,8 @@ from spotlight.core.events import NodeJoined, NodeLost
 from spotlight.core.plan import ClusterPlan, ExplorationPlan, Explore, Plan
 from spotlight.core.types import Node, NodeId, NodeKind, Phase
 from spotlight.simulation.costs import ConstantCosts
-from spotlight.simulation.driver import simulate
+from spotlight.simulation.driver import Simulation, simulate
+from spotlight.simulation.noise import Noise
 from spotlight.simulation.result import SimulationResult
 from spotlight.simulation.scenario import NodeEvent, PriceChanged, Scenario
 
@@ -68,6 +71,43 @@ def test_equal_scenarios_give_equal_runs() -> None:
     first, second = simulate(noisy, log=True), simulate(noisy, log=True)
     assert first == second
     assert first.log_hash != simulate(dataclasses.replace(noisy, seed=4), log=True).log_hash
+
+
+def trained_s(ranks: int, noise: float, slow: dict[NodeId, float] | None = None) -> float:
+    """Time of each learner GPU in training, of a run with a reserved node for every two ranks."""
+    nodes = [dataclasses.replace(RESERVED, id=NodeId(f"r{n}")) for n in range(ranks // 2)]
+    joined = tuple((0.0, NodeJoined(node)) for node in (*nodes, *SPOT))
+    plan = dataclasses.replace(PLAN, ranks=ranks, micro_batch_size=ranks)
+    simulation = Simulation(dataclasses.replace(SCENARIO, plan=plan, nodes=joined, noise=noise))
+    simulation.slow.update(slow or {})
+    simulation.begin()
+    while simulation.step():
+        pass
+    assert simulation.finish is not None
+    assert simulation.finish.error is None
+    return seconds(simulation.result(), Phase.TRAINING) / ranks
+
+
+def test_training_waits_for_the_slowest_rank() -> None:
+    assert trained_s(4, 0.3) > 1.1 * trained_s(4, 0.0), "the slowest of four is slower than the mean"
+    slow = trained_s(4, 0.0, {NodeId("r1"): 3.0})
+    assert slow == pytest.approx(3 * trained_s(4, 0.0)), "half of the ranks wait for the other half"
+
+
+@pytest.mark.parametrize("count", [1, 4, 64])
+def test_the_slowest_of_many_is_as_slow_as_if_each_were_drawn(count: int) -> None:
+    noise, each = Noise(0, "learner", 0.3), random.Random(1)
+    direct = [max(each.lognormvariate(0.0, 0.3) for _ in range(count)) for _ in range(4000)]
+    drawn = [noise.slowest(count) for _ in range(4000)]
+    assert statistics.mean(drawn) == pytest.approx(statistics.mean(direct), rel=0.03)
+    assert statistics.quantiles(drawn) == pytest.approx(statistics.quantiles(direct), rel=0.04)
+    assert Noise(0, "rewards", 0.0).slowest(count) == 1.0
+
+
+def test_rewards_arrive_with_noise() -> None:
+    costs = ConstantCosts(step_s=1e-9, small_s=1e-9, large_s=1e-9, scoring_s=10.0)
+    exact = simulate(dataclasses.replace(SCENARIO, costs=costs)).end_s
+    assert simulate(dataclasses.replace(SCENARIO, costs=costs, noise=0.3)).end_s > 1.1 * exact
 
 
 def test_a_preemption_loses_what_was_not_committed_and_the_node_is_billed_no_more() -> None:

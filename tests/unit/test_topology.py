@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -60,6 +62,16 @@ def test_groups_are_disjoint_and_only_too_few_workers_are_left_out(
 def test_the_tail_of_a_batch_of_large_images(rollouts: int, degree: int) -> None:
     plan = ClusterPlan(pixels=LARGE, heads=HEADS, degree_max=4)
     assert choose_degree(plan, 8, rollouts) == degree
+
+
+@given(st.integers(0, 2_000_000), st.integers(1, 64), st.integers(1, 2_000_000))
+def test_a_videos_frames_count_as_much_as_its_pixels(pixels: int, frames: int, pays_from: int) -> None:
+    video = ClusterPlan(
+        pixels=pixels, latent_frames=frames, sp_pays_from_pixels=pays_from, heads=HEADS, degree_max=4
+    )
+    image = dataclasses.replace(video, pixels=pixels * frames, latent_frames=1)
+    assert choose_degree(video, 8, 2) == choose_degree(image, 8, 2)
+    assert choose_degree(video, 8, 2) == (4 if pixels * frames >= pays_from else 1)
 
 
 def test_three_survivors_of_four_become_two_and_one() -> None:

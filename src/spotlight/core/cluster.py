@@ -52,6 +52,7 @@ class Cluster:
         lineage: counts restarts of the learner.
         learner_busy: GPUs that train give nothing to their workers now.
         effects: what to do, taken by the controller after each event.
+        _takers: groups that share the work, those that still form too; by whether their node trains.
     """
 
     plan: ClusterPlan
@@ -66,7 +67,7 @@ class Cluster:
     groups: dict[WorkerId, Group] = field(default_factory=dict)
     _now: float = 0.0
     _idle: OrderedDict[WorkerId, None] = field(default_factory=OrderedDict)
-    _ready: int = 0
+    _takers: Counter[bool] = field(default_factory=Counter)
     _capable: int = 0
     _commands: Commands = field(default_factory=Commands)
     _drains: Alarms[NodeId] = field(default_factory=Alarms)
@@ -246,8 +247,7 @@ class Cluster:
             self._stop(self.groups[leader])
 
     def _cancel_notice(self, node: NodeId) -> None:
-        host = self.hosts.get(node)
-        if host is None or host.deadline_s is None:
+        if (host := self.hosts.get(node)) is None or host.deadline_s is None:
             return
         self._count(Recovery.NOTICE_CANCELLED)
         self._drains.cancel(node)
@@ -308,6 +308,7 @@ class Cluster:
             group = Group(members[0], self.queue.admit(members[0]), node, members)
             self.groups[group.leader] = group
             host.leaders[group.leader] = None
+            self._takers[host.node.trains] += 1
             for name in members:
                 self._set_state(self.workers[name], WorkerState.GROUPED)
                 self.workers[name].leader = group.leader
@@ -330,13 +331,12 @@ class Cluster:
     def _formed(self, group: Group) -> None:
         self._commands.done(("form", group.leader))
         group.state = GroupState.READY
-        self._ready += 1
 
     def _stop(self, group: Group) -> None:
         if group.state is GroupState.STOPPING:
             return
         self._commands.done(("form", group.leader))
-        self._ready -= group.state is GroupState.READY
+        self._takers[self.hosts[group.node].node.trains] -= 1
         self._idle.pop(group.leader, None)
         group.state, group.capacity = GroupState.STOPPING, 0
         stop = StopGroup(group.leader, group.epoch, group.members)
@@ -361,7 +361,7 @@ class Cluster:
 
     def _dissolve(self, group: Group, host: Host) -> None:
         del self.groups[group.leader], host.leaders[group.leader]
-        self._ready -= group.state is GroupState.READY
+        self._takers[host.node.trains] -= group.state is not GroupState.STOPPING
         self._idle.pop(group.leader, None)
         self._commands.done(("form", group.leader))
         self._commands.done(("stop", group.leader))
@@ -400,7 +400,8 @@ class Cluster:
         if not self._idle or not self.queue.waiting:
             return
         self._now = now
-        share = math.ceil(self.queue.outstanding / max(1, self._ready))
+        takers = self._takers[False] + (0 if self.learner_busy else self._takers[True])
+        share = math.ceil(self.queue.outstanding / max(1, takers))
         wanted = self._wanted_degree()
         while self._idle and self.queue.waiting:
             leader, _ = self._idle.popitem(last=False)
@@ -488,12 +489,12 @@ class Cluster:
         for worker in self.workers.values():
             assert (worker.state is WorkerState.STARTING) == (("start", worker.id) in self._commands)
             assert (worker.pull is not None) == (("pull", worker.id) in self._commands)
-            assert worker.version is None or worker.based
         for group in self.groups.values():
             assert (group.state is GroupState.FORMING) == (("form", group.leader) in self._commands)
             assert (group.state is GroupState.STOPPING) == (("stop", group.leader) in self._commands)
             assert len(self.queue.held_by(group.leader)) <= 1, "a group holds two leases"
         assert self._capable == sum(worker.state in ABLE for worker in self.workers.values())
-        assert self._ready == sum(group.state is GroupState.READY for group in self.groups.values())
+        takers = [group for group in self.groups.values() if group.state is not GroupState.STOPPING]
+        assert self._takers == Counter(self.hosts[group.node].node.trains for group in takers)
         assert set(self._idle) <= {group.leader for group in self.groups.values() if group.capacity}
         self._commands.check()

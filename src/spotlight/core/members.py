@@ -86,12 +86,14 @@ class Host:
 def check_members(
     hosts: Mapping[NodeId, Host], workers: Mapping[WorkerId, Worker], groups: Mapping[WorkerId, Group]
 ) -> None:
-    """Assert that a worker is in at most one group, and a group on one node."""
+    """Assert that a worker is in at most one group, a group on one node, and no work on a draining one."""
     for worker in workers.values():
         assert worker.id in hosts[worker.node].workers
         assert (worker.leader is not None) == (worker.state is WorkerState.GROUPED)
         assert worker.leader is None or worker.id in groups[worker.leader].members
+        assert worker.version is None or worker.based
     for group in groups.values():
         assert group.members, "a group without members"
         assert all(workers[name].leader == group.leader for name in group.members)
         assert {workers[name].node for name in group.members} == {group.node}
+        assert group.state is GroupState.STOPPING or not hosts[group.node].draining

@@ -35,7 +35,9 @@ class ClusterPlan:
     """How workers of a cluster are grouped, and how long the controller waits for them.
 
     Attributes:
-        pixels: height times width of an image: large ones gain from sequence parallelism.
+        pixels: height times width of an image or of a video's frame.
+        latent_frames: that the model denoises of a sample: more than 1 for video.
+        sp_pays_from_pixels: a sample of so many, over all its latent frames, gains from sequence parallelism.
         heads: attention heads of the model, which every degree of sequence parallelism divides.
         degree_min: the smallest degree whose memory suffices.
         degree_max: no group is larger.
@@ -47,6 +49,8 @@ class ClusterPlan:
     """
 
     pixels: int = 512 * 512
+    latent_frames: int = 1
+    sp_pays_from_pixels: int = 1024 * 1024
     heads: int = 1
     degree_min: int = 1
     degree_max: int = 1
@@ -55,6 +59,11 @@ class ClusterPlan:
     start_s: float = 600.0
     drain_margin_s: float = 25.0
     publishes: WeightKind = WeightKind.ADAPTER
+
+    @property
+    def sp_pays(self) -> bool:
+        """Whether a step is long enough for a higher degree to shorten it."""
+        return self.pixels * self.latent_frames >= self.sp_pays_from_pixels
 
     @property
     def degrees(self) -> tuple[int, ...]:

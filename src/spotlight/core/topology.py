@@ -2,8 +2,9 @@
 
 Ulysses replicates the weights and shards activations, so a degree changes without moving weights, and it
 must divide the attention heads. Degree 1 has the highest throughput. A higher degree makes ONE rollout
-faster: it pays when there are fewer rollouts than workers, and only for images large enough to keep several
-GPUs busy; or it is a must, for memory (``ClusterPlan.degree_min``).
+faster: it pays when there are fewer rollouts than workers, and only for samples large enough to keep several
+GPUs busy (``ClusterPlan.sp_pays``; a video's frames count); or it is a must, for memory
+(``ClusterPlan.degree_min``).
 
 Published for a 20B model, ms per step at degrees 1 / 2 / 4: 512 x 512 155 / 161 / 172; 1024 x 1024
 605 / 350 / 207; 1536 x 1536 1557 / 880 / 464.
@@ -16,20 +17,17 @@ from typing import TypeVar
 
 from spotlight.core.plan import ClusterPlan
 
-LARGE_PIXELS = 1024 * 1024
-"""From this size on a higher degree shortens a step."""
-
 Member = TypeVar("Member")
 
 
 def choose_degree(plan: ClusterPlan, workers: int, rollouts: int) -> int:
     """The degree that groups should have while ``rollouts`` wait or are being made by ``workers``.
 
-    The largest degree with which every rollout still has a group of its own; the smallest for small images,
+    The largest degree with which every rollout still has a group of its own; the smallest for small samples,
     and while there is more to do than workers.
     """
     degrees = plan.degrees
-    if plan.pixels < LARGE_PIXELS or rollouts == 0:
+    if not plan.sp_pays or rollouts == 0:
         return degrees[0]
     fitting = [degree for degree in degrees if degree * rollouts <= workers]
     return fitting[-1] if fitting else degrees[0]

@@ -23,8 +23,10 @@ from dataclasses import dataclass
 from spotlight.core import effects as ef
 from spotlight.core import events as ev
 from spotlight.core.recovery import Recovery
+from spotlight.core.types import Node
 from spotlight.simulation.driver import Simulation
 from spotlight.simulation.faults import FaultKind, Injector
+from spotlight.simulation.scenario import NodeEvent
 from spotlight.simulation.swarm import Trial, draw_trial
 from spotlight.simulation.witness import Witness
 from spotlight.simulation.workers import Receipt
@@ -43,6 +45,7 @@ class Outcome:
     Attributes:
         failure: what was violated, with where; None if nothing was.
         branches: how often each recovery was taken and each fault happened.
+        kind: of the failure: what was raised, and by which line.
     """
 
     failure: str | None
@@ -50,6 +53,7 @@ class Outcome:
     branches: Counter[str]
     events: int
     gpu_hours: float
+    kind: str | None = None
 
 
 class CheckedSimulation(Simulation):
@@ -66,6 +70,18 @@ class CheckedSimulation(Simulation):
         """Check, and let faults happen."""
         self.witness.see(event, effects, receipt)
         self.injector.advance()
+
+    def happen(self, event: NodeEvent) -> None:
+        """See :class:`Simulation`; the witness keeps its own bill."""
+        self.witness.bill.happen(event, self.now)
+        super().happen(event)
+
+    def reboot(self, node: Node) -> None:
+        """See :class:`Simulation`."""
+        self.witness.bill.happen(
+            ev.NodeLost(node.id), self.now
+        )  # it joins again by `happen`, if it was there
+        super().reboot(node)
 
     def restart_head(self, down_s: float) -> None:
         """See :class:`Simulation`; what the old controller counted is kept."""
@@ -90,32 +106,39 @@ class CheckedSimulation(Simulation):
 
 def run_trial(trial: Trial) -> Outcome:
     """Run a trial to its end or to its first violation."""
-    failure, simulation = None, None
+    failure, kind, simulation = None, None, None
     try:
         simulation = CheckedSimulation(trial)
         simulation.run()
     except Exception as error:  # noqa: BLE001 - whatever a planted or real bug raises is a finding
         place = traceback.extract_tb(error.__traceback__)[-1]
-        failure = f"{type(error).__name__}: {error} ({place.name}, line {place.lineno})"
+        at = f"({place.name}, line {place.lineno})"
+        failure, kind = f"{type(error).__name__}: {error} {at}", f"{type(error).__name__} {at}"
     if simulation is None:
-        return Outcome(failure, "", Counter(), 0, 0.0)
+        return Outcome(failure, "", Counter(), 0, 0.0, kind)
     branches = Counter(simulation.branches)
     branches.update(simulation.controller.cluster.recoveries)
     branches.update(simulation.injector.happened)
     digest = simulation.log_hash()
     hours = sum(simulation.accounts.seconds.values()) / 3600
-    return Outcome(failure, digest, branches, simulation.events, hours)
+    return Outcome(failure, digest, branches, simulation.events, hours, kind)
 
 
 def shrink(trial: Trial) -> Trial:
-    """A trial with as few faults and iterations as still fail, as far as a bounded number of runs finds."""
+    """A trial with as few faults and iterations as still fail, as far as a bounded number of runs finds.
+
+    It fails in the same way: a smaller trial with another failure would explain nothing.
+    """
+    kind = run_trial(trial).kind
+    if kind is None:  # only two runs together show what is wrong: that they differ
+        return trial
     runs = SHRINK_RUNS
     size = max(1, len(trial.faults) // 2)
     while size and runs:
         for start in range(0, len(trial.faults), size):
             fewer = dataclasses.replace(trial, faults=trial.faults[:start] + trial.faults[start + size :])
             runs -= 1
-            if len(fewer.faults) < len(trial.faults) and run_trial(fewer).failure:
+            if len(fewer.faults) < len(trial.faults) and run_trial(fewer).kind == kind:
                 trial = fewer
                 break
             if not runs:
@@ -124,7 +147,7 @@ def shrink(trial: Trial) -> Trial:
             size //= 2
     for iterations in range(1, trial.scenario.plan.iterations):
         shorter = with_iterations(trial, iterations)
-        if run_trial(shorter).failure:
+        if run_trial(shorter).kind == kind:
             return shorter
     return trial
 

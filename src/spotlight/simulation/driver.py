@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
@@ -35,6 +36,7 @@ from spotlight.simulation.accounts import Accounts
 from spotlight.simulation.learner import Learner, Store
 from spotlight.simulation.machines import Process, Weights
 from spotlight.simulation.network import Network
+from spotlight.simulation.noise import Noise
 from spotlight.simulation.result import IterationTime, SimulationResult
 from spotlight.simulation.scenario import NodeEvent, PriceChanged, Scenario
 from spotlight.simulation.workers import Costs, Receipt, Workers
@@ -77,8 +79,10 @@ class Simulation:
         trains = [e.node for _, e in scenario.nodes if isinstance(e, ev.NodeJoined) and e.node.trains]
         gpu_type = trains[0].gpu_type
         self.learner = Learner(
-            scenario, self.accounts, self.store, gpu_type, lambda: self.now, self.feed, self.after
+            scenario, self.accounts, self.store, gpu_type, lambda: self.now, self.feed, self.after_ranks
         )
+        self._learner_noise = Noise(scenario.seed, "learner", scenario.noise)
+        self._reward_noise = Noise(scenario.seed, "rewards", scenario.noise)
         self.nodes: dict[NodeId, Node] = {}
         self._gone: Node | None = None
         self._start_due = False
@@ -130,6 +134,16 @@ class Simulation:
         return (
             seconds * self.random.lognormvariate(0.0, self.scenario.noise) if self.scenario.noise else seconds
         )
+
+    def after_ranks(self, seconds: float, then: Callable[..., None], *args: object) -> None:
+        """Call when the slowest learner rank is done with what takes ``seconds``: each has its noise."""
+        ranks: Counter[float] = Counter()
+        for node in self.nodes.values():
+            if node.trains:
+                ranks[self.slow.get(node.id, 1.0)] += node.gpus
+        factors = (slow * self._learner_noise.slowest(count) for slow, count in ranks.items())
+        # Between the loss of the only node that trains and that of the learner, what is begun is never done.
+        self.after(seconds * max(factors, default=1.0), then, *args)
 
     # -- the controller --------------------------------------------------------------------------------
 
@@ -201,7 +215,7 @@ class Simulation:
             case ef.StartWorker():
                 self._start_worker(effect)
             case ef.ScoreSamples(rollouts, lineage):
-                seconds = self.scenario.costs.reward_s(len(rollouts))
+                seconds = self.scenario.costs.reward_s(len(rollouts)) * self._reward_noise.slowest(1)
                 if self.reward_failing and self.random.random() < self.reward_failing:
                     seconds += 200.0 * self.random.random()  # retried, and late
                 made_by = tuple(self.store.samples.get(rollout.id) for rollout in rollouts)

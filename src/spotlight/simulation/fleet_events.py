@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.core.events import NodeJoined, NodeLost, NodeNoticed
 from spotlight.core.types import Node, NodeId, NodeKind
-from spotlight.fleet.traces.events import Trace, TraceEvent, TraceEventKind
+from spotlight.fleet.traces.events import PricePoint, Trace, TraceEventKind
 from spotlight.simulation.scenario import NodeEvent, PriceChanged
 
 
@@ -44,27 +45,46 @@ def spot_events(trace: Trace, offer: SpotOffer) -> tuple[tuple[float, NodeEvent]
         raise ConfigError(
             trace.source, [Problem("trace.use_prices", "no prices in the trace", "some", remedy)]
         )
-    return tuple(sorted(_events(trace, offer), key=lambda item: item[0]))
+    return tuple(_events(trace, offer))
 
 
 def _events(trace: Trace, offer: SpotOffer) -> Iterator[tuple[float, NodeEvent]]:
-    """In the order of time, but for changes of price, each of which follows what happens at its moment."""
+    """Ascending: one sweep over events and prices. A change of price follows what happens at its moment."""
     removals = _removals(trace)
+    present: dict[NodeId, None] = {}
+    points = deque(() if offer.usd_h is not None else trace.prices)
+    usd_h = (
+        offer.usd_h if offer.usd_h is not None else trace.prices[0].usd_h
+    )  # before the first one, the first
     for index, event in enumerate(trace.events):
+        while points and points[0].time_s < event.time_s:
+            usd_h = yield from _change(points.popleft(), usd_h, present)
         name = NodeId(f"spot:{event.node}")
         match event.kind:
             case TraceEventKind.ADD:
-                price = offer.usd_h if offer.usd_h is not None else _price_at(trace, event.time_s)
-                node = Node(name, NodeKind.SPOT, event.gpus, offer.gpu_type, price, False, True)
+                present[name] = None
+                node = Node(name, NodeKind.SPOT, event.gpus, offer.gpu_type, usd_h, False, True)
                 yield event.time_s, NodeJoined(node)
             case TraceEventKind.NOTICE:
                 yield event.time_s, NodeNoticed(name, removals.get(index, trace.horizon_s))
             case TraceEventKind.REMOVE:
+                del present[name]
                 yield event.time_s, NodeLost(name)
-    if offer.usd_h is None:
-        for point in trace.prices:
-            for node_name in _present(trace.events, point.time_s):
-                yield point.time_s, PriceChanged(NodeId(f"spot:{node_name}"), point.usd_h)
+    for point in points:
+        usd_h = yield from _change(point, usd_h, present)
+
+
+def _change(
+    point: PricePoint, usd_h: float, present: Iterable[NodeId]
+) -> Generator[tuple[float, NodeEvent], None, float]:
+    """Tell every node that is present, if the price is another; returns the price in force.
+
+    Public traces repeat the price every minute, whether it changed or not.
+    """
+    if point.usd_h != usd_h:
+        for name in present:
+            yield point.time_s, PriceChanged(name, point.usd_h)
+    return point.usd_h
 
 
 def _removals(trace: Trace) -> dict[int, float]:
@@ -77,22 +97,3 @@ def _removals(trace: Trace) -> dict[int, float]:
         elif event.kind is TraceEventKind.REMOVE and event.node in warned:
             removals[warned.pop(event.node)] = event.time_s
     return removals
-
-
-def _price_at(trace: Trace, time_s: float) -> float:
-    """The price in force; before the first one, the first."""
-    known = [point.usd_h for point in trace.prices if point.time_s <= time_s]
-    return known[-1] if known else trace.prices[0].usd_h
-
-
-def _present(events: tuple[TraceEvent, ...], time_s: float) -> Iterator[str]:
-    """Nodes that came before a moment, and are there after it."""
-    present: dict[str, None] = {}
-    for event in events:
-        if event.time_s > time_s:
-            break
-        if event.kind is TraceEventKind.ADD:
-            present[event.node] = None
-        elif event.kind is TraceEventKind.REMOVE:
-            del present[event.node]
-    yield from present

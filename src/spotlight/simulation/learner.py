@@ -56,7 +56,7 @@ class Learner:
 
     Attributes:
         answer: hands an event to the controller.
-        after: calls later.
+        after: calls when the slowest rank is done.
         life: counts restarts; what an earlier life was doing is never answered.
     """
 

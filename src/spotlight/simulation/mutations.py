@@ -1,11 +1,11 @@
-"""Bugs planted into the controller, to learn what a clean run of seeds is worth: each must be found.
+"""Bugs planted into controller and accounts, to learn what a clean run of seeds is worth: each must be found.
 
 The production code knows nothing of them: a mutation replaces functions while it is switched on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from unittest.mock import patch
@@ -26,12 +26,16 @@ from spotlight.core.types import (
 from spotlight.core.types import (
     Lease,
     LeaseId,
+    Node,
+    NodeId,
+    Phase,
     PolicyVersion,
     Prompt,
     Rollout,
     RolloutId,
     WorkerId,
 )
+from spotlight.simulation.accounts import Accounts, Spent
 from spotlight.simulation.check import run_trial
 from spotlight.simulation.swarm import draw_trial
 
@@ -56,6 +60,7 @@ class Mutation:
 
 _complete, _pull, _check, _revoke = PullQueue.complete, PullQueue.pull, PullQueue._check, PullQueue._revoke
 _load, _train_rollouts = Rollouts.load, issue_module.train_rollouts
+_add, _confirm = Accounts.add, Accounts.confirm
 
 
 def _completes_twice(self: PullQueue, lease: LeaseId, epoch: int, rollout: RolloutId) -> Verdict:
@@ -161,6 +166,20 @@ def _forgets_the_learner(self: Controller) -> None:
     self._restore_due = False
 
 
+def _triples_prices(self: Accounts, node: Node, now: float) -> None:
+    _add(self, node, now)
+    for gpu in self.gpus[node.id]:
+        gpu.usd_s *= 3
+
+
+def _overlooks_prices(self: Accounts, node: NodeId, price_usd_h: float, now: float) -> None:
+    pass
+
+
+def _books_work_as_idle(self: Accounts, segments: Iterable[Spent], phase: Phase) -> None:
+    _confirm(self, segments, Phase.LOST if phase is Phase.LOST else Phase.IDLE)
+
+
 MUTATIONS = (
     Mutation("a second completion counts", ((PullQueue, "complete", _completes_twice),)),
     Mutation("what a lost group held is not requeued", ((PullQueue, "_revoke", _forgets_requeued),)),
@@ -187,6 +206,9 @@ MUTATIONS = (
         ((controller_module, "split_updates", _trains_every_group_every_time),),
     ),
     Mutation("a lost learner is not restored", ((Controller, "_restore_learner", _forgets_the_learner),)),
+    Mutation("every price is tripled", ((Accounts, "add", _triples_prices),)),
+    Mutation("prices that change are overlooked", ((Accounts, "price", _overlooks_prices),)),
+    Mutation("work that counts is booked as idle", ((Accounts, "confirm", _books_work_as_idle),)),
 )
 
 

@@ -108,6 +108,7 @@ def _record(file: ScenarioFile, one: Evaluated) -> dict[str, object]:
     return {
         "strategy": candidate.strategy,
         "gpu_type": candidate.gpu_type,
+        "spot_gpu_type": candidate.spot_gpu_type,
         "reserved_nodes": candidate.reserved_nodes,
         "spot_nodes": candidate.spot_nodes,
         "cluster": shape_of(file, candidate),

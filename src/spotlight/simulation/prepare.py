@@ -19,7 +19,7 @@ from spotlight.fleet.traces.generator import TraceSpec, generate
 from spotlight.fleet.traces.readers import read_trace
 from spotlight.fleet.traces.transforms import cut, limit, repeat, with_notices
 from spotlight.simulation.fleet_events import SpotOffer, spot_events
-from spotlight.simulation.profile import Profile, load_profile, require_memory
+from spotlight.simulation.profile import Profile, load_profile, require_memory, require_size
 from spotlight.simulation.profile_costs import ProfileCosts, Workload, sp_degrees
 from spotlight.simulation.scenario import NodeEvent, Scenario
 from spotlight.simulation.scenario_file import AlwaysOn, GeneratedTrace, Pool, ScenarioFile
@@ -56,6 +56,7 @@ def prepare(file: ScenarioFile, strategies: tuple[str, ...], now: datetime) -> P
     """
     chosen = [STRATEGIES[name] for name in strategies]
     profile = load_profile(file.workload.profile)
+    require_size(profile, file.workload.height, file.workload.width)
     places = {strategy.places for strategy in chosen}
     if file.cluster.spot.nodes == 0 and (
         needy := [one for one in chosen if one.places is not SpotPlaces.NOTHING]
@@ -212,6 +213,7 @@ def _cluster_plan(prepared: Prepared, costs: ProfileCosts, gpus: tuple[str, ...]
     full_s = costs.worker_start_s() + costs.pull_s(WeightKind.FULL, False)
     return ClusterPlan(
         pixels=file.pixels,
+        latent_frames=latent_frames(prepared.profile.frames),
         heads=heads,
         degree_min=low,
         degree_max=high,
@@ -220,6 +222,14 @@ def _cluster_plan(prepared: Prepared, costs: ProfileCosts, gpus: tuple[str, ...]
         drain_margin_s=max(10.0, 2 * step_s + decode_s),
         publishes=publishes,
     )
+
+
+def latent_frames(frames: int) -> int:
+    """Of a sample of so many frames: the first by itself, then one for every four.
+
+    So do the causal VAEs of HunyuanVideo and Wan 2.1 (their reports: temporal compression 4).
+    """
+    return 1 + (frames - 1) // 4
 
 
 def degrees(profile: Profile, gpus: tuple[str, ...], pixels: int, widest: int) -> tuple[int, int, int]:

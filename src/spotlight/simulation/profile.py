@@ -29,6 +29,7 @@ from spotlight.fleet.gpus import GPU_TYPES, unknown_gpu
 
 _SOURCE = r"^(published|measured|derived|assumed): \S"
 _INFRASTRUCTURE = "infrastructure"
+_GRID = 16
 
 Source = Annotated[str, Field(pattern=_SOURCE)]
 
@@ -266,6 +267,32 @@ def require_memory(profile: Profile, *, rollout_gpus: Sequence[str], learner_gpu
             )
     if problems:
         raise ConfigError(f"the profile {profile.name}", problems)
+
+
+def require_size(profile: Profile, height: int, width: int) -> None:
+    """Refuse sizes that the model cannot make.
+
+    A profile whose sizes all are multiples of 16 is of a model that takes no others: eight pixels of the VAE,
+    two by two in a patch.
+
+    Raises:
+        ConfigError: a side is no multiple of 16.
+    """
+    points = [point for gpu in profile.gpus.values() for point in gpu.denoise]
+    if any(point.height % _GRID or point.width % _GRID for point in points):
+        return
+    problems = [
+        Problem(
+            f"workload.{name}",
+            str(side),
+            f"a multiple of {_GRID}, as all sizes of the profile {profile.name}",
+            f"For example {max(_GRID, round(side / _GRID) * _GRID)}.",
+        )
+        for name, side in (("height", height), ("width", width))
+        if side % _GRID
+    ]
+    if problems:
+        raise ConfigError("the scenario", problems)
 
 
 def _shipped() -> Traversable:

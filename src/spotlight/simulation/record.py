@@ -25,8 +25,6 @@ def prices_of(prepared: Prepared) -> dict[str, PriceTag]:
     """What a GPU costs, by what it is rented as."""
     tariff = prepared.tariff
     tags = {"reserved": tariff.reserved, "on demand": tariff.on_demand, "spot": tariff.spot}
-    if tariff.on_demand == tariff.reserved:
-        del tags["on demand"]
     return {name: tag for name, tag in tags.items() if tag is not None}
 
 

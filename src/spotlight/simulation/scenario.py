@@ -31,7 +31,8 @@ class Scenario:
         train_prompts: number of prompts to train on.
         test_prompts: number of held-out prompts of each evaluation.
         seed: of the noise on durations; the plan's run seed fixes everything else.
-        noise: standard deviation of the logarithm of durations; 0 makes them exact.
+        noise: standard deviation of the logarithm of durations, of each GPU's and each reward's; 0 makes them
+            exact. The learner waits for its slowest rank.
         commit_every: denoising steps between two commits of a lease.
         until_s: stop there, though the run is not over; None runs to the end.
         timelines: keep every GPU's segments, for a picture.

@@ -51,12 +51,19 @@ class ReservedPool(Pool):
     """Its GPUs denoise too, while the learner waits."""
 
 
+class SpotPool(Pool):
+    """Nodes that the cloud may take back, and that ``all_on_demand`` rents for good."""
+
+    usd_gpu_h_on_demand: PositiveFloat | None = None
+    """Price of one of its GPUs on demand, whatever reserved ones cost; null asks the source in ``prices``."""
+
+
 class Cluster(_Section):
     """What is rented."""
 
     reserved: ReservedPool
     """Nodes that train."""
-    spot: Pool
+    spot: SpotPool
     """Nodes that the cloud may take back."""
 
 
@@ -66,9 +73,9 @@ class Prices(_Section):
     source: str = "builtin"
     """As for ``spotlight prices --source``."""
     cloud: str | None = None
-    """Only this cloud; null: the cheapest of all."""
+    """Only this cloud; null: of those that have all prices wanted, where all GPUs together cost least."""
     region: str | None = None
-    """Only this region."""
+    """Only this region; null: chosen with the cloud."""
     instance_type: str | None = None
     """Only this machine."""
 
@@ -197,7 +204,8 @@ class Search(_Section):
     strategies: tuple[str, ...] = ("reserved_only", "spotlight")
     """Which strategies may be recommended."""
     gpu_types: tuple[str, ...] = ()
-    """Empty: every type with figures in the profile, a price, and memory enough."""
+    """For reserved and spot nodes alike. Empty: every type with figures in the profile, a price, and memory
+    enough. If the scenario's two pools differ in type, this pair is tried besides; no other pair is."""
     reserved_nodes: tuple[PositiveInt, ...] = ()
     """Numbers to try."""
     spot_nodes: tuple[NonNegativeInt, ...] = ()
@@ -223,7 +231,7 @@ class ScenarioFile(_Section):
     """The run."""
     exploration: Exploration | None = None
     """Previews, for the strategies that make them."""
-    strategies: tuple[str, ...] = Field(min_length=1)
+    strategies: tuple[str, ...]
     """What is compared."""
     iterations_to_target: Mapping[str, Target] = {}
     """By strategy; without it time and cost to target are unknown."""

@@ -38,7 +38,8 @@ def load_scenario(
     """Read a scenario: the name of a shipped one, or a path.
 
     Args:
-        overrides: ``key.subkey=value`` in YAML syntax, applied in order.
+        overrides: ``key.subkey=value`` in YAML syntax, applied in order. Sections merge; a trace of another
+            kind replaces the scenario's.
         trace: a trace file in place of the scenario's trace; its notices stay as the scenario has them.
         seed: in place of ``run.seed``.
 
@@ -50,10 +51,7 @@ def load_scenario(
         lead = {key: value for key, value in _section(tree, "trace").items() if key == "notice_lead_s"}
         tree["trace"] = {"kind": "file", "path": str(trace), **lead}
     for override in overrides:
-        key, _, kind = override.partition("=")
-        if key == _KIND and _section(tree, "trace").get("kind") != kind:
-            tree["trace"] = {}  # the keys of another kind would be unknown to this one
-        apply_override(tree, override)
+        apply_override(_without_another_kind(tree, override), override)
     if seed is not None:
         apply_override(tree, f"run.seed={seed}")
     where = f"the scenario {name}" + (f" with {' '.join(overrides)}" if overrides else "")
@@ -100,6 +98,17 @@ def _tree(name: str, beside: Path | None, depth: int) -> dict[str, Any]:
     if _section(tree, "trace").get("kind") not in {None, _section(below, "trace").get("kind")}:
         del below["trace"]
     return merge(below, tree)
+
+
+def _without_another_kind(tree: dict[str, Any], override: str) -> dict[str, Any]:
+    """The tree, where an override of the trace or of its kind finds no keys that only another kind has."""
+    key = override.partition("=")[0]
+    if key in {"trace", _KIND}:
+        over: dict[str, Any] = {}
+        apply_override(over, override)  # alone, to see which kind it chooses
+        if _section(over, "trace").get("kind", was := _section(tree, "trace").get("kind")) != was:
+            tree["trace"] = {}
+    return tree
 
 
 def _section(tree: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -171,6 +180,8 @@ def _contradictions(scenario: ScenarioFile) -> Iterator[Problem]:
         ("iterations_to_target", tuple(scenario.iterations_to_target)),
         ("plan.strategies", scenario.plan.strategies),
     ):
+        if not names and key != "iterations_to_target":
+            yield Problem(key, "none", f"one or more of {known}", "Name one.")
         for name in names:
             if name not in STRATEGIES:
                 close = difflib.get_close_matches(name, STRATEGIES, n=1)

@@ -1,8 +1,8 @@
 """Which cluster meets a deadline or a budget: a bounded search over the simulator.
 
-1. A grid: strategies x GPU types x reserved nodes x spot nodes (doublings around the scenario's own, unless
-   the scenario lists others). Each candidate is simulated for ``plan.iterations`` and extrapolated to its
-   target.
+1. A grid: strategies x GPU types (each alone, and the scenario's own two) x reserved nodes x spot nodes
+   (doublings around the scenario's own, unless the scenario lists others). Each candidate is simulated for
+   ``plan.iterations`` and extrapolated to its target.
 2. Up to :data:`ROUNDS` refinements: around the best candidate so far, the midpoints to its neighbours.
 3. The best one that meets the goal is simulated whole, to its target. If that misses the goal, the next one
    is tried, up to :data:`CHECKS_MAX`. Only what was simulated whole is recommended.
@@ -38,10 +38,16 @@ DROPPED_MAX = 0.05
 
 @dataclass(frozen=True, slots=True, order=True)
 class Candidate:
-    """A cluster, and how it is used."""
+    """A cluster, and how it is used.
+
+    Attributes:
+        gpu_type: of reserved nodes.
+        spot_gpu_type: of spot nodes, or of what stands in their places; without any, that of reserved ones.
+    """
 
     strategy: str
     gpu_type: str
+    spot_gpu_type: str
     reserved_nodes: int
     spot_nodes: int
 
@@ -162,7 +168,7 @@ class _Search:
     def refinements(self) -> Iterator[Candidate]:
         """Midpoints between the best candidate and its neighbours on both axes."""
         best = self.best()[0].candidate
-        alike = [one for one in self.done if (one.strategy, one.gpu_type) == (best.strategy, best.gpu_type)]
+        alike = [one for one in self.done if _kind(one) == _kind(best)]
         for nodes in _midpoints(sorted({one.reserved_nodes for one in alike}), best.reserved_nodes):
             yield replace(best, reserved_nodes=nodes)
         if best.spot_nodes:
@@ -204,18 +210,22 @@ def search(
 
 
 def grid(file: ScenarioFile) -> list[Candidate]:
-    """The first candidates."""
+    """The first candidates: each GPU type alone, and the scenario's own two types if they differ."""
     wish, cluster = file.plan, file.cluster
-    gpu_types = wish.gpu_types or tuple(load_profile(file.workload.profile).gpus)
+    own = cluster.reserved.gpu_type, cluster.spot.gpu_type
+    pairs = [(name, name) for name in wish.gpu_types or load_profile(file.workload.profile).gpus]
+    if own[0] != own[1]:
+        pairs.append(own)
     reserved = wish.reserved_nodes or _around(cluster.reserved.nodes)
     spot = [nodes for nodes in wish.spot_nodes or _around(cluster.spot.nodes) if nodes > 0]
-    return [
-        Candidate(strategy, gpu_type, fixed, coming)
-        for strategy in wish.strategies
-        for gpu_type in gpu_types
-        for fixed in reserved
-        for coming in (spot if STRATEGIES[strategy].places is not SpotPlaces.NOTHING else [0])
-    ]
+    found: dict[Candidate, None] = {}
+    for strategy in wish.strategies:
+        alone = STRATEGIES[strategy].places is SpotPlaces.NOTHING
+        for fixed_type, coming_type in pairs:
+            for fixed in reserved:
+                sizes = [(fixed_type, 0)] if alone else [(coming_type, coming) for coming in spot]
+                found |= {Candidate(strategy, fixed_type, kind, fixed, n): None for kind, n in sizes}
+    return list(found)
 
 
 def prepared_for(file: ScenarioFile, candidate: Candidate, iterations: int, now: datetime) -> Prepared:
@@ -225,15 +235,19 @@ def prepared_for(file: ScenarioFile, candidate: Candidate, iterations: int, now:
         ConfigError, PriceError: it cannot be simulated, or too many samples would be left out.
     """
     tree = file.model_dump(mode="json")
-    for pool, nodes in (("reserved", candidate.reserved_nodes), ("spot", candidate.spot_nodes)):
+    for pool, gpu_type, nodes in (
+        ("reserved", candidate.gpu_type, candidate.reserved_nodes),
+        ("spot", candidate.spot_gpu_type, candidate.spot_nodes),
+    ):
         section = tree["cluster"][pool]
-        if section["gpu_type"] != candidate.gpu_type:
-            section["usd_gpu_h"] = None
-        section["gpu_type"], section["nodes"] = candidate.gpu_type, nodes
+        if section["gpu_type"] != gpu_type:
+            section.update({key: None for key in section if key.startswith("usd_gpu_h")})
+        section["gpu_type"], section["nodes"] = gpu_type, nodes
     tree["run"]["iterations"] = iterations
     changed = build_scenario(tree, shape_of(file, candidate))
     ranks = candidate.reserved_nodes * changed.cluster.reserved.gpus_per_node
-    if STRATEGIES[candidate.strategy].places is SpotPlaces.ON_DEMAND:
+    alike = candidate.gpu_type == candidate.spot_gpu_type  # another type only denoises
+    if STRATEGIES[candidate.strategy].places is SpotPlaces.ON_DEMAND and alike:
         ranks += candidate.spot_nodes * changed.cluster.spot.gpus_per_node
     if changed.samples % ranks > DROPPED_MAX * changed.samples:
         found = f"{changed.samples} samples, which {ranks} learner GPUs do not divide"
@@ -267,12 +281,19 @@ def pareto(evaluated: Sequence[Evaluated]) -> tuple[Evaluated, ...]:
 
 
 def shape_of(file: ScenarioFile, candidate: Candidate) -> str:
-    """``4 reserved + 8 spot H100, spotlight``."""
+    """``4 reserved + 8 spot H100, spotlight``; ``4 reserved H100 + 8 spot L40S, spotlight``."""
     reserved = candidate.reserved_nodes * file.cluster.reserved.gpus_per_node
     others = candidate.spot_nodes * file.cluster.spot.gpus_per_node
     kind = "on-demand" if STRATEGIES[candidate.strategy].places is SpotPlaces.ON_DEMAND else "spot"
     more = f" + {others} {kind}" if others else ""
-    return f"{reserved} reserved{more} {candidate.gpu_type}, {candidate.strategy}"
+    if others and candidate.gpu_type != candidate.spot_gpu_type:
+        more = f" {candidate.gpu_type}{more}"
+    return f"{reserved} reserved{more} {candidate.spot_gpu_type}, {candidate.strategy}"
+
+
+def _kind(candidate: Candidate) -> tuple[str, str, str]:
+    """What candidates have in common that only differ in size."""
+    return candidate.strategy, candidate.gpu_type, candidate.spot_gpu_type
 
 
 def _checked(state: _Search) -> tuple[Evaluated | None, tuple[Evaluated, ...]]:

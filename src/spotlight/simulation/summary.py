@@ -77,7 +77,7 @@ def notes_of(prepared: Prepared, outcomes: Sequence[Outcome], now: datetime) -> 
         Note("Assumed in the cost profile", tuple(_assumed(prepared))),
         Note("How to read it", tuple(_reading(prepared))),
     ]
-    if warnings := tuple(warnings_of(outcomes)):
+    if warnings := (*warnings_of(outcomes), *filter(None, [prepared.tariff.caveat])):
         notes.insert(0, Note("Mind", warnings))
     return tuple(notes)
 

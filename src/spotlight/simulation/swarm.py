@@ -10,7 +10,7 @@ from spotlight.core.plan import ClusterPlan, ExplorationPlan, Explore, Plan
 from spotlight.core.types import Node, NodeId, NodeKind, WeightKind
 from spotlight.simulation.costs import ConstantCosts
 from spotlight.simulation.faults import Fault, FaultKind, draw_faults
-from spotlight.simulation.scenario import NodeEvent, Scenario
+from spotlight.simulation.scenario import NodeEvent, PriceChanged, Scenario
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def draw_trial(seed: int) -> Trial:
             source.choice([1, 2, 4]),
             source.choice([0.1, 0.5, 15.0]),
         ),
-        tuple(nodes),
+        tuple(nodes + _draw_prices(seed, joined)),
         train_prompts=source.choice([1, 2, 5]),
         test_prompts=source.choice([0, 1, 2]),
         seed=seed,
@@ -67,6 +67,18 @@ def draw_trial(seed: int) -> Trial:
     if source.random() < 0.3:
         faults = (Fault(FaultKind.SILENT_REWARDS, 1, source.random(), 300.0, 0.2), *faults)
     return Trial(seed, scenario, faults, poll_s=source.choice([5.0, 15.0]))
+
+
+def _draw_prices(seed: int, nodes: list[Node]) -> list[tuple[float, NodeEvent]]:
+    """Spot prices that move; drawn apart, so that they change nothing else of a trial."""
+    source = random.Random(f"prices {seed}")
+    spot = [node for node in nodes if node.kind is NodeKind.SPOT]
+    times_s = sorted(source.uniform(0.0, 300.0) for _ in range(source.choice([0, 0, 4, 12])))
+    changes: list[tuple[float, NodeEvent]] = []
+    for at_s in times_s:
+        node = source.choice(spot)
+        changes.append((at_s, PriceChanged(node.id, node.price_usd_h * source.uniform(0.5, 2.0))))
+    return changes
 
 
 def _node(name: str, kind: NodeKind, gpus: int, trains: bool, rolls_out: bool) -> Node:

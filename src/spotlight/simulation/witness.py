@@ -23,8 +23,9 @@ from spotlight.core.records import (
     VersionPublished,
 )
 from spotlight.core.types import Lease, LeaseId, Phase, Purpose, Rollout, RolloutId
+from spotlight.simulation.bill import Bill
 from spotlight.simulation.driver import CONTENT, Simulation
-from spotlight.simulation.machines import ProcessGroup
+from spotlight.simulation.machines import PHASE_OF, ProcessGroup
 from spotlight.simulation.workers import Receipt
 
 
@@ -104,6 +105,7 @@ class Witness:
     leases: dict[LeaseId, tuple[Lease, float]] = field(default_factory=dict)
     meant: dict[LeaseId, ProcessGroup] = field(default_factory=dict)
     holder: dict[RolloutId, tuple[LeaseId, int]] = field(default_factory=dict)
+    bill: Bill = field(default_factory=Bill)
     over: bool = False
 
     def see(self, event: ev.Event, effects: Sequence[ef.Effect], receipt: Receipt | None) -> None:
@@ -134,6 +136,7 @@ class Witness:
                 case ef.FinishRun():
                     self.over = True
         self._balance()
+        self.bill.compare(self.simulation.accounts, self.simulation.now)
 
     def head_restarted(self, position: int) -> None:
         """The durable ledger is cut to the checkpoint's position; what was in memory is gone."""
@@ -161,6 +164,7 @@ class Witness:
                 return
             self._in_time(event, held, now)
             self._from_holder(event.lease, receipt)
+            self._accept(held[0].rollouts[0], receipt)
         elif isinstance(event, ev.LeaseCompleted):
             for effect in effects:
                 for rollout in effect.rollouts if isinstance(effect, ef.ScoreSamples) else ():
@@ -168,6 +172,12 @@ class Witness:
                     assert self.holder.get(rollout.id) == (event.lease, event.epoch), f"believed: {event}"
                     self._in_time(event, self.leases[event.lease], now)
                     self._from_holder(event.lease, receipt)
+                    self._accept(rollout.id, receipt)
+
+    def _accept(self, rollout: RolloutId, receipt: Receipt | None) -> None:
+        """What was spent on work that counts is no loss."""
+        assert receipt is not None
+        self.bill.accept(receipt.segments, PHASE_OF[self.books.issued[rollout].purpose])
 
     def _from_holder(self, lease: LeaseId, receipt: Receipt | None) -> None:
         """The group that sent it is made of the processes that were meant, not of a namesake of theirs."""
@@ -221,6 +231,7 @@ class Witness:
         simulation = self.simulation
         assert simulation.finish is not None
         simulation.accounts.check(simulation.now)
+        self.bill.compare(simulation.accounts, simulation.now)
         if simulation.finish.error is None:
             assert set(self.books.issued) == set(self.books.ended), "samples disappeared"
             assert simulation.controller.iteration == simulation.scenario.plan.iterations
