@@ -34,6 +34,7 @@ from spotlight.simulation.scenario_file import ScenarioFile
 from spotlight.simulation.scenario_load import load_scenario
 from spotlight.simulation.search import Candidate, Goal, grid, pareto, prepared_for, search, shape_of
 from spotlight.simulation.strategies import STRATEGIES
+from spotlight.simulation.summary import notes_of
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 SMALL = (
@@ -146,6 +147,19 @@ def test_a_run_that_is_cut_off_says_so() -> None:
     _, outcome = ran(prepared("run.until_h=0.02"), "reserved_only")
     assert outcome.problem is not None
     assert "run.until_h" in outcome.problem
+
+
+@pytest.mark.parametrize(
+    ("strategy", "uptime_h", "warned"),
+    [("spotlight", 50, True), ("spotlight", 0.03, False), ("reserved_only", 50, False)],
+)
+def test_too_short_a_span_for_preemptions_is_warned_of(strategy: str, uptime_h: float, warned: bool) -> None:
+    prep = prepared(f"trace.mean_uptime_h={uptime_h}", "trace.bursts_per_h=0", "run.until_h=300")
+    _, outcome = ran(prep, strategy)
+    told = [line for note in notes_of(prep, [outcome], NOW) for line in note.lines if "hardly show" in line]
+    assert len(told) == warned
+    if warned:
+        assert told[0].endswith("hardly show: set run.iterations=154 to simulate to the target.")
 
 
 def test_uneven_ranks_are_told() -> None:

@@ -98,9 +98,10 @@ def _require_equal(
     found: Amount, expected: Amount, scale: Amount, kind: NodeKind, phase: Phase | None
 ) -> None:
     seconds, usd = abs(found.seconds - expected.seconds), abs(found.usd - expected.usd)
+    what = phase or "all phases"
     assert seconds <= TOLERANCE * max(1.0, scale.seconds), (
-        f"the accounts have {found.seconds} GPU-seconds of {kind} nodes ({phase or 'all phases'}), {expected.seconds} are due"
+        f"the accounts have {found.seconds} GPU-seconds of {kind} nodes ({what}), {expected.seconds} are due"
     )
     assert usd <= TOLERANCE * max(1.0, scale.usd), (
-        f"the accounts have {found.usd} $ of {kind} nodes ({phase or 'all phases'}), {expected.usd} $ are due"
+        f"the accounts have {found.usd} $ of {kind} nodes ({what}), {expected.usd} $ are due"
     )

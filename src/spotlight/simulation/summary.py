@@ -12,7 +12,7 @@ from spotlight.fleet.traces.statistics import statistics
 from spotlight.simulation.outcome import PREVIEWS_WANTED, Outcome
 from spotlight.simulation.prepare import Prepared
 from spotlight.simulation.record import assumed_of, prices_of
-from spotlight.simulation.strategies import STRATEGIES
+from spotlight.simulation.strategies import STRATEGIES, SpotPlaces
 
 _DROPPED_TOLD = 0.01
 
@@ -77,7 +77,12 @@ def notes_of(prepared: Prepared, outcomes: Sequence[Outcome], now: datetime) -> 
         Note("Assumed in the cost profile", tuple(_assumed(prepared))),
         Note("How to read it", tuple(_reading(prepared))),
     ]
-    if warnings := (*warnings_of(outcomes), *filter(None, [prepared.tariff.caveat])):
+    warnings = (
+        *warnings_of(outcomes),
+        *filter(None, [prepared.tariff.caveat]),
+        *_too_short(prepared, outcomes),
+    )
+    if warnings:
         notes.insert(0, Note("Mind", warnings))
     return tuple(notes)
 
@@ -98,6 +103,19 @@ def warnings_of(outcomes: Sequence[Outcome]) -> Iterator[str]:
                 f"{one.strategy} left out {percent(one.dropped_share)} of its samples, because they do not "
                 "divide by its learner GPUs: make prompts x group_size a multiple of their number."
             )
+
+
+def _too_short(prepared: Prepared, outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """Whether too little was simulated for preemptions to show."""
+    spans = [one.simulated_h for one in outcomes if STRATEGIES[one.strategy].places is SpotPlaces.SPOT]
+    stay_h = statistics(prepared.trace).uptime_mean_s / 3600  # NaN if no node ever goes
+    if spans and max(spans) < stay_h:
+        whole = max((one.target.value for one in outcomes if one.target), default=0)
+        remedy = f"set run.iterations={whole} to simulate to the target" if whole else "raise run.iterations"
+        yield (
+            f"{hours(max(spans))} of spot nodes were simulated, and one stays {hours(stay_h)} on average, so "
+            f"preemptions hardly show: {remedy}."
+        )
 
 
 def _targets(outcomes: Sequence[Outcome]) -> Iterator[str]:
