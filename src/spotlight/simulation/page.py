@@ -134,10 +134,14 @@ def new_figure(title: str, x: str, y: str, **layout: object) -> Figure:
 
 def _phases_figure(compared: Sequence[Compared]) -> Figure:
     """Bars of GPU-hours per iteration: so strategies that simulated fewer compare."""
-    figure = new_figure("GPU-hours per iteration by phase", "", "GPU-hours", barmode="stack")
+    title = (
+        f"GPU-hours per iteration by phase ({KIND_NAMES[NodeKind.RESERVED]}, and {KIND_NAMES[NodeKind.SPOT]})"
+    )
+    figure = new_figure(title, "", "GPU-hours", barmode="stack")
+    figure.update_layout(legend={"y": 1, "orientation": "v"})  # below, the two rows of labels have its place
     labels = [
         [one.outcome.strategy for one in compared for _ in NodeKind],
-        [KIND_NAMES[kind] for _ in compared for kind in NodeKind],
+        [kind.value for _ in compared for kind in NodeKind],
     ]
     for phase in Phase:
         spent = [
