@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 from controller_world import TEST, TRAIN, World, chance, learning, start
@@ -14,10 +14,10 @@ from spotlight.core import controller as controller_module
 from spotlight.core.controller import Controller
 from spotlight.core.ledger import LedgerError
 from spotlight.core.plan import Plan
-from spotlight.core.queue import PullQueue, Verdict, _Held
 from spotlight.core.records import SampleDropped, SampleTrained
 from spotlight.core.rollouts import Rollouts
-from spotlight.core.types import DropReason, Group, LeaseId, RolloutId
+from spotlight.core.types import DropReason, Group, RolloutId
+from spotlight.simulation.mutations import MUTATIONS, Mutation
 
 SETTINGS = settings(max_examples=60, deadline=None)
 FAILING = 0.05
@@ -115,71 +115,39 @@ def test_drops_have_the_reason_that_made_them(plan: Plan) -> None:
 
 # -- planted bugs ------------------------------------------------------------------------------------------
 
-_COMPLETE, _CHECK = PullQueue.complete, PullQueue._check
-
-
-def _completes_twice(self: PullQueue, lease: LeaseId, epoch: int, rollout: RolloutId) -> Verdict:
-    verdict = _COMPLETE(self, lease, epoch, rollout)
-    return Verdict.ACCEPTED if verdict is Verdict.DUPLICATE else verdict
-
-
-def _loses_requeued(self: PullQueue, leases: list[_Held]) -> list[RolloutId]:
-    for held in leases:
-        self._forget(held.lease)
-        for rollout in held.open:
-            del self._entries[rollout]
-    return []
-
-
-def _believes_anyone(self: PullQueue, lease: LeaseId, epoch: int, rollout: RolloutId) -> Verdict:
-    entry = self._entries.get(rollout)
-    if entry is None or entry.lease is None:
-        return _CHECK(self, lease, epoch, rollout)
-    return _CHECK(self, entry.lease, self._held[entry.lease].lease.epoch, rollout)
-
-
-def _closes_any(self: PullQueue, lease: LeaseId, rollout: RolloutId) -> None:
-    for held in list(self._held.values()):
-        held.open.pop(rollout, None)
-        if not held.open:
-            self._forget(held.lease)
-
 
 def _takes_every_score(self: Rollouts, rollout: RolloutId) -> bool:
     return rollout in self.at.rollouts
-
-
-def _trains_every_group_every_time(groups: Sequence[Group], updates: int) -> list[list[Group]]:
-    return [list(groups) for _ in range(updates)]
 
 
 def _leaves_ranks_uneven(groups: Sequence[Group], ranks: int) -> tuple[list[Group], list[RolloutId]]:
     return list(groups), []
 
 
-def _starts_before_publishing(self: Controller) -> None:
-    self.iteration += 1
-    self._start_iteration()
-
-
-PLANTED: dict[str, list[tuple[object, str, Callable[..., object]]]] = {
-    "a second completion counts": [(PullQueue, "complete", _completes_twice)],
-    "what a lost worker held is forgotten": [(PullQueue, "_revoke", _loses_requeued)],
-    "epochs and leases are not looked at": [
-        (PullQueue, "_check", _believes_anyone),
-        (PullQueue, "_close", _closes_any),
-    ],
-    "rewards count twice, and before the sample": [(Rollouts, "_awaits_scores", _takes_every_score)],
-    "several epochs over the same samples": [
-        (controller_module, "split_updates", _trains_every_group_every_time)
-    ],
-    "ranks train unequally": [(controller_module, "even_out", _leaves_ranks_uneven)],
-    "the version is not counted": [(controller_module, "PolicyVersion", lambda version: 0)],
+ALSO_IN_SIMULATION = (
+    "a second completion counts",
+    "what a lost group held is not requeued",
+    "old epochs and leases are believed",
+    "several updates train the same samples",
+)
+PLANTED = {mutation.bug: mutation for mutation in MUTATIONS if mutation.bug in ALSO_IN_SIMULATION} | {
+    mutation.bug: mutation
+    for mutation in (
+        Mutation(
+            "rewards count twice, and before the sample", ((Rollouts, "_awaits_scores", _takes_every_score),)
+        ),
+        Mutation("ranks train unequally", ((controller_module, "even_out", _leaves_ranks_uneven),)),
+        Mutation("the version is not counted", ((controller_module, "PolicyVersion", lambda version: 0),)),
+    )
 }
 
 
+def test_the_bugs_shared_with_the_simulation_are_there() -> None:
+    assert PLANTED.keys() >= set(ALSO_IN_SIMULATION)
+
+
 @pytest.mark.parametrize("bug", sorted(PLANTED))
-def test_planted_bugs_are_caught(monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
+def test_planted_bugs_are_caught(bug: str) -> None:
     plan = Plan(
         run_seed=0, iterations=3, prompts_per_iteration=3, group_size=5, rollout_steps=4, evaluation_steps=4,
         evaluation_images=2, evaluate_every=2, updates_per_batch=2, micro_batch_size=4, checkpoint_every=1,
@@ -191,7 +159,5 @@ def test_planted_bugs_are_caught(monkeypatch: pytest.MonkeyPatch, bug: str) -> N
             World(start(plan), seed, calm=False, failing=FAILING).run()
 
     run_all()
-    for owner, name, planted in PLANTED[bug]:
-        monkeypatch.setattr(owner, name, planted)
-    with pytest.raises((AssertionError, LedgerError)):
+    with PLANTED[bug].planted(), pytest.raises((AssertionError, LedgerError)):
         run_all()
