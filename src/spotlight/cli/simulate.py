@@ -72,9 +72,8 @@ def simulate(
         _list()
         return
     from spotlight.simulation.compare import Task, run_tasks
-    from spotlight.simulation.page import comparison_page, require_place, require_plotly, write_file
+    from spotlight.simulation.page import require_place, require_plotly
     from spotlight.simulation.prepare import prepare
-    from spotlight.simulation.record import record_of
 
     now = datetime.now(UTC)
     with told_plainly():
@@ -89,17 +88,26 @@ def simulate(
     with told_plainly(), Bar(len(tasks)) as bar:
         compared = run_tasks(tasks, jobs or os.cpu_count() or 1, lambda task: bar.done(task.strategy))
     _print(prepared, compared, now)
+    _write(prepared, compared, now, as_json, page)
+    if all(one.outcome.iterations == 0 for one in compared):
+        raise failure("no strategy finished an iteration; see above.", 1)
+
+
+def _write(
+    prepared: Prepared, compared: Sequence[Compared], now: datetime, as_json: Path | None, page: Path | None
+) -> None:
+    from spotlight.simulation.page import comparison_page, write_file
+    from spotlight.simulation.record import record_of
+
     with told_plainly():
-        outcomes = [one.outcome for one in compared]
         if as_json is not None:
-            write_file(as_json, json.dumps(record_of(prepared, outcomes, now), indent=2) + "\n")
+            record = record_of(prepared, [one.outcome for one in compared], now)
+            write_file(as_json, json.dumps(record, indent=2) + "\n")
         if page is not None:
             write_file(page, comparison_page(prepared, compared, now))
     for path in (as_json, page):
         if path is not None:
             Console(highlight=False).print(f"Wrote {path}", soft_wrap=True)
-    if all(one.outcome.iterations == 0 for one in compared):
-        raise failure("no strategy finished an iteration; see above.", 1)
 
 
 def read_scenario(name: str, overrides: Sequence[str], trace: Path | None, seed: int | None) -> ScenarioFile:

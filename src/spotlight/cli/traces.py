@@ -100,9 +100,8 @@ def traces(
         if generate:
             made = [_generated(given, horizon_s, nodes, gpus_per_node, notice_lead_s)]
         else:
-            made = [
-                _read(path, format, gpus_per_node, nodes, horizon_s, notice_lead_s) for path in files or []
-            ]
+            how = (format, gpus_per_node, nodes, horizon_s, notice_lead_s)
+            made = [_read(path, *how) for path in files or []]
         _write(made, out, page)
     if as_json:
         typer.echo(json.dumps([_record(trace) for trace in made], indent=2))
