@@ -31,7 +31,8 @@ PLAN = Plan(
     evaluation_images=1, evaluate_every=9, updates_per_batch=1, micro_batch_size=4, checkpoint_every=1,
     lease_s=LEASE_S, max_drop_share=None,
     cluster=ClusterPlan(
-        pixels=1280 * 1280, heads=24, degree_max=4, answer_s=ANSWER_S, start_s=START_S, drain_margin_s=25.0
+        pixels=1280 * 1280, heads=24, degrees=(1, 2, 3, 4),
+        answer_s=ANSWER_S, start_s=START_S, drain_margin_s=25.0,
     ),
 )  # fmt: skip
 SPOT = Node(NodeId("s"), NodeKind.SPOT, 2, "H100", 6.0, False, True)
@@ -112,7 +113,7 @@ def test_a_pull_is_answered_when_there_is_work() -> None:
 
 def test_groups_that_get_ready_one_after_another_share_the_work_equally() -> None:
     # Four rollouts, four groups: who is ready first must not take what the others will ask for.
-    room = Room(dataclasses.replace(PLAN, cluster=dataclasses.replace(PLAN.cluster, degree_max=1)))
+    room = Room(dataclasses.replace(PLAN, cluster=dataclasses.replace(PLAN.cluster, degrees=(1,))))
     forming: list[ef.FormGroup] = []
     todo = room.feed(ev.NodeJoined(dataclasses.replace(SPOT, gpus=4)))
     while todo:
@@ -138,7 +139,7 @@ def test_groups_that_get_ready_one_after_another_share_the_work_equally() -> Non
 
 
 def test_busy_learner_nodes_and_groups_that_part_have_no_share() -> None:
-    room = Room(dataclasses.replace(PLAN, cluster=dataclasses.replace(PLAN.cluster, degree_max=1)))
+    room = Room(dataclasses.replace(PLAN, cluster=dataclasses.replace(PLAN.cluster, degrees=(1,))))
     room.bring_up(Node(NodeId("r"), NodeKind.RESERVED, 2, "H100", 8.0, True, True))
     one, two = room.bring_up()
     cluster = room.controller.cluster
@@ -177,7 +178,7 @@ def test_a_repeated_grant_does_not_move_the_start_from_which_progress_counts() -
 
 
 def test_survivors_commit_before_they_are_regrouped() -> None:
-    plan = dataclasses.replace(PLAN, cluster=dataclasses.replace(PLAN.cluster, degree_min=2))
+    plan = dataclasses.replace(PLAN, cluster=dataclasses.replace(PLAN.cluster, degrees=(2, 3, 4)))
     room = Room(plan)
     (group,) = room.bring_up()
     assert group.members == ("s/0", "s/1")

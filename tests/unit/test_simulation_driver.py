@@ -22,7 +22,7 @@ SPOT = [Node(NodeId(f"s{n}"), NodeKind.SPOT, 2, "H100", 7.2, False, True) for n 
 PLAN = Plan(
     run_seed=0, iterations=3, prompts_per_iteration=4, group_size=4, rollout_steps=10, evaluation_steps=10,
     evaluation_images=1, evaluate_every=2, updates_per_batch=2, micro_batch_size=4, checkpoint_every=1,
-    lease_s=60.0, max_drop_share=None, ranks=2, cluster=ClusterPlan(heads=24, degree_max=4),
+    lease_s=60.0, max_drop_share=None, ranks=2, cluster=ClusterPlan(heads=24, degrees=(1, 2, 3, 4)),
 )  # fmt: skip
 JOINED: tuple[tuple[float, NodeEvent], ...] = tuple((0.0, NodeJoined(node)) for node in (RESERVED, *SPOT))
 SCENARIO = Scenario(PLAN, ConstantCosts(), JOINED, train_prompts=6, test_prompts=2, timelines=True)

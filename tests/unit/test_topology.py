@@ -8,14 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.core.plan import ClusterPlan
+from spotlight.core.plan import ClusterPlan, Plan, divisors, require_usable
 from spotlight.core.topology import choose_degree, form_groups
+from spotlight.core.types import Prompt, PromptId
 
 LARGE, SMALL = 1280 * 1280, 512 * 512
 HEADS = 24
 
 plans = st.builds(
-    lambda low, more, pixels: ClusterPlan(pixels=pixels, heads=HEADS, degree_min=low, degree_max=low + more),
+    lambda low, more, pixels: ClusterPlan(
+        pixels=pixels, heads=HEADS, degrees=divisors(HEADS, low, low + more)
+    ),
     st.sampled_from([1, 2, 3, 4]),
     st.integers(0, 6),
     st.sampled_from([SMALL, LARGE]),
@@ -60,14 +63,14 @@ def test_groups_are_disjoint_and_only_too_few_workers_are_left_out(
     ("rollouts", "degree"), [(0, 1), (1, 4), (2, 4), (3, 2), (4, 2), (5, 1), (8, 1), (100, 1)]
 )
 def test_the_tail_of_a_batch_of_large_images(rollouts: int, degree: int) -> None:
-    plan = ClusterPlan(pixels=LARGE, heads=HEADS, degree_max=4)
+    plan = ClusterPlan(pixels=LARGE, heads=HEADS, degrees=(1, 2, 3, 4))
     assert choose_degree(plan, 8, rollouts) == degree
 
 
 @given(st.integers(0, 2_000_000), st.integers(1, 64), st.integers(1, 2_000_000))
 def test_a_videos_frames_count_as_much_as_its_pixels(pixels: int, frames: int, pays_from: int) -> None:
     video = ClusterPlan(
-        pixels=pixels, latent_frames=frames, sp_pays_from_pixels=pays_from, heads=HEADS, degree_max=4
+        pixels=pixels, latent_frames=frames, sp_pays_from_pixels=pays_from, heads=HEADS, degrees=(1, 2, 3, 4)
     )
     image = dataclasses.replace(video, pixels=pixels * frames, latent_frames=1)
     assert choose_degree(video, 8, 2) == choose_degree(image, 8, 2)
@@ -77,3 +80,15 @@ def test_a_videos_frames_count_as_much_as_its_pixels(pixels: int, frames: int, p
 def test_three_survivors_of_four_become_two_and_one() -> None:
     assert form_groups(["a", "b", "d"], 4, (1, 2, 4)) == [("a", "b"), ("d",)]
     assert form_groups(["a", "b", "d"], 4, (2, 4)) == [("a", "b")]
+
+
+@pytest.mark.parametrize("degrees", [(), (5,), (1, 7), (2, 1), (1, 1)])
+def test_degrees_that_no_model_of_these_heads_allows_are_refused(degrees: tuple[int, ...]) -> None:
+    prompt = Prompt(PromptId("a"), "a", {})
+    plan = Plan(
+        run_seed=0, iterations=1, prompts_per_iteration=1, group_size=2, rollout_steps=1, evaluation_steps=1,
+        evaluation_images=1, evaluate_every=1, updates_per_batch=1, micro_batch_size=1, checkpoint_every=1,
+        lease_s=1.0, max_drop_share=None, cluster=ClusterPlan(heads=HEADS, degrees=degrees),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="dividing 24 attention heads"):
+        require_usable(plan, [prompt], [prompt])

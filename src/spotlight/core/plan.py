@@ -39,8 +39,8 @@ class ClusterPlan:
         latent_frames: that the model denoises of a sample: more than 1 for video.
         sp_pays_from_pixels: a sample of so many, over all its latent frames, gains from sequence parallelism.
         heads: attention heads of the model, which every degree of sequence parallelism divides.
-        degree_min: the smallest degree whose memory suffices.
-        degree_max: no group is larger.
+        degrees: of sequence parallelism that a group may have, ascending; the smallest is one whose memory
+            suffices.
         tail_steps: a group is re-formed for the tail of a batch only when a rollout has more steps to go.
         answer_s: a command not answered for this long is sent again, and at last the worker restarted.
         start_s: the same for starting a process and for pulling all weights.
@@ -52,8 +52,7 @@ class ClusterPlan:
     latent_frames: int = 1
     sp_pays_from_pixels: int = 1024 * 1024
     heads: int = 1
-    degree_min: int = 1
-    degree_max: int = 1
+    degrees: tuple[int, ...] = (1,)
     tail_steps: int = 2
     answer_s: float = 10.0
     start_s: float = 600.0
@@ -64,13 +63,6 @@ class ClusterPlan:
     def sp_pays(self) -> bool:
         """Whether a step is long enough for a higher degree to shorten it."""
         return self.pixels * self.latent_frames >= self.sp_pays_from_pixels
-
-    @property
-    def degrees(self) -> tuple[int, ...]:
-        """Degrees a group may have, ascending: divisors of the heads within the bounds."""
-        return tuple(
-            degree for degree in range(self.degree_min, self.degree_max + 1) if self.heads % degree == 0
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +111,22 @@ def require_usable(plan: Plan, train: Sequence[Prompt], test: Sequence[Prompt]) 
             f"exploration of {plan.exploration.seeds_per_prompt} seeds per prompt cannot choose "
             f"{plan.group_size}; preview at least as many seeds as a group has members"
         )
-    if not plan.cluster.degrees:
-        raise ValueError(
-            f"no degree of sequence parallelism between {plan.cluster.degree_min} and "
-            f"{plan.cluster.degree_max} divides {plan.cluster.heads} attention heads"
-        )
+    _require_degrees(plan.cluster)
     known: dict[PromptId, Prompt] = {}
     for prompt in (*train, *test):
         if known.setdefault(prompt.id, prompt) != prompt:
             raise ValueError(f"two prompts share the id {prompt.id}; ids must tell prompts apart")
+
+
+def divisors(heads: int, low: int, high: int) -> tuple[int, ...]:
+    """Degrees of sequence parallelism that a model of so many heads allows, within two bounds, ascending."""
+    return tuple(degree for degree in range(low, high + 1) if heads % degree == 0)
+
+
+def _require_degrees(cluster: ClusterPlan) -> None:
+    degrees = cluster.degrees
+    if not degrees or any(cluster.heads % degree for degree in degrees) or [*degrees] != sorted({*degrees}):
+        raise ValueError(
+            f"degrees of sequence parallelism are {degrees}; expected at least one, ascending, each of them "
+            f"dividing {cluster.heads} attention heads"
+        )

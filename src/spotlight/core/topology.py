@@ -4,7 +4,7 @@ Ulysses replicates the weights and shards activations, so a degree changes witho
 must divide the attention heads. Degree 1 has the highest throughput. A higher degree makes ONE rollout
 faster: it pays when there are fewer rollouts than workers, and only for samples large enough to keep several
 GPUs busy (``ClusterPlan.sp_pays``; a video's frames count); or it is a must, for memory
-(``ClusterPlan.degree_min``).
+(the smallest of ``ClusterPlan.degrees``).
 
 Published for a 20B model, ms per step at degrees 1 / 2 / 4: 512 x 512 155 / 161 / 172; 1024 x 1024
 605 / 350 / 207; 1536 x 1536 1557 / 880 / 464.

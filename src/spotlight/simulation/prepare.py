@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from datetime import datetime
 
@@ -205,7 +204,7 @@ def _cluster_plan(prepared: Prepared, costs: ProfileCosts, gpus: tuple[str, ...]
     file = prepared.file
     cluster = file.cluster
     widest = max(cluster.reserved.gpus_per_node, cluster.spot.gpus_per_node)
-    heads, low, high = degrees(prepared.profile, gpus, file.pixels, widest)
+    allowed = degrees(prepared.profile, gpus, file.pixels, widest)
     publishes = WeightKind(file.workload.publishes)
     step_s = max(_step_s(costs, gpu, file.pixels) for gpu in gpus)
     decode_s = max(costs.decode_s(gpu, file.pixels, costs.lease_size(gpu, file.pixels, 1)) for gpu in gpus)
@@ -214,10 +213,9 @@ def _cluster_plan(prepared: Prepared, costs: ProfileCosts, gpus: tuple[str, ...]
     return ClusterPlan(
         pixels=file.pixels,
         latent_frames=latent_frames(prepared.profile.frames),
-        heads=heads,
-        degree_min=low,
-        degree_max=high,
-        answer_s=max(10.0, 3 * (step_s + decode_s), 3 * pull_s, 3 * costs.group_setup_s(high)),
+        heads=round(prepared.profile.heads.value),
+        degrees=allowed,
+        answer_s=max(10.0, 3 * (step_s + decode_s), 3 * pull_s, 3 * costs.group_setup_s(allowed[-1])),
         start_s=max(600.0, 3 * full_s),
         drain_margin_s=max(10.0, 2 * step_s + decode_s),
         publishes=publishes,
@@ -232,21 +230,16 @@ def latent_frames(frames: int) -> int:
     return 1 + (frames - 1) // 4
 
 
-def degrees(profile: Profile, gpus: tuple[str, ...], pixels: int, widest: int) -> tuple[int, int, int]:
-    """Heads, and the smallest and largest SP degree, such that the controller only asks for timed degrees.
-
-    The controller takes every divisor of the heads between two bounds. A profile may lack some of them, so it
-    is told fewer heads: the least common multiple of the degrees that have figures on every GPU type.
+def degrees(profile: Profile, gpus: tuple[str, ...], pixels: int, widest: int) -> tuple[int, ...]:
+    """The SP degrees that have figures on every GPU type, ascending: the controller asks for no other.
 
     Raises:
         ConfigError: no degree up to ``widest`` has figures.
     """
     timed = [set(sp_degrees(profile, gpu, pixels)) for gpu in gpus]
     known = sorted(degree for degree in set.intersection(*timed) if degree <= widest)
-    for high in reversed(known):
-        heads = math.lcm(*(degree for degree in known if degree <= high))
-        if all(degree in known for degree in range(known[0], high + 1) if heads % degree == 0):
-            return heads, known[0], high
+    if known:
+        return tuple(known)
     key = f"gpus.{gpus[0]}.denoise"
     found, expected = f"no sp degree up to {widest} for {pixels} pixels", "one"
     remedy = "Add points of that size with their source, or choose another size or gpus_per_node."

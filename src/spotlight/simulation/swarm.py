@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 from spotlight.core.events import NodeJoined
-from spotlight.core.plan import ClusterPlan, ExplorationPlan, Explore, Plan
+from spotlight.core.plan import ClusterPlan, ExplorationPlan, Explore, Plan, divisors
 from spotlight.core.types import Node, NodeId, NodeKind, WeightKind
 from spotlight.simulation.costs import ConstantCosts
 from spotlight.simulation.faults import Fault, FaultKind, draw_faults
@@ -108,8 +108,7 @@ def _draw_plan(source: random.Random, ranks: int, degree_min: int) -> Plan:
         cluster=ClusterPlan(
             pixels=source.choice([512 * 512, 1280 * 1280]),
             heads=24,
-            degree_min=degree_min,
-            degree_max=source.choice([degree_min, 4]),
+            degrees=divisors(24, degree_min, source.choice([degree_min, 4])),
             tail_steps=1,
             answer_s=5.0,
             start_s=30.0,
