@@ -104,22 +104,6 @@ def split() -> tuple[list[Record], list[Record]]:
     return train, test
 
 
-def load_records(path: Path) -> list[Record]:
-    """Read a metadata file. Raises ValueError naming the file and line that is no JSON object."""
-    records: list[Record] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{number}: not JSON ({error}); expected one object a line") from error
-        if not isinstance(record, dict):
-            raise ValueError(
-                f"{path}:{number}: found {type(record).__name__}; expected one JSON object a line"
-            )
-        records.append(record)
-    return records
-
-
 def write_records(path: Path, records: Sequence[Record]) -> None:
     """Write records as JSON lines."""
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
