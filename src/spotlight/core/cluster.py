@@ -383,6 +383,8 @@ class Cluster:
             self._count(Recovery.FORMED_BY_PULL)
             self._formed(group)
         for lease, _ in self.queue.held_by(group.leader):
+            if lease.id in event.holds:
+                continue
             if event.seen < lease.id:
                 self._count(Recovery.GRANT_RESENT)
                 self.effects.append(GrantLease(*self.queue.granted(lease.id)))
@@ -403,21 +405,28 @@ class Cluster:
         takers = self._takers[False] + (0 if self.learner_busy else self._takers[True])
         share = math.ceil(self.queue.outstanding / max(1, takers))
         wanted = self._wanted_degree()
+        sated: list[WorkerId] = []
         while self._idle and self.queue.waiting:
             leader, _ = self._idle.popitem(last=False)
-            group = self.groups[leader]
-            if len(group.members) > wanted:
+            group, held = self.groups[leader], self.queue.count_held_by(leader)
+            if len(group.members) > wanted and not held:
                 self._count(Recovery.TAIL_ENDED)
                 self._stop(group)
                 continue
             if len(group.members) < wanted and self._grow(self.hosts[group.node], wanted, 0):
                 continue
-            granted = self.queue.pull(leader, min(group.capacity, share), now)
+            if held >= share:
+                sated.append(leader)
+                continue
+            granted = self.queue.pull(leader, min(group.capacity, share - held), now)
             assert granted is not None, "rollouts wait, and the leader was admitted"
             group.capacity = 0
             if granted[2]:
                 self._count(Recovery.RESUMED)
             self.effects.append(GrantLease(*granted))
+        # What others have not taken yet is theirs: groups with their share wait for it to be taken, or for less
+        # work to be outstanding.
+        self._idle.update(dict.fromkeys(leader for leader in sated if self.groups[leader].capacity))
 
     def learner_idles(self, idles: bool) -> None:
         """Whether GPUs that train may roll out now."""
@@ -492,7 +501,6 @@ class Cluster:
         for group in self.groups.values():
             assert (group.state is GroupState.FORMING) == (("form", group.leader) in self._commands)
             assert (group.state is GroupState.STOPPING) == (("stop", group.leader) in self._commands)
-            assert len(self.queue.held_by(group.leader)) <= 1, "a group holds two leases"
         assert self._capable == sum(worker.state in ABLE for worker in self.workers.values())
         takers = [group for group in self.groups.values() if group.state is not GroupState.STOPPING]
         assert self._takers == Counter(self.hosts[group.node].node.trains for group in takers)

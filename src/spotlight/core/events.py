@@ -252,17 +252,19 @@ class GroupStopped:
 
 @dataclass(frozen=True, slots=True)
 class GroupPulled:
-    """A group has nothing to do and can hold ``capacity`` rollouts; answered once there is work.
+    """A group can hold ``capacity`` rollouts more than it does; answered once there is work.
 
     Attributes:
         seen: the last lease the group was granted. If the controller granted a later one, that grant was lost
-            and is sent again; if it is still open, the group will not finish it.
+            and is sent again.
+        holds: the leases it works on. Any other that is still open the group will not finish.
     """
 
     leader: WorkerId
     epoch: int
     capacity: int
     seen: LeaseId
+    holds: tuple[LeaseId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -296,6 +296,10 @@ class PullQueue:
             for lease in self._by_worker.get(worker, ())
         ]
 
+    def count_held_by(self, worker: WorkerId) -> int:
+        """Open rollouts of all leases of a worker."""
+        return sum(len(self._held[lease].open) for lease in self._by_worker.get(worker, ()))
+
     def granted(self, lease: LeaseId) -> tuple[Lease, tuple[Rollout, ...], dict[RolloutId, int]]:
         """An open lease as it was granted, for a holder whom the grant did not reach.
 
