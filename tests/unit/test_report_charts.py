@@ -34,7 +34,8 @@ def test_ticks_cover_the_data_in_few_equal_round_steps(low: float, span: float, 
     assert 2 <= len(found) <= 10
     assert all(b - a == pytest.approx(step, rel=1e-6, abs=1e-9) for a, b in pairwise(found))
     mantissa = step / 10 ** math.floor(math.log10(step) + 1e-9)
-    assert whole or round(mantissa, 6) in (1, 2, 2.5, 5, 10)
+    rounding = 1e-6 + 10 * math.ulp(abs(low) + span) / step
+    assert whole or any(abs(mantissa / nice - 1) < rounding for nice in (1, 2, 2.5, 5, 10))
     assert not whole or step == round(step)
 
 

@@ -148,7 +148,7 @@ def test_the_final_screen_says_what_was_gained_and_what_it_cost(run: RunRecord) 
         "rollout 120.0 s 67%",
         "180.0 worker seconds at $0.05 an hour: $0.0025",
         "Samples 8 issued = 6 trained + 2 dropped (reward_timeout)",
-        "Survived 1 interruption: 2 attempts",
+        "Survived 1 interruption in 2 attempts",
         f"LoRA {run.paths.path / 'lora'}",
         "model card",
     ):

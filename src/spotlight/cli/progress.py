@@ -58,6 +58,7 @@ class Facts:
     first: Mapping[str, float] = field(default_factory=dict)
     last: Mapping[str, float] = field(default_factory=dict)
     row: Mapping[str, float] = field(default_factory=dict)
+    billed_usd: float | None = None
 
     @property
     def elapsed_s(self) -> float:
@@ -78,8 +79,8 @@ class Facts:
 
     @property
     def cost_usd(self) -> float:
-        """What this attempt has cost so far."""
-        return self.elapsed_s * self.price_usd_h / 3600
+        """What the run was last said to have cost; else what this attempt has so far."""
+        return self.elapsed_s * self.price_usd_h / 3600 if self.billed_usd is None else self.billed_usd
 
     @property
     def rate(self) -> float:
@@ -136,6 +137,10 @@ class RunProgress:
         """See ``Observer``."""
         self.worked = True
         self.facts.take_work(phase, done, total)
+
+    def billed(self, cost_usd: float) -> None:
+        """See ``Observer``."""
+        self.facts.billed_usd = cost_usd
 
     def evaluated(self, iteration: int, row: Mapping[str, float]) -> None:
         """See ``Observer``."""

@@ -52,6 +52,7 @@ class Cluster:
         lineage: counts restarts of the learner.
         learner_busy: GPUs that train give nothing to their workers now.
         effects: what to do, taken by the controller after each event.
+        noticed: nodes that will be taken.
         _takers: groups that share the work, those that still form too; by whether their node trains.
     """
 
@@ -65,6 +66,7 @@ class Cluster:
     hosts: dict[NodeId, Host] = field(default_factory=dict)
     workers: dict[WorkerId, Worker] = field(default_factory=dict)
     groups: dict[WorkerId, Group] = field(default_factory=dict)
+    noticed: set[NodeId] = field(default_factory=set)
     _now: float = 0.0
     _idle: OrderedDict[WorkerId, None] = field(default_factory=OrderedDict)
     _takers: Counter[bool] = field(default_factory=Counter)
@@ -221,6 +223,7 @@ class Cluster:
             return
         self._count(Recovery.NODE_LOST)
         self._drains.cancel(node)
+        self.noticed.discard(node)
         for leader in list(host.leaders):
             self._dissolve(self.groups[leader], host)
         for name in host.workers:
@@ -233,6 +236,7 @@ class Cluster:
         if (host := self.hosts.get(node)) is None:
             return
         host.deadline_s = deadline_s
+        self.noticed.add(node)
         drain_s = deadline_s - self.plan.drain_margin_s
         if drain_s <= self._now:
             self._drain(node)
@@ -252,6 +256,7 @@ class Cluster:
         self._count(Recovery.NOTICE_CANCELLED)
         self._drains.cancel(node)
         host.deadline_s, host.draining = None, False
+        self.noticed.discard(node)
         self._regroup(node)
 
     # -- workers ---------------------------------------------------------------------------------------

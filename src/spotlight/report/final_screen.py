@@ -16,9 +16,11 @@ from spotlight.core.types import Purpose
 from spotlight.report.loading import loading_snippet
 from spotlight.report.record import Change, RunRecord
 from spotlight.report.wording import count, duration, money, plural, score
+from spotlight.store.schema import Incident
 
 _BAR_WIDTH = 16
 _CURVE_ROWS_MAX = 12
+_PLURALS = {"worker crash": "worker crashes", "loss of the learner": "losses of the learner"}
 
 
 def print_final_screen(console: Console, run: RunRecord, card: Path | None) -> None:
@@ -38,8 +40,9 @@ def print_final_screen(console: Console, run: RunRecord, card: Path | None) -> N
         console.print(_title(f"Validation on held-out prompts, {images} each, the same seeds every time"))
         console.print(validation_table(run), Text(), curve_table(run), Text(), sep="\n")
     spent = sum(run.seconds_by_phase.values())
-    price = money(run.config.fleet.price_usd_h)
-    console.print(_title(f"{spent:,.1f} worker seconds at {price} an hour: {money(run.history.cost_usd)}"))
+    console.print(
+        _title(f"{spent:,.1f} worker seconds at {prices(run)} an hour: {money(run.history.cost_usd)}")
+    )
     console.print(spent_table(run), Text(), Padding(_samples(run), (0, 0, 0, 1)), Text(), sep="\n")
     for name, path in _places(run, card):
         # Soft wrap: a path or a line of Python that the terminal is too narrow for can still be copied whole.
@@ -127,19 +130,39 @@ def _samples(run: RunRecord) -> Text:
     if counts.in_flight[Purpose.TRAIN]:
         parts.append(f"{count(counts.in_flight[Purpose.TRAIN])} in flight")
     text = Text.assemble(("Samples ", "bold"), f"{count(issued)} issued = {' + '.join(parts)}")
-    if run.history.interruptions:
-        text.append(f"\n{survived(run)}")
+    if told := survived(run):
+        text.append(f"\n{told}")
     return text
 
 
+def prices(run: RunRecord) -> str:
+    """What an hour of a worker cost: one price, or the lowest and the highest."""
+    paid = run.history.prices_usd_h or (run.config.fleet.price_usd_h,)
+    return " to ".join(money(price) for price in dict.fromkeys((paid[0], paid[-1])))
+
+
 def survived(run: RunRecord) -> str:
-    """Attempts, and what the interruptions cost."""
+    """Preemptions, crashes and interruptions, and what they cost; empty when nothing happened."""
     history = run.history
-    attempts = plural(len(history.attempts), "attempt")
-    return (
-        f"Survived {plural(history.interruptions, 'interruption')}: {attempts}, "
-        f"{plural(history.undone, 'ledger record')} done again, {history.lost_s:,.1f} s of work lost"
-    )
+    befell: list[str] = []
+    if history.preemptions:
+        noticed = f" ({count(history.noticed)} with notice)"
+        befell.append(plural(history.preemptions, "preemption") + noticed)
+    for kind, word in (
+        (Incident.WORKER_CRASHED, "worker crash"),
+        (Incident.LEARNER_LOST, "loss of the learner"),
+    ):
+        if number := sum(history.incidents.get((kind, spot), 0) for spot in (True, False)):
+            befell.append(f"{count(number)} {word if number == 1 else _PLURALS[word]}")
+    if reserved := history.incidents.get((Incident.NODE_LOST, False), 0):
+        befell.append(f"{plural(reserved, 'reserved node')} lost")
+    if history.interruptions:
+        befell.append(plural(history.interruptions, "interruption"))
+    if not befell:
+        return ""
+    redone = f", {plural(history.undone, 'ledger record')} done again" if history.undone else ""
+    attempts = f" in {plural(len(history.attempts), 'attempt')}" if len(history.attempts) > 1 else ""
+    return f"Survived {', '.join(befell)}{attempts}: {history.lost_s:,.1f} s of work lost{redone}"
 
 
 def _places(run: RunRecord, card: Path | None) -> Iterator[tuple[str, Path]]:

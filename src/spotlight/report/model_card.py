@@ -19,7 +19,7 @@ import yaml
 from spotlight.config.load import dump_config
 from spotlight.core.types import Purpose
 from spotlight.report.charts import Series, line_chart
-from spotlight.report.final_screen import in_noise, survived
+from spotlight.report.final_screen import in_noise, prices, survived
 from spotlight.report.loading import base_model, loading_snippet
 from spotlight.report.record import RunRecord
 from spotlight.report.wording import count, duration, money, plural, score
@@ -160,11 +160,11 @@ def _cost(run: RunRecord) -> str:
     )
     lines = [
         f"- {duration(run.wall_s)} of work, {money(history.cost_usd)} at "
-        f"{money(run.config.fleet.price_usd_h)} per worker and hour.",
+        f"{prices(run)} per worker and hour.",
         f"- {count(counts.issued[Purpose.TRAIN])} training samples issued: {count(counts.trained)} "
         f"trained{dropped}; "
         f"{count(counts.optimizer_steps)} optimizer steps.",
-        f"- {survived(run)}." if history.interruptions else "- No interruption.",
+        f"- {survived(run) or 'No interruption'}.",
     ]
     spent = sorted(run.seconds_by_phase.items(), key=lambda item: -item[1])
     table = ["| phase | worker seconds |", "|---|---|"]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -93,14 +94,18 @@ class RunBook:
 
     def spend(self, seconds: Mapping[Phase, float]) -> None:
         """See :class:`Book`."""
-        self.flush()
         spends = [
             GpuSpend(worker, phase, spent, price)
             for worker, price in self.workers.items()
             for phase, spent in seconds.items()
         ]
+        self.bill(spends, sum(seconds.values()))
+
+    def bill(self, spends: Sequence[GpuSpend], elapsed_s: float) -> None:
+        """Account for GPU-seconds of workers that come and go; ``elapsed_s`` went by since the last account."""
+        self.flush()
         self.ledger.spend(spends, time.time())
-        self._spent_s += sum(seconds.values())
+        self._spent_s += elapsed_s
 
     @property
     def wall_s(self) -> float:
@@ -124,6 +129,12 @@ class RunBook:
 
     def checkpoint(self, effect: CommitCheckpoint, learner: Learner) -> None:
         """See :class:`Book`."""
+        with self.committing(effect) as directory:
+            _save_learner(learner, directory, self.ranks)
+
+    @contextmanager
+    def committing(self, effect: CommitCheckpoint) -> Iterator[Path]:
+        """A directory for the learner's state, in :data:`LEARNER_FOLDER`; leaving it commits all together."""
         self.flush()
         self.metrics.sync()
         header = CheckpointHeader(
@@ -131,7 +142,13 @@ class RunBook:
         )
         with self.checkpoints.writer(header) as directory:
             (directory / CONTROLLER_FILE).write_text(json.dumps(effect.snapshot))
-            _save_learner(learner, directory, self.ranks)
+            yield directory
+
+    def undo(self, position: int, attempt: int) -> int:
+        """Forget the records after ``position``; returns how many of them the ledger held."""
+        self._records = [(number, record) for number, record in self._records if number <= position]
+        self.flush()
+        return self.ledger.rollback(position, attempt) if self.ledger.position() > position else 0
 
     def _draw(
         self, effect: ReportEvaluation, pictures: Mapping[Rollout, Picture], validation: Validation

@@ -20,6 +20,9 @@ class Observer(Protocol):
         A sample half denoised counts half.
         """
 
+    def billed(self, cost_usd: float) -> None:
+        """The run has cost so much until now, all attempts together: told where nodes come and go."""
+
     def evaluated(self, iteration: int, row: Mapping[str, float]) -> None:
         """A validation is written; ``row`` holds its scores and their standard errors."""
 
@@ -34,6 +37,9 @@ class Silent:
         """Ignore."""
 
     def work(self, phase: Phase, done: float, total: int) -> None:
+        """Ignore."""
+
+    def billed(self, cost_usd: float) -> None:
         """Ignore."""
 
     def evaluated(self, iteration: int, row: Mapping[str, float]) -> None:

@@ -173,11 +173,11 @@ def _integrity(connection: sqlite3.Connection) -> Violation:
 def _attempts(connection: sqlite3.Connection) -> tuple[AttemptBill, ...]:
     rows = connection.execute(
         """
-        SELECT number, ended, workers, (COALESCE(ended_at, seen_at) - started_at) * workers,
-            COALESCE((SELECT SUM(seconds) FROM gpu_seconds WHERE attempt = number), 0)
-        FROM (SELECT *, (SELECT COUNT(*) FROM attempt_workers WHERE attempt = number) AS workers
-            FROM attempts)
-        ORDER BY number
+        SELECT number, ended, (SELECT COUNT(*) FROM attempt_workers WHERE attempt = number),
+            (SELECT TOTAL(COALESCE(left_at, ended_at, seen_at) - joined_at) FROM attempt_workers
+                WHERE attempt = number),
+            (SELECT TOTAL(seconds) FROM gpu_seconds WHERE attempt = number)
+        FROM attempts ORDER BY number
         """
     )
     return tuple(

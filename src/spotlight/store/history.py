@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from spotlight.store import ledger_queries as queries
 from spotlight.store.run_directory import RunPaths
-from spotlight.store.schema import Ending
+from spotlight.store.schema import Ending, Incident
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,10 @@ class History:
         undone: ledger records taken back by all resumes, to be made again.
         lost_s: GPU-seconds of work that was lost.
         iterations: trained, according to the ledger.
+        preemptions: spot nodes that were taken.
+        noticed: those among them that were announced.
+        prices_usd_h: of a worker's hour, ascending.
+        incidents: everything that befell the cluster, by kind and whether it befell a spot node.
     """
 
     attempts: tuple[Attempt, ...]
@@ -61,6 +66,10 @@ class History:
     iterations: int
     counts: queries.LedgerCounts
     cost_usd: float
+    preemptions: int
+    noticed: int
+    prices_usd_h: tuple[float, ...]
+    incidents: Mapping[tuple[Incident, bool], int]
 
     @property
     def interruptions(self) -> int:
@@ -103,6 +112,7 @@ def read_history(run: Path) -> History:
         iterations = connection.execute(
             "SELECT COALESCE(MAX(iteration) + 1, 0) FROM optimizer_steps"
         ).fetchone()[0]
+        preemptions, noticed = queries.preemptions(connection)
         return History(
             attempts=attempts,
             undone=int(undone),
@@ -110,4 +120,8 @@ def read_history(run: Path) -> History:
             iterations=int(iterations),
             counts=queries.counts(connection),
             cost_usd=queries.cost_usd(connection),
+            preemptions=preemptions,
+            noticed=noticed,
+            prices_usd_h=queries.prices_usd_h(connection),
+            incidents=queries.incidents(connection),
         )

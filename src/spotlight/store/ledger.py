@@ -1,4 +1,4 @@
-"""The durable ledger: the controller's records in SQLite, and the GPU seconds they cost.
+"""The durable ledger: the controller's records in SQLite, the GPU seconds they cost, and what befell the run.
 
 Invariants:
 - Records are numbered 1, 2, 3, ... without gaps; what must not happen is refused by ``store/schema.py``.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +38,7 @@ from spotlight.core.records import (
 from spotlight.core.types import Phase, WorkerId
 from spotlight.store import ledger_queries as queries
 from spotlight.store.errors import LedgerError, storage_error
-from spotlight.store.schema import RECORD_TABLES, SCHEMA, Ending, Outcome
+from spotlight.store.schema import RECORD_TABLES, SCHEMA, Ending, Incident, Outcome
 
 _Values: TypeAlias = tuple[str | int | float | None, ...]
 
@@ -156,8 +156,8 @@ class Ledger:
                 (number, pid, host, now_s, now_s),
             )
             self._connection.executemany(
-                "INSERT INTO attempt_workers VALUES (?, ?, ?)",
-                [(number, worker, price) for worker, price in workers.items()],
+                "INSERT INTO attempt_workers VALUES (?, ?, ?, ?, NULL)",
+                [(number, worker, price, now_s) for worker, price in workers.items()],
             )
         self._attempt = number
         return number
@@ -167,7 +167,7 @@ class Ledger:
             """
             INSERT INTO gpu_seconds (attempt, worker, position, phase, was_phase, seconds, price_usd_h)
             SELECT attempt, worker, :position, 'lost', NULL, unaccounted, price_usd_h FROM (
-                SELECT known.attempt, worker, price_usd_h, seen_at - started_at - COALESCE((
+                SELECT known.attempt, worker, price_usd_h, COALESCE(left_at, seen_at) - joined_at - COALESCE((
                     SELECT SUM(seconds) FROM gpu_seconds AS spent
                     WHERE spent.attempt = known.attempt AND spent.worker = known.worker), 0) AS unaccounted
                 FROM attempt_workers AS known JOIN attempts ON attempts.number = known.attempt
@@ -179,6 +179,33 @@ class Ledger:
         self._connection.execute(
             "UPDATE attempts SET ended = ?, ended_at = seen_at WHERE ended IS NULL", (Ending.KILLED,)
         )
+
+    def hire(self, workers: Mapping[WorkerId, float], now_s: float) -> None:
+        """Workers are billed from ``now_s`` (seconds since the epoch) on; see :meth:`begin_attempt`."""
+        attempt = self._current_attempt()
+        with self._transaction(f"workers that join attempt {attempt}"):
+            self._connection.executemany(
+                "INSERT INTO attempt_workers VALUES (?, ?, ?, ?, NULL)",
+                [(attempt, worker, price, now_s) for worker, price in workers.items()],
+            )
+
+    def dismiss(self, workers: Iterable[WorkerId], now_s: float) -> None:
+        """Workers are not billed any more; every second up to ``now_s`` must have its phase by now."""
+        attempt = self._current_attempt()
+        with self._transaction(f"workers that leave attempt {attempt}"):
+            self._connection.executemany(
+                "UPDATE attempt_workers SET left_at = MAX(joined_at, ?) WHERE attempt = ? AND worker = ?",
+                [(now_s, attempt, worker) for worker in workers],
+            )
+
+    def befall(self, kind: Incident, subject: str, *, spot: bool, detail: str, now_s: float) -> None:
+        """Write down what happened to a node, a worker or the learner."""
+        attempt = self._current_attempt()
+        with self._transaction(f"an incident of attempt {attempt}"):
+            self._connection.execute(
+                "INSERT INTO incidents (attempt, at, kind, subject, spot, detail) VALUES (?, ?, ?, ?, ?, ?)",
+                (attempt, now_s, kind, subject, spot, detail),
+            )
 
     def spend(self, spends: Sequence[GpuSpend], now_s: float) -> None:
         """Account for GPU seconds, and show that the attempt is alive at ``now_s``.

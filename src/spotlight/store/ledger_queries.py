@@ -19,7 +19,7 @@ from pathlib import Path
 
 from spotlight.core.types import DropReason, Phase, Purpose
 from spotlight.store.errors import LedgerError
-from spotlight.store.schema import APPLICATION_ID, RECORD_TABLES, SCHEMA_VERSION, Ending
+from spotlight.store.schema import APPLICATION_ID, RECORD_TABLES, SCHEMA_VERSION, Ending, Incident
 
 _DIGESTED = (
     ("prompts", "id, text, metadata"),
@@ -171,6 +171,33 @@ def worked_s(connection: sqlite3.Connection) -> float:
     """Seconds from start to end (or last sign of life) of all attempts together."""
     row = connection.execute("SELECT TOTAL(COALESCE(ended_at, seen_at) - started_at) FROM attempts")
     return float(row.fetchone()[0])
+
+
+def incidents(connection: sqlite3.Connection) -> dict[tuple[Incident, bool], int]:
+    """How often each happened, by whether it befell a spot node (or a worker of one)."""
+    rows = connection.execute("SELECT kind, spot, COUNT(*) FROM incidents GROUP BY kind, spot")
+    return {(Incident(kind), bool(spot)): number for kind, spot, number in rows}
+
+
+def preemptions(connection: sqlite3.Connection) -> tuple[int, int]:
+    """Spot nodes lost, and those among them that had been announced and not called off."""
+    row = connection.execute(
+        """
+        SELECT COUNT(*), TOTAL((
+            SELECT kind = 'node_noticed' FROM incidents AS before
+            WHERE before.attempt = gone.attempt AND before.subject = gone.subject AND before.id < gone.id
+                AND before.kind IN ('node_noticed', 'notice_cancelled', 'node_joined')
+            ORDER BY before.id DESC LIMIT 1))
+        FROM incidents AS gone WHERE kind = 'node_lost' AND spot
+        """
+    ).fetchone()
+    return int(row[0]), int(row[1])
+
+
+def prices_usd_h(connection: sqlite3.Connection) -> tuple[float, ...]:
+    """The prices of a worker's hour that were paid, ascending."""
+    rows = connection.execute("SELECT DISTINCT price_usd_h FROM gpu_seconds WHERE seconds > 0 ORDER BY 1")
+    return tuple(float(price) for (price,) in rows)
 
 
 def last_ending(connection: sqlite3.Connection) -> Ending | None:

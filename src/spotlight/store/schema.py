@@ -8,7 +8,7 @@ the controller's record that made it. What must not happen is a database error r
 - what is trained was finished, and names an optimizer step that exists when the transaction ends;
 - a sample was made by the version its rollout needs, and is finished once; each of its scores is given once.
 
-The tables below them (attempts, workers, GPU seconds, rollbacks) say how the work went, not what was decided:
+The tables below them (attempts, workers, GPU seconds, incidents, rollbacks) say how the work went, not what was decided:
 they are outside the numbering, and survive a rollback.
 """
 
@@ -18,7 +18,7 @@ from enum import StrEnum
 
 from spotlight.core.types import DropReason, Phase, Purpose
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 APPLICATION_ID = 0x53504F54
 """Marks the file as ours (``SPOT``), so that another database is refused by name."""
 
@@ -30,6 +30,17 @@ class Ending(StrEnum):
     STOPPED = "stopped"
     FAILED = "failed"
     KILLED = "killed"
+
+
+class Incident(StrEnum):
+    """What befell the cluster that a run works on."""
+
+    NODE_JOINED = "node_joined"
+    NODE_NOTICED = "node_noticed"
+    NOTICE_CANCELLED = "notice_cancelled"
+    NODE_LOST = "node_lost"
+    WORKER_CRASHED = "worker_crashed"
+    LEARNER_LOST = "learner_lost"
 
 
 class Outcome(StrEnum):
@@ -158,10 +169,13 @@ CREATE TABLE attempts (
     CHECK ((ended_at IS NULL) = (ended IS NULL))
 ) STRICT;
 
+-- A worker is billed from joined_at until left_at, or for as long as the attempt goes on.
 CREATE TABLE attempt_workers (
     attempt INTEGER NOT NULL REFERENCES attempts (number),
     worker TEXT NOT NULL,
     price_usd_h REAL NOT NULL CHECK (price_usd_h >= 0),
+    joined_at REAL NOT NULL,
+    left_at REAL CHECK (left_at >= joined_at),
     PRIMARY KEY (attempt, worker)
 ) STRICT;
 
@@ -178,6 +192,17 @@ CREATE TABLE gpu_seconds (
     price_usd_h REAL NOT NULL CHECK (price_usd_h >= 0),
     FOREIGN KEY (attempt, worker) REFERENCES attempt_workers (attempt, worker),
     CHECK (was_phase IS NULL OR phase = 'lost')
+) STRICT;
+
+-- subject: the node or worker it befell; spot: whether that was preemptible.
+CREATE TABLE incidents (
+    id INTEGER PRIMARY KEY,
+    attempt INTEGER NOT NULL REFERENCES attempts (number),
+    at REAL NOT NULL,
+    kind TEXT NOT NULL CHECK (kind IN ({_one_of(Incident)})),
+    subject TEXT NOT NULL,
+    spot INTEGER NOT NULL CHECK (spot IN (0, 1)),
+    detail TEXT NOT NULL
 ) STRICT;
 
 CREATE TABLE rollbacks (

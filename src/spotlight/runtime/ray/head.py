@@ -1,0 +1,527 @@
+"""The Ray driver: the controller's effects carried out by processes that may die at any moment.
+
+    inbox ──► event ──► controller.handle ──► effects ──► workers / learner / rewards / keeper / run book
+      ▲                        │                                          │
+      │                        └─► billing                                │
+      └──── answers, deaths, reports of workers, nodes that come and go ◄─┘
+
+It decides nothing, and waits for nobody: every remote call has a deadline, and its answer is one more thing in
+the inbox. Values (states, samples, weights) do not pass through here, but between workers, keeper and learner.
+
+Invariants
+    1. Records are written before what follows from them is done; a checkpoint never knows more than the ledger.
+    2. A sample is accepted only if it was made by the weights that were published under its version: their
+       digest is compared, not their number alone.
+    3. A report of values counts only if the keeper holds the values.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from spotlight.core import effects as ef
+from spotlight.core import events as ev
+from spotlight.core.controller import Controller
+from spotlight.core.types import NodeId, NodeKind, Phase, PolicyVersion, Purpose, Rollout, RolloutId, WorkerId
+from spotlight.rollout.parcels import unpack_image
+from spotlight.rollout.worker import FollowLease
+from spotlight.runtime.book import LEARNER_FOLDER, RunBook, shown
+from spotlight.runtime.observer import Observer
+from spotlight.runtime.ray.billing import Billing, slots_of
+from spotlight.runtime.ray.drains import Drains
+from spotlight.runtime.ray.inbox import Calls, Inbox
+from spotlight.runtime.ray.learner_group import LearnerGroup
+from spotlight.runtime.ray.scoring import FETCH_S, Scoring
+from spotlight.runtime.ray.workers import WorkerPool
+from spotlight.runtime.trainer import IterationLog
+from spotlight.store.ledger import GpuSpend
+from spotlight.store.schema import Incident
+
+TAKE_S = 20.0
+"""How long the keeper holds the head's question for new reports; silence for twice as long is its death."""
+ACCOUNT_S = 5.0
+"""Longest time between two entries of GPU-seconds: what a killed head leaves unaccounted."""
+
+VALUES = ("sample", "image", "progress")
+"""Kinds of values that the keeper holds of a rollout."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A policy version that workers can pull."""
+
+    version: PolicyVersion
+    lineage: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the head works with.
+
+    Attributes:
+        attempt: of the ledger.
+        grid: prompts, and pictures of each, in the image grids.
+    """
+
+    controller: Controller
+    calls: Calls
+    workers: WorkerPool
+    learner: LearnerGroup
+    scoring: Scoring
+    keeper: Any
+    book: RunBook
+    observer: Observer
+    drains: Drains
+    attempt: int
+    grid: tuple[int, int]
+
+
+@dataclass(slots=True)
+class _Counters:
+    """What the head did with its own time, since the last iteration's row."""
+
+    events: int = 0
+    handling_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Head:
+    """Drives one run to its end, or to the next checkpoint after :meth:`request_stop`."""
+
+    inbox: Inbox
+    clock: Callable[[], float]
+    billing: Billing = field(default_factory=Billing)
+    log: IterationLog = field(default_factory=IterationLog)
+    error: str | None = None
+    stopped: bool = False
+    _parts: Parts | None = None
+    _events: list[tuple[ev.Event, str]] = field(default_factory=list)
+    _timers: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
+    _numbers: count[int] = field(default_factory=count)
+    _groups: dict[WorkerId, tuple[int, tuple[WorkerId, ...]]] = field(default_factory=dict)
+    _marks: dict[RolloutId, str] = field(default_factory=dict)
+    _published: dict[tuple[PolicyVersion, int], str] = field(default_factory=dict)
+    _hired: dict[NodeId, tuple[WorkerId, ...]] = field(default_factory=dict)
+    _committing: AbstractContextManager[Path] | None = None
+    _over: bool = False
+    _stop_requested: bool = False
+    _failure: Exception | None = None
+    _accounted_s: float = 0.0
+    _own: _Counters = field(default_factory=_Counters)
+    _seconds: Counter[Phase] = field(default_factory=Counter)
+
+    # -- the loop --------------------------------------------------------------------------------------
+
+    def run(self, parts: Parts, first: Published) -> None:
+        """Until the controller says it is over. ``first`` are the weights that the run begins with.
+
+        Raises:
+            Exception: what made it impossible to go on (the keeper is gone, the disk is full).
+        """
+        self._parts = parts
+        self._published[first.version, first.lineage] = first.digest
+        self._accounted_s = self.clock()
+        self._listen()
+        self.tell(ev.RunStarted())
+        while not self._over:
+            self._handle_events()
+            if self._over:
+                break
+            if (item := self.inbox.take(self._pause_s())) is not None:
+                item()
+            self._be_on_time()
+        self._account(parts.book)
+
+    def request_stop(self) -> None:
+        """Stop after the next committed checkpoint (from a signal handler: only sets a flag)."""
+        self._stop_requested = True
+
+    def tell(self, event: ev.Event, mark: str = "") -> None:
+        """An event for the controller; ``mark``: digest of the weights that made what it reports."""
+        self._events.append((event, mark))
+
+    def later(self, seconds: float, then: Callable[[], None]) -> None:
+        """Call ``then`` in so many seconds, in the loop's thread."""
+        heapq.heappush(self._timers, (self.clock() + seconds, next(self._numbers), then))
+
+    def fail(self, why: str | Exception) -> None:
+        """The run cannot go on."""
+        self._failure = self._failure or (why if isinstance(why, Exception) else RuntimeError(why))
+
+    @property
+    def parts(self) -> Parts:
+        """Set by :meth:`run`."""
+        assert self._parts is not None
+        return self._parts
+
+    def _pause_s(self) -> float:
+        """Until something is due."""
+        now = self.clock()
+        due = [now + ACCOUNT_S]
+        if (wake_s := self.parts.controller.wake_s) is not None:
+            due.append(wake_s)
+        if (call_s := self.parts.calls.next_s) is not None:
+            due.append(call_s)
+        if self._timers:
+            due.append(self._timers[0][0])
+        return max(0.0, min(due) - now)
+
+    def _be_on_time(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self.parts.calls.expire()
+        now = self.clock()
+        while self._timers and self._timers[0][0] <= now:
+            heapq.heappop(self._timers)[2]()
+        wake_s = self.parts.controller.wake_s
+        if wake_s is not None and wake_s <= now and not self._events:
+            self.tell(ev.TimePassed())
+        if now - self._accounted_s >= ACCOUNT_S:
+            self._account(self.parts.book)
+
+    def _handle_events(self) -> None:
+        while self._events and not self._over:
+            batch, self._events = self._events, []
+            for event, mark in batch:
+                if not self._over:
+                    self._feed(event, mark)
+
+    def _feed(self, event: ev.Event, mark: str) -> None:
+        if isinstance(event, ev.LeaseCompleted) and not self._made_by_published(event, mark):
+            return
+        controller, now = self.parts.controller, self.clock()
+        self._befell(event)
+        effects = controller.handle(event, now)
+        self.billing.observe(event, effects, now)
+        self._hire(event)
+        if isinstance(event, ev.LeaseCompleted):
+            accepted = [r.id for e in effects if isinstance(e, ef.ScoreSamples) for r in e.rollouts]
+            self._marks |= dict.fromkeys((name for name in accepted if name in event.rollouts), mark)
+            self._show_work()
+        for effect in effects:
+            self._carry_out(effect)
+        self.parts.drains.look(controller.cluster, now)
+        self._own.events += 1
+        self._own.handling_s += self.clock() - now
+
+    def _made_by_published(self, event: ev.LeaseCompleted, mark: str) -> bool:
+        """Whether the weights behind a report are those that were published; if not, their holder ends."""
+        expected = self._published.get((event.version, self.parts.controller.cluster.lineage))
+        if expected is None or expected == mark:
+            return True  # of no published version: the controller rejects it
+        self.parts.observer.note(
+            f"{event.leader} made samples of version {event.version} with weights {mark[:12]}; those published "
+            f"are {expected[:12]}: its samples are refused and its process is restarted"
+        )
+        self.parts.workers.distrust(event.leader)
+        return False
+
+    # -- effects ---------------------------------------------------------------------------------------
+
+    def _carry_out(self, effect: ef.Effect) -> None:
+        parts = self.parts
+        match effect:
+            case ef.WriteRecord(position, record):
+                parts.book.write(position, record)
+            case ef.StartWorker():
+                parts.workers.start(effect)
+            case ef.PullWeights(worker):
+                parts.workers.tell(worker, effect)
+            case ef.FormGroup(leader, epoch, members) | ef.StopGroup(leader, epoch, members):
+                self._groups[leader] = epoch, members
+                for member in members:
+                    parts.workers.tell(member, effect)
+            case ef.GrantLease():
+                self._grant(effect)
+            case ef.AbandonLease(leader):
+                parts.workers.tell(leader, effect)
+            case ef.ScoreSamples(rollouts, lineage):
+                parts.scoring.score(rollouts, self._marks, lineage)
+            case ef.DiscardSamples(rollouts):
+                self._discard(rollouts)
+            case ef.ReportEvaluation():
+                self._report(effect)
+            case ef.PrepareBatch() | ef.TrainMicroBatch() | ef.StepOptimizer() | ef.FinishBatch():
+                self._train(effect)
+            case ef.PublishWeights(version):
+                self._iteration_done()
+                self._publish(version, lambda: self.tell(ev.WeightsPublished(version)))
+            case ef.CommitCheckpoint():
+                self._checkpoint(effect)
+            case ef.RollBack(position):
+                undone = parts.book.undo(position, parts.attempt)
+                parts.observer.note(f"{undone} ledger records after the checkpoint are undone")
+            case ef.RestoreLearner():
+                self._restore(effect)
+            case ef.FinishRun(error):
+                self.error, self._over = error, True
+            case ef.NoWork():
+                raise RuntimeError("workers of a cluster are answered once there is work")
+
+    def _grant(self, effect: ef.GrantLease) -> None:
+        lease = effect.lease
+        self.parts.workers.tell(lease.worker, effect)
+        epoch, members = self._groups.get(lease.worker, (-1, ()))
+        for member in members if epoch == lease.epoch else ():
+            if member != lease.worker:
+                self.parts.workers.tell(member, FollowLease(lease.worker, lease.epoch, lease.id))
+
+    def _discard(self, rollouts: Sequence[RolloutId]) -> None:
+        for rollout in rollouts:
+            self._marks.pop(rollout, None)
+        for kind in VALUES:
+            self._forget(self.parts.keeper.drop.remote(kind, list(rollouts)), "discarding values")
+
+    def _forget(self, reference: Any, what: str) -> None:
+        """A call whose value is of no interest; a keeper that cannot answer is the end of the run."""
+        self.parts.calls.send(
+            reference, what, FETCH_S, lambda _: None, lambda error: self.fail(_keeper_lost(error))
+        )
+
+    # -- reports of workers ----------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        self.parts.calls.send(
+            self.parts.keeper.take.remote(TAKE_S),
+            "reports of workers",
+            2 * TAKE_S,
+            self._delivered,
+            lambda error: self.fail(_keeper_lost(error)),
+        )
+
+    def _delivered(self, reports: Sequence[Any]) -> None:
+        for report in reports:
+            self.tell(report.event, report.mark)
+        self._listen()
+
+    def _show_work(self) -> None:
+        controller = self.parts.controller
+        for purpose, phase in (
+            (Purpose.TRAIN, Phase.ROLLOUT),
+            (Purpose.EVAL, Phase.EVALUATION),
+        ):
+            total = sum(rollout.purpose is purpose for rollout in controller.rollouts.values())
+            left = controller.queue.outstanding_for(purpose)
+            if left:
+                self.parts.observer.work(phase, total - left, total)
+                return
+
+    # -- evaluation ------------------------------------------------------------------------------------
+
+    def _report(self, effect: ef.ReportEvaluation) -> None:
+        chosen = shown(effect.rollouts, *self.parts.grid)
+        by_mark: dict[str, list[Rollout]] = {}
+        for rollout in chosen:
+            by_mark.setdefault(self._marks[rollout.id], []).append(rollout)
+        pictures: dict[RolloutId, Any] = {}
+        waiting = len(by_mark)
+
+        def took(part: Sequence[Rollout], kept: Sequence[Any]) -> None:
+            nonlocal waiting
+            waiting -= 1
+            pictures.update(
+                {r.id: unpack_image(item.data) for r, item in zip(part, kept, strict=True) if item is not None}
+            )
+            if not waiting:
+                self._reported(effect, {r: pictures[r.id] for r in chosen if r.id in pictures})
+
+        for mark, part in by_mark.items():
+            self.parts.calls.send(
+                self.parts.keeper.fetch.remote("image", [rollout.id for rollout in part], mark),
+                "pictures of the evaluation",
+                FETCH_S,
+                lambda kept, part=part: took(part, kept),  # type: ignore[misc]
+                lambda error: self.fail(_keeper_lost(error)),
+            )
+
+    def _reported(self, effect: ef.ReportEvaluation, pictures: Mapping[Rollout, Any]) -> None:
+        controller = self.parts.controller
+        if effect.lineage != controller.cluster.lineage:
+            return
+        self._account(self.parts.book)
+        row = self.parts.book.evaluation(effect, controller.ledger.trained, pictures)
+        self.parts.observer.evaluated(effect.iteration, row)
+        self.tell(ev.EvaluationReported(effect.iteration, effect.lineage))
+
+    # -- the learner -----------------------------------------------------------------------------------
+
+    def _train(
+        self, effect: ef.PrepareBatch | ef.TrainMicroBatch | ef.StepOptimizer | ef.FinishBatch
+    ) -> None:
+        learner, controller = self.parts.learner, self.parts.controller
+        match effect:
+            case ef.PrepareBatch(iteration, groups):
+                names = [name for group in groups for name in group.rollouts]
+                rollouts = {name: controller.rollouts[name] for name in names}
+                marks = {name: self._marks[name] for name in names}
+                learner.prepare(effect, rollouts, marks, lambda _: self.tell(ev.BatchPrepared(iteration)))
+            case ef.TrainMicroBatch(batch, index):
+                order = [other for update in controller.work.at.updates for other in update]
+                done = sum(other.update < batch.update for other in order) + index
+                self.parts.observer.work(Phase.TRAINING, done, len(order))
+                trained = ev.MicroBatchTrained(batch.iteration, batch.update, index)
+                learner.accumulate(batch, lambda _: self.tell(trained))
+            case ef.StepOptimizer(iteration, update):
+                learner.step(lambda said: self.tell(ev.OptimizerStepped(iteration, update, *said)))
+            case ef.FinishBatch(iteration):
+                learner.finish_batch(lambda _: self.tell(ev.BatchFinished(iteration)))
+
+    def _publish(self, version: PolicyVersion, then: Callable[[], None]) -> None:
+        lineage = self.parts.controller.cluster.lineage
+
+        def published(digest: str) -> None:
+            self._published = {
+                key: known for key, known in self._published.items() if key[0] >= version - 1
+            }
+            self._published[version, lineage] = digest
+            then()
+
+        self.parts.learner.publish(version, lineage, published)
+
+    def learner_lost(self, detail: str) -> None:
+        """A rank died: called once for each life of the learner."""
+        self.parts.observer.note(f"the learner is lost and starts again from the last checkpoint: {detail}")
+        committing, self._committing = self._committing, None
+        if committing is not None:  # what was being written is never committed
+            abandoned = _AbandonedError()
+            with suppress(_AbandonedError):
+                committing.__exit__(_AbandonedError, abandoned, None)
+        self.tell(ev.LearnerLost(detail))
+
+    def _restore(self, effect: ef.RestoreLearner) -> None:
+        newest = self.parts.book.checkpoints.newest_valid()
+        if (newest.header.iteration if newest else 0) != effect.iteration:
+            found = newest.header.iteration if newest else 0
+            self.fail(f"the newest checkpoint is of iteration {found}, the controller stands at {effect.iteration}")
+            return
+        directory = newest.directory / LEARNER_FOLDER if newest else None
+
+        def restored(_: object) -> None:
+            version = self.parts.controller.version
+            self._publish(version, lambda: self.tell(ev.LearnerRestored(effect.lineage)))
+
+        self.parts.learner.restore(directory, restored)
+
+    # -- the end of an iteration -----------------------------------------------------------------------
+
+    def _iteration_done(self) -> None:
+        controller, book = self.parts.controller, self.parts.book
+        self._account(book)
+        row = self.log.take() | self.parts.learner.take_log()
+        row |= {f"seconds/{phase.value}": spent for phase, spent in self._seconds.items()}
+        self._seconds.clear()
+        row |= {
+            "head/events": float(self._own.events),
+            "head/handling_s": self._own.handling_s,
+            "fleet/workers": float(len(self.parts.workers.alive)),
+            "fleet/nodes": float(len(controller.cluster.hosts)),
+        }
+        row |= {f"recovery/{name.value}": float(n) for name, n in controller.cluster.recoveries.items()}
+        self._own = _Counters()
+        book.iteration(controller.iteration, controller.ledger.trained, row)
+        self.parts.observer.iterated(controller.iteration, row)
+
+    def _checkpoint(self, effect: ef.CommitCheckpoint) -> None:
+        # Accounted right before and right after: a resume from here on finds exactly the lost seconds.
+        self._account(self.parts.book)
+        committing = self._committing = self.parts.book.committing(effect)
+        directory = committing.__enter__()
+
+        def saved(_: object) -> None:
+            if self._committing is not committing:
+                return  # the learner was lost meanwhile
+            self._committing = None
+            committing.__exit__(None, None, None)
+            self._account(self.parts.book)
+            self.stopped = self._over = self._stop_requested
+            if not self._over:
+                self._sweep()
+                self.tell(ev.CheckpointCommitted(effect.iteration))
+
+        self.parts.learner.save(directory / LEARNER_FOLDER, saved)
+
+    def _sweep(self) -> None:
+        """Let the keeper drop what late reports left behind."""
+        known = [*self.parts.controller.rollouts, *self.parts.controller.work.window.rollouts]
+        for kind in VALUES:
+            self._forget(self.parts.keeper.keep_only.remote(kind, [*known, *self._marks]), "sweeping values")
+
+    # -- accounts and incidents ------------------------------------------------------------------------
+
+    def _account(self, book: RunBook) -> None:
+        """Write down where the time since the last call went."""
+        now = self.clock()
+        spends = self.billing.take(now)
+        elapsed_s, self._accounted_s = now - self._accounted_s, now
+        book.bill(
+            [GpuSpend(spent.slot, spent.phase, spent.seconds, spent.price_usd_h) for spent in spends], elapsed_s
+        )
+        for spent in spends:
+            self._seconds[spent.phase] += spent.seconds
+        self.parts.observer.billed(book.ledger.cost_usd())
+
+    def close_account(self, book: RunBook) -> None:
+        """The attempt ends: what is not sure by now is lost."""
+        now = self.clock()
+        spends = self.billing.finish(now)
+        elapsed_s, self._accounted_s = now - self._accounted_s, now
+        book.bill(
+            [GpuSpend(spent.slot, spent.phase, spent.seconds, spent.price_usd_h) for spent in spends], elapsed_s
+        )
+
+    def _hire(self, event: ev.Event) -> None:
+        """Tell the ledger whom it pays."""
+        book = self.parts.book
+        if isinstance(event, ev.NodeJoined):
+            book.ledger.hire(self.billing.price_of(event.node.id), time.time())
+            self._hired[event.node.id] = slots_of(event.node)
+        elif isinstance(event, ev.NodeLost) and event.node in self._hired:
+            self._account(book)
+            book.ledger.dismiss(self._hired.pop(event.node), time.time())
+            self.parts.workers.lose(event.node)
+
+    def _befell(self, event: ev.Event) -> None:
+        """Write incidents down, and tell people."""
+        note, hosts = self.parts.observer.note, self.parts.controller.cluster.hosts
+        match event:
+            case ev.NodeJoined(node):
+                self.befall(Incident.NODE_JOINED, node.id, f"{node.gpus} x {node.gpu_type}")
+                note(f"{node.id} joined ({node.kind.value})")
+            case ev.NodeNoticed(node_id, deadline_s) if node_id in hosts:
+                left_s = deadline_s - self.clock()
+                self.befall(Incident.NODE_NOTICED, node_id, f"{left_s:.1f} s before")
+                note(f"{node_id} will be taken in {left_s:.0f} s")
+            case ev.NoticeCancelled(node_id) if node_id in hosts:
+                self.befall(Incident.NOTICE_CANCELLED, node_id, "")
+                note(f"{node_id} will not be taken after all")
+            case ev.NodeLost(node_id) if node_id in hosts:
+                self.befall(Incident.NODE_LOST, node_id, "")
+                note(f"{node_id} is gone; {len(hosts) - 1} nodes are left")
+            case ev.LearnerLost(detail):
+                self.befall(Incident.LEARNER_LOST, "learner", detail)
+
+    def befall(self, kind: Incident, subject: str, detail: str) -> None:
+        """Write an incident of a node, a worker or the learner into the ledger."""
+        host = self.parts.controller.cluster.hosts.get(NodeId(subject.rpartition("/")[0] or subject))
+        spot = host is not None and host.node.kind is NodeKind.SPOT
+        self.parts.book.ledger.befall(kind, subject, spot=spot, detail=detail, now_s=time.time())
+
+
+class _AbandonedError(Exception):
+    """A checkpoint will not be committed."""
+
+
+def _keeper_lost(error: Exception) -> Exception:
+    return RuntimeError(
+        f"the keeper of states and samples does not answer ({type(error).__name__}: {error}): it runs on the "
+        "node of this process; see its log there. The same command resumes from the last checkpoint."
+    )

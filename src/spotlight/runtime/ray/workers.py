@@ -1,0 +1,200 @@
+"""The workers' processes, as the head sees them: started, watched, told, ended.
+
+    start ──► (back-off) ──► actor ──► ready() ──► WorkerStarted ──► watch() ... ──► WorkerCrashed
+                                                                       one call hangs all the time: it ends
+                                                                       when the process does, or its time is up
+
+A process that fails to start is told to people once, with the end of its log, and tried again after a growing
+pause. Every process has the epoch of the ``StartWorker`` that it obeys; what comes from an older one is of
+no consequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from spotlight.core import effects as ef
+from spotlight.core import events as ev
+from spotlight.core.types import NodeId, WorkerId
+from spotlight.runtime.ray.inbox import Calls, NoAnswerError
+
+HEARTBEATS_MISSED = 3
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
+"""Before a process is started in place of one that died: doubled with every failure to start."""
+
+
+class Starter(Protocol):
+    """Makes and ends the actors; see ``worker_actor.py``."""
+
+    def start(self, order: ef.StartWorker) -> Any:
+        """A new actor's handle, at once; raises LookupError when the node is gone."""
+
+    def kill(self, handle: Any) -> None:
+        """End an actor's process (SIGKILL); nothing if it is dead."""
+
+    def log_tail(self, order: ef.StartWorker, handle: Any) -> str:
+        """The last lines that the process wrote, or an empty text."""
+
+
+@dataclass(slots=True)
+class _Process:
+    order: ef.StartWorker
+    handle: Any
+    ready: bool = False
+
+
+@dataclass(slots=True)
+class WorkerPool:
+    """See the module's docstring. For the loop's thread only.
+
+    Attributes:
+        tell_head: hands an event to the controller.
+        later: calls a function after so many seconds, in the loop's thread.
+        note: tells people.
+        crashed: a worker's process died or did not start, and its node lives.
+    """
+
+    calls: Calls
+    starter: Starter
+    tell_head: Callable[[ev.Event], None]
+    later: Callable[[float, Callable[[], None]], None]
+    note: Callable[[str], None]
+    crashed: Callable[[WorkerId, str], None]
+    heartbeat_s: float
+    start_s: float
+    _processes: dict[WorkerId, _Process] = field(default_factory=dict)
+    _orders: dict[WorkerId, ef.StartWorker] = field(default_factory=dict)
+    _failures: dict[WorkerId, int] = field(default_factory=dict)
+    _deaths: dict[WorkerId, str] = field(default_factory=dict)
+
+    def start(self, order: ef.StartWorker) -> None:
+        """Start a process, in place of whatever of that worker is left; a repeated order is answered."""
+        process = self._processes.get(order.worker)
+        if process is not None and process.order.epoch == order.epoch:
+            if process.ready:
+                self.tell_head(ev.WorkerStarted(order.worker, order.epoch))
+            return
+        waiting = self._orders.get(order.worker)
+        self._orders[order.worker] = order
+        if process is not None:
+            self._end(order.worker)
+        if waiting is not None and waiting.epoch == order.epoch:
+            return
+        failures = self._failures.get(order.worker)
+        if failures is None:
+            self._launch(order)
+        else:
+            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0**failures)
+            self.later(pause_s, lambda: self._launch(order))
+
+    def tell(self, worker: WorkerId, command: object) -> None:
+        """Send a command; one for a process that is gone is dropped: the controller will hear of the death."""
+        process = self._processes.get(worker)
+        if process is not None and process.ready:
+            self._send(process, process.handle.tell.remote(command), "a command")
+
+    def lose(self, node: NodeId) -> None:
+        """A node is gone, and its processes."""
+        for worker in [name for name, order in self._orders.items() if order.node == node]:
+            del self._orders[worker]
+            self._failures.pop(worker, None)
+            self._deaths.pop(worker, None)
+            self._end(worker)
+
+    def distrust(self, worker: WorkerId) -> None:
+        """End a process that reported what cannot be; the controller has it started anew."""
+        process = self._processes.get(worker)
+        if process is not None:
+            self._died(process, RuntimeError("it worked with other weights than were published"))
+
+    def close(self) -> None:
+        """End all processes."""
+        self._orders.clear()
+        for worker in list(self._processes):
+            self._end(worker)
+
+    @property
+    def alive(self) -> list[WorkerId]:
+        """Workers whose process is up."""
+        return [worker for worker, process in self._processes.items() if process.ready]
+
+    def handle(self, worker: WorkerId) -> Any:
+        """The actor of a worker that is up; None otherwise."""
+        process = self._processes.get(worker)
+        return process.handle if process is not None and process.ready else None
+
+    # -- a process's life ------------------------------------------------------------------------------
+
+    def _launch(self, order: ef.StartWorker) -> None:
+        if self._orders.get(order.worker) is not order:
+            return  # its node is gone, or a newer order came
+        if (death := self._deaths.pop(order.worker, None)) is not None:
+            self.crashed(order.worker, death)
+        try:
+            process = _Process(order, self.starter.start(order))
+        except LookupError:
+            return  # the node is gone; the controller hears of it
+        self._processes[order.worker] = process
+        self.calls.send(
+            process.handle.ready.remote(),
+            f"start of {order.worker}",
+            self.start_s,
+            lambda _: self._started(process),
+            lambda error: self._died(process, error),
+        )
+
+    def _started(self, process: _Process) -> None:
+        if self._processes.get(process.order.worker) is not process:
+            return
+        process.ready = True
+        self._failures[process.order.worker] = 0
+        self.tell_head(ev.WorkerStarted(process.order.worker, process.order.epoch))
+        self._watch(process)
+
+    def _watch(self, process: _Process) -> None:
+        if self._processes.get(process.order.worker) is process:
+            self.calls.send(
+                process.handle.watch.remote(self.heartbeat_s),
+                f"heartbeat of {process.order.worker}",
+                self.heartbeat_s * HEARTBEATS_MISSED,
+                lambda _: self._watch(process),
+                lambda error: self._died(process, error),
+            )
+
+    def _send(self, process: _Process, reference: Any, what: str) -> None:
+        # Taking a command is the work of an instant. Whoever cannot is dead, which watch() tells, or stopped:
+        # then the command waits for it like the rest.
+        self.calls.send(
+            reference, f"{what} for {process.order.worker}", self.start_s, lambda _: None, lambda _: None
+        )
+
+    def _died(self, process: _Process, error: Exception) -> None:
+        worker = process.order.worker
+        if self._processes.get(worker) is not process:
+            return
+        why = "shows no sign of life" if isinstance(error, NoAnswerError) else _brief(error)
+        if process.ready:
+            self._failures[worker] = 0
+        else:
+            failures = self._failures[worker] = self._failures.get(worker, 0) + 1
+            if failures == 1:
+                tail = self.starter.log_tail(process.order, process.handle)
+                self.note(
+                    f"{worker} does not start and is tried again, with growing pauses: {why}"
+                    + (f"\n{tail}" if tail else "")
+                )
+        self._deaths[worker] = why
+        self._end(worker)
+        self.tell_head(ev.WorkerCrashed(worker, process.order.epoch))
+
+    def _end(self, worker: WorkerId) -> None:
+        process = self._processes.pop(worker, None)
+        if process is not None:
+            self.starter.kill(process.handle)
+
+
+def _brief(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1] if lines else 'no reason given'}"
