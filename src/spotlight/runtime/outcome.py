@@ -23,29 +23,23 @@ LORA_FOLDER, MERGED_FOLDER = "lora", "merged"
 _VALIDATION = "validation/"
 
 
-def finish_run(
-    config: RunConfig,
-    family: ModelFamily,
-    slots: WeightSlots,
-    ranks: Ranks,
-    book: RunBook | None,
-    clock: PhaseClock,
-) -> RunSummary | None:
-    """Export the judged weights and write ``summary.json``; every rank must call it.
+def export_judged(config: RunConfig, family: ModelFamily, slots: WeightSlots, ranks: Ranks) -> Path | None:
+    """Export the judged weights into the run directory; every rank must call it.
 
-    Args:
-        book: of the main rank; None on the others, which get None back.
+    Returns:
+        The adapter's file or the pipeline's directory, on the main rank; None on the others.
     """
     root = config.runs_dir / config.name
     slot = config.evaluation.weights
     if config.learner.mode == "lora":
-        weights = export_lora(family, slots, slot, root / LORA_FOLDER, ranks)
-    else:
-        if ranks.is_main:  # an earlier end of this run, before its iterations were raised
-            shutil.rmtree(root / MERGED_FOLDER, ignore_errors=True)
-        weights = export_merged(family, slots, slot, root / MERGED_FOLDER, ranks, replace=True)
-    if book is None:
-        return None
+        return export_lora(family, slots, slot, root / LORA_FOLDER, ranks)
+    if ranks.is_main:  # an earlier end of this run, before its iterations were raised
+        shutil.rmtree(root / MERGED_FOLDER, ignore_errors=True)
+    return export_merged(family, slots, slot, root / MERGED_FOLDER, ranks, replace=True)
+
+
+def finish_run(config: RunConfig, book: RunBook, weights: Path | None, clock: PhaseClock) -> RunSummary:
+    """Draw the comparison and write ``summary.json``; ``weights`` is what :func:`export_judged` wrote."""
     _compare(book)
     book.spend(clock.take())  # so that the summary counts what it cost up to itself
     summary = summarise_run(config, book, weights if config.learner.mode == "lora" else None)

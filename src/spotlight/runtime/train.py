@@ -30,23 +30,19 @@ from spotlight.config.load import dump_config
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
 from spotlight.core.controller import Controller
 from spotlight.core.types import Prompt, PromptId, WorkerId
-from spotlight.models.base import ImageSize, ModelFamily
-from spotlight.models.slots import WeightSlots
 from spotlight.rewards.pool import RewardPool
 from spotlight.runtime import build
 from spotlight.runtime.book import CONTROLLER_FILE, LEARNER_FOLDER, Book, Bystander, RunBook
 from spotlight.runtime.clock import PhaseClock
-from spotlight.runtime.conditions import Conditions
 from spotlight.runtime.denoise import Denoiser
 from spotlight.runtime.disk import require_disk
 from spotlight.runtime.finished import finished_summary
 from spotlight.runtime.inline.driver import InlineDriver, Parts
+from spotlight.runtime.learning import Learning, assemble, fill_embeddings, prepare_model
 from spotlight.runtime.memory import memory_told_plainly
-from spotlight.runtime.naming import under
 from spotlight.runtime.observer import Observer
-from spotlight.runtime.outcome import finish_run
+from spotlight.runtime.outcome import export_judged, finish_run
 from spotlight.runtime.process import prepare_process
-from spotlight.runtime.trainer import Trainer
 from spotlight.store.checkpoints import Checkpoint, CheckpointStore
 from spotlight.store.errors import StoreError
 from spotlight.store.images import drop_pictures
@@ -57,7 +53,6 @@ from spotlight.store.run_directory import RunDirectory, RunPaths
 from spotlight.store.schema import Ending
 from spotlight.store.sinks import TensorBoard, WeightsAndBiases, require_wandb
 from spotlight.store.summary import RunSummary
-from spotlight.training.learner import Learner, TrainingGuidance
 from spotlight.training.sharding import Ranks, process_group
 
 log = logging.getLogger("spotlight")
@@ -86,10 +81,7 @@ class _Materials:
     config: RunConfig
     ranks: Ranks
     prompts: build.Prompts
-    family: ModelFamily
-    slots: WeightSlots
-    conditions: Conditions
-    learner: Learner
+    learning: Learning
     denoiser: Denoiser
     rewards: RewardPool
 
@@ -134,35 +126,22 @@ def _gather(config: RunConfig, device: torch.device, ranks: Ranks, stack: ExitSt
     if config.metrics.wandb is not None:
         require_wandb()
     prompts = build.load_prompts(config)
-    size = ImageSize(config.rollout.height, config.rollout.width)
-    family = build.load_family(config, device)
-    with under("rollout"):
-        family.check_size(size)
-    for steps in (config.rollout.steps, config.evaluation.steps):
-        family.sigmas(steps, size)  # raises where the schedule has no such number of steps
-    algorithm = build.make_algorithm(config)
-    recipes = build.make_recipes(config, algorithm)
+    model = prepare_model(config, device)
     rewards = stack.enter_context(build.make_reward_pool(config))
     used = prompts.used(config)
     rewards.check([prompt.text for prompt in used], [prompt.metadata for prompt in used])
-    conditions = Conditions(family, used)
-    conditions.prefill([config.rollout.negative_prompt, *(prompt.text for prompt in used)], ranks)
-    (negative,) = family.encode([config.rollout.negative_prompt])
-    family.free_text_encoder()
-    slots = build.make_slots(config, family, algorithm)
-    scale = config.rollout.true_cfg_scale
-    learner = Learner(
-        family,
-        slots,
-        algorithm,
-        build.make_learner_settings(config),
-        size=size,
-        guidance=TrainingGuidance(scale, negative) if scale > 1 else None,
-        ranks=ranks,
+    conditions = fill_embeddings(config, model, used, ranks)
+    learning = assemble(config, model, conditions, ranks)
+    engine = build.make_engine(config, model.family, learning.negative)
+    denoiser = Denoiser(
+        engine,
+        learning.slots,
+        conditions,
+        model.recipes,
+        model.algorithm.rollout_slot,
+        config.evaluation.weights,
     )
-    engine = build.make_engine(config, family, negative)
-    denoiser = Denoiser(engine, slots, conditions, recipes, algorithm.rollout_slot, config.evaluation.weights)
-    return _Materials(config, ranks, prompts, family, slots, conditions, learner, denoiser, rewards)
+    return _Materials(config, ranks, prompts, learning, denoiser, rewards)
 
 
 # -- the main rank's run directory ---------------------------------------------------------------------
@@ -241,9 +220,7 @@ def _drive(
         Parts(
             controller=controller,
             denoiser=materials.denoiser,
-            trainer=Trainer(
-                materials.learner, materials.family, materials.conditions, materials.denoiser.recipes.train
-            ),
+            trainer=materials.learning.trainer,
             rewards=materials.rewards,
             book=book,
             clock=clock,
@@ -259,9 +236,9 @@ def _drive(
     directory = config.runs_dir / config.name
     if error is not None or driver.stopped:
         return RunResult(directory, None, error, driver.stopped)
-    summary = finish_run(
-        config, materials.family, materials.slots, ranks, book if isinstance(book, RunBook) else None, clock
-    )
+    learning = materials.learning
+    weights = export_judged(config, learning.model.family, learning.slots, ranks)
+    summary = finish_run(config, book, weights, clock) if isinstance(book, RunBook) else None
     return RunResult(directory, summary, None, stopped=False)
 
 
@@ -272,7 +249,7 @@ def _resume(materials: _Materials, newest: Checkpoint | None) -> Controller:
     (where, *_) = ranks.share(str(newest.directory) if newest else "")
     if not where:
         return Controller(plan, materials.prompts.train, materials.prompts.test)
-    materials.learner.load(Path(where) / LEARNER_FOLDER)
+    materials.learning.learner.load(Path(where) / LEARNER_FOLDER)
     snapshot = json.loads((Path(where) / CONTROLLER_FILE).read_text())
     return Controller.restore(plan, materials.prompts.train, materials.prompts.test, snapshot)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
@@ -12,11 +13,23 @@ from spotlight.core.effects import PrepareBatch
 from spotlight.core.records import REWARD
 from spotlight.core.types import MicroBatch, Purpose, Rollout, RolloutId
 from spotlight.models.base import ModelFamily
-from spotlight.rollout.state import FinishedRollout, Recipe
+from spotlight.rollout.state import Recipe, Trajectory
 from spotlight.runtime.conditions import Conditions
 from spotlight.runtime.dealing import deal
 from spotlight.training.batch import SampleTensors, TrainingSample
 from spotlight.training.learner import Learner
+
+
+class KeptSample(Protocol):
+    """What training needs of a finished rollout, such as :class:`spotlight.rollout.state.FinishedRollout`."""
+
+    @property
+    def final(self) -> Tensor:
+        """x0, [tokens, channels]."""
+
+    @property
+    def trajectory(self) -> Trajectory | None:
+        """The stochastic steps; None where the algorithm keeps x0 alone."""
 
 
 @dataclass(slots=True)
@@ -64,9 +77,14 @@ class Trainer:
         self,
         effect: PrepareBatch,
         rollouts: Mapping[RolloutId, Rollout],
-        samples: Mapping[RolloutId, FinishedRollout],
+        samples: Mapping[RolloutId, KeptSample],
     ) -> None:
-        """Hand an iteration's groups to the learner: advantages and old log-probs."""
+        """Hand an iteration's groups to the learner: advantages and old log-probs.
+
+        Args:
+            rollouts: at least those of the groups.
+            samples: those whose tensors this rank has.
+        """
         weights = self.learner.settings.reward_weights
         order = [micro_batch.rollouts for micro_batch in effect.micro_batches]
         held = {
@@ -110,7 +128,7 @@ class Trainer:
         window = self.recipe.window
         return 0 if window is None else window.steps(rollout.steps, rollout.seed, rollout.iteration).start
 
-    def _tensors(self, rollout: Rollout, sample: FinishedRollout) -> SampleTensors:
+    def _tensors(self, rollout: Rollout, sample: KeptSample) -> SampleTensors:
         trajectory = sample.trajectory
         if trajectory is None:
             sigmas: Tensor = self.family.sigmas(rollout.steps, self.recipe.size)

@@ -20,7 +20,24 @@ def lora_state(slots: WeightSlots, slot: Slot) -> dict[str, Tensor]:
     """
     if not isinstance(slots, LoraSlots):
         raise ModelError("the model was fully fine-tuned, so there is no LoRA: export the merged weights")
-    return {name: _whole(tensor) for name, tensor in slots.state(slot).items()}
+    return whole_state(slots, slot)
+
+
+def whole_state(slots: WeightSlots, slot: Slot, *, keep: bool = True) -> dict[str, Tensor]:
+    """A slot's own parameters, whole and on the CPU; every rank must call it.
+
+    Args:
+        keep: False on ranks that only take part in the gathering: they get an empty dictionary.
+
+    Raises:
+        ModelError: the slot has no parameters of its own (``reference`` of an adapter).
+    """
+    kept: dict[str, Tensor] = {}
+    for name, tensor in slots.state(slot).items():
+        whole = _gathered(tensor)
+        if keep:
+            kept[name] = whole.to("cpu", copy=True)
+    return kept
 
 
 def export_lora(
@@ -61,6 +78,5 @@ def export_merged(
     return family.save_merged(directory, state, replace=replace) if ranks.is_main else None
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.to("cpu", copy=True)
+def _gathered(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -19,6 +19,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -92,21 +93,39 @@ class Ranks:
             dist.barrier()
 
 
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """How ranks meet that torchrun did not start: this rank, their number, and a store they share."""
+
+    store: Store
+    rank: int
+    world: int
+
+
 @contextmanager
-def process_group(device: torch.device, timeout_s: float = 1800.0) -> Iterator[Ranks]:
+def process_group(
+    device: torch.device, timeout_s: float = 1800.0, meeting: Meeting | None = None
+) -> Iterator[Ranks]:
     """The ranks that torchrun started (WORLD_SIZE, RANK, ...), as long as the context lasts.
 
     Args:
         device: ``cuda`` uses NCCL (and LOCAL_RANK's GPU), anything else gloo.
         timeout_s: how long a rank waits for the others in one exchange.
+        meeting: the ranks are these, and ``device`` is this rank's GPU; the environment is not asked.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    world = int(os.environ.get("WORLD_SIZE", "1")) if meeting is None else meeting.world
+    if world == 1:
         yield Ranks()
         return
     if device.type == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) if meeting is None else device)
+    backend, timeout = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_s)
+    if meeting is None:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(
+            backend, timeout=timeout, store=meeting.store, rank=meeting.rank, world_size=world
+        )
     try:
         yield Ranks.current()
     finally:
