@@ -159,8 +159,7 @@ def _cost(run: RunRecord) -> str:
         f", {count(number)} dropped ({reason.value})" for reason, number in counts.train_dropped.items()
     )
     lines = [
-        f"- {duration(run.wall_s)} of work, {money(history.cost_usd)} at "
-        f"{prices(run)} per worker and hour.",
+        f"- {duration(run.wall_s)} of work, {money(history.cost_usd)} at {prices(run)} per worker and hour.",
         f"- {count(counts.issued[Purpose.TRAIN])} training samples issued: {count(counts.trained)} "
         f"trained{dropped}; "
         f"{count(counts.optimizer_steps)} optimizer steps.",

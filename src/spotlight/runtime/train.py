@@ -8,22 +8,14 @@ touched. Re-running the same configuration resumes at the newest whole checkpoin
 
 from __future__ import annotations
 
-import hashlib
 import json
-import logging
-import os
-import signal
-import socket
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import torch
 
-import spotlight
 from spotlight.config.contradictions import batch_problems
 from spotlight.config.errors import ConfigError
 from spotlight.config.load import dump_config
@@ -32,6 +24,7 @@ from spotlight.core.controller import Controller
 from spotlight.core.types import Prompt, PromptId, WorkerId
 from spotlight.rewards.pool import RewardPool
 from spotlight.runtime import build
+from spotlight.runtime.attempt import RunResult, open_attempt, stopping_gracefully
 from spotlight.runtime.book import CONTROLLER_FILE, LEARNER_FOLDER, Book, Bystander, RunBook
 from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.denoise import Denoiser
@@ -43,35 +36,10 @@ from spotlight.runtime.memory import memory_told_plainly
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.outcome import export_judged, finish_run
 from spotlight.runtime.process import prepare_process
-from spotlight.store.checkpoints import Checkpoint, CheckpointStore
-from spotlight.store.errors import StoreError
-from spotlight.store.images import drop_pictures
-from spotlight.store.ledger import Ledger
-from spotlight.store.manifest import CheckpointHeader
-from spotlight.store.metrics import MetricsWriter, Sink
+from spotlight.store.checkpoints import Checkpoint
 from spotlight.store.run_directory import RunDirectory, RunPaths
-from spotlight.store.schema import Ending
-from spotlight.store.sinks import TensorBoard, WeightsAndBiases, require_wandb
-from spotlight.store.summary import RunSummary
+from spotlight.store.sinks import require_wandb
 from spotlight.training.sharding import Ranks, process_group
-
-log = logging.getLogger("spotlight")
-
-
-@dataclass(frozen=True, slots=True)
-class RunResult:
-    """How a run ended.
-
-    Attributes:
-        summary: None when nothing was finished (stopped early, or with an error).
-        error: why the controller stopped the run, with the remedy.
-        stopped: ended by a signal, after a committed checkpoint; the same command resumes it.
-    """
-
-    directory: Path
-    summary: RunSummary | None
-    error: str | None
-    stopped: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +63,10 @@ def train(config: RunConfig, observer: Observer) -> RunResult:
         DeviceMemoryError: the device has too little memory.
         TrainingError: the learner cannot go on (gradients that are not finite).
     """
+    if config.fleet.driver == "ray":
+        from spotlight.runtime.ray.train import train_on_cluster  # Ray takes a second to import
+
+        return train_on_cluster(config, observer)
     clock = PhaseClock()
     if (summary := finished_summary(config)) is not None:
         observer.note(f"finished before: {summary.validation[-1].iteration} iterations are trained")
@@ -114,7 +86,7 @@ def train(config: RunConfig, observer: Observer) -> RunResult:
         directory = stack.enter_context(
             RunDirectory.open(config.runs_dir, config.name, dump_config(config), RESUMABLE_KEYS)
         )
-        return _as_main(materials, directory, observer, clock, stack)
+        return _as_main(materials, directory, observer, clock)
 
 
 # -- before the run directory --------------------------------------------------------------------------
@@ -148,60 +120,21 @@ def _gather(config: RunConfig, device: torch.device, ranks: Ranks, stack: ExitSt
 
 
 def _as_main(
-    materials: _Materials, directory: RunDirectory, observer: Observer, clock: PhaseClock, stack: ExitStack
+    materials: _Materials, directory: RunDirectory, observer: Observer, clock: PhaseClock
 ) -> RunResult:
     config, ranks = materials.config, materials.ranks
-    ledger = stack.enter_context(Ledger(directory.ledger))
-    checkpoints = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
-    newest = checkpoints.newest_valid()
-    before_s = ledger.worked_s()
-    resume_at = newest.header.iteration if newest else 0
-    # What can fail here fails before an attempt is opened, which somebody would have to close.
-    metrics = stack.enter_context(
-        MetricsWriter(directory, resume_at=resume_at, sinks=_sinks(config, directory, resume_at))
-    )
-    drop_pictures(directory, resume_at=resume_at)
-    workers = {WorkerId(f"rank-{rank}"): config.fleet.price_usd_h for rank in range(ranks.world)}
-    attempt = ledger.begin_attempt(
-        pid=os.getpid(), host=socket.gethostname(), workers=workers, now_s=time.time() - clock.elapsed_s
-    )
-    book = RunBook(
-        paths=directory,
-        ledger=ledger,
-        checkpoints=checkpoints,
-        metrics=metrics,
-        ranks=ranks,
-        workers=workers,
-        prompts=_by_id(materials),
-        header=CheckpointHeader(0, 0, config_digest(config), spotlight.__version__),
-        strict=config.evaluation.strict,
-        grid_images=config.evaluation.grid_images,
-        before_s=before_s,
-    )
-    try:
-        stack.enter_context(_attempt_log(directory.attempt_log(attempt)))
-        _say_where(newest, observer, attempt)
-        forgotten = ledger.rollback(newest.header.ledger_position if newest else 0, attempt)
-        if forgotten:
-            observer.note(
-                f"{forgotten} ledger records after the checkpoint are undone and will be made again"
-            )
-        result = _drive(materials, observer, clock, book, newest)
-    except BaseException as error:
-        if isinstance(error, Exception):
-            log.exception("the run failed")
-        ending = Ending.STOPPED if isinstance(error, KeyboardInterrupt) else Ending.FAILED
-        with suppress(StoreError):  # a full disk takes this neither; then the next attempt closes this one
-            _close_account(ledger, book, clock, ending)
-        raise
-    ending = Ending.STOPPED if result.stopped else Ending.FAILED if result.error else Ending.FINISHED
-    _close_account(ledger, book, clock, ending)
+    with open_attempt(
+        config,
+        directory,
+        _by_id(materials),
+        ranks,
+        workers={WorkerId(f"rank-{rank}"): config.fleet.price_usd_h for rank in range(ranks.world)},
+        began_s=time.time() - clock.elapsed_s,
+        observer=observer,
+        account=lambda book: book.spend(clock.take()),
+    ) as attempt:
+        result = attempt.result = _drive(materials, observer, clock, attempt.book, attempt.newest)
     return result
-
-
-def _close_account(ledger: Ledger, book: RunBook, clock: PhaseClock, ending: Ending) -> None:
-    book.spend(clock.take())
-    ledger.end_attempt(ending, time.time())
 
 
 def _drive(
@@ -231,7 +164,7 @@ def _drive(
         )
     )
     clock.ready()
-    with _signals(driver, observer):
+    with stopping_gracefully(driver.request_stop, observer):
         error = driver.run()
     directory = config.runs_dir / config.name
     if error is not None or driver.stopped:
@@ -257,78 +190,3 @@ def _resume(materials: _Materials, newest: Checkpoint | None) -> Controller:
 def _by_id(materials: _Materials) -> dict[PromptId, Prompt]:
     prompts = materials.prompts
     return {prompt.id: prompt for prompt in (*prompts.train, *prompts.test)}
-
-
-def _say_where(newest: Checkpoint | None, observer: Observer, attempt: int) -> None:
-    if newest is None:
-        if attempt > 1:
-            observer.note(
-                f"attempt {attempt}: no checkpoint was committed before, so this starts from the beginning"
-            )
-        return
-    for damage in newest.damages:
-        observer.note(f"damaged checkpoint passed over: {damage}")
-    observer.note(
-        f"attempt {attempt}: resuming after iteration {newest.header.iteration} from {newest.directory}"
-    )
-
-
-def config_digest(config: RunConfig) -> str:
-    """SHA-256 of the resolved configuration."""
-    return hashlib.sha256(dump_config(config).encode()).hexdigest()
-
-
-def _sinks(config: RunConfig, paths: RunPaths, resume_at: int) -> tuple[Sink, ...]:
-    sinks: list[Sink] = []
-    if config.metrics.tensorboard:
-        sinks.append(TensorBoard(paths, resume_at=resume_at))
-    if config.metrics.wandb is not None:
-        wandb = config.metrics.wandb
-        sinks.append(WeightsAndBiases(paths, project=wandb.project, entity=wandb.entity))
-    return tuple(sinks)
-
-
-class _AttemptLog(logging.FileHandler):
-    """A log that a full disk cuts short; the run's own error is the one to tell."""
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Nothing."""
-
-    def close(self) -> None:
-        """Close, whether or not the rest can be written."""
-        with suppress(OSError):
-            super().close()
-
-
-@contextmanager
-def _attempt_log(path: Path) -> Iterator[None]:
-    handler = _AttemptLog(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    root = logging.getLogger()
-    root.addHandler(handler)
-    level, root.level = root.level, min(root.level, logging.INFO)
-    try:
-        yield
-    finally:
-        root.removeHandler(handler)
-        root.setLevel(level)
-        handler.close()
-
-
-@contextmanager
-def _signals(driver: InlineDriver, observer: Observer) -> Iterator[None]:
-    """SIGTERM and the first SIGINT stop after the next checkpoint; a second SIGINT stops at once."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        driver.request_stop()
-        observer.note(
-            f"{signal.Signals(number).name}: stopping after the next checkpoint; the same command resumes"
-        )
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

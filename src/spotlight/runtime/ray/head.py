@@ -329,7 +329,11 @@ class Head:
             nonlocal waiting
             waiting -= 1
             pictures.update(
-                {r.id: unpack_image(item.data) for r, item in zip(part, kept, strict=True) if item is not None}
+                {
+                    r.id: unpack_image(item.data)
+                    for r, item in zip(part, kept, strict=True)
+                    if item is not None
+                }
             )
             if not waiting:
                 self._reported(effect, {r: pictures[r.id] for r in chosen if r.id in pictures})
@@ -379,9 +383,7 @@ class Head:
         lineage = self.parts.controller.cluster.lineage
 
         def published(digest: str) -> None:
-            self._published = {
-                key: known for key, known in self._published.items() if key[0] >= version - 1
-            }
+            self._published = {key: known for key, known in self._published.items() if key[0] >= version - 1}
             self._published[version, lineage] = digest
             then()
 
@@ -401,7 +403,9 @@ class Head:
         newest = self.parts.book.checkpoints.newest_valid()
         if (newest.header.iteration if newest else 0) != effect.iteration:
             found = newest.header.iteration if newest else 0
-            self.fail(f"the newest checkpoint is of iteration {found}, the controller stands at {effect.iteration}")
+            self.fail(
+                f"the newest checkpoint is of iteration {found}, the controller stands at {effect.iteration}"
+            )
             return
         directory = newest.directory / LEARNER_FOLDER if newest else None
 
@@ -463,7 +467,8 @@ class Head:
         spends = self.billing.take(now)
         elapsed_s, self._accounted_s = now - self._accounted_s, now
         book.bill(
-            [GpuSpend(spent.slot, spent.phase, spent.seconds, spent.price_usd_h) for spent in spends], elapsed_s
+            [GpuSpend(spent.slot, spent.phase, spent.seconds, spent.price_usd_h) for spent in spends],
+            elapsed_s,
         )
         for spent in spends:
             self._seconds[spent.phase] += spent.seconds
@@ -475,7 +480,8 @@ class Head:
         spends = self.billing.finish(now)
         elapsed_s, self._accounted_s = now - self._accounted_s, now
         book.bill(
-            [GpuSpend(spent.slot, spent.phase, spent.seconds, spent.price_usd_h) for spent in spends], elapsed_s
+            [GpuSpend(spent.slot, spent.phase, spent.seconds, spent.price_usd_h) for spent in spends],
+            elapsed_s,
         )
 
     def _hire(self, event: ev.Event) -> None:

@@ -79,9 +79,7 @@ class Calls:
         """
         call = _Call(what, answered, failed, reference)
         heapq.heappush(self._deadlines, (self.clock() + deadline_s, next(self._numbers), call))
-        reference.future().add_done_callback(
-            lambda future: self.inbox.post(lambda: _close(call, future))
-        )
+        reference.future().add_done_callback(lambda future: self.inbox.post(lambda: _close(call, future)))
 
     def expire(self) -> None:
         """Fail the calls whose time is up."""
@@ -90,7 +88,9 @@ class Calls:
             deadline_s, _, call = heapq.heappop(self._deadlines)
             if call.open:
                 call.open, call.reference = False, None
-                call.failed(NoAnswerError(f"{call.what}: no answer in time (due {now - deadline_s:.1f} s ago)"))
+                call.failed(
+                    NoAnswerError(f"{call.what}: no answer in time (due {now - deadline_s:.1f} s ago)")
+                )
 
     @property
     def next_s(self) -> float | None:

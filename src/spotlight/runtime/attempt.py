@@ -1,0 +1,226 @@
+"""One attempt at a run: taken up where the newest checkpoint left it, with its account opened and closed.
+
+    with open_attempt(...) as attempt:
+        attempt.result = ...            drive, from attempt.newest on
+
+Whatever ends the block, the ledger says how the attempt ended and where its seconds went.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import spotlight
+from spotlight.config.load import dump_config
+from spotlight.config.schema import RunConfig
+from spotlight.core.types import Prompt, PromptId, WorkerId
+from spotlight.runtime.book import RunBook
+from spotlight.runtime.observer import Observer
+from spotlight.store.checkpoints import Checkpoint, CheckpointStore
+from spotlight.store.errors import StoreError
+from spotlight.store.images import drop_pictures
+from spotlight.store.ledger import Ledger
+from spotlight.store.manifest import CheckpointHeader
+from spotlight.store.metrics import MetricsWriter, Sink
+from spotlight.store.run_directory import RunDirectory, RunPaths
+from spotlight.store.schema import Ending
+from spotlight.store.sinks import TensorBoard, WeightsAndBiases
+from spotlight.store.summary import RunSummary
+from spotlight.training.sharding import Ranks
+
+log = logging.getLogger("spotlight")
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """How a run ended.
+
+    Attributes:
+        summary: None when nothing was finished (stopped early, or with an error).
+        error: why the controller stopped the run, with the remedy.
+        stopped: ended by a signal, after a committed checkpoint; the same command resumes it.
+    """
+
+    directory: Path
+    summary: RunSummary | None
+    error: str | None
+    stopped: bool
+
+
+@dataclass(slots=True)
+class Attempt:
+    """What an attempt starts from, and what comes of it.
+
+    Attributes:
+        number: in the ledger.
+        newest: the checkpoint to start from; None starts from the beginning.
+        result: to be set before the block ends.
+    """
+
+    number: int
+    book: RunBook
+    newest: Checkpoint | None
+    result: RunResult | None = None
+
+
+@contextmanager
+def open_attempt(
+    config: RunConfig,
+    directory: RunDirectory,
+    prompts: Mapping[PromptId, Prompt],
+    ranks: Ranks,
+    *,
+    workers: Mapping[WorkerId, float],
+    began_s: float,
+    observer: Observer,
+    account: Callable[[RunBook], None],
+) -> Iterator[Attempt]:
+    """Begin an attempt: undo what came after the newest whole checkpoint, and open the books.
+
+    Args:
+        ranks: whose main rank this is.
+        workers: price of each worker that is there from the beginning.
+        began_s: when the attempt's work began, in seconds since the epoch.
+        account: writes down where the time since the last account went, at the very end.
+    """
+    with ExitStack() as stack:
+        ledger = stack.enter_context(Ledger(directory.ledger))
+        checkpoints = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
+        newest = checkpoints.newest_valid()
+        before_s = ledger.worked_s()
+        resume_at = newest.header.iteration if newest else 0
+        # What can fail here fails before an attempt is opened, which somebody would have to close.
+        metrics = stack.enter_context(
+            MetricsWriter(directory, resume_at=resume_at, sinks=_sinks(config, directory, resume_at))
+        )
+        drop_pictures(directory, resume_at=resume_at)
+        number = ledger.begin_attempt(
+            pid=os.getpid(), host=socket.gethostname(), workers=workers, now_s=began_s
+        )
+        book = RunBook(
+            paths=directory,
+            ledger=ledger,
+            checkpoints=checkpoints,
+            metrics=metrics,
+            ranks=ranks,
+            workers=workers,
+            prompts=prompts,
+            header=CheckpointHeader(0, 0, config_digest(config), spotlight.__version__),
+            strict=config.evaluation.strict,
+            grid_images=config.evaluation.grid_images,
+            before_s=before_s,
+        )
+        attempt = Attempt(number, book, newest)
+        try:
+            stack.enter_context(_attempt_log(directory.attempt_log(number)))
+            _say_where(newest, observer, number)
+            forgotten = ledger.rollback(newest.header.ledger_position if newest else 0, number)
+            if forgotten:
+                observer.note(
+                    f"{forgotten} ledger records after the checkpoint are undone and will be made again"
+                )
+            yield attempt
+            assert attempt.result is not None, "an attempt that does not fail has a result"
+        except BaseException as error:
+            if isinstance(error, Exception):
+                log.exception("the run failed")
+            ending = Ending.STOPPED if isinstance(error, KeyboardInterrupt) else Ending.FAILED
+            with suppress(StoreError):  # a full disk takes this neither; the next attempt closes this one
+                _close(book, account, ending)
+            raise
+        result = attempt.result
+        _close(
+            book,
+            account,
+            Ending.STOPPED if result.stopped else Ending.FAILED if result.error else Ending.FINISHED,
+        )
+
+
+def _close(book: RunBook, account: Callable[[RunBook], None], ending: Ending) -> None:
+    account(book)
+    book.ledger.end_attempt(ending, time.time())
+
+
+def _say_where(newest: Checkpoint | None, observer: Observer, attempt: int) -> None:
+    if newest is None:
+        if attempt > 1:
+            observer.note(
+                f"attempt {attempt}: no checkpoint was committed before, so this starts from the beginning"
+            )
+        return
+    for damage in newest.damages:
+        observer.note(f"damaged checkpoint passed over: {damage}")
+    observer.note(
+        f"attempt {attempt}: resuming after iteration {newest.header.iteration} from {newest.directory}"
+    )
+
+
+def config_digest(config: RunConfig) -> str:
+    """SHA-256 of the resolved configuration."""
+    return hashlib.sha256(dump_config(config).encode()).hexdigest()
+
+
+def _sinks(config: RunConfig, paths: RunPaths, resume_at: int) -> tuple[Sink, ...]:
+    sinks: list[Sink] = []
+    if config.metrics.tensorboard:
+        sinks.append(TensorBoard(paths, resume_at=resume_at))
+    if config.metrics.wandb is not None:
+        wandb = config.metrics.wandb
+        sinks.append(WeightsAndBiases(paths, project=wandb.project, entity=wandb.entity))
+    return tuple(sinks)
+
+
+class _AttemptLog(logging.FileHandler):
+    """A log that a full disk cuts short; the run's own error is the one to tell."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Nothing."""
+
+    def close(self) -> None:
+        """Close, whether or not the rest can be written."""
+        with suppress(OSError):
+            super().close()
+
+
+@contextmanager
+def _attempt_log(path: Path) -> Iterator[None]:
+    handler = _AttemptLog(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    level, root.level = root.level, min(root.level, logging.INFO)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(level)
+        handler.close()
+
+
+@contextmanager
+def stopping_gracefully(request_stop: Callable[[], None], observer: Observer) -> Iterator[None]:
+    """SIGTERM and the first SIGINT stop after the next checkpoint; a second SIGINT stops at once."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        request_stop()
+        observer.note(
+            f"{signal.Signals(number).name}: stopping after the next checkpoint; the same command resumes"
+        )
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
