@@ -1,15 +1,15 @@
 """The Ray driver: the controller's effects carried out by processes that may die at any moment.
 
-    inbox ──► event ──► controller.handle ──► effects ──► workers / learner / rewards / keeper / run book
+    loop ───► event ──► controller.handle ──► effects ──► workers / learner / rewards / keeper / run book
       ▲                        │                                          │
       │                        └─► billing                                │
       └──── answers, deaths, reports of workers, nodes that come and go ◄─┘
 
-It decides nothing, and waits for nobody: every remote call has a deadline, and its answer is one more thing in
-the inbox. Values (states, samples, weights) do not pass through here, but between workers, keeper and learner.
+It decides nothing, and waits for nobody: every remote call has a deadline, and its answer is one more call of
+the loop. Values (states, samples, weights) do not pass through here, but between workers, keeper and learner.
 
 Invariants
-    1. Records are written before what follows from them is done; a checkpoint never knows more than the ledger.
+    1. Records are written before a checkpoint that counts them: it never knows more than the ledger.
     2. A sample is accepted only if it was made by the weights that were published under its version: their
        digest is compared, not their number alone.
     3. A report of values counts only if the keeper holds the values.
@@ -17,13 +17,11 @@ Invariants
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +33,19 @@ from spotlight.rollout.parcels import unpack_image
 from spotlight.rollout.worker import FollowLease
 from spotlight.runtime.book import LEARNER_FOLDER, RunBook, shown
 from spotlight.runtime.observer import Observer
-from spotlight.runtime.ray.billing import Billing, slots_of
+from spotlight.runtime.ray.billing import Billing, Spent
 from spotlight.runtime.ray.drains import Drains
-from spotlight.runtime.ray.inbox import Calls, Inbox
 from spotlight.runtime.ray.learner_group import LearnerGroup
+from spotlight.runtime.ray.loop import Calls, Clock, Loop
 from spotlight.runtime.ray.scoring import FETCH_S, Scoring
 from spotlight.runtime.ray.workers import WorkerPool
 from spotlight.runtime.trainer import IterationLog
 from spotlight.store.ledger import GpuSpend
 from spotlight.store.schema import Incident
+from spotlight.weights.bundle import Manifest
 
+VERSIONS_KEPT = 2
+"""Published versions, beside the newest, whose weights the keeper holds."""
 TAKE_S = 20.0
 """How long the keeper holds the head's question for new reports; silence for twice as long is its death."""
 ACCOUNT_S = 5.0
@@ -52,15 +53,6 @@ ACCOUNT_S = 5.0
 
 VALUES = ("sample", "image", "progress")
 """Kinds of values that the keeper holds of a rollout."""
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """A policy version that workers can pull."""
-
-    version: PolicyVersion
-    lineage: int
-    digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +71,6 @@ class Parts:
     scoring: Scoring
     keeper: Any
     book: RunBook
-    observer: Observer
     drains: Drains
     attempt: int
     grid: tuple[int, int]
@@ -97,20 +88,19 @@ class _Counters:
 class Head:
     """Drives one run to its end, or to the next checkpoint after :meth:`request_stop`."""
 
-    inbox: Inbox
-    clock: Callable[[], float]
+    loop: Loop
+    observer: Observer
     billing: Billing = field(default_factory=Billing)
     log: IterationLog = field(default_factory=IterationLog)
     error: str | None = None
     stopped: bool = False
     _parts: Parts | None = None
     _events: list[tuple[ev.Event, str]] = field(default_factory=list)
-    _timers: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
-    _numbers: count[int] = field(default_factory=count)
     _groups: dict[WorkerId, tuple[int, tuple[WorkerId, ...]]] = field(default_factory=dict)
     _marks: dict[RolloutId, str] = field(default_factory=dict)
     _published: dict[tuple[PolicyVersion, int], str] = field(default_factory=dict)
-    _hired: dict[NodeId, tuple[WorkerId, ...]] = field(default_factory=dict)
+    _payroll: dict[WorkerId, WorkerId] = field(default_factory=dict)
+    _lives: dict[NodeId, int] = field(default_factory=dict)
     _committing: AbstractContextManager[Path] | None = None
     _over: bool = False
     _stop_requested: bool = False
@@ -121,23 +111,21 @@ class Head:
 
     # -- the loop --------------------------------------------------------------------------------------
 
-    def run(self, parts: Parts, first: Published) -> None:
+    def run(self, parts: Parts, first: Manifest) -> None:
         """Until the controller says it is over. ``first`` are the weights that the run begins with.
 
         Raises:
             Exception: what made it impossible to go on (the keeper is gone, the disk is full).
         """
         self._parts = parts
-        self._published[first.version, first.lineage] = first.digest
         self._accounted_s = self.clock()
         self._listen()
-        self.tell(ev.RunStarted())
+        self._announce(first, lambda: self.tell(ev.RunStarted()))
         while not self._over:
             self._handle_events()
             if self._over:
                 break
-            if (item := self.inbox.take(self._pause_s())) is not None:
-                item()
+            self.loop.turn(self._due_s())
             self._be_on_time()
         self._account(parts.book)
 
@@ -149,9 +137,9 @@ class Head:
         """An event for the controller; ``mark``: digest of the weights that made what it reports."""
         self._events.append((event, mark))
 
-    def later(self, seconds: float, then: Callable[[], None]) -> None:
-        """Call ``then`` in so many seconds, in the loop's thread."""
-        heapq.heappush(self._timers, (self.clock() + seconds, next(self._numbers), then))
+    def note(self, text: str) -> None:
+        """Tell people."""
+        self.observer.note(text)
 
     def fail(self, why: str | Exception) -> None:
         """The run cannot go on."""
@@ -163,25 +151,21 @@ class Head:
         assert self._parts is not None
         return self._parts
 
-    def _pause_s(self) -> float:
-        """Until something is due."""
-        now = self.clock()
-        due = [now + ACCOUNT_S]
-        if (wake_s := self.parts.controller.wake_s) is not None:
-            due.append(wake_s)
-        if (call_s := self.parts.calls.next_s) is not None:
-            due.append(call_s)
-        if self._timers:
-            due.append(self._timers[0][0])
-        return max(0.0, min(due) - now)
+    @property
+    def clock(self) -> Clock:
+        """Of the loop, and of the controller."""
+        return self.loop.clock
+
+    def _due_s(self) -> float:
+        """When the controller must hear of time passing, or seconds be written down."""
+        due_s = self._accounted_s + ACCOUNT_S
+        wake_s = self.parts.controller.wake_s
+        return due_s if wake_s is None else min(due_s, wake_s)
 
     def _be_on_time(self) -> None:
         if self._failure is not None:
             raise self._failure
-        self.parts.calls.expire()
         now = self.clock()
-        while self._timers and self._timers[0][0] <= now:
-            heapq.heappop(self._timers)[2]()
         wake_s = self.parts.controller.wake_s
         if wake_s is not None and wake_s <= now and not self._events:
             self.tell(ev.TimePassed())
@@ -218,9 +202,9 @@ class Head:
         expected = self._published.get((event.version, self.parts.controller.cluster.lineage))
         if expected is None or expected == mark:
             return True  # of no published version: the controller rejects it
-        self.parts.observer.note(
-            f"{event.leader} made samples of version {event.version} with weights {mark[:12]}; those published "
-            f"are {expected[:12]}: its samples are refused and its process is restarted"
+        self.observer.note(
+            f"{event.leader} made samples of version {event.version} with weights {mark[:12]}, not with those "
+            f"published ({expected[:12]}): its samples are refused, its process is restarted"
         )
         self.parts.workers.distrust(event.leader)
         return False
@@ -253,8 +237,8 @@ class Head:
             case ef.PrepareBatch() | ef.TrainMicroBatch() | ef.StepOptimizer() | ef.FinishBatch():
                 self._train(effect)
             case ef.PublishWeights(version):
-                self._iteration_done()
-                self._publish(version, lambda: self.tell(ev.WeightsPublished(version)))
+                parts.learner.take_log(self._iteration_done)
+                self._publish(version)
             case ef.CommitCheckpoint():
                 self._checkpoint(effect)
             case ef.RollBack(position):
@@ -312,7 +296,7 @@ class Head:
             total = sum(rollout.purpose is purpose for rollout in controller.rollouts.values())
             left = controller.queue.outstanding_for(purpose)
             if left:
-                self.parts.observer.work(phase, total - left, total)
+                self.observer.work(phase, total - left, total)
                 return
 
     # -- evaluation ------------------------------------------------------------------------------------
@@ -328,13 +312,9 @@ class Head:
         def took(part: Sequence[Rollout], kept: Sequence[Any]) -> None:
             nonlocal waiting
             waiting -= 1
-            pictures.update(
-                {
-                    r.id: unpack_image(item.data)
-                    for r, item in zip(part, kept, strict=True)
-                    if item is not None
-                }
-            )
+            for rollout, item in zip(part, kept, strict=True):
+                if item is not None:
+                    pictures[rollout.id] = unpack_image(item.data)
             if not waiting:
                 self._reported(effect, {r: pictures[r.id] for r in chosen if r.id in pictures})
 
@@ -353,7 +333,7 @@ class Head:
             return
         self._account(self.parts.book)
         row = self.parts.book.evaluation(effect, controller.ledger.trained, pictures)
-        self.parts.observer.evaluated(effect.iteration, row)
+        self.observer.evaluated(effect.iteration, row)
         self.tell(ev.EvaluationReported(effect.iteration, effect.lineage))
 
     # -- the learner -----------------------------------------------------------------------------------
@@ -361,78 +341,98 @@ class Head:
     def _train(
         self, effect: ef.PrepareBatch | ef.TrainMicroBatch | ef.StepOptimizer | ef.FinishBatch
     ) -> None:
-        learner, controller = self.parts.learner, self.parts.controller
+        learner, controller, tell = self.parts.learner, self.parts.controller, self.tell
         match effect:
             case ef.PrepareBatch(iteration, groups):
                 names = [name for group in groups for name in group.rollouts]
-                rollouts = {name: controller.rollouts[name] for name in names}
                 marks = {name: self._marks[name] for name in names}
-                learner.prepare(effect, rollouts, marks, lambda _: self.tell(ev.BatchPrepared(iteration)))
+                learner.prepare(effect, controller.rollouts, marks, lambda: tell(ev.BatchPrepared(iteration)))
             case ef.TrainMicroBatch(batch, index):
                 order = [other for update in controller.work.at.updates for other in update]
                 done = sum(other.update < batch.update for other in order) + index
-                self.parts.observer.work(Phase.TRAINING, done, len(order))
+                self.observer.work(Phase.TRAINING, done, len(order))
                 trained = ev.MicroBatchTrained(batch.iteration, batch.update, index)
-                learner.accumulate(batch, lambda _: self.tell(trained))
+                learner.accumulate(batch, lambda: tell(trained))
             case ef.StepOptimizer(iteration, update):
-                learner.step(lambda said: self.tell(ev.OptimizerStepped(iteration, update, *said)))
+                learner.step(lambda loss, norm: tell(ev.OptimizerStepped(iteration, update, loss, norm)))
             case ef.FinishBatch(iteration):
-                learner.finish_batch(lambda _: self.tell(ev.BatchFinished(iteration)))
+                learner.finish_batch(lambda: tell(ev.BatchFinished(iteration)))
 
-    def _publish(self, version: PolicyVersion, then: Callable[[], None]) -> None:
+    def _publish(self, version: PolicyVersion) -> None:
         lineage = self.parts.controller.cluster.lineage
 
-        def published(digest: str) -> None:
-            self._published = {key: known for key, known in self._published.items() if key[0] >= version - 1}
-            self._published[version, lineage] = digest
-            then()
+        def published(manifest: Manifest) -> None:
+            self._announce(manifest, lambda: self.tell(ev.WeightsPublished(version)))
 
         self.parts.learner.publish(version, lineage, published)
 
-    def learner_lost(self, detail: str) -> None:
-        """A rank died: called once for each life of the learner."""
-        self.parts.observer.note(f"the learner is lost and starts again from the last checkpoint: {detail}")
+    def _announce(self, manifest: Manifest, then: Callable[[], None]) -> None:
+        """Let workers find a version: the weights are with the keeper already, under their digest."""
+        older = sorted(key for key in self._published if key[0] < manifest.version)[:-VERSIONS_KEPT]
+        dropped = {self._published.pop(key) for key in older} - {*self._published.values(), manifest.digest}
+        self._published[PolicyVersion(manifest.version), manifest.lineage] = manifest.digest
+        if dropped:
+            self._forget(self.parts.keeper.drop.remote("weights", list(dropped)), "dropping old weights")
+        name = version_name(manifest.version, manifest.lineage)
+        self.parts.calls.send(
+            self.parts.keeper.put.remote("manifest", name, manifest.to_json().encode()),
+            f"announcing version {manifest.version}",
+            FETCH_S,
+            lambda _: then(),
+            lambda error: self.fail(_keeper_lost(error)),
+        )
+
+    def lost(self, detail: str) -> None:
+        """The learner is gone: told once for each of its lives; see ``learner_group.Listener``."""
+        self.observer.note(f"the learner is lost and goes back to the last checkpoint: {detail}")
         committing, self._committing = self._committing, None
         if committing is not None:  # what was being written is never committed
-            abandoned = _AbandonedError()
             with suppress(_AbandonedError):
-                committing.__exit__(_AbandonedError, abandoned, None)
+                committing.__exit__(_AbandonedError, _AbandonedError(), None)
         self.tell(ev.LearnerLost(detail))
+
+    def failed(self, error: Exception) -> None:
+        """The learner cannot go on, and a restart would not help; see ``learner_group.Listener``."""
+        self.fail(error)
+
+    def trouble(self, detail: str) -> None:
+        """The learner does not start yet; see ``learner_group.Listener``."""
+        self.note(f"the learner does not start: {detail}")
 
     def _restore(self, effect: ef.RestoreLearner) -> None:
         newest = self.parts.book.checkpoints.newest_valid()
-        if (newest.header.iteration if newest else 0) != effect.iteration:
-            found = newest.header.iteration if newest else 0
+        found = newest.header.iteration if newest else 0
+        if found != effect.iteration:
             self.fail(
-                f"the newest checkpoint is of iteration {found}, the controller stands at {effect.iteration}"
+                f"the newest whole checkpoint is of iteration {found}, but {effect.iteration} was committed: "
+                "the run directory has changed behind this run's back"
             )
             return
+
+        def restored(manifest: Manifest) -> None:
+            self._announce(manifest, lambda: self.tell(ev.LearnerRestored(effect.lineage)))
+
         directory = newest.directory / LEARNER_FOLDER if newest else None
-
-        def restored(_: object) -> None:
-            version = self.parts.controller.version
-            self._publish(version, lambda: self.tell(ev.LearnerRestored(effect.lineage)))
-
-        self.parts.learner.restore(directory, restored)
+        self.parts.learner.restore(directory, effect.lineage, restored)
 
     # -- the end of an iteration -----------------------------------------------------------------------
 
-    def _iteration_done(self) -> None:
-        controller, book = self.parts.controller, self.parts.book
+    def _iteration_done(self, trained: Mapping[str, float]) -> None:
+        controller, book, own = self.parts.controller, self.parts.book, self._own
         self._account(book)
-        row = self.log.take() | self.parts.learner.take_log()
+        row = self.log.take() | dict(trained)
         row |= {f"seconds/{phase.value}": spent for phase, spent in self._seconds.items()}
-        self._seconds.clear()
         row |= {
-            "head/events": float(self._own.events),
-            "head/handling_s": self._own.handling_s,
+            "head/events": float(own.events),
+            "head/handling_s": own.handling_s,
             "fleet/workers": float(len(self.parts.workers.alive)),
             "fleet/nodes": float(len(controller.cluster.hosts)),
         }
         row |= {f"recovery/{name.value}": float(n) for name, n in controller.cluster.recoveries.items()}
+        self._seconds.clear()
         self._own = _Counters()
         book.iteration(controller.iteration, controller.ledger.trained, row)
-        self.parts.observer.iterated(controller.iteration, row)
+        self.observer.iterated(controller.iteration, row)
 
     def _checkpoint(self, effect: ef.CommitCheckpoint) -> None:
         # Accounted right before and right after: a resume from here on finds exactly the lost seconds.
@@ -440,7 +440,7 @@ class Head:
         committing = self._committing = self.parts.book.committing(effect)
         directory = committing.__enter__()
 
-        def saved(_: object) -> None:
+        def saved() -> None:
             if self._committing is not committing:
                 return  # the learner was lost meanwhile
             self._committing = None
@@ -465,39 +465,49 @@ class Head:
         """Write down where the time since the last call went."""
         now = self.clock()
         spends = self.billing.take(now)
-        elapsed_s, self._accounted_s = now - self._accounted_s, now
-        book.bill(
-            [GpuSpend(spent.slot, spent.phase, spent.seconds, spent.price_usd_h) for spent in spends],
-            elapsed_s,
-        )
+        self._bill(book, spends, now)
         for spent in spends:
             self._seconds[spent.phase] += spent.seconds
-        self.parts.observer.billed(book.ledger.cost_usd())
+        self.observer.billed(book.ledger.cost_usd())
 
     def close_account(self, book: RunBook) -> None:
         """The attempt ends: what is not sure by now is lost."""
         now = self.clock()
-        spends = self.billing.finish(now)
+        self._bill(book, self.billing.finish(now), now)
+
+    def _bill(self, book: RunBook, spends: Sequence[Spent], now: float) -> None:
         elapsed_s, self._accounted_s = now - self._accounted_s, now
-        book.bill(
-            [GpuSpend(spent.slot, spent.phase, spent.seconds, spent.price_usd_h) for spent in spends],
-            elapsed_s,
-        )
+        rows = [
+            GpuSpend(self._payroll[spent.slot], spent.phase, spent.seconds, spent.price_usd_h)
+            for spent in spends
+        ]
+        book.bill(rows, elapsed_s)
 
     def _hire(self, event: ev.Event) -> None:
-        """Tell the ledger whom it pays."""
-        book = self.parts.book
-        if isinstance(event, ev.NodeJoined):
-            book.ledger.hire(self.billing.price_of(event.node.id), time.time())
-            self._hired[event.node.id] = slots_of(event.node)
-        elif isinstance(event, ev.NodeLost) and event.node in self._hired:
-            self._account(book)
-            book.ledger.dismiss(self._hired.pop(event.node), time.time())
-            self.parts.workers.lose(event.node)
+        """Tell the ledger whom it pays. A node that comes back is another worker to it."""
+        match event:
+            case ev.NodeJoined(node):
+                self._dismiss(node.id)
+                life = self._lives[node.id] = self._lives.get(node.id, 0) + 1
+                prices = self.billing.price_of(node.id)
+                names = {slot: WorkerId(f"{slot}#{life}") if life > 1 else slot for slot in prices}
+                self._payroll |= names
+                hired = {names[slot]: price for slot, price in prices.items()}
+                self.parts.book.ledger.hire(hired, time.time())
+            case ev.NodeLost(node_id):
+                self._dismiss(node_id)
+                self.parts.workers.lose(node_id)
+
+    def _dismiss(self, node: NodeId) -> None:
+        slots = [slot for slot in self._payroll if slot.rpartition("/")[0] == node]
+        if slots:
+            self._account(self.parts.book)
+            gone = [self._payroll.pop(slot) for slot in slots]
+            self.parts.book.ledger.dismiss(gone, time.time())
 
     def _befell(self, event: ev.Event) -> None:
         """Write incidents down, and tell people."""
-        note, hosts = self.parts.observer.note, self.parts.controller.cluster.hosts
+        note, hosts = self.observer.note, self.parts.controller.cluster.hosts
         match event:
             case ev.NodeJoined(node):
                 self.befall(Incident.NODE_JOINED, node.id, f"{node.gpus} x {node.gpu_type}")
@@ -524,6 +534,11 @@ class Head:
 
 class _AbandonedError(Exception):
     """A checkpoint will not be committed."""
+
+
+def version_name(version: int, lineage: int) -> str:
+    """Under which the keeper holds a version's manifest."""
+    return f"{lineage}.{version}"
 
 
 def _keeper_lost(error: Exception) -> Exception:

@@ -1,4 +1,4 @@
-"""Finished samples to their scores: pictures from the keeper, through the reward pool, back to the controller."""
+"""Finished samples to their scores: from the keeper, through the reward pool, back to the controller."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spotlight.core.types import DropReason, Prompt, PromptId, Rollout, RolloutI
 from spotlight.rewards.pool import RewardPool
 from spotlight.rewards.results import FailureKind, RewardBatch, ScoredSample
 from spotlight.rollout.parcels import unpack_image
-from spotlight.runtime.ray.inbox import Calls
+from spotlight.runtime.ray.loop import Calls
 
 REASON = {
     FailureKind.ERROR: DropReason.REWARD_ERROR,
@@ -74,7 +74,7 @@ class Scoring:
         )
         part = [rollout for rollout, _ in held]
         future.add_done_callback(
-            lambda done: self.calls.inbox.post(lambda: self._collect(part, done, lineage))
+            lambda done: self.calls.loop.call_soon_threadsafe(self._collect, part, done, lineage)
         )
 
     def _collect(self, rollouts: Sequence[Rollout], future: Future[RewardBatch], lineage: int) -> None:

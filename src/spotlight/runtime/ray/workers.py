@@ -1,11 +1,11 @@
 """The workers' processes, as the head sees them: started, watched, told, ended.
 
     start ──► (back-off) ──► actor ──► ready() ──► WorkerStarted ──► watch() ... ──► WorkerCrashed
-                                                                       one call hangs all the time: it ends
-                                                                       when the process does, or its time is up
+                                                             one call hangs all the time: it ends when the
+                                                             process does, or when its time is up
 
-A process that fails to start is told to people once, with the end of its log, and tried again after a growing
-pause. Every process has the epoch of the ``StartWorker`` that it obeys; what comes from an older one is of
+A process that fails to start is told to people once, with the end of its log, and tried again after a
+growing pause. Every process has the epoch of the ``StartWorker`` that it obeys; what comes from an older one is of
 no consequence.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from spotlight.core import effects as ef
 from spotlight.core import events as ev
 from spotlight.core.types import NodeId, WorkerId
-from spotlight.runtime.ray.inbox import Calls, NoAnswerError
+from spotlight.runtime.ray.loop import Calls, NoAnswerError
 
 HEARTBEATS_MISSED = 3
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
@@ -51,7 +51,6 @@ class WorkerPool:
 
     Attributes:
         tell_head: hands an event to the controller.
-        later: calls a function after so many seconds, in the loop's thread.
         note: tells people.
         crashed: a worker's process died or did not start, and its node lives.
     """
@@ -59,7 +58,6 @@ class WorkerPool:
     calls: Calls
     starter: Starter
     tell_head: Callable[[ev.Event], None]
-    later: Callable[[float, Callable[[], None]], None]
     note: Callable[[str], None]
     crashed: Callable[[WorkerId, str], None]
     heartbeat_s: float
@@ -87,10 +85,10 @@ class WorkerPool:
             self._launch(order)
         else:
             pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0**failures)
-            self.later(pause_s, lambda: self._launch(order))
+            self.calls.loop.call_later(pause_s, self._launch, order)
 
     def tell(self, worker: WorkerId, command: object) -> None:
-        """Send a command; one for a process that is gone is dropped: the controller will hear of the death."""
+        """Send a command; one for a process that is gone is dropped: its death will be told."""
         process = self._processes.get(worker)
         if process is not None and process.ready:
             self._send(process, process.handle.tell.remote(command), "a command")
