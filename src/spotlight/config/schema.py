@@ -415,7 +415,7 @@ class MetricsConfig(Section):
 
 
 class LocalNodesConfig(Section):
-    """The reserved part of the cluster that is started on this machine when ``fleet.address`` is not given."""
+    """The reserved nodes of the cluster that is started on this machine where no ``address`` is given."""
 
     rollout_slots: Annotated[int, Field(ge=0)] = 0
     """Reserved slots that roll out, beside those of the learner."""
@@ -469,13 +469,15 @@ class FleetConfig(Section):
     sequence_parallel: SequenceParallelConfig = SequenceParallelConfig()
     """How workers of a node are grouped."""
     commit_every: PositiveInt = 1
-    """Denoising steps between two commits of rollouts in flight; a loss without notice costs at most these."""
+    """Denoising steps between two commits of rollouts in flight: what a loss without notice costs at most."""
     lease_s: PositiveFloat = 120.0
     """Work of a group that commits nothing for so long is given to another."""
     heartbeat_s: PositiveFloat = 5.0
     """A worker that shows no sign of life for three of these is restarted."""
     answer_s: PositiveFloat = 10.0
     """A command that a worker does not answer for so long is sent again, and at last the worker restarted."""
+    collective_s: PositiveFloat = 30.0
+    """A member of a group that keeps the others waiting for so long within a step is given up by them."""
     start_s: PositiveFloat = 600.0
     """How long starting a process, or loading all weights, may take."""
     learner_s: PositiveFloat = 3600.0
@@ -483,7 +485,7 @@ class FleetConfig(Section):
     drain_margin_s: Annotated[float, Field(ge=0)] = 25.0
     """A node that will be taken stops its work so long before: at once where its notice is shorter."""
     store_gb: PositiveFloat = 4.0
-    """Memory for states and samples in flight, on the node of this process; more goes to the run directory."""
+    """Memory for states and samples in flight, on this process's node; more goes to the run directory."""
 
 
 class RunConfig(Section):

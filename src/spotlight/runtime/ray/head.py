@@ -38,6 +38,7 @@ from spotlight.runtime.ray.drains import Drains
 from spotlight.runtime.ray.learner_group import LearnerGroup
 from spotlight.runtime.ray.loop import Calls, Clock, Loop
 from spotlight.runtime.ray.scoring import FETCH_S, Scoring
+from spotlight.runtime.ray.worker_weights import version_name
 from spotlight.runtime.ray.workers import WorkerPool
 from spotlight.runtime.trainer import IterationLog
 from spotlight.store.ledger import GpuSpend
@@ -534,11 +535,6 @@ class Head:
 
 class _AbandonedError(Exception):
     """A checkpoint will not be committed."""
-
-
-def version_name(version: int, lineage: int) -> str:
-    """Under which the keeper holds a version's manifest."""
-    return f"{lineage}.{version}"
 
 
 def _keeper_lost(error: Exception) -> Exception:
