@@ -95,6 +95,15 @@ def dump_config(config: RunConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=100)
 
 
+def read_config(text: str, source: str) -> RunConfig:
+    """What :func:`dump_config` wrote, in another process. Raises ConfigError."""
+    tree = parse_yaml(text)
+    if not isinstance(tree, dict):
+        problem = Problem(source, type(tree).__name__, "a mapping", "Run the same version on every node.")
+        raise ConfigError(source, [problem])
+    return build_config(tree, source)
+
+
 def _defaults_for(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Every key with its default: those of ``tree``'s algorithm, when it names one.
 

@@ -450,6 +450,17 @@ class SequenceParallelConfig(Section):
     """Pictures of so many pixels gain from a higher degree."""
 
 
+class NoticesConfig(Section):
+    """Where nodes hear of their preemption."""
+
+    cloud: Literal["auto", "aws", "gcp", "azure", "none"] = "auto"
+    """Whose metadata service each node asks; ``auto`` finds out on the node."""
+    endpoint: str | None = None
+    """Address of the metadata service; default: the cloud's own."""
+    sigterm_grace_s: Annotated[float, Field(ge=0)] | None = 30.0
+    """From SIGTERM (Kubernetes, SLURM) to SIGKILL; null: SIGTERM is no notice."""
+
+
 class FleetConfig(Section):
     """Where the run works, and what that costs."""
 
@@ -466,6 +477,8 @@ class FleetConfig(Section):
     """The reserved nodes of a cluster on this machine."""
     spot: SpotConfig = SpotConfig()
     """Preemptible nodes."""
+    notices: NoticesConfig = NoticesConfig()
+    """Where nodes hear of their preemption."""
     sequence_parallel: SequenceParallelConfig = SequenceParallelConfig()
     """How workers of a node are grouped."""
     commit_every: PositiveInt = 1

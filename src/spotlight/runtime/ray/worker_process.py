@@ -20,12 +20,12 @@ from spotlight.config.schema import RunConfig
 from spotlight.core.effects import PullWeights
 from spotlight.core.events import PullFailed
 from spotlight.core.types import Purpose, WeightKind, WorkerId
-from spotlight.models.base import ModelFamily
+from spotlight.models.base import Condition, ModelFamily
 from spotlight.models.skeleton import base_state, filling, modules_of
 from spotlight.rollout.communicators import communicator
 from spotlight.rollout.groups import Membership
 from spotlight.rollout.parcels import unpack_condition
-from spotlight.rollout.ports import Command, Hands, Home, HomeLostError, Leave
+from spotlight.rollout.ports import Command, Hands, Home, Leave
 from spotlight.rollout.rendezvous import Address, connect
 from spotlight.rollout.reports import Report
 from spotlight.rollout.sequence_parallel import SequenceParallel
@@ -99,19 +99,27 @@ class WorkerProcess:
     # -- the model -------------------------------------------------------------------------------------
 
     def _begin(self, pull: PullWeights) -> None:
+        (negative,) = self._home.fetch("condition", [NEGATIVE])
+        if negative is None:  # the learner sends it before the run starts
+            self._put_off(pull)
+            return
         try:
             family = self._family(pull)
         except PeerLostError:
-            time.sleep(_PAUSE_S)  # the controller asks again at once, and names another source
-            failed = PullFailed(self._place.worker, self._place.epoch, pull.version, pull.lineage)
-            self._home.deliver(Report(self._place.worker, "", (), (failed,)))
+            self._put_off(pull)
             return
-        loop = self._assemble(family)
+        loop = self._assemble(family, unpack_condition(negative.data))
         with self._lock:
             loop.tell(pull)
             while not self._waiting.empty():
                 loop.tell(self._waiting.get())
             self._loop = loop
+
+    def _put_off(self, pull: PullWeights) -> None:
+        """Not now; the controller asks again at once, and may name another source."""
+        time.sleep(_PAUSE_S)
+        failed = PullFailed(self._place.worker, self._place.epoch, pull.version, pull.lineage)
+        self._home.deliver(Report(self._place.worker, "", (), (failed,)))
 
     def _family(self, pull: PullWeights) -> ModelFamily:
         """The model: its transformer from the peer that the controller names, or all of it from disk.
@@ -140,12 +148,12 @@ class WorkerProcess:
         model = self._config.model
         return f"{model.family}:{model.path}:{model.revision}:{model.dtype}"
 
-    def _assemble(self, family: ModelFamily) -> WorkerLoop:
+    def _assemble(self, family: ModelFamily, negative: Condition) -> WorkerLoop:
         config, place = self._config, self._place
         algorithm = build.make_algorithm(config)
         slots = build.make_slots(config, family, algorithm)
         recipes = build.make_recipes(config, algorithm)
-        engine = build.make_engine(config, family, unpack_condition(self._negative()))
+        engine = build.make_engine(config, family, negative)
         fleet = config.fleet
         train, judged = algorithm.rollout_slot, config.evaluation.weights
 
@@ -168,14 +176,6 @@ class WorkerProcess:
         )
         loader = BundleLoader(self._home, self._cache, slots, rollout_slots(config, algorithm))
         return WorkerLoop(place.worker, place.epoch, self._home, loader, hands, fleet.commit_every)
-
-    def _negative(self) -> bytes:
-        (kept,) = self._home.fetch("condition", [NEGATIVE])
-        if kept is None:
-            raise HomeLostError(
-                "the keeper lacks the negative prompt's embedding, which the learner sends first"
-            )
-        return kept.data
 
 
 def _file_name(worker: WorkerId) -> str:

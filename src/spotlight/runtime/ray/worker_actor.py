@@ -1,0 +1,197 @@
+"""The actor of a rollout worker, and how the head makes one: thin, see ``worker_process.py`` for what it does."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from spotlight.config.load import read_config
+from spotlight.core.effects import StartWorker
+from spotlight.core.types import NodeId, WorkerId
+from spotlight.rollout.ports import Command, HomeLostError, Leave
+from spotlight.rollout.rendezvous import Address
+from spotlight.rollout.reports import Report
+from spotlight.runtime.process import prepare_process
+from spotlight.runtime.ray.nodes import SLOT
+from spotlight.runtime.ray.worker_process import WorkerPlace, WorkerProcess
+from spotlight.store.vault import Kept
+
+_GROUPS = {"tell": 1, "watch": 1}
+"""Commands keep their order in a group of one thread; watching waits in another."""
+_VISIBLE = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+"""Every worker of a node sees all its GPUs: weights are copied between them."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperHome:
+    """The keeper as a worker's home.
+
+    Attributes:
+        answer_s: longest that the keeper may take.
+    """
+
+    keeper: Any
+    answer_s: float
+
+    def deliver(self, report: Report) -> None:
+        """See :class:`spotlight.rollout.ports.Home`."""
+        self._call("deliver", report)
+
+    def fetch(self, kind: str, names: Sequence[str], mark: str = "") -> list[Kept | None]:
+        """See :class:`spotlight.rollout.ports.Home`."""
+        kept: list[Kept | None] = self._call("fetch", kind, list(names), mark)
+        return kept
+
+    def _call(self, method: str, *args: object) -> Any:
+        try:
+            return ray.get(getattr(self.keeper, method).remote(*args), timeout=self.answer_s)
+        except RayError as error:
+            raise HomeLostError(f"the keeper does not {method}: {type(error).__name__}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOrder:
+    """All that a worker's process must know to begin.
+
+    Attributes:
+        config: the resolved configuration as YAML.
+        run: name that the processes of one run on a node share.
+        threads: of its CPU work; None leaves it to torch.
+    """
+
+    config: str
+    worker: WorkerId
+    epoch: int
+    gpu: bool
+    meeting: Address
+    run: str
+    node_directory: Path
+    working_directory: str
+    threads: int | None
+
+
+class WorkerActor:
+    """One persistent process on one slot: imports, loads and compiles once, then only changes groups."""
+
+    def __init__(self, order: WorkerOrder, keeper: Any) -> None:
+        config = read_config(order.config, "the configuration sent to a worker")
+        if os.path.isdir(order.working_directory):  # noqa: PTH112 - relative paths of the configuration
+            os.chdir(order.working_directory)
+        if order.threads is not None:
+            torch.set_num_threads(order.threads)
+        device = torch.device("cuda", int(ray.get_gpu_ids()[0])) if order.gpu else torch.device("cpu")
+        prepare_process(device, config.deterministic)
+        place = WorkerPlace(order.worker, order.epoch, device, order.meeting, order.run, order.node_directory)
+        self._process = WorkerProcess(config, place, KeeperHome(keeper, config.fleet.start_s))
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        threading.Thread(target=self._work, name="work", daemon=True).start()
+
+    def ready(self) -> None:
+        """The process is up."""
+
+    @ray.method(concurrency_group="tell")
+    def tell(self, command: Command) -> None:
+        """Have a command obeyed; returns at once."""
+        self._process.tell(command)
+
+    @ray.method(concurrency_group="watch")
+    def watch(self, hang_s: float) -> None:
+        """Return after ``hang_s``; raise as soon as the work has ended, and why."""
+        if self._ended.wait(hang_s):
+            raise RuntimeError("the worker has ended") from self._error
+
+    def _work(self) -> None:
+        try:
+            self._process.run()
+        except BaseException as error:  # noqa: BLE001 - watch() tells it
+            self._error = error
+        finally:
+            self._ended.set()
+
+
+@dataclass(frozen=True, slots=True)
+class Berth:
+    """Where the workers of a node of the controller are on Ray's.
+
+    Attributes:
+        ray_id: of Ray's node.
+        gpus: whether a slot is a GPU.
+        threads: of each worker on a CPU slot.
+    """
+
+    ray_id: str
+    gpus: bool
+    threads: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ActorStarter:
+    """Starts workers as actors; a :class:`spotlight.runtime.ray.workers.Starter`.
+
+    Attributes:
+        config: the resolved configuration as YAML.
+        berths: of the nodes that are there.
+        tail: the end of what an actor of a name wrote on a node.
+    """
+
+    config: str
+    keeper: Any
+    meeting: Address
+    run: str
+    node_directory: Path
+    berths: dict[NodeId, Berth]
+    tail: Callable[[NodeId, str], str]
+
+    def start(self, order: StartWorker) -> Any:
+        """See :class:`spotlight.runtime.ray.workers.Starter`."""
+        berth = self.berths[order.node]
+        told = WorkerOrder(
+            self.config,
+            order.worker,
+            order.epoch,
+            berth.gpus,
+            self.meeting,
+            self.run,
+            self.node_directory,
+            str(Path.cwd()),
+            berth.threads,
+        )
+        make = ray.remote(WorkerActor).options(
+            name=self._name(order),
+            num_cpus=0,
+            num_gpus=1 if berth.gpus else 0,
+            resources=None if berth.gpus else {SLOT: 1},
+            max_restarts=0,
+            max_task_retries=0,
+            concurrency_groups=_GROUPS,
+            runtime_env={"env_vars": {_VISIBLE: "1"}} if berth.gpus else None,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(berth.ray_id, soft=False),
+        )
+        return make.remote(told, self.keeper)
+
+    def kill(self, handle: Any) -> None:
+        """See :class:`spotlight.runtime.ray.workers.Starter`."""
+        with suppress(RayError):  # dead, or Ray itself is going down
+            ray.kill(handle)
+
+    def log_tail(self, order: StartWorker, handle: Any) -> str:
+        """See :class:`spotlight.runtime.ray.workers.Starter`."""
+        return self.tail(order.node, self._name(order))
+
+    def leave(self, handle: Any) -> None:
+        """Ask a worker to end by itself."""
+        handle.tell.remote(Leave())
+
+    def _name(self, order: StartWorker) -> str:
+        return f"{self.run}:{order.worker}:{order.epoch}"
