@@ -174,7 +174,7 @@ def content_digest(tensors: Mapping[str, Tensor]) -> str:
         digest.update(f"{name}\0{_NAMES[tensor.dtype]}\0{shape}\0".encode())
         flat = tensor.reshape(-1).view(torch.uint8)
         for start in range(0, flat.numel(), _HASHED_AT_ONCE):
-            digest.update(flat[start : start + _HASHED_AT_ONCE].numpy())
+            digest.update(flat[start : start + _HASHED_AT_ONCE].numpy().data)
     return digest.hexdigest()
 
 

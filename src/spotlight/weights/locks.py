@@ -23,11 +23,12 @@ def private_directory(path: Path) -> Path:
         WeightsError: it cannot be made, or another user owns it or may enter it.
     """
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
         found = path.lstat()
     except OSError as error:
         raise WeightsError(
-            f"cannot make the directory {path}: {error.strerror}; name one that this user can write"
+            f"cannot make the directory {path}: {error.strerror}; name one below a directory that is there "
+            "and that this user can write"
         ) from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise WeightsError(

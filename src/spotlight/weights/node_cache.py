@@ -3,12 +3,12 @@
 Files lie in shared memory, in a directory of the run that only this user can enter:
 
 - ``DIGEST.safetensors``: a whole bundle. It appears by a rename, so it is never half written.
-- ``DIGEST.lock``: held (flock) while somebody fetches. The kernel releases it when its holder dies.
-- ``DIGEST.PID.part``: what is being written; the next holder of the lock removes what a dead one left.
+- ``fetch.lock``: held (flock) while somebody fetches. The kernel releases it when its holder dies.
+- ``DIGEST.part``: what is being written; the next holder of the lock removes what a dead one left.
 - ``alive``: every cache holds it shared. A directory whose ``alive`` nobody holds is of a dead run, and is
   removed by the next cache that opens on the node.
 
-Invariant: what :meth:`NodeCache.get` returns was hashed after it was read or fetched, and equals its manifest.
+Invariant: what :meth:`NodeCache.get` returns was hashed where it lies in memory, and is what its manifest says.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class NodeCache:
-    """The versions that are in shared memory on this node. Any number of processes, one object in each.
+    """The versions in shared memory on this node. Any number of processes, one object in each.
 
     Args:
         run: name of the run; other runs on the node do not see its versions.
@@ -76,17 +76,17 @@ class NodeCache:
         found = self._look(manifest)
         if found is not None:
             return found
-        with held(self.directory / f"{manifest.digest}.lock", self.deadline_s):
+        with held(self.directory / "fetch.lock", self.deadline_s):
             found = self._look(manifest)
             if found is not None:
                 return found
-            for left in self.directory.glob(f"{manifest.digest}.*.part"):
+            for left in self.directory.glob("*.part"):
                 left.unlink(missing_ok=True)  # of a process that died: we hold its lock
             data = fetch()
             read(manifest, data)
             self._evict(manifest)
             self._write(manifest, data)
-        return self._map(manifest)
+            return self._map(manifest)
 
     def close(self) -> None:
         """Say that this process no longer needs the run's directory; what it mapped stays mapped."""
@@ -130,7 +130,7 @@ class NodeCache:
             path.unlink(missing_ok=True)
 
     def _write(self, manifest: Manifest, data: bytes) -> None:
-        part = self.directory / f"{manifest.digest}.{os.getpid()}.part"
+        part = self.directory / f"{manifest.digest}.part"
         try:
             descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             try:
@@ -168,9 +168,9 @@ def _enter(directory: Path) -> int:
         descriptor = -1
         with suppress(FileNotFoundError):  # removed since, as that of a dead run
             descriptor = os.open(directory / "alive", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            if lock_until(descriptor, end_s, shared=True):
-                if os.stat(directory / "alive").st_ino == os.fstat(descriptor).st_ino:
-                    return descriptor
+            locked = lock_until(descriptor, end_s, shared=True)
+            if locked and (directory / "alive").stat().st_ino == os.fstat(descriptor).st_ino:
+                return descriptor
         if descriptor >= 0:
             os.close(descriptor)
         if time.monotonic() >= end_s:
@@ -191,6 +191,16 @@ def _remove_dead(parent: Path, prefix: str, but: Path) -> None:
             continue
         try:
             if try_lock(descriptor):
-                shutil.rmtree(directory, ignore_errors=True)
+                _remove(directory)
         finally:
             os.close(descriptor)
+
+
+def _remove(directory: Path) -> None:
+    """Remove a cache's directory, ``alive`` last: whoever dies meanwhile leaves it to be found again."""
+    for path in directory.iterdir():
+        if path.name != "alive":
+            path.unlink(missing_ok=True)
+    (directory / "alive").unlink(missing_ok=True)
+    with suppress(OSError):  # somebody has just entered it
+        directory.rmdir()
