@@ -8,7 +8,7 @@ Files lie in shared memory, in a directory of the run that only this user can en
 - ``alive``: every cache holds it shared. A directory whose ``alive`` nobody holds is of a dead run, and is
   removed by the next cache that opens on the node.
 
-Invariant: what :meth:`NodeCache.get` returns was hashed where it lies in memory, and is what its manifest says.
+Invariant: what :meth:`NodeCache.get` returns was hashed where it lies, and is what its manifest says.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ Invariants:
 - A checksum is taken of the lender's tensor before it is copied, and of the newcomer's tensor after: it
   covers everything in between. :func:`borrow` returns only if every byte of every tensor was checked.
 - All of a loan is of one version (see :class:`spotlight.weights.shelf.Shelf`).
-- Every operation on a socket has a deadline, on both sides; so neither waits for a peer that is dead or hangs.
+- Every operation on a socket has a deadline, on both sides; so neither waits for one that is dead or hangs.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from spotlight.weights import cuda_ipc
-from spotlight.weights.buckets import COUNT, offer_host, side_stream, take_cuda, take_host
+from spotlight.weights.buckets import COUNT, host_buckets, side_stream, take_cuda, take_host
 from spotlight.weights.bundle import check_same
 from spotlight.weights.errors import PeerLostError, WeightsError
 from spotlight.weights.flat import Piece, as_bytes, checksum, cut
@@ -126,22 +126,32 @@ class Lender:
         asked = channel.receive()
         if asked.get("protocol") != PROTOCOL:
             raise WeightsError(f"protocol {asked.get('protocol')}, expected {PROTOCOL}: {_SAME_PACKAGE}")
-        digest, shelf, size = str(asked["digest"]), self._shelf, self._bucket_bytes
-        with shelf.reading(digest):
-            on_gpu = shelf.device.type == "cuda" and asked["device"] == "cuda"
-        buckets = self._own_gpu_buckets() if on_gpu else []
+        digest = str(asked["digest"])
+        with self._shelf.reading(digest):
+            on_gpu = self._shelf.device.type == "cuda" and asked["device"] == "cuda"
+        if on_gpu:
+            buckets = self._own_gpu_buckets()
+            self._offer(channel, [cuda_ipc.share(bucket) for bucket in buckets])
+        else:
+            with host_buckets(self._bucket_bytes) as (buckets, descriptors):
+                self._offer(channel, [])
+                channel.send_files(descriptors)
+        self._stream(channel, digest, buckets)
+
+    def _offer(self, channel: Channel, handles: Sequence[Mapping[str, object]]) -> None:
+        tensors = self._shelf.tensors
         channel.send(
             {
-                "contents": [[n, _name(t.dtype), list(t.shape)] for n, t in shelf.tensors.items()],
-                "modules": shelf.modules,
-                "bucket_bytes": size,
-                "handles": [cuda_ipc.share(bucket) for bucket in buckets],
+                "contents": [[name, _name(t.dtype), list(t.shape)] for name, t in tensors.items()],
+                "modules": self._shelf.modules,
+                "bucket_bytes": self._bucket_bytes,
+                "handles": handles,
             }
         )
-        if not on_gpu:
-            buckets = offer_host(channel, size)
-        channel.receive(patient=True)  # the newcomer has compared
-        count = 0
+
+    def _stream(self, channel: Channel, digest: str, buckets: Sequence[Tensor]) -> None:
+        channel.receive()  # the newcomer has compared, and wants them
+        shelf, size, count = self._shelf, self._bucket_bytes, 0
         for count, pieces in enumerate(cut([m.numel() for m in shelf.memory], size), start=1):
             if count > COUNT:
                 channel.receive()  # that bucket is empty again
@@ -202,43 +212,72 @@ def borrow(
             them from elsewhere.
         WeightsError: names, shapes, types or modules differ (nothing was written), or a checksum does.
     """
-    names = list(targets)
     (device,) = {tensor.device for tensor in targets.values()}
-    memory = [as_bytes(tensor) for tensor in targets.values()]
     with _connected(path, stall_s, time.monotonic() + deadline_s) as channel:
         channel.send({"protocol": PROTOCOL, "digest": digest, "device": device.type})
         offer = _heard(channel, patient=True)
         with _as_agreed(channel):
-            size = int(str(offer["bucket_bytes"]))
-            handles = offer["handles"]
-            assert isinstance(handles, list)
-            if not handles:
-                buckets = take_host(channel, size)
+            size, handles = int(str(offer["bucket_bytes"])), _list(offer["handles"])
+            buckets = [] if handles else take_host(channel, size)
             _compare(channel, offer, targets, modules)
             if handles:
                 buckets = take_cuda(channel, handles, size, device)
             channel.send({"go": True})
-            filled = [0] * len(names)
+            loan = _Loan(channel.peer, tuple(targets), tuple(as_bytes(t) for t in targets.values()))
             count = 0
             while "end" not in (message := _heard(channel)):
-                _take(channel, message["pieces"], buckets[count % COUNT], memory, filled, names)
+                loan.take(_list(message["pieces"]), buckets[count % COUNT])
                 channel.send({"done": count})
                 count += 1
-    lacking = [name for name, got, whole in zip(names, filled, memory, strict=True) if got != whole.numel()]
-    if lacking:
-        raise WeightsError(
-            f"{channel.peer} sent {len(names) - len(lacking)} of {len(names)} tensors, first missing "
-            f"{lacking[0]!r}; {_SAME_PACKAGE}"
-        )
-    return Borrowed(len(names), modules, sum(filled))
+    loan.check_whole()
+    return Borrowed(len(targets), modules, sum(loan.filled))
+
+
+class _Loan:
+    """Tensors being filled, from their first byte to their last."""
+
+    def __init__(self, peer: str, names: Sequence[str], memory: Sequence[Tensor]) -> None:
+        self._peer, self._names, self._memory = peer, names, memory
+        self.filled = [0] * len(names)
+
+    def take(self, rows: Sequence[Sequence[int]], bucket: Tensor) -> None:
+        """Copy a bucket's pieces to where they belong, and check what arrived there."""
+        sums, expected, whose = [], [], []
+        for index, start, stop, at, *of_peer in rows:
+            target = self._memory[index][start:stop]
+            inside = 0 <= at <= at + stop - start <= bucket.numel()
+            if start != self.filled[index] or target.numel() != stop - start or not inside:
+                raise WeightsError(
+                    f"{self._peer} sent bytes {start} to {stop} of {self._names[index]!r}, expected those "
+                    f"from {self.filled[index]} of {self._memory[index].numel()}; {_SAME_PACKAGE}"
+                )
+            target.copy_(bucket[at : at + stop - start])
+            sums.append(checksum(target))
+            expected.append(of_peer)
+            whose.append(self._names[index])
+            self.filled[index] = stop
+        for name, found, wanted in zip(whose, torch.stack(sums).tolist(), expected, strict=True):
+            if found != wanted:
+                raise WeightsError(
+                    f"{name!r} from {self._peer}: found checksum {found}, expected {wanted}: it was damaged "
+                    "on the way; take the weights from the store, and look at the memory of this node"
+                )
+
+    def check_whole(self) -> None:
+        """Raise :class:`WeightsError` unless every byte came."""
+        wholes = [tensor.numel() for tensor in self._memory]
+        lacking = [n for n, got, whole in zip(self._names, self.filled, wholes, strict=True) if got != whole]
+        if lacking:
+            raise WeightsError(
+                f"{self._peer} sent {len(wholes) - len(lacking)} of {len(wholes)} tensors, first missing "
+                f"{lacking[0]!r}; {_SAME_PACKAGE}"
+            )
 
 
 def _compare(channel: Channel, offer: Message, targets: Mapping[str, Tensor], modules: int) -> None:
-    contents = offer["contents"]
-    assert isinstance(contents, list)
     theirs = {
         name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-        for name, dtype, shape in contents
+        for name, dtype, shape in _list(offer["contents"])
     }
     check_same(channel.peer, theirs, targets)
     if not 0 < modules == offer["modules"]:
@@ -257,37 +296,6 @@ def _put(pieces: Sequence[Piece], memory: Sequence[Tensor], bucket: Tensor) -> l
         bucket[piece.at : piece.at + source.numel()].copy_(source)
     found: list[list[int]] = torch.stack(sums).tolist()
     return found
-
-
-def _take(
-    channel: Channel,
-    rows: object,
-    bucket: Tensor,
-    memory: Sequence[Tensor],
-    filled: list[int],
-    names: Sequence[str],
-) -> None:
-    """Copy a bucket's pieces to where they belong, and check what arrived there."""
-    assert isinstance(rows, list)
-    sums, expected, whose = [], [], []
-    for index, start, stop, at, *of_peer in rows:
-        target = memory[index][start:stop]
-        if start != filled[index] or target.numel() != stop - start or at + stop - start > bucket.numel():
-            raise WeightsError(
-                f"{channel.peer} sent bytes {start} to {stop} of {names[index]!r}, expected those from "
-                f"{filled[index]} of {memory[index].numel()}; {_SAME_PACKAGE}"
-            )
-        target.copy_(bucket[at : at + stop - start])
-        sums.append(checksum(target))
-        expected.append(of_peer)
-        whose.append(names[index])
-        filled[index] = stop
-    for name, found, wanted in zip(whose, torch.stack(sums).tolist(), expected, strict=True):
-        if found != wanted:
-            raise WeightsError(
-                f"{name!r} from {channel.peer}: found checksum {found}, expected {wanted}: it was damaged on "
-                "the way; take the weights from the store, and look at the memory of this node"
-            )
 
 
 def _rows(pieces: Sequence[Piece], sums: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -312,13 +320,26 @@ def _connected(path: Path, stall_s: float, end_s: float) -> Iterator[Channel]:
 
 @contextmanager
 def _as_agreed(channel: Channel) -> Iterator[None]:
-    """Tell a message that lacks something as what it is."""
+    """Tell a message that lacks something as what it is, and a copy that fails as the peer's loss."""
     try:
         yield
-    except (KeyError, IndexError, AssertionError, TypeError, ValueError, AttributeError) as error:
+    except WeightsError:
+        raise
+    except RuntimeError as error:  # of torch: the GPU memory of a lender that died may be gone
+        raise PeerLostError(
+            f"cannot copy from {channel.peer}: {error}; take the weights from another peer or from the store"
+        ) from error
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise WeightsError(
             f"{channel.peer} sent a message that is not understood ({error!r}); {_SAME_PACKAGE}"
         ) from error
+
+
+def _list(value: object) -> list[Any]:
+    """What JSON gave, if it is a list."""
+    if not isinstance(value, list):
+        raise TypeError(f"{value!r} is no list")
+    return value
 
 
 def _name(dtype: torch.dtype) -> str:
