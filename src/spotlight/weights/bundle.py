@@ -142,6 +142,7 @@ def pack(
             "target of the adapter matches the model (learner.lora.targets)"
         )
     flat: dict[str, Tensor] = {}
+    seen: set[int] = set()
     for slot, tensors in slots.items():
         if not tensors or "/" in slot:
             raise WeightsError(
@@ -154,8 +155,12 @@ def pack(
                     f"{slot}/{name} of version {version} is {tensor.dtype}; expected one of "
                     f"{', '.join(map(str, _NAMES))}"
                 )
-            # A copy where the tensor is on a GPU or not contiguous; else the very same memory.
-            flat[f"{slot}/{name}"] = tensor.detach().to("cpu").contiguous()
+            # A copy only where the tensor is on a GPU or not contiguous, or (which the format's writer
+            # refuses) shares its memory.
+            value = tensor.detach().to("cpu").contiguous()
+            memory = value.untyped_storage().data_ptr()
+            flat[f"{slot}/{name}"] = value.clone() if memory in seen else value
+            seen.add(memory)
     data = save(flat)
     digest = content_digest(_parse(memoryview(data)))
     return Manifest(version, lineage, digest, modules_bound, tuple(slots), len(data)), data

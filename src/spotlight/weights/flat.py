@@ -88,4 +88,4 @@ def checksum(data: Tensor) -> Tensor:
 
 
 def _weighted(values: Tensor) -> Tensor:
-    return (values * torch.arange(1, 2 * values.numel(), 2, device=values.device)).sum()
+    return (values * torch.arange(1, 2 * values.numel() + 1, 2, device=values.device)).sum()
