@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -33,16 +33,14 @@ def velocity(family: QwenImage) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     latents = torch.randn(2, *family.latent_shape(SIZE), generator=generator)
     condition = family.collate([Condition(torch.randn(n, 64, generator=generator)) for n in (5, 7)])
-    return family.velocity(
-        family.transformer, latents, torch.tensor([0.7, 0.3]), condition, None, SIZE
-    )
+    return family.velocity(family.transformer, latents, torch.tensor([0.7, 0.3]), condition, None, SIZE)
 
 
-def fill(family: QwenImage, tensors: Mapping[str, Tensor]) -> None:
+def fill(family: QwenImage, tensors: Mapping[str, Tensor], names: Sequence[str] = ()) -> None:
     with filling(family.transformer) as targets:
         assert targets.keys() == tensors.keys()
-        for name, target in targets.items():
-            target.copy_(tensors[name])
+        for name in names or tensors:
+            targets[name].copy_(tensors[name])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -91,13 +89,9 @@ def test_filled_in_part_it_refuses_to_run(random_pipeline: Path, tmp_path: Path)
     whole = base_state(load(random_pipeline, tmp_path, torch.float32).transformer)
     last = list(whole)[-1]
     with pytest.raises(ModelError, match=f"1 of {len(whole)} tensors .* first '{last}'"):
-        with filling(family.transformer) as targets:
-            for name in list(targets)[:-1]:
-                targets[name].copy_(whole[name])
-    with pytest.raises(RuntimeError, match="lender died"), filling(family.transformer) as targets:
-        for name in targets:
-            targets[name].copy_(whole[name])
-        raise RuntimeError("lender died")
+        fill(family, whole, list(whole)[:-1])
+    with pytest.raises(KeyError, match="of a lender that died"):
+        fill(family, whole, [*whole, "of a lender that died"])
     with pytest.raises(ModelError, match="never filled"):
         velocity(family)
     fill(family, whole)

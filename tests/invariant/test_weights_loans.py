@@ -138,10 +138,10 @@ def test_a_newcomers_model_is_its_peers_while_the_peer_denoises(
         slots = LoraSlots(family.transformer, LoraSpec(rank=4, alpha=8.0, targets=("to_q", "net.2"), seed=1))
         for parameter in slots.trainable_parameters().values():
             parameter.data.normal_()
-        with Lender(home, "w0", Shelf(base, modules_of(base), "base"), bucket_bytes=2**16):
-            with slots.use("policy", merged=True):
-                say("denoising")
-                time.sleep(60)
+        shelf = Shelf(base, modules_of(base), "base")
+        with Lender(home, "w0", shelf, bucket_bytes=2**16), slots.use("policy", merged=True):
+            say("denoising")
+            time.sleep(60)
         return ""
 
     plain = base_state(load(True).transformer)

@@ -1,4 +1,4 @@
-"""Bundles: what is bound is what was packed, byte for byte; else nothing is written and the error says why."""
+"""Bundles: what is bound is what was packed, byte for byte; else nothing is written, and it is said why."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def published(slots: WeightSlots, version: int = 3) -> tuple[Manifest, bytes]:
 
 def same(one: Mapping[str, Mapping[str, Tensor]], two: Mapping[str, Mapping[str, Tensor]]) -> bool:
     return one.keys() == two.keys() and all(
-        one[slot].keys() == two[slot].keys() and all(torch.equal(one[slot][n], two[slot][n]) for n in one[slot])
+        one[slot].keys() == two[slot].keys()
+        and all(torch.equal(one[slot][n], two[slot][n]) for n in one[slot])
         for slot in one
     )
 
@@ -81,7 +82,9 @@ def test_the_digest_is_of_the_content_and_of_nothing_else() -> None:
     manifest, data = published(source)
     again, twin = pack(9, 4, contents(source), source.modules_bound)
     assert (again.digest, twin) == (manifest.digest, data)
-    backwards = {slot: dict(reversed(tensors.items())) for slot, tensors in reversed(contents(source).items())}
+    backwards = {
+        slot: dict(reversed(tensors.items())) for slot, tensors in reversed(contents(source).items())
+    }
     assert pack(3, 0, backwards, 2)[0].digest == manifest.digest
     changed = contents(source)
     next(iter(changed["old"].values())).view(-1)[0] += 1e-3
@@ -147,7 +150,11 @@ def test_another_versions_content_is_refused() -> None:
         (lambda c: c, lambda: make(targets=("to_q",)), "published for 2 modules, but 1 are bound here"),
         (lambda c: {**c, "ema": c["old"]}, make, "found slots ema, old, policy, expected slots among"),
         (lambda c: {"old": c["old"]}, make, "with policy"),
-        (lambda c: {**c, "old": dict(list(c["old"].items())[1:])}, make, "slot old: found 3 tensors, expected 4"),
+        (
+            lambda c: {**c, "old": dict(list(c["old"].items())[1:])},
+            make,
+            "slot old: found 3 tensors, expected 4",
+        ),
         (lambda c: {**c, "old": {**c["old"], "x": torch.ones(1)}}, make, "1 unknown, first 'x'"),
         (lambda c: c, lambda: make(width=8), "is [7, 2] float32, expected [8, 2] float32"),
         (
@@ -181,7 +188,7 @@ def test_modules_are_counted_on_both_sides() -> None:
 def test_what_cannot_be_packed_is_told() -> None:
     with pytest.raises(WeightsError, match="slot 'policy' of version 1 has 0 tensors"):
         pack(1, 0, {"policy": {}}, 1)
-    with pytest.raises(WeightsError, match="is torch.complex64; expected one of"):
+    with pytest.raises(WeightsError, match=r"is torch\.complex64; expected one of"):
         pack(1, 0, {"policy": {"w": torch.ones(1, dtype=torch.complex64)}}, 1)
 
 

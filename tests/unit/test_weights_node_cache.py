@@ -118,7 +118,7 @@ def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
     path = tmp_path / f"spotlight-{os.getuid()}-run"
     path.mkdir(mode=0o777)
     path.chmod(0o777)
-    with pytest.raises(WeightsError, match="found drwxrwxrwx of user .* expected a directory drwx------"):
+    with pytest.raises(WeightsError, match=r"found drwxrwxrwx of user .* expected a directory drwx------"):
         NodeCache("run", parent=tmp_path)
     path.rmdir()
     path.symlink_to(tmp_path)
@@ -147,7 +147,8 @@ try:
     cache.get(big[0], lambda: big[1])
 except NoSpaceError as error:
     print(error)
-print(sorted(path.name for path in cache.directory.iterdir()) == [small[0].digest + ".safetensors", "alive", "fetch.lock"])
+there = sorted(path.name for path in cache.directory.iterdir())
+print(there == [small[0].digest + ".safetensors", "alive", "fetch.lock"])
 print(float(cache.get(small[0], lambda: 1 / 0).tensors["policy"]["w"].mean()))
 """
 

@@ -65,7 +65,8 @@ def test_everything_arrives_bit_by_bit(lender: Lender) -> None:
 
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    sizes=st.lists(st.integers(0, 3000), min_size=1, max_size=6), bucket=st.sampled_from([16, 48, 4096, 1 << 20])
+    sizes=st.lists(st.integers(0, 3000), min_size=1, max_size=6),
+    bucket=st.sampled_from([16, 48, 4096, 1 << 20]),
 )
 def test_any_sizes_in_any_buckets(tmp_path: Path, sizes: list[int], bucket: int) -> None:
     shapes = {f"m{i}.w": (size,) for i, size in enumerate(sizes)}
@@ -87,7 +88,11 @@ def test_parameters_are_filled_in_place(lender: Lender) -> None:
 @pytest.mark.parametrize(
     ("change", "modules", "says"),
     [
-        (lambda t: {n: t[n] for n in list(t)[1:]}, 3, "found 5 tensors, expected 4; 1 unknown, first 'a.weight'"),
+        (
+            lambda t: {n: t[n] for n in list(t)[1:]},
+            3,
+            "found 5 tensors, expected 4; 1 unknown, first 'a.weight'",
+        ),
         (lambda t: {**t, "x": torch.ones(1)}, 3, "1 missing, first 'x'"),
         (lambda t: {**t, "a.bias": torch.ones(34).bfloat16()}, 3, "is [33] bfloat16, expected [34] bfloat16"),
         (lambda t: {**t, "a.bias": torch.ones(33)}, 3, "is [33] bfloat16, expected [33] float32"),
@@ -138,7 +143,7 @@ def test_a_byte_that_changed_on_the_way_is_found(
             return check(data)
 
         monkeypatch.setattr(peers, "checksum", damaging_checksum)
-    with pytest.raises(WeightsError, match="'a.weight' from peer .* it was damaged on the way"):
+    with pytest.raises(WeightsError, match=r"'a.weight' from peer .* it was damaged on the way"):
         borrow(lender.path, "base", weights(2), 3)
 
 
@@ -191,7 +196,12 @@ def test_a_stranger_at_the_socket_is_told_as_such(tmp_path: Path, answer: bytes,
 def test_a_newcomer_that_hangs_or_babbles_does_not_keep_the_next_from_being_served(home: Path) -> None:
     with Lender(home, "w0", Shelf(weights(1), 3, "base"), bucket_bytes=4096, stall_s=0.15) as lender:
         asked = json.dumps({"protocol": 1, "digest": "base", "device": "cpu"}).encode()
-        for words in (b"", b"\xff\xff\xff\xff", struct.pack("<I", 2) + b"[]", struct.pack("<I", len(asked)) + asked):
+        for words in (
+            b"",
+            b"\xff\xff\xff\xff",
+            struct.pack("<I", 2) + b"[]",
+            struct.pack("<I", len(asked)) + asked,
+        ):
             with socket.socket(socket.AF_UNIX) as guest:
                 guest.connect(str(lender.path))
                 guest.sendall(words)
