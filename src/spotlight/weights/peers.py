@@ -222,12 +222,12 @@ def borrow(
             _compare(channel, offer, targets, modules)
             if handles:
                 buckets = take_cuda(channel, handles, size, device)
-            channel.send({"go": True})
+            _tell(channel, {"go": True})
             loan = _Loan(channel.peer, tuple(targets), tuple(as_bytes(t) for t in targets.values()))
             count = 0
             while "end" not in (message := _heard(channel)):
                 loan.take(_list(message["pieces"]), buckets[count % COUNT])
-                channel.send({"done": count})
+                _tell(channel, {"done": count})
                 count += 1
     loan.check_whole()
     return Borrowed(len(targets), modules, sum(loan.filled))
@@ -300,6 +300,14 @@ def _put(pieces: Sequence[Piece], memory: Sequence[Tensor], bucket: Tensor) -> l
 
 def _rows(pieces: Sequence[Piece], sums: Sequence[Sequence[int]]) -> list[list[int]]:
     return [[p.index, p.start, p.stop, p.at, *found] for p, found in zip(pieces, sums, strict=True)]
+
+
+def _tell(channel: Channel, message: Mapping[str, object]) -> None:
+    try:
+        channel.send(message)
+    except PeerLostError:
+        while True:  # it may have said why before it hung up
+            _heard(channel)
 
 
 def _heard(channel: Channel, *, patient: bool = False) -> Message:
