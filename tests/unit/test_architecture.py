@@ -15,7 +15,7 @@ import spotlight
 SOURCE = Path(spotlight.__file__).parent
 
 ALL = {"config", "core", "diffusion", "algorithms", "models", "rewards", "rollout", "training"}
-ALL |= {"fleet", "store", "runtime", "report", "testbed", "simulation"}
+ALL |= {"fleet", "store", "runtime", "report", "testbed", "simulation", "weights"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "config": set(),
@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "training": {"models", "algorithms", "diffusion"},
     "fleet": {"core"},
     "store": {"core"},
+    "weights": set(),
     "testbed": {"rewards"},
     "report": {"store", "config", "testbed"},
     "runtime": ALL - {"report", "runtime", "simulation"},

@@ -28,8 +28,13 @@ class FamilyLoader(Protocol):
         revision: str | None = None,
         embeddings_cache: Path,
         max_text_tokens: int = 512,
+        read_transformer: bool = True,
     ) -> ModelFamily:
-        """Load a family from a pipeline directory or hub id (see the family's ``load``)."""
+        """Load a family from a pipeline directory or hub id (see the family's ``load``).
+
+        With ``read_transformer=False`` the transformer has no weights and refuses to run until
+        :func:`spotlight.models.skeleton.filling` was used on it.
+        """
 
 
 def family_loader(name: str) -> FamilyLoader:

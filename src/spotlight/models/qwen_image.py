@@ -8,6 +8,7 @@ does here: guidance, noise levels and the VAE are float32.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ from spotlight.models.errors import storing
 from spotlight.models.layouts import LAYOUTS, check_size
 from spotlight.models.pipeline_files import PipelineFiles, locate
 from spotlight.models.qwen_text import PromptEncoder
+from spotlight.models.skeleton import skeleton
 
 _NOT_STORED = (
     "Free some space there or name a directory that can be written, then run the same command again: "
@@ -38,7 +40,7 @@ class QwenImage:
     """A Qwen-Image model, any size; see :class:`spotlight.models.base.ModelFamily`. Build with :meth:`load`.
 
     Attributes:
-        transformer: frozen, in ``dtype``.
+        transformer: frozen, in ``dtype``; without weights when it was not read (see :meth:`load`).
         vae: frozen, float32.
         device: where all of it lives.
         dtype: of the transformer's weights and inputs.
@@ -80,6 +82,7 @@ class QwenImage:
         revision: str | None = None,
         embeddings_cache: Path,
         max_text_tokens: int = 512,
+        read_transformer: bool = True,
     ) -> QwenImage:
         """Load transformer, VAE and scheduler; the text encoder waits for a prompt that is not cached.
 
@@ -90,19 +93,26 @@ class QwenImage:
             revision: of a hub id.
             embeddings_cache: folder for prompt embeddings.
             max_text_tokens: tokens kept of a prompt (the pipeline's ``max_sequence_length``).
+            read_transformer: False leaves the transformer's weights to be filled
+                (:func:`spotlight.models.skeleton.filling`); until then it refuses to run. Its files are
+                neither read nor needed, but for config.json.
 
         Raises:
             ModelError: whatever makes the model unusable, before any weights are read where possible.
         """
         if dtype not in (torch.float32, torch.bfloat16):
             raise ModelError(f"dtype of the transformer is {dtype}; expected torch.float32 or torch.bfloat16")
-        files = locate(
-            path, revision=revision, pipeline_class=LAYOUT.pipeline_class, components=LAYOUT.components
-        )
+        components = dict(LAYOUT.components)
+        if not read_transformer:
+            components["transformer"] = replace(components["transformer"], weights=False, lazy=True)
+        files = locate(path, revision=revision, pipeline_class=LAYOUT.pipeline_class, components=components)
         scheduler = _scheduler(files)
         device = torch.device(device)
         prompts = PromptEncoder(files, device, dtype, embeddings_cache, max_text_tokens)
-        transformer = _load_weights(QwenImageTransformer2DModel, files, "transformer", dtype, device)
+        if read_transformer:
+            transformer = _load_weights(QwenImageTransformer2DModel, files, "transformer", dtype, device)
+        else:
+            transformer = skeleton(QwenImageTransformer2DModel, files.config("transformer"), dtype, device)
         vae = _load_weights(AutoencoderKLQwenImage, files, "vae", torch.float32, device)
         _check_fit(files, transformer, vae)
         return cls(files, transformer, vae, scheduler, prompts, device, dtype)

@@ -70,8 +70,8 @@ def pick_device(config: RunConfig) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def load_family(config: RunConfig, device: torch.device) -> ModelFamily:
-    """Load the DiT and its companions. Raises ModelError."""
+def load_family(config: RunConfig, device: torch.device, *, read_transformer: bool = True) -> ModelFamily:
+    """Load the DiT and its companions; without ``read_transformer``, a peer fills it. Raises ModelError."""
     model = config.model
     return family_loader(model.family)(
         PIPELINE_DIR if model.path == TESTBED else model.path,
@@ -80,6 +80,7 @@ def load_family(config: RunConfig, device: torch.device) -> ModelFamily:
         revision=model.revision,
         embeddings_cache=cache_dir(config) / "embeddings",
         max_text_tokens=model.max_text_tokens,
+        read_transformer=read_transformer,
     )
 
 

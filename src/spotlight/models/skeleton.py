@@ -1,0 +1,103 @@
+"""A transformer without its weights, to be filled from a peer instead of from disk.
+
+Invariant: a module made here raises at every forward until :func:`filling` was left without an error; so one
+that was filled in part, or not at all, cannot be used by mistake. Its weights are NaN until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NoReturn
+
+import torch
+from accelerate import init_empty_weights
+from diffusers.models import ModelMixin
+from torch import Tensor, nn
+
+from spotlight.models.errors import ModelError
+
+
+def skeleton(
+    kind: type[ModelMixin], config: Mapping[str, object], dtype: torch.dtype, device: torch.device
+) -> ModelMixin:
+    """A model of that configuration whose parameters and saved buffers are NaN, barred from running.
+
+    What the model computes itself (rotary tables) is there, as after ``from_pretrained``.
+
+    Raises:
+        ModelError: the configuration does not suit the class.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # as from_pretrained does
+    try:
+        with init_empty_weights():
+            model = kind.from_config(dict(config))
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise ModelError(f"cannot make a {kind.__name__} from its config.json: {error}") from error
+    finally:
+        torch.set_default_dtype(before)
+    for module in model.modules():
+        saved = module._buffers.keys() - module._non_persistent_buffers_set
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(_nothing(parameter, device), requires_grad=False))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, _nothing(buffer, device) if name in saved else buffer.to(device))
+    model.register_forward_pre_hook(_refuse)
+    return model.eval()
+
+
+@contextmanager
+def filling(module: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors of a skeleton to be written in place; afterwards it may run.
+
+    The names are those of :func:`base_state` of a model that was read from disk.
+
+    Raises:
+        ModelError: on leaving, a tensor was not written to its end.
+    """
+    targets = base_state(module)
+    yield targets
+    # The last value, because whoever writes a tensor begins with the first.
+    floats = {n: t.reshape(-1)[-1].float() for n, t in targets.items() if t.is_floating_point() and t.numel()}
+    empty = torch.stack([*floats.values(), torch.zeros((), device=next(iter(targets.values())).device)])
+    lacking = [name for name, nan in zip(floats, empty.isnan().tolist(), strict=False) if nan]
+    if lacking:
+        raise ModelError(
+            f"{len(lacking)} of {len(targets)} tensors of {type(module).__name__} were not filled, first "
+            f"{lacking[0]!r}: fill all of them, or read the transformer from disk"
+        )
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if hook is _refuse:
+            del module._forward_pre_hooks[key]
+
+
+def base_state(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and saved buffers of a model without its adapters, under the names they have on disk.
+
+    Detached: they share the memory that the parameters have now, and keep it while an adapter is merged
+    (:func:`spotlight.models.peft_layers.merged` swaps the parameters' memory and swaps it back). So take
+    them outside of ``merged``, once, for as long as the base stays what it is.
+    """
+    return {
+        name.replace(".base_layer.", "."): tensor
+        for name, tensor in module.state_dict().items()
+        if ".lora_A." not in name and ".lora_B." not in name
+    }
+
+
+def modules_of(names: Iterable[str]) -> int:
+    """How many modules the tensors of these names belong to."""
+    return len({name.rpartition(".")[0] for name in names})
+
+
+def _nothing(tensor: Tensor, device: torch.device) -> Tensor:
+    value = float("nan") if tensor.is_floating_point() else 0
+    return torch.full(tensor.shape, value, dtype=tensor.dtype, device=device)
+
+
+def _refuse(module: nn.Module, _: object) -> NoReturn:
+    raise ModelError(
+        f"{type(module).__name__} has no weights yet: it was loaded with read_transformer=False and never "
+        "filled; borrow them from a peer inside `filling`, or read the transformer from disk"
+    )

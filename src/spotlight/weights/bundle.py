@@ -1,0 +1,329 @@
+"""A published policy version as bytes, and its way into a worker's weight slots.
+
+The bytes are a safetensors file whose tensors are named ``slot/name``. The digest is a hash over slot names,
+tensor names, types, shapes and values, and over nothing else: neither version nor lineage. So equal content
+has equal marks, whoever published it and how often.
+
+Invariant: :func:`bind` writes nothing unless everything was checked: digest, slots, names, shapes, types, and
+the number of modules bound on both sides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import warnings
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from spotlight.weights.errors import WeightsError
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Types of a safetensors header that a bundle may hold."""
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_HEADER_BYTES_MAX = 100_000_000
+"""The format's own limit."""
+_HASHED_AT_ONCE = 64 * 2**20
+_FETCH_AGAIN = "fetch it again; if that fails too, the publisher's copy is damaged: publish the version again"
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a published version is, small enough for every message.
+
+    Attributes:
+        version: optimizer steps applied.
+        lineage: how often the learner was restored before it was made.
+        digest: hash of the content (hexadecimal SHA-256).
+        modules_bound: modules whose weights the tensors replace: > 0, and equal where they are bound.
+        slots: weight slots in the bundle.
+        bytes: length of the bundle.
+    """
+
+    version: int
+    lineage: int
+    digest: str
+    modules_bound: int
+    slots: tuple[str, ...]
+    bytes: int
+
+    def to_json(self) -> str:
+        """As one JSON object."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            WeightsError: not a manifest; another version of the package may have written it.
+        """
+        try:
+            fields = json.loads(text)
+            manifest = cls(**{**fields, "slots": tuple(fields["slots"])})
+        except (ValueError, TypeError, KeyError) as error:
+            raise WeightsError(
+                f"manifest of weights: found {text[:120]!r}, expected a JSON object with "
+                f"{', '.join(f.name for f in dataclasses.fields(cls))} ({error}): run the same version of "
+                "the package on every node"
+            ) from error
+        return manifest
+
+    def __str__(self) -> str:
+        return f"version {self.version} (lineage {self.lineage}, digest {self.digest[:12]})"
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """A bundle whose content was checked against its manifest. Made by :func:`read` only.
+
+    Attributes:
+        tensors: slot -> name -> tensor. Views of the bytes read, not copies: do not write to them.
+    """
+
+    manifest: Manifest
+    tensors: Mapping[str, Mapping[str, Tensor]] = field(repr=False)
+
+
+class Bindable(Protocol):
+    """Weight slots, as far as binding needs them (``spotlight.models.slots.WeightSlots`` is one).
+
+    A slot's name is ``Any`` because the target's methods take a literal type of its own.
+    """
+
+    modules_bound: int
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """The slots that exist."""
+
+    def state(self, slot: Any) -> Mapping[str, Tensor]:
+        """The tensors of a slot, by name."""
+
+    def load_state(self, slot: Any, tensors: Mapping[str, Tensor]) -> None:
+        """Copy tensors into a slot."""
+
+
+def pack(
+    version: int, lineage: int, slots: Mapping[str, Mapping[str, Tensor]], modules_bound: int
+) -> tuple[Manifest, bytes]:
+    """Put the weights of some slots into bytes.
+
+    Args:
+        version: optimizer steps applied.
+        lineage: how often the learner was restored.
+        slots: slot -> name -> tensor, on any device (whole tensors: gather sharded ones before).
+        modules_bound: of the slots they come from (``WeightSlots.modules_bound``).
+
+    Raises:
+        WeightsError: no modules, no tensors, or a tensor of a type that the format has not.
+    """
+    if modules_bound < 1:
+        raise WeightsError(
+            f"weights of version {version} are bound to {modules_bound} modules; expected at least 1: no "
+            "target of the adapter matches the model (learner.lora.targets)"
+        )
+    flat: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for slot, tensors in slots.items():
+        if not tensors or "/" in slot:
+            raise WeightsError(
+                f"weight slot {slot!r} of version {version} has {len(tensors)} tensors; expected at least 1, "
+                "and a slot's name without '/'"
+            )
+        for name, tensor in tensors.items():
+            if tensor.dtype not in _NAMES:
+                raise WeightsError(
+                    f"{slot}/{name} of version {version} is {tensor.dtype}; expected one of "
+                    f"{', '.join(map(str, _NAMES))}"
+                )
+            # A copy only where the tensor is on a GPU or not contiguous, or (which the format's writer
+            # refuses) shares its memory.
+            value = tensor.detach().to("cpu").contiguous()
+            memory = value.untyped_storage().data_ptr()
+            flat[f"{slot}/{name}"] = value.clone() if memory in seen else value
+            seen.add(memory)
+    data = save(flat)
+    digest = content_digest(_parse(memoryview(data)))
+    return Manifest(version, lineage, digest, modules_bound, tuple(slots), len(data)), data
+
+
+def content_digest(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over names, types, shapes and values, in the order of the names.
+
+    Args:
+        tensors: contiguous, on the CPU.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        shape = ",".join(map(str, tensor.shape))
+        digest.update(f"{name}\0{_NAMES[tensor.dtype]}\0{shape}\0".encode())
+        flat = tensor.reshape(-1).view(torch.uint8)
+        for start in range(0, flat.numel(), _HASHED_AT_ONCE):
+            digest.update(flat[start : start + _HASHED_AT_ONCE].numpy().data)
+    return digest.hexdigest()
+
+
+def read(manifest: Manifest, data: bytes | bytearray | memoryview) -> Bundle:
+    """Check that ``data`` is what ``manifest`` says, byte for byte.
+
+    Raises:
+        WeightsError: cut, damaged, or another content; names what was found and expected.
+    """
+    view = memoryview(data).cast("B")
+    if len(view) != manifest.bytes:
+        raise WeightsError(
+            f"weights of {manifest}: found {len(view)} bytes, expected {manifest.bytes}: they were cut; "
+            + _FETCH_AGAIN
+        )
+    try:
+        flat = _parse(view)
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise WeightsError(f"weights of {manifest} are no safetensors: {error}; {_FETCH_AGAIN}") from error
+    found = content_digest(flat)
+    if found != manifest.digest:
+        raise WeightsError(
+            f"weights of {manifest}: found digest {found}, expected {manifest.digest}; {_FETCH_AGAIN}"
+        )
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in flat.items():
+        slot, _, name = key.partition("/")
+        tensors.setdefault(slot, {})[name] = tensor
+    if set(tensors) != set(manifest.slots):
+        raise WeightsError(
+            f"weights of {manifest}: found slots {_listed(tensors)}, expected {_listed(manifest.slots)}: the "
+            "manifest is of another bundle; publish the version again"
+        )
+    return Bundle(manifest, tensors)
+
+
+def bind(
+    manifest: Manifest,
+    data: bytes | bytearray | memoryview | Bundle,
+    target: Bindable,
+    *,
+    needs: Collection[str] = (),
+) -> None:
+    """Copy a version into the weight slots of a worker: all of it, or nothing.
+
+    Args:
+        manifest: what was asked for.
+        data: the bundle's bytes; or the :class:`Bundle` that :func:`read` or a node's cache gave, whose
+            content is not hashed a second time.
+        target: where to bind.
+        needs: slots that the worker runs and that must therefore be in the bundle.
+
+    Raises:
+        WeightsError: anything differs; nothing has been written then.
+    """
+    bundle = data if isinstance(data, Bundle) else read(manifest, data)
+    if bundle.manifest.digest != manifest.digest:
+        raise WeightsError(
+            f"weights of {manifest}: found a bundle with digest {bundle.manifest.digest}, expected "
+            f"{manifest.digest}; {_FETCH_AGAIN}"
+        )
+    if not 0 < manifest.modules_bound == target.modules_bound:
+        raise WeightsError(
+            f"weights of {manifest}: published for {manifest.modules_bound} modules, but "
+            f"{target.modules_bound} are bound here; expected the same number, at least 1: give learner and "
+            "workers the same model, learner.mode and learner.lora.targets"
+        )
+    absent = [slot for slot in bundle.tensors if slot not in target.slots]
+    lacking = [slot for slot in needs if slot not in bundle.tensors]
+    if absent or lacking:
+        raise WeightsError(
+            f"weights of {manifest}: found slots {_listed(bundle.tensors)}, expected slots among "
+            f"{_listed(target.slots)}"
+            + (f" with {_listed(needs)}" if needs else "")
+            + ": give learner and workers the same configuration"
+        )
+    for slot, tensors in bundle.tensors.items():
+        check_same(f"weights of {manifest}, slot {slot}", tensors, target.state(slot))
+    for slot, tensors in bundle.tensors.items():
+        target.load_state(slot, tensors)
+
+
+def check_same(what: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Compare names, shapes and types.
+
+    Raises:
+        WeightsError: naming the first tensor that differs.
+    """
+    remedy = "give both sides the same model, learner.mode, learner.lora and model.dtype"
+    for kind, names in (
+        ("missing", [name for name in expected if name not in found]),
+        ("unknown", [name for name in found if name not in expected]),
+    ):
+        if names:
+            raise WeightsError(
+                f"{what}: found {len(found)} tensors, expected {len(expected)}; {len(names)} {kind}, first "
+                f"{names[0]!r}; {remedy}"
+            )
+    for name, tensor in expected.items():
+        ours, theirs = _kind(tensor), _kind(found[name])
+        if ours != theirs:
+            raise WeightsError(f"{what}: {name!r} is {theirs}, expected {ours}; {remedy}")
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _parse(view: memoryview) -> dict[str, Tensor]:
+    """Tensors of a safetensors file, as views of its bytes (the library's reader would copy them twice).
+
+    Raises:
+        ValueError, KeyError, TypeError, RuntimeError: it is none.
+    """
+    size = int.from_bytes(view[:8], "little")
+    if len(view) < 8 or size > min(_HEADER_BYTES_MAX, len(view) - 8):
+        raise ValueError(f"a header of {size} bytes in a file of {len(view)}")
+    header = json.loads(bytes(view[8 : 8 + size]))
+    body = view[8 + size :]
+    tensors: dict[str, Tensor] = {}
+    reached = 0
+    for name, entry in sorted(
+        ((n, e) for n, e in header.items() if n != "__metadata__"), key=lambda item: item[1]["data_offsets"]
+    ):
+        start, stop = entry["data_offsets"]
+        dtype, shape = _DTYPES[entry["dtype"]], [int(length) for length in entry["shape"]]
+        count = math.prod(shape)
+        fits = start == reached and stop <= len(body) and min(shape, default=0) >= 0
+        if not fits or stop - start != count * dtype.itemsize:
+            raise ValueError(f"{name!r} with shape {shape} lies at bytes {start} to {stop} of {len(body)}")
+        reached = stop
+        tensors[name] = _view(body, start, dtype, count).reshape(shape)
+    if reached != len(body):
+        raise ValueError(f"{len(body) - reached} bytes belong to no tensor")
+    return tensors
+
+
+def _view(body: memoryview, start: int, dtype: torch.dtype, count: int) -> Tensor:
+    if count == 0:
+        return torch.empty(0, dtype=dtype)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # nobody writes to it
+        return torch.frombuffer(body, dtype=dtype, count=count, offset=start)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)) or "none"

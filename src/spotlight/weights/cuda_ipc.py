@@ -1,0 +1,65 @@
+"""The one place that touches torch's private CUDA IPC: a tensor of one process, seen by another of the node.
+
+torch does this inside its multiprocessing reductions, which need pickle and a torch queue; the two storage
+methods behind them take and give plain bytes and integers. `tests/contract/test_cuda_ipc.py` says so when a
+torch release changes them.
+
+The memory stays the owner's: it must keep the tensor while others have it open, and both sides must say when
+they are done (here: by messages), since nothing else orders their streams. Opening the memory of another GPU
+needs peer access between the two.
+"""
+
+from __future__ import annotations
+
+import base64
+
+import torch
+from torch import Tensor
+
+FIELDS = (
+    "device",
+    "handle",
+    "storage_bytes",
+    "offset_bytes",
+    "counter_handle",
+    "counter_offset",
+    "event_handle",
+    "event_sync",
+)
+"""What ``UntypedStorage._share_cuda_`` gives and ``_new_shared_cuda`` takes, in order."""
+
+
+def share(tensor: Tensor) -> dict[str, object]:
+    """What another process needs to open a [bytes] uint8 CUDA tensor that is a storage of its own.
+
+    Raises:
+        RuntimeError: its memory cannot be shared (some allocators cannot).
+    """
+    storage = tensor.untyped_storage()
+    if tensor.dtype != torch.uint8 or storage.nbytes() != tensor.numel():
+        raise ValueError(f"a {tensor.dtype} view of {storage.nbytes()} bytes; expected a whole uint8 storage")
+    values = storage._share_cuda_()  # type: ignore[no-untyped-call]
+    return {
+        name: {"base64": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
+        for name, value in zip(FIELDS, values, strict=True)
+    }
+
+
+def open_shared(fields: dict[str, object], device: torch.device) -> Tensor:
+    """The tensor that another process shared, as seen from ``device`` of this process: [bytes] uint8.
+
+    Raises:
+        KeyError, TypeError, ValueError: these are not the fields of :func:`share`.
+        RuntimeError: the memory cannot be opened (no peer access between the GPUs, or its owner is gone).
+    """
+    values = [_decoded(fields[name]) for name in FIELDS]
+    # The owner's number of its GPU means nothing here, where other GPUs may be visible: the handle itself
+    # says which memory it is, and it is mapped for the GPU that will read it.
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with torch.cuda.device(index):
+        storage = torch.UntypedStorage._new_shared_cuda(index, *values[1:])
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _decoded(value: object) -> object:
+    return base64.b64decode(value["base64"]) if isinstance(value, dict) else value

@@ -1,0 +1,206 @@
+"""One fetch of a policy version per node: the first process fetches, the others map the same memory.
+
+Files lie in shared memory, in a directory of the run that only this user can enter:
+
+- ``DIGEST.safetensors``: a whole bundle. It appears by a rename, so it is never half written.
+- ``fetch.lock``: held (flock) while somebody fetches. The kernel releases it when its holder dies.
+- ``DIGEST.part``: what is being written; the next holder of the lock removes what a dead one left.
+- ``alive``: every cache holds it shared. A directory whose ``alive`` nobody holds is of a dead run, and is
+  removed by the next cache that opens on the node.
+
+Invariant: what :meth:`NodeCache.get` returns was hashed where it lies, and is what its manifest says.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+from spotlight.weights.bundle import Bundle, Manifest, read
+from spotlight.weights.errors import NoSpaceError, WeightsError
+from spotlight.weights.locks import held, lock_until, private_directory, try_lock
+
+SHARED_MEMORY = Path("/dev/shm")
+_ENDING = ".safetensors"
+_OPEN_S = 10.0
+"""Long enough for another process to remove what a dead run left."""
+_log = logging.getLogger(__name__)
+
+
+class NodeCache:
+    """The versions in shared memory on this node. Any number of processes, one object in each.
+
+    Args:
+        run: name of the run; other runs on the node do not see its versions.
+        parent: a directory in memory.
+        keep: versions kept; older ones are removed when a new one comes. Processes that still map a removed
+            version keep its memory until they let go.
+        deadline_s: how long to wait for another process's fetch.
+
+    Raises:
+        WeightsError: the directory cannot be made, or belongs to somebody else.
+    """
+
+    def __init__(
+        self, run: str, *, parent: Path = SHARED_MEMORY, keep: int = 2, deadline_s: float = 600.0
+    ) -> None:
+        if keep < 1:
+            raise WeightsError(f"keep is {keep}; expected at least 1 version")
+        if not run or "/" in run:
+            raise WeightsError(f"name of the run is {run!r}; expected one without '/'")
+        prefix = f"spotlight-{os.getuid()}-"
+        self.directory = parent / f"{prefix}{run}"
+        self.keep, self.deadline_s = keep, deadline_s
+        _remove_dead(parent, prefix, but=self.directory)
+        self._alive = _enter(self.directory)
+
+    def get(self, manifest: Manifest, fetch: Callable[[], bytes]) -> Bundle:
+        """The bundle of a version, fetched by at most one process of the node.
+
+        Args:
+            fetch: gives the bundle's bytes; called only if no process of this node has them. It must have a
+                deadline of its own. What it raises is raised here, and the next process tries.
+
+        Raises:
+            WeightsError: what was fetched is not what ``manifest`` says; or another process did not finish
+                its fetch before the deadline.
+            NoSpaceError: it does not fit into shared memory.
+        """
+        found = self._look(manifest)
+        if found is not None:
+            return found
+        with held(self.directory / "fetch.lock", self.deadline_s):
+            found = self._look(manifest)
+            if found is not None:
+                return found
+            for left in self.directory.glob("*.part"):
+                left.unlink(missing_ok=True)  # of a process that died: we hold its lock
+            data = fetch()
+            read(manifest, data)
+            self._evict(manifest)
+            self._write(manifest, data)
+            return self._map(manifest)
+
+    def close(self) -> None:
+        """Say that this process no longer needs the run's directory; what it mapped stays mapped."""
+        if self._alive >= 0:
+            os.close(self._alive)
+            self._alive = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _path(self, manifest: Manifest) -> Path:
+        return self.directory / f"{manifest.digest}{_ENDING}"
+
+    def _look(self, manifest: Manifest) -> Bundle | None:
+        """What is there; a damaged file is removed, so that it is fetched anew."""
+        try:
+            return self._map(manifest)
+        except FileNotFoundError:
+            return None
+        except WeightsError as error:
+            _log.warning("%s is damaged and is fetched anew: %s", self._path(manifest), error)
+            self._path(manifest).unlink(missing_ok=True)
+            return None
+
+    def _map(self, manifest: Manifest) -> Bundle:
+        with self._path(manifest).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size == 0:
+                return read(manifest, b"")
+            # A private mapping: a stray write would change this process's copy only.
+            view = memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY))
+        return read(manifest, view)
+
+    def _evict(self, coming: Manifest) -> None:
+        """Make room for ``coming`` among the versions kept, the oldest first."""
+        there = [path for path in self.directory.glob(f"*{_ENDING}") if path != self._path(coming)]
+        for path in sorted(there, key=_time_made)[: max(0, len(there) - self.keep + 1)]:
+            path.unlink(missing_ok=True)
+
+    def _write(self, manifest: Manifest, data: bytes) -> None:
+        part = self.directory / f"{manifest.digest}.part"
+        try:
+            descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(descriptor, 0, len(data))  # all the room now, or an error now
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[os.write(descriptor, rest) :]
+            finally:
+                os.close(descriptor)
+            part.rename(self._path(manifest))
+        except OSError as error:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+            disk = shutil.disk_usage(self.directory)
+            raise NoSpaceError(
+                f"{self.directory}: cannot store weights of {manifest}: {error.strerror}; {len(data)} bytes "
+                f"are needed, {disk.free} of {disk.total} are free (up to {self.keep} versions are kept). "
+                "Enlarge shared memory: `mount -o remount,size=SIZE /dev/shm`, docker `--shm-size`, "
+                "Kubernetes an emptyDir with medium Memory on /dev/shm; and look at `ulimit -f`"
+            ) from error
+
+
+def _time_made(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:  # another process was faster
+        return 0
+
+
+def _enter(directory: Path) -> int:
+    """Have the directory, and the shared lock of its ``alive``: the descriptor that holds it."""
+    end_s = time.monotonic() + _OPEN_S
+    while True:
+        private_directory(directory)
+        descriptor = -1
+        with suppress(FileNotFoundError):  # removed since, as that of a dead run
+            descriptor = os.open(directory / "alive", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            locked = lock_until(descriptor, end_s, shared=True)
+            if locked and (directory / "alive").stat().st_ino == os.fstat(descriptor).st_ino:
+                return descriptor
+        if descriptor >= 0:
+            os.close(descriptor)
+        if time.monotonic() >= end_s:
+            raise WeightsError(
+                f"{directory}/alive has been locked by another process for {_OPEN_S:g} s: no process holds "
+                "it longer than it takes to remove the directory; end the one that does (see `fuser`)"
+            )
+
+
+def _remove_dead(parent: Path, prefix: str, but: Path) -> None:
+    """Remove directories of runs that no process of this node is in."""
+    for directory in parent.glob(f"{prefix}*"):
+        if directory == but or directory.lstat().st_uid != os.getuid():
+            continue
+        try:
+            descriptor = os.open(directory / "alive", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:  # no cache's directory, or one that is being made or removed
+            continue
+        try:
+            if try_lock(descriptor):
+                _remove(directory)
+        finally:
+            os.close(descriptor)
+
+
+def _remove(directory: Path) -> None:
+    """Remove a cache's directory, ``alive`` last: whoever dies meanwhile leaves it to be found again."""
+    for path in directory.iterdir():
+        if path.name != "alive":
+            path.unlink(missing_ok=True)
+    (directory / "alive").unlink(missing_ok=True)
+    with suppress(OSError):  # somebody has just entered it
+        directory.rmdir()

@@ -1,0 +1,354 @@
+"""Full weights from a worker of the same node: a lender in every worker, and the newcomer that borrows.
+
+The two meet at a Unix socket in a directory that only this user can enter. Bytes go through two buckets of
+shared memory (of the host, or of the lender's GPU), tensors cut to fit; messages are JSON::
+
+    newcomer                                    lender
+      which weights, on what device  ──────────►
+                                     ◄──────────  names, types, shapes, modules; the buckets; or a refusal
+      go                             ──────────►
+                                     ◄──────────  bucket 0: pieces and their checksums
+                                     ◄──────────  bucket 1 (filled while 0 is emptied)
+      done 0                         ──────────►  ...
+                                     ◄──────────  end
+
+Invariants:
+- Nothing is written before names, types, shapes and the number of modules were compared.
+- A checksum is taken of the lender's tensor before it is copied, and of the newcomer's tensor after: it
+  covers everything in between. :func:`borrow` returns only if every byte of every tensor was checked.
+- All of a loan is of one version (see :class:`spotlight.weights.shelf.Shelf`).
+- Every operation on a socket has a deadline, on both sides; so neither waits for one that is dead or hangs.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from spotlight.weights import cuda_ipc
+from spotlight.weights.buckets import COUNT, host_buckets, side_stream, take_cuda, take_host
+from spotlight.weights.bundle import check_same
+from spotlight.weights.errors import PeerLostError, WeightsError
+from spotlight.weights.flat import Piece, as_bytes, checksum, cut
+from spotlight.weights.locks import private_directory
+from spotlight.weights.shelf import Shelf
+from spotlight.weights.wire import Channel, Message, check_address
+
+PROTOCOL = 1
+BUCKET_BYTES = 64 * 2**20
+_SAME_PACKAGE = "run the same version of the package in all processes of a node"
+_log = logging.getLogger(__name__)
+
+
+class Lender:
+    """Lends a shelf to newcomers, one after the other, from a thread of its own.
+
+    Args:
+        directory: where the socket is made; private to this user, and made if its parent is there.
+        name: of this worker; ``directory / (name + ".sock")`` is what newcomers are told.
+        bucket_bytes: of each of the two buckets, a multiple of 16.
+        stall_s: a newcomer that does nothing for so long is given up.
+
+    Raises:
+        WeightsError: the directory belongs to somebody else, or the socket's path is too long.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        name: str,
+        shelf: Shelf,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        stall_s: float = 30.0,
+    ) -> None:
+        self.path = private_directory(directory) / f"{name}.sock"
+        check_address(str(self.path))
+        self.path.unlink(missing_ok=True)  # of a dead worker of that name
+        self._shelf, self._bucket_bytes, self._stall_s = shelf, bucket_bytes, stall_s
+        self._gpu_buckets: list[Tensor] = []
+        self._guest: socket.socket | None = None
+        self._closing = False
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(self.path))
+        self._listener.listen(16)
+        self._thread = threading.Thread(target=self._run, name=f"lender {name}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Lend no more; a loan under way is broken off."""
+        self._closing = True
+        self.path.unlink(missing_ok=True)
+        for end in (self._listener, self._guest):
+            if end is not None:
+                with suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        with torch.no_grad(), side_stream(self._shelf.device):
+            while not self._closing:
+                try:
+                    guest, _ = self._listener.accept()
+                except OSError:
+                    return
+                with guest:
+                    self._guest = guest
+                    self._serve(Channel(guest, "a newcomer", self._stall_s, float("inf")))
+                    self._guest = None
+
+    def _serve(self, channel: Channel) -> None:
+        try:
+            self._lend(channel)
+        except (WeightsError, RuntimeError, OSError, ValueError, KeyError, TypeError) as error:
+            _log.info("a loan of weights ended early: %s", error)
+            with suppress(WeightsError):
+                channel.send({"refused": str(error)})
+
+    def _lend(self, channel: Channel) -> None:
+        asked = channel.receive()
+        if asked.get("protocol") != PROTOCOL:
+            raise WeightsError(f"protocol {asked.get('protocol')}, expected {PROTOCOL}: {_SAME_PACKAGE}")
+        digest = str(asked["digest"])
+        with self._shelf.reading(digest):
+            on_gpu = self._shelf.device.type == "cuda" and asked["device"] == "cuda"
+        if on_gpu:
+            buckets = self._own_gpu_buckets()
+            self._offer(channel, [cuda_ipc.share(bucket) for bucket in buckets])
+        else:
+            with host_buckets(self._bucket_bytes) as (buckets, descriptors):
+                self._offer(channel, [])
+                channel.send_files(descriptors)
+        self._stream(channel, digest, buckets)
+
+    def _offer(self, channel: Channel, handles: Sequence[Mapping[str, object]]) -> None:
+        tensors = self._shelf.tensors
+        channel.send(
+            {
+                "contents": [[name, _name(t.dtype), list(t.shape)] for name, t in tensors.items()],
+                "modules": self._shelf.modules,
+                "bucket_bytes": self._bucket_bytes,
+                "handles": handles,
+            }
+        )
+
+    def _stream(self, channel: Channel, digest: str, buckets: Sequence[Tensor]) -> None:
+        channel.receive()  # the newcomer has compared, and wants them
+        shelf, size, count = self._shelf, self._bucket_bytes, 0
+        for count, pieces in enumerate(cut([m.numel() for m in shelf.memory], size), start=1):
+            if count > COUNT:
+                channel.receive()  # that bucket is empty again
+            with shelf.reading(digest):
+                sums = _put(pieces, shelf.memory, buckets[(count - 1) % COUNT])
+            channel.send({"pieces": _rows(pieces, sums)})
+        for _ in range(min(count, COUNT)):
+            channel.receive()
+        channel.send({"end": count})
+
+    def _own_gpu_buckets(self) -> list[Tensor]:
+        """Buckets on the GPU, kept for the next newcomer: shared memory cannot be given back at will."""
+        if not self._gpu_buckets:
+            device = self._shelf.device
+            self._gpu_buckets = [
+                torch.empty(self._bucket_bytes, dtype=torch.uint8, device=device) for _ in range(COUNT)
+            ]
+        return self._gpu_buckets
+
+
+@dataclass(frozen=True, slots=True)
+class Borrowed:
+    """What came from a peer.
+
+    Attributes:
+        tensors: how many were filled and checked: all.
+        modules: that they belong to.
+        bytes: of all of them.
+    """
+
+    tensors: int
+    modules: int
+    bytes: int
+
+
+@torch.no_grad()
+def borrow(
+    path: Path,
+    digest: str,
+    targets: Mapping[str, Tensor],
+    modules: int,
+    *,
+    deadline_s: float = 300.0,
+    stall_s: float = 30.0,
+) -> Borrowed:
+    """Fill ``targets`` with the weights of a peer on this node.
+
+    Args:
+        path: the peer's socket (:attr:`Lender.path`).
+        digest: the mark of the weights wanted.
+        targets: name -> tensor to be filled, contiguous, all on one device.
+        modules: that they belong to; the peer must say the same number.
+        deadline_s: for all of it, waiting for other newcomers included.
+        stall_s: for any one step of the peer.
+
+    Raises:
+        PeerLostError: the peer is dead, hangs, or has other weights: the targets may hold a mixture; fill
+            them from elsewhere.
+        WeightsError: names, shapes, types or modules differ (nothing was written), or a checksum does.
+    """
+    (device,) = {tensor.device for tensor in targets.values()}
+    with _connected(path, stall_s, time.monotonic() + deadline_s) as channel:
+        channel.send({"protocol": PROTOCOL, "digest": digest, "device": device.type})
+        offer = _heard(channel, patient=True)
+        with _as_agreed(channel):
+            size, handles = int(str(offer["bucket_bytes"])), _list(offer["handles"])
+            buckets = [] if handles else take_host(channel, size)
+            _compare(channel, offer, targets, modules)
+            if handles:
+                buckets = take_cuda(channel, handles, size, device)
+            _tell(channel, {"go": True})
+            loan = _Loan(channel.peer, tuple(targets), tuple(as_bytes(t) for t in targets.values()))
+            count = 0
+            while "end" not in (message := _heard(channel)):
+                loan.take(_list(message["pieces"]), buckets[count % COUNT])
+                _tell(channel, {"done": count})
+                count += 1
+    loan.check_whole()
+    return Borrowed(len(targets), modules, sum(loan.filled))
+
+
+class _Loan:
+    """Tensors being filled, from their first byte to their last."""
+
+    def __init__(self, peer: str, names: Sequence[str], memory: Sequence[Tensor]) -> None:
+        self._peer, self._names, self._memory = peer, names, memory
+        self.filled = [0] * len(names)
+
+    def take(self, rows: Sequence[Sequence[int]], bucket: Tensor) -> None:
+        """Copy a bucket's pieces to where they belong, and check what arrived there."""
+        sums, expected, whose = [], [], []
+        for index, start, stop, at, *of_peer in rows:
+            target = self._memory[index][start:stop]
+            inside = 0 <= at <= at + stop - start <= bucket.numel()
+            if start != self.filled[index] or target.numel() != stop - start or not inside:
+                raise WeightsError(
+                    f"{self._peer} sent bytes {start} to {stop} of {self._names[index]!r}, expected those "
+                    f"from {self.filled[index]} of {self._memory[index].numel()}; {_SAME_PACKAGE}"
+                )
+            target.copy_(bucket[at : at + stop - start])
+            sums.append(checksum(target))
+            expected.append(of_peer)
+            whose.append(self._names[index])
+            self.filled[index] = stop
+        for name, found, wanted in zip(whose, torch.stack(sums).tolist(), expected, strict=True):
+            if found != wanted:
+                raise WeightsError(
+                    f"{name!r} from {self._peer}: found checksum {found}, expected {wanted}: it was damaged "
+                    "on the way; take the weights from the store, and look at the memory of this node"
+                )
+
+    def check_whole(self) -> None:
+        """Raise :class:`WeightsError` unless every byte came."""
+        wholes = [tensor.numel() for tensor in self._memory]
+        lacking = [n for n, got, whole in zip(self._names, self.filled, wholes, strict=True) if got != whole]
+        if lacking:
+            raise WeightsError(
+                f"{self._peer} sent {len(wholes) - len(lacking)} of {len(wholes)} tensors, first missing "
+                f"{lacking[0]!r}; {_SAME_PACKAGE}"
+            )
+
+
+def _compare(channel: Channel, offer: Message, targets: Mapping[str, Tensor], modules: int) -> None:
+    theirs = {
+        name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+        for name, dtype, shape in _list(offer["contents"])
+    }
+    check_same(channel.peer, theirs, targets)
+    if not 0 < modules == offer["modules"]:
+        raise WeightsError(
+            f"{channel.peer}: its weights belong to {offer['modules']} modules, those here to {modules}; "
+            "expected the same number, at least 1: give both processes the same model"
+        )
+
+
+def _put(pieces: Sequence[Piece], memory: Sequence[Tensor], bucket: Tensor) -> list[list[int]]:
+    """Copy pieces into a bucket; their checksums, of the tensors themselves. Done when it returns."""
+    sums = []
+    for piece in pieces:
+        source = memory[piece.index][piece.start : piece.stop]
+        sums.append(checksum(source))
+        bucket[piece.at : piece.at + source.numel()].copy_(source)
+    found: list[list[int]] = torch.stack(sums).tolist()
+    return found
+
+
+def _rows(pieces: Sequence[Piece], sums: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [[p.index, p.start, p.stop, p.at, *found] for p, found in zip(pieces, sums, strict=True)]
+
+
+def _tell(channel: Channel, message: Mapping[str, object]) -> None:
+    try:
+        channel.send(message)
+    except PeerLostError:
+        while True:  # it may have said why before it hung up
+            _heard(channel)
+
+
+def _heard(channel: Channel, *, patient: bool = False) -> Message:
+    message = channel.receive(patient=patient)
+    if "refused" in message:
+        raise PeerLostError(f"{channel.peer} refuses: {message['refused']}")
+    return message
+
+
+@contextmanager
+def _connected(path: Path, stall_s: float, end_s: float) -> Iterator[Channel]:
+    check_address(str(path))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as end:
+        channel = Channel(end, f"peer {path}", stall_s, end_s)
+        channel.connect(str(path))
+        yield channel
+
+
+@contextmanager
+def _as_agreed(channel: Channel) -> Iterator[None]:
+    """Tell a message that lacks something as what it is, and a copy that fails as the peer's loss."""
+    try:
+        yield
+    except WeightsError:
+        raise
+    except RuntimeError as error:  # of torch: the GPU memory of a lender that died may be gone
+        raise PeerLostError(
+            f"cannot copy from {channel.peer}: {error}; take the weights from another peer or from the store"
+        ) from error
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise WeightsError(
+            f"{channel.peer} sent a message that is not understood ({error!r}); {_SAME_PACKAGE}"
+        ) from error
+
+
+def _list(value: object) -> list[Any]:
+    """What JSON gave, if it is a list."""
+    if not isinstance(value, list):
+        raise TypeError(f"{value!r} is no list")
+    return value
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,272 @@
+"""A lender and a newcomer in one process: what arrives, what is compared, what is refused."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from spotlight.weights import peers
+from spotlight.weights.errors import PeerLostError, WeightsError
+from spotlight.weights.peers import Borrowed, Lender, borrow
+from spotlight.weights.shelf import Shelf
+
+SHAPES: Mapping[str, tuple[int, ...]] = {
+    "a.weight": (33, 65),
+    "a.bias": (33,),
+    "b.scale": (),
+    "b.none": (0, 4),
+    "c.weight": (5, 1000),
+}
+
+
+def weights(seed: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    types = (torch.float32, torch.bfloat16, torch.float64)
+    return {
+        name: torch.randn(shape, generator=generator).to(types[i % 3])
+        for i, (name, shape) in enumerate(shapes.items())
+    }
+
+
+def same(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> bool:
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.fixture
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("n") / "peers"
+
+
+@pytest.fixture
+def lender(home: Path) -> Iterator[Lender]:
+    with Lender(home, "w0", Shelf(weights(1), 3, "base"), bucket_bytes=4096, stall_s=2.0) as lender:
+        yield lender
+
+
+def test_everything_arrives_bit_by_bit(lender: Lender) -> None:
+    for _ in range(2):  # one newcomer after the other
+        targets = weights(2)
+        found = borrow(lender.path, "base", targets, 3)
+        assert same(targets, weights(1))
+        assert found == Borrowed(5, 3, sum(t.nbytes for t in targets.values()))
+    assert lender.path.parent.stat().st_mode & 0o777 == 0o700
+
+
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sizes=st.lists(st.integers(0, 3000), min_size=1, max_size=6),
+    bucket=st.sampled_from([16, 48, 4096, 1 << 20]),
+)
+def test_any_sizes_in_any_buckets(tmp_path: Path, sizes: list[int], bucket: int) -> None:
+    shapes = {f"m{i}.w": (size,) for i, size in enumerate(sizes)}
+    if bucket == 16:
+        shapes = {name: (min(size, 40),) for name, (size,) in shapes.items()}
+    with Lender(tmp_path / "p", "w", Shelf(weights(1, shapes), 1, "d"), bucket_bytes=bucket) as lender:
+        targets = weights(2, shapes)
+        borrow(lender.path, "d", targets, 1)
+    assert same(targets, weights(1, shapes))
+
+
+def test_parameters_are_filled_in_place(lender: Lender) -> None:
+    targets = {name: torch.nn.Parameter(tensor) for name, tensor in weights(2).items()}
+    borrow(lender.path, "base", targets, 3)
+    assert same(targets, weights(1))
+    assert all(parameter.grad_fn is None and parameter.requires_grad for parameter in targets.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "modules", "says"),
+    [
+        (
+            lambda t: {n: t[n] for n in list(t)[1:]},
+            3,
+            "found 5 tensors, expected 4; 1 unknown, first 'a.weight'",
+        ),
+        (lambda t: {**t, "x": torch.ones(1)}, 3, "1 missing, first 'x'"),
+        (lambda t: {**t, "a.bias": torch.ones(34).bfloat16()}, 3, "is [33] bfloat16, expected [34] bfloat16"),
+        (lambda t: {**t, "a.bias": torch.ones(33)}, 3, "is [33] bfloat16, expected [33] float32"),
+        (lambda t: t, 4, "belong to 3 modules, those here to 4"),
+    ],
+    ids=["unknown", "missing", "shape", "type", "modules"],
+)
+def test_another_model_is_an_error_before_anything_is_written(
+    lender: Lender, change: Callable[[dict[str, Tensor]], dict[str, Tensor]], modules: int, says: str
+) -> None:
+    targets = change(weights(2))
+    before = {name: tensor.clone() for name, tensor in targets.items()}
+    with pytest.raises(WeightsError) as caught:
+        borrow(lender.path, "base", targets, modules)
+    assert says in str(caught.value)
+    assert not isinstance(caught.value, PeerLostError)
+    assert same(before, targets)
+    again = weights(2)
+    borrow(lender.path, "base", again, 3)  # and the lender goes on
+    assert same(again, weights(1))
+
+
+def test_a_peer_with_other_weights_is_not_taken(lender: Lender) -> None:
+    with pytest.raises(PeerLostError, match="refuses: weights 'v2' are not here: this worker has 'base'"):
+        borrow(lender.path, "v2", weights(2), 3)
+
+
+@pytest.mark.parametrize("side", ["bucket", "target"])
+def test_a_byte_that_changed_on_the_way_is_found(
+    lender: Lender, side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, check = peers._put, peers.checksum
+
+    def damaging_put(pieces: list[peers.Piece], memory: list[Tensor], bucket: Tensor) -> list[list[int]]:
+        sums = put(pieces, memory, bucket)
+        bucket[17] ^= 1
+        return sums
+
+    if side == "bucket":
+        monkeypatch.setattr(peers, "_put", damaging_put)
+    else:
+        targets_memory: list[Tensor] = []
+
+        def damaging_checksum(data: Tensor) -> Tensor:
+            if threading.current_thread() is threading.main_thread() and not targets_memory:
+                targets_memory.append(data)
+                data[3] ^= 128
+            return check(data)
+
+        monkeypatch.setattr(peers, "checksum", damaging_checksum)
+    with pytest.raises(WeightsError, match=r"'a.weight' from peer .* it was damaged on the way"):
+        borrow(lender.path, "base", weights(2), 3)
+
+
+def test_a_dead_or_silent_peer_is_lost(home: Path, tmp_path: Path) -> None:
+    with pytest.raises(PeerLostError, match=r"none.sock is gone .*; take the weights from another peer"):
+        borrow(tmp_path / "none.sock", "base", weights(2), 3)
+    lender = Lender(home, "w0", Shelf(weights(1), 3, "base"))
+    lender.close()
+    assert not lender.path.exists()
+    with pytest.raises(PeerLostError, match="is gone"):
+        borrow(lender.path, "base", weights(2), 3)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(str(tmp_path / "s.sock"))
+        silent.listen()
+        began = time.monotonic()
+        with pytest.raises(PeerLostError, match="was not done before the deadline"):
+            borrow(tmp_path / "s.sock", "base", weights(2), 3, deadline_s=0.2)
+        assert 0.1 < time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (b"\xff\xff\xff\xffjunk", "sent a message of 4294967295 bytes; expected a JSON object"),
+        (struct.pack("<I", 3) + b"abc", "sent b'abc'"),
+        (struct.pack("<I", 2) + b"[]", "sent []"),
+        (struct.pack("<I", 2) + b"{}", "is not understood (KeyError('bucket_bytes'))"),
+        (struct.pack("<I", 900) + b"{}", "is gone"),
+    ],
+)
+def test_a_stranger_at_the_socket_is_told_as_such(tmp_path: Path, answer: bytes, says: str) -> None:
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.bind(str(tmp_path / "s.sock"))
+        stranger.listen()
+
+        def reply() -> None:
+            guest, _ = stranger.accept()
+            with guest:
+                guest.recv(65536)
+                guest.sendall(answer)
+
+        thread = threading.Thread(target=reply)
+        thread.start()
+        with pytest.raises(WeightsError) as caught:
+            borrow(tmp_path / "s.sock", "base", weights(2), 3, deadline_s=5)
+        thread.join()
+    assert says in str(caught.value)
+
+
+def test_a_newcomer_that_hangs_or_babbles_does_not_keep_the_next_from_being_served(home: Path) -> None:
+    with Lender(home, "w0", Shelf(weights(1), 3, "base"), bucket_bytes=4096, stall_s=0.15) as lender:
+        asked = json.dumps({"protocol": 1, "digest": "base", "device": "cpu"}).encode()
+        for words in (
+            b"",
+            b"\xff\xff\xff\xff",
+            struct.pack("<I", 2) + b"[]",
+            struct.pack("<I", len(asked)) + asked,
+        ):
+            with socket.socket(socket.AF_UNIX) as guest:
+                guest.connect(str(lender.path))
+                guest.sendall(words)
+                targets = weights(2)
+                borrow(lender.path, "base", targets, 3, deadline_s=10)
+                assert same(targets, weights(1))
+
+
+def test_the_lender_says_which_protocol_it_speaks(lender: Lender, monkeypatch: pytest.MonkeyPatch) -> None:
+    def send(self: peers.Channel, message: dict[str, object], real=peers.Channel.send) -> None:  # type: ignore[no-untyped-def]
+        real(self, {**message, "protocol": 0} if "protocol" in message else message)
+
+    monkeypatch.setattr(peers.Channel, "send", send)
+    with pytest.raises(PeerLostError, match="protocol 0, expected 1: run the same version of the package"):
+        borrow(lender.path, "base", weights(2), 3)
+
+
+def test_a_loan_is_of_one_version(home: Path) -> None:
+    own = weights(1)
+    shelf = Shelf(own, 3, "v1")
+    targets = weights(2)
+    with Lender(home, "w0", shelf, bucket_bytes=4096) as lender:
+        real = peers._Loan.take
+        taken = []
+
+        def take(self: peers._Loan, rows: list[list[int]], bucket: Tensor) -> None:
+            real(self, rows, bucket)
+            if not taken:
+                with shelf.changing("v2"):
+                    for name, tensor in weights(3).items():
+                        own[name].copy_(tensor)
+            taken.append(rows)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(peers._Loan, "take", take)
+            with pytest.raises(PeerLostError, match="'v1' are not here: this worker has 'v2'"):
+                borrow(lender.path, "v1", targets, 3)
+        borrow(lender.path, "v2", targets, 3)
+        assert same(targets, weights(3))
+
+
+def test_a_change_that_failed_is_lent_by_nobody_unless_nothing_was_written() -> None:
+    shelf = Shelf(weights(1), 3, "v1")
+    with pytest.raises(WeightsError, match="nothing written"), shelf.changing("v2"):
+        raise WeightsError("nothing written")
+    assert shelf.digest == "v1"
+    with pytest.raises(RuntimeError, match="halfway"), shelf.changing("v2"):
+        raise RuntimeError("halfway")
+    assert shelf.digest == ""
+    with pytest.raises(PeerLostError, match="has 'a mixture'"), shelf.reading("v1"):
+        pass
+    with shelf.changing("v3"):
+        pass
+    assert shelf.digest == "v3"
+
+
+def test_what_cannot_be_lent_is_told(home: Path) -> None:
+    with pytest.raises(WeightsError, match="found 0 tensors of 1 modules on no device"):
+        Shelf({}, 1, "d")
+    with pytest.raises(WeightsError, match="found 1 tensors of 0 modules"):
+        Shelf({"w": torch.ones(1)}, 0, "d")
+    with pytest.raises(WeightsError, match=r"shape \[3, 2\] is not contiguous"):
+        Shelf({"w": torch.ones(2, 3).T}, 1, "d")
+    with pytest.raises(WeightsError, match="expected at most 107"):
+        Lender(home, "w" * 120, Shelf({"w": torch.ones(1)}, 1, "d"))
+    home.chmod(0o755)
+    with pytest.raises(WeightsError, match="expected a directory drwx------"):
+        Lender(home, "w", Shelf({"w": torch.ones(1)}, 1, "d"))
