@@ -26,3 +26,6 @@ class ConfigError(ValueError):
         self.source = source
         self.problems = tuple(problems)
         super().__init__("\n".join([f"Cannot use {source}:", *(f"  - {problem}" for problem in problems)]))
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, tuple[Problem, ...]]]:
+        return ConfigError, (self.source, self.problems)

@@ -1,0 +1,197 @@
+"""A learner rank computes what the inline driver's trainer does: alone to the bit, two within rounding."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from learner_job import Batch, config_of, inline_learning, make_batch
+
+from spotlight.config.errors import ConfigError
+from spotlight.config.load import dump_config
+from spotlight.config.schema import RunConfig
+from spotlight.core.types import RolloutId
+from spotlight.rollout.parcels import unpack_condition
+from spotlight.rollout.rendezvous import Address
+from spotlight.runtime.learning import Learning
+from spotlight.runtime.ray import learner_rank
+from spotlight.runtime.ray.learner_rank import LearnerRank, RankPlace, share_of, write_token
+from spotlight.store.errors import StoreError
+from spotlight.store.run_directory import RunPaths
+from spotlight.training.learner import TrainingError
+from spotlight.weights.bundle import read
+
+WEIGHT_TOLERANCE = 2e-6
+"""Largest difference of a weight between one rank and two, after two steps at learning rate 1e-3."""
+
+pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+
+
+def alone(config: RunConfig) -> LearnerRank:
+    rank = LearnerRank(dump_config(config), RankPlace(0, 1))
+    rank.join(None)
+    rank.load_model()
+    rank.build()
+    return rank
+
+
+def train_inline(learning: Learning, batch: Batch) -> tuple[float, float]:
+    trainer = learning.trainer
+    trainer.prepare(batch.effect, batch.rollouts, batch.finished)
+    for micro_batch in batch.effect.micro_batches:
+        trainer.accumulate(micro_batch)
+    told = trainer.step()
+    trainer.finish_batch()
+    return told
+
+
+def train_rank(rank: LearnerRank, batch: Batch, packed: dict[RolloutId, bytes]) -> tuple[float, float]:
+    share = share_of(batch.effect, rank.place.rank, rank.place.world)
+    rank.prepare(batch.effect, batch.rollouts, {name: packed[name] for name in share})
+    for micro_batch in batch.effect.micro_batches:
+        rank.accumulate(micro_batch)
+    told = rank.step()
+    rank.finish_batch()
+    return told
+
+
+def without_seconds(row: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if not name.endswith("_s")}
+
+
+@pytest.mark.parametrize("algorithm", ["nft", "grpo", "full"])
+def test_one_rank_equals_the_inline_trainer_to_the_bit(
+    random_pipeline: Path, tmp_path: Path, algorithm: str
+) -> None:
+    config = config_of(tmp_path, random_pipeline, algorithm)
+    learning, rank = inline_learning(config), alone(config)
+    start = rank.digest()
+    assert start == learning.learner.digest()
+    for iteration in range(2):
+        batch = make_batch(config, learning, iteration, iteration)
+        assert train_rank(rank, batch, batch.packed) == train_inline(learning, batch)
+        assert without_seconds(rank.take_log()) == without_seconds(learning.trainer.log.take())
+        assert rank.digest() == learning.learner.digest() != start
+
+    packed = rank.publish(2, 5)
+    assert packed is not None
+    bundle = read(*packed)
+    assert (bundle.manifest.version, bundle.manifest.lineage) == (2, 5)
+    assert bundle.manifest.modules_bound == learning.slots.modules_bound > 0
+    assert set(bundle.tensors) == {"old", "policy"} if algorithm != "grpo" else {"policy"}
+    for slot, tensors in bundle.tensors.items():
+        expected = learning.slots.state(slot)  # type: ignore[arg-type]
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+    with pytest.raises(RuntimeError, match="version 3 is to be published, but the learner has made 2"):
+        rank.publish(3, 0)
+
+    rank.save(tmp_path / "state")
+    again = alone(config)
+    again.load(tmp_path / "state")
+    assert again.digest() == rank.digest()
+    prompts = [batch.effect.groups[1].prompt_id, batch.effect.groups[0].prompt_id]
+    told = [unpack_condition(data).embeds for data in again.conditions(prompts)]
+    assert all(map(torch.equal, told, (each.embeds for each in learning.conditions.of(prompts))))
+    assert torch.equal(unpack_condition(again.negative()).embeds, learning.negative.embeds)
+    assert again.publish(None, 0) is not None
+
+
+ALGORITHMS = ("nft", "grpo")
+
+
+def one_of_two(number: int, root: Path, pipeline: Path, ports: tuple[int, ...]) -> None:
+    torch.set_num_threads(1)
+    for algorithm, port in zip(ALGORITHMS, ports, strict=True):
+        config = config_of(root, pipeline, algorithm, algorithm)
+        rank = LearnerRank(dump_config(config), RankPlace(number, 2, timeout_s=60))
+        rank.check_storage("the token")
+        address = rank.open_rendezvous("127.0.0.1", port) if number == 0 else Address("127.0.0.1", port)
+        rank.join(address)
+        rank.load_model()
+        rank.build()
+        batches = torch.load(root / f"{algorithm}-batches.pt", weights_only=False)
+        told = [train_rank(rank, batch, batch.packed) for batch in batches]
+        digest, packed = rank.digest(), rank.publish(2, 0)
+        rank.save(root / f"{algorithm}-state")
+        exported = rank.export()
+        assert (packed is None) == (exported is None) == (number > 0)
+        if packed is not None:
+            torch.save((told, digest, packed), root / f"{algorithm}-two.pt")
+        rank.close()
+
+
+def test_two_ranks_equal_one(random_pipeline: Path, tmp_path: Path) -> None:
+    ranks, told = {}, {}
+    for algorithm in ALGORITHMS:
+        config = config_of(tmp_path, random_pipeline, algorithm, algorithm)
+        RunPaths(config.runs_dir / config.name).path.mkdir()
+        write_token(config, "the token")
+        rank = ranks[algorithm] = alone(config)
+        batches = [make_batch(config, rank.learning, iteration, 0) for iteration in range(2)]
+        told[algorithm] = [train_rank(rank, batch, batch.packed) for batch in batches]
+        torch.save(batches, tmp_path / f"{algorithm}-batches.pt")
+    mp.spawn(one_of_two, (tmp_path, random_pipeline, free_ports(len(ALGORITHMS))), nprocs=2)
+
+    for algorithm, rank in ranks.items():
+        others, digest, packed = torch.load(tmp_path / f"{algorithm}-two.pt", weights_only=False)
+        for mine, theirs in zip(told[algorithm], others, strict=True):
+            assert theirs == pytest.approx(mine, rel=1e-3, abs=1e-6)
+        own = rank.publish(2, 0)
+        assert own is not None
+        bundle, expected = read(*packed), read(*own)
+        assert bundle.manifest.modules_bound == expected.manifest.modules_bound
+        for slot, tensors in expected.tensors.items():
+            for name, tensor in tensors.items():
+                torch.testing.assert_close(bundle.tensors[slot][name], tensor, rtol=0, atol=WEIGHT_TOLERANCE)
+        assert rank.digest() != digest
+        rank.load(tmp_path / f"{algorithm}-state")
+        assert rank.digest() == digest
+
+
+def free_ports(count: int) -> tuple[int, ...]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = tuple(each.getsockname()[1] for each in sockets)
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def test_a_batch_that_ranks_cannot_share_is_refused(random_pipeline: Path, tmp_path: Path) -> None:
+    config = config_of(tmp_path, random_pipeline, "nft")
+    with pytest.raises(ConfigError, match="divisible by the 3 ranks"):
+        LearnerRank(dump_config(config), RankPlace(0, 3))
+
+
+def test_the_run_directory_must_be_the_heads(
+    random_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learner_rank, "_STORAGE_SETTLES_S", 0.1)
+    config = config_of(tmp_path, random_pipeline, "nft")
+    rank = LearnerRank(dump_config(config), RankPlace(0, 1))
+    with pytest.raises(StoreError, match=r"found nothing .* storage that all reserved nodes share"):
+        rank.check_storage("abc")
+    RunPaths(config.runs_dir / config.name).path.mkdir()
+    write_token(config, "of another head")
+    with pytest.raises(StoreError, match="found of another head in storage-token, expected abc"):
+        rank.check_storage("abc")
+    write_token(config, "abc")
+    rank.check_storage("abc")
+
+
+def test_bad_batches_raise_what_they_raise_inline(random_pipeline: Path, tmp_path: Path) -> None:
+    config = config_of(tmp_path, random_pipeline, "nft")
+    rank = alone(config)
+    with pytest.raises(RuntimeError, match="not joined"):
+        LearnerRank(dump_config(config), RankPlace(0, 1)).ranks  # noqa: B018
+    batch = make_batch(config, rank.learning, 0, 0)
+    first = next(iter(batch.packed))
+    short = {name: data for name, data in batch.packed.items() if name != first}
+    with pytest.raises(ValueError, match=f"7 of the 8 samples of its share; the first missing is {first}"):
+        rank.prepare(batch.effect, batch.rollouts, short)
+    batch.finished[first].final.fill_(float("nan"))
+    with pytest.raises(TrainingError, match="gradient norm"):
+        train_rank(rank, batch, batch.packed)

@@ -1,0 +1,230 @@
+"""Learner ranks as real Ray actors: a whole iteration, and a rank that is killed in the middle of one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+from learner_job import Batch, config_of, inline_learning, make_batch
+
+from spotlight.config.load import dump_config
+from spotlight.core.types import PolicyVersion, RolloutId
+from spotlight.runtime.ray.learner_actor import CONDITION, NEGATIVE, WEIGHTS, Placement, RayLauncher
+from spotlight.runtime.ray.learner_group import Deadlines, LearnerGroup
+from spotlight.runtime.ray.learner_rank import write_token
+from spotlight.store.errors import StoreError
+from spotlight.store.run_directory import RunPaths
+from spotlight.weights.bundle import Manifest, read
+
+ray = pytest.importorskip("ray")
+
+MARK = "the mark"
+ANSWER_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """A local Ray of this test's own; its node's id."""
+    directory = mkdtemp(prefix="rl", dir="/tmp")
+    ray.init(
+        num_cpus=2,
+        resources={"spotlight_reserved": 2},
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="WARNING",
+        _temp_dir=directory,
+        _node_ip_address="127.0.0.1",
+    )
+    yield ray.get_runtime_context().get_node_id()
+    ray.shutdown()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def make_keeper() -> Any:
+    # Defined here, so that Ray sends it by value: its workers cannot import this file.
+    @dataclass
+    class Kept:
+        step: int
+        data: bytes
+
+    class Keeper:
+        def __init__(self) -> None:
+            self.values: dict[tuple[str, str, str], Kept] = {}
+
+        def put(self, kind: str, name: str, data: bytes, mark: str = "", step: int = 0) -> bool:
+            self.values[kind, name, mark] = Kept(step, data)
+            return True
+
+        def fetch(self, kind: str, names: list[str], mark: str = "") -> list[Kept | None]:
+            return [self.values.get((kind, name, mark)) for name in names]
+
+    return ray.remote(Keeper).options(num_cpus=0).remote()
+
+
+@dataclass
+class Heard:
+    lost_: list[tuple[float, str]] = field(default_factory=list)
+    failed_: list[Exception] = field(default_factory=list)
+    trouble_: list[str] = field(default_factory=list)
+
+    def lost(self, detail: str) -> None:
+        self.lost_.append((time.monotonic(), detail))
+
+    def failed(self, error: Exception) -> None:
+        self.failed_.append(error)
+
+    def trouble(self, detail: str) -> None:
+        self.trouble_.append(detail)
+
+
+class Head:
+    """Two ranks, driven from asyncio's loop."""
+
+    def __init__(self, cluster: str, root: Path, pipeline: Path, algorithm: str) -> None:
+        self.config = config_of(root, pipeline, algorithm)
+        self.paths = RunPaths(self.config.runs_dir / self.config.name)
+        self.paths.attempts.mkdir(parents=True)
+        write_token(self.config, "token")
+        self.keeper = make_keeper()
+        place = Placement(cluster, "127.0.0.1", resources={"spotlight_reserved": 1}, threads=1)
+        self.launcher = RayLauncher(
+            dump_config(self.config), 2, lambda: [place, place], self.keeper, "token", self.paths.attempts
+        )
+        self.heard = Heard()
+        self.group: LearnerGroup | None = None
+
+    async def __aenter__(self) -> Head:
+        loop = asyncio.get_running_loop()
+        self.group = LearnerGroup(self.launcher, loop, self.heard, Deadlines(30, 60, ANSWER_S))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self.group is not None
+        self.group.stop()
+        await asyncio.to_thread(self.launcher.close)
+        ray.kill(self.keeper)
+
+    async def ask(self, method: str, *args: Any) -> Any:
+        future = asyncio.get_running_loop().create_future()
+        getattr(self.group, method)(*args, lambda *told: future.set_result(told))
+        await self.until(future.done)
+        told = future.result()
+        return told[0] if len(told) == 1 else told
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        give_up = time.monotonic() + ANSWER_S
+        while not true():
+            assert time.monotonic() < give_up, self.heard
+            await asyncio.sleep(0.01)
+
+    def keep(self, batch: Batch) -> dict[RolloutId, str]:
+        for name, data in batch.packed.items():
+            ray.get(self.keeper.put.remote("sample", name, data, MARK))
+        return dict.fromkeys(batch.rollouts, MARK)
+
+    async def train(self, batch: Batch) -> tuple[float, float]:
+        await self.ask("prepare", batch.effect, batch.rollouts, self.keep(batch))
+        for micro_batch in batch.effect.micro_batches:
+            await self.ask("accumulate", micro_batch)
+        told: tuple[float, float] = await self.ask("step")
+        await self.ask("finish_batch")
+        return told
+
+    def kept(self, kind: str, name: str) -> bytes:
+        ((kept,)) = ray.get(self.keeper.fetch.remote(kind, [name]))
+        return bytes(kept.data)
+
+    def process_of(self, rank: int) -> int:
+        assert self.group is not None
+        log = self.paths.attempts / f"learner-{self.group.life:03d}-rank-{rank}.log"
+        found = re.search(r"in process (\d+)", log.read_text())
+        assert found is not None
+        return int(found[1])
+
+
+async def killed_and_restored(head: Head, batches: list[Batch]) -> None:
+    state = head.paths.path / "state"
+    async with head:
+        manifest: Manifest = await head.ask("restore", None, 0)
+        assert (manifest.version, manifest.lineage) == (0, 0)
+        _, norm = await head.train(batches[0])
+        assert norm > 0
+        log = await head.ask("take_log")
+        assert log["train/samples"] == len(batches[0].rollouts)
+        published: Manifest = await head.ask("publish", PolicyVersion(1), 0)
+        read(published, head.kept(WEIGHTS, published.digest))
+        assert published.digest != manifest.digest
+        prompts = [group.prompt_id for group in batches[0].effect.groups]
+        await head.ask("send_conditions", prompts)
+        assert all(head.kept(CONDITION, name) for name in [*prompts, NEGATIVE])
+        await head.ask("save", state)
+        undisturbed = await head.train(batches[1])
+        digest = await head.ask("digest")
+
+        await head.ask("prepare", batches[2].effect, batches[2].rollouts, head.keep(batches[2]))
+        assert head.group is not None
+        answered: list[str] = []
+        head.group.accumulate(batches[2].effect.micro_batches[0], lambda: answered.append("accumulate"))
+        killed_at, first = time.monotonic(), head.process_of(0)
+        os.kill(head.process_of(1), signal.SIGKILL)
+        head.group.step(lambda *_: answered.append("step"))
+        await head.until(lambda: bool(head.heard.lost_))
+        ((lost_at, detail),) = head.heard.lost_
+        assert lost_at - killed_at < 10
+        assert "rank 1 died" in detail
+        assert "learner-001-rank-1.log ends with:" in detail
+
+        again: Manifest = await head.ask("restore", state, 1)
+        assert again.digest == published.digest, "what is published again is the same by content"
+        assert (again.version, again.lineage) == (1, 1)
+        assert not _lives(first), "the survivor of the lost life is gone"
+        assert await head.train(batches[1]) == undisturbed
+        assert await head.ask("digest") == digest
+        exported: Path = await head.ask("export")
+        assert exported.is_file()
+    assert answered == []
+    assert (len(head.heard.lost_), head.heard.failed_, head.heard.trouble_) == (1, [], [])
+
+
+def _lives(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_killed_rank_is_told_once_and_the_restored_learner_goes_on_as_if_nothing_was(
+    cluster: str, random_pipeline: Path, tmp_path: Path
+) -> None:
+    head = Head(cluster, tmp_path, random_pipeline, "nft")
+    learning = inline_learning(head.config)
+    batches = [make_batch(head.config, learning, iteration, 0) for iteration in range(3)]
+    asyncio.run(killed_and_restored(head, batches))
+
+
+async def misplaced(head: Head) -> None:
+    async with head:
+        assert head.group is not None
+        head.group.restore(None, 0, lambda _: None)
+        await head.until(lambda: bool(head.heard.failed_))
+
+
+def test_errors_arrive_at_the_head_as_what_they_were(
+    cluster: str, random_pipeline: Path, tmp_path: Path
+) -> None:
+    head = Head(cluster, tmp_path, random_pipeline, "nft")
+    write_token(head.config, "of another head")
+    asyncio.run(misplaced(head))
+    (error,) = head.heard.failed_
+    assert type(error) is StoreError
+    assert "put runs_dir on storage that all reserved nodes share" in str(error)
