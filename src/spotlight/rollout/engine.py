@@ -52,7 +52,7 @@ class Engine:
         if max_batch < 1:
             raise ValueError(f"engine's max_batch is {max_batch}; expected at least 1")
         self._family = family
-        self._max_batch = max_batch
+        self.max_batch = max_batch
         self.autocast = autocast
         self._negative = None if negative is None else Condition(negative.embeds.to(family.device))
 
@@ -127,7 +127,7 @@ class Engine:
         results: list[FinishedRollout | FailedRollout | None] = [_failure(state) for state in states]
         sound = [i for i, result in enumerate(results) if result is None]
         for size, members in _grouped((states[i].recipe.size, i) for i in sound):
-            for batch in _chunks(members, decode_batch(size.height, size.width, self._max_batch)):
+            for batch in _chunks(members, decode_batch(size.height, size.width, self.max_batch)):
                 images = self._family.decode(torch.stack([states[i].latents for i in batch]), size)
                 for i, image in zip(batch, images, strict=True):
                     state = states[i]
@@ -148,7 +148,7 @@ class Engine:
         running = ((_forward_key(state), i) for i, state in enumerate(states) if not state.done)
         for _, members in _grouped(running):
             members.sort(key=lambda i: states[i].condition.embeds.shape[0])
-            yield from _chunks(members, self._max_batch)
+            yield from _chunks(members, self.max_batch)
 
     def _step_batch(self, model: nn.Module, states: list[RolloutState]) -> list[RolloutState]:
         recipe, device = states[0].recipe, self._family.device
