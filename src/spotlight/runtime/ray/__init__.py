@@ -1,0 +1,1 @@
+"""Runs on Ray: nodes that come and go, and the processes on them."""
