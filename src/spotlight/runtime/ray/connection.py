@@ -1,0 +1,42 @@
+"""Joins a Ray cluster as its driver, and leaves it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+
+from spotlight.config.errors import ConfigError, Problem
+
+NAMESPACE = "spotlight"
+
+
+@contextmanager
+def connected(address: str) -> Iterator[None]:
+    """This process is a driver of the cluster within the block.
+
+    Args:
+        address: HOST:PORT, or ``auto``: the one this machine belongs to.
+
+    Raises:
+        ConfigError: nobody answers there, or its Ray or Python is another.
+    """
+    try:
+        ray.init(
+            address=address, namespace=NAMESPACE, logging_level=logging.WARNING, log_to_driver=False,
+            configure_logging=False,
+        )  # fmt: skip
+    except (OSError, RuntimeError, ValueError, TimeoutError) as error:
+        first = str(error).strip().partition("\n")[0] or type(error).__name__
+        problem = Problem(
+            "fleet.address", f"{address!r}: {first}",
+            "HOST:PORT of a running Ray cluster with this Ray and Python",
+            "See what runs with `ray status --address HOST:PORT`; leave the key out to start a local Ray.",
+        )  # fmt: skip
+        raise ConfigError("the cluster", [problem]) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()

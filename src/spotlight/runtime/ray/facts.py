@@ -1,0 +1,167 @@
+"""What a node tells of itself, and whether it fits the head. Light: no torch.
+
+Facts cross versions of this package (that is what they are for), so they travel as plain mappings: a key
+that is missing is unknown, one that is new is ignored.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import spotlight
+from spotlight.config.errors import Problem
+
+_NVIDIA_SMI_S = 20.0
+"""The first call on a machine loads the driver."""
+UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU of a node, as its driver names it."""
+
+    name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """A node, as its agent sees it.
+
+    Attributes:
+        gpus: empty where the driver's tool is missing.
+        shm_free_bytes: room in /dev/shm, through which weights pass between the workers of a node.
+        boot_id: tells one life of a machine from the next; ray nodes of one machine share it.
+        agent_pid: process that watches for notices.
+    """
+
+    spotlight: str
+    python: str
+    torch: str
+    host: str
+    gpus: tuple[Gpu, ...]
+    shm_free_bytes: int
+    boot_id: str
+    agent_pid: int
+
+    def told(self) -> dict[str, object]:
+        """To plain values."""
+        return {
+            "spotlight": self.spotlight,
+            "python": self.python,
+            "torch": self.torch,
+            "host": self.host,
+            "gpus": [[gpu.name, gpu.memory_bytes] for gpu in self.gpus],
+            "shm_free_bytes": self.shm_free_bytes,
+            "boot_id": self.boot_id,
+            "agent_pid": self.agent_pid,
+        }
+
+
+def heard(told: Mapping[str, object]) -> NodeFacts:
+    """From plain values, of whatever version of this package."""
+
+    def text(key: str) -> str:
+        return str(told.get(key) or UNKNOWN)
+
+    def number(key: str) -> int:
+        value = told.get(key)
+        return value if isinstance(value, int) else 0
+
+    gpus = told.get("gpus")
+    pairs = gpus if isinstance(gpus, list) else []
+    return NodeFacts(
+        text("spotlight"), text("python"), text("torch"), text("host"),
+        tuple(Gpu(str(name), int(memory)) for name, memory in pairs),
+        number("shm_free_bytes"), text("boot_id"), number("agent_pid"),
+    )  # fmt: skip
+
+
+def gather() -> NodeFacts:
+    """Facts of this machine and this process."""
+    return NodeFacts(
+        spotlight=spotlight.__version__,
+        python=platform.python_version(),
+        torch=_installed("torch"),
+        host=socket.gethostname(),
+        gpus=_gpus(),
+        shm_free_bytes=_free_bytes(Path("/dev/shm")),
+        boot_id=_boot_id(),
+        agent_pid=os.getpid(),
+    )
+
+
+def misfit(node: str, here: NodeFacts, there: NodeFacts) -> Problem | None:
+    """Why ``there`` cannot work with a head like ``here``; None if it can.
+
+    The same release of this package, and of torch: sequence-parallel ranks and weights must agree to the last
+    bit of their formats. Of Python the minor version counts (so it does to Ray).
+    """
+    pairs = [
+        ("spotlight-rl", here.spotlight, there.spotlight),
+        ("torch", here.torch.partition("+")[0], there.torch.partition("+")[0]),
+        ("python", _minor(here.python), _minor(there.python)),
+    ]
+    differ = [(name, mine, theirs) for name, mine, theirs in pairs if mine != theirs]
+    if not differ:
+        return None
+    found = ", ".join(f"{name} {theirs}" for name, _, theirs in differ)
+    expected = ", ".join(f"{name} {mine}" for name, mine, _ in differ)
+    install = " ".join(f"{name}=={mine}" for name, mine, _ in differ if name != "python")
+    remedy = f"Install there what the head has: pip install {install}" if install else "Use one image for all nodes"
+    return Problem(f"node {node!r}", found, f"{expected}, as on the head", f"{remedy}; the node is left out until then.")
+
+
+def parse_nvidia_smi(text: str) -> tuple[Gpu, ...]:
+    """Lines of ``name, MiB``; a GPU whose memory it does not say (a part of one) is left out."""
+    found = []
+    for line in text.splitlines():
+        name, _, memory = line.rpartition(",")
+        if name and memory.strip().isdecimal():
+            found.append(Gpu(name.strip(), int(memory) << 20))
+    return tuple(found)
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ()
+    command = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return parse_nvidia_smi(asked.stdout) if asked.returncode == 0 else ()
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return UNKNOWN
+
+
+def _free_bytes(directory: Path) -> int:
+    try:
+        return shutil.disk_usage(directory).free
+    except OSError:
+        return 0
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return UNKNOWN
+
+
+def _minor(python: str) -> str:
+    return ".".join(python.split(".")[:2])

@@ -1,0 +1,136 @@
+"""Ends the processes of a local Ray, whatever became of who started them. Standard library only.
+
+Every process of a local Ray carries a mark in its environment: ``SPOTLIGHT_LOCAL_RAY=PID.START.K/N``: the process
+that owns it (with its start time: pids are used again), which of its clusters, and which node of that. What
+such a process starts inherits the mark, so nothing escapes by having lost its parent; the children of a
+marked process count as well, should one have overwritten its environment.
+
+Run as a program, it is the guard of an owner: it waits until the owner is gone, however it went, ends what
+is left and removes the directory. So Ctrl-C, a crash and SIGKILL leave nothing behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+MARK = "SPOTLIGHT_LOCAL_RAY"
+_PROC = Path("/proc")
+_LOOK_AGAIN_S = 1.0
+_SETTLE_S = 0.02
+
+
+def owner_of(pid: int) -> str:
+    """Name of a living process that no other one ever has on this machine; empty: there is none."""
+    fields = _stat(pid)
+    return f"{pid}.{fields[19]}" if fields else ""
+
+
+def is_alive(cluster: str) -> bool:
+    """Whether the owner of a cluster still runs; ``cluster`` begins with its name (:func:`owner_of`)."""
+    pid, start, *_ = [*cluster.split("."), ""]
+    return pid.isdecimal() and owner_of(int(pid)) == f"{pid}.{start}"
+
+
+def marked(mark: str) -> set[int]:
+    """Processes that carry ``mark`` (``CLUSTER/N``; all of its nodes' with ``CLUSTER/``), and all that descend from them."""
+    wanted = f"{MARK}={mark}".encode()
+    exact = not mark.endswith("/")
+    found, parents = set(), {}
+    for pid in _pids():
+        fields = _stat(pid)
+        if not fields or fields[0] == "Z":
+            continue
+        parents[pid] = int(fields[1])
+        with contextlib.suppress(OSError):
+            for entry in (_PROC / str(pid) / "environ").read_bytes().split(b"\0"):
+                if entry == wanted or (not exact and entry.startswith(wanted)):
+                    found.add(pid)
+    grown = True
+    while grown:
+        young = {pid for pid, parent in parents.items() if parent in found and pid not in found}
+        grown = bool(young)
+        found |= young
+    return found - {os.getpid()}
+
+
+def clusters() -> set[str]:
+    """Clusters (PID.START.K) named by the marks of living processes of this user."""
+    prefix = f"{MARK}=".encode()
+    found = set()
+    for pid in _pids():
+        with contextlib.suppress(OSError):
+            for entry in (_PROC / str(pid) / "environ").read_bytes().split(b"\0"):
+                if entry.startswith(prefix):
+                    found.add(entry.removeprefix(prefix).decode(errors="replace").partition("/")[0])
+    return found
+
+
+def end(mark: str, timeout_s: float = 5.0) -> set[int]:
+    """SIGKILL every process of ``mark``. Returns those that are still there after ``timeout_s``.
+
+    All are stopped before any is killed: a process that sees another die may start a third.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while rest := marked(mark):
+        _send(rest, signal.SIGSTOP)
+        rest |= marked(mark)
+        _send(rest, signal.SIGKILL)
+        if time.monotonic() > deadline_s:
+            return marked(mark)
+        time.sleep(_SETTLE_S)
+    return set()
+
+
+def sweep(base: Path) -> int:
+    """End local Rays whose owner is dead, and remove their directories under ``base``. Returns how many."""
+    left = {cluster for cluster in clusters() if not is_alive(cluster)}
+    for cluster in left:
+        end(f"{cluster}/")
+    with contextlib.suppress(OSError):
+        for directory in list(base.iterdir()):
+            if directory.is_dir() and not is_alive(directory.name):
+                left.add(directory.name)
+                shutil.rmtree(directory, ignore_errors=True)
+    return len(left)
+
+
+def _pids() -> Iterable[int]:
+    return (int(entry.name) for entry in _PROC.iterdir() if entry.name.isdecimal())
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat after the name: 0 state, 1 parent, 19 start time; empty: no such process."""
+    try:
+        return (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _send(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.kill(pid, number)
+
+
+def main(cluster: str, directory: str) -> None:
+    """Wait for the end of the owner, then clean up. Standard input is a pipe that only the owner holds."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    while is_alive(cluster):
+        # The pipe tells at once; looking is for an owner whose forks hold the other end, too.
+        if select.select([0], [], [], _LOOK_AGAIN_S)[0] and not os.read(0, 1):
+            break
+    end(f"{cluster}/")
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

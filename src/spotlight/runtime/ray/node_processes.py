@@ -1,0 +1,153 @@
+"""Starts the processes of one Ray node on this machine: the one user of Ray's private ``Node``.
+
+``ray start`` costs a Python process and two seconds of CPU a node; ``ray.cluster_utils.Cluster`` writes the
+address of the cluster where every other program of this machine looks for one, and lets nothing be left out.
+What is left out here: the autoscaler's monitor, the log monitor, the dashboard, prestarted workers.
+
+A node is on the loopback interface only. Ray has no switch for that but the one meant for machines whose
+firewall asks about every port: ``RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0``. And since whoever can reach Ray can run
+code as this user, other users of the machine need the token that only this process's children know.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from ray._private import ray_constants
+from ray._private.node import Node
+from ray._private.parameter import RayParams
+from ray._raylet import AuthenticationTokenLoader, Config
+
+_QUIET = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_enable_open_telemetry": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "SPT_NOENV": "1",  # Ray renames its processes; their environment, which carries our mark, must stay
+}
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRequest:
+    """What a node is started with.
+
+    Attributes:
+        environment: of all its processes, besides this process's.
+        system_config: Ray's own settings; of the head only.
+    """
+
+    name: str
+    resources: Mapping[str, float]
+    labels: Mapping[str, str]
+    environment: Mapping[str, str]
+    store_bytes: int
+    system_config: Mapping[str, int]
+
+
+class NodeProcesses:
+    """A started node."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    @property
+    def id(self) -> str:
+        """Ray's."""
+        return str(self._node.node_id)
+
+    @property
+    def gcs_address(self) -> str:
+        """Where the cluster is joined: HOST:PORT."""
+        return str(self._node.gcs_address)
+
+    @property
+    def session(self) -> Path:
+        """Directory of the cluster's logs and sockets."""
+        return Path(self._node.get_session_dir_path())
+
+    def alive(self) -> bool:
+        """Whether none of its processes ended."""
+        return not self._node.dead_processes()
+
+    def reap(self) -> None:
+        """Have the operating system forget its killed processes; kills what is left of them."""
+        self._node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+
+
+def start_head(request: NodeRequest, directory: Path) -> NodeProcesses:
+    """Start a cluster's first node, with the cluster's own processes. Raises whatever Ray raises."""
+    with _environment(request.environment):
+        node = _start(
+            request,
+            head=True,
+            include_dashboard=False,
+            dashboard_host=_LOOPBACK,
+            no_monitor=True,
+            temp_dir=str(directory),
+            _system_config=dict(request.system_config),
+        )
+    node.kill_dashboard(check_alive=False)  # started whether it is included or not
+    return NodeProcesses(node)
+
+
+def start_node(request: NodeRequest, gcs_address: str) -> NodeProcesses:
+    """Start one more node; blocks until it can be used. Raises whatever Ray raises."""
+    return NodeProcesses(_start(request, head=False, gcs_address=gcs_address, node_manager_port=0))
+
+
+def prepare_environment() -> None:
+    """Settings of Ray that its processes and this one read from the environment. Before anything else."""
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    if "RAY_AUTH_MODE" not in os.environ:
+        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+    # Ray reads these once, when it is imported.
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+    ray_constants.ENABLE_RAY_CLUSTER = os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "1"
+
+
+def raised_by_ray() -> tuple[type[BaseException], ...]:
+    """What starting or joining raises when it fails: Ray has no class of its own for it."""
+    return (OSError, RuntimeError, ValueError, AssertionError, TimeoutError, SystemExit, ray.exceptions.RayError)
+
+
+def _start(request: NodeRequest, *, head: bool, **more: object) -> Node:
+    parameters = RayParams(
+        node_ip_address=_LOOPBACK,
+        node_name=request.name,
+        num_cpus=0,
+        num_gpus=0,
+        resources=dict(request.resources),
+        labels=dict(request.labels),
+        env_vars=dict(request.environment),
+        object_store_memory=request.store_bytes,
+        min_worker_port=0,
+        max_worker_port=0,
+        include_log_monitor=False,
+        **more,
+    )
+    if not head:
+        parameters.dashboard_agent_listen_port = None
+    return Node(parameters, head=head, shutdown_at_exit=False, spawn_reaper=False)
+
+
+@contextmanager
+def _environment(extra: Mapping[str, str]) -> Iterator[None]:
+    """The head's processes take this process's environment, and no other."""
+    before = {name: os.environ.get(name) for name in extra}
+    os.environ.update(extra)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

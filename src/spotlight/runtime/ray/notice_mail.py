@@ -1,0 +1,90 @@
+"""Notices of a node on their way to the head: numbered, so that an answer that was lost is asked for again. No Ray.
+
+Only remaining seconds leave the machine, computed when they leave: clocks of two machines have nothing in common.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import assert_never
+
+from spotlight.fleet.notices.notice import Cancelled, Notice, Noticed, Rebalance
+
+
+class Tidings(StrEnum):
+    """What a message is about."""
+
+    NOTICED = "noticed"
+    CANCELLED = "cancelled"
+    REBALANCE = "rebalance"
+    UNWATCHED = "unwatched"
+    """Nothing watches for notices on this node, or no more; ``detail`` says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message.
+
+    Attributes:
+        number: counts from 1 within a life of the node's agent.
+        remaining_s: until the node is taken (``NOTICED``), when the message was sent.
+    """
+
+    number: int
+    tidings: Tidings
+    detail: str
+    remaining_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Outbox:
+    """Keeps what was told on this node; one thread puts, others wait."""
+
+    clock: Callable[[], float] = time.monotonic
+    _kept: list[Notice | str] = field(default_factory=list)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def put(self, item: Notice | str) -> None:
+        """A notice, or why nothing is watched."""
+        with self._changed:
+            self._kept.append(item)
+            self._changed.notify_all()
+
+    def after(self, number: int, timeout_s: float) -> list[dict[str, object]]:
+        """Messages after ``number``, as plain values; waits for the first, up to ``timeout_s``."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._kept) > number, timeout_s)
+            now_s = self.clock()
+            return [
+                _told(index + 1, item, now_s)
+                for index, item in enumerate(self._kept[number:], start=number)
+            ]  # fmt: skip
+
+
+def read_messages(told: Sequence[Mapping[str, object]]) -> list[Message]:
+    """From plain values. What an agent of another version tells beyond this is left out."""
+    return [
+        Message(int(str(item["number"])), Tidings(item["tidings"]), str(item["detail"]), float(str(item["remaining_s"])))
+        for item in told
+        if item["tidings"] in set(Tidings)
+    ]
+
+
+def _told(number: int, item: Notice | str, now_s: float) -> dict[str, object]:
+    remaining_s = 0.0
+    match item:
+        case Noticed():
+            tidings, detail, remaining_s = Tidings.NOTICED, item.detail, item.remaining_s(now_s)
+        case Cancelled():
+            tidings, detail = Tidings.CANCELLED, item.detail
+        case Rebalance():
+            tidings, detail = Tidings.REBALANCE, item.detail
+        case str():
+            tidings, detail = Tidings.UNWATCHED, item
+        case _:
+            assert_never(item)
+    return {"number": number, "tidings": str(tidings), "detail": detail, "remaining_s": remaining_s}
