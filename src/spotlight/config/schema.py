@@ -436,8 +436,8 @@ class SpotConfig(Section):
     """Spot trace that emulated nodes follow: they are added, announced and killed (SIGKILL) by it."""
     speed: PositiveFloat = 1.0
     """Seconds of the trace that pass in a second."""
-    notice_s: Annotated[float, Field(ge=0)] = 10.0
-    """How long before its end an emulated node is told of it; 0: never. A trace's own notices come first."""
+    notice_s: Annotated[float, Field(ge=0)] | None = 10.0
+    """How long before its end an emulated node is told of it; 0: never; null: when the trace says."""
 
 
 class SequenceParallelConfig(Section):

@@ -6,6 +6,7 @@ before a run directory is touched.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ from spotlight.algorithms import Algorithm, build_algorithm
 from spotlight.algorithms.advantages import AdvantageParams
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.schema import DiffusionNFTConfig, RunConfig
-from spotlight.core.plan import Plan
+from spotlight.core.plan import ClusterPlan, Plan
 from spotlight.core.seeds import derive_seed
+from spotlight.core.types import WeightKind
 from spotlight.diffusion.samplers import ODE, Sampler, build_sampler
 from spotlight.diffusion.schedule import AllSteps, RandomWindow, SdeWindow, SlidingWindow
 from spotlight.models import family_loader
@@ -58,6 +60,24 @@ def plan_of(config: RunConfig, ranks: int = 1) -> Plan:
         max_drop_share=policy.max_drop_share if policy.on_failure == "drop" else None,
         ranks=ranks,
     )
+
+
+def cluster_plan_of(config: RunConfig) -> Plan:
+    """The same for a cluster: how workers are grouped, and how long the controller waits for them."""
+    fleet = config.fleet
+    degrees = fleet.sequence_parallel.degrees
+    cluster = ClusterPlan(
+        pixels=config.rollout.height * config.rollout.width,
+        sp_pays_from_pixels=fleet.sequence_parallel.pays_from_pixels,
+        # That the degrees divide the model's heads is seen when the learner loads it.
+        heads=math.lcm(*degrees),
+        degrees=degrees,
+        answer_s=fleet.answer_s,
+        start_s=fleet.start_s,
+        drain_margin_s=fleet.drain_margin_s,
+        publishes=WeightKind.ADAPTER if config.learner.mode == "lora" else WeightKind.FULL,
+    )
+    return dataclasses.replace(plan_of(config, fleet.learner_ranks), lease_s=fleet.lease_s, cluster=cluster)
 
 
 def pick_device(config: RunConfig) -> torch.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from spotlight.config.schema import RunConfig
@@ -11,7 +12,6 @@ from spotlight.core.types import Purpose
 from spotlight.models.base import ModelFamily
 from spotlight.models.slots import WeightSlots
 from spotlight.runtime.book import RunBook
-from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.validation import GRADED, STRICT
 from spotlight.store.images import drawn_iterations, write_comparison
 from spotlight.store.metrics import MetricsRow, read_metrics
@@ -38,10 +38,17 @@ def export_judged(config: RunConfig, family: ModelFamily, slots: WeightSlots, ra
     return export_merged(family, slots, slot, root / MERGED_FOLDER, ranks, replace=True)
 
 
-def finish_run(config: RunConfig, book: RunBook, weights: Path | None, clock: PhaseClock) -> RunSummary:
-    """Draw the comparison and write ``summary.json``; ``weights`` is what :func:`export_judged` wrote."""
+def conclude_run(
+    config: RunConfig, book: RunBook, weights: Path | None, account: Callable[[], None]
+) -> RunSummary:
+    """Draw the comparison and write ``summary.json``.
+
+    Args:
+        weights: what :func:`export_judged` wrote.
+        account: writes down where the time went, so that the summary counts what it cost up to itself.
+    """
     _compare(book)
-    book.spend(clock.take())  # so that the summary counts what it cost up to itself
+    account()
     summary = summarise_run(config, book, weights if config.learner.mode == "lora" else None)
     write_summary(book.paths.summary, summary)
     return summary

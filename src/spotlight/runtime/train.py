@@ -24,7 +24,8 @@ from spotlight.core.controller import Controller
 from spotlight.core.types import Prompt, PromptId, WorkerId
 from spotlight.rewards.pool import RewardPool
 from spotlight.runtime import build
-from spotlight.runtime.attempt import RunResult, open_attempt, stopping_gracefully
+from spotlight.runtime.attempt import RunResult as RunResult
+from spotlight.runtime.attempt import open_attempt, stopping_gracefully
 from spotlight.runtime.book import CONTROLLER_FILE, LEARNER_FOLDER, Book, Bystander, RunBook
 from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.denoise import Denoiser
@@ -34,7 +35,7 @@ from spotlight.runtime.inline.driver import InlineDriver, Parts
 from spotlight.runtime.learning import Learning, assemble, fill_embeddings, prepare_model
 from spotlight.runtime.memory import memory_told_plainly
 from spotlight.runtime.observer import Observer
-from spotlight.runtime.outcome import export_judged, finish_run
+from spotlight.runtime.outcome import conclude_run, export_judged
 from spotlight.runtime.process import prepare_process
 from spotlight.store.checkpoints import Checkpoint
 from spotlight.store.run_directory import RunDirectory, RunPaths
@@ -171,7 +172,9 @@ def _drive(
         return RunResult(directory, None, error, driver.stopped)
     learning = materials.learning
     weights = export_judged(config, learning.model.family, learning.slots, ranks)
-    summary = finish_run(config, book, weights, clock) if isinstance(book, RunBook) else None
+    if not isinstance(book, RunBook):
+        return RunResult(directory, None, None, stopped=False)
+    summary = conclude_run(config, book, weights, lambda: book.spend(clock.take()))
     return RunResult(directory, summary, None, stopped=False)
 
 

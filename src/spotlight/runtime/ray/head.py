@@ -27,10 +27,20 @@ from typing import Any
 
 from spotlight.core import effects as ef
 from spotlight.core import events as ev
-from spotlight.core.controller import Controller
-from spotlight.core.types import NodeId, NodeKind, Phase, PolicyVersion, Purpose, Rollout, RolloutId, WorkerId
+from spotlight.core.controller import Controller, Stage
+from spotlight.core.types import (
+    NodeId,
+    NodeKind,
+    Phase,
+    PolicyVersion,
+    PromptId,
+    Purpose,
+    Rollout,
+    RolloutId,
+    WorkerId,
+)
 from spotlight.rollout.parcels import unpack_image
-from spotlight.rollout.worker import FollowLease
+from spotlight.rollout.ports import FollowLease
 from spotlight.runtime.book import LEARNER_FOLDER, RunBook, shown
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.ray.billing import Billing, Spent
@@ -62,6 +72,7 @@ class Parts:
 
     Attributes:
         attempt: of the ledger.
+        prompts: that the run can meet.
         grid: prompts, and pictures of each, in the image grids.
     """
 
@@ -74,6 +85,7 @@ class Parts:
     book: RunBook
     drains: Drains
     attempt: int
+    prompts: tuple[PromptId, ...]
     grid: tuple[int, int]
 
 
@@ -103,6 +115,7 @@ class Head:
     _payroll: dict[WorkerId, WorkerId] = field(default_factory=dict)
     _lives: dict[NodeId, int] = field(default_factory=dict)
     _committing: AbstractContextManager[Path] | None = None
+    _checkpoint: Path | None = None
     _over: bool = False
     _stop_requested: bool = False
     _failure: Exception | None = None
@@ -112,23 +125,53 @@ class Head:
 
     # -- the loop --------------------------------------------------------------------------------------
 
-    def run(self, parts: Parts, first: Manifest) -> None:
-        """Until the controller says it is over. ``first`` are the weights that the run begins with.
+    def run(self, parts: Parts, checkpoint: Path | None) -> None:
+        """Until the controller says it is over.
+
+        Args:
+            checkpoint: the learner's state to begin from; None is the start of the run.
 
         Raises:
             Exception: what made it impossible to go on (the keeper is gone, the disk is full).
         """
-        self._parts = parts
+        self._parts, self._checkpoint = parts, checkpoint
         self._accounted_s = self.clock()
         self._listen()
-        self._announce(first, lambda: self.tell(ev.RunStarted()))
+        self._begin()
         while not self._over:
-            self._handle_events()
-            if self._over:
-                break
+            self._turn()
+        self.account(parts.book)
+
+    def _turn(self) -> None:
+        self._handle_events()
+        if not self._over:
             self.loop.turn(self._due_s())
             self._be_on_time()
-        self._account(parts.book)
+
+    def _begin(self) -> None:
+        """Start the learner; when it stands, and everybody can find what it stands at, the run begins."""
+        learner = self.parts.learner
+
+        def stands(manifest: Manifest) -> None:
+            learner.send_conditions(
+                self.parts.prompts, lambda: self._announce(manifest, lambda: self.tell(ev.RunStarted()))
+            )
+
+        learner.restore(self._checkpoint, self.parts.controller.cluster.lineage, stands)
+
+    def export(self) -> Path:
+        """Have the learner export the judged weights into the run directory, once the run is over."""
+        self._over = False
+        exported: list[Path] = []
+
+        def done(path: Path) -> None:
+            exported.append(path)
+            self._over = True
+
+        self.parts.learner.export(done)
+        while not self._over:
+            self._turn()
+        return exported[0]
 
     def request_stop(self) -> None:
         """Stop after the next committed checkpoint (from a signal handler: only sets a flag)."""
@@ -137,6 +180,17 @@ class Head:
     def tell(self, event: ev.Event, mark: str = "") -> None:
         """An event for the controller; ``mark``: digest of the weights that made what it reports."""
         self._events.append((event, mark))
+
+    def scored(self, rollout: RolloutId, scores: Mapping[str, float]) -> None:
+        """A sample has its curves."""
+        issued = self.parts.controller.rollouts.get(rollout)
+        if issued is not None:
+            self.log.scored(issued, scores)
+
+    def drained(self, node: NodeId, seconds: float) -> None:
+        """A noticed node holds no work any more; stopping it took so long."""
+        self.log.add("fleet/drain_s", seconds)
+        self.note(f"{node} is drained, {seconds:.2f} s after it was to stop")
 
     def note(self, text: str) -> None:
         """Tell people."""
@@ -171,7 +225,7 @@ class Head:
         if wake_s is not None and wake_s <= now and not self._events:
             self.tell(ev.TimePassed())
         if now - self._accounted_s >= ACCOUNT_S:
-            self._account(self.parts.book)
+            self.account(self.parts.book)
 
     def _handle_events(self) -> None:
         while self._events and not self._over:
@@ -332,7 +386,7 @@ class Head:
         controller = self.parts.controller
         if effect.lineage != controller.cluster.lineage:
             return
-        self._account(self.parts.book)
+        self.account(self.parts.book)
         row = self.parts.book.evaluation(effect, controller.ledger.trained, pictures)
         self.observer.evaluated(effect.iteration, row)
         self.tell(ev.EvaluationReported(effect.iteration, effect.lineage))
@@ -390,7 +444,10 @@ class Head:
         if committing is not None:  # what was being written is never committed
             with suppress(_AbandonedError):
                 committing.__exit__(_AbandonedError, _AbandonedError(), None)
-        self.tell(ev.LearnerLost(detail))
+        if self.parts.controller.stage is Stage.IDLE:
+            self._begin()  # nothing was trained yet
+        else:
+            self.tell(ev.LearnerLost(detail))
 
     def failed(self, error: Exception) -> None:
         """The learner cannot go on, and a restart would not help; see ``learner_group.Listener``."""
@@ -420,7 +477,7 @@ class Head:
 
     def _iteration_done(self, trained: Mapping[str, float]) -> None:
         controller, book, own = self.parts.controller, self.parts.book, self._own
-        self._account(book)
+        self.account(book)
         row = self.log.take() | dict(trained)
         row |= {f"seconds/{phase.value}": spent for phase, spent in self._seconds.items()}
         row |= {
@@ -437,7 +494,7 @@ class Head:
 
     def _checkpoint(self, effect: ef.CommitCheckpoint) -> None:
         # Accounted right before and right after: a resume from here on finds exactly the lost seconds.
-        self._account(self.parts.book)
+        self.account(self.parts.book)
         committing = self._committing = self.parts.book.committing(effect)
         directory = committing.__enter__()
 
@@ -446,7 +503,7 @@ class Head:
                 return  # the learner was lost meanwhile
             self._committing = None
             committing.__exit__(None, None, None)
-            self._account(self.parts.book)
+            self.account(self.parts.book)
             self.stopped = self._over = self._stop_requested
             if not self._over:
                 self._sweep()
@@ -462,7 +519,7 @@ class Head:
 
     # -- accounts and incidents ------------------------------------------------------------------------
 
-    def _account(self, book: RunBook) -> None:
+    def account(self, book: RunBook) -> None:
         """Write down where the time since the last call went."""
         now = self.clock()
         spends = self.billing.take(now)
@@ -502,7 +559,7 @@ class Head:
     def _dismiss(self, node: NodeId) -> None:
         slots = [slot for slot in self._payroll if slot.rpartition("/")[0] == node]
         if slots:
-            self._account(self.parts.book)
+            self.account(self.parts.book)
             gone = [self._payroll.pop(slot) for slot in slots]
             self.parts.book.ledger.dismiss(gone, time.time())
 

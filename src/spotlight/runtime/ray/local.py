@@ -30,15 +30,15 @@ from spotlight.config.errors import ConfigError, Problem
 from spotlight.core.types import NodeKind
 from spotlight.runtime.ray import guard
 from spotlight.runtime.ray.agent import pid_file
-from spotlight.runtime.ray.nodes import KIND_RESOURCES, SLOT
 from spotlight.runtime.ray.node_processes import (
-    NodeRequest,
     NodeProcesses,
+    NodeRequest,
     prepare_environment,
     raised_by_ray,
     start_head,
     start_node,
 )
+from spotlight.runtime.ray.nodes import KIND_RESOURCES, SLOT
 
 log = logging.getLogger("spotlight.runtime.ray.local")
 
@@ -109,7 +109,9 @@ class LocalCluster:
         """
         with self._lock:
             if name in self._nodes or name in self._starting or name == self.first.name:
-                raise LocalClusterError(f"node {name!r} is there already; expected another name, or a kill before")
+                raise LocalClusterError(
+                    f"node {name!r} is there already; expected another name, or a kill before"
+                )
             self._starting.add(name)
             number, self._count = self._count, self._count + 1
         mark = f"{self._id}/{number}"
@@ -153,7 +155,9 @@ class LocalCluster:
         left = guard.end(mark)
         handle.reap()
         if left:
-            raise LocalClusterError(f"node {name!r}: processes {sorted(left)} survive SIGKILL (in a system call?)")
+            raise LocalClusterError(
+                f"node {name!r}: processes {sorted(left)} survive SIGKILL (in a system call?)"
+            )
 
     def stop(self) -> None:
         """End every process of this cluster and remove its directory; may be called again."""

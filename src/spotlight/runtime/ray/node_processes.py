@@ -115,7 +115,15 @@ def prepare_environment() -> None:
 
 def raised_by_ray() -> tuple[type[BaseException], ...]:
     """What starting or joining raises when it fails: Ray has no class of its own for it."""
-    return (OSError, RuntimeError, ValueError, AssertionError, TimeoutError, SystemExit, ray.exceptions.RayError)
+    return (
+        OSError,
+        RuntimeError,
+        ValueError,
+        AssertionError,
+        TimeoutError,
+        SystemExit,
+        ray.exceptions.RayError,
+    )
 
 
 def _start(request: NodeRequest, *, head: bool, **more: object) -> Node:

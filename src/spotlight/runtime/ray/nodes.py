@@ -162,7 +162,8 @@ def require_usable(view: View, learner_ranks: int, source: str) -> None:
     if not reserved:
         problems.append(
             Problem(
-                source, f"no reserved node (nodes: {names})",
+                source,
+                f"no reserved node (nodes: {names})",
                 "at least one: the learner and all progress live there",
                 f"Start one with {_START % KIND_RESOURCES[NodeKind.RESERVED]}, "
                 f"or --labels={KIND_LABEL}=reserved.",
@@ -171,7 +172,9 @@ def require_usable(view: View, learner_ranks: int, source: str) -> None:
     if not any(node.slots for node in nodes):
         problems.append(
             Problem(
-                source, f"no GPU and no {SLOT} on any node (nodes: {names})", "at least one",
+                source,
+                f"no GPU and no {SLOT} on any node (nodes: {names})",
+                "at least one",
                 f"Start nodes with --num-gpus=N, or where CPUs stand for GPUs with "
                 f"--num-gpus=0 --resources='{{\"{SLOT}\": N}}'.",
             )  # fmt: skip
@@ -179,7 +182,9 @@ def require_usable(view: View, learner_ranks: int, source: str) -> None:
     elif reserved and (slots := sum(node.slots for node in reserved)) < learner_ranks:
         problems.append(
             Problem(
-                "fleet.learner_ranks", str(learner_ranks), f"at most {slots}, the slots of the reserved nodes",
+                "fleet.learner_ranks",
+                str(learner_ranks),
+                f"at most {slots}, the slots of the reserved nodes",
                 "Lower it, or add a reserved node.",
             )  # fmt: skip
         )
@@ -274,7 +279,9 @@ def split_node(node: RayNode, ranks: int, slot_usd_h: float, ranks_roll_out: boo
 
 
 def _gpu_type(resources: Mapping[str, float], labels: Mapping[str, str]) -> str:
-    by_resource = (name.removeprefix(_RAY_GPU_RESOURCE) for name in resources if name.startswith(_RAY_GPU_RESOURCE))
+    by_resource = (
+        name.removeprefix(_RAY_GPU_RESOURCE) for name in resources if name.startswith(_RAY_GPU_RESOURCE)
+    )
     return labels.get(GPU_LABEL) or labels.get(_RAY_GPU_LABEL) or next(by_resource, "")
 
 

@@ -68,7 +68,12 @@ class Outbox:
 def read_messages(told: Sequence[Mapping[str, object]]) -> list[Message]:
     """From plain values. What an agent of another version tells beyond this is left out."""
     return [
-        Message(int(str(item["number"])), Tidings(item["tidings"]), str(item["detail"]), float(str(item["remaining_s"])))
+        Message(
+            int(str(item["number"])),
+            Tidings(item["tidings"]),
+            str(item["detail"]),
+            float(str(item["remaining_s"])),
+        )
         for item in told
         if item["tidings"] in set(Tidings)
     ]

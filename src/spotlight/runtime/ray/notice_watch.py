@@ -88,7 +88,9 @@ class NoticeWatch:
             if self._settings.cloud != "auto":
                 self._outbox.put(str(error))
         if not sources:
-            self._outbox.put("no source of notices; expected fleet.notices.cloud or fleet.notices.sigterm_grace_s")
+            self._outbox.put(
+                "no source of notices; expected fleet.notices.cloud or fleet.notices.sigterm_grace_s"
+            )
             return
         self._loop = asyncio.get_running_loop()
         self._watcher = Watcher(sources, random.Random(os.getpid()))

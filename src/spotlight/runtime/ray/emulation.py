@@ -1,0 +1,41 @@
+"""A cluster on this machine, as the configuration describes it: reserved slots, and spot nodes by a trace."""
+
+from __future__ import annotations
+
+from spotlight.config.errors import ConfigError, Problem
+from spotlight.config.schema import FleetConfig
+from spotlight.fleet.traces.events import Trace, TraceError, TraceEvent, TraceEventKind
+from spotlight.fleet.traces.readers import read_trace
+from spotlight.runtime.ray.market_book import timed
+
+SIGTERM_GRACE_S = 30.0
+"""What a node's agent takes for granted where the trace brings its own notices."""
+
+
+def spot_trace(fleet: FleetConfig) -> Trace:
+    """What the emulated spot nodes do, in real seconds: by the trace, or all there from the beginning.
+
+    Raises:
+        ConfigError: the trace cannot be read.
+    """
+    spot = fleet.spot
+    if spot.trace is None:
+        adds = tuple(
+            TraceEvent(0.0, TraceEventKind.ADD, f"spot-{number}", spot.slots) for number in range(spot.nodes)
+        )
+        return Trace(adds, 1.0, "fleet.spot.nodes")
+    try:
+        return timed(read_trace(spot.trace), spot.speed, spot.notice_s)
+    except (TraceError, OSError) as error:
+        problem = Problem(
+            "fleet.spot.trace",
+            str(error),
+            "a spot trace (see `spotlight traces --help`)",
+            "Name another file, or leave the key out for spot nodes that stay.",
+        )
+        raise ConfigError("the configuration", [problem]) from error
+
+
+def reserved_slots(fleet: FleetConfig) -> int:
+    """Slots of the reserved node: the learner's, and those that roll out."""
+    return fleet.learner_ranks + fleet.local.rollout_slots
