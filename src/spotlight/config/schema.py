@@ -13,19 +13,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
-
-class Section(BaseModel):
-    """A strict, immutable part of the configuration."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        validate_default=True,
-        use_attribute_docstrings=True,
-        allow_inf_nan=False,
-    )
+from spotlight.config.fleet import FleetConfig
+from spotlight.config.section import Section
 
 
 class ModelConfig(Section):
@@ -414,13 +405,6 @@ class MetricsConfig(Section):
     """Also log to Weights & Biases."""
 
 
-class FleetConfig(Section):
-    """What the hardware costs."""
-
-    price_usd_h: Annotated[float, Field(ge=0)] = 0.05
-    """Dollars an hour for one worker (a GPU, or this machine's CPU). Every billed second is charged."""
-
-
 class RunConfig(Section):
     """A whole run: ``spotlight train CONFIG.yaml [key.subkey=value ...]``."""
 
@@ -459,7 +443,7 @@ class RunConfig(Section):
     metrics: MetricsConfig = MetricsConfig()
     """Where curves go."""
     fleet: FleetConfig = FleetConfig()
-    """What the hardware costs."""
+    """The hardware, and what it costs."""
 
 
 RESUMABLE_KEYS = frozenset(
@@ -467,6 +451,12 @@ RESUMABLE_KEYS = frozenset(
      "cache_dir", "metrics.tensorboard", "metrics.wandb", "device", "rollout.batch_size",
      "learner.micro_batch_size", "learner.gradient_checkpointing", "reward_policy.workers",
      "reward_policy.start_deadline_s"}
+    | {f"fleet.{key}" for key in (
+        "driver", "address", "local.reserved_nodes", "local.reserved_slots", "spot.price_usd_h", "spot.nodes",
+        "spot.slots", "spot.trace", "spot.speed", "spot.notice_s", "notices.cloud", "notices.endpoint",
+        "notices.sigterm_grace_s", "learner_ranks", "learner_rolls_out", "sequence_parallel", "lease_s",
+        "heartbeat_s", "answer_s", "start_s", "drain_margin_s", "commit_every", "store_gib",
+    )}
 )  # fmt: skip
 """Keys that may change between two attempts of a run without making it another run.
 
