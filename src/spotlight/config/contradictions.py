@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from spotlight.config.errors import Problem
+from spotlight.config.fleet_contradictions import fleet_problems
 from spotlight.config.schema import RewardConfig, RunConfig
 
 TOTAL = "reward"
@@ -28,6 +29,7 @@ def find_problems(config: RunConfig) -> list[Problem]:
         *_learning_rate(config),
         *_evaluation(config),
         *_rewards(config),
+        *fleet_problems(config.fleet),
     ]
 
 

@@ -13,19 +13,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
-
-class Section(BaseModel):
-    """A strict, immutable part of the configuration."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        validate_default=True,
-        use_attribute_docstrings=True,
-        allow_inf_nan=False,
-    )
+from spotlight.config.fleet import FleetConfig
+from spotlight.config.section import Section
 
 
 class ModelConfig(Section):
@@ -414,93 +405,6 @@ class MetricsConfig(Section):
     """Also log to Weights & Biases."""
 
 
-class LocalNodesConfig(Section):
-    """The reserved nodes of the cluster that is started on this machine where no ``address`` is given."""
-
-    rollout_slots: Annotated[int, Field(ge=0)] = 0
-    """Reserved slots that roll out, beside those of the learner."""
-    threads: PositiveInt | None = None
-    """Threads of a worker on a CPU slot; default: the machine's cores, shared out."""
-
-
-class SpotConfig(Section):
-    """Preemptible nodes."""
-
-    price_usd_h: Annotated[float, Field(ge=0)] = 0.015
-    """Dollars an hour for one slot (a GPU) of a spot node."""
-    nodes: Annotated[int, Field(ge=0)] = 2
-    """Emulated spot nodes on this machine; with a ``trace`` it says instead when there are how many."""
-    slots: PositiveInt = 1
-    """Slots of an emulated spot node: CPU slots stand for GPUs."""
-    trace: Path | None = None
-    """Spot trace that emulated nodes follow: they are added, announced and killed (SIGKILL) by it."""
-    speed: PositiveFloat = 1.0
-    """Seconds of the trace that pass in a second."""
-    notice_s: Annotated[float, Field(ge=0)] | None = 10.0
-    """How long before its end an emulated node is told of it; 0: never; null: when the trace says."""
-
-
-class SequenceParallelConfig(Section):
-    """GPUs of one node that denoise the same rollouts together (Ulysses)."""
-
-    degrees: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (1,)
-    """Degrees that groups may have, ascending; each divides the model's attention heads. The smallest is one
-    whose memory suffices; higher ones are for large pictures and the tail of a batch."""
-    pays_from_pixels: PositiveInt = 1024 * 1024
-    """Pictures of so many pixels gain from a higher degree."""
-
-
-class NoticesConfig(Section):
-    """Where nodes hear of their preemption."""
-
-    cloud: Literal["auto", "aws", "gcp", "azure", "none"] = "auto"
-    """Whose metadata service each node asks; ``auto`` finds out on the node."""
-    endpoint: str | None = None
-    """Address of the metadata service; default: the cloud's own."""
-    sigterm_grace_s: Annotated[float, Field(ge=0)] | None = 30.0
-    """From SIGTERM (Kubernetes, SLURM) to SIGKILL; null: SIGTERM is no notice."""
-
-
-class FleetConfig(Section):
-    """Where the run works, and what that costs."""
-
-    driver: Literal["inline", "ray"] = "inline"
-    """``inline``: in this process (or torchrun's). ``ray``: on a cluster whose spot nodes may vanish."""
-    address: str | None = None
-    """Address of a running Ray cluster (``auto``, host:port); default: one is started on this machine."""
-    price_usd_h: Annotated[float, Field(ge=0)] = 0.05
-    """Dollars an hour for one worker (a reserved GPU, or this machine's CPU). Every billed second is
-    charged."""
-    learner_ranks: PositiveInt = 1
-    """Reserved slots that train together (FSDP2)."""
-    local: LocalNodesConfig = LocalNodesConfig()
-    """The reserved nodes of a cluster on this machine."""
-    spot: SpotConfig = SpotConfig()
-    """Preemptible nodes."""
-    notices: NoticesConfig = NoticesConfig()
-    """Where nodes hear of their preemption."""
-    sequence_parallel: SequenceParallelConfig = SequenceParallelConfig()
-    """How workers of a node are grouped."""
-    commit_every: PositiveInt = 1
-    """Denoising steps between two commits of rollouts in flight: what a loss without notice costs at most."""
-    lease_s: PositiveFloat = 120.0
-    """Work of a group that commits nothing for so long is given to another."""
-    heartbeat_s: PositiveFloat = 5.0
-    """A worker that shows no sign of life for three of these is restarted."""
-    answer_s: PositiveFloat = 10.0
-    """A command that a worker does not answer for so long is sent again, and at last the worker restarted."""
-    collective_s: PositiveFloat = 30.0
-    """A member of a group that keeps the others waiting for so long within a step is given up by them."""
-    start_s: PositiveFloat = 600.0
-    """How long starting a process, or loading all weights, may take."""
-    learner_s: PositiveFloat = 3600.0
-    """How long one call of the learner may take (a micro-batch, a checkpoint) before it counts as lost."""
-    drain_margin_s: Annotated[float, Field(ge=0)] = 25.0
-    """A node that will be taken stops its work so long before: at once where its notice is shorter."""
-    store_gb: PositiveFloat = 4.0
-    """Memory for states and samples in flight, on this process's node; more goes to the run directory."""
-
-
 class RunConfig(Section):
     """A whole run: ``spotlight train CONFIG.yaml [key.subkey=value ...]``."""
 
@@ -539,7 +443,7 @@ class RunConfig(Section):
     metrics: MetricsConfig = MetricsConfig()
     """Where curves go."""
     fleet: FleetConfig = FleetConfig()
-    """What the hardware costs."""
+    """The hardware, and what it costs."""
 
 
 RESUMABLE_KEYS = frozenset(
@@ -547,6 +451,12 @@ RESUMABLE_KEYS = frozenset(
      "cache_dir", "metrics.tensorboard", "metrics.wandb", "device", "rollout.batch_size",
      "learner.micro_batch_size", "learner.gradient_checkpointing", "reward_policy.workers",
      "reward_policy.start_deadline_s"}
+    | {f"fleet.{key}" for key in (
+        "driver", "address", "local.reserved_nodes", "local.reserved_slots", "spot.price_usd_h", "spot.nodes",
+        "spot.slots", "spot.trace", "spot.speed", "spot.notice_s", "notices.cloud", "notices.endpoint",
+        "notices.sigterm_grace_s", "learner_ranks", "learner_rolls_out", "sequence_parallel", "lease_s",
+        "heartbeat_s", "answer_s", "start_s", "drain_margin_s", "commit_every", "store_gib",
+    )}
 )  # fmt: skip
 """Keys that may change between two attempts of a run without making it another run.
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import ray
+from ray._private import worker as ray_worker
 
 from spotlight.config.errors import ConfigError, Problem
+
+log = logging.getLogger("spotlight.runtime.ray")
 
 NAMESPACE = "spotlight"
 
@@ -23,6 +26,8 @@ def connected(address: str) -> Iterator[None]:
     Raises:
         ConfigError: nobody answers there, or its Ray or Python is another.
     """
+    # Ray prints a paragraph to stderr for every node and process that dies; here that is daily business.
+    ray_worker.print_to_stdstream = _to_log
     try:
         ray.init(
             address=address, namespace=NAMESPACE, logging_level=logging.WARNING, log_to_driver=False,
@@ -40,3 +45,7 @@ def connected(address: str) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _to_log(message: Mapping[str, object], *_: object, **__: object) -> None:
+    log.info("Ray: %s", message.get("lines"))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from spotlight.config.errors import ConfigError, Problem
-from spotlight.config.schema import FleetConfig
+from spotlight.config.fleet import FleetConfig
 from spotlight.fleet.traces.events import Trace, TraceError, TraceEvent, TraceEventKind
 from spotlight.fleet.traces.readers import read_trace
 from spotlight.runtime.ray.market_book import timed
 
+_NODES = 2
 SIGTERM_GRACE_S = 30.0
 """What a node's agent takes for granted where the trace brings its own notices."""
 
@@ -21,11 +22,12 @@ def spot_trace(fleet: FleetConfig) -> Trace:
     spot = fleet.spot
     if spot.trace is None:
         adds = tuple(
-            TraceEvent(0.0, TraceEventKind.ADD, f"spot-{number}", spot.slots) for number in range(spot.nodes)
+            TraceEvent(0.0, TraceEventKind.ADD, f"spot-{number}", spot.slots)
+            for number in range(_NODES if spot.nodes is None else spot.nodes)
         )
         return Trace(adds, 1.0, "fleet.spot.nodes")
     try:
-        return timed(read_trace(spot.trace), spot.speed, spot.notice_s)
+        return timed(read_trace(spot.trace, gpus_per_node=spot.slots), spot.speed, spot.notice_s)
     except (TraceError, OSError) as error:
         problem = Problem(
             "fleet.spot.trace",
@@ -39,3 +41,15 @@ def spot_trace(fleet: FleetConfig) -> Trace:
 def reserved_slots(fleet: FleetConfig) -> int:
     """Slots of the reserved node: the learner's, and those that roll out."""
     return fleet.learner_ranks + fleet.local.rollout_slots
+
+
+def spot_slots(fleet: FleetConfig) -> int:
+    """Most spot slots that are there at a time."""
+    most = present = 0
+    for event in spot_trace(fleet).events:
+        if event.kind is TraceEventKind.ADD:
+            present += event.gpus
+        elif event.kind is TraceEventKind.REMOVE:
+            present -= event.gpus
+        most = max(most, present)
+    return most

@@ -48,13 +48,15 @@ _SOCKET_PATH_MAX = 107
 _SOCKET_BELOW = len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store.9999")
 _LOG_LINES = 20
 _made = itertools.count()
-_HEALTH = {
+_SYSTEM = {
     "health_check_initial_delay_ms": 2000,
-    "health_check_period_ms": 1000,
+    "health_check_period_ms": 100,
     "health_check_timeout_ms": 5000,
     "health_check_failure_threshold": 3,
+    "timeout_ms_task_wait_for_death_info": 100,
 }
-"""A machine that falls silent (SIGSTOP) is dead to Ray after some 15 s instead of a minute; a busy laptop must not look like one."""
+"""A killed node is dead to Ray and its callers within half a second; one that falls silent
+(SIGSTOP) is dead after some 16 s instead of a minute: a busy laptop must not look like one."""
 
 
 class LocalClusterError(Exception):
@@ -76,10 +78,14 @@ class LocalNode:
 
 
 class LocalCluster:
-    """Use :func:`local_cluster` to make one. Methods may be called from any thread."""
+    """Use :func:`local_cluster` to make one. Methods may be called from any thread.
+
+    Args:
+        id: in the marks of its processes; see ``guard.py``.
+    """
 
     def __init__(self, id: str, directory: Path, first: LocalNode, head: NodeProcesses) -> None:
-        self._id, self._directory, self._head = id, directory, head
+        self.id, self._directory, self._head = id, directory, head
         self._nodes: dict[str, tuple[LocalNode, NodeProcesses, str]] = {}
         self._lock = threading.Lock()
         self._count = 1
@@ -114,7 +120,7 @@ class LocalCluster:
                 )
             self._starting.add(name)
             number, self._count = self._count, self._count + 1
-        mark = f"{self._id}/{number}"
+        mark = f"{self.id}/{number}"
         try:
             handle = start_node(_request(name, kind, slots, mark), self.address)
         except raised_by_ray() as error:
@@ -161,7 +167,7 @@ class LocalCluster:
 
     def stop(self) -> None:
         """End every process of this cluster and remove its directory; may be called again."""
-        left = guard.end(f"{self._id}/")
+        left = guard.end(f"{self.id}/")
         with self._lock:
             handles = [self._head, *(handle for _, handle, _ in self._nodes.values())]
             self._nodes.clear()
@@ -224,7 +230,7 @@ def local_cluster(slots: int, name: str = "reserved-0") -> Iterator[LocalCluster
 
 
 def _first(id: str, directory: Path, name: str, slots: int) -> LocalCluster:
-    request = _request(name, NodeKind.RESERVED, slots, f"{id}/0", _HEALTH)
+    request = _request(name, NodeKind.RESERVED, slots, f"{id}/0", _SYSTEM)
     try:
         head = start_head(request, directory)
     except raised_by_ray() as error:

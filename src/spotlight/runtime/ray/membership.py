@@ -2,9 +2,10 @@
 
 A node *joins* when its agent has told what it is and it fits the head; one that does not fit is *refused*, once.
 Loss is seen two ways, whichever is first: Ray's list, and the question for notices that hangs at every agent and
-fails when the node dies. The second alone does not tell a dead node from a dead agent, so it only makes
-the thread look at the list at once and for a moment often. An agent that died on a living node is started again,
-with growing pauses.
+fails when the node dies. The second alone does not tell a dead node from a dead agent: where nobody listens any
+more at the port of the node's raylet, the node is lost, whatever the list says for some seconds yet; where
+there is no answer at all, the thread looks at the list at once and for a moment often. An agent that died on a
+living node is started again, with growing pauses.
 
 The listener is called in this thread, and must be quick.
 """
@@ -12,6 +13,8 @@ The listener is called in this thread, and must be quick.
 from __future__ import annotations
 
 import logging
+import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -41,6 +44,8 @@ _EAGER_S = 3.0
 _EAGER_PERIOD_S = 0.05
 _PAUSE_FIRST_S, _PAUSE_MOST_S = 2.0, 60.0
 _CALLS_AT_ONCE = 4
+_PROBE_S = 0.5
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Listener(Protocol):
@@ -122,6 +127,25 @@ def start_agent(node: RayNode, settings: NoticeSettings) -> ActorHandle:
     return handle
 
 
+def raylet_listens(node: RayNode) -> bool:
+    """False: its machine says that nobody listens at the raylet's port. Silence tells nothing, so it is True."""
+    try:
+        socket.create_connection((node.address, node.port), timeout=_PROBE_S).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def cause_of(error: RayError) -> str:
+    """What an actor died of, in one line, without the colours of a terminal."""
+    lines = [line.strip() for line in _COLOUR.sub("", str(error)).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return lines[-1] if "raised in its creation task" in lines[0] else lines[0]
+
+
 class Membership:
     """Use as a context manager; this process must be connected to Ray within it.
 
@@ -139,6 +163,7 @@ class Membership:
         self._listener, self._here, self._settings, self._clock = listener, here, settings, clock
         self._watched: dict[str, _Watched] = {}
         self._told: set[str] = set()
+        self._dead: set[str] = set()
         self._pace = _Pace(settings.period_s)
         self._asker = ThreadPoolExecutor(1, thread_name_prefix="ray-nodes")
         self._stop = threading.Event()
@@ -193,16 +218,20 @@ class Membership:
 
     def _look(self, rows: Sequence[Mapping[str, object]]) -> None:
         names = {ray_id: watched.node.name for ray_id, watched in self._watched.items()}
-        view = read_view(rows, names)
+        view = read_view([row for row in rows if row["NodeID"] not in self._dead], names)
         for ray_id, problem in view.problems.items():
             self._refuse(ray_id, problem)
         change = diff({ray_id: watched.node for ray_id, watched in self._watched.items()}, view.nodes)
         for node in change.lost:
-            watched = self._watched.pop(node.ray_id)
-            if watched.facts is not None:
-                self._listener.lost(node)
+            self._lose(self._watched[node.ray_id])
         for node in change.joined:
             self._watched[node.ray_id] = _Watched(node)
+
+    def _lose(self, watched: _Watched) -> None:
+        del self._watched[watched.node.ray_id]
+        self._dead.add(watched.node.ray_id)
+        if watched.facts is not None:
+            self._listener.lost(watched.node)
 
     def _refuse(self, ray_id: str, problem: Problem) -> None:
         if ray_id not in self._told:
@@ -238,8 +267,11 @@ class Membership:
         try:
             told = ray.get(answer)
         except RayError as error:
+            if not raylet_listens(watched.node):
+                self._lose(watched)
+                return
             self._pace.hurry(self._clock())
-            self._agent_failed(watched, str(error).strip())
+            self._agent_failed(watched, cause_of(error))
             return
         watched.failures = 0
         if watched.facts is None:
@@ -290,7 +322,7 @@ class Membership:
         if watched.facts is None:
             self._refuse(watched.node.ray_id, _no_agent(watched.node.name, why, pause_s))
         else:
-            log.info("node %s: its agent is gone (%s)", watched.node.name, why.partition("\n")[0])
+            log.info("node %s: its agent is gone (%s)", watched.node.name, why)
 
     def _dismiss(self, watched: _Watched) -> None:
         if watched.agent is not None:

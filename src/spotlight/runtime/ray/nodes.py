@@ -41,6 +41,7 @@ class RayNode:
         slots: workers or learner ranks it can hold, one each; 0: it holds only what needs none.
         gpus: whether a slot is a GPU.
         gpu_type: as the node's flags or Ray tell; ``cpu`` for CPU slots; empty: unknown.
+        port: of its raylet.
         session: directory on that node where Ray keeps its logs and sockets.
     """
 
@@ -51,6 +52,7 @@ class RayNode:
     gpus: bool
     gpu_type: str
     address: str
+    port: int
     session: str
 
 
@@ -130,7 +132,8 @@ def read_node(row: Mapping[str, object]) -> RayNode | Problem | None:
     gpu_type = _gpu_type(resources, labels) if gpus else "cpu"
     session = str(PurePosixPath(str(row.get("RayletSocketName") or "")).parent.parent)
     ray_id, count = str(row["NodeID"]), int(gpus or slots)
-    return RayNode(ray_id, name, kinds.pop(), count, bool(gpus), gpu_type, address, session)
+    port = int(str(row.get("NodeManagerPort") or 0))
+    return RayNode(ray_id, name, kinds.pop(), count, bool(gpus), gpu_type, address, port, session)
 
 
 def unique_name(node: RayNode, taken: Collection[str]) -> str:

@@ -37,7 +37,7 @@ from spotlight.runtime.observer import Observer
 from spotlight.runtime.outcome import conclude_run
 from spotlight.runtime.ray.connection import connected
 from spotlight.runtime.ray.drains import Drains
-from spotlight.runtime.ray.emulation import SIGTERM_GRACE_S, reserved_slots, spot_trace
+from spotlight.runtime.ray.emulation import SIGTERM_GRACE_S, reserved_slots, spot_slots, spot_trace
 from spotlight.runtime.ray.facts import NodeFacts, gather
 from spotlight.runtime.ray.fleet import Fleet, Prices
 from spotlight.runtime.ray.head import Head, Parts
@@ -184,7 +184,7 @@ def _threads(config: RunConfig) -> int:
     local = config.fleet.local
     if local.threads is not None:
         return local.threads
-    return max(1, (os.cpu_count() or 1) // max(1, local.rollout_slots + config.fleet.spot.nodes))
+    return max(1, (os.cpu_count() or 1) // max(1, local.rollout_slots + spot_slots(config.fleet)))
 
 
 # -- the run -------------------------------------------------------------------------------------------

@@ -1,0 +1,69 @@
+"""Settings of the fleet that contradict each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from spotlight.config.errors import Problem
+from spotlight.config.fleet import FleetConfig
+
+_BEATS_MIN = 3
+"""A lease outlives so many heartbeats: one that is lost or late must not cost work."""
+
+
+def fleet_problems(fleet: FleetConfig) -> Iterator[Problem]:
+    """Every contradiction among the keys of ``fleet``."""
+    yield from _where(fleet)
+    yield from _local(fleet)
+    degrees = list(fleet.sequence_parallel.degrees)
+    if degrees != sorted(set(degrees)):
+        yield Problem(
+            "fleet.sequence_parallel.degrees",
+            str(degrees),
+            "each degree once, ascending",
+            f"Set {sorted(set(degrees))}.",
+        )
+    if fleet.lease_s < _BEATS_MIN * fleet.heartbeat_s:
+        yield Problem(
+            "fleet.lease_s", f"{fleet.lease_s:g}",
+            f"at least {_BEATS_MIN} heartbeats ({_BEATS_MIN * fleet.heartbeat_s:g} s)",
+            "Raise it, or lower fleet.heartbeat_s.",
+        )  # fmt: skip
+
+
+def _where(fleet: FleetConfig) -> Iterator[Problem]:
+    """Keys of another driver, or of a cluster that is not ours to start."""
+    spot = fleet.spot
+    local = [name for name, value in (("nodes", spot.nodes), ("trace", spot.trace)) if value]
+    if fleet.driver == "inline":
+        keys = [*(["fleet.address"] if fleet.address else []), *(f"fleet.spot.{name}" for name in local)]
+        for key in keys:
+            yield Problem(key, "set", "nothing with fleet.driver=inline", "Set fleet.driver=ray, or leave it out.")
+        if fleet.learner_ranks > 1:
+            yield Problem(
+                "fleet.learner_ranks", str(fleet.learner_ranks), "1 with fleet.driver=inline",
+                "Start so many ranks with torchrun, or set fleet.driver=ray.",
+            )  # fmt: skip
+    elif fleet.address is not None:
+        for name in local:
+            yield Problem(
+                f"fleet.spot.{name}", "set", "nothing with fleet.address",
+                "Spot nodes are emulated on a local Ray only: leave one of the two keys out.",
+            )  # fmt: skip
+
+
+def _local(fleet: FleetConfig) -> Iterator[Problem]:
+    spot = fleet.spot
+    if spot.trace is not None and spot.nodes:
+        yield Problem(
+            "fleet.spot.nodes", str(spot.nodes), "0 with fleet.spot.trace",
+            "The trace says which nodes there are: leave one of the two keys out.",
+        )  # fmt: skip
+    alone = spot.trace is None and spot.nodes == 0 and fleet.local.rollout_slots == 0
+    if fleet.driver == "ray" and fleet.address is None and alone:
+        yield Problem(
+            "fleet.spot.nodes",
+            "0, with no other slot that rolls out",
+            "a slot that rolls out",
+            "Set fleet.spot.nodes or fleet.local.rollout_slots to at least 1, or name a fleet.spot.trace.",
+        )

@@ -1,0 +1,376 @@
+"""A real Ray on this machine: nodes that come, get notices, are killed; what Ray must do for us to rely on it.
+
+One cluster serves the whole file. Figures are printed: `pytest -s`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+ray = pytest.importorskip("ray")
+
+from ray._private import worker as ray_worker
+from ray._private.node import Node
+from ray._private.parameter import RayParams
+from ray._raylet import GcsClient
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from spotlight.config.errors import ConfigError, Problem
+from spotlight.core.types import NodeKind
+from spotlight.fleet.traces.events import Trace, TraceEvent, TraceEventKind
+from spotlight.runtime.ray import guard
+from spotlight.runtime.ray.connection import connected
+from spotlight.runtime.ray.drain import drain_node, draining_nodes
+from spotlight.runtime.ray.facts import NodeFacts, gather
+from spotlight.runtime.ray.local import LocalCluster, LocalClusterError, local_cluster
+from spotlight.runtime.ray.market import LocalMachines, Market
+from spotlight.runtime.ray.market_book import Fate
+from spotlight.runtime.ray.membership import Membership, MembershipSettings
+from spotlight.runtime.ray.nodes import RayNode, read_view, require_usable
+from spotlight.runtime.ray.notice_watch import NoticeSettings
+
+GRACE_S = 20.0
+SETTINGS = MembershipSettings(NoticeSettings("none", None, GRACE_S), period_s=0.3)
+
+
+class Heard:
+    """A listener that remembers what it was told, and when."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[float, str, str, object]] = []
+        self._changed = threading.Condition()
+
+    def joined(self, node: RayNode, facts: NodeFacts) -> None:
+        self._put("joined", node.name, (node, facts))
+
+    def lost(self, node: RayNode) -> None:
+        self._put("lost", node.name, node)
+
+    def noticed(self, node: RayNode, remaining_s: float, detail: str) -> None:
+        self._put("noticed", node.name, remaining_s)
+
+    def notice_cancelled(self, node: RayNode, detail: str) -> None:
+        self._put("cancelled", node.name, detail)
+
+    def refused(self, problem: Problem) -> None:
+        self._put("refused", problem.key, problem)
+
+    def _put(self, what: str, name: str, value: object) -> None:
+        with self._changed:
+            self.told.append((time.monotonic(), what, name, value))
+            self._changed.notify_all()
+
+    def wait(self, what: str, name: str, timeout_s: float = 20.0) -> tuple[float, object]:
+        """When it was told, and with what; forgets it."""
+
+        def found() -> tuple[float, str, str, object] | None:
+            return next((told for told in self.told if told[1:3] == (what, name)), None)
+
+        with self._changed:
+            assert self._changed.wait_for(lambda: found() is not None, timeout_s), f"no {what} of {name}: {self.told}"
+            told = found()
+            assert told is not None
+            self.told.remove(told)
+        return told[0], told[3]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    with local_cluster(1) as cluster, connected(cluster.address):
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def heard(cluster: LocalCluster) -> Iterator[Heard]:
+    heard = Heard()
+    with Membership(heard, gather(), SETTINGS):
+        heard.wait("joined", cluster.first.name)
+        yield heard
+
+
+@ray.remote(num_cpus=0, resources={"spotlight_slot": 1}, max_concurrency=2)
+class Holder:
+    """Stands for a worker: holds a slot, has a child process, and says something."""
+
+    def __init__(self) -> None:
+        self.child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        print("holder is up", flush=True)
+
+    def pids(self) -> tuple[int, int]:
+        return os.getpid(), self.child.pid
+
+    def hang(self) -> None:
+        time.sleep(600)
+
+
+def hold(node: str) -> ray.actor.ActorHandle:
+    return Holder.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
+
+
+def alive(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def gone(pids: set[int], within_s: float = 3.0) -> bool:
+    end_s = time.monotonic() + within_s
+    while any(map(alive, pids)):
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def since(began_s: float) -> str:
+    return f"{time.monotonic() - began_s:.2f} s"
+
+
+# -- what we rely on ----------------------------------------------------------------------------------------
+
+
+def test_private_parts_of_ray_are_what_the_adapters_call(cluster: LocalCluster) -> None:
+    assert {"ray_params", "head", "shutdown_at_exit", "spawn_reaper"} <= set(inspect.signature(Node).parameters)
+    parameters = set(inspect.signature(RayParams).parameters)
+    wanted = {"node_ip_address", "node_name", "env_vars", "no_monitor", "include_log_monitor", "gcs_address"}
+    assert wanted <= parameters, f"RayParams lost {wanted - parameters}: node_processes.py"
+    for name in ("kill_all_processes", "kill_dashboard", "dead_processes", "get_session_dir_path"):
+        assert callable(getattr(Node, name, None)), f"Node.{name} is gone: node_processes.py"
+    client = GcsClient(address=cluster.address)
+    assert callable(getattr(client, "drain_node", None)), "GcsClient.drain_node is gone: drain.py"
+    assert callable(getattr(client, "get_draining_nodes", None)), "GcsClient.get_draining_nodes is gone: drain.py"
+    assert callable(ray_worker.print_to_stdstream), "connection.py silences a function that Ray no more has"
+
+
+def test_constructors_of_threaded_actors_run_in_a_main_thread_that_takes_signals(cluster: LocalCluster) -> None:
+    @ray.remote(num_cpus=0, max_concurrency=4)
+    class Probe:
+        def __init__(self) -> None:
+            self.came = threading.Event()
+            self.main = threading.current_thread() is threading.main_thread()
+            signal.signal(signal.SIGTERM, lambda *_: self.came.set())
+
+        def where(self) -> tuple[bool, int]:
+            return self.main, os.getpid()
+
+        def wait(self) -> bool:
+            return self.came.wait(5.0)
+
+    probe = Probe.remote()
+    main, pid = ray.get(probe.where.remote(), timeout=20)
+    assert main, "agent.py sets its handler of SIGTERM in the constructor"
+    waiting = probe.wait.remote()
+    os.kill(pid, signal.SIGTERM)
+    assert ray.get(waiting, timeout=10), "the main thread of an actor no more runs Python's signal handlers"
+    ray.kill(probe)
+
+
+def test_everything_listens_on_the_loopback_interface(cluster: LocalCluster) -> None:
+    mine = {f"socket:[{inode}]" for pid in guard.marked(f"{cluster.id}/") for inode in sockets_of(pid)}
+    listening = [
+        (row.split()[1], f"socket:[{row.split()[9]}]")
+        for file in ("tcp", "tcp6")
+        for row in Path(f"/proc/net/{file}").read_text().splitlines()[1:]
+        if row.split()[3] == "0A"
+    ]
+    found = {address for address, socket in listening if socket in mine}
+    assert found
+    loopback = ("0100007F:", "0000000000000000FFFF00000100007F:", "00000000000000000000000001000000:")
+    assert not [address for address in found if not address.startswith(loopback)]
+
+
+def sockets_of(pid: int) -> Iterator[str]:
+    with suppress(OSError):
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                target = str(file.readlink())
+                if target.startswith("socket:["):
+                    yield target.removeprefix("socket:[").removesuffix("]")
+
+
+# -- a node's life ------------------------------------------------------------------------------------------
+
+
+def test_a_node_comes_gets_notice_and_is_killed(cluster: LocalCluster, heard: Heard) -> None:
+    began_s = time.monotonic()
+    node = cluster.add_node("alpha", NodeKind.SPOT, 2)
+    print(f"\nadded in {since(began_s)}", end="")
+    joined_s, told = heard.wait("joined", "alpha")
+    print(f", usable after {joined_s - began_s:.2f} s")
+    assert isinstance(told, tuple)
+    seen, facts = told
+    assert (seen.ray_id, seen.kind, seen.slots, seen.gpus, seen.gpu_type) == (
+        node.ray_id, NodeKind.SPOT, 2, False, "cpu",
+    )  # fmt: skip
+    assert (facts.spotlight, facts.torch, facts.boot_id) == (gather().spotlight, gather().torch, gather().boot_id)
+    assert alive(facts.agent_pid)
+
+    holder = hold(node.ray_id)
+    pids = set(ray.get(holder.pids.remote(), timeout=20))
+
+    began_s = time.monotonic()
+    cluster.notice("alpha")
+    heard_s, remaining_s = heard.wait("noticed", "alpha")
+    print(f"notice heard after {1000 * (heard_s - began_s):.0f} ms")
+    assert heard_s - began_s < 1.0
+    assert isinstance(remaining_s, float)
+    assert GRACE_S - 1 < remaining_s <= GRACE_S
+    wait_until(lambda: node.ray_id in draining_nodes())
+    assert ray.get(holder.pids.remote(), timeout=10), "what runs on a draining node goes on"
+
+    hanging = holder.hang.remote()
+    processes = guard.marked(f"{cluster.id}/1") | pids | {facts.agent_pid}
+    assert len(processes) >= 6
+    began_s = time.monotonic()
+    cluster.kill("alpha")
+    print(f"killed {len(processes)} processes in {since(began_s)}")
+    assert gone(processes), "a process of a killed node survives"
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(hanging, timeout=10)
+    print(f"a hanging call fails after {since(began_s)}")
+    lost_s, _ = heard.wait("lost", "alpha")
+    print(f"loss told after {lost_s - began_s:.2f} s")
+    assert lost_s - began_s < 5.0
+    wait_until(lambda: all(not row["Alive"] for row in ray.nodes() if row["NodeID"] == node.ray_id))
+    print(f"gone from Ray's list after {since(began_s)}")
+
+    again = cluster.add_node("alpha", NodeKind.SPOT, 1)
+    assert again.ray_id != node.ray_id
+    _, told = heard.wait("joined", "alpha")
+    assert isinstance(told, tuple)
+    assert told[0].ray_id == again.ray_id
+    cluster.kill("alpha")
+    heard.wait("lost", "alpha")
+
+
+def wait_until(true: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+
+
+def test_an_agent_that_dies_on_a_living_node_comes_back(cluster: LocalCluster, heard: Heard) -> None:
+    node = cluster.add_node("beta", NodeKind.SPOT, 1)
+    _, told = heard.wait("joined", "beta")
+    assert isinstance(told, tuple)
+    os.kill(told[1].agent_pid, signal.SIGKILL)
+    file = cluster.session / f"spotlight_agent_{node.ray_id}.pid"
+    wait_until(lambda: int(file.read_text()) != told[1].agent_pid, 15.0)
+    cluster.notice("beta")
+    heard.wait("noticed", "beta")
+    assert not [item for item in heard.told if item[1] == "lost"]
+    cluster.kill("beta")
+    heard.wait("lost", "beta")
+
+
+def test_nodes_that_are_not_there(cluster: LocalCluster) -> None:
+    with pytest.raises(LocalClusterError, match="no node 'nowhere'"):
+        cluster.kill("nowhere")
+    with pytest.raises(LocalClusterError, match="there already"):
+        cluster.add_node(cluster.first.name, NodeKind.SPOT, 1)
+
+
+def test_the_view_of_a_real_cluster_is_usable(cluster: LocalCluster) -> None:
+    view = read_view(ray.nodes())
+    assert [node.name for node in view.nodes.values()] == [cluster.first.name]
+    require_usable(view, 1, "this cluster")
+    with pytest.raises(ConfigError, match=r"fleet\.learner_ranks: found 2"):
+        require_usable(view, 2, "this cluster")
+
+
+def test_draining_that_fails_is_logged_and_no_more(cluster: LocalCluster, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", "spotlight.runtime.ray.drain"):
+        assert not drain_node("no hex", 5.0, "a test")
+    assert "no hex" in caplog.text
+
+
+def test_logs_of_a_worker_are_found(cluster: LocalCluster, heard: Heard) -> None:
+    from spotlight.runtime.ray.worker_logs import log_tail
+
+    node = read_view(ray.nodes()).nodes[cluster.first.ray_id]
+    holder = hold(node.ray_id)
+    pid, _ = ray.get(holder.pids.remote(), timeout=20)
+    logs = Path(node.session) / "logs"
+    assert "holder is up" in log_tail(logs, pid, None, 20)
+    assert "holder is up" in log_tail(logs, None, "Holder", 20)
+    ray.kill(holder)
+
+
+def test_a_trace_is_played(cluster: LocalCluster, heard: Heard) -> None:
+    add, notice, remove = TraceEventKind
+    events = (
+        TraceEvent(0.0, add, "m1", 1),
+        TraceEvent(0.0, add, "m2", 2),
+        TraceEvent(0.1, remove, "m2", 2),
+        TraceEvent(4.0, notice, "m1", 1),
+        TraceEvent(4.5, remove, "m1", 1),
+    )
+    with Market(Trace(events, 5.0, "a test"), LocalMachines(cluster)) as market:
+        heard.wait("joined", "m1")
+        heard.wait("noticed", "m1")
+        heard.wait("lost", "m1")
+        assert market.wait(10)
+    fates = {(deed.kind, deed.node): deed.fate for deed in market.book.deeds}
+    assert fates[(remove, "m1")] is fates[(notice, "m1")] is fates[(add, "m1")] is Fate.DONE
+    assert fates[(remove, "m2")] is Fate.SKIPPED, "it was taken before its turn to come up"
+    print("\n", market.book.summary(), [round(late, 2) for late in market.book.lateness_s(remove)])
+    assert all(late < 1.0 for late in market.book.lateness_s(remove))
+    assert [node.name for node in cluster.nodes()] == [cluster.first.name]
+
+
+# -- nothing is left ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_of_an_owner_that_is_ended(end: signal.Signals) -> None:
+    program = textwrap.dedent(
+        """
+        import subprocess, time
+        from spotlight.core.types import NodeKind
+        from spotlight.runtime.ray.local import local_cluster
+        with local_cluster(1) as cluster:
+            print(cluster.id, cluster.session, flush=True)
+            cluster.add_node("x", NodeKind.SPOT, 1)
+            print("up", flush=True)
+            time.sleep(600)
+        """
+    )
+    owner = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert owner.stdout is not None
+    name, session = owner.stdout.readline().split()
+    if end is signal.SIGKILL:
+        assert owner.stdout.readline() == "up\n"
+    else:
+        time.sleep(0.2)  # in the middle of bringing a node up
+    assert guard.marked(f"{name}/")
+    owner.send_signal(end)
+    owner.wait(20)
+    wait_until(lambda: not guard.marked(f"{name}/"))
+    wait_until(lambda: not Path(session).parent.exists())
+    owner.stdout.close()
+
+
+def test_a_later_run_ends_what_an_earlier_one_left(tmp_path: Path) -> None:
+    dead = "999999999.1.0"
+    left = subprocess.Popen(["sleep", "600"], env={**os.environ, guard.MARK: f"{dead}/0"})
+    (tmp_path / dead).mkdir()
+    (tmp_path / f"{guard.owner_of(os.getpid())}.7").mkdir()
+    wait_until(lambda: dead in guard.clusters())
+    assert guard.sweep(tmp_path) == 1
+    assert left.wait(5) == -signal.SIGKILL
+    assert [path.name for path in tmp_path.iterdir()] == [f"{guard.owner_of(os.getpid())}.7"]
