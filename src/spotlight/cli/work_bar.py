@@ -39,6 +39,9 @@ class WorkBar:
             self._task = self._progress.add_task(phase.value, total=total)
         self._progress.update(self._task, completed=done, total=total, description=phase.value)
 
+    def billed(self, cost_usd: float) -> None:
+        """Nothing to draw."""
+
     def evaluated(self, iteration: int, row: Mapping[str, float]) -> None:
         """Nothing to draw."""
 

@@ -1,4 +1,4 @@
-"""Nodes that were announced to be taken: Ray is told at once, the cloud once they are empty."""
+"""Nodes that were announced to be taken: the cloud is told once nothing works on them any more."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ class Drains:
     """Watches the controller's nodes. For the loop's thread only.
 
     Attributes:
-        announced: a node was noticed; its deadline in seconds from now.
         emptied: nothing works on a noticed node any more; how long stopping its work took, in seconds.
     """
 
-    announced: Callable[[NodeId, float], None]
     emptied: Callable[[NodeId, float], None]
     _noticed: set[NodeId] = field(default_factory=set)
     _draining: dict[NodeId, float] = field(default_factory=dict)
@@ -28,10 +26,6 @@ class Drains:
         """After every event: O(noticed nodes), and O(nodes) where some were noticed."""
         if not cluster.noticed and not self._noticed:
             return
-        for node in cluster.noticed - self._noticed:
-            deadline_s = cluster.hosts[node].deadline_s
-            assert deadline_s is not None
-            self.announced(node, deadline_s - now)
         gone = self._noticed - cluster.noticed
         for node in gone:
             self._draining.pop(node, None)

@@ -18,7 +18,7 @@ Invariants
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
@@ -115,13 +115,13 @@ class Head:
     _payroll: dict[WorkerId, WorkerId] = field(default_factory=dict)
     _lives: dict[NodeId, int] = field(default_factory=dict)
     _committing: AbstractContextManager[Path] | None = None
-    _checkpoint: Path | None = None
+    _start_from: Path | None = None
     _over: bool = False
     _stop_requested: bool = False
     _failure: Exception | None = None
     _accounted_s: float = 0.0
     _own: _Counters = field(default_factory=_Counters)
-    _seconds: Counter[Phase] = field(default_factory=Counter)
+    _seconds: defaultdict[Phase, float] = field(default_factory=lambda: defaultdict(float))
 
     # -- the loop --------------------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ class Head:
         Raises:
             Exception: what made it impossible to go on (the keeper is gone, the disk is full).
         """
-        self._parts, self._checkpoint = parts, checkpoint
+        self._parts, self._start_from = parts, checkpoint
         self._accounted_s = self.clock()
         self._listen()
         self._begin()
@@ -157,7 +157,7 @@ class Head:
                 self.parts.prompts, lambda: self._announce(manifest, lambda: self.tell(ev.RunStarted()))
             )
 
-        learner.restore(self._checkpoint, self.parts.controller.cluster.lineage, stands)
+        learner.restore(self._start_from, self.parts.controller.cluster.lineage, stands)
 
     def export(self) -> Path:
         """Have the learner export the judged weights into the run directory, once the run is over."""
@@ -298,7 +298,7 @@ class Head:
                 self._checkpoint(effect)
             case ef.RollBack(position):
                 undone = parts.book.undo(position, parts.attempt)
-                parts.observer.note(f"{undone} ledger records after the checkpoint are undone")
+                self.note(f"{undone} ledger records after the checkpoint are undone")
             case ef.RestoreLearner():
                 self._restore(effect)
             case ef.FinishRun(error):

@@ -167,14 +167,13 @@ class ActorStarter:
             str(Path.cwd()),
             berth.threads,
         )
-        make = ray.remote(WorkerActor).options(
+        make = ray.remote(concurrency_groups=_GROUPS)(WorkerActor).options(
             name=self._name(order),
             num_cpus=0,
             num_gpus=1 if berth.gpus else 0,
             resources=None if berth.gpus else {SLOT: 1},
             max_restarts=0,
             max_task_retries=0,
-            concurrency_groups=_GROUPS,
             runtime_env={"env_vars": {_VISIBLE: "1"}} if berth.gpus else None,
             scheduling_strategy=NodeAffinitySchedulingStrategy(berth.ray_id, soft=False),
         )
