@@ -1,4 +1,4 @@
-"""Which of Ray's nodes are what to the controller: who trains, who rolls out, at what price. Pure but for names.
+"""Which of Ray's nodes are what to the controller: who trains, who rolls out, at what price. Pure.
 
 Learner ranks go to reserved nodes: as few as possible when the run begins, then to whichever reserved node
 comes in place of one that was lost. A node that holds some ranks and has slots left is two nodes to the
@@ -32,24 +32,28 @@ class Fleet:
 
     Attributes:
         ranks: learner ranks of the run.
-        planned: ranks by Ray's id, of reserved nodes that were there when the run began.
+        planned: ranks by Ray's id, of reserved nodes that were there when the run began and did not join yet.
     """
 
     ranks: int
     prices: Prices
-    planned: dict[str, int]
+    planned: dict[str, tuple[RayNode, int]]
     _nodes: dict[str, tuple[RayNode, tuple[Node, ...]]] = field(default_factory=dict)
 
     @classmethod
     def plan(cls, ranks: int, prices: Prices, nodes: Sequence[RayNode]) -> Fleet:
         """For the nodes that are there when the run begins. Raises ConfigError: too few reserved slots."""
-        return cls(ranks, prices, dict(place_learner(nodes, ranks)))
+        placed = place_learner(nodes, ranks)
+        return cls(
+            ranks, prices, {node.ray_id: (node, placed[node.ray_id]) for node in nodes if node.ray_id in placed}
+        )
 
     def join(self, node: RayNode) -> tuple[Node, ...]:
         """What the controller is told of a node of Ray's."""
-        held = min(self.planned.pop(node.ray_id, 0), node.slots)
+        _, planned = self.planned.pop(node.ray_id, (node, 0))
+        held = min(planned, node.slots)
         if node.kind is NodeKind.RESERVED and not held:
-            held = min(node.slots, self.ranks - self._placed - sum(self.planned.values()))
+            held = min(node.slots, self.ranks - self._placed)
         parts = split_node(node, held, self.prices.of(node.kind), ranks_roll_out=False)
         nodes = tuple(part.node for part in parts)
         self._nodes[node.ray_id] = node, nodes
@@ -74,12 +78,13 @@ class Fleet:
 
     @property
     def learner_slots(self) -> Mapping[str, tuple[RayNode, int]]:
-        """Ray's nodes that train, each with how many ranks it holds."""
-        return {
+        """Ray's nodes that train, or will, each with how many ranks it holds."""
+        joined = {
             ray_id: (ray_node, sum(node.gpus for node in nodes if node.trains))
             for ray_id, (ray_node, nodes) in self._nodes.items()
             if any(node.trains for node in nodes)
         }
+        return {**self.planned, **joined}
 
     @property
     def _placed(self) -> int:
