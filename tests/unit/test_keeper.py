@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -198,3 +200,8 @@ def test_senders_that_left_leave_nothing_behind(tmp_path: Path) -> None:
         assert len(room._turns) == 0
 
     played(scene, tmp_path)
+
+
+def test_the_keepers_process_starts_without_torch() -> None:
+    program = "import sys, spotlight.runtime.ray.keeper_actor; print({'torch', 'ray', 'diffusers'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "set()\n"
