@@ -176,7 +176,7 @@ class Testbed:
 def measure(
     keeper: Any, testbed: Testbed, megabytes: Sequence[float], batches: Sequence[int], rounds: int
 ) -> tuple[list[Case], dict[int, list[float]]]:
-    """Commits of every case and testbed steps of every batch, taking turns; the first round does not count."""
+    """Commits of every case and testbed steps of every batch, in turns; the first round does not count."""
     cases = make_cases(testbed.start, megabytes, batches)
     resting = {batch: testbed.start(batch) for batch in batches}
     steps_s: dict[int, list[float]] = {batch: [] for batch in batches}
@@ -217,16 +217,14 @@ def row(case: Case, steps_s: dict[int, list[float]]) -> dict[str, Any]:
 
 def _spread_ms(seconds: Sequence[float]) -> dict[str, float]:
     first, median, third = statistics.quantiles(seconds, n=4, method="inclusive")
-    return {
-        name: 1000 * value for name, value in zip(("median", "q1", "q3"), (median, first, third), strict=True)
-    }
+    return {"median": 1000 * median, "q1": 1000 * first, "q3": 1000 * third}
 
 
 def show(console: Console, rows: Sequence[dict[str, Any]], rounds: int) -> None:
     """The table, and where the goal is met."""
     table = Table(
-        title=f"A commit to the keeper, {rounds} rounds: median ms [quartiles], and its share of a step",
-        caption=f"goal: below {GOAL_SHARE:.0%}. 20B: published times of one picture on an H20, times the batch",
+        title=f"A commit to the keeper, {rounds} rounds: median ms (and quartiles), and its share of a step",
+        caption=f"goal: below {GOAL_SHARE:.0%}. 20B: published times of one picture, times the batch",
     )
     for column in ("state", "batch", "pack", "deliver", "commit", "testbed step", "share"):
         table.add_column(column, justify="left" if column == "state" else "right")
@@ -240,7 +238,7 @@ def show(console: Console, rows: Sequence[dict[str, Any]], rounds: int) -> None:
             str(each["batch"]),
             f"{times[0]['median']:.2f}",
             f"{times[1]['median']:.2f}",
-            *(f"{t['median']:.1f} [{t['q1']:.1f}, {t['q3']:.1f}]" for t in times[2:]),
+            *(f"{t['median']:.1f} ({t['q1']:.0f}-{t['q3']:.0f})" for t in times[2:]),
             *(f"{share:.1%}" for share in shares),
         )
     console.print(table)
@@ -271,10 +269,8 @@ def main(
             "utc": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": about,
             "goal": {"share_of_step": GOAL_SHARE},
-            "published_step_ms": {
-                "what": "Qwen-Image 20B, H20, one picture, SP 1; not measured here",
-                **PUBLISHED_MS,
-            },
+            "published_step_ms": PUBLISHED_MS,
+            "published": "Qwen-Image 20B, H20, one picture, SP 1; not measured here",
             "rows": rows,
         }
         json.parent.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import subprocess
 import sys
 import threading
@@ -203,5 +204,23 @@ def test_senders_that_left_leave_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_the_keepers_process_starts_without_torch() -> None:
-    program = "import sys, spotlight.runtime.ray.keeper_actor; print({'torch', 'ray', 'diffusers'} & set(sys.modules))"
+    program = (
+        "import sys, spotlight.runtime.ray.keeper_actor\n"
+        "print({'torch', 'ray', 'diffusers'} & set(sys.modules))"
+    )
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "set()\n"
+
+
+@pytest.mark.parametrize("thing", [progress("r1", 3, 1000), Kept(3, b"x" * 1000)], ids=["value", "kept"])
+def test_values_are_pickled_beside_their_bytes_which_become_our_own(thing: Value | Kept) -> None:
+    for protocol in range(2, 6):
+        assert pickle.loads(pickle.dumps(thing, protocol)) == thing
+    buffers: list[pickle.PickleBuffer] = []
+    packed = pickle.dumps(thing, protocol=5, buffer_callback=buffers.append)
+    assert len(packed) < 300
+    assert [bytes(buffer) for buffer in buffers] == [thing.data]
+    lent = bytearray(thing.data)  # memory of the transport, which may use it for something else
+    back = pickle.loads(packed, buffers=[memoryview(lent)])
+    lent[:] = bytes(len(lent))
+    assert back == thing
+    assert type(back.data) is bytes

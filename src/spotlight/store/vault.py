@@ -23,10 +23,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from operator import index
 from pathlib import Path
-from typing import TypeAlias
+from pickle import PickleBuffer
+from typing import SupportsIndex, TypeAlias
 
 from spotlight.store.errors import StoreError, storage_error
 from spotlight.store.spill import Damaged, SpillFolder
@@ -45,6 +47,15 @@ class Kept:
 
     step: int
     data: bytes
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., Kept], tuple[object, ...]]:
+        # The bytes out of band: a cluster's transport then moves them as they are, in half the time.
+        data = PickleBuffer(self.data) if index(protocol) >= 5 else self.data
+        return _kept, (self.step, data)
+
+
+def _kept(step: int, data: bytes | memoryview) -> Kept:
+    return Kept(step, bytes(data))  # a view's memory is the transport's: not to be held
 
 
 @dataclass(frozen=True, slots=True)
