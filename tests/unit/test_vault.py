@@ -203,12 +203,31 @@ def test_a_damaged_file_is_absent_and_logged(
 
 
 FULL_DISK = """
-import resource, sys
+import errno, resource, sys
 from pathlib import Path
 from spotlight.store.errors import StoreError
 from spotlight.store.vault import Kept, Vault
 
-vault = Vault(Path(sys.argv[1]), 100_000)
+directory, filler = Path(sys.argv[1]), Path(sys.argv[1], "filler")
+
+def fill():
+    if sys.argv[2] == "file-size-limit":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+        return
+    with filler.open("wb", buffering=0) as file:
+        try:
+            while file.write(bytes(4096)):
+                pass
+        except OSError as error:
+            assert error.errno == errno.ENOSPC, error
+
+def free():
+    if sys.argv[2] == "file-size-limit":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    else:
+        filler.unlink()
+
+vault = Vault(directory, 100_000)
 acknowledged = {}
 def put(name, size, step=0):
     data = name.encode()[:1] * size
@@ -216,7 +235,7 @@ def put(name, size, step=0):
     acknowledged[name] = Kept(step, data)
 for i in range(12):
     put(f"{i} before", 10_000)                            # ten in memory, two on disk
-resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))  # no longer files: EFBIG
+fill()
 refused = []
 later = [("new", 10_000, 0), ("5 before", 12_000, 1), ("large", 90_000, 0), ("0 before", 90_000, 7)]
 for name, size, step in later:
@@ -230,18 +249,28 @@ assert refused == ["new", "5 before", "large", "0 before"], refused
 put("6 before", 10_000, 2)                                # in place of an older step: needs no room
 assert {name: vault.get("progress", name) for name in acknowledged} == acknowledged
 assert vault.names("progress") == set(acknowledged) and vault.usage().memory_bytes <= 100_000
-resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+free()
 for name, size, step in later:
     put(name, size, step)
 assert {name: vault.get("progress", name) for name in acknowledged} == acknowledged
-left = sorted(path.name for path in Path(sys.argv[1]).rglob(".writing-*"))
+left = sorted(path.name for path in directory.rglob(".writing-*"))
 assert left == [], left
 print("sound")
 """
 
 
-def test_a_full_disk_refuses_the_new_value_and_loses_no_other(tmp_path: Path) -> None:
-    told = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True)
+UNSHARE = ["unshare", "-rm"]
+MAY_MOUNT = shutil.which("unshare") and not subprocess.call([*UNSHARE, "true"], stderr=subprocess.DEVNULL)
+NEEDS_MOUNT = pytest.mark.skipif(not MAY_MOUNT, reason="needs the right to mount a small file system")
+
+
+@pytest.mark.parametrize("full", ["file-size-limit", pytest.param("no-space", marks=NEEDS_MOUNT)])
+def test_a_full_disk_refuses_the_new_value_and_loses_no_other(full: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FULL_DISK, str(tmp_path), full]
+    if full == "no-space":
+        mounted = 'mount -t tmpfs -o size=400k none "$1" && shift && exec "$@"'
+        command = [*UNSHARE, "sh", "-c", mounted, "sh", str(tmp_path), *command]
+    told = subprocess.run(command, capture_output=True, text=True)
     assert (told.stdout, told.stderr) == ("sound\n", "")
 
 

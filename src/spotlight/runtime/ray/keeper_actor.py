@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from spotlight.runtime.ray.keeper import KeeperRoom
 from spotlight.store.vault import Vault
@@ -49,5 +49,4 @@ def start_keeper(directory: Path, memory_bytes: int, *, node: str) -> ActorHandl
         max_concurrency=CONCURRENT_CALLS,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
     )
-    handle: ActorHandle[Any] = actor.remote(str(directory), memory_bytes)
-    return handle
+    return cast("ActorHandle[Any]", actor.remote(str(directory), memory_bytes))
