@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from torch import Tensor
 
 import _measure
+import commit_overhead
 import regroup
 import rollout_loop
 import training_step
@@ -119,3 +120,22 @@ def test_survivors_are_back_sooner_than_a_restart(tmp_path: Path, capsys: pytest
         assert min(found.values()) > 0
         assert sum(found[phase] for phase in phases[:-1]) == pytest.approx(found["total"])
     assert seconds["regroup"]["total"] < seconds["restart"]["total"]
+
+
+@pytest.mark.slow  # it starts a Ray
+def test_a_commits_cost_is_told_as_a_share_of_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "commit.json"
+    commit_overhead.main(megabytes=[0.1], batch=[2], rounds=2, json=path)
+    assert "20B at 1024x1024: at most" in " ".join(capsys.readouterr().out.split())
+    testbed, made = json.loads(path.read_text())["rows"]
+    assert (testbed["state"], made["state"]) == ("testbed", "0.1 MB")
+    assert 0.1e6 < made["parcel_bytes"] < 0.103e6
+    for row in (testbed, made):
+        assert {part: len(taken) for part, taken in row["seconds"].items()} == {"pack": 2, "deliver": 2}
+        commit_ms = row["commit_ms"]["median"]
+        assert 0 < row["pack_ms"]["median"] < commit_ms
+        step_ms = row["testbed_step_ms"]["median"]
+        assert row["share_of_testbed_step"] == pytest.approx(commit_ms / step_ms)
+        assert row["share_of_published_step"]["512x512"] == pytest.approx(commit_ms / (2 * 155))

@@ -1,262 +1,359 @@
 """Values that outlive whoever made them: bounded memory, the rest on disk.
 
-A value has a kind, a name, a mark and a step. Of one (kind, name, mark) the latest step counts: an earlier or
-equal one is refused, whoever brings it. Different marks do not touch each other.
+A value is bytes under (kind, name, mark), and the step it is of: a later step replaces an older one. What
+was used least recently moves to disk, one file a value; it is read from there as often as it is asked for.
 
-Invariants
-    1. The bytes in memory never exceed the bound; the values used longest ago are on disk instead.
-    2. What was put and not replaced or dropped can be read again, unless its file was damaged: that is found
-       by its checksum, logged, and the value counts as absent.
-    3. A put that fails (a full disk) changes nothing.
+Invariants:
+- The values in memory never take more than ``memory_bytes``, those on their way to disk included. (What a
+  caller still holds of what it put or got is the caller's.)
+- :meth:`Vault.put` returns once the value is in place. If it raises, everything is as it was before.
+- Bytes that are not those that were put are never given out: each file carries a checksum.
+- A file is in the index only once it is written whole; one that left the index is deleted.
 
-A vault's directory lives as long as the vault: what a dead process left in it is removed.
+Files hold the values of one process only, so they are not forced to the disk: what they must survive is lack
+of memory, not a power cut. Each process has a folder of its own, which it holds locked while it lives; those
+that nobody holds are deleted by whoever comes next.
+
+Locks: ``_index_lock`` guards the index and is never held while a file is written or read. ``_room_lock``
+makes those who need room take turns, so two never move the same value; values that fit do not wait for it.
 """
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import logging
-import os
-import shutil
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
-from itertools import count
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from operator import index
 from pathlib import Path
-from typing import Self, TypeAlias
+from pickle import PickleBuffer
+from typing import SupportsIndex, TypeAlias
 
 from spotlight.store.errors import StoreError, storage_error
-from spotlight.store.files import write_atomically
+from spotlight.store.spill import Damaged, SpillFolder
 
-_CHECKSUM_BYTES = 32
-_LOCK = "lock"
-_log = logging.getLogger(__name__)
+log = logging.getLogger("spotlight.store")
 
-Key: TypeAlias = tuple[str, str, str]
-"""Kind, name, mark."""
+_LARGE_SHARE = 8
+"""A value of more than this part of the memory goes to disk at once: in memory it would push out many."""
+
+_Key: TypeAlias = tuple[str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A value, and its step."""
+    """A value, and the step it is of."""
 
     step: int
     data: bytes
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., Kept], tuple[object, ...]]:
+        # The bytes out of band: a cluster's transport then moves them as they are, in half the time.
+        data = PickleBuffer(self.data) if index(protocol) >= 5 else self.data
+        return _kept, (self.step, data)
+
+
+def _kept(step: int, data: bytes | memoryview) -> Kept:
+    return Kept(step, bytes(data))  # a view's memory is the transport's: not to be held
+
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a vault holds.
+    """What a vault holds, and what it did.
 
     Attributes:
-        spills: values written to disk since it was opened.
+        memory_bytes: of values in memory, or on their way from there to disk.
+        disk_bytes: of values on disk.
+        values: how many there are.
+        values_on_disk: how many of them are on disk.
+        spills: values written to disk so far.
+        damaged: values lost so far because their file was not as it was written.
     """
 
-    values: int
     memory_bytes: int
     disk_bytes: int
+    values: int
+    values_on_disk: int
     spills: int
+    damaged: int
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A value in the index: in memory (``data``) or on disk (``path``), never both.
+
+    Attributes:
+        moving: somebody writes it to disk, and gives its memory back.
+    """
+
+    key: _Key
+    step: int
+    size: int
+    data: bytes | None = None
+    path: Path | None = None
+    moving: bool = False
 
 
 @dataclass(slots=True)
-class _Entry:
-    """A value in memory (``data``) or on disk (``path``)."""
+class _Index:
+    """Every value, by kind and name and mark, those in memory also by use. Pure bookkeeping."""
 
-    step: int
-    size: int
-    data: bytes | None
-    path: Path | None = None
+    kinds: dict[str, dict[str, dict[str, _Entry]]] = field(default_factory=dict)
+    recent: OrderedDict[_Key, _Entry] = field(default_factory=OrderedDict)
+    memory_bytes: int = 0
+    disk_bytes: int = 0
+    values: int = 0
+
+    def find(self, key: _Key) -> _Entry | None:
+        kind, name, mark = key
+        return self.kinds.get(kind, {}).get(name, {}).get(mark)
+
+    def add(self, entry: _Entry) -> None:
+        kind, name, mark = entry.key
+        self.kinds.setdefault(kind, {}).setdefault(name, {})[mark] = entry
+        self.values += 1
+        if entry.path is None:
+            self.recent[entry.key] = entry
+            self.memory_bytes += entry.size
+        else:
+            self.disk_bytes += entry.size
+
+    def remove(self, entry: _Entry) -> None:
+        """Forget a value. The memory of one that is moving is given back by whoever moves it."""
+        kind, name, mark = entry.key
+        marks = self.kinds[kind][name]
+        del marks[mark]
+        if not marks:
+            del self.kinds[kind][name]
+        self.values -= 1
+        if entry.path is None:
+            del self.recent[entry.key]
+            self.memory_bytes -= 0 if entry.moving else entry.size
+        else:
+            self.disk_bytes -= entry.size
+
+    def move_to(self, entry: _Entry, path: Path) -> None:
+        """The value is on disk now."""
+        del self.recent[entry.key]
+        entry.data, entry.path = None, path
+        self.disk_bytes += entry.size
+
+    def under(self, kind: str, name: str) -> list[_Entry]:
+        return list(self.kinds.get(kind, {}).get(name, {}).values())
 
 
 class Vault:
-    """See the module's docstring. May be used from several threads.
+    """See the module's docstring. Any thread may call.
 
     Args:
-        directory: for what does not fit into memory; made if it is missing, of this vault alone.
-        memory_bytes: bound of the values' bytes in memory.
+        directory: for the files; made if it is not there. Several processes may share it.
+        memory_bytes: the most that values take in memory.
 
     Raises:
-        StoreError: the directory cannot be used, or another vault uses it.
+        StoreError: the directory cannot be used.
     """
 
     def __init__(self, directory: Path, memory_bytes: int) -> None:
         if memory_bytes < 0:
-            raise ValueError(f"memory_bytes is {memory_bytes}; expected at least 0")
-        self._directory, self._bound = directory, memory_bytes
-        self._lock_file = _claimed(directory)
-        self._entries: OrderedDict[Key, _Entry] = OrderedDict()
-        self._names: dict[str, dict[str, set[str]]] = {}
-        self._lock = threading.RLock()
-        self._numbers = count()
-        self._memory = self._disk = self._spills = 0
+            raise ValueError(f"memory_bytes is {memory_bytes}; expected 0 (everything on disk) or more")
+        self._memory_bytes = memory_bytes
+        self._index = _Index()
+        self._index_lock, self._room_lock = threading.Lock(), threading.Lock()
+        self._spills = self._damaged = 0
+        self._closed = False
+        self._folder = SpillFolder.claim(directory)
 
     def put(self, kind: str, name: str, data: bytes, *, mark: str = "", step: int = 0) -> bool:
-        """Keep a value. Returns False when an equal or later step is there already.
+        """Keep a value; False when an equal or later step of it is there.
 
         Raises:
-            StoreError: it fits neither into memory nor on the disk; everything is as before.
+            StoreError: the disk is full or not writable. The value is refused; nothing else is lost.
         """
-        key = (kind, name, mark)
-        with self._lock:
-            there = self._entries.get(key)
-            if there is not None and there.step >= step:
+        entry = _Entry((kind, name, mark), step, len(data), data)
+        if len(data) * _LARGE_SHARE > self._memory_bytes:
+            return self._put_on_disk(entry)
+        with self._index_lock:
+            if not self._wanted(entry):
                 return False
-            entry = _Entry(step, len(data), data)
-            if len(data) > self._bound:
-                self._write(key, entry)
-            else:
-                self._make_room(len(data) - (there.size if there and there.data is not None else 0), but=key)
-            if there is not None:
-                self._remove(key)
-            self._entries[key] = entry
-            self._names.setdefault(kind, {}).setdefault(name, set()).add(mark)
-            if entry.path is None:
-                self._memory += entry.size
-            else:
-                self._disk += entry.size
-            return True
+            replaced = self._place(entry) if self._fits(entry) else None
+        if replaced is None:
+            with self._room_lock:
+                replaced = self._make_room(entry)
+        if replaced is not None:
+            _delete(replaced)
+        return replaced is not None
 
     def get(self, kind: str, name: str, mark: str = "") -> Kept | None:
-        """A value; None when it is not there."""
+        """The latest step of a value; None when there is none, or (logged) its file is damaged."""
         key = (kind, name, mark)
-        with self._lock:
-            entry = self._entries.get(key)
-            if entry is None:
-                return None
-            if entry.data is not None:
-                self._entries.move_to_end(key)
-                return Kept(entry.step, entry.data)
-            assert entry.path is not None
-            data = _read(entry.path)
-            if data is None:
-                self._remove(key)
-                return None
-            return Kept(entry.step, data)
+        while True:
+            with self._index_lock:
+                entry = self._index.find(key)
+                if entry is None:
+                    return None
+                if entry.data is not None:
+                    self._index.recent.move_to_end(key)
+                    return Kept(entry.step, entry.data)
+                path = entry.path
+            assert path is not None
+            try:
+                return Kept(entry.step, self._folder.read(path, _label(entry)))
+            except Damaged as damage:
+                if self._lose(entry):
+                    log.error("%s. The value is gone, and whoever needs it has to make it again.", damage)
+                    return None
+                # Else it was replaced or dropped while we looked: look again.
 
     def step_of(self, kind: str, name: str, mark: str = "") -> int | None:
-        """The step of a value; None when it is not there."""
-        with self._lock:
-            entry = self._entries.get((kind, name, mark))
+        """The step of a value; None when there is none."""
+        with self._index_lock:
+            entry = self._index.find((kind, name, mark))
             return None if entry is None else entry.step
 
     def drop(self, kind: str, names: Iterable[str]) -> None:
-        """Forget values, whatever their marks."""
-        with self._lock:
-            for name in names:
-                for mark in list(self._names.get(kind, {}).get(name, ())):
-                    self._remove((kind, name, mark))
+        """Forget values, of whatever mark; names that are not there are no matter."""
+        with self._index_lock:
+            gone = [entry for name in names for entry in self._index.under(kind, name)]
+            for entry in gone:
+                self._index.remove(entry)
+        _delete(gone)
 
     def keep_only(self, kind: str, names: Collection[str]) -> int:
-        """Forget all other values of a kind; returns how many."""
-        wanted = set(names)
-        with self._lock:
-            others = [
-                (kind, name, mark)
-                for name, marks in self._names.get(kind, {}).items()
-                if name not in wanted
-                for mark in marks
-            ]
-            for key in others:
-                self._remove(key)
-            return len(others)
+        """Forget all values of a kind but those of ``names``; how many went."""
+        stay = frozenset(names)
+        with self._index_lock:
+            others = [name for name in self._index.kinds.get(kind, {}) if name not in stay]
+            gone = [entry for name in others for entry in self._index.under(kind, name)]
+            for entry in gone:
+                self._index.remove(entry)
+        _delete(gone)
+        return len(gone)
 
-    def names(self, kind: str) -> set[str]:
-        """Of the values of a kind."""
-        with self._lock:
-            return set(self._names.get(kind, {}))
+    def names(self, kind: str) -> frozenset[str]:
+        """Of which there are values of a kind, of whatever mark."""
+        with self._index_lock:
+            return frozenset(self._index.kinds.get(kind, {}))
 
     def usage(self) -> Usage:
         """What is held now."""
-        with self._lock:
-            return Usage(len(self._entries), self._memory, self._disk, self._spills)
+        with self._index_lock:
+            index = self._index
+            on_disk = index.values - len(index.recent)
+            return Usage(
+                index.memory_bytes, index.disk_bytes, index.values, on_disk, self._spills, self._damaged
+            )
 
     def close(self) -> None:
-        """Forget everything and remove the directory."""
-        with self._lock:
-            self._entries.clear()
-            self._names.clear()
-            self._memory = self._disk = 0
-            if self._lock_file >= 0:
-                shutil.rmtree(self._directory, ignore_errors=True)
-                os.close(self._lock_file)
-                self._lock_file = -1
+        """Forget everything and delete the files. A put after it is an error."""
+        with self._room_lock, self._index_lock:
+            if not self._closed:
+                self._closed, self._index = True, _Index()
+                self._folder.release()
 
-    def __enter__(self) -> Self:
-        return self
+    # -- putting ---------------------------------------------------------------------------------------
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def _wanted(self, entry: _Entry) -> bool:
+        if self._closed:
+            raise StoreError(f"{self._folder.path}: cannot keep {_label(entry)}: the vault is closed")
+        there = self._index.find(entry.key)
+        return there is None or there.step < entry.step
 
-    # -- inside ----------------------------------------------------------------------------------------
+    def _fits(self, entry: _Entry) -> bool:
+        """Whether the value fits into memory, with the room of the one it replaces."""
+        there = self._index.find(entry.key)
+        freed = there.size if there is not None and there.path is None and not there.moving else 0
+        return self._index.memory_bytes - freed + entry.size <= self._memory_bytes
 
-    def _make_room(self, size: int, *, but: Key) -> None:
-        """Until ``size`` more bytes fit into memory, write what was used longest ago to disk."""
-        for key in self._oldest_in_memory(but):
-            if self._memory + size <= self._bound:
-                return
-            entry = self._entries[key]
-            self._write(key, entry)
-            self._memory -= entry.size
-            self._disk += entry.size
+    def _place(self, entry: _Entry) -> list[_Entry]:
+        """Put a value into the index; those that it replaces."""
+        there = self._index.find(entry.key)
+        if there is not None:
+            self._index.remove(there)
+        self._index.add(entry)
+        return [] if there is None else [there]
 
-    def _oldest_in_memory(self, but: Key) -> Iterator[Key]:
-        yield from [key for key, entry in self._entries.items() if entry.data is not None and key != but]
+    def _make_room(self, entry: _Entry) -> list[_Entry] | None:
+        """Move values to disk until ``entry`` fits, and place it; None when it is not wanted any more."""
+        while True:
+            with self._index_lock:
+                if not self._wanted(entry):
+                    return None
+                if self._fits(entry):
+                    return self._place(entry)
+                victim = next(self._oldest_but(entry.key))
+                victim.moving = True
+            self._move_to_disk(victim, f"cannot keep {_label(entry)}: no room in memory")
 
-    def _write(self, key: Key, entry: _Entry) -> None:
+    def _oldest_but(self, key: _Key) -> Iterator[_Entry]:
+        # Without the one to be replaced: it goes anyway. Others fill the memory, or the new one would fit.
+        return (entry for other, entry in self._index.recent.items() if other != key)
+
+    def _move_to_disk(self, victim: _Entry, purpose: str) -> None:
+        path, data = None, victim.data
+        assert data is not None
+        try:
+            path = self._write(victim, data, purpose)
+        finally:
+            with self._index_lock:
+                victim.moving = False
+                current = self._index.find(victim.key) is victim
+                if path is not None and current:
+                    self._index.move_to(victim, path)
+                if path is not None or not current:
+                    self._index.memory_bytes -= victim.size
+            if path is not None and not current:
+                _unlink(path)
+
+    def _put_on_disk(self, entry: _Entry) -> bool:
+        with self._index_lock:
+            if not self._wanted(entry):
+                return False
         assert entry.data is not None
-        path = self._directory / f"{next(self._numbers)}.value"
+        entry.path = self._write(entry, entry.data, f"cannot keep {_label(entry)}")
+        entry.data = None
+        with self._index_lock:
+            wanted = not self._closed and self._wanted(entry)  # another step may have come meanwhile
+            gone = self._place(entry) if wanted else [entry]
+        _delete(gone)
+        return wanted
+
+    def _write(self, entry: _Entry, data: bytes, purpose: str) -> Path:
         try:
-            write_atomically(path, hashlib.sha256(entry.data).digest() + entry.data)
+            path = self._folder.write(data, _label(entry))
         except OSError as error:
-            what = f"a {key[0]} of {entry.size} bytes does not fit into memory, and cannot be written"
-            raise storage_error(what, path, error) from error
-        entry.data, entry.path = None, path
-        self._spills += 1
+            raise storage_error(purpose, self._folder.path, error) from error
+        with self._index_lock:
+            self._spills += 1
+        return path
 
-    def _remove(self, key: Key) -> None:
-        entry = self._entries.pop(key)
-        kind, name, mark = key
-        marks = self._names[kind][name]
-        marks.discard(mark)
-        if not marks:
-            del self._names[kind][name]
-        if entry.path is None:
-            self._memory -= entry.size
-        else:
-            self._disk -= entry.size
-            entry.path.unlink(missing_ok=True)
+    # -- losing ----------------------------------------------------------------------------------------
+
+    def _lose(self, entry: _Entry) -> bool:
+        """Take a damaged value out of the index; False when it was not there any more."""
+        with self._index_lock:
+            if self._index.find(entry.key) is not entry:
+                return False
+            self._index.remove(entry)
+            self._damaged += 1
+        _delete([entry])
+        return True
 
 
-def _read(path: Path) -> bytes | None:
+def _delete(gone: Iterable[_Entry]) -> None:
+    for entry in gone:
+        if entry.path is not None:
+            _unlink(entry.path)
+
+
+def _unlink(path: Path) -> None:
     try:
-        content = path.read_bytes()
+        path.unlink(missing_ok=True)
     except OSError as error:
-        _log.warning("%s: a value cannot be read back and is given up: %s", path, error)
-        return None
-    checksum, data = content[:_CHECKSUM_BYTES], content[_CHECKSUM_BYTES:]
-    if hashlib.sha256(data).digest() != checksum:
-        _log.warning("%s: a value is damaged and is given up", path)
-        return None
-    return data
+        # What was asked for is done: the file is in nobody's way, and goes with its folder.
+        log.warning("%s: cannot delete the file of a value that is not needed any more: %s", path, error)
 
 
-def _claimed(directory: Path) -> int:
-    """Take a directory for this vault alone, and empty it; returns the descriptor of its lock."""
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            raise StoreError(
-                f"{directory}: another process keeps its values here; give every run a directory of its own"
-            ) from None
-        for left in directory.iterdir():
-            if left.name != _LOCK:
-                left.unlink()
-    except OSError as error:
-        raise storage_error("cannot use the directory for values", directory, error) from error
-    return lock
+def _label(entry: _Entry) -> str:
+    kind, name, mark = entry.key
+    return f"{kind} of {name} at step {entry.step}" + (f" (mark {mark})" if mark else "")

@@ -1,92 +1,119 @@
-"""The keeper: what workers made, safe from their deaths, and what they have to say, in order.
+"""Where workers' values and events go, so that they outlive the workers: a vault, and a mailbox for the head.
 
-    worker ── deliver(values, events) ──► vault ──► mailbox ── take ──► head
-                                            └── fetch ──► workers, learner ranks, head
+    worker ── deliver(values, events) ──► vault            (memory, then disk)
+                                      └─► mailbox ──► head ── take()
+    learner, workers, head ◄── fetch() ── vault
 
-Invariants
-    1. An event is never heard before the values delivered with it are safe.
-    2. What one sender delivers is heard in the order in which it was delivered: a sender waits for each.
-    3. A delivery whose values cannot be kept fails for its sender, and none of its events is heard.
+Invariants:
+- An event is in the mailbox only after all values of its report are in the vault; a report whose values could
+  not be kept leaves no event, and its sender has the error.
+- Events of one sender are taken in the order in which its reports came. Senders do not wait for each other,
+  nor for somebody's disk.
+- What was taken is handed out once: the head asks one question at a time.
+- The mailbox is bounded. While the head listens it is nearly empty, since a worker's reports follow the steps
+  of its leases. A head that stands still (SIGSTOP, a long write) would let it grow with every step of every
+  worker: once it is full, deliveries wait for room, their values safe already, and so do those workers.
 
-The mailbox needs no bound of its own: a sender has one delivery under way, with the few events that its leases
-give cause to, and the head takes everything at once.
+Reaching memory takes microseconds, but any put may have to move others to disk: all run in threads, and
+deliveries in threads of their own, so that no progress waits while somebody reads gigabytes.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from spotlight.core.events import Event
 from spotlight.core.types import WorkerId
-from spotlight.rollout.reports import Report
+from spotlight.rollout.reports import Report, Value
 from spotlight.store.vault import Kept, Usage, Vault
 
-if TYPE_CHECKING:
-    from ray.actor import ActorHandle
+MAILBOX_EVENTS = 65_536
+"""Minutes of a cluster of many hundred workers; 10-20 MB."""
+_DELIVERY_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """An event of a worker; ``mark`` is the digest of the weights it worked with."""
+    """An event for the head.
 
-    worker: WorkerId
-    mark: str
+    Attributes:
+        mark: digest of the weights that made the values the event speaks of.
+        sender: which worker delivered it.
+    """
+
     event: Event
+    mark: str
+    sender: WorkerId
 
 
-class Keeper:
-    """See the module's docstring. Methods are coroutines of one event loop; the disk is used beside it."""
+class KeeperRoom:
+    """See the module's docstring. All methods belong to one event loop.
 
-    def __init__(self, directory: Path, memory_bytes: int) -> None:
-        self._vault = Vault(directory, memory_bytes)
-        self._mail: list[Delivered] = []
-        self._came = asyncio.Event()
+    Args:
+        vault: to be used by nobody else; :meth:`close` closes it.
+        mailbox_events: how many events wait for the head before deliveries do.
+    """
+
+    def __init__(self, vault: Vault, mailbox_events: int = MAILBOX_EVENTS) -> None:
+        if mailbox_events < 1:
+            raise ValueError(f"mailbox_events is {mailbox_events}; expected at least 1")
+        self._vault = vault
+        self._mailbox: list[Delivered] = []
+        self._mailbox_events = mailbox_events
+        self._threads = ThreadPoolExecutor(_DELIVERY_THREADS, "keeper-delivery")
+        self._filled, self._emptied = asyncio.Event(), asyncio.Event()
+        # A sender's lock lives as long as a report of it does: workers come and go.
+        self._turns: WeakValueDictionary[WorkerId, asyncio.Lock] = WeakValueDictionary()
 
     async def deliver(self, report: Report) -> None:
-        """Keep a report's values, then let its events be heard.
+        """Keep the report's values, then pass its events on.
 
         Raises:
-            StoreError: a value cannot be kept.
+            StoreError: a value could not be kept. None of the events was passed on; values of the report that
+                came before it may be kept, which harms nobody.
         """
-        if report.values:
-            await asyncio.to_thread(self._keep, report)
-        if report.events:
-            self._mail += [Delivered(report.worker, report.mark, event) for event in report.events]
-            self._came.set()
-
-    def _keep(self, report: Report) -> None:
-        for value in report.values:
-            self._vault.put(value.kind, value.name, value.data, mark=report.mark, step=value.step)
+        turn = self._turns.setdefault(report.worker, asyncio.Lock())
+        async with turn:
+            if report.values:
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(self._threads, self._keep, report.values, report.mark)
+            if report.events:
+                while len(self._mailbox) >= self._mailbox_events:
+                    self._emptied.clear()
+                    await self._emptied.wait()
+                self._mailbox.extend(Delivered(event, report.mark, report.worker) for event in report.events)
+                self._filled.set()
 
     async def take(self, timeout_s: float) -> list[Delivered]:
-        """Everything that was not heard yet; waits for something, but not longer than ``timeout_s``."""
-        if not self._mail:
-            try:
-                await asyncio.wait_for(self._came.wait(), timeout_s)
-            except TimeoutError:
-                return []
-        mail, self._mail = self._mail, []
-        self._came.clear()
-        return mail
+        """All events that wait, as soon as there is one; none after ``timeout_s``."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not self._mailbox:
+                    self._filled.clear()
+                    await self._filled.wait()
+        taken, self._mailbox = self._mailbox, []
+        self._emptied.set()
+        return taken
 
     async def fetch(self, kind: str, names: Sequence[str], mark: str = "") -> list[Kept | None]:
-        """Values by name; None for those that are not there."""
+        """Values by name, the latest step of each; None where there is none."""
         return await asyncio.to_thread(lambda: [self._vault.get(kind, name, mark) for name in names])
 
-    async def put(self, kind: str, name: str, data: bytes, mark: str = "") -> None:
-        """Keep a value that does not change under its name. Raises StoreError."""
-        await asyncio.to_thread(self._vault.put, kind, name, data, mark=mark)
+    async def put(self, kind: str, name: str, data: bytes, mark: str = "", step: int = 0) -> bool:
+        """Keep one value; see :meth:`Vault.put`. Raises StoreError."""
+        return await asyncio.to_thread(self._vault.put, kind, name, data, mark=mark, step=step)
 
     async def drop(self, kind: str, names: Sequence[str]) -> None:
-        """Forget values, whatever their marks."""
+        """Forget values, of whatever mark."""
         await asyncio.to_thread(self._vault.drop, kind, names)
 
     async def keep_only(self, kind: str, names: Collection[str]) -> int:
-        """Forget all other values of a kind; returns how many."""
+        """Forget all values of a kind but those of ``names``; how many went."""
         return await asyncio.to_thread(self._vault.keep_only, kind, names)
 
     async def usage(self) -> Usage:
@@ -94,15 +121,10 @@ class Keeper:
         return self._vault.usage()
 
     async def close(self) -> None:
-        """Forget everything."""
-        self._vault.close()
+        """Forget everything and delete its files."""
+        await asyncio.to_thread(self._threads.shutdown)
+        await asyncio.to_thread(self._vault.close)
 
-
-def start_keeper(directory: Path, memory_bytes: int, node: str) -> ActorHandle[Any]:
-    """The keeper as an actor on a Ray node; it ends with the run that started it."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    place = NodeAffinitySchedulingStrategy(node, soft=False)
-    actor = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=1000, scheduling_strategy=place)(Keeper)
-    return actor.remote(directory, memory_bytes)  # type: ignore[no-any-return]
+    def _keep(self, values: Sequence[Value], mark: str) -> None:
+        for value in values:
+            self._vault.put(value.kind, value.name, value.data, mark=mark, step=value.step)

@@ -1,0 +1,180 @@
+"""The keeper over a real Ray: what was acknowledged outlives its sender, and the head hears of it at once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+
+from spotlight.core.events import LeaseProgressed
+from spotlight.core.types import LeaseId, WorkerId
+from spotlight.rollout.reports import Report, Value
+from spotlight.runtime.ray.keeper_actor import start_keeper
+from spotlight.store.errors import StoreError
+from spotlight.store.vault import Kept
+
+ray = pytest.importorskip("ray")
+
+MARK = "digest of the weights"
+SENDER = WorkerId("node/0")
+MEMORY = 1_000_000
+STATE_BYTES = 120_000
+"""Eight fit into the keeper's memory; larger than what Ray sends along with a call."""
+ANSWER_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[str]:
+    """A local Ray of this test's own; its node's id."""
+    directory = mkdtemp(prefix="rk", dir="/tmp")
+    ray.init(
+        num_cpus=1,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="WARNING",
+        _temp_dir=directory,
+        _node_ip_address="127.0.0.1",
+    )
+    yield ray.get_runtime_context().get_node_id()
+    ray.shutdown()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("values")
+
+
+@pytest.fixture(scope="module")
+def keeper(node: str, directory: Path) -> Any:
+    return start_keeper(directory, MEMORY, node=node)
+
+
+def progress(rollout: int, step: int) -> Value:
+    return Value("progress", f"r{rollout}", f"{rollout} {step} ".encode().ljust(STATE_BYTES, b"x"), step)
+
+
+def committed(step: int, *rollouts: int) -> Report:
+    """What a worker reports after a step."""
+    event = LeaseProgressed(SENDER, LeaseId(1), 1, step)
+    return Report(SENDER, MARK, tuple(progress(rollout, step) for rollout in rollouts), (event,))
+
+
+def make_sender(keeper: Any) -> Any:
+    """A process of its own that delivers."""
+
+    # Defined here, so that Ray sends it by value: its processes cannot import this file.
+    class Sender:
+        def pid(self) -> int:
+            return os.getpid()
+
+        def deliver(self, keeper: Any, report: Report) -> float:
+            """When the call was made."""
+            began = time.monotonic()
+            ray.get(keeper.deliver.remote(report), timeout=30)
+            return began
+
+        def deliver_until_killed(self, keeper: Any, reports: list[Report], told: str) -> None:
+            for number, report in enumerate(reports):
+                ray.get(keeper.deliver.remote(report), timeout=30)
+                Path(told).write_text(str(number))
+
+    return ray.remote(Sender).options(num_cpus=0).remote()
+
+
+def take(keeper: Any, timeout_s: float = ANSWER_S) -> Any:
+    return ray.get(keeper.take.remote(timeout_s), timeout=2 * ANSWER_S)
+
+
+def fetch(keeper: Any, names: list[str]) -> list[Kept | None]:
+    kept: list[Kept | None] = ray.get(keeper.fetch.remote("progress", names, MARK), timeout=ANSWER_S)
+    return kept
+
+
+def test_what_was_acknowledged_outlives_a_killed_sender(keeper: Any, tmp_path: Path) -> None:
+    sender, told = make_sender(keeper), tmp_path / "acknowledged"
+    pid = ray.get(sender.pid.remote(), timeout=ANSWER_S)
+    # Twelve rollouts in turn: the older half is on disk when the sender dies.
+    reports = [committed(step, step % 12, (step + 1) % 12) for step in range(200)]
+    running = sender.deliver_until_killed.remote(keeper, reports, str(told))
+    while not told.exists() or int(told.read_text() or 0) < 20:
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(running, timeout=ANSWER_S)
+
+    heard = [delivered.event.steps for delivered in take(keeper)]
+    acknowledged = int(told.read_text() or 20)  # empty if it died in the midst of writing it
+    assert heard == list(range(len(heard)))
+    assert acknowledged < len(heard) < 200  # the last may have come without its answer having gone out
+    last = heard[-1]
+    expected = {}
+    for step in heard:
+        expected |= {f"r{step % 12}": step, f"r{(step + 1) % 12}": step}
+    for name, kept in zip(expected, fetch(keeper, list(expected)), strict=True):
+        assert kept is not None
+        assert kept.step in (expected[name], last + 1)  # values of a report come before its event
+        assert kept.data.startswith(f"{name[1:]} {kept.step} ".encode())
+    usage = ray.get(keeper.usage.remote(), timeout=ANSWER_S)
+    assert usage.memory_bytes <= MEMORY
+    assert usage.values == 12
+    assert usage.values_on_disk >= 4
+
+
+def test_the_head_hears_at_once(keeper: Any) -> None:
+    sender = make_sender(keeper)
+    take(keeper, 0)
+    ray.get(sender.deliver.remote(keeper, committed(0, 1)), timeout=ANSWER_S)  # its process is up
+    take(keeper)
+    waits = []
+    for step in range(1, 21):
+        question = keeper.take.remote(ANSWER_S)
+        time.sleep(0.01)  # so that it waits there before there is something to hear
+        answer = sender.deliver.remote(keeper, committed(step, 1))
+        (heard,) = ray.get(question, timeout=ANSWER_S)
+        now = time.monotonic()
+        assert (heard.event.steps, heard.mark, heard.sender) == (step, MARK, SENDER)
+        waits.append(now - ray.get(answer, timeout=ANSWER_S))
+    median, most = (1000 * wait for wait in (statistics.median(waits), max(waits)))
+    print(f"\nfrom delivery to the head: median {median:.1f} ms, max {most:.1f} ms")
+    assert statistics.median(waits) < 0.1
+
+
+def test_a_full_disk_is_the_senders_error_as_it_is(keeper: Any, directory: Path) -> None:
+    (folder,) = directory.glob("vault-*")
+    folder.rename(folder.with_name("away"))  # as if the disk were gone
+    large = Report(SENDER, MARK, (Value("weights", "digest", b"w" * MEMORY),), committed(1).events)
+    with pytest.raises(StoreError, match=r"cannot keep weights of digest .* Nothing .* was lost"):
+        ray.get(keeper.deliver.remote(large), timeout=ANSWER_S)
+    assert take(keeper, 0) == []
+    folder.with_name("away").rename(folder)
+    ray.get(keeper.deliver.remote(large), timeout=ANSWER_S)
+    assert len(take(keeper)) == 1
+    assert ray.get(keeper.keep_only.remote("weights", []), timeout=ANSWER_S) == 1
+
+
+def test_a_keeper_that_dies_is_heard_of_and_leaves_its_files_to_the_next(
+    keeper: Any, directory: Path, node: str
+) -> None:
+    (folder,) = directory.glob("vault-*")
+    question = keeper.take.remote(ANSWER_S)
+    ray.kill(keeper)
+    began = time.monotonic()
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(question, timeout=ANSWER_S)
+    assert time.monotonic() - began < 10
+    following = start_keeper(directory, MEMORY, node=node)
+    assert ray.get(following.usage.remote(), timeout=ANSWER_S).values == 0
+    assert not folder.exists()
+    ray.get(following.close.remote(), timeout=ANSWER_S)
+    assert list(directory.glob("vault-*")) == []
+    with pytest.raises(StoreError, match="the vault is closed"):
+        ray.get(following.put.remote("progress", "r1", b"x"), timeout=ANSWER_S)

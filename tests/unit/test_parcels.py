@@ -1,0 +1,178 @@
+"""Rollouts as bytes: every bit comes back, and what was cut or altered is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from spotlight.core.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
+from spotlight.diffusion.samplers import ODE, FlowSDE
+from spotlight.diffusion.schedule import AllSteps
+from spotlight.models.base import Condition, ImageSize
+from spotlight.rollout import parcels
+from spotlight.rollout.parcels import ParcelError
+from spotlight.rollout.state import FinishedRollout, Recipe, RolloutState, Trajectory
+
+SIZE = ImageSize(16, 32)
+TRAIN = Recipe(SIZE, FlowSDE(0.7), AllSteps(), 1.0, "trajectory")
+EVAL = Recipe(SIZE, ODE(), None, 3.5, "final")
+
+
+def bits(tensor: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
+    """Everything about a tensor: NaN differs from NaN by its bits alone."""
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8)
+    return tensor.dtype, tensor.shape, raw.numpy().tobytes()
+
+
+def noise(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Any bit pattern, infinities and NaN included; often not contiguous."""
+    count = int(np.prod(shape)) * torch.empty(0, dtype=dtype).element_size()
+    raw = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    tensor = raw.view(dtype).reshape(shape)
+    return tensor if seed % 2 else tensor.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+@st.composite
+def states(draw: st.DrawFn) -> RolloutState:
+    steps = draw(st.integers(1, 5))
+    step, seed = draw(st.integers(0, steps)), draw(st.integers(0, 2**31))
+    tokens, channels = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    recipe = draw(st.sampled_from([TRAIN, EVAL]))
+    taken = step if recipe is TRAIN else 0
+    text = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    name = draw(st.text(max_size=8))
+    return RolloutState(
+        rollout=Rollout(
+            RolloutId(name), Purpose.TRAIN, 3, PromptId(name), 2, seed, steps, PolicyVersion(seed % 7)
+        ),
+        recipe=recipe,
+        condition=Condition(noise((draw(st.integers(0, 3)), 4), seed, text)),
+        step=step,
+        latents=noise((tokens, channels), seed + 1),
+        sigmas=noise((steps + 1,), seed + 2),
+        window=range(steps) if recipe is TRAIN else range(0),
+        kept=tuple(noise((tokens, channels), seed + 3 + i) for i in range(taken + 1)) if taken else (),
+        log_probs=tuple(noise((), 2 * (seed + i) + 1) for i in range(taken)),
+    )
+
+
+def finished(seed: int = 0, *, trajectory: bool = True, name: str = "r3") -> FinishedRollout:
+    image = np.random.default_rng(seed).integers(0, 256, (4, 6, 3), dtype=np.uint8)
+    rollout = Rollout(RolloutId(name), Purpose.TRAIN, 3, PromptId("p"), 0, seed, 4, PolicyVersion(1))
+    kept = Trajectory(noise((3, 2, 4), seed), noise((3,), seed + 1), noise((2,), seed + 2))
+    return FinishedRollout(rollout, image, noise((2, 4), seed), kept if trajectory else None)
+
+
+@settings(max_examples=60)
+@given(states())
+def test_a_state_comes_back_bit_by_bit(state: RolloutState) -> None:
+    back = parcels.unpack_state(parcels.pack_state(state), state.recipe)
+    for field in ("rollout", "recipe", "step", "window"):
+        assert getattr(back, field) == getattr(state, field)
+    for field in ("latents", "sigmas"):
+        assert bits(getattr(back, field)) == bits(getattr(state, field))
+    assert bits(back.condition.embeds) == bits(state.condition.embeds)
+    for field in ("kept", "log_probs"):
+        assert [bits(t) for t in getattr(back, field)] == [bits(t) for t in getattr(state, field)]
+    assert parcels.pack_state(back) == parcels.pack_state(state)
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**31), st.booleans())
+def test_samples_images_and_conditions_come_back_bit_by_bit(seed: int, trajectory: bool) -> None:
+    made = finished(seed, trajectory=trajectory)
+    final, kept = parcels.unpack_sample(parcels.pack_sample(made))
+    assert bits(final) == bits(made.final)
+    assert (kept is None) is (made.trajectory is None)
+    if kept is not None and made.trajectory is not None:
+        for name in ("latents", "sigmas", "log_probs"):
+            assert bits(getattr(kept, name)) == bits(getattr(made.trajectory, name))
+    image = parcels.unpack_image(parcels.pack_image(made))
+    assert (image.dtype, image.tolist()) == (np.uint8, made.image.tolist())
+    condition = Condition(noise((3, 4), seed, torch.bfloat16))
+    assert bits(parcels.unpack_condition(parcels.pack_condition(condition)).embeds) == bits(condition.embeds)
+
+
+def test_views_and_shared_memory_are_packed_as_what_they_show() -> None:
+    made = finished()
+    assert made.trajectory is not None
+    shared = dataclasses.replace(made, final=made.trajectory.latents[-1])
+    final, kept = parcels.unpack_sample(parcels.pack_sample(shared))
+    assert kept is not None
+    assert bits(final) == bits(kept.latents[-1])
+    mirrored = dataclasses.replace(made, image=made.image[:, ::-1].copy()[:2])
+    assert parcels.unpack_image(parcels.pack_image(mirrored)).tolist() == mirrored.image.tolist()
+
+
+def test_every_altered_byte_is_seen() -> None:
+    """Each byte in turn: an error that names the parcel, or (blanks of the format) the same numbers."""
+    data = parcels.pack_sample(finished())
+    expected = [bits(t) for t in safetensors.torch.load(data).values()]
+    named = unnoticed = 0
+    for at in range(len(data)):
+        for flip in (0x01, 0x80):
+            altered = bytearray(data)
+            altered[at] ^= flip
+            try:
+                final, kept = parcels.unpack_sample(bytes(altered))
+            except ParcelError as error:
+                named += str(error).startswith(f"sample parcel ({len(data)} bytes")
+            else:
+                unnoticed += 1
+                assert kept is not None
+                found = (final, kept.latents, kept.sigmas, kept.log_probs)
+                assert sorted(bits(t)[2] for t in found) == sorted(raw for *_, raw in expected)
+    assert named + unnoticed == 2 * len(data)
+    assert unnoticed < 8
+
+
+def test_every_cut_is_seen() -> None:
+    data = parcels.pack_sample(finished())
+    for end in range(len(data)):
+        with pytest.raises(ParcelError, match=rf"sample parcel \({end} bytes.*cannot be read"):
+            parcels.unpack_sample(data[:end])
+    with pytest.raises(ParcelError, match="cannot be read"):
+        parcels.unpack_sample(data + b"x")
+
+
+def test_the_error_says_which_parcel_it_is() -> None:
+    data = bytearray(parcels.pack_image(finished(name="it-3.r7")))
+    data[-1] ^= 1
+    with pytest.raises(ParcelError, match=r"the image of 'it-3.r7'\): its checksum is .*, expected"):
+        parcels.unpack_image(bytes(data))
+
+
+def test_another_kind_of_parcel_is_refused() -> None:
+    made = finished()
+    with pytest.raises(ParcelError, match=r"state parcel .* it is a 'sample' of format 1"):
+        parcels.unpack_state(parcels.pack_sample(made), TRAIN)
+    with pytest.raises(ParcelError, match=r"sample parcel .* it is a 'image'"):
+        parcels.unpack_sample(parcels.pack_image(made))
+    with pytest.raises(ParcelError, match="cannot be read"):
+        parcels.unpack_condition(safetensors.torch.save({"embeds": torch.ones(2)}))
+
+
+def test_the_header_is_json_that_others_can_read() -> None:
+    data = parcels.pack_sample(finished())
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(json.loads(data[8:end])["__metadata__"]["header"])
+    assert re.fullmatch("[0-9a-f]{8}", header.pop("checksum"))
+    assert header == {"format": 1, "parcel": "sample", "name": "r3", "content": {}}
+
+
+def test_a_state_of_another_recipe_is_refused() -> None:
+    state = RolloutState(
+        rollout=finished().rollout, recipe=EVAL, condition=Condition(torch.ones(1, 4)), step=0,
+        latents=torch.ones(2, 4), sigmas=torch.linspace(1, 0, 5), window=range(0),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"guidance_scale 3\.5, but this worker's recipe has 1.0"):
+        parcels.unpack_state(parcels.pack_state(state), dataclasses.replace(EVAL, guidance_scale=1.0))

@@ -1,0 +1,361 @@
+"""Values outlive their makers: bounded memory, the rest on disk, and nothing acknowledged is lost."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from spotlight.store.errors import StoreError
+from spotlight.store.vault import Kept, Vault
+
+KINDS = st.sampled_from(["progress", "sample"])
+NAMES = st.sampled_from(["r0", "r1", "r2", "r3", "r4", "r5"])
+MARKS = st.sampled_from(["", "a", "b"])
+MEMORY = 1000
+
+
+def on_disk(directory: Path) -> list[Path]:
+    """Every file with a value."""
+    return [path for path in directory.rglob("*") if path.is_file() and path.name != "lock"]
+
+
+class VaultLikeADict(RuleBasedStateMachine):
+    """Memory for a few values: most of what is done here goes over the disk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = Path(mkdtemp())
+        self.vault = Vault(self.directory, MEMORY)
+        self.model: dict[tuple[str, str, str], Kept] = {}
+        self.recent: OrderedDict[tuple[str, str, str], int] = OrderedDict()
+
+    def teardown(self) -> None:
+        self.vault.close()
+        assert on_disk(self.directory) == []
+        shutil.rmtree(self.directory)
+
+    def _forget(self, key: tuple[str, str, str]) -> None:
+        del self.model[key]
+        self.recent.pop(key, None)
+
+    @rule(
+        kind=KINDS,
+        name=NAMES,
+        mark=MARKS,
+        step=st.integers(0, 4),
+        size=st.sampled_from([0, 1, 60, 125, 126, 500, 5000]),
+        fill=st.integers(0, 255),
+    )
+    def put(self, kind: str, name: str, mark: str, step: int, size: int, fill: int) -> None:
+        key, data = (kind, name, mark), bytes([fill]) * size
+        newer = key not in self.model or self.model[key].step < step
+        assert self.vault.put(kind, name, data, mark=mark, step=step) is newer
+        if not newer:
+            return
+        self.model[key] = Kept(step, data)
+        self.recent.pop(key, None)
+        if size * 8 <= MEMORY:
+            self.recent[key] = size
+            while sum(self.recent.values()) > MEMORY:
+                self.recent.popitem(last=False)
+
+    @rule(kind=KINDS, name=NAMES, mark=MARKS)
+    def get(self, kind: str, name: str, mark: str) -> None:
+        key = (kind, name, mark)
+        assert self.vault.get(kind, name, mark) == self.model.get(key)
+        if key in self.recent:
+            self.recent.move_to_end(key)
+
+    @rule(kind=KINDS, names=st.sets(NAMES, max_size=2))
+    def drop(self, kind: str, names: set[str]) -> None:
+        self.vault.drop(kind, names)
+        for key in [key for key in self.model if key[0] == kind and key[1] in names]:
+            self._forget(key)
+
+    @rule(kind=KINDS, names=st.sets(NAMES, min_size=3))
+    def keep_only(self, kind: str, names: set[str]) -> None:
+        gone = [key for key in self.model if key[0] == kind and key[1] not in names]
+        assert self.vault.keep_only(kind, names) == len(gone)
+        for key in gone:
+            self._forget(key)
+
+    @invariant()
+    def says_what_it_holds(self) -> None:
+        for kind in ("progress", "sample"):
+            assert self.vault.names(kind) == {name for other, name, _ in self.model if other == kind}
+        for kind, name, mark in self.model:
+            assert self.vault.step_of(kind, name, mark) == self.model[kind, name, mark].step
+        usage, total = self.vault.usage(), sum(len(kept.data) for kept in self.model.values())
+        assert usage.values == len(self.model)
+        # The least recently used, and no others, are on disk.
+        assert usage.memory_bytes == sum(self.recent.values()) <= MEMORY
+        assert usage.values_on_disk == len(self.model) - len(self.recent) == len(on_disk(self.directory))
+        assert usage.disk_bytes == total - usage.memory_bytes
+        assert usage.damaged == 0
+
+
+TestVaultLikeADict = VaultLikeADict.TestCase
+TestVaultLikeADict.settings = settings(max_examples=40, stateful_step_count=40)
+
+
+@pytest.fixture
+def vault(tmp_path: Path) -> Vault:
+    return Vault(tmp_path, MEMORY)
+
+
+def test_threads_lose_nothing_and_never_pass_the_bound(vault: Vault, tmp_path: Path) -> None:
+    """Eight writers of their own values and of shared ones, readers beside them."""
+    errors: list[BaseException] = []
+    peak, start = 0, threading.Barrier(8)
+    over = threading.Event()
+
+    def write(me: int) -> None:
+        draw = random.Random(me)
+        start.wait(10)
+        for step in range(200):
+            name = f"{me}.{step % 15}"
+            assert vault.put("own", name, f"{name} {step} ".encode() * draw.randrange(1, 12), step=step)
+            vault.put("shared", str(step % 3), f"{step:03d}".encode() * 30, step=step)
+            kept = vault.get("own", name)
+            assert kept is not None
+            assert (kept.step, kept.data.split()[:2]) == (step, [name.encode(), str(step).encode()])
+            shared = vault.get("shared", str(step % 3))
+            assert shared is not None
+            assert shared.step >= step
+            assert shared.data == f"{shared.step:03d}".encode() * 30
+            if step % 7 == 0:
+                vault.drop("own", [f"{me}.{(step + 1) % 15}"])
+
+    def guarded(me: int) -> None:
+        try:
+            write(me)
+        except BaseException as error:  # noqa: BLE001 - told below
+            errors.append(error)
+
+    def watch() -> None:
+        nonlocal peak
+        while not over.is_set():
+            peak = max(peak, vault.usage().memory_bytes)
+
+    threads = [threading.Thread(target=guarded, args=(me,)) for me in range(8)]
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    over.set()
+    watcher.join()
+    assert errors == []
+    assert 0 < peak <= MEMORY
+    usage = vault.usage()
+    assert usage.spills > 50
+    assert len(on_disk(tmp_path)) == usage.values_on_disk
+    vault.keep_only("own", [])
+    vault.keep_only("shared", [])
+    assert (vault.usage().memory_bytes, vault.usage().disk_bytes, on_disk(tmp_path)) == (0, 0, [])
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "empty", "gone", "other", "unreadable"])
+def test_a_damaged_file_is_absent_and_logged(
+    vault: Vault, tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    vault.put("progress", "r1", b"x" * 900, mark="m", step=3)
+    vault.put("progress", "r2", b"y" * 900, mark="m", step=3)
+    first, second = sorted(on_disk(tmp_path))
+    content = first.read_bytes()
+    match harm:
+        case "flip":
+            first.write_bytes(content[:-1] + b"z")
+        case "cut":
+            first.write_bytes(content[:-100])
+        case "empty":
+            first.write_bytes(b"")
+        case "gone":
+            first.unlink()
+        case "other":
+            first.write_bytes(second.read_bytes())
+        case "unreadable":
+            first.unlink()
+            first.mkdir()
+    with caplog.at_level(logging.ERROR):
+        assert vault.get("progress", "r1", "m") is None
+    assert str(first) in caplog.text
+    assert "progress of r1 at step 3 (mark m)" in caplog.text
+    assert vault.step_of("progress", "r1", "m") is None
+    assert (vault.usage().damaged, vault.usage().disk_bytes) == (1, 900)
+    assert vault.get("progress", "r2", "m") == Kept(3, b"y" * 900)
+    assert vault.put("progress", "r1", b"anew", mark="m", step=1)  # whoever needs it makes it again
+
+
+FULL_DISK = """
+import errno, resource, sys
+from pathlib import Path
+from spotlight.store.errors import StoreError
+from spotlight.store.vault import Kept, Vault
+
+directory, filler = Path(sys.argv[1]), Path(sys.argv[1], "filler")
+
+def fill():
+    if sys.argv[2] == "file-size-limit":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+        return
+    with filler.open("wb", buffering=0) as file:
+        try:
+            while file.write(bytes(4096)):
+                pass
+        except OSError as error:
+            assert error.errno == errno.ENOSPC, error
+
+def free():
+    if sys.argv[2] == "file-size-limit":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    else:
+        filler.unlink()
+
+vault = Vault(directory, 100_000)
+acknowledged = {}
+def put(name, size, step=0):
+    data = name.encode()[:1] * size
+    vault.put("progress", name, data, step=step)
+    acknowledged[name] = Kept(step, data)
+for i in range(12):
+    put(f"{i} before", 10_000)                            # ten in memory, two on disk
+fill()
+refused = []
+later = [("new", 10_000, 0), ("5 before", 12_000, 1), ("large", 90_000, 0), ("0 before", 90_000, 7)]
+for name, size, step in later:
+    try:
+        put(name, size, step)
+    except StoreError as error:
+        refused.append(name)
+        assert "no space left" in str(error) and f"progress of {name} at step {step}" in str(error), error
+        assert sys.argv[1] in str(error), error
+assert refused == ["new", "5 before", "large", "0 before"], refused
+put("6 before", 10_000, 2)                                # in place of an older step: needs no room
+assert {name: vault.get("progress", name) for name in acknowledged} == acknowledged
+assert vault.names("progress") == set(acknowledged) and vault.usage().memory_bytes <= 100_000
+free()
+for name, size, step in later:
+    put(name, size, step)
+assert {name: vault.get("progress", name) for name in acknowledged} == acknowledged
+left = sorted(path.name for path in directory.rglob(".writing-*"))
+assert left == [], left
+print("sound")
+"""
+
+
+UNSHARE = ["unshare", "-rm"]
+MAY_MOUNT = shutil.which("unshare") and not subprocess.call([*UNSHARE, "true"], stderr=subprocess.DEVNULL)
+NEEDS_MOUNT = pytest.mark.skipif(not MAY_MOUNT, reason="needs the right to mount a small file system")
+
+
+@pytest.mark.parametrize("full", ["file-size-limit", pytest.param("no-space", marks=NEEDS_MOUNT)])
+def test_a_full_disk_refuses_the_new_value_and_loses_no_other(full: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FULL_DISK, str(tmp_path), full]
+    if full == "no-space":
+        mounted = 'mount -t tmpfs -o size=400k none "$1" && shift && exec "$@"'
+        command = [*UNSHARE, "sh", "-c", mounted, "sh", str(tmp_path), *command]
+    told = subprocess.run(command, capture_output=True, text=True)
+    assert (told.stdout, told.stderr) == ("sound\n", "")
+
+
+def test_a_value_replaced_while_it_is_written_frees_its_memory_and_leaves_no_file(
+    vault: Vault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest is on its way to disk, when a later step of it comes, or it is dropped."""
+    write = vault._folder.write
+    during = threading.Event()
+    go_on = threading.Event()
+
+    def slow(data: bytes, label: str) -> Path:
+        during.set()
+        assert go_on.wait(10)
+        return write(data, label)
+
+    for name in "abcdefgh":
+        vault.put("progress", name, name.encode() * 120)
+    monkeypatch.setattr(vault._folder, "write", slow)
+    putting = threading.Thread(target=vault.put, args=("progress", "new", b"n" * 125))
+    putting.start()
+    assert during.wait(10)
+    vault.drop("progress", ["a", "b"])  # of which "a" is being written
+    assert vault.usage().memory_bytes == 7 * 120  # its bytes are still there
+    assert vault.put("progress", "c", b"", step=1)  # fits: does not wait for the disk
+    go_on.set()
+    putting.join(10)
+    assert on_disk(tmp_path) == []
+    assert vault.usage().memory_bytes == 5 * 120 + 125
+    assert vault.get("progress", "a") is None
+    assert vault.get("progress", "new") == Kept(0, b"n" * 125)
+
+
+LIVES = """
+import sys, time
+from pathlib import Path
+from spotlight.store.vault import Vault
+vault = Vault(Path(sys.argv[1]), 0)
+vault.put("progress", "r1", b"theirs")
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_leftovers_of_the_dead_are_deleted_and_the_living_are_left_alone(tmp_path: Path) -> None:
+    other = subprocess.Popen([sys.executable, "-c", LIVES, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "ready\n"
+        (theirs,) = on_disk(tmp_path)
+        ours = Vault(tmp_path, 0)
+        ours.put("progress", "r1", b"ours")
+        assert theirs.exists()
+        assert len(on_disk(tmp_path)) == 2
+        assert ours.get("progress", "r1") == Kept(0, b"ours")
+    finally:
+        os.kill(other.pid, signal.SIGKILL)
+        other.communicate()
+    third = Vault(tmp_path, 0)
+    assert not theirs.exists()
+    assert not theirs.parent.exists()
+    assert ours.get("progress", "r1") == Kept(0, b"ours")
+    third.close()
+    ours.close()
+    assert [path.name for path in tmp_path.rglob("*")] == ["lock"]
+
+
+def test_what_lies_there_and_is_not_ours_stays(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("precious")
+    (tmp_path / "vault-notes").write_text("a file, not a folder")
+    Vault(tmp_path, 0).close()
+    assert (tmp_path / "config.yaml").read_text() == "precious"
+    assert (tmp_path / "vault-notes").exists()
+
+
+def test_misuse_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="memory_bytes is -1; expected 0"):
+        Vault(tmp_path, -1)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match=r"cannot use the directory .*/file"):
+        Vault(tmp_path / "file", 10)
+    vault = Vault(tmp_path, 10)
+    vault.close()
+    vault.close()
+    assert vault.get("progress", "r1") is None
+    for size in (1, 100):
+        with pytest.raises(StoreError, match="cannot keep progress of r1 at step 0: the vault is closed"):
+            vault.put("progress", "r1", b"x" * size)
