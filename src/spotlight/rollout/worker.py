@@ -120,6 +120,12 @@ class WorkerLoop:
         """What the worker is doing."""
         return self._pulse.beat
 
+    @property
+    def busy(self) -> bool:
+        """Whether there is a step to take, or a leader to follow."""
+        post = self._post
+        return post is not None and post.busy
+
     # -- the work thread -------------------------------------------------------------------------------
 
     def run(self) -> None:
@@ -131,15 +137,18 @@ class WorkerLoop:
         """
         try:
             while not self._leaving:
-                self._turn()
+                self.turn()
         except BaseException:
             self.failure = traceback.format_exc()
             raise
         finally:
             self._part()
 
-    def _turn(self) -> None:
-        """One round of the module's docstring."""
+    def turn(self) -> None:
+        """One round of the module's docstring, for those who drive the loop themselves.
+
+        Waits for a command when there is nothing else to do.
+        """
         wait_s = self._wait_s()
         if wait_s != 0:
             self._pulse.doing(self._idle_phase())
