@@ -269,7 +269,9 @@ def test_a_slot_is_entered_once_a_run_and_two_are_changed_once_a_step(
     entered: list[str] = []
     use = body.slots.use
     monkeypatch.setattr(
-        body.slots, "use", lambda slot, *, merged: entered.append(f"{slot} {merged}") or use(slot, merged=merged)
+        body.slots,
+        "use",
+        lambda slot, *, merged: entered.append(f"{slot} {merged}") or use(slot, merged=merged),
     )
     worker, _ = loop(body, home)
     ready(worker, home)

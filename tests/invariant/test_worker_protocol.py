@@ -315,7 +315,7 @@ def test_a_rollout_that_fails_fails_alone(
     assert "not finite at step 2 of 5" in failed[poisoned.id]
     assert "cannot be decoded: out of memory" in failed[odd.id]
     assert "do not fit" in failed[short.id]
-    assert "no embeddings of prompt p99" in failed[homeless.id]
+    assert "no sound embeddings of prompt p99" in failed[homeless.id]
     assert [event.rollouts for event in home.of(LeaseCompleted)] == [(sound.id,)]
     assert home.step_of(poisoned.id, mark_of(0)) == 1  # nothing that is not finite is kept
 

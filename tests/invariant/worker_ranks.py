@@ -1,8 +1,8 @@
 """Worker loops in processes of their own, and a director who gives orders as a controller does.
 
-    ranks = Ranks(pipeline, cache, ["w0", "w1"])
-    epoch = ranks.form("w0", "w1"); lease = ranks.grant(rollouts)
-    ranks.home.wait_for(LeaseCompleted)
+ranks = Ranks(pipeline, cache, ["w0", "w1"])
+epoch = ranks.form("w0", "w1"); lease = ranks.grant(rollouts)
+ranks.home.wait_for(LeaseCompleted)
 """
 
 from __future__ import annotations

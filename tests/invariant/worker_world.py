@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -35,7 +34,7 @@ from spotlight.models.slots import LoraSlots, Slot
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.groups import Membership
 from spotlight.rollout.parcels import pack_condition
-from spotlight.rollout.ports import Hands, HomeLostError, LoadError, Patience
+from spotlight.rollout.ports import Hands, Home, HomeLostError, LoadError, Patience
 from spotlight.rollout.reports import Report
 from spotlight.rollout.state import Recipe
 from spotlight.rollout.worker import WorkerLoop
@@ -50,6 +49,7 @@ RECIPES = {
 }
 SLOT_OF: dict[Purpose, Slot] = {Purpose.TRAIN: "policy", Purpose.EXPLORE: "policy", Purpose.EVAL: "old"}
 EPOCH = 7
+WAITS = Patience(ask_again_s=30.0, grace_s=0.1, pause_s=0.0)
 E = TypeVar("E")
 
 
@@ -163,12 +163,14 @@ class Body:
     def build(cls, pipeline: Path, cache: Path, max_batch: int = 8) -> Body:
         family = load_family(pipeline, cache)
         slots = LoraSlots(
-            family.transformer, LoraSpec(rank=4, alpha=4, targets=family.default_lora_targets, seed=0), ["old"]
+            family.transformer,
+            LoraSpec(rank=4, alpha=4, targets=family.default_lora_targets, seed=0),
+            ["old"],
         )
         return cls(family, slots, Engine(family, max_batch=max_batch))
 
-    def hands(self, membership: object = no_membership) -> Hands:
-        return Hands(self.engine, self.slots, RECIPES, SLOT_OF, membership)  # type: ignore[arg-type]
+    def hands(self, membership: Callable[[], Membership] = no_membership) -> Hands:
+        return Hands(self.engine, self.slots, RECIPES, SLOT_OF, membership)
 
 
 def keep_conditions(home: MemoryHome, family: QwenImage) -> None:
@@ -177,16 +179,29 @@ def keep_conditions(home: MemoryHome, family: QwenImage) -> None:
 
 
 def loop(
-    body: Body, home: MemoryHome, name: str = "w0", *, commit_every: int = 1, **settings: object
+    body: Body,
+    home: Home,
+    name: str = "w0",
+    *,
+    epoch: int = EPOCH,
+    commit_every: int = 1,
+    capacity: int | None = None,
+    patience: Patience = WAITS,
+    conditions_kept: int = 256,
 ) -> tuple[WorkerLoop, SeededLoader]:
     loader = SeededLoader(body.slots)
-    patience = settings.pop("patience", Patience(ask_again_s=30.0, grace_s=0.1, pause_s=0.0))
-    return (
-        WorkerLoop(
-            WorkerId(name), EPOCH, home, loader, body.hands(), commit_every, patience=patience, **settings
-        ),  # type: ignore[arg-type]
+    worker = WorkerLoop(
+        WorkerId(name),
+        epoch,
+        home,
         loader,
+        body.hands(),
+        commit_every,
+        capacity=capacity,
+        patience=patience,
+        conditions_kept=conditions_kept,
     )
+    return worker, loader
 
 
 def rollout(seed: int, steps: int = 5, purpose: Purpose = Purpose.TRAIN, version: int = 0) -> Rollout:
@@ -196,9 +211,7 @@ def rollout(seed: int, steps: int = 5, purpose: Purpose = Purpose.TRAIN, version
 
 
 def pull(version: int = 0, lineage: int = 0, epoch: int = EPOCH, name: str = "w0") -> PullWeights:
-    return PullWeights(
-        WorkerId(name), epoch, PolicyVersion(version), lineage, WeightKind.ADAPTER, None
-    )
+    return PullWeights(WorkerId(name), epoch, PolicyVersion(version), lineage, WeightKind.ADAPTER, None)
 
 
 def form(epoch: int = 1, *members: str) -> FormGroup:
@@ -243,9 +256,3 @@ def work_off(worker: WorkerLoop, limit: int = 200) -> None:
 
 def told_steps(home: MemoryHome, lease: int) -> list[int]:
     return [event.steps for event in home.of(LeaseProgressed) if event.lease == lease]
-
-
-def shuffled(seed: int, items: Sequence[E]) -> list[E]:
-    mixed = list(items)
-    random.Random(seed).shuffle(mixed)
-    return mixed

@@ -60,9 +60,7 @@ class Held:
     @property
     def claims(self) -> dict[RolloutId, Claim]:
         """Under what each open rollout is held."""
-        return {
-            name: Claim(lease, self._leases[lease].began[name]) for name, lease in self._lease_of.items()
-        }
+        return {name: Claim(lease, self._leases[lease].began[name]) for name, lease in self._lease_of.items()}
 
     def add(self, lease: LeaseId, states: Iterable[RolloutState], resume: Mapping[RolloutId, int]) -> None:
         """Begin a lease; nothing to do when there is nothing to work on.

@@ -25,7 +25,9 @@ class Inbox:
         """
         taken: list[Command] = []
         try:
-            taken.append(self._waiting.get(timeout=timeout_s) if timeout_s != 0 else self._waiting.get_nowait())
+            taken.append(
+                self._waiting.get(timeout=timeout_s) if timeout_s != 0 else self._waiting.get_nowait()
+            )
             while True:
                 taken.append(self._waiting.get_nowait())
         except queue.Empty:

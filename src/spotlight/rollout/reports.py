@@ -10,7 +10,12 @@ from spotlight.core.types import WorkerId
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Bytes to keep under (kind, name) and the report's mark; of several the latest step counts."""
+    """Bytes to keep under (kind, name) and the report's mark; of several the latest step counts.
+
+    Attributes:
+        kind: ``progress``, ``sample``, ``image``, ``condition`` or ``weights``; see :mod:`~.parcels`.
+        name: of the rollout, prompt or weights.
+    """
 
     kind: str
     name: str
@@ -20,7 +25,11 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Values first, then events: an event is never heard of before the values are safe."""
+    """Values first, then events: an event is never heard of before the values are safe.
+
+    Attributes:
+        mark: digest of the weights that made the values.
+    """
 
     worker: WorkerId
     mark: str

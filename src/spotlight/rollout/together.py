@@ -268,9 +268,7 @@ class Follower:
         """States to advance, and those kept beside them."""
         held = {state.rollout.id: state for state in self.states}
         for given in order.given:
-            state = from_tensors(
-                given.header, given.tensors, self._recipe(given.header), self._engine.device
-            )
+            state = from_tensors(given.header, given.tensors, self._recipe(given.header), self._engine.device)
             held[state.rollout.id] = state
             self.claims[state.rollout.id] = given.claim
         names = {*order.rollouts, *order.kept}
