@@ -1,4 +1,4 @@
-"""A worker's loop: whoever shares a step with a rollout, whenever it pauses or moves, it comes out the same."""
+"""A worker's loop: company, pauses and moves leave no trace in a rollout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real controller and two worker loops in threads: a whole run, also with messages lost and nodes taken."""
+"""The real controller and two worker loops in threads: a whole run, messages lost and nodes taken too."""
 
 from __future__ import annotations
 

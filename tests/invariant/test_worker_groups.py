@@ -1,4 +1,4 @@
-"""Worker loops in sequence-parallel groups of real processes that die, stop and come back. gloo, four ranks."""
+"""Worker loops in sequence-parallel groups of processes that die, stop and come back. gloo, four ranks."""
 
 from __future__ import annotations
 
@@ -136,11 +136,13 @@ def test_leases_of_two_slots_join_and_leave_a_group(
     ranks.until(lambda: len({e.worker for e in ranks.home.of(WeightsPulled)}) == degree, 20.0)
 
 
-@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))]
+)
 def test_survivors_of_a_killed_rank_finish_its_rollouts(
     ranks: Ranks, expected: dict[RolloutId, Tensor], seed: int
 ) -> None:
-    """SP4, one is killed within a step; two go on together and one alone, from what the first of them held."""
+    """SP4, one is killed within a step; two go on together and one alone, from what was committed."""
     draw = random.Random(seed)
     victim = draw.choice(ALL[1:]) if seed else "w0"
     mishap = Mishap("kill", draw.randrange(1, STEPS), draw.randrange(4))
@@ -195,7 +197,7 @@ def test_a_stopped_rank_is_left_behind_and_its_past_does_not_count(
     later = ranks.form("w0", "w1")
     again = ranks.grant(EVALS, resume(EVALS, 2))
     assert_made(ranks, expected, EVALS)
-    # It wakes up and finds itself alone. What it says is of its old group; what it is told of it does nothing.
+    # It wakes up and finds itself alone. What it says is of its old group, what it is told of it void.
     ranks.signal("w3", signal.SIGCONT)
     old = GroupStopped(WorkerId("w0"), epoch)
     ranks.until(lambda: ranks.home.of(GroupStopped).count(old) == 2)
@@ -210,6 +212,28 @@ def test_a_stopped_rank_is_left_behind_and_its_past_does_not_count(
     ranks.form("w3", "w2", "w1", "w0")
     ranks.grant(TRIO)
     assert_made(ranks, expected, TRIO)
+
+
+def test_a_stopped_leader_is_left_behind(ranks: Ranks, expected: dict[RolloutId, Tensor]) -> None:
+    """Nobody who can speak is asked to: the other commits all the same, and speaks after a while."""
+    ranks.form("w0", "w1")
+    ranks.grant(TRIO)
+    assert_made(ranks, expected, TRIO)
+    ranks.home.clear()
+    for name in ("w0", "w1"):
+        ranks.tell(name, Deadline(2.0))
+    epoch = ranks.form("w0", "w1")
+    ranks.tell("w0", Mishap("stop", 3))
+    lease = ranks.grant(EVALS)
+    ranks.stopped("w0")
+    ranks.stop("w0", epoch, "w0", "w1")
+    await_stop(ranks, "w0", epoch)
+    assert safe(ranks, lease) == 3
+    ranks.form("w1")
+    ranks.grant(EVALS, resume(EVALS, 3))
+    assert_made(ranks, expected, EVALS)
+    ranks.signal("w0", signal.SIGKILL)
+    ranks.gone("w0")
 
 
 def test_a_lease_abandoned_or_weights_changed_in_a_group(
@@ -251,3 +275,6 @@ def test_a_group_that_cannot_form_is_given_back(ranks: Ranks) -> None:
     ranks.tell("w0", form(ranks.epoch, "w0", "w1"))
     await_stop(ranks, "w0", ranks.epoch)
     assert not ranks.home.of(GroupFormed)
+    ranks.home.clear()
+    ranks.tell("w0", form(ranks.epoch, "w0", "w1"))  # that answer was lost
+    await_stop(ranks, "w0", ranks.epoch)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import safetensors.torch
@@ -87,23 +87,24 @@ def unpack_condition(data: bytes) -> Condition:
 def _pack(
     parcel: str, name: str, tensors: Mapping[str, Tensor], content: Mapping[str, object] | None = None
 ) -> bytes:
-    header = json.dumps({"format": _FORMAT, "parcel": parcel, "name": name, "content": content or {}})
+    about = {"format": _FORMAT, "parcel": parcel, "name": name, "content": content or {}}
     plain = {key: _plain(tensor) for key, tensor in tensors.items()}
-    return safetensors.torch.save(plain, {"header": header, "checksum": _checksum(header, plain)})
+    # One entry: safetensors writes several in any order, and equal rollouts are to be equal bytes.
+    header = json.dumps({"checksum": _checksum(about, plain), **about})
+    return safetensors.torch.save(plain, {"header": header})
 
 
 def _unpack(parcel: str, data: bytes) -> tuple[Mapping[str, object], dict[str, Tensor]]:
     """(content, tensors) of a parcel that is whole and of the kind ``parcel``."""
     try:
         tensors = safetensors.torch.load(data)
-        metadata = _metadata(data)
-        header, checksum = metadata["header"], metadata["checksum"]
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        about = _header(data)
+        checksum = about.pop("checksum")
+    except (SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:
         _refuse(parcel, data, f"it cannot be read ({type(error).__name__}: {error})")
-    found = _checksum(header, tensors)
+    found = _checksum(about, tensors)
     if found != checksum:
         _refuse(parcel, data, f"its checksum is {found}, expected {checksum}")
-    about = json.loads(header)
     if (about["parcel"], about["format"]) != (parcel, _FORMAT):
         _refuse(parcel, data, f"it is a {about['parcel']!r} of format {about['format']}; expected {_FORMAT}")
     return about["content"], tensors
@@ -116,30 +117,28 @@ def _plain(tensor: Tensor) -> Tensor:
     return plain if whole else plain.clone()
 
 
-def _checksum(header: str, tensors: Mapping[str, Tensor]) -> str:
+def _checksum(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
     # CRC-32: half the time of any digest, in the midst of a worker's step; weights have a digest besides.
-    crc = zlib.crc32(header.encode())
+    crc = zlib.crc32(json.dumps(about).encode())
     for name, tensor in sorted(tensors.items()):
         crc = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), crc)
         crc = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy(), crc)
     return f"{crc:08x}"
 
 
-def _metadata(data: bytes) -> dict[str, str]:
+def _header(data: bytes) -> dict[str, Any]:
     end = 8 + int.from_bytes(data[:8], "little")
-    metadata = json.loads(data[8:end])["__metadata__"]
-    if not isinstance(metadata, dict):
-        raise TypeError(f"metadata is a {type(metadata).__name__}")
-    return metadata
+    header: dict[str, Any] = json.loads(json.loads(data[8:end])["__metadata__"]["header"])
+    return header
 
 
 def _refuse(parcel: str, data: bytes, why: str) -> NoReturn:
     try:
-        about = json.loads(_metadata(data)["header"])
+        about = _header(data)
         claim = f", said to be the {about['parcel']} of {about['name']!r}"
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, LookupError, TypeError):
         claim = ""
     raise ParcelError(
         f"{parcel} parcel ({len(data)} bytes{claim}): {why}. "
-        "It was damaged on its way, or made by another version of the package: fetch it anew, or make it again."
+        "It was damaged on its way, or made by another version of the package: fetch it again, or make it new"
     )

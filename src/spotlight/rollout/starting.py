@@ -1,6 +1,6 @@
 """Rollouts as a lease hands them out become states: resumed where they were committed, else pure noise.
 
-Progress counts only under the mark of the weights held now, so that one policy version makes all of a rollout.
+Progress counts only under the mark of the weights held now: one policy version makes all of a rollout.
 """
 
 from __future__ import annotations
