@@ -205,9 +205,14 @@ def test_company_leaves_no_trace(
 
 @pytest.mark.parametrize("pair", range(32))
 def test_paused_and_moved_to_another_worker(
-    bodies: list[Body], home: MemoryHome, alone: Alone, draws: Draws, pair: int
+    bodies: list[Body],
+    conditions: MemoryHome,
+    home: MemoryHome,
+    alone: Alone,
+    draws: Draws,
+    pair: int,
 ) -> None:
-    """Bitwise where the batch has the same shape; else by the rounding of the kernels."""
+    """Bitwise what it would have been in the same company; alone, but for the rounding of the kernels."""
     draw = random.Random(pair)
     purpose = draw.choice([Purpose.TRAIN, Purpose.TRAIN, Purpose.EVAL])
     seeds = draw.sample(range(100), draw.choice([1, 1, 2, 3]))
@@ -233,11 +238,19 @@ def test_paused_and_moved_to_another_worker(
     second.tell(grant(2, members, leader="w1", **(resume_of(members, safe) if safe else {})))
     draws.asked.clear()
     work_off(second)
+    resumed = set(draws.asked)
     if safe:
-        assert not {step for _, step in draws.asked if step < safe}  # nothing is drawn or done twice
+        assert not {step for _, step in resumed if step < safe}  # nothing is drawn or done twice
+    together = MemoryHome(dict(conditions.values))
+    never_moved, _ = loop(bodies[1], together)
+    ready(never_moved, together)
+    never_moved.tell(grant(1, members))
+    work_off(never_moved)
     for one in members:
-        assert {(s, k) for s, k in alone.noise(one) if k >= safe} <= draws.asked
-        assert_same(home.sample(one.id, mark_of(0)), alone(one), bitwise=len(members) == 1)
+        made = home.sample(one.id, mark_of(0))
+        assert {(s, k) for s, k in alone.noise(one) if k >= safe} <= resumed
+        assert_same(made, together.sample(one.id, mark_of(0)), bitwise=True)
+        assert_same(made, alone(one))
 
 
 def test_one_forward_serves_all_that_fit(bodies: list[Body], home: MemoryHome) -> None:
