@@ -40,6 +40,9 @@ NOUNS = "spotlight.core.types"
 """Ids and sizes, which flow through every room that moves rollouts."""
 MAY_USE_NOUNS = {"rollout", "training", "report"}
 
+MESSAGES = {"spotlight.core.effects", "spotlight.core.events"}
+"""What the controller and workers say to each other: a worker obeys effects and answers with events."""
+
 LIGHT = ("config", "core", "fleet", "rewards", "simulation", "store")
 HEAVY = ("torch", "diffusers", "transformers", "peft", "accelerate", "ray")
 
@@ -61,6 +64,8 @@ def imports_of(path: Path) -> Iterator[tuple[int, str]]:
 def allowed(room: str, module: str) -> bool:
     parts = module.split(".")
     if parts[0] != "spotlight" or len(parts) == 1 or parts[1] in {room, "__version__"}:
+        return True
+    if module in MESSAGES and room == "rollout":
         return True
     return parts[1] in MAY_IMPORT[room] or (module == NOUNS and room in MAY_USE_NOUNS)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 
@@ -11,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from spotlight.core.types import RolloutId, WorkerId
+from spotlight.core.types import LeaseId, RolloutId, WorkerId
 from spotlight.rollout import communicators, rendezvous
 from spotlight.rollout.communicators import Gloo, Nccl, PeerLostError
 from spotlight.rollout.groups import FormationError, Group, Membership, StaleEpochError
 from spotlight.rollout.sequence_parallel import SequenceParallel, SequenceParallelError, share_out
-from spotlight.rollout.together import Order
+from spotlight.rollout.together import Claim, Given, Order
 
 
 @given(st.integers(1, 8), st.integers(0, 5000), st.integers(1, 600))
@@ -54,19 +55,21 @@ def test_lengths_that_cannot_be_are_refused() -> None:
 )
 def test_orders_survive_the_wire(slot: str, ids: list[str], given: int) -> None:
     states = tuple(
-        (
+        Given(
             {"step": i, "nested": {"a.b": [1, 2.5, None]}},
             {"latents": torch.randn(2, 3), "no.kept": torch.empty(0, 4)},
+            Claim(LeaseId(7 + i), i),
         )
         for i in range(given)
     )
-    order = Order(slot, tuple(RolloutId(name) for name in ids), states)
+    names = tuple(RolloutId(name) for name in ids)
+    order = Order(slot, "digest", names[1:], names[:1], states, LeaseId(given))
     read = Order.from_bytes(order.to_bytes())
-    assert (read.slot, read.rollouts) == (order.slot, order.rollouts)
-    assert [header for header, _ in read.given] == [header for header, _ in states]
-    for (_, ours), (_, theirs) in zip(states, read.given, strict=True):
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert dataclasses.replace(read, given=()) == dataclasses.replace(order, given=())
+    for ours, theirs in zip(states, read.given, strict=True):
+        assert (theirs.header, theirs.claim) == (ours.header, ours.claim)
+        assert theirs.tensors.keys() == ours.tensors.keys()
+        assert all(torch.equal(theirs.tensors[name], ours.tensors[name]) for name in ours.tensors)
 
 
 class Heads(nn.Module):

@@ -1,6 +1,6 @@
 """Rollouts as a lease hands them out become states: resumed where they were committed, else pure noise.
 
-Progress counts only under the mark of the weights held now, so that one policy version makes all of a rollout.
+Progress counts only under the mark of the weights held now: one policy version makes all of a rollout.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 
 from spotlight.core.types import PromptId, Purpose, Rollout, RolloutId
 from spotlight.models.base import Condition
 from spotlight.rollout.engine import Engine
-from spotlight.rollout.parcels import unpack_condition, unpack_state
+from spotlight.rollout.parcels import ParcelError, unpack_condition, unpack_state
 from spotlight.rollout.ports import Home
 from spotlight.rollout.state import FailedRollout, Recipe, RolloutState
 
@@ -49,7 +50,7 @@ class Starter:
         fresh = [rollout for rollout in rollouts if rollout.id not in states]
         conditions = self._conditions_of({rollout.prompt_id: None for rollout in fresh})
         failed = [
-            FailedRollout(rollout, f"no embeddings of prompt {rollout.prompt_id} are kept")
+            FailedRollout(rollout, f"no sound embeddings of prompt {rollout.prompt_id} are kept")
             for rollout in fresh
             if rollout.prompt_id not in conditions
         ]
@@ -71,7 +72,7 @@ class Starter:
             try:
                 state = unpack_state(value.data, self._recipes[rollout.purpose], self._engine.device)
             except ValueError:
-                continue  # of another configuration: what it says of this rollout is worth nothing
+                continue  # damaged, or of another configuration: worth nothing
             if _same(state.rollout, rollout):
                 states[rollout.id] = dataclasses.replace(state, rollout=rollout)
         return states
@@ -98,11 +99,10 @@ class Starter:
         absent = [prompt for prompt in wanted if prompt not in found]
         if absent:
             kept = self._home.fetch("condition", absent)
-            found |= {
-                prompt: unpack_condition(value.data)
-                for prompt, value in zip(absent, kept, strict=True)
-                if value is not None
-            }
+            for prompt, value in zip(absent, kept, strict=True):
+                if value is not None:
+                    with suppress(ParcelError):  # damaged is as good as absent
+                        found[prompt] = unpack_condition(value.data)
         for prompt, condition in found.items():
             self._recent[prompt] = condition
             self._recent.move_to_end(prompt)

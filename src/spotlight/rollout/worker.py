@@ -120,6 +120,12 @@ class WorkerLoop:
         """What the worker is doing."""
         return self._pulse.beat
 
+    @property
+    def busy(self) -> bool:
+        """Whether there is a step to take, or a leader to follow."""
+        post = self._post
+        return post is not None and post.busy
+
     # -- the work thread -------------------------------------------------------------------------------
 
     def run(self) -> None:
@@ -131,15 +137,18 @@ class WorkerLoop:
         """
         try:
             while not self._leaving:
-                self._turn()
+                self.turn()
         except BaseException:
             self.failure = traceback.format_exc()
             raise
         finally:
             self._part()
 
-    def _turn(self) -> None:
-        """One round of the module's docstring."""
+    def turn(self) -> None:
+        """One round of the module's docstring, for those who drive the loop themselves.
+
+        Waits for a command when there is nothing else to do.
+        """
         wait_s = self._wait_s()
         if wait_s != 0:
             self._pulse.doing(self._idle_phase())
@@ -260,6 +269,8 @@ class WorkerLoop:
                 self._formed(post)
             return
         if command.epoch <= self._fence:
+            if command.epoch == self._fence:  # it failed, or is over: that answer was lost
+                self._outbox.tell(GroupStopped(command.leader, command.epoch))
             return
         self._fence = command.epoch
         self._part()
@@ -286,16 +297,23 @@ class WorkerLoop:
         self._membership.form(group)
 
     def _stop(self, command: StopGroup) -> None:
-        """Commit what is held, if it is this worker's part to speak, and leave the group."""
+        """Leave the group. The first who is told so commits what it holds, and answers for all.
+
+        So does, unasked, whoever lost the group: the first may have been lost too. It answers only after the
+        grace, for an answer frees all of them.
+        """
         self._fence = max(self._fence, command.epoch)
+        stopped = GroupStopped(command.leader, command.epoch)
         speaks, post = command.members[0] == self.worker, self._post
         if post is not None and post.epoch == command.epoch:
-            if speaks:
+            if speaks or post.lost:
                 self._commit(post, post.held.leases)
                 self._deliver()
+            if post.lost and not speaks:
+                self._outbox.tell_later(stopped, self._patience.grace_s)
             self._part()
         if speaks:
-            self._outbox.tell(GroupStopped(command.leader, command.epoch))
+            self._outbox.tell(stopped)
 
     def _part(self) -> None:
         """Stand alone, holding nothing. Followers are told, as far as they can be."""

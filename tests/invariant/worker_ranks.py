@@ -1,0 +1,232 @@
+"""Worker loops in processes of their own, and a director who gives orders as a controller does.
+
+ranks = Ranks(pipeline, cache, ["w0", "w1"])
+epoch = ranks.form("w0", "w1"); lease = ranks.grant(rollouts)
+ranks.home.wait_for(LeaseCompleted)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import torch
+from torch import nn
+from worker_world import EPOCH, Body, Kept, MemoryHome, SeededLoader, form, grant, pull
+
+from spotlight.core.effects import StopGroup
+from spotlight.core.events import GroupFormed, WeightsPulled
+from spotlight.core.types import LeaseId, Rollout, RolloutId, WorkerId
+from spotlight.rollout import rendezvous
+from spotlight.rollout.communicators import Gloo
+from spotlight.rollout.groups import Membership
+from spotlight.rollout.ports import Command, FollowLease, HomeLostError, Patience
+from spotlight.rollout.rendezvous import Address
+from spotlight.rollout.reports import Report
+from spotlight.rollout.sequence_parallel import SequenceParallel
+from spotlight.rollout.worker import WorkerLoop
+
+GRACE_S = 0.5
+PATIENCE_S = 90.0
+"""No test waits longer for anything; a busy machine is slow now and then."""
+
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["spotlight.models.qwen_image", "spotlight.rollout.worker", "worker_world"])
+
+
+@dataclass(frozen=True)
+class Mishap:
+    """What befalls a worker in its ``step``-th step from now, before the attention of a block."""
+
+    kind: str
+    step: int
+    block: int = 1
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """Collectives that are not done after so long are lost."""
+
+    collective_s: float
+
+
+@dataclass
+class PipeHome:
+    """The test's home, from a worker's process."""
+
+    pipe: Connection
+
+    def deliver(self, report: Report) -> None:
+        self._ask("deliver", report)
+
+    def fetch(self, kind: str, names: Sequence[str], mark: str = "") -> list[Kept | None]:
+        return self._ask("fetch", kind, list(names), mark)  # type: ignore[no-any-return]
+
+    def _ask(self, method: str, *arguments: object) -> object:
+        try:
+            self.pipe.send((method, arguments))
+            return self.pipe.recv()
+        except (EOFError, OSError) as error:
+            raise HomeLostError("the test is over") from error
+
+
+def befall(transformer: nn.Module, mishap: Mishap) -> None:
+    calls = 0
+
+    def count(module: nn.Module, args: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == mishap.step + 1:
+            os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[mishap.kind])
+
+    transformer.transformer_blocks[mishap.block].attn.register_forward_pre_hook(count)  # type: ignore[union-attr,index]
+
+
+def serve(
+    name: str, commands: Connection, home: Connection, address: Address, pipeline: Path, cache: Path
+) -> None:
+    """A worker's process."""
+    torch.set_num_threads(1)
+    body = Body.build(pipeline, cache)
+    communicator = Gloo(collective_s=60.0)
+    parallel = SequenceParallel(body.slots.modules().values())
+
+    def membership() -> Membership:
+        return Membership(WorkerId(name), rendezvous.connect(address), communicator, parallel, form_s=30.0)
+
+    loop = WorkerLoop(
+        WorkerId(name),
+        EPOCH,
+        PipeHome(home),
+        SeededLoader(body.slots),
+        body.hands(membership),
+        commit_every=2,
+        patience=Patience(ask_again_s=30.0, grace_s=GRACE_S, pause_s=0.05),
+    )
+
+    def listen() -> None:
+        while True:
+            try:
+                told = commands.recv()
+            except (EOFError, OSError):
+                os._exit(0)
+            if isinstance(told, Mishap):
+                befall(body.family.transformer, told)
+            elif isinstance(told, Deadline):
+                communicator.collective_s = told.collective_s
+            else:
+                loop.tell(told)
+
+    threading.Thread(target=listen, daemon=True).start()
+    loop.run()
+
+
+@dataclass
+class Ranks:
+    """The test's side: processes by name, one home for all, and what a controller would have decided."""
+
+    pipeline: Path
+    cache: Path
+    home: MemoryHome
+    epoch: int = 0
+    lease: int = 0
+    members: tuple[str, ...] = ()
+    processes: dict[str, tuple[BaseProcess, Connection]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.store, self.address = rendezvous.serve()
+
+    def spawn(self, *names: str) -> None:
+        """New processes, with weights."""
+        for name in names:
+            ours, theirs = _processes.Pipe()
+            home_ours, home_theirs = _processes.Pipe()
+            arguments = (name, theirs, home_theirs, self.address, self.pipeline, self.cache)
+            process = _processes.Process(target=serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            home_theirs.close()
+            self.processes[name] = (process, ours)
+            threading.Thread(target=self._keep, args=(home_ours,), daemon=True).start()
+            self.tell(name, pull(name=name))
+        for name in names:
+            self.until(lambda name=name: any(e.worker == name for e in self.home.of(WeightsPulled)))
+
+    def revive(self, *names: str) -> None:
+        """Processes in the place of dead ones; everything told so far is forgotten."""
+        self.home.clear()
+        self.spawn(*[n for n in names if n not in self.processes or not self.processes[n][0].is_alive()])
+        self.home.clear()
+
+    def _keep(self, pipe: Connection) -> None:
+        while True:
+            try:
+                method, arguments = pipe.recv()
+                pipe.send(getattr(self.home, method)(*arguments))
+            except (EOFError, OSError):
+                return
+
+    def tell(self, name: str, what: Command | Mishap | Deadline) -> None:
+        self.processes[name][1].send(what)
+
+    def form(self, *names: str) -> int:
+        """A group under a new epoch, which is returned."""
+        self.epoch, self.members = self.epoch + 1, names
+        for name in names:
+            self.tell(name, form(self.epoch, *names))
+        wanted = GroupFormed(WorkerId(names[0]), self.epoch)
+        self.until(lambda: wanted in self.home.of(GroupFormed))
+        return self.epoch
+
+    def grant(self, rollouts: Sequence[Rollout], resume: dict[RolloutId, int] | None = None) -> int:
+        """A lease for the group formed last: its number is returned."""
+        self.lease += 1
+        leader, *others = self.members
+        granted = grant(self.lease, rollouts, self.epoch, leader)
+        self.tell(leader, dataclasses.replace(granted, resume=resume or {}))
+        for name in others:
+            self.tell(name, FollowLease(WorkerId(leader), self.epoch, LeaseId(self.lease)))
+        return self.lease
+
+    def stop(self, leader: str, epoch: int, *names: str) -> None:
+        command = StopGroup(WorkerId(leader), epoch, tuple(WorkerId(name) for name in names))
+        for name in names:
+            self.tell(name, command)
+
+    def until(self, condition, timeout_s: float = PATIENCE_S) -> None:  # type: ignore[no-untyped-def]
+        with self.home._changed:
+            assert self.home._changed.wait_for(condition, timeout_s), f"in vain; {self.home.events}"
+
+    def gone(self, name: str) -> None:
+        """Wait for a process to die."""
+        process = self.processes[name][0]
+        process.join(PATIENCE_S)
+        assert not process.is_alive()
+
+    def stopped(self, name: str) -> None:
+        """Wait for a process to stand still."""
+        stat = Path(f"/proc/{self.processes[name][0].pid}/stat")
+        deadline_s = time.monotonic() + PATIENCE_S
+        while stat.read_text().rpartition(")")[2].split()[0] != "T":
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+
+    def signal(self, name: str, number: int) -> None:
+        pid = self.processes[name][0].pid
+        assert pid is not None
+        os.kill(pid, number)
+
+    def close(self) -> None:
+        for process, pipe in self.processes.values():
+            pipe.close()
+            process.kill()
+            process.join()

@@ -1,0 +1,258 @@
+"""A home, a loader and hands for worker loops in this process, and the orders a controller gives."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from spotlight.core.effects import FormGroup, GrantLease, PullWeights
+from spotlight.core.events import Event, LeaseProgressed
+from spotlight.core.types import (
+    Lease,
+    LeaseId,
+    PolicyVersion,
+    PromptId,
+    Purpose,
+    Rollout,
+    RolloutId,
+    WeightKind,
+    WorkerId,
+)
+from spotlight.diffusion.samplers import ODE, FlowSDE
+from spotlight.diffusion.schedule import RandomWindow
+from spotlight.models.base import ImageSize
+from spotlight.models.peft_layers import LoraSpec
+from spotlight.models.qwen_image import QwenImage
+from spotlight.models.slots import LoraSlots, Slot
+from spotlight.rollout.engine import Engine
+from spotlight.rollout.groups import Membership
+from spotlight.rollout.parcels import pack_condition
+from spotlight.rollout.ports import Hands, Home, HomeLostError, LoadError, Patience
+from spotlight.rollout.reports import Report
+from spotlight.rollout.state import Recipe
+from spotlight.rollout.worker import WorkerLoop
+
+SIZE = ImageSize(16, 16)
+PROMPTS = ("one red circle", "two blue squares", "two blue squares left of one yellow triangle, all on white")
+TRAIN = Recipe(SIZE, FlowSDE(0.7), RandomWindow(2), 1.0, "trajectory")
+RECIPES = {
+    Purpose.TRAIN: TRAIN,
+    Purpose.EXPLORE: TRAIN,
+    Purpose.EVAL: Recipe(SIZE, ODE(), None, 1.0, "final"),
+}
+SLOT_OF: dict[Purpose, Slot] = {Purpose.TRAIN: "policy", Purpose.EXPLORE: "policy", Purpose.EVAL: "old"}
+EPOCH = 7
+WAITS = Patience(ask_again_s=30.0, grace_s=0.1, pause_s=0.0)
+E = TypeVar("E")
+
+
+@dataclass(frozen=True)
+class Kept:
+    step: int
+    data: bytes
+
+
+@dataclass
+class MemoryHome:
+    """Values by (kind, name, mark), and every event in the order it came."""
+
+    values: dict[tuple[str, str, str], Kept] = field(default_factory=dict, repr=False)
+    events: list[Event] = field(default_factory=list)
+    reports: list[Report] = field(default_factory=list, repr=False)
+    lost: bool = False
+    _changed: threading.Condition = field(default_factory=threading.Condition, repr=False)
+
+    def deliver(self, report: Report) -> None:
+        if self.lost:
+            raise HomeLostError("the home is gone")
+        with self._changed:
+            for value in report.values:
+                key = (value.kind, value.name, report.mark)
+                if key not in self.values or self.values[key].step < value.step:
+                    self.values[key] = Kept(value.step, value.data)
+            self.reports.append(report)
+            self.events += report.events
+            self._changed.notify_all()
+
+    def fetch(self, kind: str, names: Sequence[str], mark: str = "") -> list[Kept | None]:
+        with self._changed:
+            return [self.values.get((kind, name, mark)) for name in names]
+
+    def put(self, kind: str, name: str, data: bytes, mark: str = "", step: int = 0) -> None:
+        self.values[kind, name, mark] = Kept(step, data)
+
+    def of(self, kind: type[E]) -> list[E]:
+        with self._changed:
+            return [event for event in self.events if isinstance(event, kind)]
+
+    def wait_for(self, kind: type[E], count: int = 1, timeout_s: float = 60.0) -> list[E]:
+        with self._changed:
+            found = self._changed.wait_for(
+                lambda: sum(isinstance(event, kind) for event in self.events) >= count, timeout_s
+            )
+        assert found, f"no {count} of {kind.__name__} came; there are {self.events}"
+        return self.of(kind)
+
+    def clear(self) -> None:
+        with self._changed:
+            self.events.clear()
+            self.reports.clear()
+
+    def sample(self, name: str, mark: str) -> dict[str, Tensor]:
+        return safetensors.torch.load(self.values["sample", name, mark].data)
+
+    def step_of(self, name: str, mark: str) -> int | None:
+        kept = self.values.get(("progress", name, mark))
+        return kept and kept.step
+
+
+@dataclass
+class SeededLoader:
+    """Weights made up from the version; fails as often as it is told to."""
+
+    slots: LoraSlots
+    pulls: list[PullWeights] = field(default_factory=list)
+    failures: list[LoadError] = field(default_factory=list)
+    same_digest: bool = False
+
+    def load(self, pull: PullWeights) -> str:
+        self.pulls.append(pull)
+        if self.failures:
+            raise self.failures.pop()
+        version = 0 if self.same_digest else int(pull.version)
+        fill(self.slots, version)
+        return mark_of(version)
+
+
+def mark_of(version: int) -> str:
+    return f"digest-{version}"
+
+
+def fill(slots: LoraSlots, version: int) -> None:
+    """Adapters that make a difference, by version and slot."""
+    for slot in ("policy", "old"):
+        generator = torch.Generator().manual_seed(1000 * version + len(slot))
+        state = {n: 0.05 * torch.randn(t.shape, generator=generator) for n, t in slots.state(slot).items()}
+        slots.load_state(slot, state)
+
+
+def load_family(pipeline: Path, cache: Path) -> QwenImage:
+    return QwenImage.load(pipeline, device="cpu", dtype=torch.float32, embeddings_cache=cache)
+
+
+def no_membership() -> Membership:
+    raise AssertionError("a worker alone asked for a membership")
+
+
+@dataclass
+class Body:
+    """A model with its slots and engine: what one worker process has."""
+
+    family: QwenImage
+    slots: LoraSlots
+    engine: Engine
+
+    @classmethod
+    def build(cls, pipeline: Path, cache: Path, max_batch: int = 8) -> Body:
+        family = load_family(pipeline, cache)
+        slots = LoraSlots(
+            family.transformer,
+            LoraSpec(rank=4, alpha=4, targets=family.default_lora_targets, seed=0),
+            ["old"],
+        )
+        return cls(family, slots, Engine(family, max_batch=max_batch))
+
+    def hands(self, membership: Callable[[], Membership] = no_membership) -> Hands:
+        return Hands(self.engine, self.slots, RECIPES, SLOT_OF, membership)
+
+
+def keep_conditions(home: MemoryHome, family: QwenImage) -> None:
+    for i, condition in enumerate(family.encode(PROMPTS)):
+        home.put("condition", f"p{i}", pack_condition(condition))
+
+
+def loop(
+    body: Body,
+    home: Home,
+    name: str = "w0",
+    *,
+    epoch: int = EPOCH,
+    commit_every: int = 1,
+    capacity: int | None = None,
+    patience: Patience = WAITS,
+    conditions_kept: int = 256,
+) -> tuple[WorkerLoop, SeededLoader]:
+    loader = SeededLoader(body.slots)
+    worker = WorkerLoop(
+        WorkerId(name),
+        epoch,
+        home,
+        loader,
+        body.hands(),
+        commit_every,
+        capacity=capacity,
+        patience=patience,
+        conditions_kept=conditions_kept,
+    )
+    return worker, loader
+
+
+def rollout(seed: int, steps: int = 5, purpose: Purpose = Purpose.TRAIN, version: int = 0) -> Rollout:
+    name = RolloutId(f"{purpose.value}-{seed}-{steps}")
+    prompt = PromptId(f"p{seed % len(PROMPTS)}")
+    return Rollout(name, purpose, 3, prompt, seed, seed, steps, PolicyVersion(version))
+
+
+def pull(version: int = 0, lineage: int = 0, epoch: int = EPOCH, name: str = "w0") -> PullWeights:
+    return PullWeights(WorkerId(name), epoch, PolicyVersion(version), lineage, WeightKind.ADAPTER, None)
+
+
+def form(epoch: int = 1, *members: str) -> FormGroup:
+    names = tuple(WorkerId(name) for name in members or ("w0",))
+    return FormGroup(names[0], epoch, names)
+
+
+def grant(
+    lease: int, rollouts: Sequence[Rollout], epoch: int = 1, leader: str = "w0", **resume: int
+) -> GrantLease:
+    ids = tuple(one.id for one in rollouts)
+    steps = {RolloutId(name.replace("_", "-")): step for name, step in resume.items()}
+    return GrantLease(Lease(LeaseId(lease), WorkerId(leader), epoch, ids, 1e9), tuple(rollouts), steps)
+
+
+def resume_of(rollouts: Sequence[Rollout], step: int) -> dict[str, int]:
+    return {one.id.replace("-", "_"): step for one in rollouts}
+
+
+def ready(worker: WorkerLoop, home: MemoryHome, version: int = 0) -> None:
+    """Give it weights and a group of its own."""
+    worker.tell(pull(version))
+    worker.tell(form())
+    worker.turn()
+    home.clear()
+
+
+def turns(worker: WorkerLoop, count: int) -> None:
+    for _ in range(count):
+        worker.turn()
+
+
+def work_off(worker: WorkerLoop, limit: int = 200) -> None:
+    """Obey what was told, and turn while there is something to do."""
+    worker.turn()
+    for _ in range(limit):
+        if not worker.busy:
+            return
+        worker.turn()
+    raise AssertionError("it never ends")
+
+
+def told_steps(home: MemoryHome, lease: int) -> list[int]:
+    return [event.steps for event in home.of(LeaseProgressed) if event.lease == lease]
