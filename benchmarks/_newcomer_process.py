@@ -15,6 +15,7 @@ import torch
 from spotlight.models.base import Condition, ImageSize
 from spotlight.models.qwen_image import QwenImage
 from spotlight.models.skeleton import base_state, filling, modules_of
+from spotlight.testbed.architecture import TEXT_WIDTH
 from spotlight.weights.flat import as_bytes, checksum
 from spotlight.weights.peers import Lender, borrow
 from spotlight.weights.shelf import Shelf
@@ -69,7 +70,7 @@ def arrive(pipeline: Path, cache: Path, device: str, peer: Path | None, pipe: Co
 @torch.no_grad()
 def _forward(family: QwenImage) -> None:
     latents = torch.zeros(1, *family.latent_shape(SIZE))
-    condition = family.collate([Condition(torch.zeros(8, family.transformer.config.joint_attention_dim))])
+    condition = family.collate([Condition(torch.zeros(8, TEXT_WIDTH))])
     family.velocity(family.transformer, latents, torch.ones(1), condition, None, SIZE).cpu()
 
 

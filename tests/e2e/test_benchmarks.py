@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from torch import Tensor
 
 import _measure
+import newcomer
 import regroup
 import rollout_loop
 import training_step
@@ -119,3 +120,27 @@ def test_survivors_are_back_sooner_than_a_restart(tmp_path: Path, capsys: pytest
         assert min(found.values()) > 0
         assert sum(found[phase] for phase in phases[:-1]) == pytest.approx(found["total"])
     assert seconds["regroup"]["total"] < seconds["restart"]["total"]
+
+
+@pytest.mark.slow  # every round starts three processes
+def test_newcomers_get_the_same_weights_from_a_peer_and_from_disk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "newcomer.json"
+    newcomer.main(megabytes=0, rounds=2, json=path)
+    assert "peer / disk, cached" in " ".join(capsys.readouterr().out.split())
+    (row,) = json.loads(path.read_text())["rows"]
+    assert tuple(row["seconds"]) == newcomer.WAYS
+    for taken in row["seconds"].values():
+        assert len(taken) == 2
+        for phases in taken:
+            start, model, total = (phases[name] for name in newcomer.PHASES)
+            assert start + model == pytest.approx(total)
+
+
+def test_the_larger_model_is_as_large_as_said(tmp_path: Path) -> None:
+    newcomer.write_synthetic(tmp_path / "model", 200)
+    files = newcomer.weight_files(tmp_path / "model")
+    assert sum(path.stat().st_size for path in files) == pytest.approx(200e6, rel=0.25)
+    newcomer.read_whole(files)
+    assert 0 <= newcomer.drop_from_cache(files) <= 1
