@@ -50,6 +50,7 @@ bench: env ## Compare rollouts with the pipeline, training steps with a plain lo
 	$(BIN)/python benchmarks/rollout_loop.py --json build/rollout_loop.json
 	$(BIN)/python benchmarks/training_step.py --json build/training_step.json
 	$(BIN)/python benchmarks/regroup.py --json build/regroup.json
+	$(BIN)/python benchmarks/newcomer.py --json build/newcomer.json
 
 docs: env ## Generate the reference pages from the sources
 	$(BIN)/python scripts/make_reference.py

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import _measure
 import commit_overhead
+import newcomer
 import regroup
 import rollout_loop
 import training_step
@@ -139,3 +140,27 @@ def test_a_commits_cost_is_told_as_a_share_of_steps(
         step_ms = row["testbed_step_ms"]["median"]
         assert row["share_of_testbed_step"] == pytest.approx(commit_ms / step_ms)
         assert row["share_of_published_step"]["512x512"] == pytest.approx(commit_ms / (2 * 155))
+
+
+@pytest.mark.slow  # every round starts three processes
+def test_newcomers_get_the_same_weights_from_a_peer_and_from_disk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "newcomer.json"
+    newcomer.main(megabytes=0, rounds=2, json=path)
+    assert "peer / disk, cached" in " ".join(capsys.readouterr().out.split())
+    (row,) = json.loads(path.read_text())["rows"]
+    assert tuple(row["seconds"]) == newcomer.WAYS
+    for taken in row["seconds"].values():
+        assert len(taken) == 2
+        for phases in taken:
+            start, model, total = (phases[name] for name in newcomer.PHASES)
+            assert start + model == pytest.approx(total)
+
+
+def test_the_larger_model_is_as_large_as_said(tmp_path: Path) -> None:
+    newcomer.write_synthetic(tmp_path / "model", 200)
+    files = newcomer.weight_files(tmp_path / "model")
+    assert sum(path.stat().st_size for path in files) == pytest.approx(200e6, rel=0.25)
+    newcomer.read_whole(files)
+    assert 0 <= newcomer.drop_from_cache(files) <= 1

@@ -1,0 +1,84 @@
+"""The processes of newcomer.py: a worker that lends its model, and a newcomer that needs one.
+
+Times are of the monotonic clock, which all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from spotlight.models.base import Condition, ImageSize
+from spotlight.models.qwen_image import QwenImage
+from spotlight.models.skeleton import base_state, filling, modules_of
+from spotlight.testbed.architecture import TEXT_WIDTH
+from spotlight.weights.flat import as_bytes, checksum
+from spotlight.weights.peers import Lender, borrow
+from spotlight.weights.shelf import Shelf
+
+DIGEST = "base"
+SIZE = ImageSize(16, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A newcomer that could go to work.
+
+    Attributes:
+        imported_s: when interpreter and libraries were there.
+        ran_s: when the first forward was done.
+        sums: over all weights: the same, however they came.
+    """
+
+    imported_s: float
+    ran_s: float
+    sums: tuple[tuple[int, ...], ...]
+
+
+def lend(pipeline: Path, cache: Path, device: str, home: Path, pipe: Connection) -> None:
+    """Hold the model and lend it until the pipe closes."""
+    family = _load(pipeline, cache, device, read=True)
+    # Copies: weights from disk are mapped on a CPU, which would keep the file in the page cache.
+    base = {name: tensor.clone() for name, tensor in base_state(family.transformer).items()}
+    del family
+    with Lender(home, "w0", Shelf(base, modules_of(base), DIGEST)) as lender:
+        pipe.send(lender.path)
+        try:
+            pipe.recv()
+        except EOFError:
+            return
+
+
+def arrive(pipeline: Path, cache: Path, device: str, peer: Path | None, pipe: Connection) -> None:
+    """Get the model, from a peer or from disk, and say when."""
+    imported = time.monotonic()
+    family = _load(pipeline, cache, device, read=peer is None)
+    if peer is not None:
+        with filling(family.transformer) as targets:
+            borrow(peer, DIGEST, targets, modules_of(targets))
+    _forward(family)
+    ran = time.monotonic()
+    state = base_state(family.transformer)
+    sums = tuple(tuple(checksum(as_bytes(tensor)).tolist()) for tensor in state.values())
+    pipe.send(Ready(imported, ran, sums))
+
+
+@torch.no_grad()
+def _forward(family: QwenImage) -> None:
+    latents = torch.zeros(1, *family.latent_shape(SIZE))
+    condition = family.collate([Condition(torch.zeros(8, TEXT_WIDTH))])
+    family.velocity(family.transformer, latents, torch.ones(1), condition, None, SIZE).cpu()
+
+
+def _load(pipeline: Path, cache: Path, device: str, *, read: bool) -> QwenImage:
+    return QwenImage.load(
+        pipeline,
+        device=device,
+        dtype=torch.float32,
+        embeddings_cache=cache,
+        read_transformer=read,
+    )
