@@ -116,8 +116,14 @@ def misfit(node: str, here: NodeFacts, there: NodeFacts) -> Problem | None:
     found = ", ".join(f"{name} {theirs}" for name, _, theirs in differ)
     expected = ", ".join(f"{name} {mine}" for name, mine, _ in differ)
     install = " ".join(f"{name}=={mine}" for name, mine, _ in differ if name != "python")
-    remedy = f"Install there what the head has: pip install {install}" if install else "Use one image for all nodes"
-    return Problem(f"node {node!r}", found, f"{expected}, as on the head", f"{remedy}; the node is left out until then.")
+    remedy = (
+        f"Install there what the head has: pip install {install}"
+        if install
+        else "Use one image for all nodes"
+    )
+    return Problem(
+        f"node {node!r}", found, f"{expected}, as on the head", f"{remedy}; the node is left out until then."
+    )
 
 
 def parse_nvidia_smi(text: str) -> tuple[Gpu, ...]:

@@ -1,8 +1,8 @@
 """A Ray cluster on this machine whose nodes come, get notices and are killed: laptops, tests, demonstrations.
 
-Everything listens on 127.0.0.1. A node is a raylet and the two small processes that Ray gives each; the actors
-placed on it are its children. :meth:`LocalCluster.kill` ends all of them by SIGKILL, as a cloud takes a
-machine. Nothing is left when this process ends, however it ends: see ``guard.py``.
+Everything listens on 127.0.0.1. A node is a raylet and the two small processes that Ray gives each; the
+actors placed on it are its children. :meth:`LocalCluster.kill` ends all of them by SIGKILL, as a cloud
+takes a machine. Nothing is left when this process ends, however it ends: see ``guard.py``.
 
 CPU slots (the resource ``spotlight_slot``) stand for GPUs.
 """
@@ -30,15 +30,15 @@ from spotlight.config.errors import ConfigError, Problem
 from spotlight.core.types import NodeKind
 from spotlight.runtime.ray import guard
 from spotlight.runtime.ray.agent import pid_file
-from spotlight.runtime.ray.nodes import KIND_RESOURCES, SLOT
 from spotlight.runtime.ray.node_processes import (
-    NodeRequest,
     NodeProcesses,
+    NodeRequest,
     prepare_environment,
     raised_by_ray,
     start_head,
     start_node,
 )
+from spotlight.runtime.ray.nodes import KIND_RESOURCES, SLOT
 
 log = logging.getLogger("spotlight.runtime.ray.local")
 
@@ -49,18 +49,18 @@ _SOCKET_BELOW = len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_
 _LOG_LINES = 20
 _made = itertools.count()
 _SYSTEM = {
-    "health_check_initial_delay_ms": 2000,
+    "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 100,
     "health_check_timeout_ms": 5000,
     "health_check_failure_threshold": 3,
     "timeout_ms_task_wait_for_death_info": 100,
 }
-"""A killed node is dead to Ray and its callers within half a second; one that falls silent
+"""A killed node is dead to Ray and its callers after a quarter of a second; one that falls silent
 (SIGSTOP) is dead after some 16 s instead of a minute: a busy laptop must not look like one."""
 
 
 class LocalClusterError(Exception):
-    """A local Ray or one of its nodes did not start, or a node is not there; says which, and what Ray wrote."""
+    """A local Ray or a node of it did not start, or a node is not there; says which, and Ray's last words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,9 @@ class LocalCluster:
         """
         with self._lock:
             if name in self._nodes or name in self._starting or name == self.first.name:
-                raise LocalClusterError(f"node {name!r} is there already; expected another name, or a kill before")
+                raise LocalClusterError(
+                    f"node {name!r} is there already; expected another name, or a kill before"
+                )
             self._starting.add(name)
             number, self._count = self._count, self._count + 1
         mark = f"{self.id}/{number}"
@@ -159,7 +161,9 @@ class LocalCluster:
         left = guard.end(mark)
         handle.reap()
         if left:
-            raise LocalClusterError(f"node {name!r}: processes {sorted(left)} survive SIGKILL (in a system call?)")
+            raise LocalClusterError(
+                f"node {name!r}: processes {sorted(left)} survive SIGKILL (in a system call?)"
+            )
 
     def stop(self) -> None:
         """End every process of this cluster and remove its directory; may be called again."""
@@ -189,8 +193,8 @@ class LocalCluster:
 def local_cluster(slots: int, name: str = "reserved-0") -> Iterator[LocalCluster]:
     """A local Ray with one reserved node of ``slots`` CPU slots; ended with the block.
 
-    This process joins it with :func:`spotlight.runtime.ray.connection.connected`. Whatever an earlier run left is
-    ended first.
+    This process joins it with :func:`spotlight.runtime.ray.connection.connected`. Whatever an earlier run
+    left is ended first.
 
     Raises:
         ConfigError: this machine cannot have one (no /proc, a directory of another user, ports).

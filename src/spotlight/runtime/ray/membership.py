@@ -1,11 +1,11 @@
-"""Which nodes there are, as the head sees them: one thread that looks at Ray's list and listens to every node's agent.
+"""Which nodes there are: one thread of the head looks at Ray's list and listens to every node's agent.
 
-A node *joins* when its agent has told what it is and it fits the head; one that does not fit is *refused*, once.
-Loss is seen two ways, whichever is first: Ray's list, and the question for notices that hangs at every agent and
-fails when the node dies. The second alone does not tell a dead node from a dead agent: where nobody listens any
-more at the port of the node's raylet, the node is lost, whatever the list says for some seconds yet; where
-there is no answer at all, the thread looks at the list at once and for a moment often. An agent that died on a
-living node is started again, with growing pauses.
+A node *joins* when its agent has told what it is and it fits the head; one that does not fit is *refused*,
+once. Loss is seen two ways, whichever is first: Ray's list, and the question for notices that hangs at
+every agent and fails when the node dies. The second alone does not tell a dead node from a dead agent:
+where nobody listens any more at the port of the node's raylet, the node is lost, whatever the list says for
+some seconds yet; where there is no answer at all, the thread looks at the list at once and for a moment
+often. An agent that died on a living node is started again, with growing pauses.
 
 The listener is called in this thread, and must be quick.
 """
@@ -128,7 +128,7 @@ def start_agent(node: RayNode, settings: NoticeSettings) -> ActorHandle:
 
 
 def raylet_listens(node: RayNode) -> bool:
-    """False: its machine says that nobody listens at the raylet's port. Silence tells nothing, so it is True."""
+    """False: its machine says that nobody listens at the raylet's port. Silence tells nothing: True."""
     try:
         socket.create_connection((node.address, node.port), timeout=_PROBE_S).close()
     except ConnectionRefusedError:
@@ -206,7 +206,7 @@ class Membership:
     # -- Ray's list -----------------------------------------------------------------------------------------
 
     def _rows(self) -> Sequence[Mapping[str, object]] | None:
-        """``ray.nodes()`` has no deadline of its own: where the answer does not come, the next look waits for it."""
+        """``ray.nodes()`` has no deadline of its own; a look that hangs is waited for by the next one."""
         asked = self._asker.submit(ray.nodes)
         try:
             rows: Sequence[Mapping[str, object]] = asked.result(self._settings.answer_s)

@@ -1,7 +1,7 @@
 """What a worker process wrote, found among Ray's logs on its node.
 
-Ray redirects the output of worker processes to ``worker-WORKER-JOB-PID.{out,err}`` in its session's ``logs``, where the
-first lines name the actor. Crashes below Python are in ``.err`` (faulthandler).
+Ray redirects the output of worker processes to ``worker-WORKER-JOB-PID.{out,err}`` in its session's
+``logs``, where the first lines name the actor. Crashes below Python are in ``.err`` (faulthandler).
 """
 
 from __future__ import annotations
@@ -47,5 +47,9 @@ def _tail(file: Path, lines: int) -> str:
         size = stream.seek(0, os.SEEK_END)
         stream.seek(max(0, size - _READ_MAX))
         text = stream.read().decode(errors="replace")
-    told = [line for line in text.splitlines() if line.strip() and not line.startswith((":job_id:", ":actor_name:"))]
+    told = [
+        line
+        for line in text.splitlines()
+        if line.strip() and not line.startswith((":job_id:", ":actor_name:"))
+    ]
     return "\n".join([f"{file.name}:", *(f"  {line}" for line in told[-lines:])]) if told else ""

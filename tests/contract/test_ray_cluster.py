@@ -1,4 +1,4 @@
-"""A real Ray on this machine: nodes that come, get notices, are killed; what Ray must do for us to rely on it.
+"""A real Ray on this machine: nodes that come, get notices and are killed; what of Ray we rely on.
 
 One cluster serves the whole file. Figures are printed: `pytest -s`.
 """
@@ -18,9 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-
-ray = pytest.importorskip("ray")
-
+import ray
 from ray._private import worker as ray_worker
 from ray._private.node import Node
 from ray._private.parameter import RayParams
@@ -30,7 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.core.types import NodeKind
 from spotlight.fleet.traces.events import Trace, TraceEvent, TraceEventKind
-from spotlight.runtime.ray import guard
+from spotlight.runtime.ray import drain, guard
 from spotlight.runtime.ray.connection import connected
 from spotlight.runtime.ray.drain import drain_node, draining_nodes
 from spotlight.runtime.ray.facts import NodeFacts, gather
@@ -40,6 +38,7 @@ from spotlight.runtime.ray.market_book import Fate
 from spotlight.runtime.ray.membership import Membership, MembershipSettings
 from spotlight.runtime.ray.nodes import RayNode, read_view, require_usable
 from spotlight.runtime.ray.notice_watch import NoticeSettings
+from spotlight.runtime.ray.worker_logs import log_tail
 
 GRACE_S = 20.0
 SETTINGS = MembershipSettings(NoticeSettings("none", None, GRACE_S), period_s=0.3)
@@ -79,7 +78,9 @@ class Heard:
             return next((told for told in self.told if told[1:3] == (what, name)), None)
 
         with self._changed:
-            assert self._changed.wait_for(lambda: found() is not None, timeout_s), f"no {what} of {name}: {self.told}"
+            assert self._changed.wait_for(lambda: found() is not None, timeout_s), (
+                f"no {what} of {name}: {self.told}"
+            )
             told = found()
             assert told is not None
             self.told.remove(told)
@@ -142,7 +143,9 @@ def since(began_s: float) -> str:
 
 
 def test_private_parts_of_ray_are_what_the_adapters_call(cluster: LocalCluster) -> None:
-    assert {"ray_params", "head", "shutdown_at_exit", "spawn_reaper"} <= set(inspect.signature(Node).parameters)
+    assert {"ray_params", "head", "shutdown_at_exit", "spawn_reaper"} <= set(
+        inspect.signature(Node).parameters
+    )
     parameters = set(inspect.signature(RayParams).parameters)
     wanted = {"node_ip_address", "node_name", "env_vars", "no_monitor", "include_log_monitor", "gcs_address"}
     assert wanted <= parameters, f"RayParams lost {wanted - parameters}: node_processes.py"
@@ -150,11 +153,15 @@ def test_private_parts_of_ray_are_what_the_adapters_call(cluster: LocalCluster) 
         assert callable(getattr(Node, name, None)), f"Node.{name} is gone: node_processes.py"
     client = GcsClient(address=cluster.address)
     assert callable(getattr(client, "drain_node", None)), "GcsClient.drain_node is gone: drain.py"
-    assert callable(getattr(client, "get_draining_nodes", None)), "GcsClient.get_draining_nodes is gone: drain.py"
+    assert callable(getattr(client, "get_draining_nodes", None)), (
+        "GcsClient.get_draining_nodes is gone: drain.py"
+    )
     assert callable(ray_worker.print_to_stdstream), "connection.py silences a function that Ray no more has"
 
 
-def test_constructors_of_threaded_actors_run_in_a_main_thread_that_takes_signals(cluster: LocalCluster) -> None:
+def test_constructors_of_threaded_actors_run_in_a_main_thread_that_takes_signals(
+    cluster: LocalCluster,
+) -> None:
     @ray.remote(num_cpus=0, max_concurrency=4)
     class Probe:
         def __init__(self) -> None:
@@ -214,7 +221,11 @@ def test_a_node_comes_gets_notice_and_is_killed(cluster: LocalCluster, heard: He
     assert (seen.ray_id, seen.kind, seen.slots, seen.gpus, seen.gpu_type) == (
         node.ray_id, NodeKind.SPOT, 2, False, "cpu",
     )  # fmt: skip
-    assert (facts.spotlight, facts.torch, facts.boot_id) == (gather().spotlight, gather().torch, gather().boot_id)
+    assert (facts.spotlight, facts.torch, facts.boot_id) == (
+        gather().spotlight,
+        gather().torch,
+        gather().boot_id,
+    )
     assert alive(facts.agent_pid)
 
     holder = hold(node.ray_id)
@@ -242,7 +253,7 @@ def test_a_node_comes_gets_notice_and_is_killed(cluster: LocalCluster, heard: He
     print(f"a hanging call fails after {since(began_s)}")
     lost_s, _ = heard.wait("lost", "alpha")
     print(f"loss told after {lost_s - began_s:.2f} s")
-    assert lost_s - began_s < 5.0
+    assert lost_s - began_s < 3.0
     wait_until(lambda: all(not row["Alive"] for row in ray.nodes() if row["NodeID"] == node.ray_id))
     print(f"gone from Ray's list after {since(began_s)}")
 
@@ -291,15 +302,19 @@ def test_the_view_of_a_real_cluster_is_usable(cluster: LocalCluster) -> None:
         require_usable(view, 2, "this cluster")
 
 
-def test_draining_that_fails_is_logged_and_no_more(cluster: LocalCluster, caplog: pytest.LogCaptureFixture) -> None:
+def test_draining_that_fails_is_logged_and_no_more(
+    cluster: LocalCluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(address: str) -> None:
+        raise TypeError("another signature")
+
+    monkeypatch.setattr(drain, "GcsClient", broken)
     with caplog.at_level("WARNING", "spotlight.runtime.ray.drain"):
-        assert not drain_node("no hex", 5.0, "a test")
-    assert "no hex" in caplog.text
+        assert not drain_node(cluster.first.ray_id, 5.0, "a test")
+    assert "another signature" in caplog.text
 
 
 def test_logs_of_a_worker_are_found(cluster: LocalCluster, heard: Heard) -> None:
-    from spotlight.runtime.ray.worker_logs import log_tail
-
     node = read_view(ray.nodes()).nodes[cluster.first.ray_id]
     holder = hold(node.ray_id)
     pid, _ = ray.get(holder.pids.remote(), timeout=20)
