@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.core.types import NodeKind
 from spotlight.fleet.traces.events import Trace, TraceEvent, TraceEventKind
-from spotlight.runtime.ray import drain, guard
+from spotlight.runtime.ray import drain, guard, local
 from spotlight.runtime.ray.connection import connected
 from spotlight.runtime.ray.drain import drain_node, draining_nodes
 from spotlight.runtime.ray.facts import NodeFacts, gather
@@ -36,11 +37,14 @@ from spotlight.runtime.ray.local import LocalCluster, LocalClusterError, local_c
 from spotlight.runtime.ray.market import LocalMachines, Market
 from spotlight.runtime.ray.market_book import Fate
 from spotlight.runtime.ray.membership import Membership, MembershipSettings
+from spotlight.runtime.ray.node_processes import NodeProcesses, NodeRequest
 from spotlight.runtime.ray.nodes import RayNode, read_view, require_usable
 from spotlight.runtime.ray.notice_watch import NoticeSettings
 from spotlight.runtime.ray.worker_logs import log_tail
 
 GRACE_S = 20.0
+usable_s: list[float] = []
+"""How long the first node took from the wish to have it: machines differ, and are busy."""
 SETTINGS = MembershipSettings(NoticeSettings("none", None, GRACE_S), period_s=0.3)
 
 
@@ -94,11 +98,15 @@ def cluster() -> Iterator[LocalCluster]:
 
 
 @pytest.fixture(scope="module")
-def heard(cluster: LocalCluster) -> Iterator[Heard]:
-    heard = Heard()
-    with Membership(heard, gather(), SETTINGS):
+def heard() -> Heard:
+    return Heard()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def membership(cluster: LocalCluster, heard: Heard) -> Iterator[Membership]:
+    with Membership(heard, gather(), SETTINGS) as membership:
         heard.wait("joined", cluster.first.name)
-        yield heard
+        yield membership
 
 
 @ray.remote(num_cpus=0, resources={"spotlight_slot": 1}, max_concurrency=2)
@@ -215,7 +223,8 @@ def test_a_node_comes_gets_notice_and_is_killed(cluster: LocalCluster, heard: He
     node = cluster.add_node("alpha", NodeKind.SPOT, 2)
     print(f"\nadded in {since(began_s)}", end="")
     joined_s, told = heard.wait("joined", "alpha")
-    print(f", usable after {joined_s - began_s:.2f} s")
+    usable_s.append(joined_s - began_s)
+    print(f", usable after {usable_s[0]:.2f} s")
     assert isinstance(told, tuple)
     seen, facts = told
     assert (seen.ray_id, seen.kind, seen.slots, seen.gpus, seen.gpu_type) == (
@@ -294,6 +303,39 @@ def test_nodes_that_are_not_there(cluster: LocalCluster) -> None:
         cluster.add_node(cluster.first.name, NodeKind.SPOT, 1)
 
 
+def test_a_node_that_does_not_start_is_told_and_leaves_nothing(
+    cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[subprocess.Popen[bytes]] = []
+
+    def fail(request: NodeRequest, gcs_address: str) -> NodeProcesses:
+        left.append(subprocess.Popen(["sleep", "600"], env={**os.environ, **request.environment}))
+        raise RuntimeError("no port is free\nand more")
+
+    monkeypatch.setattr(local, "start_node", fail)
+    with pytest.raises(LocalClusterError, match=r"node 'x' did not start: no port is free\n.*raylet"):
+        cluster.add_node("x", NodeKind.SPOT, 1)
+    assert left[0].wait(5) == -signal.SIGKILL
+    assert "x" not in [node.name for node in cluster.nodes()]
+
+
+def test_a_node_of_another_version_is_refused_once(cluster: LocalCluster) -> None:
+    heard = Heard()
+    with Membership(heard, replace(gather(), spotlight="99.0", torch="9.9.0"), SETTINGS):
+        _, problem = heard.wait("refused", f"node {cluster.first.name!r}")
+        time.sleep(1.0)
+    assert isinstance(problem, Problem)
+    assert "spotlight-rl 99.0, torch 9.9.0" in problem.expected
+    assert "pip install spotlight-rl==99.0 torch==9.9.0" in problem.remedy
+    assert not heard.told
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere", "127.0.0.1:99999999"])
+def test_a_cluster_that_is_not_there(address: str) -> None:
+    with pytest.raises(ConfigError, match=f"fleet.address: found '{address}'"), connected(address):
+        pass
+
+
 def test_the_view_of_a_real_cluster_is_usable(cluster: LocalCluster) -> None:
     view = read_view(ray.nodes())
     assert [node.name for node in view.nodes.values()] == [cluster.first.name]
@@ -314,28 +356,31 @@ def test_draining_that_fails_is_logged_and_no_more(
     assert "another signature" in caplog.text
 
 
-def test_logs_of_a_worker_are_found(cluster: LocalCluster, heard: Heard) -> None:
+def test_logs_of_a_worker_are_found(cluster: LocalCluster, membership: Membership) -> None:
     node = read_view(ray.nodes()).nodes[cluster.first.ray_id]
     holder = hold(node.ray_id)
     pid, _ = ray.get(holder.pids.remote(), timeout=20)
     logs = Path(node.session) / "logs"
     assert "holder is up" in log_tail(logs, pid, None, 20)
     assert "holder is up" in log_tail(logs, None, "Holder", 20)
+    assert "holder is up" in membership.log_tail(node, pid, None)
+    assert "has no agent" in membership.log_tail(replace(node, ray_id="00"), pid, None)
     ray.kill(holder)
 
 
 def test_a_trace_is_played(cluster: LocalCluster, heard: Heard) -> None:
     add, notice, remove = TraceEventKind
+    taken_s = 2.0 + 2 * max(usable_s, default=5.0)
     events = (
         TraceEvent(0.0, add, "m1", 1),
         TraceEvent(0.0, add, "m2", 2),
         TraceEvent(0.1, remove, "m2", 2),
-        TraceEvent(4.0, notice, "m1", 1),
-        TraceEvent(4.5, remove, "m1", 1),
+        TraceEvent(taken_s - 0.5, notice, "m1", 1),
+        TraceEvent(taken_s, remove, "m1", 1),
     )
-    with Market(Trace(events, 5.0, "a test"), LocalMachines(cluster)) as market:
+    with Market(Trace(events, taken_s, "a test"), LocalMachines(cluster)) as market:
         heard.wait("joined", "m1")
-        heard.wait("noticed", "m1")
+        heard.wait("noticed", "m1", 60.0)
         heard.wait("lost", "m1")
         assert market.wait(10)
     fates = {(deed.kind, deed.node): deed.fate for deed in market.book.deeds}

@@ -46,7 +46,7 @@ _STORE_BYTES = 80 << 20
 """Ray's least is 75 MiB. Values travel in messages and through the keeper, hardly through Ray's store."""
 _SOCKET_PATH_MAX = 107
 _SOCKET_BELOW = len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store.9999")
-_LOG_LINES = 20
+_LOG_LINES, _LOG_COLUMNS = 10, 300
 _made = itertools.count()
 _SYSTEM = {
     "health_check_initial_delay_ms": 0,
@@ -287,12 +287,12 @@ def _first_line(error: BaseException) -> str:
 
 
 def _last_words(logs: Path) -> str:
-    """The end of what Ray's own processes wrote last."""
+    """The end of what the latest raylet wrote; where there is none yet, of what the cluster's server did."""
     with contextlib.suppress(OSError):
-        files = [*logs.glob("gcs_server*"), *logs.glob("raylet*"), *logs.glob("*agent*")]
-        files = [file for file in files if file.stat().st_size]
-        latest = max(files, key=lambda file: file.stat().st_mtime, default=None)
-        if latest is not None:
-            lines = latest.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-            return "\n".join([f"{latest}:", *(f"  {line}" for line in lines)])
+        for pattern in ("raylet*", "gcs_server*"):
+            files = [file for file in logs.glob(pattern) if file.stat().st_size]
+            latest = max(files, key=lambda file: file.stat().st_mtime, default=None)
+            if latest is not None:
+                lines = latest.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+                return "\n".join([f"{latest}:", *(f"  {line[:_LOG_COLUMNS]}" for line in lines)])
     return f"nothing in {logs}"

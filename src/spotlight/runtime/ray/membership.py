@@ -181,8 +181,22 @@ class Membership:
             if watched.agent is not None:
                 ray.kill(watched.agent)
 
-    def agent(self, node: RayNode) -> ActorHandle | None:
-        """The agent of a node, if it has one now: for ``log_tail`` and ``acknowledge``. Any thread."""
+    def acknowledge(self, node: RayNode) -> None:
+        """A node with a notice is drained: its cloud may take it. Any thread; nothing is waited for."""
+        if (agent := self._agent(node)) is not None:
+            agent.acknowledge.remote()
+
+    def log_tail(self, node: RayNode, pid: int | None, actor: str | None, lines: int = 20) -> str:
+        """The end of what a worker wrote (see ``worker_logs``), or why it cannot be had. Any thread."""
+        agent = self._agent(node)
+        if agent is None:
+            return f"node {node.name} has no agent to ask for the log"
+        try:
+            return str(ray.get(agent.log_tail.remote(pid, actor, lines), timeout=self._settings.answer_s))
+        except RayError as error:
+            return f"node {node.name} does not tell its log: {cause_of(error)}"
+
+    def _agent(self, node: RayNode) -> ActorHandle | None:
         watched = self._watched.get(node.ray_id)
         return None if watched is None else watched.agent
 
@@ -261,7 +275,8 @@ class Membership:
         now_s = self._clock()
         for watched in self._watched.values():
             if watched.asked is not None and now_s > watched.due_s:
-                self._agent_failed(watched, f"no answer within {self._settings.answer_s:g} s")
+                patience_s = self._settings.start_s if watched.facts is None else self._settings.answer_s
+                self._agent_failed(watched, f"no answer within {patience_s:g} s")
 
     def _hear(self, watched: _Watched, answer: Answer) -> None:
         try:
