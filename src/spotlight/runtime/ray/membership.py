@@ -177,9 +177,9 @@ class Membership:
         self._stop.set()
         self._thread.join(self._settings.answer_s)
         self._asker.shutdown(wait=False, cancel_futures=True)
-        for watched in self._watched.values():
-            if watched.agent is not None:
-                ray.kill(watched.agent)
+        if ray.is_initialized():
+            for watched in self._watched.values():
+                self._dismiss(watched)
 
     def acknowledge(self, node: RayNode) -> None:
         """A node with a notice is drained: its cloud may take it. Any thread; nothing is waited for."""
@@ -204,8 +204,9 @@ class Membership:
         while not self._stop.is_set():
             try:
                 self._turn()
-            except RayError as error:
-                log.warning("Ray's nodes: %r", error)
+            except Exception:
+                # Whatever it was, nodes go on coming and going, and somebody has to look.
+                log.exception("looking after Ray's nodes failed; trying again")
                 self._stop.wait(self._settings.period_s)
 
     def _turn(self) -> None:
