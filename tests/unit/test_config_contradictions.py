@@ -135,39 +135,3 @@ def test_batches_divide_or_the_error_says_what_does(
 
 def test_the_default_has_no_contradictions() -> None:
     assert find_problems(RunConfig()) == []
-
-
-@pytest.mark.parametrize(
-    ("overrides", "key", "remedy"),
-    [
-        (["fleet.address=10.0.0.1:6379"], "fleet.address", "Set fleet.driver=ray"),
-        (["fleet.spot.trace=x.csv"], "fleet.spot.trace", "Set fleet.driver=ray"),
-        (["fleet.learner_ranks=2"], "fleet.learner_ranks", "torchrun"),
-        (
-            ["fleet.driver=ray", "fleet.address=auto", "fleet.spot.nodes=1"],
-            "fleet.spot.nodes",
-            "local Ray only",
-        ),
-        (["fleet.driver=ray", "fleet.spot={trace: x, nodes: 1}"], "fleet.spot.nodes", "leave one of the two"),
-        (["fleet.driver=ray", "fleet.learner_ranks=2"], "fleet.learner_ranks", "reserved_slots=2"),
-        (["fleet.driver=ray", "fleet.spot={trace: x, notice_s: 1}"], "fleet.spot.notice_s", "no time"),
-        (["fleet.sequence_parallel=[4,2]"], "fleet.sequence_parallel", "[1, 2, 4]"),
-        (["fleet.sequence_parallel=[2,4]"], "fleet.sequence_parallel", "[1, 2, 4]"),
-        (["fleet.lease_s=5"], "fleet.lease_s", "lower fleet.heartbeat_s"),
-    ],
-)
-def test_fleets_that_contradict_themselves(overrides: list[str], key: str, remedy: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, [*BASE, *overrides])
-    (problem,) = caught.value.problems
-    assert problem.key == key
-    assert remedy in problem.remedy
-
-
-def test_fleets_that_fit() -> None:
-    for overrides in (
-        ["fleet.driver=ray", "fleet.address=10.0.0.1:6379", "fleet.learner_ranks=8"],
-        ["fleet.driver=ray", "fleet.spot={trace: x, notice_s: 0}", "fleet.sequence_parallel=[1,2,4]"],
-        ["fleet.driver=ray", "fleet.local={reserved_nodes: 2, reserved_slots: 2}", "fleet.learner_ranks=4"],
-    ):
-        load_config(None, [*BASE, *overrides])

@@ -5,18 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.config.fleet import FleetConfig, NoticesConfig, SpotConfig
 from spotlight.fleet.traces.events import Trace, TraceError, TraceEvent, TraceEventKind
-from spotlight.runtime.ray.fleet import membership_settings, played_trace
 from spotlight.runtime.ray.market import MachineError, Market
 from spotlight.runtime.ray.market_book import Book, Fate, Order, timed
-from spotlight.runtime.ray.notice_watch import NoticeSettings
 
 ADD, NOTICE, REMOVE = TraceEventKind
 
@@ -180,31 +176,3 @@ def test_a_market_that_is_closed_early_does_nothing_more() -> None:
         assert not market.wait(0.1)
     assert machines.done == [("add", "a")]
     assert len(market.book.deeds) == 1
-
-
-# -- from the configuration ---------------------------------------------------------------------------------
-
-
-def test_the_trace_of_a_configuration_is_played_over_and_over(tmp_path: Path) -> None:
-    file = tmp_path / "trace.csv"
-    file.write_text("0,add,a\n10000,add,b\n60000,remove,a\n90000,remove,b\n")
-    trace = played_trace(
-        FleetConfig(driver="ray", spot=SpotConfig(trace=str(file), slots=2, speed=3, notice_s=4))
-    )
-    assert trace.horizon_s == pytest.approx(2 * 86400)
-    assert {item.gpus for item in trace.events} == {2}
-    first = [(round(item.time_s, 6), item.kind, item.node) for item in trace.events[:6]]
-    assert first == [
-        (0, ADD, "a"), (3.333333, ADD, "b"), (16, NOTICE, "a"), (20, REMOVE, "a"),
-        (26, NOTICE, "b"), (30, REMOVE, "b"),
-    ]  # fmt: skip
-
-
-def test_where_notices_come_from() -> None:
-    local = membership_settings(FleetConfig(driver="ray", spot=SpotConfig(notice_s=7)))
-    assert local.notices == NoticeSettings("none", None, 7.0)
-    joined = membership_settings(
-        FleetConfig(driver="ray", address="auto", notices=NoticesConfig(cloud="aws"), answer_s=3)
-    )
-    assert joined.notices == NoticeSettings("aws", None, 30.0)
-    assert joined.answer_s == 3

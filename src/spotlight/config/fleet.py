@@ -1,4 +1,4 @@
-"""The fleet's part of the configuration: which machines, their prices, the head's patience with them."""
+"""The fleet's part of the configuration: which machines, what they cost, and how patient the head is with them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class FleetConfig(Section):
     price_usd_h: Annotated[float, Field(ge=0)] = 0.05
     """Dollars an hour for one worker (a GPU, or this machine's CPU). Every billed second is charged."""
     driver: Literal["inline", "ray"] = "inline"
-    """``inline``: this process (or the ranks of one torchrun) does everything; ``ray``: a cluster."""
+    """``inline``: this process (or the ranks of one torchrun) does everything; ``ray``: nodes that may be taken."""
     address: str | None = None
     """HOST:PORT of a running Ray cluster to join, or ``auto``; default: start a local one on 127.0.0.1."""
     local: LocalConfig = LocalConfig()
@@ -79,6 +79,6 @@ class FleetConfig(Section):
     drain_margin_s: Annotated[float, Field(ge=0)] = 2.0
     """A noticed node stops work so long before it is taken."""
     commit_every: PositiveInt = 1
-    """Denoising steps between two commits of a rollout's progress: what a kill without notice may lose."""
+    """Denoising steps between two commits of a rollout's progress; a kill without notice loses at most these."""
     store_gib: PositiveFloat = 1.0
     """Memory of the progress store on the reserved node; the rest goes to its disk."""

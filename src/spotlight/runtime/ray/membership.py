@@ -183,12 +183,12 @@ class Membership:
 
     def acknowledge(self, node: RayNode) -> None:
         """A node with a notice is drained: its cloud may take it. Any thread; nothing is waited for."""
-        if (agent := self._agent(node)) is not None:
+        if (agent := self.agent(node)) is not None:
             agent.acknowledge.remote()
 
     def log_tail(self, node: RayNode, pid: int | None, actor: str | None, lines: int = 20) -> str:
         """The end of what a worker wrote (see ``worker_logs``), or why it cannot be had. Any thread."""
-        agent = self._agent(node)
+        agent = self.agent(node)
         if agent is None:
             return f"node {node.name} has no agent to ask for the log"
         try:
@@ -196,7 +196,8 @@ class Membership:
         except RayError as error:
             return f"node {node.name} does not tell its log: {cause_of(error)}"
 
-    def _agent(self, node: RayNode) -> ActorHandle | None:
+    def agent(self, node: RayNode) -> ActorHandle | None:
+        """The agent of a node, if it has one now. Any thread."""
         watched = self._watched.get(node.ray_id)
         return None if watched is None else watched.agent
 
