@@ -1,16 +1,16 @@
 """The agent of a node: an actor that watches for preemption notices, and tells what the node is. No torch.
 
-One a node, without resources, so it fits beside everything. Ray runs the constructor of an actor without coroutines
-in the process's main thread, where a handler of SIGTERM can be set, and with ``max_concurrency`` above 1 leaves that
-thread able to run it (a contract test sees to both). One ``async def`` in the class would move it elsewhere:
-hence :class:`NoticeWatch`. Ray's own handler, which ends the process, is replaced: what ends an agent is its
-node's end or SIGKILL.
+One a node, without resources, so it fits beside everything. Ray runs the constructor of an actor without
+coroutines in the process's main thread, where a handler of SIGTERM can be set, and with ``max_concurrency``
+above 1 leaves that thread able to run it (a contract test sees to both). One ``async def`` in the class
+would move it elsewhere: hence :class:`NoticeWatch`. Ray's own handler, which ends the process, is replaced:
+what ends an agent is its node's end or SIGKILL.
 
-The agent writes its pid beside Ray's logs (:func:`pid_file`): that is where a Kubernetes ``preStop`` hook sends
-SIGTERM, because Kubernetes itself only tells the container's first process, which is Ray's.
+The agent writes its pid beside Ray's logs (:func:`pid_file`): that is where a Kubernetes ``preStop`` hook
+sends SIGTERM, because Kubernetes itself only tells the container's first process, which is Ray's.
 
-The head's question for notices hangs until there is one; when the node dies, it fails, and that is how the head
-learns of it first.
+The head's question for notices hangs until there is one; when the node dies, it fails, and that is how the
+head learns of it first.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class NodeAgent:
         return self._outbox.after(after, timeout_s)
 
     def acknowledge(self) -> bool:
-        """The node is drained: tell a cloud that waits for that. False: none does, or it could not be told."""
+        """The node is drained: tell a cloud that waits for that. False: none does, or it was not told."""
         return self._watch.acknowledge()
 
     def log_tail(self, pid: int | None, actor: str | None, lines: int) -> str:

@@ -1,8 +1,9 @@
-"""Tells Ray that a node will be taken, so that it places nothing new there: the one user of Ray's private call.
+"""Tells Ray that a node will be taken, so that it places nothing new there: the user of its private call.
 
-Existing actors go on; Ray does not end the node at the deadline, and calls the deaths that follow preemptions.
-There is no way back: a node whose notice is cancelled keeps what runs on it, and gets nothing new from Ray
-until it has joined anew. None of this decides anything of ours, so a failure is logged and that is all.
+Existing actors go on; Ray does not end the node at the deadline, and calls the deaths that follow
+preemptions. There is no way back: a node whose notice is cancelled keeps what runs on it, and gets nothing
+new from Ray until it has joined anew. None of this decides anything of ours, so a failure is logged and
+that is all.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import time
 
 import ray
-from ray._raylet import GcsClient
+from ray._raylet import GcsClient  # type: ignore[attr-defined] # its stubs lack them
 from ray.core.generated import autoscaler_pb2
 
 log = logging.getLogger("spotlight.runtime.ray.drain")

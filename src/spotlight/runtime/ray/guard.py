@@ -1,9 +1,9 @@
 """Ends the processes of a local Ray, whatever became of who started them. Standard library only.
 
-Every process of a local Ray carries a mark in its environment: ``SPOTLIGHT_LOCAL_RAY=PID.START.K/N``: the process
-that owns it (with its start time: pids are used again), which of its clusters, and which node of that. What
-such a process starts inherits the mark, so nothing escapes by having lost its parent; the children of a
-marked process count as well, should one have overwritten its environment.
+Every process of a local Ray carries a mark in its environment: ``SPOTLIGHT_LOCAL_RAY=PID.START.K/N``: the
+process that owns it (with its start time: pids are used again), which of its clusters, and which node of
+that. What such a process starts inherits the mark, so nothing escapes by having lost its parent; the
+children of a marked process count as well, should one have overwritten its environment.
 
 Run as a program, it is the guard of an owner: it waits until the owner is gone, however it went, ends what
 is left and removes the directory. So Ctrl-C, a crash and SIGKILL leave nothing behind.
@@ -40,7 +40,11 @@ def is_alive(cluster: str) -> bool:
 
 
 def marked(mark: str) -> set[int]:
-    """Processes that carry ``mark`` (``CLUSTER/N``; all of its nodes' with ``CLUSTER/``), and all that descend from them."""
+    """Processes that carry ``mark``, and all that descend from them.
+
+    Args:
+        mark: ``CLUSTER/N``, a node's, or ``CLUSTER/``: all of its nodes'.
+    """
     wanted = f"{MARK}={mark}".encode()
     exact = not mark.endswith("/")
     found, parents = set(), {}

@@ -1,8 +1,8 @@
 """A Ray cluster on this machine whose nodes come, get notices and are killed: laptops, tests, demonstrations.
 
-Everything listens on 127.0.0.1. A node is a raylet and the two small processes that Ray gives each; the actors
-placed on it are its children. :meth:`LocalCluster.kill` ends all of them by SIGKILL, as a cloud takes a
-machine. Nothing is left when this process ends, however it ends: see ``guard.py``.
+Everything listens on 127.0.0.1. A node is a raylet and the two small processes that Ray gives each; the
+actors placed on it are its children. :meth:`LocalCluster.kill` ends all of them by SIGKILL, as a cloud
+takes a machine. Nothing is left when this process ends, however it ends: see ``guard.py``.
 
 CPU slots (the resource ``spotlight_slot``) stand for GPUs.
 """
@@ -46,21 +46,21 @@ _STORE_BYTES = 80 << 20
 """Ray's least is 75 MiB. Values travel in messages and through the keeper, hardly through Ray's store."""
 _SOCKET_PATH_MAX = 107
 _SOCKET_BELOW = len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store.9999")
-_LOG_LINES = 20
+_LOG_LINES, _LOG_COLUMNS = 10, 300
 _made = itertools.count()
 _SYSTEM = {
-    "health_check_initial_delay_ms": 2000,
+    "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 100,
     "health_check_timeout_ms": 5000,
     "health_check_failure_threshold": 3,
     "timeout_ms_task_wait_for_death_info": 100,
 }
-"""A killed node is dead to Ray and its callers within half a second; one that falls silent
+"""A killed node is dead to Ray and its callers after a quarter of a second; one that falls silent
 (SIGSTOP) is dead after some 16 s instead of a minute: a busy laptop must not look like one."""
 
 
 class LocalClusterError(Exception):
-    """A local Ray or one of its nodes did not start, or a node is not there; says which, and what Ray wrote."""
+    """A local Ray or a node of it did not start, or a node is not there; says which, and Ray's last words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +193,8 @@ class LocalCluster:
 def local_cluster(slots: int, name: str = "reserved-0") -> Iterator[LocalCluster]:
     """A local Ray with one reserved node of ``slots`` CPU slots; ended with the block.
 
-    This process joins it with :func:`spotlight.runtime.ray.connection.connected`. Whatever an earlier run left is
-    ended first.
+    This process joins it with :func:`spotlight.runtime.ray.connection.connected`. Whatever an earlier run
+    left is ended first.
 
     Raises:
         ConfigError: this machine cannot have one (no /proc, a directory of another user, ports).
@@ -287,12 +287,12 @@ def _first_line(error: BaseException) -> str:
 
 
 def _last_words(logs: Path) -> str:
-    """The end of what Ray's own processes wrote last."""
+    """The end of what the latest raylet wrote; where there is none yet, of what the cluster's server did."""
     with contextlib.suppress(OSError):
-        files = [*logs.glob("gcs_server*"), *logs.glob("raylet*"), *logs.glob("*agent*")]
-        files = [file for file in files if file.stat().st_size]
-        latest = max(files, key=lambda file: file.stat().st_mtime, default=None)
-        if latest is not None:
-            lines = latest.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-            return "\n".join([f"{latest}:", *(f"  {line}" for line in lines)])
+        for pattern in ("raylet*", "gcs_server*"):
+            files = [file for file in logs.glob(pattern) if file.stat().st_size]
+            latest = max(files, key=lambda file: file.stat().st_mtime, default=None)
+            if latest is not None:
+                lines = latest.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+                return "\n".join([f"{latest}:", *(f"  {line[:_LOG_COLUMNS]}" for line in lines)])
     return f"nothing in {logs}"

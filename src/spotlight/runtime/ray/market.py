@@ -1,7 +1,7 @@
 """Plays a spot trace on machines that really come and go, in real time: notices and SIGKILLs on the second.
 
-Two threads: one keeps the trace's time, tells and kills; the other brings machines up one after another, so a slow
-start delays other starts and nothing else. What was done, and when, is in the book.
+Two threads: one keeps the trace's time, tells and kills; the other brings machines up one after another, so
+a slow start delays other starts and nothing else. What was done, and when, is in the book.
 """
 
 from __future__ import annotations
@@ -73,9 +73,7 @@ class Market:
         trace: in real seconds from the beginning of the block (``market_book.timed``).
     """
 
-    def __init__(
-        self, trace: Trace, machines: Machines, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, trace: Trace, machines: Machines, clock: Callable[[], float] = time.monotonic) -> None:
         self._trace, self._machines, self._clock = trace, machines, clock
         self._book = Book()
         self._lock = threading.Lock()

@@ -1,7 +1,7 @@
 """When an emulated spot market does what, and what came of it. Pure: no clock, no Ray.
 
-A trace says when nodes are added, noticed and removed; machines need a while to come up, may fail to, and may be
-taken while they do. The book keeps to this:
+A trace says when nodes are added, noticed and removed; machines need a while to come up, may fail to, and
+may be taken while they do. The book keeps to this:
 
 1. an event of a node that is not up is skipped and counted, never done to another node of its name;
 2. a node whose removal falls due while it is coming up is removed as soon as it is up;
@@ -175,8 +175,10 @@ class Book:
             case _:
                 return self._skip(index, _absent(state))
 
-    def _skip(self, index: int, why: str) -> None:
+    def _skip(self, index: int, why: str) -> tuple[Order, int] | None:
+        """Nothing is to be done."""
         self._settle(index, Fate.SKIPPED, None, why)
+        return None
 
     def _settle(self, index: int, fate: Fate, actual_s: float | None, detail: str = "") -> None:
         self.deeds[index] = replace(self.deeds[index], fate=fate, actual_s=actual_s, detail=detail)

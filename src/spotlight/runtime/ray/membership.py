@@ -1,11 +1,11 @@
-"""Which nodes there are, as the head sees them: one thread that looks at Ray's list and listens to every node's agent.
+"""Which nodes there are: one thread of the head looks at Ray's list and listens to every node's agent.
 
-A node *joins* when its agent has told what it is and it fits the head; one that does not fit is *refused*, once.
-Loss is seen two ways, whichever is first: Ray's list, and the question for notices that hangs at every agent and
-fails when the node dies. The second alone does not tell a dead node from a dead agent: where nobody listens any
-more at the port of the node's raylet, the node is lost, whatever the list says for some seconds yet; where
-there is no answer at all, the thread looks at the list at once and for a moment often. An agent that died on a
-living node is started again, with growing pauses.
+A node *joins* when its agent has told what it is and it fits the head; one that does not fit is *refused*,
+once. Loss is seen two ways, whichever is first: Ray's list, and the question for notices that hangs at
+every agent and fails when the node dies. The second alone does not tell a dead node from a dead agent:
+where nobody listens any more at the port of the node's raylet, the node is lost, whatever the list says for
+some seconds yet; where there is no answer at all, the thread looks at the list at once and for a moment
+often. An agent that died on a living node is started again, with growing pauses.
 
 The listener is called in this thread, and must be quick.
 """
@@ -128,7 +128,7 @@ def start_agent(node: RayNode, settings: NoticeSettings) -> ActorHandle:
 
 
 def raylet_listens(node: RayNode) -> bool:
-    """False: its machine says that nobody listens at the raylet's port. Silence tells nothing, so it is True."""
+    """False: its machine says that nobody listens at the raylet's port. Silence tells nothing: True."""
     try:
         socket.create_connection((node.address, node.port), timeout=_PROBE_S).close()
     except ConnectionRefusedError:
@@ -177,12 +177,27 @@ class Membership:
         self._stop.set()
         self._thread.join(self._settings.answer_s)
         self._asker.shutdown(wait=False, cancel_futures=True)
-        for watched in self._watched.values():
-            if watched.agent is not None:
-                ray.kill(watched.agent)
+        if ray.is_initialized():
+            for watched in self._watched.values():
+                self._dismiss(watched)
+
+    def acknowledge(self, node: RayNode) -> None:
+        """A node with a notice is drained: its cloud may take it. Any thread; nothing is waited for."""
+        if (agent := self.agent(node)) is not None:
+            agent.acknowledge.remote()
+
+    def log_tail(self, node: RayNode, pid: int | None, actor: str | None, lines: int = 20) -> str:
+        """The end of what a worker wrote (see ``worker_logs``), or why it cannot be had. Any thread."""
+        agent = self.agent(node)
+        if agent is None:
+            return f"node {node.name} has no agent to ask for the log"
+        try:
+            return str(ray.get(agent.log_tail.remote(pid, actor, lines), timeout=self._settings.answer_s))
+        except RayError as error:
+            return f"node {node.name} does not tell its log: {cause_of(error)}"
 
     def agent(self, node: RayNode) -> ActorHandle | None:
-        """The agent of a node, if it has one now: for ``log_tail`` and ``acknowledge``. Any thread."""
+        """The agent of a node, if it has one now. Any thread."""
         watched = self._watched.get(node.ray_id)
         return None if watched is None else watched.agent
 
@@ -190,8 +205,9 @@ class Membership:
         while not self._stop.is_set():
             try:
                 self._turn()
-            except RayError as error:
-                log.warning("Ray's nodes: %r", error)
+            except Exception:
+                # Whatever it was, nodes go on coming and going, and somebody has to look.
+                log.exception("looking after Ray's nodes failed; trying again")
                 self._stop.wait(self._settings.period_s)
 
     def _turn(self) -> None:
@@ -206,7 +222,7 @@ class Membership:
     # -- Ray's list -----------------------------------------------------------------------------------------
 
     def _rows(self) -> Sequence[Mapping[str, object]] | None:
-        """``ray.nodes()`` has no deadline of its own: where the answer does not come, the next look waits for it."""
+        """``ray.nodes()`` has no deadline of its own; a look that hangs is waited for by the next one."""
         asked = self._asker.submit(ray.nodes)
         try:
             rows: Sequence[Mapping[str, object]] = asked.result(self._settings.answer_s)
@@ -261,7 +277,8 @@ class Membership:
         now_s = self._clock()
         for watched in self._watched.values():
             if watched.asked is not None and now_s > watched.due_s:
-                self._agent_failed(watched, f"no answer within {self._settings.answer_s:g} s")
+                patience_s = self._settings.start_s if watched.facts is None else self._settings.answer_s
+                self._agent_failed(watched, f"no answer within {patience_s:g} s")
 
     def _hear(self, watched: _Watched, answer: Answer) -> None:
         try:

@@ -5,8 +5,8 @@ address of the cluster where every other program of this machine looks for one, 
 What is left out here: the autoscaler's monitor, the log monitor, the dashboard, prestarted workers.
 
 A node is on the loopback interface only. Ray has no switch for that but the one meant for machines whose
-firewall asks about every port: ``RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0``. And since whoever can reach Ray can run
-code as this user, other users of the machine need the token that only this process's children know.
+firewall asks about every port: ``RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0``. And since whoever can reach Ray can
+run code as this user, other users of the machine need the token that only this process's children know.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import ray
 from ray._private import ray_constants
 from ray._private.node import Node
 from ray._private.parameter import RayParams
-from ray._raylet import AuthenticationTokenLoader, Config
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined] # its stubs lack them
 
 _QUIET = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",

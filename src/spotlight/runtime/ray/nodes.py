@@ -1,7 +1,8 @@
 """From what Ray says of its nodes to what the controller is told. Pure.
 
-A node is reserved or spot by a custom resource of any amount (``spotlight_reserved``, ``spotlight_spot``) or the label
-``spotlight.io/kind``. Its slots are its GPUs, or the custom resource ``spotlight_slot`` where CPUs stand for them.
+A node is reserved or spot by a custom resource of any amount (``spotlight_reserved``, ``spotlight_spot``)
+or the label ``spotlight.io/kind``. Its slots are its GPUs, or the custom resource ``spotlight_slot`` where
+CPUs stand for them.
 
 Ray gives a node that comes back another id, and may show it before it has noticed the former's death; so the
 names used here are unique among the living, and stay with a node for its life (:func:`unique_name`).
@@ -94,7 +95,7 @@ def read_view(rows: Sequence[Mapping[str, object]], names: Mapping[str, str] | N
 
 
 def read_node(row: Mapping[str, object]) -> RayNode | Problem | None:
-    """One row of ``ray.nodes()``: ours, wrong, or None: it has neither a mark nor slots, and is no business of ours."""
+    """One row of ``ray.nodes()``: ours, wrong, or None (neither mark nor slots: no business of ours)."""
     resources, labels = _numbers(row.get("Resources")), _texts(row.get("Labels"))
     address = str(row.get("NodeManagerAddress") or "")
     name = str(row.get("NodeName") or "") or address
@@ -126,8 +127,8 @@ def read_node(row: Mapping[str, object]) -> RayNode | Problem | None:
             return None
         return Problem(
             place, "slots, but neither reserved nor spot", "one of them",
-            f"Start it with {_START % KIND_RESOURCES[NodeKind.SPOT]} (or {KIND_RESOURCES[NodeKind.RESERVED]}), "
-            f"or --labels={KIND_LABEL}=spot.",
+            f"Start it with {_START % KIND_RESOURCES[NodeKind.SPOT]} "
+            f"(or {KIND_RESOURCES[NodeKind.RESERVED]}), or --labels={KIND_LABEL}=spot.",
         )  # fmt: skip
     gpu_type = _gpu_type(resources, labels) if gpus else "cpu"
     session = str(PurePosixPath(str(row.get("RayletSocketName") or "")).parent.parent)
@@ -170,7 +171,7 @@ def require_usable(view: View, learner_ranks: int, source: str) -> None:
                 "at least one: the learner and all progress live there",
                 f"Start one with {_START % KIND_RESOURCES[NodeKind.RESERVED]}, "
                 f"or --labels={KIND_LABEL}=reserved.",
-            )  # fmt: skip
+            )
         )
     if not any(node.slots for node in nodes):
         problems.append(
@@ -178,9 +179,9 @@ def require_usable(view: View, learner_ranks: int, source: str) -> None:
                 source,
                 f"no GPU and no {SLOT} on any node (nodes: {names})",
                 "at least one",
-                f"Start nodes with --num-gpus=N, or where CPUs stand for GPUs with "
+                f"Start nodes with ray start --num-gpus=N, or where CPUs stand for GPUs with "
                 f"--num-gpus=0 --resources='{{\"{SLOT}\": N}}'.",
-            )  # fmt: skip
+            )
         )
     elif reserved and (slots := sum(node.slots for node in reserved)) < learner_ranks:
         problems.append(
@@ -189,7 +190,7 @@ def require_usable(view: View, learner_ranks: int, source: str) -> None:
                 str(learner_ranks),
                 f"at most {slots}, the slots of the reserved nodes",
                 "Lower it, or add a reserved node.",
-            )  # fmt: skip
+            )
         )
     if problems:
         raise ConfigError(source, problems)
@@ -218,7 +219,7 @@ def mixed_gpus(nodes: Sequence[tuple[RayNode, NodeFacts]]) -> Problem | None:
 
 
 def place_learner(nodes: Sequence[RayNode], ranks: int) -> Mapping[str, int]:
-    """Learner ranks by Ray id of reserved nodes: as few nodes as possible, then as few slots left as possible.
+    """Learner ranks by Ray id of reserved nodes: as few nodes as possible, and few slots left.
 
     Raises:
         ConfigError: fewer slots than ranks.

@@ -1,6 +1,7 @@
-"""Notices of a node on their way to the head: numbered, so that an answer that was lost is asked for again. No Ray.
+"""Notices of a node on their way to the head: numbered, so that a lost answer is asked for again. No Ray.
 
-Only remaining seconds leave the machine, computed when they leave: clocks of two machines have nothing in common.
+Only remaining seconds leave the machine, computed when they leave: clocks of two machines have nothing in
+common.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def read_messages(told: Sequence[Mapping[str, object]]) -> list[Message]:
     return [
         Message(
             int(str(item["number"])),
-            Tidings(item["tidings"]),
+            Tidings(str(item["tidings"])),
             str(item["detail"]),
             float(str(item["remaining_s"])),
         )

@@ -1,4 +1,4 @@
-"""Watches a node's sources of notices in a thread of its own, and puts what they tell into an outbox. No Ray."""
+"""Watches a node's sources of notices in a thread, and puts what they tell into an outbox. No Ray."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class NoticeWatch:
         threading.Thread(target=self._run, name="notices", daemon=True).start()
 
     def acknowledge(self) -> bool:
-        """The node is drained: tell a cloud that waits for that. False: none does, or it could not be told."""
+        """The node is drained: tell a cloud that waits for that. False: none does, or it was not told."""
         if self._loop is None or self._watcher is None or self._loop.is_closed():
             return False
         asked = asyncio.run_coroutine_threadsafe(self._watcher.acknowledge(), self._loop)

@@ -1,7 +1,7 @@
 """What a worker process wrote, found among Ray's logs on its node.
 
-Ray redirects the output of worker processes to ``worker-WORKER-JOB-PID.{out,err}`` in its session's ``logs``, where the
-first lines name the actor. Crashes below Python are in ``.err`` (faulthandler).
+Ray redirects the output of worker processes to ``worker-WORKER-JOB-PID.{out,err}`` in its session's
+``logs``, where the first lines name the actor. Crashes below Python are in ``.err`` (faulthandler).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A real Ray on this machine: nodes that come, get notices, are killed; what Ray must do for us to rely on it.
+"""A real Ray on this machine: nodes that come, get notices and are killed; what of Ray we rely on.
 
 One cluster serves the whole file. Figures are printed: `pytest -s`.
 """
@@ -15,12 +15,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-ray = pytest.importorskip("ray")
-
+import ray
 from ray._private import worker as ray_worker
 from ray._private.node import Node
 from ray._private.parameter import RayParams
@@ -30,7 +29,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.core.types import NodeKind
 from spotlight.fleet.traces.events import Trace, TraceEvent, TraceEventKind
-from spotlight.runtime.ray import guard
+from spotlight.runtime.ray import drain, guard, local
 from spotlight.runtime.ray.connection import connected
 from spotlight.runtime.ray.drain import drain_node, draining_nodes
 from spotlight.runtime.ray.facts import NodeFacts, gather
@@ -38,10 +37,14 @@ from spotlight.runtime.ray.local import LocalCluster, LocalClusterError, local_c
 from spotlight.runtime.ray.market import LocalMachines, Market
 from spotlight.runtime.ray.market_book import Fate
 from spotlight.runtime.ray.membership import Membership, MembershipSettings
+from spotlight.runtime.ray.node_processes import NodeProcesses, NodeRequest
 from spotlight.runtime.ray.nodes import RayNode, read_view, require_usable
 from spotlight.runtime.ray.notice_watch import NoticeSettings
+from spotlight.runtime.ray.worker_logs import log_tail
 
 GRACE_S = 20.0
+usable_s: list[float] = []
+"""How long the first node took from the wish to have it: machines differ, and are busy."""
 SETTINGS = MembershipSettings(NoticeSettings("none", None, GRACE_S), period_s=0.3)
 
 
@@ -79,7 +82,9 @@ class Heard:
             return next((told for told in self.told if told[1:3] == (what, name)), None)
 
         with self._changed:
-            assert self._changed.wait_for(lambda: found() is not None, timeout_s), f"no {what} of {name}: {self.told}"
+            assert self._changed.wait_for(lambda: found() is not None, timeout_s), (
+                f"no {what} of {name}: {self.told}"
+            )
             told = found()
             assert told is not None
             self.told.remove(told)
@@ -93,11 +98,15 @@ def cluster() -> Iterator[LocalCluster]:
 
 
 @pytest.fixture(scope="module")
-def heard(cluster: LocalCluster) -> Iterator[Heard]:
-    heard = Heard()
-    with Membership(heard, gather(), SETTINGS):
+def heard() -> Heard:
+    return Heard()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def membership(cluster: LocalCluster, heard: Heard) -> Iterator[Membership]:
+    with Membership(heard, gather(), SETTINGS) as membership:
         heard.wait("joined", cluster.first.name)
-        yield heard
+        yield membership
 
 
 @ray.remote(num_cpus=0, resources={"spotlight_slot": 1}, max_concurrency=2)
@@ -142,7 +151,9 @@ def since(began_s: float) -> str:
 
 
 def test_private_parts_of_ray_are_what_the_adapters_call(cluster: LocalCluster) -> None:
-    assert {"ray_params", "head", "shutdown_at_exit", "spawn_reaper"} <= set(inspect.signature(Node).parameters)
+    assert {"ray_params", "head", "shutdown_at_exit", "spawn_reaper"} <= set(
+        inspect.signature(Node).parameters
+    )
     parameters = set(inspect.signature(RayParams).parameters)
     wanted = {"node_ip_address", "node_name", "env_vars", "no_monitor", "include_log_monitor", "gcs_address"}
     assert wanted <= parameters, f"RayParams lost {wanted - parameters}: node_processes.py"
@@ -150,11 +161,15 @@ def test_private_parts_of_ray_are_what_the_adapters_call(cluster: LocalCluster) 
         assert callable(getattr(Node, name, None)), f"Node.{name} is gone: node_processes.py"
     client = GcsClient(address=cluster.address)
     assert callable(getattr(client, "drain_node", None)), "GcsClient.drain_node is gone: drain.py"
-    assert callable(getattr(client, "get_draining_nodes", None)), "GcsClient.get_draining_nodes is gone: drain.py"
+    assert callable(getattr(client, "get_draining_nodes", None)), (
+        "GcsClient.get_draining_nodes is gone: drain.py"
+    )
     assert callable(ray_worker.print_to_stdstream), "connection.py silences a function that Ray no more has"
 
 
-def test_constructors_of_threaded_actors_run_in_a_main_thread_that_takes_signals(cluster: LocalCluster) -> None:
+def test_constructors_of_threaded_actors_run_in_a_main_thread_that_takes_signals(
+    cluster: LocalCluster,
+) -> None:
     @ray.remote(num_cpus=0, max_concurrency=4)
     class Probe:
         def __init__(self) -> None:
@@ -208,13 +223,18 @@ def test_a_node_comes_gets_notice_and_is_killed(cluster: LocalCluster, heard: He
     node = cluster.add_node("alpha", NodeKind.SPOT, 2)
     print(f"\nadded in {since(began_s)}", end="")
     joined_s, told = heard.wait("joined", "alpha")
-    print(f", usable after {joined_s - began_s:.2f} s")
+    usable_s.append(joined_s - began_s)
+    print(f", usable after {usable_s[0]:.2f} s")
     assert isinstance(told, tuple)
     seen, facts = told
     assert (seen.ray_id, seen.kind, seen.slots, seen.gpus, seen.gpu_type) == (
         node.ray_id, NodeKind.SPOT, 2, False, "cpu",
     )  # fmt: skip
-    assert (facts.spotlight, facts.torch, facts.boot_id) == (gather().spotlight, gather().torch, gather().boot_id)
+    assert (facts.spotlight, facts.torch, facts.boot_id) == (
+        gather().spotlight,
+        gather().torch,
+        gather().boot_id,
+    )
     assert alive(facts.agent_pid)
 
     holder = hold(node.ray_id)
@@ -242,7 +262,7 @@ def test_a_node_comes_gets_notice_and_is_killed(cluster: LocalCluster, heard: He
     print(f"a hanging call fails after {since(began_s)}")
     lost_s, _ = heard.wait("lost", "alpha")
     print(f"loss told after {lost_s - began_s:.2f} s")
-    assert lost_s - began_s < 5.0
+    assert lost_s - began_s < 3.0
     wait_until(lambda: all(not row["Alive"] for row in ray.nodes() if row["NodeID"] == node.ray_id))
     print(f"gone from Ray's list after {since(began_s)}")
 
@@ -283,6 +303,39 @@ def test_nodes_that_are_not_there(cluster: LocalCluster) -> None:
         cluster.add_node(cluster.first.name, NodeKind.SPOT, 1)
 
 
+def test_a_node_that_does_not_start_is_told_and_leaves_nothing(
+    cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[subprocess.Popen[bytes]] = []
+
+    def fail(request: NodeRequest, gcs_address: str) -> NodeProcesses:
+        left.append(subprocess.Popen(["sleep", "600"], env={**os.environ, **request.environment}))
+        raise RuntimeError("no port is free\nand more")
+
+    monkeypatch.setattr(local, "start_node", fail)
+    with pytest.raises(LocalClusterError, match=r"node 'x' did not start: no port is free\n.*raylet"):
+        cluster.add_node("x", NodeKind.SPOT, 1)
+    assert left[0].wait(5) == -signal.SIGKILL
+    assert "x" not in [node.name for node in cluster.nodes()]
+
+
+def test_a_node_of_another_version_is_refused_once(cluster: LocalCluster) -> None:
+    heard = Heard()
+    with Membership(heard, replace(gather(), spotlight="99.0", torch="9.9.0"), SETTINGS):
+        _, problem = heard.wait("refused", f"node {cluster.first.name!r}")
+        time.sleep(1.0)
+    assert isinstance(problem, Problem)
+    assert "spotlight-rl 99.0, torch 9.9.0" in problem.expected
+    assert "pip install spotlight-rl==99.0 torch==9.9.0" in problem.remedy
+    assert not heard.told
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere", "127.0.0.1:99999999"])
+def test_a_cluster_that_is_not_there(address: str) -> None:
+    with pytest.raises(ConfigError, match=f"fleet.address: found '{address}'"), connected(address):
+        pass
+
+
 def test_the_view_of_a_real_cluster_is_usable(cluster: LocalCluster) -> None:
     view = read_view(ray.nodes())
     assert [node.name for node in view.nodes.values()] == [cluster.first.name]
@@ -291,36 +344,43 @@ def test_the_view_of_a_real_cluster_is_usable(cluster: LocalCluster) -> None:
         require_usable(view, 2, "this cluster")
 
 
-def test_draining_that_fails_is_logged_and_no_more(cluster: LocalCluster, caplog: pytest.LogCaptureFixture) -> None:
+def test_draining_that_fails_is_logged_and_no_more(
+    cluster: LocalCluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(address: str) -> None:
+        raise TypeError("another signature")
+
+    monkeypatch.setattr(drain, "GcsClient", broken)
     with caplog.at_level("WARNING", "spotlight.runtime.ray.drain"):
-        assert not drain_node("no hex", 5.0, "a test")
-    assert "no hex" in caplog.text
+        assert not drain_node(cluster.first.ray_id, 5.0, "a test")
+    assert "another signature" in caplog.text
 
 
-def test_logs_of_a_worker_are_found(cluster: LocalCluster, heard: Heard) -> None:
-    from spotlight.runtime.ray.worker_logs import log_tail
-
+def test_logs_of_a_worker_are_found(cluster: LocalCluster, membership: Membership) -> None:
     node = read_view(ray.nodes()).nodes[cluster.first.ray_id]
     holder = hold(node.ray_id)
     pid, _ = ray.get(holder.pids.remote(), timeout=20)
     logs = Path(node.session) / "logs"
     assert "holder is up" in log_tail(logs, pid, None, 20)
     assert "holder is up" in log_tail(logs, None, "Holder", 20)
+    assert "holder is up" in membership.log_tail(node, pid, None)
+    assert "has no agent" in membership.log_tail(replace(node, ray_id="00"), pid, None)
     ray.kill(holder)
 
 
 def test_a_trace_is_played(cluster: LocalCluster, heard: Heard) -> None:
     add, notice, remove = TraceEventKind
+    taken_s = 2.0 + 2 * max(usable_s, default=5.0)
     events = (
         TraceEvent(0.0, add, "m1", 1),
         TraceEvent(0.0, add, "m2", 2),
         TraceEvent(0.1, remove, "m2", 2),
-        TraceEvent(4.0, notice, "m1", 1),
-        TraceEvent(4.5, remove, "m1", 1),
+        TraceEvent(taken_s - 0.5, notice, "m1", 1),
+        TraceEvent(taken_s, remove, "m1", 1),
     )
-    with Market(Trace(events, 5.0, "a test"), LocalMachines(cluster)) as market:
+    with Market(Trace(events, taken_s, "a test"), LocalMachines(cluster)) as market:
         heard.wait("joined", "m1")
-        heard.wait("noticed", "m1")
+        heard.wait("noticed", "m1", 60.0)
         heard.wait("lost", "m1")
         assert market.wait(10)
     fates = {(deed.kind, deed.node): deed.fate for deed in market.book.deeds}

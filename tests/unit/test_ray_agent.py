@@ -1,0 +1,103 @@
+"""Notices on their way from a node to the head, and what a worker wrote; no Ray."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+from metadata_server import metadata
+
+from spotlight.fleet.notices.notice import Cancelled, Noticed, Rebalance
+from spotlight.fleet.notices.sigterm import catching_sigterm
+from spotlight.runtime.ray.notice_mail import Message, Outbox, Tidings, read_messages
+from spotlight.runtime.ray.notice_watch import NoticeSettings, NoticeWatch
+from spotlight.runtime.ray.worker_logs import log_tail
+
+
+def test_messages_are_numbered_and_told_again_until_they_are_passed() -> None:
+    now_s = 100.0
+    outbox = Outbox(clock=lambda: now_s)
+    outbox.put(Noticed("aws", 130.0, "terminate"))
+    outbox.put(Cancelled("aws", "terminate"))
+    outbox.put(Rebalance("aws", "risk"))
+    outbox.put("no cloud")
+    now_s = 110.0
+    told = read_messages(outbox.after(0, 0))
+    assert told == [
+        Message(1, Tidings.NOTICED, "terminate", 20.0),
+        Message(2, Tidings.CANCELLED, "terminate"),
+        Message(3, Tidings.REBALANCE, "risk"),
+        Message(4, Tidings.UNWATCHED, "no cloud"),
+    ]
+    assert read_messages(outbox.after(0, 0)) == told
+    assert read_messages(outbox.after(3, 0)) == told[3:]
+    assert outbox.after(4, 0.01) == []
+
+
+def test_what_a_later_version_tells_is_left_out() -> None:
+    rows: list[dict[str, object]] = [
+        {"number": 1, "tidings": "resized", "detail": "", "remaining_s": 0.0},
+        {"number": 2, "tidings": "noticed", "detail": "x", "remaining_s": 3.5, "more": 1},
+    ]
+    assert read_messages(rows) == [Message(2, Tidings.NOTICED, "x", 3.5)]
+
+
+def test_a_question_hangs_until_there_is_an_answer() -> None:
+    outbox = Outbox()
+    threading.Timer(0.05, outbox.put, ["late"]).start()
+    began_s = time.monotonic()
+    assert len(outbox.after(0, 5.0)) == 1
+    assert 0.04 < time.monotonic() - began_s < 1.0
+
+
+def test_sigterm_becomes_a_notice() -> None:
+    outbox = Outbox()
+    with catching_sigterm(30.0) as source:
+        NoticeWatch(NoticeSettings("none"), source, outbox).start()
+        os.kill(os.getpid(), signal.SIGTERM)
+        (message,) = read_messages(outbox.after(0, 5.0))
+    assert message.tidings is Tidings.NOTICED
+    assert 29.0 < message.remaining_s <= 30.0
+
+
+def test_a_clouds_notice_arrives_and_is_acknowledged() -> None:
+    outbox = Outbox()
+    with metadata("azure") as server:
+        server.change(events=[server.event()])
+        watch = NoticeWatch(NoticeSettings("auto", server.url, None), None, outbox)
+        watch.start()
+        (message,) = read_messages(outbox.after(0, 10.0))
+        assert message.tidings is Tidings.NOTICED
+        assert 25.0 < message.remaining_s <= 30.0
+        assert watch.acknowledge()
+        assert server.started == ["602d9444"]
+
+
+def test_a_node_that_nothing_watches_says_so() -> None:
+    for settings in (NoticeSettings("none", None, None), NoticeSettings("auto", "http://127.0.0.1:9", None)):
+        outbox = Outbox()
+        watch = NoticeWatch(settings, None, outbox)
+        watch.start()
+        (message,) = read_messages(outbox.after(0, 10.0))
+        assert message.tidings is Tidings.UNWATCHED
+        assert not watch.acknowledge()
+
+
+def test_the_end_of_a_workers_log(tmp_path: Path) -> None:
+    def write(pid: int, end: str, text: str) -> None:
+        (tmp_path / f"worker-{pid:056x}-01000000-{pid}.{end}").write_text(text)
+
+    write(7, "out", ":job_id:01000000\n:actor_name:w\n" + "".join(f"line {n}\n" for n in range(100)))
+    write(7, "err", ":job_id:01000000\nFatal Python error: Aborted\n")
+    write(77, "err", ":actor_name:other\nnot mine\n")
+    told = log_tail(tmp_path, 7, None, 3)
+    assert [line.strip() for line in told.splitlines() if line.startswith("  ")] == [
+        "Fatal Python error: Aborted", "line 97", "line 98", "line 99",
+    ]  # fmt: skip
+    assert log_tail(tmp_path, None, "w", 3) == told
+    assert "nothing written by pid 8" in log_tail(tmp_path, 8, None, 3)
+    assert "nothing written by actor nobody" in log_tail(tmp_path, None, "nobody", 3)
+    assert "nothing written" in log_tail(tmp_path / "absent", 7, None, 3)

@@ -1,0 +1,178 @@
+"""An emulated spot market: what is done, when, and never to the wrong node."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spotlight.fleet.traces.events import Trace, TraceError, TraceEvent, TraceEventKind
+from spotlight.runtime.ray.market import MachineError, Market
+from spotlight.runtime.ray.market_book import Book, Fate, Order, timed
+
+ADD, NOTICE, REMOVE = TraceEventKind
+
+
+def event(time_s: float, kind: TraceEventKind, node: str = "a", gpus: int = 1) -> TraceEvent:
+    return TraceEvent(time_s, kind, node, gpus)
+
+
+# -- the book -----------------------------------------------------------------------------------------------
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(list(TraceEventKind)), st.sampled_from("abc")),
+        st.tuples(st.just("turn"), st.booleans()),
+        st.tuples(st.just("up"), st.booleans()),
+    ),
+    max_size=60,
+)
+
+
+@given(steps)
+def test_machines_are_never_double_and_never_taken_for_another(script: list[tuple[object, object]]) -> None:
+    book, up, queue, coming = Book(), set[str](), list[str](), list[str]()
+
+    def obey(order: tuple[Order, int] | None, node: str) -> None:
+        if order is None:
+            return
+        what, index = order
+        assert book.deeds[index].node == node
+        if what is Order.ADD:
+            queue.append(node)
+        elif what is Order.NOTICE:
+            assert node in up
+            book.noticed(index, 1.0)
+        else:
+            assert node in up, "only what is up is killed"
+            up.remove(node)
+            book.killed(index, 1.0)
+
+    for step, value in script:
+        if step == "turn":
+            if queue and not coming and book.starts(name := queue.pop(0)):
+                coming.append(name)
+        elif step == "up":
+            if coming:
+                name = coming.pop()
+                assert name not in up
+                if value:
+                    up.add(name)
+                obey(book.added(name, 1.0, "" if value else "no room"), name)
+        else:
+            assert isinstance(step, TraceEventKind)
+            obey(book.due(event(0.0, step, str(value))), str(value))
+        assert set(book.up()) <= up
+    book.close()
+    assert all(deed.fate is not Fate.PENDING for deed in book.deeds)
+    assert sum(book.summary().values()) == len(book.deeds)
+    added = sum(deed.kind is ADD and deed.fate is Fate.DONE for deed in book.deeds)
+    removed = sum(deed.kind is REMOVE and deed.fate is Fate.DONE for deed in book.deeds)
+    assert added - removed == len(up)
+
+
+def test_a_node_removed_while_it_comes_up_is_killed_when_it_is() -> None:
+    book = Book()
+    assert book.due(event(0, ADD)) == (Order.ADD, 0)
+    assert book.starts("a")
+    assert book.due(event(1, NOTICE)) is None
+    assert book.due(event(2, REMOVE)) is None
+    assert book.added("a", 3.0) == (Order.KILL, 2)
+    book.killed(2, 3.1)
+    assert [deed.fate for deed in book.deeds] == [Fate.DONE, Fate.SKIPPED, Fate.DONE]
+    assert list(book.lateness_s(REMOVE)) == [pytest.approx(1.1)]
+    assert book.due(event(4, ADD)) == (Order.ADD, 3)
+
+
+# -- the trace as it is played ------------------------------------------------------------------------------
+
+
+@given(st.floats(0.01, 1000), st.lists(st.floats(0.1, 100), min_size=2, max_size=6))
+def test_a_faster_trace_is_the_same_trace(speed: float, gaps: list[float]) -> None:
+    times = [sum(gaps[: index + 1]) for index in range(len(gaps))]
+    events = tuple(event(at, ADD, f"n{index}") for index, at in enumerate(times))
+    fast = timed(Trace(events, times[-1], "x"), speed, None)
+    assert [item.node for item in fast.events] == [item.node for item in events]
+    assert [item.time_s * speed for item in fast.events] == pytest.approx(times)
+    assert fast.horizon_s * speed == pytest.approx(times[-1])
+
+
+def test_notices_are_in_real_seconds_unless_the_traces_own_are_kept() -> None:
+    trace = Trace((event(0, ADD), event(70, NOTICE), event(100, REMOVE)), 100, "x")
+
+    def notices(notice_s: float | None) -> list[float]:
+        return [item.time_s for item in timed(trace, 10, notice_s).events if item.kind is NOTICE]
+
+    assert notices(None) == [7.0]
+    assert notices(4.0) == [6.0]
+    assert notices(0) == []
+    with pytest.raises(TraceError, match="speed 0"):
+        timed(trace, 0, None)
+
+
+# -- playing it ---------------------------------------------------------------------------------------------
+
+
+class Fake:
+    """Machines that take their time."""
+
+    def __init__(self, add_s: Mapping[str, float], broken: frozenset[str] = frozenset()) -> None:
+        self.done: list[tuple[str, str]] = []
+        self._add_s, self._broken = add_s, broken
+        self._lock = threading.Lock()
+
+    def add(self, name: str, slots: int) -> None:
+        time.sleep(self._add_s.get(name, 0.0))
+        if name in self._broken:
+            raise MachineError(f"{name} did not come up")
+        self._note("add", name)
+
+    def notice(self, name: str) -> None:
+        self._note("notice", name)
+
+    def kill(self, name: str) -> None:
+        self._note("kill", name)
+
+    def _note(self, what: str, name: str) -> None:
+        with self._lock:
+            self.done.append((what, name))
+
+
+def test_a_slow_start_delays_no_removal_of_another() -> None:
+    machines = Fake({"slow": 0.3}, frozenset({"bad"}))
+    events = (
+        event(0.0, ADD, "quick"),
+        event(0.01, ADD, "slow"),
+        event(0.02, ADD, "bad"),
+        event(0.05, NOTICE, "quick"),
+        event(0.1, REMOVE, "quick"),
+        event(0.12, REMOVE, "slow"),
+        event(0.15, ADD, "late"),
+        event(0.4, REMOVE, "bad"),
+    )
+    with Market(Trace(events, 1.0, "x"), machines) as market:
+        assert market.wait(5)
+        time.sleep(0.1)
+    assert machines.done == [
+        ("add", "quick"), ("notice", "quick"), ("kill", "quick"),
+        ("add", "slow"), ("kill", "slow"), ("add", "late"),
+    ]  # fmt: skip
+    quick = next(deed for deed in market.book.deeds if (deed.kind, deed.node) == (REMOVE, "quick"))
+    assert quick.actual_s is not None
+    assert quick.actual_s - quick.planned_s < 0.15
+    assert market.book.summary() == {
+        "add done": 3, "add failed": 1, "notice done": 1, "remove done": 2, "remove skipped": 1,
+    }  # fmt: skip
+    assert market.book.up() == ["late"]
+
+
+def test_a_market_that_is_closed_early_does_nothing_more() -> None:
+    machines = Fake({})
+    with Market(Trace((event(0, ADD), event(60, REMOVE)), 60, "x"), machines) as market:
+        assert not market.wait(0.1)
+    assert machines.done == [("add", "a")]
+    assert len(market.book.deeds) == 1
