@@ -22,8 +22,8 @@ from spotlight.core.types import PolicyVersion, RolloutId
 from spotlight.runtime.ray.learner_actor import CONDITION, NEGATIVE, WEIGHTS, Placement, RayLauncher
 from spotlight.runtime.ray.learner_group import Deadlines, LearnerGroup
 from spotlight.runtime.ray.learner_rank import write_token
-from spotlight.store.errors import StoreError
 from spotlight.store.run_directory import RunPaths
+from spotlight.training.learner import TrainingError
 from spotlight.weights.bundle import Manifest, read
 
 ray = pytest.importorskip("ray")
@@ -90,7 +90,9 @@ class Heard:
 class Head:
     """Two ranks, driven from asyncio's loop."""
 
-    def __init__(self, cluster: str, root: Path, pipeline: Path, algorithm: str) -> None:
+    def __init__(
+        self, cluster: str, root: Path, pipeline: Path, algorithm: str, answer_s: float = ANSWER_S
+    ) -> None:
         self.config = config_of(root, pipeline, algorithm)
         self.paths = RunPaths(self.config.runs_dir / self.config.name)
         self.paths.attempts.mkdir(parents=True)
@@ -101,11 +103,12 @@ class Head:
             dump_config(self.config), 2, lambda: [place, place], self.keeper, "token", self.paths.attempts
         )
         self.heard = Heard()
+        self.deadlines = Deadlines(start_s=30, load_s=60, answer_s=answer_s)
         self.group: LearnerGroup | None = None
 
     async def __aenter__(self) -> Head:
         loop = asyncio.get_running_loop()
-        self.group = LearnerGroup(self.launcher, loop, self.heard, Deadlines(30, 60, ANSWER_S))
+        self.group = LearnerGroup(self.launcher, loop, self.heard, self.deadlines)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -192,8 +195,21 @@ async def killed_and_restored(head: Head, batches: list[Batch]) -> None:
         assert await head.ask("digest") == digest
         exported: Path = await head.ask("export")
         assert exported.is_file()
+        await head.ask("save", state.with_name("later"))
+        assert (len(head.heard.lost_), head.heard.failed_, head.heard.trouble_) == (1, [], [])
+
+        for sample in batches[2].finished.values():
+            sample.final.fill_(float("nan"))
+        head.group.prepare(batches[2].effect, batches[2].rollouts, head.keep(batches[2]), lambda: None)
+        for micro_batch in batches[2].effect.micro_batches:
+            head.group.accumulate(micro_batch, lambda: None)
+        head.group.step(lambda *_: answered.append("step"))
+        await head.until(lambda: bool(head.heard.failed_))
+        (error,) = head.heard.failed_
+        assert type(error) is TrainingError
+        assert "the gradient norm of optimizer step 3 is nan" in str(error)
     assert answered == []
-    assert (len(head.heard.lost_), head.heard.failed_, head.heard.trouble_) == (1, [], [])
+    assert len(head.heard.lost_) == 1
 
 
 def _lives(process: int) -> bool:
@@ -212,19 +228,24 @@ def test_a_killed_rank_is_told_once_and_the_restored_learner_goes_on_as_if_nothi
     asyncio.run(killed_and_restored(head, batches))
 
 
-async def misplaced(head: Head) -> None:
+async def stopped(head: Head, batches: list[Batch]) -> None:
     async with head:
+        await head.ask("restore", None, 0)
         assert head.group is not None
-        head.group.restore(None, 0, lambda _: None)
-        await head.until(lambda: bool(head.heard.failed_))
+        await head.ask("prepare", batches[0].effect, batches[0].rollouts, head.keep(batches[0]))
+        ranks = [head.process_of(rank) for rank in range(2)]
+        os.kill(ranks[1], signal.SIGSTOP)
+        answered: list[str] = []
+        head.group.accumulate(batches[0].effect.micro_batches[0], lambda: answered.append("accumulate"))
+        await head.until(lambda: bool(head.heard.lost_))
+        ((_, detail),) = head.heard.lost_
+        assert "did not answer accumulate within 5 s" in detail
+        await head.until(lambda: not any(map(_lives, ranks)))
+        assert not answered
 
 
-def test_errors_arrive_at_the_head_as_what_they_were(
-    cluster: str, random_pipeline: Path, tmp_path: Path
-) -> None:
-    head = Head(cluster, tmp_path, random_pipeline, "nft")
-    write_token(head.config, "of another head")
-    asyncio.run(misplaced(head))
-    (error,) = head.heard.failed_
-    assert type(error) is StoreError
-    assert "put runs_dir on storage that all reserved nodes share" in str(error)
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_killed(cluster: str, random_pipeline: Path, tmp_path: Path) -> None:
+    head = Head(cluster, tmp_path, random_pipeline, "grpo", answer_s=5)
+    batch = make_batch(head.config, inline_learning(head.config), 0, 0)
+    asyncio.run(stopped(head, [batch]))
