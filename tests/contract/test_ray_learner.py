@@ -19,6 +19,7 @@ from learner_job import Batch, config_of, inline_learning, make_batch
 
 from spotlight.config.load import dump_config
 from spotlight.core.types import PolicyVersion, RolloutId
+from spotlight.runtime.ray.keeper import start_keeper
 from spotlight.runtime.ray.learner_actor import CONDITION, NEGATIVE, WEIGHTS, Placement, RayLauncher
 from spotlight.runtime.ray.learner_group import Deadlines, LearnerGroup
 from spotlight.runtime.ray.learner_rank import write_token
@@ -28,8 +29,7 @@ from spotlight.weights.bundle import Manifest, read
 
 ray = pytest.importorskip("ray")
 
-MARK = "the mark"
-ANSWER_S = 60.0
+ANSWER_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -48,27 +48,6 @@ def cluster() -> Iterator[str]:
     yield ray.get_runtime_context().get_node_id()
     ray.shutdown()
     shutil.rmtree(directory, ignore_errors=True)
-
-
-def make_keeper() -> Any:
-    # Defined here, so that Ray sends it by value: its workers cannot import this file.
-    @dataclass
-    class Kept:
-        step: int
-        data: bytes
-
-    class Keeper:
-        def __init__(self) -> None:
-            self.values: dict[tuple[str, str, str], Kept] = {}
-
-        def put(self, kind: str, name: str, data: bytes, mark: str = "", step: int = 0) -> bool:
-            self.values[kind, name, mark] = Kept(step, data)
-            return True
-
-        def fetch(self, kind: str, names: list[str], mark: str = "") -> list[Kept | None]:
-            return [self.values.get((kind, name, mark)) for name in names]
-
-    return ray.remote(Keeper).options(num_cpus=0).remote()
 
 
 @dataclass
@@ -91,19 +70,25 @@ class Head:
     """Two ranks, driven from asyncio's loop."""
 
     def __init__(
-        self, cluster: str, root: Path, pipeline: Path, algorithm: str, answer_s: float = ANSWER_S
+        self,
+        cluster: str,
+        root: Path,
+        pipeline: Path,
+        algorithm: str,
+        answer_s: float = ANSWER_S,
+        reserved: int = 1,
     ) -> None:
         self.config = config_of(root, pipeline, algorithm)
         self.paths = RunPaths(self.config.runs_dir / self.config.name)
         self.paths.attempts.mkdir(parents=True)
         write_token(self.config, "token")
-        self.keeper = make_keeper()
-        place = Placement(cluster, "127.0.0.1", resources={"spotlight_reserved": 1}, threads=1)
+        self.keeper = start_keeper(self.paths.path / "kept", 1 << 24, cluster)
+        place = Placement(cluster, "127.0.0.1", resources={"spotlight_reserved": reserved}, threads=1)
         self.launcher = RayLauncher(
             dump_config(self.config), 2, lambda: [place, place], self.keeper, "token", self.paths.attempts
         )
         self.heard = Heard()
-        self.deadlines = Deadlines(start_s=30, load_s=60, answer_s=answer_s)
+        self.deadlines = Deadlines(start_s=120, load_s=120, answer_s=answer_s)
         self.group: LearnerGroup | None = None
 
     async def __aenter__(self) -> Head:
@@ -130,10 +115,10 @@ class Head:
             assert time.monotonic() < give_up, self.heard
             await asyncio.sleep(0.01)
 
-    def keep(self, batch: Batch) -> dict[RolloutId, str]:
+    def keep(self, batch: Batch, mark: str = "the mark") -> dict[RolloutId, str]:
         for name, data in batch.packed.items():
-            ray.get(self.keeper.put.remote("sample", name, data, MARK))
-        return dict.fromkeys(batch.rollouts, MARK)
+            ray.get(self.keeper.put.remote("sample", name, data, mark))
+        return dict.fromkeys(batch.rollouts, mark)
 
     async def train(self, batch: Batch) -> tuple[float, float]:
         await self.ask("prepare", batch.effect, batch.rollouts, self.keep(batch))
@@ -200,7 +185,8 @@ async def killed_and_restored(head: Head, batches: list[Batch]) -> None:
 
         for sample in batches[2].finished.values():
             sample.final.fill_(float("nan"))
-        head.group.prepare(batches[2].effect, batches[2].rollouts, head.keep(batches[2]), lambda: None)
+        marks = head.keep(batches[2], "another mark")
+        head.group.prepare(batches[2].effect, batches[2].rollouts, marks, lambda: None)
         for micro_batch in batches[2].effect.micro_batches:
             head.group.accumulate(micro_batch, lambda: None)
         head.group.step(lambda *_: answered.append("step"))
@@ -242,6 +228,25 @@ async def stopped(head: Head, batches: list[Batch]) -> None:
         assert "did not answer accumulate within 5 s" in detail
         await head.until(lambda: not any(map(_lives, ranks)))
         assert not answered
+
+
+async def without_room(head: Head) -> None:
+    async with head:
+        assert head.group is not None
+        head.group.restore(None, 0, lambda _: None)
+        await head.until(lambda: head.group is not None and head.group.life >= 2)
+        await head.until(lambda: bool(head.heard.trouble_))
+
+
+def test_ranks_without_room_are_told_and_started_again(
+    cluster: str, random_pipeline: Path, tmp_path: Path
+) -> None:
+    head = Head(cluster, tmp_path, random_pipeline, "nft", reserved=2)
+    head.deadlines = Deadlines(start_s=1.0)
+    asyncio.run(without_room(head))
+    (detail,) = head.heard.trouble_
+    assert "learner ranks 0, 1 of 2 did not answer begin within 1 s" in detail
+    assert "are the resources that they ask for free?" in detail
 
 
 @pytest.mark.slow

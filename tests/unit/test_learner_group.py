@@ -289,7 +289,7 @@ def test_a_process_that_dies_or_hangs_while_it_starts_is_started_again() -> None
     world.loop.run(30)
     assert world.done == [MANIFEST]
     (detail,) = world.heard.trouble_
-    assert "learner rank 0 died" in detail
+    assert "learner rank 0 did not start" in detail
     assert "log of 0" in detail
 
 

@@ -281,7 +281,8 @@ class LearnerGroup:
 
     def _died(self, rank: int, dead: Future[Any]) -> None:
         error = dead.exception()
-        self._give_up(f"learner rank {rank} died" + (f": {_told(error)}" if error else ""), (rank,))
+        what = "died" if self._state is State.UP else "did not start"
+        self._give_up(f"learner rank {rank} {what}" + (f": {_told(error)}" if error else ""), (rank,))
 
     def _give_up(self, detail: str, ranks: Sequence[int], *, raised: bool = False) -> None:
         """End the life, because of ``ranks``: lost when it was up, else tried again."""
