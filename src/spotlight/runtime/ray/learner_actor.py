@@ -49,7 +49,7 @@ class Placement:
         host: the node's address.
         gpus: whole GPUs of the rank, 0 or 1.
         resources: custom resources that it takes.
-        threads: of its CPU work; None leaves it to torch.
+        threads: of its CPU work; None: one, which is what Ray gives to an actor that reserves no CPU.
     """
 
     node: str
@@ -312,6 +312,7 @@ def _kill(processes: Sequence[RankProcess]) -> None:
 
 def _write_to(path: Path) -> None:
     """Let everything that this process says, its libraries' last words included, end up in a file."""
+    path.parent.mkdir(exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
