@@ -19,17 +19,17 @@ from learner_job import Batch, config_of, inline_learning, make_batch
 
 from spotlight.config.load import dump_config
 from spotlight.core.types import PolicyVersion, RolloutId
+from spotlight.runtime.ray.keeper import start_keeper
 from spotlight.runtime.ray.learner_actor import CONDITION, NEGATIVE, WEIGHTS, Placement, RayLauncher
 from spotlight.runtime.ray.learner_group import Deadlines, LearnerGroup
 from spotlight.runtime.ray.learner_rank import write_token
-from spotlight.store.errors import StoreError
 from spotlight.store.run_directory import RunPaths
+from spotlight.training.learner import TrainingError
 from spotlight.weights.bundle import Manifest, read
 
 ray = pytest.importorskip("ray")
 
-MARK = "the mark"
-ANSWER_S = 60.0
+ANSWER_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -48,27 +48,6 @@ def cluster() -> Iterator[str]:
     yield ray.get_runtime_context().get_node_id()
     ray.shutdown()
     shutil.rmtree(directory, ignore_errors=True)
-
-
-def make_keeper() -> Any:
-    # Defined here, so that Ray sends it by value: its workers cannot import this file.
-    @dataclass
-    class Kept:
-        step: int
-        data: bytes
-
-    class Keeper:
-        def __init__(self) -> None:
-            self.values: dict[tuple[str, str, str], Kept] = {}
-
-        def put(self, kind: str, name: str, data: bytes, mark: str = "", step: int = 0) -> bool:
-            self.values[kind, name, mark] = Kept(step, data)
-            return True
-
-        def fetch(self, kind: str, names: list[str], mark: str = "") -> list[Kept | None]:
-            return [self.values.get((kind, name, mark)) for name in names]
-
-    return ray.remote(Keeper).options(num_cpus=0).remote()
 
 
 @dataclass
@@ -90,22 +69,31 @@ class Heard:
 class Head:
     """Two ranks, driven from asyncio's loop."""
 
-    def __init__(self, cluster: str, root: Path, pipeline: Path, algorithm: str) -> None:
+    def __init__(
+        self,
+        cluster: str,
+        root: Path,
+        pipeline: Path,
+        algorithm: str,
+        answer_s: float = ANSWER_S,
+        reserved: int = 1,
+    ) -> None:
         self.config = config_of(root, pipeline, algorithm)
         self.paths = RunPaths(self.config.runs_dir / self.config.name)
         self.paths.attempts.mkdir(parents=True)
         write_token(self.config, "token")
-        self.keeper = make_keeper()
-        place = Placement(cluster, "127.0.0.1", resources={"spotlight_reserved": 1}, threads=1)
+        self.keeper = start_keeper(self.paths.path / "kept", 1 << 24, cluster)
+        place = Placement(cluster, "127.0.0.1", resources={"spotlight_reserved": reserved}, threads=1)
         self.launcher = RayLauncher(
             dump_config(self.config), 2, lambda: [place, place], self.keeper, "token", self.paths.attempts
         )
         self.heard = Heard()
+        self.deadlines = Deadlines(start_s=120, load_s=120, answer_s=answer_s)
         self.group: LearnerGroup | None = None
 
     async def __aenter__(self) -> Head:
         loop = asyncio.get_running_loop()
-        self.group = LearnerGroup(self.launcher, loop, self.heard, Deadlines(30, 60, ANSWER_S))
+        self.group = LearnerGroup(self.launcher, loop, self.heard, self.deadlines)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -127,10 +115,10 @@ class Head:
             assert time.monotonic() < give_up, self.heard
             await asyncio.sleep(0.01)
 
-    def keep(self, batch: Batch) -> dict[RolloutId, str]:
+    def keep(self, batch: Batch, mark: str = "the mark") -> dict[RolloutId, str]:
         for name, data in batch.packed.items():
-            ray.get(self.keeper.put.remote("sample", name, data, MARK))
-        return dict.fromkeys(batch.rollouts, MARK)
+            ray.get(self.keeper.put.remote("sample", name, data, mark))
+        return dict.fromkeys(batch.rollouts, mark)
 
     async def train(self, batch: Batch) -> tuple[float, float]:
         await self.ask("prepare", batch.effect, batch.rollouts, self.keep(batch))
@@ -192,8 +180,22 @@ async def killed_and_restored(head: Head, batches: list[Batch]) -> None:
         assert await head.ask("digest") == digest
         exported: Path = await head.ask("export")
         assert exported.is_file()
+        await head.ask("save", state.with_name("later"))
+        assert (len(head.heard.lost_), head.heard.failed_, head.heard.trouble_) == (1, [], [])
+
+        for sample in batches[2].finished.values():
+            sample.final.fill_(float("nan"))
+        marks = head.keep(batches[2], "another mark")
+        head.group.prepare(batches[2].effect, batches[2].rollouts, marks, lambda: None)
+        for micro_batch in batches[2].effect.micro_batches:
+            head.group.accumulate(micro_batch, lambda: None)
+        head.group.step(lambda *_: answered.append("step"))
+        await head.until(lambda: bool(head.heard.failed_))
+        (error,) = head.heard.failed_
+        assert type(error) is TrainingError
+        assert "the gradient norm of optimizer step 3 is nan" in str(error)
     assert answered == []
-    assert (len(head.heard.lost_), head.heard.failed_, head.heard.trouble_) == (1, [], [])
+    assert len(head.heard.lost_) == 1
 
 
 def _lives(process: int) -> bool:
@@ -212,19 +214,43 @@ def test_a_killed_rank_is_told_once_and_the_restored_learner_goes_on_as_if_nothi
     asyncio.run(killed_and_restored(head, batches))
 
 
-async def misplaced(head: Head) -> None:
+async def stopped(head: Head, batches: list[Batch]) -> None:
+    async with head:
+        await head.ask("restore", None, 0)
+        assert head.group is not None
+        await head.ask("prepare", batches[0].effect, batches[0].rollouts, head.keep(batches[0]))
+        ranks = [head.process_of(rank) for rank in range(2)]
+        os.kill(ranks[1], signal.SIGSTOP)
+        answered: list[str] = []
+        head.group.accumulate(batches[0].effect.micro_batches[0], lambda: answered.append("accumulate"))
+        await head.until(lambda: bool(head.heard.lost_))
+        ((_, detail),) = head.heard.lost_
+        assert "did not answer accumulate within 5 s" in detail
+        await head.until(lambda: not any(map(_lives, ranks)))
+        assert not answered
+
+
+async def without_room(head: Head) -> None:
     async with head:
         assert head.group is not None
         head.group.restore(None, 0, lambda _: None)
-        await head.until(lambda: bool(head.heard.failed_))
+        await head.until(lambda: head.group is not None and head.group.life >= 2)
+        await head.until(lambda: bool(head.heard.trouble_))
 
 
-def test_errors_arrive_at_the_head_as_what_they_were(
+def test_ranks_without_room_are_told_and_started_again(
     cluster: str, random_pipeline: Path, tmp_path: Path
 ) -> None:
-    head = Head(cluster, tmp_path, random_pipeline, "nft")
-    write_token(head.config, "of another head")
-    asyncio.run(misplaced(head))
-    (error,) = head.heard.failed_
-    assert type(error) is StoreError
-    assert "put runs_dir on storage that all reserved nodes share" in str(error)
+    head = Head(cluster, tmp_path, random_pipeline, "nft", reserved=2)
+    head.deadlines = Deadlines(start_s=1.0)
+    asyncio.run(without_room(head))
+    (detail,) = head.heard.trouble_
+    assert "learner ranks 0, 1 of 2 did not answer begin within 1 s" in detail
+    assert "are the resources that they ask for free?" in detail
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_killed(cluster: str, random_pipeline: Path, tmp_path: Path) -> None:
+    head = Head(cluster, tmp_path, random_pipeline, "grpo", answer_s=5)
+    batch = make_batch(head.config, inline_learning(head.config), 0, 0)
+    asyncio.run(stopped(head, [batch]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import pickle
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -14,8 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spotlight.config.errors import ConfigError, Problem
 from spotlight.core.types import MicroBatch
 from spotlight.runtime.ray.learner_group import (
+    FINAL,
     Deadlines,
     LearnerError,
     LearnerGroup,
@@ -286,7 +289,7 @@ def test_a_process_that_dies_or_hangs_while_it_starts_is_started_again() -> None
     world.loop.run(30)
     assert world.done == [MANIFEST]
     (detail,) = world.heard.trouble_
-    assert "learner rank 0 died" in detail
+    assert "learner rank 0 did not start" in detail
     assert "log of 0" in detail
 
 
@@ -324,6 +327,14 @@ def test_losses_in_a_row_slow_restarts_down_until_a_checkpoint() -> None:
     world.group.restore(None, 1, world.done.append)
     world.loop.run()
     assert world.launcher.started_at_s[-1] == now
+
+
+@pytest.mark.parametrize("kind", FINAL)
+def test_errors_to_mend_survive_the_way_from_another_process(kind: type[Exception]) -> None:
+    error = ConfigError("the file", [Problem("a", "b", "c", "d")]) if kind is ConfigError else kind("text")
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is kind
+    assert str(again) == str(error)
 
 
 def test_stop_ends_it_silently() -> None:

@@ -49,7 +49,7 @@ class Placement:
         host: the node's address.
         gpus: whole GPUs of the rank, 0 or 1.
         resources: custom resources that it takes.
-        threads: of its CPU work; None leaves it to torch.
+        threads: of its CPU work; None: one, which is what Ray gives to an actor that reserves no CPU.
     """
 
     node: str
@@ -95,7 +95,7 @@ class LearnerActor:
 
     def do(self, method: str, args: Sequence[Any]) -> Any:
         """Call a method of this class, or else of the rank. Raises what it raises."""
-        own = {
+        own: dict[str, Callable[..., Any]] = {
             "begin": self.begin,
             "prepare": self.prepare,
             "publish": self.publish,
@@ -170,9 +170,13 @@ class LearnerActor:
                 self._kept("put", CONDITION, prompt, packed)
 
     def _kept(self, method: str, *args: object) -> Any:
+        """What the keeper returns. Raises what it raises, without Ray's wrapping."""
         import ray
 
-        return ray.get(getattr(self._keeper, method).remote(*args), timeout=self._order.keeper_s)
+        try:
+            return ray.get(getattr(self._keeper, method).remote(*args), timeout=self._order.keeper_s)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
 
 
 # -- the head's side -----------------------------------------------------------------------------------
@@ -185,16 +189,17 @@ class RankProcess:
     rank: int
     host: str
     life: int
-    actor: ActorHandle[Any]
+    actor: Any
 
     def call(self, method: str, *args: object) -> Future[Any]:
         """See :class:`spotlight.runtime.ray.learner_group.Process`."""
-        return self.actor.do.remote(method, args).future()  # type: ignore[no-any-return]
+        answer: Future[Any] = self.actor.do.remote(method, args).future()
+        return answer
 
     def gone(self) -> Future[Any]:
         """See :class:`spotlight.runtime.ray.learner_group.Process`."""
-        watch = self.actor.alive.options(concurrency_group="watch")
-        return watch.remote().future()  # type: ignore[no-any-return]
+        end: Future[Any] = self.actor.alive.options(concurrency_group="watch").remote().future()
+        return end
 
 
 class RayLauncher:
@@ -273,8 +278,9 @@ class RayLauncher:
             keeper_s=self._keeper_s,
             threads=placement.threads,
         )
+        remote: Any = ray.remote  # its annotations do not know concurrency groups
         actor = (
-            ray.remote(concurrency_groups={"watch": 1})(LearnerActor)
+            remote(concurrency_groups={"watch": 1})(LearnerActor)
             .options(
                 num_cpus=0,
                 num_gpus=placement.gpus,
@@ -306,6 +312,7 @@ def _kill(processes: Sequence[RankProcess]) -> None:
 
 def _write_to(path: Path) -> None:
     """Let everything that this process says, its libraries' last words included, end up in a file."""
+    path.parent.mkdir(exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -74,7 +75,9 @@ class Loop(Protocol):
 class Process(Protocol):
     """The process of one rank."""
 
-    rank: int
+    @property
+    def rank(self) -> int:
+        """Which one."""
 
     def call(self, method: str, *args: object) -> Future[Any]:
         """Begin a call; returns at once. The future fails when the call raises or the process dies."""
@@ -163,7 +166,7 @@ class _Flight:
 
 @dataclass(slots=True)
 class _Life:
-    """What goes when a life ends."""
+    """What goes when a life ends. ``open``: futures not done, because Ray forgets calls that nobody holds."""
 
     number: int
     processes: Sequence[Process] = ()
@@ -171,6 +174,7 @@ class _Life:
     flight: _Flight | None = None
     suspicion: tuple[int, Exception] | None = None
     timers: list[Timer] = field(default_factory=list)
+    open: set[Future[Any]] = field(default_factory=set)
 
 
 class LearnerGroup:
@@ -263,7 +267,7 @@ class LearnerGroup:
             return
         self._life.processes = done.result()
         for process in self._life.processes:
-            self._listen(life, process.gone(), lambda dead, rank=process.rank: self._died(rank, dead))
+            self._listen(life, process.gone(), partial(self._died, process.rank))
         assert self._beginning is not None
         steps = self._beginning()
         self._go_on(steps, None)
@@ -277,7 +281,8 @@ class LearnerGroup:
 
     def _died(self, rank: int, dead: Future[Any]) -> None:
         error = dead.exception()
-        self._give_up(f"learner rank {rank} died" + (f": {_told(error)}" if error else ""), (rank,))
+        what = "died" if self._state is State.UP else "did not start"
+        self._give_up(f"learner rank {rank} {what}" + (f": {_told(error)}" if error else ""), (rank,))
 
     def _give_up(self, detail: str, ranks: Sequence[int], *, raised: bool = False) -> None:
         """End the life, because of ``ranks``: lost when it was up, else tried again."""
@@ -412,11 +417,14 @@ class LearnerGroup:
         for process in asked:
             each = () if ask.each is None else ask.each[process.rank]
             answer = process.call(ask.method, *ask.args, *each)
-            self._listen(life.number, answer, lambda done, rank=process.rank: self._answered(rank, done))
+            self._listen(life.number, answer, partial(self._answered, process.rank))
 
     def _listen(self, life: int, future: Future[Any], then: Callable[[Future[Any]], None]) -> None:
+        self._life.open.add(future)
+
         def told(done: Future[Any]) -> None:
             if life == self._life.number:
+                self._life.open.discard(done)
                 then(done)
 
         self._when_done(future, told)

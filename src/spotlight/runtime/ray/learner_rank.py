@@ -253,7 +253,9 @@ class LearnerRank:
             )
         slots = rollout_slots(self.config, learning.model.algorithm)
         with self._in(Phase.WEIGHT_SYNC):
-            states = {slot: whole_state(learning.slots, slot, keep=self.ranks.is_main) for slot in slots}
+            states: dict[str, dict[str, Tensor]] = {
+                slot: whole_state(learning.slots, slot, keep=self.ranks.is_main) for slot in slots
+            }
             if not self.ranks.is_main:
                 return None
             return pack(held, lineage, states, learning.slots.modules_bound)
