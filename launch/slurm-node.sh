@@ -7,6 +7,7 @@ set -u
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
+# shellcheck disable=SC2329  # the trap calls it
 end() {
   "$here/announce-end.sh" "${SPOTLIGHT_GRACE_S:-30}" "$RAY_TMPDIR"
   kill -TERM "$ray" 2>/dev/null
