@@ -6,6 +6,7 @@ sources. The shell scripts run for real where nothing but processes is needed.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +44,14 @@ def schema(name: str) -> jsonschema.Draft202012Validator:
     return jsonschema.Draft202012Validator(json.loads((Path(__file__).parent / "schemas" / name).read_text()))
 
 
+@cache
+def kubernetes() -> Mapping[str, Any]:
+    """The file's objects by kind."""
+    return {part["kind"]: part for part in yaml.safe_load_all(RAYJOB.read_text())}
+
+
 def rayjob() -> Any:
-    (job,) = (part for part in yaml.safe_load_all(RAYJOB.read_text()) if part["kind"] == "RayJob")
-    return job
+    return copy.deepcopy(kubernetes()["RayJob"])
 
 
 def groups() -> dict[str, Any]:
@@ -224,11 +231,9 @@ def test_pods_share_what_they_must(group: str) -> None:
     store = float(groups()[group]["rayStartParams"]["object-store-memory"]) / 2**30
     assert store < gibibytes(memory["sizeLimit"]) / 4
     claim = volumes[mounts["/shared"]]["persistentVolumeClaim"]["claimName"]
-    made = [
-        part for part in yaml.safe_load_all(RAYJOB.read_text()) if part["kind"] == "PersistentVolumeClaim"
-    ]
-    assert [part["metadata"]["name"] for part in made] == [claim]
-    assert made[0]["spec"]["accessModes"] == ["ReadWriteMany"]
+    made = kubernetes()["PersistentVolumeClaim"]
+    assert made["metadata"]["name"] == claim
+    assert made["spec"]["accessModes"] == ["ReadWriteMany"]
     (words,) = (words for name, words in training_commands() if name == RAYJOB.name)
     assert loaded(words).runs_dir.is_relative_to("/shared")
 
