@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# Start this machine's part of a Ray cluster for Spotlight. Returns when Ray runs; with --block, when it ends.
+#
+#   launch/ray-start.sh head                        the first reserved node; `spotlight train` runs on it
+#   launch/ray-start.sh reserved HEAD:6379          further reserved nodes: learner ranks
+#   launch/ray-start.sh spot HEAD:6379 --block      nodes that may vanish
+#
+# Further arguments go to `ray start`. GPUs are found by Ray; --num-gpus=N overrides it.
+#
+#   SPOTLIGHT_IP          private address of this machine; default: the first private one of `hostname -I`
+#   SPOTLIGHT_PORT        the head's port, 6379
+#   RAY_AUTH_TOKEN_PATH   file with the cluster's secret, the same on all nodes; the head makes it if missing
+#   RAY_TMPDIR            where Ray keeps logs and sockets, /tmp/ray
+set -euo pipefail
+
+fail() {
+  printf 'ray-start.sh: %s\n' "$*" >&2
+  exit 2
+}
+
+is_private() {
+  [[ $1 =~ ^(127|10)\. || $1 =~ ^192\.168\. || $1 =~ ^172\.(1[6-9]|2[0-9]|3[01])\. ||
+    $1 =~ ^100\.(6[4-9]|[7-9][0-9]|1[01][0-9]|12[0-7])\. ]]
+}
+
+own_address() {
+  local address
+  for address in $(hostname -I); do
+    if is_private "$address"; then
+      printf '%s\n' "$address"
+      return
+    fi
+  done
+}
+
+usage='expected: head | reserved HEAD:PORT | spot HEAD:PORT, then options of ray start'
+kind=${1:-}
+case $kind in
+  head) resource=spotlight_reserved && shift ;;
+  reserved | spot)
+    resource=spotlight_$kind
+    address=${2:-}
+    [[ $address == *:* ]] || fail "no address of the head; $usage"
+    shift 2
+    ;;
+  *) fail "found '$kind'; $usage" ;;
+esac
+
+ip=${SPOTLIGHT_IP:-$(own_address)}
+[[ -n $ip ]] || fail "no private address in '$(hostname -I)'; set SPOTLIGHT_IP to one that the other nodes reach"
+# Ray's ports accept connections on every interface, whatever address it is told: only a firewall and the
+# token stand before them. So at least it is never announced to the world.
+is_private "$ip" || fail "SPOTLIGHT_IP=$ip is a public address; expected a private one (10.*, 172.16-31.*, 192.168.*)"
+
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}
+export RAY_USAGE_STATS_ENABLED=0
+if [[ ! -s $RAY_AUTH_TOKEN_PATH ]]; then
+  [[ $kind == head ]] || fail "no token in $RAY_AUTH_TOKEN_PATH; copy the file from the head node"
+  mkdir -p "$(dirname "$RAY_AUTH_TOKEN_PATH")"
+  (umask 077 && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$RAY_AUTH_TOKEN_PATH")
+fi
+
+# Rollouts travel in messages and through the run's store; Ray's own object store needs little.
+options=(--node-ip-address="$ip" --resources="{\"$resource\": 1}" --object-store-memory=2000000000)
+[[ -z ${RAY_TMPDIR:-} ]] || options+=(--temp-dir="$RAY_TMPDIR")
+if [[ $kind == head ]]; then
+  options+=(--head --port="${SPOTLIGHT_PORT:-6379}" --include-dashboard=false)
+else
+  options+=(--address="$address")
+fi
+if [[ $kind == spot ]]; then
+  # Spotlight drains a node before it ends (announce-end.sh). Ray would wait once more, for actors that stay.
+  export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0
+fi
+exec ray start "${options[@]}" "$@"

@@ -1,0 +1,455 @@
+"""Launch files agree with the program, with each other, and with what is known of the schedulers' formats.
+
+What the formats' owners would refuse is checked against compact schemas in ``schemas/``, which name their
+sources. The shell scripts run for real where nothing but processes is needed.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from test_docs import calls, require_options
+
+from spotlight.config.load import load_config
+from spotlight.config.schema import RunConfig
+from spotlight.core.types import NodeKind
+from spotlight.fleet.notices.sigterm import GRACE_S
+from spotlight.runtime.ray.nodes import KIND_LABEL, KIND_RESOURCES, RayNode, read_node
+
+ROOT = Path(__file__).parents[2]
+LAUNCH = ROOT / "launch"
+SCRIPTS = sorted([*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch")])
+RAYJOB = LAUNCH / "kuberay-rayjob.yaml"
+SKYPILOT = sorted(LAUNCH.glob("skypilot-*.yaml"))
+IN_IMAGE = "/opt/spotlight/"
+RAY_S = 10
+"""What Ray is left after a drain to end by itself."""
+
+
+def schema(name: str) -> jsonschema.Draft202012Validator:
+    return jsonschema.Draft202012Validator(json.loads((Path(__file__).parent / "schemas" / name).read_text()))
+
+
+@cache
+def kubernetes() -> Mapping[str, Any]:
+    """The file's objects by kind."""
+    return {part["kind"]: part for part in yaml.safe_load_all(RAYJOB.read_text())}
+
+
+def rayjob() -> Any:
+    return copy.deepcopy(kubernetes()["RayJob"])
+
+
+def groups() -> dict[str, Any]:
+    """Head and worker groups by name."""
+    cluster = rayjob()["spec"]["rayClusterSpec"]
+    workers = {group["groupName"]: group for group in cluster["workerGroupSpecs"]}
+    return {"head": cluster["headGroupSpec"], **workers}
+
+
+def pod(group: str) -> Any:
+    return groups()[group]["template"]["spec"]
+
+
+def container(group: str) -> Any:
+    (found,) = pod(group)["containers"]
+    return found
+
+
+def sky(kind: str) -> Any:
+    return yaml.safe_load((LAUNCH / f"skypilot-{kind}.yaml").read_text())
+
+
+def directives(name: str) -> dict[str, str]:
+    """``#SBATCH --name=value``; all stand before the first command, where sbatch stops to look."""
+    head, _, rest = (LAUNCH / name).read_text().partition("\nset ")
+    assert "#SBATCH" not in rest
+    lines = re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", head, re.MULTILINE)
+    assert len(lines) == head.count("\n#SBATCH"), f"{name} has a directive that is not --name or --name=value"
+    assert len(dict(lines)) == len(lines)
+    return dict(lines)
+
+
+# -- commands ------------------------------------------------------------------------
+
+
+def training_commands() -> Iterator[tuple[str, list[str]]]:
+    """Every call of the program in launch files, as their shells would see it."""
+    yield RAYJOB.name, shlex.split(rayjob()["spec"]["entrypoint"])[1:]
+    for path in [*SKYPILOT, *SCRIPTS]:
+        for line in path.read_text().splitlines():
+            if not re.match(r"\s*spotlight ", line):
+                continue
+            line = line.strip().replace('"$@"', "examples/qwen-image-nft.yaml").removesuffix("&")
+            line = line.replace('"$address"', "10.0.0.1:6379").replace(
+                '"$SPOTLIGHT_IP:6379"', "10.0.0.1:6379"
+            )
+            for words in calls(line):
+                assert not any("$" in word for word in words), f"{path.name}: {words}"
+                yield path.name, words
+
+
+def loaded(words: list[str]) -> RunConfig:
+    arguments = [word.replace(IN_IMAGE, f"{ROOT}/") for word in words[1:] if not word.startswith("-")]
+    return load_config(ROOT / arguments[0], arguments[1:])
+
+
+def test_each_way_to_launch_trains() -> None:
+    assert [name for name, words in training_commands() if words[0] == "train"] == [
+        "kuberay-rayjob.yaml", "skypilot-reserved.yaml", "slurm-reserved.sbatch",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "words"), list(training_commands()))
+def test_commands_are_the_programs_and_their_configuration_loads(name: str, words: list[str]) -> None:
+    require_options(words)
+    config = loaded(words)
+    assert config.fleet.driver == "ray"
+    assert config.fleet.address
+    for file in (config.data.train, config.data.test):
+        assert (ROOT / file).is_file(), f"{name} names {file}"
+
+
+def test_learner_fits_the_reserved_gpus() -> None:
+    job = loaded(next(words for name, words in training_commands() if name == RAYJOB.name))
+    gpus = (
+        int(container("trainer")["resources"]["limits"]["nvidia.com/gpu"]) * groups()["trainer"]["replicas"]
+    )
+    assert job.fleet.learner_ranks <= gpus
+    one = loaded(next(words for name, words in training_commands() if name == "skypilot-reserved.yaml"))
+    assert one.fleet.learner_ranks <= int(sky("reserved")["resources"]["accelerators"].partition(":")[2])
+
+
+# -- Kubernetes ----------------------------------------------------------------------
+
+
+def test_the_rayjob_is_what_kuberay_takes() -> None:
+    schema("kuberay_rayjob_v1.json").validate(rayjob())
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("spec", "submissionMod"), "HTTPMode"),
+        (("spec", "rayClusterSpec", "headGroupSpec", "rayStartParams", "labels"), "a=b"),
+        (("spec", "rayClusterSpec", "headGroupSpec", "template", "spec", "restartPolicy"), "Always"),
+        (("spec", "rayClusterSpec", "rayVersion"), 2.6),
+        (("spec", "rayClusterSpec", "headGroupSpec", "template", "spec", "terminationGracePeriodSecs"), 30),
+    ],
+)
+def test_the_schema_sees_mistakes(place: tuple[str, ...], value: object) -> None:
+    job = rayjob()
+    target = job
+    for key in place[:-1]:
+        target = target[key]
+    target[place[-1]] = value
+    assert not schema("kuberay_rayjob_v1.json").is_valid(job)
+
+
+def ray_node(labels: Mapping[str, str], resources: Mapping[str, float], gpus: float) -> RayNode:
+    """As the program reads a node that was started like this."""
+    row = {
+        "NodeID": "ab" * 28, "NodeName": "n", "NodeManagerAddress": "10.0.0.1", "Alive": True,
+        "Resources": {**resources, **({"GPU": gpus} if gpus else {})}, "Labels": dict(labels),
+        "RayletSocketName": "/tmp/ray/session_1/sockets/raylet",
+    }  # fmt: skip
+    node = read_node(row)
+    assert isinstance(node, RayNode), node
+    return node
+
+
+@pytest.mark.parametrize(
+    ("group", "kind", "slots"),
+    [("head", NodeKind.RESERVED, 0), ("trainer", NodeKind.RESERVED, 4), ("spot", NodeKind.SPOT, 8)],
+)
+def test_each_group_is_read_as_what_it_is(group: str, kind: NodeKind, slots: int) -> None:
+    labels = groups()[group]["labels"]
+    assert set(labels) == {KIND_LABEL}
+    node = ray_node(labels, {}, float(container(group)["resources"]["limits"].get("nvidia.com/gpu", 0)))
+    assert (node.kind, node.slots) == (kind, slots)
+
+
+def test_a_spot_pod_lives_as_long_as_its_notice_says() -> None:
+    config = RunConfig().fleet
+    command, seconds = container("spot")["lifecycle"]["preStop"]["exec"]["command"]
+    assert command == "/usr/local/bin/announce-end"
+    assert float(seconds) == config.notices.sigterm_grace_s == GRACE_S
+    assert float(seconds) >= config.drain_margin_s + 5, "no time to finish a step and commit it"
+    assert pod("spot")["terminationGracePeriodSeconds"] >= float(seconds) + RAY_S
+    drained_by_us = {"name": "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "value": "0"}
+    assert drained_by_us in container("spot")["env"]
+
+
+def spot_terms() -> dict[str, str]:
+    """What marks a spot node, by cloud: label and value; one is enough."""
+    affinity = pod("spot")["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    found = {}
+    for term in affinity["nodeSelectorTerms"]:
+        (expression,) = term["matchExpressions"]
+        assert expression["operator"] == "In"
+        (found[expression["key"]],) = expression["values"]
+    return found
+
+
+def test_only_spot_pods_run_on_spot_nodes() -> None:
+    tolerated = {item["key"] for item in pod("spot")["tolerations"]}
+    assert {"cloud.google.com/gke-spot", "kubernetes.azure.com/scalesetpriority"} <= tolerated
+    for toleration in pod("spot")["tolerations"]:
+        if toleration["key"] in spot_terms():
+            assert toleration["value"] == spot_terms()[toleration["key"]]
+    for group in ("head", "trainer"):
+        assert not tolerated & set(spot_terms()) & {item["key"] for item in pod(group).get("tolerations", ())}
+        required = pod(group)["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        (term,) = required["nodeSelectorTerms"]  # all of its expressions hold
+        refused = {
+            item["key"]: item["values"] for item in term["matchExpressions"] if item["operator"] == "NotIn"
+        }
+        assert refused == {key: [value] for key, value in spot_terms().items()}
+
+
+@pytest.mark.parametrize("group", ["head", "trainer", "spot"])
+def test_pods_share_what_they_must(group: str) -> None:
+    mounts = {mount["mountPath"]: mount["name"] for mount in container(group)["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod(group)["volumes"]}
+    memory = volumes[mounts["/dev/shm"]]["emptyDir"]
+    assert memory["medium"] == "Memory"
+    assert gibibytes(memory["sizeLimit"]) < gibibytes(container(group)["resources"]["limits"]["memory"])
+    store = float(groups()[group]["rayStartParams"]["object-store-memory"]) / 2**30
+    assert store < gibibytes(memory["sizeLimit"]) / 4
+    claim = volumes[mounts["/shared"]]["persistentVolumeClaim"]["claimName"]
+    made = kubernetes()["PersistentVolumeClaim"]
+    assert made["metadata"]["name"] == claim
+    assert made["spec"]["accessModes"] == ["ReadWriteMany"]
+    (words,) = (words for name, words in training_commands() if name == RAYJOB.name)
+    assert loaded(words).runs_dir.is_relative_to("/shared")
+
+
+def gibibytes(quantity: str) -> int:
+    return int(quantity.removesuffix("Gi"))
+
+
+def test_nothing_is_open_beyond_the_cluster() -> None:
+    cluster = rayjob()["spec"]["rayClusterSpec"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    assert cluster["headGroupSpec"]["serviceType"] == "ClusterIP"
+    assert not any("hostPort" in port for group in groups() for port in container(group).get("ports", ()))
+    for script in SCRIPTS:
+        assert "0.0.0.0" not in script.read_text()
+    for kind in ("reserved", "spot"):
+        assert "ports" not in sky(kind)["resources"]
+
+
+# -- the image -----------------------------------------------------------------------
+
+
+def pins(path: Path) -> dict[str, str]:
+    lines = (line for line in path.read_text().splitlines() if not line.startswith("#"))
+    return {name.lower().replace("_", "-"): version for name, version in (line.split("==") for line in lines)}
+
+
+def test_the_image_is_pinned_and_holds_what_the_pods_call() -> None:
+    text = (LAUNCH / "Dockerfile").read_text()
+    assert re.search(r"^FROM python:3\.\d+\.\d+-\S+$", text, re.MULTILINE)
+    assert "pip install --no-cache-dir -r requirements.lock" in text
+    for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE):
+        *sources, _ = (word for word in line.split() if not word.startswith("--"))
+        assert all((ROOT / source).exists() for source in sources), line
+    assert "launch/announce-end.sh /usr/local/bin/announce-end" in text
+    assert f"WORKDIR {IN_IMAGE.rstrip('/')}" in text
+    locked, further = pins(ROOT / "requirements.lock"), pins(LAUNCH / "requirements-kuberay.lock")
+    assert not set(locked) & set(further)
+    assert rayjob()["spec"]["rayClusterSpec"]["rayVersion"] == locked["ray"]
+    assert {container(group)["image"] for group in groups()} == {"REGISTRY/spotlight:0.1"}
+
+
+# -- SkyPilot ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", SKYPILOT, ids=lambda path: path.name)
+def test_tasks_are_what_skypilot_takes(path: Path) -> None:
+    task = yaml.safe_load(path.read_text())
+    schema("skypilot_task.json").validate(task)
+    for part in ("setup", "run"):
+        subprocess.run(["bash", "-n", "-c", task[part]], check=True)
+
+
+def test_reserved_and_spot_machines_find_each_other() -> None:
+    reserved, spot = sky("reserved"), sky("spot")
+    assert (reserved["resources"]["use_spot"], spot["resources"]["use_spot"]) == (False, True)
+    assert reserved["resources"]["infra"] == spot["resources"]["infra"]
+    assert reserved["resources"]["accelerators"] == spot["resources"]["accelerators"]
+    assert "num_nodes" not in spot, "a preemption would take all machines of the cluster"
+    assert "launch/ray-start.sh head" in reserved["run"]
+    assert 'launch/ray-start.sh spot "$SPOTLIGHT_HEAD:6379"' in spot["run"]
+    for task in (reserved, spot):
+        assert task["secrets"] == {"SPOTLIGHT_TOKEN": None}
+
+
+# -- SLURM ---------------------------------------------------------------------------
+
+OPTIONS = {
+    "array", "exclusive", "gpus-per-node", "job-name", "mem", "nodes", "ntasks-per-node", "open-mode",
+    "output", "partition", "requeue", "signal", "time",
+}  # fmt: skip
+"""Of sbatch's manual (Slurm 22.05 and later)."""
+
+
+@pytest.mark.parametrize("name", ["slurm-reserved.sbatch", "slurm-spot.sbatch"])
+def test_directives_are_sbatchs(name: str) -> None:
+    found = directives(name)
+    assert set(found) <= OPTIONS
+    signal = re.fullmatch(r"B:TERM@(\d+)", found["signal"])
+    assert signal is not None
+    assert int(signal[1]) >= GRACE_S
+    assert "requeue" in found
+    assert found["open-mode"] == "append", "a requeued job would overwrite its log"
+
+
+def test_a_preemption_takes_one_spot_node() -> None:
+    spot, reserved = directives("slurm-spot.sbatch"), directives("slurm-reserved.sbatch")
+    assert spot["nodes"] == "1"
+    assert "array" in spot
+    assert "array" not in reserved
+    assert spot["partition"] != reserved["partition"]
+
+
+# -- scripts -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_parse_and_never_stop_others_ray(path: Path) -> None:
+    subprocess.run(["bash", "-n", path], check=True)
+    assert path.suffix == ".sbatch" or os.access(path, os.X_OK)
+    code = re.sub(r"^\s*#.*$", "", path.read_text(), flags=re.MULTILINE)
+    assert "ray stop" not in code
+    assert "pkill" not in code
+
+
+@pytest.fixture
+def fake_ray(tmp_path: Path) -> Mapping[str, str]:
+    """A `ray` and a `hostname` that tell how they were called."""
+    for name, body in (
+        ("ray", 'printf "%s\\n" "$@"; env | grep ^RAY_'),
+        ("hostname", "echo 203.0.113.9 10.1.2.3"),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    return {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path / "home")}
+
+
+def ray_start(arguments: str, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [str(LAUNCH / "ray-start.sh"), *arguments.split()]
+    return subprocess.run(command, env=dict(environment), capture_output=True, text=True)
+
+
+def test_ray_start_marks_nodes_and_keeps_a_token(fake_ray: Mapping[str, str]) -> None:
+    head = ray_start("head --num-gpus=2", fake_ray)
+    assert head.returncode == 0, head.stderr
+    token = Path(fake_ray["HOME"]) / ".ray" / "auth_token"
+    assert re.fullmatch("[0-9a-f]{64}", token.read_text())
+    assert token.stat().st_mode & 0o077 == 0
+    for kind, arguments in (
+        ("head", "head"), ("reserved", "reserved 10.1.2.3:6379"), ("spot", "spot 10.1.2.3:6379 --block"),
+    ):  # fmt: skip
+        told = ray_start(arguments, fake_ray).stdout.splitlines()
+        assert told[0] == "start"
+        assert "--node-ip-address=10.1.2.3" in told, "the private one of two addresses"
+        (resources,) = (word.partition("=")[2] for word in told if word.startswith("--resources="))
+        node = ray_node({}, json.loads(resources), 8)
+        assert node.kind is (NodeKind.SPOT if kind == "spot" else NodeKind.RESERVED)
+        assert ("--head" in told) == (kind == "head")
+        assert ("--address=10.1.2.3:6379" in told) == (kind != "head")
+        assert {"RAY_AUTH_MODE=token", f"RAY_AUTH_TOKEN_PATH={token}"} <= set(told)
+        assert ("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0" in told) == (kind == "spot")
+    assert set(KIND_RESOURCES.values()) == {"spotlight_reserved", "spotlight_spot"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changed", "said"),
+    [
+        ("", {}, "expected: head"),
+        ("spott 10.0.0.1:6379", {}, "found 'spott'"),
+        ("spot", {}, "no address of the head"),
+        ("spot 10.0.0.1:6379", {}, "copy the file from the head node"),
+        ("head", {"SPOTLIGHT_IP": "203.0.113.9"}, "is a public address"),
+        ("head", {"SPOTLIGHT_IP": "172.32.0.1"}, "is a public address"),
+    ],
+)
+def test_ray_start_refuses(
+    arguments: str, changed: Mapping[str, str], said: str, fake_ray: Mapping[str, str]
+) -> None:
+    done = ray_start(arguments, {**fake_ray, **changed})
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert not done.stdout
+
+
+AGENT = """
+import pathlib, signal, sys
+def end(*_):
+    pathlib.Path(sys.argv[1]).write_text("told")
+    if sys.argv[2] == "ends":
+        sys.exit()
+signal.signal(signal.SIGTERM, end)
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize(
+    ("agent", "seconds", "least_s", "most_s"), [("stays", 1, 0.5, 10.0), ("ends", 60, 0.0, 30.0)]
+)
+def test_announce_end_tells_the_agent_and_waits(
+    tmp_path: Path, agent: str, seconds: int, least_s: float, most_s: float
+) -> None:
+    session = tmp_path / "session_latest"
+    session.mkdir()
+    told = tmp_path / "told"
+    bystander = subprocess.Popen(["sleep", "60"])
+    # Ray names its processes like this.
+    process = subprocess.Popen(
+        ["ray::NodeAgent", "-c", AGENT, str(told), agent],
+        executable=sys.executable, stdout=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        (session / "spotlight_agent_aa.pid").write_text(f"{process.pid}\n")
+        (session / "spotlight_agent_bb.pid").write_text(f"{bystander.pid}\n")  # a number used again
+        (session / "spotlight_agent_cc.pid").write_text("garbage\n")
+        began = time.monotonic()
+        subprocess.run([LAUNCH / "announce-end.sh", str(seconds), tmp_path], check=True)
+        assert least_s <= time.monotonic() - began <= most_s
+        assert told.read_text() == "told"
+        if agent == "ends":
+            process.wait(timeout=5)
+        else:
+            assert process.poll() is None
+        assert bystander.poll() is None
+    finally:
+        for child in (process, bystander):
+            child.kill()
+            child.wait()
+
+
+def test_announce_end_without_an_agent_returns_at_once(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [LAUNCH / "announce-end.sh", "30", tmp_path], capture_output=True, text=True, timeout=5
+    )
+    assert done.returncode == 0
+    assert "no node agent" in done.stderr
