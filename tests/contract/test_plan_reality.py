@@ -144,7 +144,10 @@ def _calls_of_one_sample(settings: RunConfig) -> list[str]:
         seeds=(1,),
         version=0,
     )
-    batch = replace(batch, old_log_probs=algorithm.old_log_probs(Counting(), batch))  # type: ignore[arg-type]
-    for timestep in range(algorithm.timesteps(kept)):
+    timesteps = range(algorithm.timesteps(kept))
+    columns = [algorithm.old_log_probs(Counting(), batch, timestep) for timestep in timesteps]  # type: ignore[arg-type]
+    old = [column for column in columns if column is not None]
+    batch = replace(batch, old_log_probs=torch.stack(old, 1) if old else None)
+    for timestep in timesteps:
         algorithm.loss(Counting(), batch, timestep)  # type: ignore[arg-type]
     return calls

@@ -26,6 +26,7 @@ def find_problems(config: RunConfig) -> list[Problem]:
         *batch_problems(config),
         *_weights(config),
         *_learning_rate(config),
+        *_passes(config),
         *_evaluation(config),
         *_rewards(config),
     ]
@@ -82,6 +83,16 @@ def _learning_rate(config: RunConfig) -> Iterator[Problem]:
             "learner.warmup_steps", str(learner.warmup_steps),
             f"fewer than the {steps} optimizer steps of learner.decay_iterations={learner.decay_iterations}",
             "Shorten the warm-up, or lengthen the decay.",
+        )  # fmt: skip
+
+
+def _passes(config: RunConfig) -> Iterator[Problem]:
+    learner = config.learner
+    if learner.pass_memory_gib is not None and learner.timesteps_per_pass != "auto":
+        yield Problem(
+            "learner.pass_memory_gib", f"{learner.pass_memory_gib:g}",
+            f"not set with learner.timesteps_per_pass={learner.timesteps_per_pass}",
+            "Only learner.timesteps_per_pass=auto looks at memory: set that, or leave the budget out.",
         )  # fmt: skip
 
 
