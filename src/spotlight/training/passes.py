@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -98,8 +99,7 @@ class Passes:
             return min(self._setting, bound.timesteps)
         key = bound.shape, bound.timesteps
         while True:
-            wanted = self._settled.get(key) or self.memory.most(*key, self._budget())
-            wanted = self._least(wanted)
+            wanted = self._least(self.limit(bound) if key in self._settled else self._largest(key))
             if self._least(self.memory.proven(bound.shape, wanted)):
                 self._settled[key] = wanted
                 return wanted
@@ -107,7 +107,8 @@ class Passes:
 
     def limit(self, bound: Bound) -> int:
         """Timesteps that a pass of this shape may have, by what is known now and without asking ranks."""
-        return self._settled.get((bound.shape, bound.timesteps), bound.timesteps)
+        key = bound.shape, bound.timesteps
+        return min(self._settled.get(key, bound.timesteps), self.memory.most(*key, math.inf))
 
     def old_log_probs(self, bound: Bound, per_pass: int) -> Tensor | None:
         """[batch, timesteps] under the current weights, in the passes of the loss; None: none are needed."""
@@ -214,10 +215,10 @@ class Passes:
         finally:
             bound.batch = kept
 
-    def _budget(self) -> float:
+    def _largest(self, key: tuple[Shape, int]) -> int:
         if self._budget_bytes is not None:
-            return self._budget_bytes
-        return MARGIN * free_bytes(self._device) - self._reserve()
+            return self.memory.most(*key, self._budget_bytes)
+        return self.memory.most(*key, MARGIN * free_bytes(self._device) - self._reserve())
 
     def _least(self, value: int) -> int:
         """Over all ranks."""

@@ -5,8 +5,8 @@ sharded parameters once instead of K times, and needs the activations of K B row
 large K may be, purely: from what passes were measured to need, and how much there is.
 
 Invariants:
-- A pass is never proposed above what measurements bound it to, nor above half of one that did not fit;
-  one timestep is the floor, whatever it needs.
+- A pass is never proposed above what measurements bound it to, nor above half of the tokens of one that
+  did not fit; one timestep is the floor, whatever it needs.
 - Bounds hold for any memory that is affine in the rows and at most quadratic in the tokens of a row.
 """
 
@@ -88,7 +88,7 @@ class PassMemory:
     def _fits(self, shape: Shape, per_pass: int, budget_bytes: float) -> bool:
         rows = shape.samples * per_pass
         for trial in self.trials:
-            if trial.bytes is None and shape.tokens >= trial.tokens and 2 * rows > trial.rows:
+            if trial.bytes is None and 2 * rows * shape.tokens > trial.rows * trial.tokens:
                 return False
         return min(self._bounds(shape.tokens, rows), default=float("inf")) <= budget_bytes
 
