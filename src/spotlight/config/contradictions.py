@@ -104,6 +104,11 @@ def kept_steps(config: RunConfig) -> int:
     return config.rollout.steps - 1 if window.kind == "all" else window.size
 
 
+def trained_timesteps(config: RunConfig) -> int:
+    """Forwards and backwards of the loss that a sample costs (guidance aside)."""
+    return config.algorithm.train_timesteps or kept_steps(config)
+
+
 def _default_high(config: RunConfig) -> int:
     """What ``spotlight.diffusion.schedule`` takes when ``rollout.sde_window.high`` is not set."""
     window, steps = config.rollout.sde_window, config.rollout.steps
