@@ -46,9 +46,10 @@ format: env ## Repair what ruff can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: env ## Compare rollouts with the pipeline, training steps with a plain loop, regroups with restarts
+bench: env ## Compare rollouts with the pipeline, training steps with a plain loop, timesteps per pass, regroups with restarts
 	$(BIN)/python benchmarks/rollout_loop.py --json build/rollout_loop.json
 	$(BIN)/python benchmarks/training_step.py --json build/training_step.json
+	$(BIN)/python benchmarks/timesteps_per_pass.py --json build/timesteps_per_pass.json
 	$(BIN)/python benchmarks/regroup.py --json build/regroup.json
 	$(BIN)/python benchmarks/newcomer.py --json build/newcomer.json
 

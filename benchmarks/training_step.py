@@ -43,6 +43,7 @@ from spotlight.runtime.process import prepare_process
 from spotlight.testbed import PIPELINE_DIR
 from spotlight.training.batch import SampleTensors, stack
 from spotlight.training.learner import Learner, LearnerSettings, TrainingSample
+from spotlight.training.sharding import Ranks
 
 PROMPTS = ("a photo of a red circle", "a photo of a green triangle left of a yellow circle")
 GROUP = 8
@@ -66,7 +67,14 @@ def make_algorithm(name: str) -> Algorithm:
     return build_algorithm(name, ODE(), {"train_timesteps": TIMESTEPS})
 
 
-def make_learner(family: QwenImage, name: str, mode: Mode, size: ImageSize) -> Learner:
+def make_learner(
+    family: QwenImage,
+    name: str,
+    mode: Mode,
+    size: ImageSize,
+    timesteps_per_pass: int = 1,
+    ranks: Ranks | None = None,
+) -> Learner:
     """Ours, on a transformer of its own."""
     own = copy.copy(family)
     own.transformer = copy.deepcopy(family.transformer)
@@ -82,8 +90,9 @@ def make_learner(family: QwenImage, name: str, mode: Mode, size: ImageSize) -> L
         learning_rate=LEARNING_RATE,
         weight_decay=WEIGHT_DECAY,
         max_grad_norm=MAX_GRAD_NORM,
+        timesteps_per_pass=timesteps_per_pass,
     )
-    return Learner(own, slots, algorithm, settings, size=size)
+    return Learner(own, slots, algorithm, settings, size=size, ranks=ranks)
 
 
 def roll_out(learner: Learner, conditions: Sequence[Condition], count: int) -> list[TrainingSample]:

@@ -51,27 +51,29 @@ def test_tokens_and_channels_are_the_familys(random_pipeline: Path) -> None:
     assert (sizes.image_tokens(64, 32), sizes.channels) == family.latent_shape(ImageSize(64, 32))
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("checkpointing", "per_pass"), [(False, 1), (True, 1), (False, 2), (True, 3)])
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_activations_are_within_a_quarter_of_what_the_backward_pass_keeps(
-    random_pipeline: Path, mode: str, checkpointing: bool
+    random_pipeline: Path, mode: str, checkpointing: bool, per_pass: int
 ) -> None:
     learner = {"mode": mode, "micro_batch_size": SAMPLES, "gradient_checkpointing": checkpointing}
+    learner |= {"timesteps_per_pass": per_pass}
+    rows = SAMPLES * per_pass
     settings = config(random_pipeline, learner=learner)
     sizes, trained = read_sizes(settings), make_plan(settings).parameters_trained
     assert isinstance(sizes, ModelSizes)
     assert trained is not None
     parts = memory_parts(settings, sizes, layout_of(settings), trained, TEXT_TOKENS)
     (activations,) = [part.bytes for part in parts if part.part == "activations"]
-    kept = _bytes_kept(slots(settings), checkpointing)
+    kept = _bytes_kept(slots(settings), checkpointing, rows)
     if checkpointing:
         # While a layer is recomputed its own activations are there too.
-        layer = (20.0 if mode == "lora" else 27.0) * SAMPLES * (64 + TEXT_TOKENS) * 128 * 4
+        layer = (20.0 if mode == "lora" else 27.0) * rows * (64 + TEXT_TOKENS) * 128 * 4
         activations -= layer
     assert 0.75 < activations / kept < 1.25
 
 
-def _bytes_kept(real: WeightSlots, checkpointing: bool) -> int:
+def _bytes_kept(real: WeightSlots, checkpointing: bool, rows: int) -> int:
     """Bytes of the distinct tensors that autograd saves in one forward, weights apart."""
     with real.use("policy") as model:
         if checkpointing:
@@ -85,11 +87,11 @@ def _bytes_kept(real: WeightSlots, checkpointing: bool) -> int:
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             model(
-                hidden_states=torch.randn(SAMPLES, 64, 48),
-                timestep=torch.rand(SAMPLES),
-                encoder_hidden_states=torch.randn(SAMPLES, TEXT_TOKENS, 64),
+                hidden_states=torch.randn(rows, 64, 48),
+                timestep=torch.rand(rows),
+                encoder_hidden_states=torch.randn(rows, TEXT_TOKENS, 64),
                 encoder_hidden_states_mask=None,
-                img_shapes=[[(1, 8, 8)]] * SAMPLES,
+                img_shapes=[[(1, 8, 8)]] * rows,
                 return_dict=False,
             )
     return sum(
@@ -144,7 +146,10 @@ def _calls_of_one_sample(settings: RunConfig) -> list[str]:
         seeds=(1,),
         version=0,
     )
-    batch = replace(batch, old_log_probs=algorithm.old_log_probs(Counting(), batch))  # type: ignore[arg-type]
-    for timestep in range(algorithm.timesteps(kept)):
+    timesteps = range(algorithm.timesteps(kept))
+    columns = [algorithm.old_log_probs(Counting(), batch, timestep) for timestep in timesteps]  # type: ignore[arg-type]
+    old = [column for column in columns if column is not None]
+    batch = replace(batch, old_log_probs=torch.stack(old, 1) if old else None)
+    for timestep in timesteps:
         algorithm.loss(Counting(), batch, timestep)  # type: ignore[arg-type]
     return calls

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from learner_world import World, algorithm, make_learner, train_batch
+from learner_world import World, algorithm, cut, make_learner, train_batch
+from torch.profiler import ProfilerActivity, profile
 
 from spotlight.training.export import export_lora
 from spotlight.training.learner import Learner
@@ -43,6 +46,44 @@ def run_case(case: str, learner: Learner, directory: Path) -> dict[str, object]:
     return {"reports": reports, "weights": weights, "digest": learner.digest()}
 
 
+TIMESTEPS = 3
+
+
+def gathers(work: Callable[[], object]) -> int:
+    """All-gathers of parameters during ``work``, as the process group runs them."""
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+        work()
+    return sum(event.count for event in profiler.key_averages() if event.key == "c10d::_allgather_base_")
+
+
+def run_passes(world: World, ranks: Ranks, directory: Path) -> dict[object, object]:
+    """A micro-batch in passes of several timesteps: its gradients, and the all-gathers of every rank.
+
+    With ``auto``, one rank may take much memory and the other hardly any.
+    """
+    samples = torch.load(directory / "nft-lora-samples.pt", weights_only=False)
+    held = [sample.key for sample in samples][ranks.rank :: ranks.world]
+    samples = [sample if sample.key in held else replace(sample, tensors=None) for sample in samples]
+    found: dict[object, object] = {}
+    for per_pass in (1, TIMESTEPS, "auto"):
+        budget = (2**40 if ranks.is_main else 1) if per_pass == "auto" else None
+        algo = algorithm("diffusion-nft", train_timesteps=TIMESTEPS)
+        options = {"timesteps_per_pass": per_pass, "pass_memory_bytes": budget}
+        learner = make_learner(world, algo, ranks=ranks, **options)
+        (keys,) = cut(samples, 6)
+        learner.prepare(samples, [keys])
+        if per_pass == "auto":
+            learner.passes.per_pass(learner._bind(learner._mine(keys)))  # learns what fits, outside the count
+        count = gathers(lambda learner=learner, keys=keys: learner.accumulate(keys, 6))  # type: ignore[misc]
+        gradients = {
+            name: parameter.grad.full_tensor()  # type: ignore[attr-defined]
+            for name, parameter in learner.slots.trainable_parameters().items()
+            if parameter.grad is not None
+        }
+        found[per_pass] = {"gathers": ranks.share(count), "gradients": gradients}
+    return found
+
+
 def main(rank: int, count: int, port: int, pipeline: Path, directory: Path) -> None:
     torch.set_num_threads(1)
     # What torchrun sets.
@@ -66,6 +107,9 @@ def main(rank: int, count: int, port: int, pipeline: Path, directory: Path) -> N
             result["restored"] = learner.digest()
             if ranks.is_main:
                 torch.save(result, directory / f"{case}-ranks.pt")
+        passes = run_passes(world, ranks, directory)
+        if ranks.is_main:
+            torch.save(passes, directory / "passes.pt")
         half = make_learner(
             world,
             algorithm("diffusion-nft"),

@@ -14,7 +14,7 @@ from spotlight.algorithms import Algorithm, build_algorithm
 from spotlight.algorithms.base import Slot
 from spotlight.core.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 from spotlight.diffusion.samplers import CPS, ODE, FlowSDE
-from spotlight.diffusion.schedule import AllSteps, RandomWindow
+from spotlight.diffusion.schedule import AllSteps, RandomWindow, SdeWindow
 from spotlight.models.base import Condition, ImageSize
 from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.qwen_image import QwenImage
@@ -51,7 +51,7 @@ class World:
 
 
 def algorithm(name: str, **params: Any) -> Algorithm:
-    if name == "diffusion-nft":
+    if name in ("diffusion-nft", "awm"):
         return build_algorithm(name, ODE(), {"train_timesteps": 2, **params})
     sampler = CPS(0.8) if name == "flow-grpo-fast" else FlowSDE(0.7)
     return build_algorithm(name, sampler, params)
@@ -102,8 +102,12 @@ def roll_out(
 ) -> list[TrainingSample]:
     """Real rollouts of every prompt by the learner's own weights, with made-up rewards."""
     algo = learner.algorithm
-    window = {"flow-grpo": AllSteps(), "flow-grpo-fast": RandomWindow(2, high=STEPS - 1)}.get(algo.name)
-    recipe = Recipe(SIZE, algo.sampler, window, guidance, algo.keeps)
+    windows: dict[str, SdeWindow] = {
+        "flow-grpo": AllSteps(),
+        "flow-grpo-fast": RandomWindow(2, high=STEPS - 1),
+        "grpo-guard": AllSteps(),
+    }
+    recipe = Recipe(SIZE, algo.sampler, windows.get(algo.name), guidance, algo.keeps)
     rollouts = [
         Rollout(
             id=RolloutId(f"{p}/{member}"),

@@ -200,7 +200,7 @@ def test_the_old_policy_follows_by_the_published_schedules() -> None:
     ocr = algorithm(old_policy=OldPolicy(slope=0.0075, cap=0.999, delay=75))
     assert [ocr.old_decay(n) for n in (0, 75, 175, 9000)] == [0, 0, 0.75, 0.999]
     assert algorithm().rollout_slot == "old"
-    assert algorithm().old_log_probs(TinyPolicy(), batch_of(TinyPolicy())) is None
+    assert algorithm().old_log_probs(TinyPolicy(), batch_of(TinyPolicy()), 0) is None
 
 
 def test_metrics_are_detached_and_per_sample() -> None:

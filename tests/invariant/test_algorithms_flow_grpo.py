@@ -24,7 +24,11 @@ def losses(algorithm: FlowGRPO, policy: TinyPolicy, batch: TrainBatch) -> list[L
 
 
 def with_old(algorithm: FlowGRPO, policy: TinyPolicy, batch: TrainBatch) -> TrainBatch:
-    return replace(batch, old_log_probs=algorithm.old_log_probs(policy, batch))
+    assert batch.latents is not None
+    count = algorithm.timesteps(batch.latents.shape[1] - 1)
+    columns = [algorithm.old_log_probs(policy, batch, timestep) for timestep in range(count)]
+    found = [column for column in columns if column is not None]
+    return replace(batch, old_log_probs=torch.stack(found, 1) if found else None)
 
 
 def log_probs(sampler: Sampler, policy: TinyPolicy, batch: TrainBatch) -> Tensor:
@@ -191,22 +195,22 @@ def test_trained_steps_are_distinct_and_fixed_by_seed_and_version() -> None:
     assert trained_steps(0, 0, 9, 9) == list(range(9))
 
 
-def test_a_transition_is_one_step_of_the_rollout_and_old_log_probs_cover_just_those() -> None:
+def test_a_transition_is_one_step_of_the_rollout_and_old_log_probs_are_of_those() -> None:
     policy, sampler = TinyPolicy(), CPS()
     algorithm = FlowGRPO(FlowGRPOParams(train_timesteps=2), sampler)
     batch = with_old(algorithm, policy, rollout(policy, sampler))
     assert batch.latents is not None
     assert batch.old_log_probs is not None
-    trained = torch.zeros(6, 5, dtype=torch.bool)
+    expected = log_probs(sampler, policy, batch).detach()
     for timestep in range(2):
         at = transition(batch, timestep, 2)
+        torch.testing.assert_close(batch.old_log_probs[:, timestep], at.pick(expected))
         for i in range(6):
             step = at.index[i]
-            trained[i, step] = True
             assert torch.equal(at.x[i], batch.latents[i, step])
             assert torch.equal(at.x_next[i], batch.latents[i, step + 1])
             assert at.sigma[i] == batch.sigmas[i, step] > at.sigma_next[i] == batch.sigmas[i, step + 1]
-    assert torch.equal(batch.old_log_probs.isfinite(), trained)
+    assert batch.old_log_probs.shape == (6, 2)
 
 
 def test_the_rollout_difference_is_reported() -> None:

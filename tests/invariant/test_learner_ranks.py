@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as mp
-from learner_ranks import CASES, learner_of, main, run_case
-from learner_world import World, algorithm, make_learner, roll_out, train_batch
+from learner_ranks import CASES, TIMESTEPS, learner_of, main, run_case
+from learner_world import World, algorithm, gradients, make_learner, roll_out, train_batch
 from safetensors.torch import load_file
 
 from spotlight.training.export import lora_state
@@ -106,6 +106,30 @@ def test_bfloat16_base_with_autocast_trains_sharded(both: Both) -> None:
     one, two = train_batch(learner, samples, 6).flat(), torch.load(both.directory / "half.pt")
     for key in ("train/loss", "train/grad_norm"):
         assert two[key] == pytest.approx(one[key], rel=0.02)
+
+
+def test_one_all_gather_serves_all_timesteps_of_a_pass(both: Both) -> None:
+    passes = torch.load(both.directory / "passes.pt")
+    one, *others = passes[TIMESTEPS]["gathers"]
+    assert all(other == one for other in others)
+    # Two blocks and the root: the policy's forward and backward, and a forward of old and reference.
+    assert one == 3 * (2 + 1 + 1)
+    assert passes[1]["gathers"] == [TIMESTEPS * one] * 2
+    # The rank with little memory decides for both.
+    assert passes["auto"]["gathers"] == passes[1]["gathers"]
+
+
+def test_sharded_gradients_do_not_depend_on_the_timesteps_of_a_pass(both: Both) -> None:
+    samples = torch.load(both.directory / "nft-lora-samples.pt", weights_only=False)
+    expected = gradients(
+        make_learner(both.world, algorithm("diffusion-nft", train_timesteps=TIMESTEPS)), samples, 6
+    )
+    floor = 1e-5 * max(gradient.abs().max().item() for gradient in expected.values())
+    for found in torch.load(both.directory / "passes.pt").values():
+        assert found["gradients"].keys() == expected.keys()
+        for name, gradient in expected.items():
+            atol = max(1e-4 * gradient.abs().max().item(), floor)
+            torch.testing.assert_close(found["gradients"][name], gradient, rtol=1e-3, atol=atol)
 
 
 @pytest.mark.parametrize("damage", ["truncate", "remove", "metadata", "index"])

@@ -44,6 +44,7 @@ WINDOW = (*GRPO, "rollout.sde_window.kind=random")
             "learner.warmup_steps",
             "lengthen the decay",
         ),
+        (["learner.pass_memory_gib=4"], "learner.pass_memory_gib", "timesteps_per_pass=auto"),
         (["evaluation.weights=ema"], "evaluation.weights", "learner.ema.cap"),
         ([*GRPO, "evaluation.weights=old"], "evaluation.weights", "keeps no old policy"),
         (["evaluation.grid_images=17"], "evaluation.grid_images", "lower it or evaluate more"),
@@ -72,6 +73,8 @@ def test_a_contradiction_is_named_with_its_remedy(overrides: list[str], key: str
 
 def test_what_looks_odd_but_is_fine() -> None:
     for overrides in (
+        ["learner.timesteps_per_pass=auto", "learner.pass_memory_gib=0.5"],
+        ["learner.timesteps_per_pass=99"],
         GRPO,
         WINDOW,
         [*GRPO, "algorithm.train_timesteps=9"],

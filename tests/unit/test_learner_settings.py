@@ -58,6 +58,8 @@ def test_the_average_decays_as_published(step: int, every: int, cap: float) -> N
         ({"ema_cap": 1.0}, "ema_cap is 1.0"),
         ({"ema_cap": 0.5, "ema_every": 0}, "ema_every 0"),
         ({"autocast": torch.float16}, "autocast is torch.float16"),
+        ({"timesteps_per_pass": 0}, "timesteps_per_pass is 0; expected at least 1, or auto"),
+        ({"pass_memory_bytes": 0}, "pass_memory_bytes is 0"),
         ({"reward_weights": {}}, "nothing would be learnt"),
     ],
 )

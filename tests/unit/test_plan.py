@@ -13,13 +13,14 @@ from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from spotlight.cli.main import app
+from spotlight.config.contradictions import trained_timesteps
 from spotlight.config.load import build_config, load_config
 from spotlight.config.schema import RunConfig
 from spotlight.models.errors import ModelError
 from spotlight.rewards.base import RewardSetupError
 from spotlight.rollout.limits import decode_batch
 from spotlight.runtime.disk import require_disk
-from spotlight.runtime.plan import RunPlan, count_passes, make_plan, trained_timesteps
+from spotlight.runtime.plan import RunPlan, count_passes, make_plan
 from spotlight.runtime.plan_memory import Estimate, peak_bytes, weight_copies
 from spotlight.runtime.plan_model import ModelSizes, NotHere, bind_targets, lora_parameters, read_sizes
 from spotlight.store.errors import StoreError
@@ -185,6 +186,20 @@ def test_trajectories_are_kept_where_the_loss_replays_them(pipeline: Path) -> No
     rollout = {**ROLLOUT, "height": 64, "width": 64, "sampler": "cps"}
     plan = plan_of(pipeline, algorithm={"name": "flow-grpo"}, rollout=rollout)
     assert part(plan.memory, "latents kept").bytes == 12 * 16 * 48 * 4 * (1 + 5)  # x0, and 4 steps' 5 states
+
+
+@pytest.mark.parametrize(("wanted", "per_pass"), [(1, 1), (2, 2), (3, 3), (9, 3), ("auto", 1)])
+def test_activations_are_those_of_the_timesteps_of_a_pass(
+    pipeline: Path, wanted: int | str, per_pass: int
+) -> None:
+    learner = {"lora": {"targets": ["to_q"], "rank": 4}}
+    plain, plan = (plan_of(pipeline, learner=learner | more) for more in ({}, {"timesteps_per_pass": wanted}))
+    activations = part(plan.memory, "activations")
+    assert activations.bytes == per_pass * part(plain.memory, "activations").bytes
+    assert f"K = {per_pass}" in activations.formula
+    assert (activations.formula.endswith("or what fits")) == (wanted == "auto")
+    apart = [estimate.bytes for estimate in plan.memory if estimate.part == "gradients of a pass"]
+    assert apart == ([part(plan.memory, "gradients").bytes] if wanted == "auto" else [])
 
 
 def test_less_memory_with_recomputed_activations(pipeline: Path) -> None:

@@ -60,7 +60,7 @@ def advantages(
         ValueError: a sample's rewards are not those of ``weights``, a reward is not finite, or a group is
             empty.
     """
-    _check(groups, weights)
+    check_rewards(groups, weights)
     if params.combine == "sum":
         totals = [[weighted_sum(sample, weights) for sample in group] for group in groups]
         raw = _normalise(totals, params)
@@ -82,33 +82,35 @@ def weighted_sum(rewards: Mapping[str, float], weights: Mapping[str, float]) -> 
 
 
 def _normalise(groups: Sequence[Sequence[float]], params: AdvantageParams) -> list[list[float]]:
-    means = [_mean(group) for group in groups]
+    means = [mean_of(group) for group in groups]
     if params.std == "global":
-        spread = _std([value for group in groups for value in group], params.ddof)
+        spread = spread_of([value for group in groups for value in group], params.ddof)
         spreads = [spread] * len(groups)
     else:
-        spreads = [_std(group, params.ddof) for group in groups]
+        spreads = [spread_of(group, params.ddof) for group in groups]
     return [
         [(value - mean) / (spread + params.epsilon) for value in group]
         for group, mean, spread in zip(groups, means, spreads, strict=True)
     ]
 
 
-def _mean(values: Sequence[float]) -> float:
+def mean_of(values: Sequence[float]) -> float:
+    """Exact up to the last rounding, and exactly the value where all are equal."""
     # Around the minimum, so that equal values have exactly that mean and advantages of exactly 0.
     lowest = min(values)
     return lowest + math.fsum(value - lowest for value in values) / len(values)
 
 
-def _std(values: Sequence[float], ddof: int) -> float:
+def spread_of(values: Sequence[float], ddof: int) -> float:
     """Standard deviation; 0 of a single value, whatever the convention."""
     if len(values) == 1:
         return 0.0
-    mean = _mean(values)
+    mean = mean_of(values)
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - ddof))
 
 
-def _check(groups: Sequence[Sequence[Mapping[str, float]]], weights: Mapping[str, float]) -> None:
+def check_rewards(groups: Sequence[Sequence[Mapping[str, float]]], weights: Mapping[str, float]) -> None:
+    """Raise ValueError unless every group has samples, with finite rewards of the names in ``weights``."""
     for g, group in enumerate(groups):
         if not group:
             raise ValueError(f"group {g} has no samples; leave out groups that lost all of theirs")

@@ -17,7 +17,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from spotlight.algorithms.base import LossTerms, Policy, Slot, TrainBatch
+from spotlight.algorithms.base import LossTerms, Policy, Slot, Timesteps, TrainBatch
 from spotlight.algorithms.forward_process import NoiseLevels, OldPolicy, mean_square, noised
 from spotlight.diffusion.samplers import Sampler
 
@@ -79,14 +79,14 @@ class AWM:
         """``train_timesteps``, whatever the rollout kept."""
         return self.params.train_timesteps
 
-    def old_log_probs(self, policy: Policy, batch: TrainBatch) -> None:
+    def old_log_probs(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> None:
         """None: the ratio is that of the pass itself."""
         return
 
-    def loss(self, policy: Policy, batch: TrainBatch, timestep: int) -> LossTerms:
-        """Advantage-weighted matching at one noise level of every sample."""
+    def loss(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
+        """Advantage-weighted matching at one noise level of every row."""
         params = self.params
-        x_t, sigma, noise = noised(batch, timestep, params.train_timesteps, params.noise_levels)
+        x_t, sigma, noise = noised(batch, timesteps, params.train_timesteps, params.noise_levels)
         velocity = policy.velocity(x_t, sigma).float()
         matching = mean_square(velocity - (noise - batch.final))
         log_prob = -sigma / params.power * matching.clamp(min=_MATCHING_MIN).pow(params.power)

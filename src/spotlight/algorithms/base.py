@@ -7,8 +7,8 @@ optimizers, ranks or rollout ids.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -32,7 +32,8 @@ class TrainBatch:
         sigmas: the rollout's exact noise levels: those of ``latents``, [batch, S + 1]; with ``keeps ==
             "final"`` the whole schedule, [batch, T + 1].
         rollout_log_probs: [batch, S] as scored while rolling out, or None.
-        old_log_probs: [batch, S] from :meth:`Algorithm.old_log_probs`, or None where it returns None.
+        old_log_probs: [batch, T], of every training timestep, from :meth:`Algorithm.old_log_probs`; or None
+            where it returns None.
         advantages: [batch].
         seeds: the samples' seeds, for counter-based draws during training.
         version: the policy version that made the samples. Together with the seed it fixes the draws of
@@ -49,6 +50,38 @@ class TrainBatch:
     seeds: tuple[int, ...]
     version: int
 
+    def repeated(self, times: int) -> TrainBatch:
+        """Every sample ``times`` times, the whole batch after the whole batch: rows for several timesteps."""
+        if times == 1:
+            return self
+        latents, rollout, old = (
+            None if rows is None else rows.repeat(times, *[1] * (rows.ndim - 1))
+            for rows in (self.latents, self.rollout_log_probs, self.old_log_probs)
+        )
+        return replace(
+            self,
+            final=self.final.repeat(times, 1, 1),
+            latents=latents,
+            sigmas=self.sigmas.repeat(times, 1),
+            rollout_log_probs=rollout,
+            old_log_probs=old,
+            advantages=self.advantages.repeat(times),
+            seeds=self.seeds * times,
+        )
+
+
+Timesteps = int | Sequence[int]
+"""Which training timestep a batch's rows are at: one for all, or [batch] of them."""
+
+
+def timestep_of_rows(timesteps: Timesteps, rows: int) -> list[int]:
+    """[rows]: the training timestep of every row. Raises ValueError if there are more or fewer of them."""
+    if isinstance(timesteps, int):
+        return [timesteps] * rows
+    if len(timesteps) != rows:
+        raise ValueError(f"{len(timesteps)} training timesteps for a batch of {rows} rows; expected {rows}")
+    return list(timesteps)
+
 
 class Policy(Protocol):
     """The DiT bound to a micro-batch's prompts: evaluates the velocity under one of its weight slots."""
@@ -59,7 +92,7 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LossTerms:
-    """Loss of one training timestep of a micro-batch.
+    """Loss of a micro-batch's rows, each a sample at one of its training timesteps.
 
     Attributes:
         per_sample: [batch], with gradient. The learner averages over the samples of the optimizer step
@@ -104,15 +137,19 @@ class Algorithm(Protocol):
             ValueError: the trajectory is too short for the configured number.
         """
 
-    def old_log_probs(self, policy: Policy, batch: TrainBatch) -> Tensor | None:
+    def old_log_probs(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> Tensor | None:
         """Log-probs under the weights of before the batch's first update, where the ratio needs them.
 
-        [batch, S] without gradient; NaN at kept steps that are not trained. None when the algorithm needs
-        none. The micro-batches must be those of the loss for the first ratio to be bitwise 1.
+        [batch] without gradient, of every row's timestep. None when the algorithm needs none. The rows must
+        be those of the loss for the first ratio to be bitwise 1.
         """
 
-    def loss(self, policy: Policy, batch: TrainBatch, timestep: int) -> LossTerms:
-        """Loss of the ``timestep``-th training step of every sample, 0 <= timestep < timesteps(S)."""
+    def loss(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
+        """Loss of every row at its training timestep t, 0 <= t < timesteps(S).
+
+        A row's loss depends on no other row, so several timesteps of a sample may be rows of one batch
+        (:meth:`TrainBatch.repeated`).
+        """
 
     def old_decay(self, batches_trained: int) -> float | None:
         """m of ``old <- m old + (1 - m) policy`` after a batch; None when there is no old slot.

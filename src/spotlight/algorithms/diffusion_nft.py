@@ -18,7 +18,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from spotlight.algorithms.base import LossTerms, Policy, Slot, TrainBatch
+from spotlight.algorithms.base import LossTerms, Policy, Slot, Timesteps, TrainBatch
 from spotlight.algorithms.forward_process import NoiseLevels, OldPolicy, mean_square, noised
 from spotlight.diffusion.samplers import Sampler, predict_x0
 
@@ -76,14 +76,14 @@ class DiffusionNFT:
         """``train_timesteps``, whatever the rollout kept."""
         return self.params.train_timesteps
 
-    def old_log_probs(self, policy: Policy, batch: TrainBatch) -> None:
+    def old_log_probs(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> None:
         """None: there are no ratios."""
         return
 
-    def loss(self, policy: Policy, batch: TrainBatch, timestep: int) -> LossTerms:
-        """Contrastive flow-matching loss at one noise level of every sample."""
+    def loss(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
+        """Contrastive flow-matching loss at one noise level of every row."""
         params = self.params
-        x_t, sigma, _ = noised(batch, timestep, params.train_timesteps, params.noise_levels)
+        x_t, sigma, _ = noised(batch, timesteps, params.train_timesteps, params.noise_levels)
         velocity = policy.velocity(x_t, sigma).float()
         with torch.no_grad():
             old = policy.velocity(x_t, sigma, "old").float()

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from spotlight.algorithms.base import LossTerms, Policy, Slot, TrainBatch
+from spotlight.algorithms.base import LossTerms, Policy, Slot, Timesteps, TrainBatch, timestep_of_rows
 from spotlight.algorithms.replay import Transition, replay_metrics, timestep_count, transition
 from spotlight.diffusion.samplers import Moments, Sampler
 
@@ -85,23 +85,19 @@ class FlowGRPO:
         return timestep_count(kept_steps, self.params.train_timesteps)
 
     @torch.no_grad()
-    def old_log_probs(self, policy: Policy, batch: TrainBatch) -> Tensor | None:
+    def old_log_probs(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> Tensor | None:
         """Log-probs of the steps that will be trained under the current policy, with ``recompute``."""
         if self.params.old_log_probs != "recompute" or batch.latents is None:
             return None
-        kept_steps = batch.latents.shape[1] - 1
-        old = torch.full_like(batch.sigmas[:, :kept_steps], math.nan)
-        for timestep in range(self.timesteps(kept_steps)):
-            at = transition(batch, timestep, self.params.train_timesteps)
-            old[at.rows, at.index] = self.sampler.log_prob(at.x_next, self._moments(policy, at, "policy"))
-        return old
+        at = transition(batch, timesteps, self.params.train_timesteps)
+        return self.sampler.log_prob(at.x_next, self._moments(policy, at, "policy"))
 
-    def loss(self, policy: Policy, batch: TrainBatch, timestep: int) -> LossTerms:
-        """Clipped surrogate plus KL of one step of every sample."""
-        at = transition(batch, timestep, self.params.train_timesteps)
+    def loss(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
+        """Clipped surrogate plus KL of one step of every row."""
+        at = transition(batch, timesteps, self.params.train_timesteps)
         moments = self._moments(policy, at, "policy")
         log_prob = self.sampler.log_prob(at.x_next, moments)
-        log_ratio = log_prob - self._old(batch, at, log_prob)
+        log_ratio = log_prob - self._old(batch, at, timesteps, log_prob)
         loss, metrics = clipped_surrogate(log_ratio, batch.advantages, self.params.clip_range)
         metrics |= replay_metrics(log_prob.detach(), at, batch)
         if self.params.kl_weight > 0:
@@ -120,17 +116,20 @@ class FlowGRPO:
         velocity = policy.velocity(at.x, at.sigma, slot)
         return self.sampler.moments(at.x, velocity, at.sigma, at.sigma_next)
 
-    def _old(self, batch: TrainBatch, at: Transition, log_prob: Tensor) -> Tensor:
+    def _old(self, batch: TrainBatch, at: Transition, timesteps: Timesteps, log_prob: Tensor) -> Tensor:
         match self.params.old_log_probs:
             case "stop_gradient":
                 return log_prob.detach()
+            case "recompute" if batch.old_log_probs is not None:
+                column = timestep_of_rows(timesteps, len(batch.seeds))
+                return batch.old_log_probs[at.rows, torch.tensor(column, device=at.rows.device)]
+            case "rollout" if batch.rollout_log_probs is not None:
+                return at.pick(batch.rollout_log_probs)
             case "recompute":
-                old, remedy = batch.old_log_probs, "fill it from old_log_probs() before the first update"
+                remedy = "fill it from old_log_probs() before the first update"
             case "rollout":
-                old, remedy = batch.rollout_log_probs, "the rollout must store its log-probs"
-        if old is None:
-            raise ValueError(f"{self.name} with old_log_probs={self.params.old_log_probs} got none: {remedy}")
-        return at.pick(old)
+                remedy = "the rollout must store its log-probs"
+        raise ValueError(f"{self.name} with old_log_probs={self.params.old_log_probs} got none: {remedy}")
 
 
 def clipped_surrogate(

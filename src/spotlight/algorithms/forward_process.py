@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spotlight.algorithms.base import TrainBatch
+from spotlight.algorithms.base import Timesteps, TrainBatch, timestep_of_rows
 from spotlight.diffusion.noise import Stream, normal_batch, uniform
 from spotlight.diffusion.samplers import interpolate
 
@@ -50,26 +50,31 @@ class Noised(NamedTuple):
     noise: Tensor
 
 
-def noised(batch: TrainBatch, timestep: int, train_timesteps: int, levels: NoiseLevels) -> Noised:
-    """x_t = (1-t) x0 + t e of every sample for its ``timestep``-th of ``train_timesteps`` noise levels.
+def noised(batch: TrainBatch, timesteps: Timesteps, train_timesteps: int, levels: NoiseLevels) -> Noised:
+    """x_t = (1-t) x0 + t e of every row, at that one of its sample's ``train_timesteps`` noise levels.
 
     Raises:
-        ValueError: ``timestep`` is not within [0, train_timesteps).
+        ValueError: a timestep is not within [0, train_timesteps).
     """
-    if not 0 <= timestep < train_timesteps <= _TIMESTEPS_MAX:
-        raise ValueError(
-            f"training timestep is {timestep} of {train_timesteps}; "
-            f"expected 0 <= timestep < train_timesteps <= {_TIMESTEPS_MAX}"
-        )
+    at = timestep_of_rows(timesteps, len(batch.seeds))
+    for timestep in at:
+        if not 0 <= timestep < train_timesteps <= _TIMESTEPS_MAX:
+            raise ValueError(
+                f"training timestep is {timestep} of {train_timesteps}; "
+                f"expected 0 <= timestep < train_timesteps <= {_TIMESTEPS_MAX}"
+            )
     device = batch.final.device
-    positions = [stratified(seed, batch.version, timestep, train_timesteps) for seed in batch.seeds]
+    positions = [
+        stratified(seed, batch.version, timestep, train_timesteps)
+        for seed, timestep in zip(batch.seeds, at, strict=True)
+    ]
     if levels == "uniform":
         sigma = torch.tensor(positions, dtype=torch.float32, device=device)
     else:
         sigma = _on_schedule(torch.tensor(positions, dtype=torch.float32, device=device), batch.sigmas)
-    index = batch.version * _TIMESTEPS_MAX + timestep
+    indices = [batch.version * _TIMESTEPS_MAX + timestep for timestep in at]
     shape = batch.final.shape[1:]
-    noise = normal_batch(batch.seeds, Stream.TRAIN_NOISE, [index] * len(batch.seeds), shape, device)
+    noise = normal_batch(batch.seeds, Stream.TRAIN_NOISE, indices, shape, device)
     return Noised(interpolate(batch.final, noise, sigma), sigma, noise)
 
 

@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from spotlight.algorithms.base import LossTerms, Policy, Slot, TrainBatch
+from spotlight.algorithms.base import LossTerms, Policy, Slot, Timesteps, TrainBatch
 from spotlight.algorithms.flow_grpo import clipped_surrogate, require_stochastic
 from spotlight.algorithms.replay import replay_metrics, timestep_count, transition
 from spotlight.diffusion.samplers import Sampler
@@ -65,13 +65,13 @@ class GRPOGuard:
         """All kept steps, or ``train_timesteps`` of them."""
         return timestep_count(kept_steps, self.params.train_timesteps)
 
-    def old_log_probs(self, policy: Policy, batch: TrainBatch) -> None:
+    def old_log_probs(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> None:
         """None: the ratio needs μ_old itself, which the old slot gives."""
         return
 
-    def loss(self, policy: Policy, batch: TrainBatch, timestep: int) -> LossTerms:
+    def loss(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
         """Clipped surrogate of the guarded ratio, over the step length."""
-        at = transition(batch, timestep, self.params.train_timesteps)
+        at = transition(batch, timesteps, self.params.train_timesteps)
         velocity = policy.velocity(at.x, at.sigma)
         with torch.no_grad():
             old_velocity = policy.velocity(at.x, at.sigma, "old")

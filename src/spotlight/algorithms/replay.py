@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spotlight.algorithms.base import TrainBatch
+from spotlight.algorithms.base import Timesteps, TrainBatch, timestep_of_rows
 from spotlight.diffusion.noise import Stream, uniform
 
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """The same training timestep of every sample: one denoising step as the rollout stored it.
+    """A training timestep of every row: one denoising step as the rollout stored it.
 
     Attributes:
         rows: [batch], 0 .. batch - 1.
@@ -48,8 +48,8 @@ def timestep_count(kept_steps: int, train_timesteps: int | None) -> int:
     return wanted
 
 
-def transition(batch: TrainBatch, timestep: int, train_timesteps: int | None) -> Transition:
-    """The ``timestep``-th trained step of every sample.
+def transition(batch: TrainBatch, timesteps: Timesteps, train_timesteps: int | None) -> Transition:
+    """The trained step of every row, by its number among the sample's trained steps.
 
     Raises:
         ValueError: the batch has no trajectory, or not so many steps.
@@ -58,9 +58,14 @@ def transition(batch: TrainBatch, timestep: int, train_timesteps: int | None) ->
         raise ValueError("the batch holds no trajectory (latents is None), but the algorithm replays one")
     kept_steps = batch.latents.shape[1] - 1
     count = timestep_count(kept_steps, train_timesteps)
-    if not 0 <= timestep < count:
-        raise ValueError(f"training timestep is {timestep}; expected 0 <= timestep < {count}")
-    chosen = [trained_steps(seed, batch.version, kept_steps, count)[timestep] for seed in batch.seeds]
+    at = timestep_of_rows(timesteps, len(batch.seeds))
+    for timestep in at:
+        if not 0 <= timestep < count:
+            raise ValueError(f"training timestep is {timestep}; expected 0 <= timestep < {count}")
+    chosen = [
+        trained_steps(seed, batch.version, kept_steps, count)[timestep]
+        for seed, timestep in zip(batch.seeds, at, strict=True)
+    ]
     device = batch.latents.device
     rows, index = torch.arange(len(chosen), device=device), torch.tensor(chosen, device=device)
     return Transition(

@@ -27,6 +27,7 @@ def find_problems(config: RunConfig) -> list[Problem]:
         *batch_problems(config),
         *_weights(config),
         *_learning_rate(config),
+        *_passes(config),
         *_evaluation(config),
         *_rewards(config),
         *fleet_problems(config.fleet),
@@ -87,12 +88,27 @@ def _learning_rate(config: RunConfig) -> Iterator[Problem]:
         )  # fmt: skip
 
 
+def _passes(config: RunConfig) -> Iterator[Problem]:
+    learner = config.learner
+    if learner.pass_memory_gib is not None and learner.timesteps_per_pass != "auto":
+        yield Problem(
+            "learner.pass_memory_gib", f"{learner.pass_memory_gib:g}",
+            f"not set with learner.timesteps_per_pass={learner.timesteps_per_pass}",
+            "Only learner.timesteps_per_pass=auto looks at memory: set that, or leave the budget out.",
+        )  # fmt: skip
+
+
 def kept_steps(config: RunConfig) -> int:
     """Stochastic (trainable) steps of a rollout; 0 with the ODE sampler."""
     if config.rollout.sampler == "ode":
         return 0
     window = config.rollout.sde_window
     return config.rollout.steps - 1 if window.kind == "all" else window.size
+
+
+def trained_timesteps(config: RunConfig) -> int:
+    """Forwards and backwards of the loss that a sample costs (guidance aside)."""
+    return config.algorithm.train_timesteps or kept_steps(config)
 
 
 def _default_high(config: RunConfig) -> int:

@@ -353,6 +353,12 @@ class LearnerConfig(Section):
     """Keep a moving average of the policy."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    timesteps_per_pass: PositiveInt | Literal["auto"] = 1
+    """Training timesteps of a micro-batch in one forward and backward, at most. Activations grow in
+    proportion; sharded weights are gathered once for all of them. ``auto``: as many as fit into memory,
+    measured when a shape is first seen."""
+    pass_memory_gib: PositiveFloat | None = None
+    """With ``timesteps_per_pass: auto``, memory that a pass may take; default: what is free."""
     autocast: Literal["none", "bfloat16"] = "none"
     """Precision of the DiT's matrix products; sampler maths and losses stay float32."""
 
@@ -449,14 +455,8 @@ class RunConfig(Section):
 RESUMABLE_KEYS = frozenset(
     {"iterations", "evaluation.every", "checkpoint.every", "checkpoint.keep", "fleet", "runs_dir",
      "cache_dir", "metrics.tensorboard", "metrics.wandb", "device", "rollout.batch_size",
-     "learner.micro_batch_size", "learner.gradient_checkpointing", "reward_policy.workers",
-     "reward_policy.start_deadline_s"}
-    | {f"fleet.{key}" for key in (
-        "driver", "address", "local.reserved_nodes", "local.reserved_slots", "spot.price_usd_h", "spot.nodes",
-        "spot.slots", "spot.trace", "spot.speed", "spot.notice_s", "notices.cloud", "notices.endpoint",
-        "notices.sigterm_grace_s", "learner_ranks", "learner_rolls_out", "sequence_parallel", "lease_s",
-        "heartbeat_s", "answer_s", "start_s", "drain_margin_s", "commit_every", "store_gib",
-    )}
+     "learner.micro_batch_size", "learner.gradient_checkpointing", "learner.timesteps_per_pass",
+     "learner.pass_memory_gib", "reward_policy.workers", "reward_policy.start_deadline_s"}
 )  # fmt: skip
 """Keys that may change between two attempts of a run without making it another run.
 

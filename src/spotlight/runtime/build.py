@@ -208,6 +208,8 @@ def make_learner_settings(config: RunConfig) -> LearnerSettings:
         ema_cap=learner.ema.cap if learner.ema else None,
         ema_every=learner.ema.every if learner.ema else 1,
         gradient_checkpointing=learner.gradient_checkpointing,
+        timesteps_per_pass=learner.timesteps_per_pass,
+        pass_memory_bytes=None if learner.pass_memory_gib is None else int(learner.pass_memory_gib * 2**30),
         autocast=autocast_type(config),
         advantage=AdvantageParams(**advantage.model_dump()),
         reward_weights={spec.name: spec.weight for spec in make_reward_specs(config)},

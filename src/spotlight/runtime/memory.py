@@ -19,7 +19,10 @@ _HELPS = {
     Phase.ROLLOUT: _DENOISING,
     Phase.EXPLORATION: _DENOISING,
     Phase.EVALUATION: _DENOISING,
-    Phase.TRAINING: "Lower learner.micro_batch_size, or set learner.gradient_checkpointing=true",
+    Phase.TRAINING: (
+        "Lower learner.micro_batch_size or learner.timesteps_per_pass, "
+        "or set learner.gradient_checkpointing=true"
+    ),
 }
 
 

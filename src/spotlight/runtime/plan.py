@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from statistics import median
 
-from spotlight.config.contradictions import kept_steps
+from spotlight.config.contradictions import trained_timesteps
 from spotlight.config.schema import RunConfig
 from spotlight.runtime.plan_memory import Estimate, disk_parts, memory_parts
 from spotlight.runtime.plan_model import (
@@ -127,11 +127,6 @@ def make_plan(config: RunConfig) -> RunPlan:
         disk=disk_parts(config, trained, evaluations, images),
         seconds_per_iteration=_measured_seconds(config),
     )
-
-
-def trained_timesteps(config: RunConfig) -> int:
-    """Forward/backward passes of the loss a sample costs (guidance aside)."""
-    return config.algorithm.train_timesteps or kept_steps(config)
 
 
 def forwards_per_velocity(config: RunConfig) -> int:

@@ -1,7 +1,8 @@
 """Memory and disk of a run, by part, with the formula of each. Estimates: good to about a quarter.
 
-Notation: B micro-batch, N samples of an iteration, L layers, D width, n = image + text tokens,
-g = 2 with guidance else 1, P parameters trained, b bytes of a number (4, or 2 in bfloat16).
+Notation: B micro-batch, K timesteps in a pass, N samples of an iteration, L layers, D width,
+n = image + text tokens, g = 2 with guidance else 1, P parameters trained, b bytes of a number (4, or 2 in
+bfloat16).
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from spotlight.config.contradictions import kept_steps
+from spotlight.config.contradictions import kept_steps, trained_timesteps
 from spotlight.config.schema import RunConfig
 from spotlight.models.layouts import FamilyLayout
 from spotlight.rollout.limits import decode_batch
 from spotlight.runtime.plan_model import ModelSizes, bind_targets
+from spotlight.training.timesteps import largest_pass
 
 When = Literal["always", "set-up", "rollout", "training", "host"]
 _LEDGER_BYTES_PER_ROLLOUT = 1000  # measured: 860 with three scores a sample
@@ -44,7 +46,7 @@ def memory_parts(
     return (
         *_weights(config, model, trained),
         *_merged(config, model, layout),
-        *_optimizer(trained),
+        *_optimizer(config, trained),
         *_activations(config, model, layout, tokens),
         *_samples(config, model),
     )
@@ -90,8 +92,17 @@ def _merged(config: RunConfig, model: ModelSizes, layout: FamilyLayout) -> Itera
         yield Estimate("merged adapters", adapted * 4, "4 B x weights of the adapted layers", "rollout")
 
 
-def _optimizer(trained: int) -> Iterator[Estimate]:
+def timesteps_per_pass(config: RunConfig) -> int:
+    """K; with ``auto`` 1, because more are taken only where they fit."""
+    wanted = config.learner.timesteps_per_pass
+    return 1 if wanted == "auto" else largest_pass(trained_timesteps(config), wanted)
+
+
+def _optimizer(config: RunConfig, trained: int) -> Iterator[Estimate]:
     yield Estimate("gradients", trained * 4, "4 B x P", "training")
+    if config.learner.timesteps_per_pass == "auto" and trained_timesteps(config) > 1:
+        # Those so far are kept apart, so that a pass that runs out of memory can be dropped.
+        yield Estimate("gradients of a pass", trained * 4, "4 B x P (timesteps_per_pass auto)", "training")
     yield Estimate("Adam", trained * 8, "2 x 4 B x P")
 
 
@@ -102,13 +113,15 @@ def _activations(
     size = 2.0 if config.model.dtype == "bfloat16" else 4.0
     if learner.autocast == "bfloat16" and size == 4:
         size = 3.2  # measured: norms and residuals stay float32
-    per_layer = learner.micro_batch_size * tokens * model.width * size * guidance
+    per_pass = timesteps_per_pass(config)
+    per_layer = learner.micro_batch_size * per_pass * tokens * model.width * size * guidance
     kept = layout.kept_lora if learner.mode == "lora" else layout.kept_full
     if learner.gradient_checkpointing:
         values = model.layers * layout.kept_checkpointed + kept
-        formula = f"B n D b g ({layout.kept_checkpointed:g} L + {kept:g})"
+        formula = f"B K n D b g ({layout.kept_checkpointed:g} L + {kept:g})"
     else:
-        values, formula = model.layers * kept, f"{kept:g} B n L D b g"
+        values, formula = model.layers * kept, f"{kept:g} B K n L D b g"
+    formula += f", K = {per_pass}" + (" or what fits" if learner.timesteps_per_pass == "auto" else "")
     yield Estimate("activations", per_layer * values, formula, "training")
     batch, rollout = config.rollout.batch_size, config.rollout
     decoded = decode_batch(rollout.height, rollout.width, batch)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from spotlight.algorithms.advantages import AdvantageParams, advantages
 from spotlight.algorithms.base import TrainBatch
 from spotlight.models.base import Condition
 
@@ -60,9 +61,38 @@ class TrainingSample:
     first_step: int = 0
 
 
+def scaled_advantages(
+    samples: Sequence[TrainingSample], weights: Mapping[str, float], params: AdvantageParams
+) -> dict[str, float]:
+    """Advantages by key, of samples of whole groups.
+
+    Args:
+        weights: factor of each reward; others that a sample has do not count.
+
+    Raises:
+        ValueError: a reward is missing or not finite.
+    """
+    groups: dict[str, list[TrainingSample]] = {}
+    for sample in samples:
+        absent = [name for name in weights if name not in sample.rewards]
+        if absent:
+            raise ValueError(
+                f"sample {sample.key} has the rewards {sorted(sample.rewards)}; {absent[0]!r} is missing"
+            )
+        groups.setdefault(sample.group, []).append(sample)
+    rewards = [
+        [{name: sample.rewards[name] for name in weights} for sample in group] for group in groups.values()
+    ]
+    return {
+        sample.key: value
+        for group, values in zip(groups.values(), advantages(rewards, weights, params), strict=True)
+        for sample, value in zip(group, values, strict=True)
+    }
+
+
 def stack(
     samples: Sequence[TrainingSample],
-    advantages: Sequence[float],
+    scaled: Sequence[float],
     old_log_probs: Sequence[Tensor] | None,
     device: torch.device,
 ) -> TrainBatch:
@@ -84,7 +114,7 @@ def stack(
         sigmas=_stacked([t.sigmas for t in tensors], device),
         rollout_log_probs=_optional([t.log_probs for t in tensors], "log_probs", device),
         old_log_probs=None if old_log_probs is None else torch.stack(list(old_log_probs)),
-        advantages=torch.tensor(list(advantages), dtype=torch.float32, device=device),
+        advantages=torch.tensor(list(scaled), dtype=torch.float32, device=device),
         seeds=tuple(sample.seed for sample in samples),
         version=versions[0],
     )

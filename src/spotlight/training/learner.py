@@ -5,6 +5,9 @@
     learner.step()                               one optimizer step; again accumulate for the next update
     learner.finish_batch()                       the old policy follows
 
+Or as samples arrive, each part followed by its micro-batches (of one update, where the algorithm needs old
+log-probs): ``learner.prepare_part(samples, micro_batches, scaled)`` in place of ``prepare``.
+
 Invariants:
 - The gradient of an update is that of the mean loss over its samples and timesteps, however it is cut into
   micro-batches and divided over ranks.
@@ -21,8 +24,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -31,13 +35,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from spotlight.algorithms.advantages import advantages
-from spotlight.algorithms.base import Algorithm, TrainBatch
-from spotlight.models.base import ImageSize, ModelError, ModelFamily
+from spotlight.algorithms.base import Algorithm
+from spotlight.models.base import Condition, ImageSize, ModelError, ModelFamily
 from spotlight.models.slots import WeightSlots
 from spotlight.training import state
-from spotlight.training.batch import TrainingSample, kept_steps, stack
-from spotlight.training.metrics import BatchReport, StepReport, UpdateMeter
+from spotlight.training.batch import TrainingSample, kept_steps, scaled_advantages, stack
+from spotlight.training.metrics import BatchReport, StepReport, UpdateMeter, batch_report
+from spotlight.training.passes import Bound, Passes
 from spotlight.training.policy import MicroBatchPolicy
 from spotlight.training.settings import LearnerSettings, TrainingError, TrainingGuidance
 from spotlight.training.sharding import Ranks, shard
@@ -52,11 +56,17 @@ class _Checkpointable(Protocol):
 
 @dataclass(slots=True)
 class _Prepared:
-    """A sample of the current batch that no update has taken yet."""
+    """A sample of the current batch that no update has taken yet.
+
+    Attributes:
+        old_log_probs: [timesteps], where the algorithm needs them.
+        per_pass: timesteps in the passes that made them.
+    """
 
     sample: TrainingSample
     advantage: float
     old_log_probs: Tensor | None = None
+    per_pass: int | None = None
 
 
 @dataclass(slots=True)
@@ -115,12 +125,25 @@ class Learner:
             weight_decay=settings.weight_decay,
             fused=True,
         )
+        self.passes = Passes(
+            algorithm,
+            self.ranks,
+            family.device,
+            per_pass=settings.timesteps_per_pass,
+            budget_bytes=settings.pass_memory_bytes,
+            parameters=self._trainable,
+            reserve=self._bytes_to_come,
+        )
         self.steps = 0
         """Optimizer steps applied: the policy version."""
         self.batches = 0
         """Batches finished."""
         self._waiting: dict[str, _Prepared] = {}
+        self._taken: set[str] = set()
+        """Keys of the current batch, trained or not."""
         self._labels = 0
+        self._stepped = False
+        """Whether the current batch took an optimizer step."""
         self._update = self._new_update()
 
     def prepare(
@@ -142,14 +165,64 @@ class Learner:
             raise RuntimeError(
                 "prepare() before finish_batch(): the samples of the batch before would be lost"
             )
-        scaled = self._advantages(samples)
-        self._waiting = {sample.key: _Prepared(sample, scaled[sample.key]) for sample in samples}
-        if len(self._waiting) != len(samples):
-            raise ValueError(f"{len(samples)} samples have {len(self._waiting)} different keys")
-        self._compute_old_log_probs(micro_batches)
-        self._labels = self._denoising_steps()
-        self._update = self._new_update()
-        return self._batch_report(samples, scaled, started)
+        scaled = self._scaled(samples)
+        self._open_batch()
+        self._take(samples, micro_batches, scaled)
+        return self._report(samples, scaled, started)
+
+    def prepare_part(
+        self,
+        samples: Sequence[TrainingSample],
+        micro_batches: Sequence[Sequence[str]],
+        scaled: Mapping[str, float] | None = None,
+    ) -> BatchReport:
+        """Take some of an iteration's samples as they arrive; the rest comes by further calls.
+
+        Args:
+            samples: whole groups, or with ``scaled`` also slices of groups, from all ranks.
+            micro_batches: the keys of every later :meth:`accumulate` of these samples, in order.
+            scaled: advantages by key, from a baseline that needs no whole groups
+                (:mod:`spotlight.algorithms.baselines`). None: formed here from the part's own groups, which
+                equals forming them from the whole batch.
+
+        Raises:
+            RuntimeError: the batch took an optimizer step already, and its ratios would be to newer weights.
+            ValueError: a sample was given before or has no advantage, or advantages need the whole batch.
+        """
+        started = time.perf_counter()
+        if scaled is None and self.settings.advantage.std == "global":
+            raise ValueError(
+                "advantage.std is 'global', the spread of the whole batch, which a part does not know: "
+                "set it to 'group', or give advantages by a baseline"
+            )
+        again = [sample.key for sample in samples if sample.key in self._taken]
+        if again:
+            raise ValueError(
+                f"sample {again[0]} was in an earlier part of the batch: a sample enters one optimizer step"
+            )
+        given = self._scaled(samples) if scaled is None else dict(scaled)
+        absent = [sample.key for sample in samples if sample.key not in given]
+        if absent:
+            raise ValueError(f"sample {absent[0]} has no advantage in `scaled`; every sample needs one")
+        if not self._taken:
+            self._open_batch()
+        self._take(samples, micro_batches, given)
+        return self._report(samples, given, started)
+
+    def amend(self, update_samples: int) -> None:
+        """The current update is made of so many samples, not of as many as were announced: some got lost.
+
+        Its gradient becomes the mean over those. Further micro-batches announce the new number.
+
+        Raises:
+            RuntimeError: nothing was accumulated yet: announce the right number then.
+        """
+        if self._update.announced is None:
+            raise RuntimeError("amend() before accumulate(): there is no announced number to correct")
+        for parameter in self._trainable():
+            if parameter.grad is not None:
+                parameter.grad.mul_(self._update.announced / update_samples)
+        self._update.announced = update_samples
 
     def accumulate(self, keys: Sequence[str], update_samples: int) -> None:
         """Add the gradient of a micro-batch.
@@ -169,15 +242,11 @@ class Learner:
                 "micro-batches: gradients would be weighted differently"
             )
         mine = self._mine(keys)
-        batch, policy = self._bind(mine)
+        bound = self._bind(mine)
+        per_pass = self._per_pass(bound, mine)
         self._update.announced = update_samples
-        timesteps = self.algorithm.timesteps(kept_steps(mine[0].sample))
-        scale = self.ranks.world / (update_samples * timesteps)
-        first_steps = torch.tensor([item.sample.first_step for item in mine], device=self.family.device)
-        for timestep in range(timesteps):
-            terms = self.algorithm.loss(policy, batch, timestep)
-            (terms.per_sample.sum() * scale).backward()  # type: ignore[no-untyped-call]
-            self._update.meter.add(terms, first_steps)
+        scale = self.ranks.world / (update_samples * bound.timesteps)
+        self.passes.backward(bound, per_pass, scale, self._update.meter, fresh=not self._stepped)
         self._update.meter.samples += len(mine)
         for key in keys:
             del self._waiting[key]
@@ -205,6 +274,7 @@ class Learner:
             group["lr"] = learning_rate
         optimizer.step()
         self.steps += 1
+        self._stepped = True
         decay = settings.ema_decay(self.steps)
         if decay is not None:
             self.slots.blend("ema", "policy", decay)
@@ -231,6 +301,7 @@ class Learner:
         if decay is not None:
             self.slots.blend("old", "policy", decay)
         self._waiting.clear()
+        self._taken.clear()
 
     def save(self, directory: Path) -> None:
         """Write everything a resumed learner needs into ``directory``; see :func:`state.save`."""
@@ -250,37 +321,46 @@ class Learner:
 
     # -- a batch ---------------------------------------------------------------------------------------
 
-    def _advantages(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
-        weights = self.settings.reward_weights
-        groups: dict[str, list[TrainingSample]] = {}
-        for sample in samples:
-            absent = [name for name in weights if name not in sample.rewards]
-            if absent:
-                raise ValueError(
-                    f"sample {sample.key} has the rewards {sorted(sample.rewards)}; {absent[0]!r} is missing"
-                )
-            groups.setdefault(sample.group, []).append(sample)
-        rewards = [
-            [{name: sample.rewards[name] for name in weights} for sample in group]
-            for group in groups.values()
-        ]
-        scaled = advantages(rewards, weights, self.settings.advantage)
-        return {
-            sample.key: value
-            for group, values in zip(groups.values(), scaled, strict=True)
-            for sample, value in zip(group, values, strict=True)
-        }
+    def _scaled(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
+        return scaled_advantages(samples, self.settings.reward_weights, self.settings.advantage)
+
+    def _open_batch(self) -> None:
+        self._waiting, self._taken = {}, set()
+        self._labels, self._stepped = 0, False
+        self._update = self._new_update()
+
+    def _take(
+        self,
+        samples: Sequence[TrainingSample],
+        micro_batches: Sequence[Sequence[str]],
+        scaled: Mapping[str, float],
+    ) -> None:
+        """Make ``samples`` ready for their micro-batches."""
+        part = {sample.key: _Prepared(sample, scaled[sample.key]) for sample in samples}
+        if len(part) != len(samples):
+            raise ValueError(f"{len(samples)} samples have {len(part)} different keys")
+        self._waiting |= part
+        self._taken |= part.keys()
+        self._compute_old_log_probs(micro_batches)
+        if not self._stepped:
+            self._labels = max(self._labels, self._denoising_steps())
+            self._update.meter.widen(self._labels)
 
     def _compute_old_log_probs(self, micro_batches: Sequence[Sequence[str]]) -> None:
         for keys in micro_batches:
             mine = self._mine(keys)
-            batch, policy = self._bind(mine)
-            with torch.no_grad():
-                old = self.algorithm.old_log_probs(policy, batch)
+            bound = self._bind(mine)
+            per_pass = self.passes.per_pass(bound)
+            old = self.passes.old_log_probs(bound, per_pass)
             if old is None:
                 return
+            if self._stepped:
+                raise RuntimeError(
+                    "a part of the batch arrives after an optimizer step: its ratios would be to the weights "
+                    "of now; train a batch in parts with updates_per_batch 1, or with old_log_probs=rollout"
+                )
             for item, row in zip(mine, old.unbind(0), strict=True):
-                item.old_log_probs = row
+                item.old_log_probs, item.per_pass = row, per_pass
 
     def _mine(self, keys: Sequence[str]) -> list[_Prepared]:
         unknown = [key for key in keys if key not in self._waiting]
@@ -298,7 +378,17 @@ class Learner:
             )
         return mine
 
-    def _bind(self, mine: Sequence[_Prepared]) -> tuple[TrainBatch, MicroBatchPolicy]:
+    def _per_pass(self, bound: Bound, mine: Sequence[_Prepared]) -> int:
+        """As many timesteps in a pass as the old log-probs were made with, so that ratios are exact."""
+        made_with = mine[0].per_pass
+        if made_with is None or any(item.per_pass != made_with for item in mine):
+            return self.passes.per_pass(bound)
+        per_pass = min(made_with, self.passes.limit(bound))
+        if per_pass < made_with and not self._stepped:
+            self.passes.refresh(bound, per_pass)
+        return per_pass
+
+    def _bind(self, mine: Sequence[_Prepared]) -> Bound:
         samples = [item.sample for item in mine]
         old = [item.old_log_probs for item in mine if item.old_log_probs is not None]
         batch = stack(
@@ -307,15 +397,26 @@ class Learner:
             old if len(old) == len(mine) else None,
             self.family.device,
         )
-        policy = MicroBatchPolicy(
+        conditions = [sample.condition for sample in samples]
+        texts = [*conditions, *([self._guidance.negative] if self._guidance else [])]
+        return Bound(
+            batch,
+            torch.tensor([sample.first_step for sample in samples], device=self.family.device),
+            timesteps=self.algorithm.timesteps(kept_steps(samples[0])),
+            tokens=batch.final.shape[1] + max(text.embeds.shape[0] for text in texts),
+            bind=partial(self._policy, conditions),
+        )
+
+    def _policy(self, conditions: Sequence[Condition], times: int) -> MicroBatchPolicy:
+        """For the prompts of a micro-batch, so many times over."""
+        return MicroBatchPolicy(
             self.family,
             self.slots,
-            [sample.condition for sample in samples],
+            [*conditions] * times,
             size=self._size,
             guidance=self._guidance,
             autocast=self.settings.autocast,
         )
-        return batch, policy
 
     def _denoising_steps(self) -> int:
         """How many denoising steps the batch's trajectories reach: the same number on every rank."""
@@ -324,23 +425,11 @@ class Learner:
             return 0
         return max(item.sample.first_step for item in self._waiting.values()) + kept_steps(local[0])
 
-    def _batch_report(
-        self, samples: Sequence[TrainingSample], scaled: dict[str, float], started: float
+    def _report(
+        self, samples: Sequence[TrainingSample], scaled: Mapping[str, float], started: float
     ) -> BatchReport:
-        values = list(scaled.values())
-        loudest: dict[str, float] = {}
-        for sample in samples:
-            loudest[sample.group] = max(loudest.get(sample.group, 0.0), abs(scaled[sample.key]))
-        mean, count = math.fsum(values) / len(values), len(values)
-        return BatchReport(
-            samples=count,
-            groups=len(loudest),
-            advantage_std=math.sqrt(math.fsum((value - mean) ** 2 for value in values) / count),
-            advantage_abs_mean=math.fsum(map(abs, values)) / count,
-            clipped_share=sum(abs(value) >= self.settings.advantage.clip for value in values) / count,
-            silent_groups_share=sum(value == 0 for value in loudest.values()) / len(loudest),
-            seconds=time.perf_counter() - started,
-        )
+        values = {sample.key: (sample.group, scaled[sample.key]) for sample in samples}
+        return batch_report(values.values(), self.settings.advantage.clip, time.perf_counter() - started)
 
     # -- an update -------------------------------------------------------------------------------------
 
@@ -353,6 +442,13 @@ class Learner:
 
     def _trainable(self) -> list[Tensor]:
         return self.optimizer.param_groups[0]["params"]  # type: ignore[no-any-return]
+
+    def _bytes_to_come(self) -> int:
+        """Of the gradients and of AdamW's two moments on this rank, as far as they are not there yet."""
+        here = [p.to_local() if isinstance(p, DTensor) else p for p in self._trainable()]
+        size = sum(parameter.nbytes for parameter in here)
+        gradients = any(parameter.grad is not None for parameter in self._trainable())
+        return size * (int(not gradients) + (0 if self.optimizer.state else 2))
 
     def _gradient_norm(self) -> tuple[Tensor, int]:
         """2-norm of the whole gradient, and its number of entries, over all ranks."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +50,30 @@ class BatchReport:
             "advantage/silent_groups_share": self.silent_groups_share,
             "train/prepare_s": self.seconds,
         }
+
+
+def batch_report(values: Iterable[tuple[str, float]], clip: float, seconds: float) -> BatchReport:
+    """Of samples, each as its group's name and its advantage.
+
+    Args:
+        clip: advantages lie within [-clip, clip].
+    """
+    loudest: dict[str, float] = {}
+    scaled = []
+    for group, value in values:
+        loudest[group] = max(loudest.get(group, 0.0), abs(value))
+        scaled.append(value)
+    count = len(scaled)
+    mean = math.fsum(scaled) / count
+    return BatchReport(
+        samples=count,
+        groups=len(loudest),
+        advantage_std=math.sqrt(math.fsum((value - mean) ** 2 for value in scaled) / count),
+        advantage_abs_mean=math.fsum(map(abs, scaled)) / count,
+        clipped_share=sum(abs(value) >= clip for value in scaled) / count,
+        silent_groups_share=sum(value == 0 for value in loudest.values()) / len(loudest),
+        seconds=seconds,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +151,17 @@ class UpdateMeter:
         self._sums: dict[str, Tensor] = {}
         self._replay = torch.zeros(2, steps, device=device)  # sums, counts
 
+    def widen(self, steps: int) -> None:
+        """Let at least so many denoising steps be labelled; what was counted stays."""
+        more = steps - self._replay.shape[1]
+        if more > 0:
+            self._replay = torch.cat([self._replay, self._replay.new_zeros(2, more)], 1)
+
     def add(self, terms: LossTerms, first_steps: Tensor) -> None:
-        """Count one training timestep of a micro-batch.
+        """Count the rows of one pass.
 
         Args:
-            first_steps: [batch] int64, denoising step of every sample's first kept step.
+            first_steps: [batch] int64, denoising step of every row's sample's first kept step.
         """
         self._terms += terms.per_sample.shape[0]
         self._loss += terms.per_sample.detach().sum()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
@@ -48,6 +49,9 @@ class LearnerSettings:
             with n the optimizer steps taken (Flow-GRPO). None: no average.
         ema_every: optimizer steps between two updates of the average.
         gradient_checkpointing: recompute the blocks' activations in the backward pass.
+        timesteps_per_pass: training timesteps of a micro-batch in one forward and backward, at most; "auto":
+            as many as fit into memory.
+        pass_memory_bytes: what a pass may take with "auto"; None: what is free.
         autocast: type of the DiT's matrix products, everything else is float32; None: no autocast.
     """
 
@@ -63,6 +67,8 @@ class LearnerSettings:
     ema_cap: float | None = None
     ema_every: int = 1
     gradient_checkpointing: bool = False
+    timesteps_per_pass: int | Literal["auto"] = 1
+    pass_memory_bytes: int | None = None
     autocast: torch.dtype | None = None
 
     def __post_init__(self) -> None:
@@ -84,6 +90,12 @@ class LearnerSettings:
             )
         if self.autocast not in (None, torch.bfloat16):
             raise ValueError(f"learner's autocast is {self.autocast}; expected torch.bfloat16 or None")
+        if self.timesteps_per_pass != "auto" and self.timesteps_per_pass < 1:
+            raise ValueError(
+                f"learner's timesteps_per_pass is {self.timesteps_per_pass}; expected at least 1, or auto"
+            )
+        if self.pass_memory_bytes is not None and self.pass_memory_bytes < 1:
+            raise ValueError(f"learner's pass_memory_bytes is {self.pass_memory_bytes}; expected at least 1")
         if not self.reward_weights:
             raise ValueError("learner's reward_weights are empty: nothing would be learnt")
 

@@ -1,0 +1,1 @@
+"""What may overlap with what: decisions of the pipeline of generation and training, each pure."""

@@ -1,0 +1,208 @@
+"""Bounded search over the predicted timeline: how much generation idle trainers should take over.
+
+While trainers wait for units (micro-batches, groups) they may generate some themselves, at the price of two
+context switches and of not training meanwhile. Given profiled times, the plan that trains everything
+earliest is found exactly, by dynamic programming over units that trainers generated, units they trained,
+and their mode.
+
+Why that is exact: generators pull in a fixed order at fixed times, of which units taken by trainers only
+cut off the last; so of two ways to the same (taken, trained, mode) the earlier one can wait for the later,
+and dominates it.
+
+Why it is bounded: a unit that trainers would finish after generators had finished everything is never
+taken. Left alone, all training could start by then at the latest; taken, it would start later still.
+
+Invariants: the plan never ends later than taking nothing; of equal plans, the one that takes less.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+_ROUNDING = 1e-9
+"""Relative gain below which two plans are equal: sums of the same seconds in another order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generator:
+    """One that generates unit after unit: a group of workers.
+
+    Attributes:
+        free_s: seconds from now until it can pull a unit.
+        unit_s: seconds it generates one.
+        busy: a unit becomes ready when it is free; otherwise it joins then, or is idle now.
+    """
+
+    free_s: float
+    unit_s: float
+    busy: bool = True
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.free_s < math.inf and 0 < self.unit_s < math.inf):
+            raise ValueError(f"generator is {self}; expected free_s >= 0 and unit_s > 0, in seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """What is known when trainers have nothing to do, with profiled times.
+
+    Attributes:
+        ready: generated units that are not trained.
+        waiting: units that nobody generates yet.
+        generators: those besides the trainers.
+        generate_s: all trainers together generate a unit.
+        train_s: they train one.
+        enter_s: they switch from training to generating.
+        leave_s: they switch back.
+        generating: they are in generating mode now.
+    """
+
+    ready: int
+    waiting: int
+    generators: tuple[Generator, ...]
+    generate_s: float
+    train_s: float
+    enter_s: float
+    leave_s: float
+    generating: bool = False
+
+    def __post_init__(self) -> None:
+        if self.ready < 0 or self.waiting < 0:
+            raise ValueError(f"{self.ready} units ready and {self.waiting} waiting; expected none below 0")
+        for name in ("generate_s", "train_s", "enter_s", "leave_s"):
+            seconds: float = getattr(self, name)
+            if not 0 <= seconds < math.inf:
+                raise ValueError(f"{name} is {seconds}; expected seconds >= 0")
+
+    @property
+    def units(self) -> int:
+        """That are still to be trained."""
+        return self.ready + self.waiting + sum(generator.busy for generator in self.generators)
+
+
+@dataclass(frozen=True, slots=True)
+class TakePlan:
+    """How many units the trainers should generate.
+
+    Attributes:
+        now: one after the other, before they train again; 0: leave everything.
+        in_all: in the whole plan, which is made anew at the next event.
+        finish_s: seconds from now until all units are trained.
+        finish_without_s: the same if trainers take nothing; infinite where nobody else generates.
+    """
+
+    now: int
+    in_all: int
+    finish_s: float
+    finish_without_s: float
+
+
+def plan_takes(timeline: Timeline, *, gain_min_s: float = 0.0) -> TakePlan:
+    """The plan that trains all units earliest.
+
+    Work is of the order of units times units that trainers could generate before all is generated.
+
+    Args:
+        gain_min_s: take nothing for a smaller gain: predictions are not exact.
+    """
+    claims, held = _pulls(timeline)
+    start = _At(0.0, 0)
+    rows: list[_Row] = [_Row(None, None)] * (timeline.units + 1)
+    rows[0] = _Row(None, start) if timeline.generating else _Row(start, None)
+    best = without = _At(math.inf, 0)
+    in_all = 0
+    for taken in range(timeline.waiting + 1):
+        left = timeline.waiting - taken
+        finished = sorted([*held, *(claim.ready_s for claim in claims[:left])])
+        rows = _trained(timeline, rows, finished, taken)
+        end = min(at for at in (*rows[-1], _At(math.inf, 0)) if at is not None)
+        if taken == 0:
+            best = without = end
+        elif end.at_s < best.at_s * (1 - _ROUNDING):
+            best, in_all = end, taken
+        if left == 0:
+            break
+        last = claims[left - 1] if claims else _Claim(math.inf, math.inf)
+        all_ready_s = finished[-1] if claims else math.inf
+        rows = _taken(timeline, rows, last.at_s, all_ready_s, taken)
+        if all(row.generating is None for row in rows):
+            break
+    if in_all == 0 or without.at_s - best.at_s <= gain_min_s:
+        return TakePlan(0, 0, without.at_s, without.at_s)
+    return TakePlan(best.first, in_all, best.at_s, without.at_s)
+
+
+class _Claim(NamedTuple):
+    """A waiting unit in the order in which generators pull them."""
+
+    at_s: float
+    ready_s: float
+
+
+class _At(NamedTuple):
+    """The earliest that the trainers can be somewhere, and the units they take first on the way."""
+
+    at_s: float
+    first: int
+
+
+class _Row(NamedTuple):
+    """Where trainers are with so many units taken and trained, by their mode; None: it cannot be."""
+
+    training: _At | None
+    generating: _At | None
+
+
+def _pulls(timeline: Timeline) -> tuple[list[_Claim], list[float]]:
+    """What generators do if left alone: their pulls in order, and when the units they have are ready."""
+    heap = [(generator.free_s, i) for i, generator in enumerate(timeline.generators)]
+    heapq.heapify(heap)
+    claims: list[_Claim] = []
+    while heap and len(claims) < timeline.waiting:
+        at_s, i = heap[0]
+        ready_s = at_s + timeline.generators[i].unit_s
+        claims.append(_Claim(at_s, ready_s))
+        heapq.heapreplace(heap, (ready_s, i))
+    return claims, [generator.free_s for generator in timeline.generators if generator.busy]
+
+
+def _trained(timeline: Timeline, rows: Sequence[_Row], finished: Sequence[float], taken: int) -> list[_Row]:
+    """With units trained as early as can be. ``finished``: when those of generators are ready, in order."""
+    found = list(rows)
+    for trained in range(timeline.units):
+        of_generators = trained + 1 - timeline.ready - taken
+        if of_generators > len(finished):
+            break
+        ready_s = finished[of_generators - 1] if of_generators > 0 else 0.0
+        training, generating = found[trained]
+        ways = [training] if training else []
+        if generating:
+            ways.append(_At(generating.at_s + timeline.leave_s, generating.first))
+        if ways:
+            at = min(_At(max(way.at_s, ready_s) + timeline.train_s, way.first) for way in ways)
+            found[trained + 1] = _Row(at, found[trained + 1].generating)
+    return found
+
+
+def _taken(
+    timeline: Timeline, rows: Sequence[_Row], claimed_s: float, all_ready_s: float, taken: int
+) -> list[_Row]:
+    """With one unit more taken: before a generator claims the last one, ready before all others are."""
+    found = []
+    for trained, (training, generating) in enumerate(rows):
+        ways = []
+        if training:
+            ways.append((training, timeline.enter_s))
+        if generating:
+            ways.append((generating, 0.0))
+        ends = [
+            _At(way.at_s + switch_s + timeline.generate_s, way.first if trained else taken + 1)
+            for way, switch_s in ways
+            if way.at_s < claimed_s
+        ]
+        found.append(_Row(None, min((end for end in ends if end.at_s <= all_ready_s), default=None)))
+    return found

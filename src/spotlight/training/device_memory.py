@@ -1,0 +1,74 @@
+"""Memory of the training device: how much is free, what a piece of work needs at its peak.
+
+On CUDA the allocator's own statistics. On the CPU torch's profiler, which counts what operators allocate
+and free: the same number every time, whatever else the process does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+T = TypeVar("T")
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that this process can still allocate on ``device``.
+
+    Raises:
+        RuntimeError: this system does not tell.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if not _MEMINFO.exists():
+        raise RuntimeError(
+            f"learner.timesteps_per_pass is auto, but {os.uname().sysname} does not tell how much memory is "
+            "free: set learner.pass_memory_gib, or a number of timesteps"
+        )
+    rows = (line.split() for line in _MEMINFO.read_text().splitlines())
+    available = next(1024 * int(row[1]) for row in rows if row[0] == "MemAvailable:")
+    return min(available, _cgroup_bytes())
+
+
+def _cgroup_bytes() -> int:
+    """What the container's limit leaves; without one, more than any machine has."""
+    try:
+        limit, used = ((_CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+    except OSError:
+        return 2**63
+    return 2**63 if limit == "max" else max(int(limit) - int(used), 0)
+
+
+def measure_peak(device: torch.device, work: Callable[[], T]) -> tuple[T, int]:
+    """Do ``work``; with its result, the most bytes that it held at once beyond what was held before."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        result = work()
+        return result, torch.cuda.max_memory_allocated(device) - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        result = work()
+    held = peak = 0
+    for event in sorted(profiler.events(), key=lambda event: event.time_range.end):
+        held += event.self_cpu_memory_usage
+        peak = max(peak, held)
+    return result, peak
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an allocation failed, on any device."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: " in str(error)
+
+
+def release(device: torch.device) -> None:
+    """Give cached blocks back, so that an allocation of another size may succeed."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,233 @@
+"""Forward and backward passes of a micro-batch: several training timesteps in each, as memory allows.
+
+Invariants:
+- The gradient of a micro-batch is the sum over its rows, however they are cut into passes.
+- A pass that runs out of memory leaves the gradients exactly as before it, and no metric.
+- All ranks make the same passes: with several, a pass must be bounded to fit on each before any starts,
+  because a rank that fails within one would leave the others waiting in a collective.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spotlight.algorithms.base import Algorithm, LossTerms, TrainBatch
+from spotlight.training.device_memory import free_bytes, is_out_of_memory, measure_peak, release
+from spotlight.training.metrics import UpdateMeter
+from spotlight.training.policy import MicroBatchPolicy
+from spotlight.training.sharding import Ranks
+from spotlight.training.timesteps import MARGIN, PassMemory, Shape, Trial, cut_timesteps
+
+
+@dataclass(slots=True)
+class Bound:
+    """A rank's share of a micro-batch, ready for passes.
+
+    Attributes:
+        batch: one row a sample.
+        first_steps: [batch] int64, denoising step of every sample's first kept step.
+        timesteps: trained a sample.
+        tokens: of an image and of the longest text.
+        bind: the policy for the samples' prompts, repeated so many times.
+    """
+
+    batch: TrainBatch
+    first_steps: Tensor
+    timesteps: int
+    tokens: int
+    bind: Callable[[int], MicroBatchPolicy]
+    _policies: dict[int, MicroBatchPolicy] = field(default_factory=dict)
+
+    @property
+    def samples(self) -> int:
+        """On this rank."""
+        return len(self.batch.seeds)
+
+    @property
+    def shape(self) -> Shape:
+        """What memory depends on."""
+        return Shape(self.samples, self.tokens)
+
+    def rows(self, timesteps: range) -> tuple[MicroBatchPolicy, TrainBatch, list[int]]:
+        """Every sample at each of ``timesteps``: arguments of an algorithm's loss."""
+        times = len(timesteps)
+        if times not in self._policies:
+            self._policies[times] = self.bind(times)
+        at = [timestep for timestep in timesteps for _ in range(self.samples)]
+        return self._policies[times], self.batch.repeated(times), at
+
+
+class Passes:
+    """Runs passes, and knows how many timesteps fit into one.
+
+    Args:
+        per_pass: timesteps in a pass at most, or ``auto``: as many as fit, measured for each new shape.
+        budget_bytes: for a pass with ``auto``; None: what is free.
+        parameters: those that get gradients.
+        reserve: bytes that are not held yet, but will be held beside a pass (with ``auto``).
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        ranks: Ranks,
+        device: torch.device,
+        *,
+        per_pass: int | Literal["auto"],
+        budget_bytes: int | None,
+        parameters: Callable[[], Sequence[Tensor]],
+        reserve: Callable[[], int],
+    ) -> None:
+        self._algorithm, self._ranks, self._device = algorithm, ranks, device
+        self._setting, self._budget_bytes = per_pass, budget_bytes
+        self._parameters, self._reserve = parameters, reserve
+        self.memory = PassMemory()
+        """What passes were measured to need."""
+        self._settled: dict[tuple[Shape, int], int] = {}
+
+    def per_pass(self, bound: Bound) -> int:
+        """Timesteps in a pass, the same on every rank; may run passes to learn it, without a trace."""
+        if self._setting != "auto":
+            return min(self._setting, bound.timesteps)
+        key = bound.shape, bound.timesteps
+        while True:
+            wanted = self._least(self.limit(bound) if key in self._settled else self._largest(key))
+            if self._least(self.memory.proven(bound.shape, wanted)):
+                self._settled[key] = wanted
+                return wanted
+            self._try(bound, wanted)
+
+    def limit(self, bound: Bound) -> int:
+        """Timesteps that a pass of this shape may have, by what is known now and without asking ranks."""
+        key = bound.shape, bound.timesteps
+        return min(self._settled.get(key, bound.timesteps), self.memory.most(*key, math.inf))
+
+    def old_log_probs(self, bound: Bound, per_pass: int) -> Tensor | None:
+        """[batch, timesteps] under the current weights, in the passes of the loss; None: none are needed."""
+        columns = []
+        for timesteps in cut_timesteps(range(bound.timesteps), per_pass):
+            with torch.no_grad():
+                old = self._algorithm.old_log_probs(*bound.rows(timesteps))
+            if old is None:
+                return None
+            columns.append(old.view(len(timesteps), bound.samples))
+        return torch.cat(columns).T
+
+    def backward(self, bound: Bound, per_pass: int, scale: float, meter: UpdateMeter, *, fresh: bool) -> None:
+        """Add the gradient of ``scale`` times the sum of the losses of all samples and timesteps.
+
+        Args:
+            fresh: no optimizer step was taken since the old log-probs: they may be computed again, so that
+                ratios stay exactly 1 when passes must become smaller.
+        """
+        pending = cut_timesteps(range(bound.timesteps), per_pass)
+        while pending:
+            timesteps = pending[0]
+            terms = self._recoverably(bound, timesteps, scale)
+            if terms is not None:
+                meter.add(terms, bound.first_steps.repeat(len(timesteps)))
+                pending = pending[1:]
+                continue
+            smaller = len(timesteps) // 2
+            self._settled[bound.shape, bound.timesteps] = smaller
+            self.memory = self.memory.after(Trial(bound.tokens, bound.samples * len(timesteps), None))
+            if fresh and bound.batch.old_log_probs is not None:
+                self.refresh(bound, smaller)
+            pending = cut_timesteps(range(timesteps.start, bound.timesteps), smaller)
+
+    def refresh(self, bound: Bound, per_pass: int) -> None:
+        """Compute the old log-probs again, in smaller passes."""
+        bound.batch = replace(bound.batch, old_log_probs=self.old_log_probs(bound, per_pass))
+
+    # -- one pass --------------------------------------------------------------------------------------
+
+    def _backward(self, bound: Bound, timesteps: range, scale: float) -> LossTerms:
+        terms = self._algorithm.loss(*bound.rows(timesteps))
+        (terms.per_sample.sum() * scale).backward()  # type: ignore[no-untyped-call]
+        return terms
+
+    def _recoverably(self, bound: Bound, timesteps: range, scale: float) -> LossTerms | None:
+        """None: it did not fit, and nothing happened."""
+        if self._setting != "auto" or len(timesteps) == 1 or self._ranks.world > 1:
+            return self._backward(bound, timesteps, scale)
+        terms = None
+        with self._gradients_aside() as before:
+            try:
+                terms = self._backward(bound, timesteps, scale)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+            else:
+                before[:] = [
+                    _sum(parameter.grad, held)
+                    for parameter, held in zip(self._parameters(), before, strict=True)
+                ]
+        if terms is None:
+            release(self._device)
+        return terms
+
+    @contextmanager
+    def _gradients_aside(self) -> Iterator[list[Tensor | None]]:
+        """Gradients gathered so far are yielded; those in the list afterwards are put back."""
+        parameters = self._parameters()
+        before = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        try:
+            yield before
+        finally:
+            for parameter, held in zip(parameters, before, strict=True):
+                parameter.grad = held
+
+    # -- what fits -------------------------------------------------------------------------------------
+
+    def _try(self, bound: Bound, per_pass: int) -> None:
+        """Run the largest pass of a micro-batch, and remember what it needed."""
+        needed = None
+        with self._gradients_aside():
+            try:
+                _, needed = measure_peak(self._device, lambda: self._trial(bound, per_pass))
+            except RuntimeError as error:
+                if not is_out_of_memory(error) or per_pass == 1 or self._ranks.world > 1:
+                    raise
+        if needed is None:
+            release(self._device)
+        self.memory = self.memory.after(Trial(bound.tokens, bound.samples * per_pass, needed))
+
+    def _trial(self, bound: Bound, per_pass: int) -> None:
+        largest = max(cut_timesteps(range(bound.timesteps), per_pass), key=len)
+        with torch.no_grad():
+            old = self._algorithm.old_log_probs(*bound.rows(largest))
+        kept = bound.batch
+        if old is not None and kept.old_log_probs is None:
+            # Values do not matter to memory; the pass needs some.
+            bound.batch = replace(kept, old_log_probs=old.new_zeros(bound.samples, bound.timesteps))
+        try:
+            self._backward(bound, largest, 0.0)
+        finally:
+            bound.batch = kept
+
+    def _largest(self, key: tuple[Shape, int]) -> int:
+        if self._budget_bytes is not None:
+            return self.memory.most(*key, self._budget_bytes)
+        return self.memory.most(*key, MARGIN * free_bytes(self._device) - self._reserve())
+
+    def _least(self, value: int) -> int:
+        """Over all ranks."""
+        told = torch.tensor(value, dtype=torch.int64, device=self._device)
+        return int(self._ranks.all_reduce(told, dist.ReduceOp.MIN))
+
+
+def _sum(gradient: Tensor | None, held: Tensor | None) -> Tensor | None:
+    """In place where both are there."""
+    if gradient is None or held is None:
+        return held if gradient is None else gradient
+    return held.add_(gradient)

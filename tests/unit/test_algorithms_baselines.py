@@ -1,0 +1,260 @@
+"""Baselines on problems whose policy gradient is known: what is unbiased is, what is biased is as predicted.
+
+A softmax policy over three actions is enumerated: expectations are sums over all outcomes, not samples.
+For a Gaussian policy with a linear reward the factors have closed forms.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from spotlight.algorithms.advantages import AdvantageParams, advantages
+from spotlight.algorithms.baselines import TOTAL, exploration_advantages, slice_advantages, spreads_of
+
+WEIGHTS = {"quality": 1.0}
+PLAIN = AdvantageParams(epsilon=1e-15, clip=1e12)
+UNIT = {TOTAL: 1.0}
+Vector = NDArray[np.float64]
+Estimator = Callable[[Sequence[float]], Sequence[float]]
+"""Rewards of a group in order of arrival to its advantages."""
+
+LOGITS = np.array([0.5, 1.0, -1.5])
+CHANCES = np.exp(LOGITS) / np.exp(LOGITS).sum()
+REWARDS = np.array([0.0, 1.0, 6.0])
+SCORES = np.eye(3) - CHANCES
+"""[action, logit]: gradient of log p of each action."""
+TRUE = (CHANCES * REWARDS) @ SCORES
+"""Gradient of the mean reward."""
+MEAN, VARIANCE = float(CHANCES @ REWARDS), float(CHANCES @ REWARDS**2 - (CHANCES @ REWARDS) ** 2)
+K = 4
+
+
+def rows(values: Sequence[float]) -> list[dict[str, float]]:
+    return [{"quality": float(value)} for value in values]
+
+
+def expected_gradient(estimator: Estimator, size: int = K) -> Vector:
+    """Of the mean of advantage times score over a group, exactly."""
+    total = np.zeros(3)
+    for actions in itertools.product(range(3), repeat=size):
+        chance = math.prod(CHANCES[action] for action in actions)
+        values = estimator([REWARDS[action] for action in actions])
+        total += chance * sum(a * SCORES[action] for a, action in zip(values, actions, strict=True)) / size
+    return total
+
+
+def in_slices(sizes: Sequence[int], spreads: dict[str, float] | None, params: AdvantageParams) -> Estimator:
+    def estimate(values: Sequence[float]) -> list[float]:
+        found: list[float] = []
+        for size in sizes:
+            seen = values[: len(found)]
+            arrived = values[len(found) : len(found) + size]
+            found += slice_advantages(rows(arrived), rows(seen), WEIGHTS, params, spreads)
+        return found
+
+    return estimate
+
+
+def cosine(a: Vector, b: Vector) -> float:
+    return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
+
+
+# -- the baseline --------------------------------------------------------------------------------------
+
+
+def test_the_groups_own_mean_shortens_the_gradient_by_one_kth() -> None:
+    large = 1e9  # so much epsilon that the spread does not matter
+    params = AdvantageParams(epsilon=large, clip=1e12)
+
+    def estimate(values: Sequence[float]) -> list[float]:
+        return [large * a for a in advantages([rows(values)], WEIGHTS, params)[0]]
+
+    np.testing.assert_allclose(expected_gradient(estimate), (1 - 1 / K) * TRUE, rtol=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 2), (3, 1), (2, 1, 1)])
+def test_slices_that_leave_the_sample_out_are_unbiased(sizes: tuple[int, ...]) -> None:
+    np.testing.assert_allclose(expected_gradient(in_slices(sizes, UNIT, PLAIN)), TRUE, rtol=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 1), (2, 1, 1)])
+def test_slices_that_include_it_weigh_early_ones_less_as_predicted(sizes: tuple[int, ...]) -> None:
+    """What leaving out fixes: a slice that sees n samples counts 1 - 1/n."""
+
+    def estimate(values: Sequence[float]) -> list[float]:
+        found: list[float] = []
+        for size in sizes:
+            until = values[: len(found) + size]
+            found += [value - sum(until) / len(until) for value in until[len(found) :]]
+        return found
+
+    ends = list(itertools.accumulate(sizes))
+    factor = sum(size / K * (1 - 1 / end) for size, end in zip(sizes, ends, strict=True))
+    np.testing.assert_allclose(expected_gradient(estimate), factor * TRUE, rtol=1e-12)
+    assert factor < 1 - 1 / K or sizes[0] == K
+
+
+@given(explored=st.lists(st.floats(-10, 10), min_size=1, max_size=8))
+def test_exploration_of_other_seeds_is_unbiased_whatever_it_found(explored: list[float]) -> None:
+    found = expected_gradient(
+        lambda values: exploration_advantages(rows(values), rows(explored), WEIGHTS, PLAIN, UNIT), 1
+    )
+    np.testing.assert_allclose(found, TRUE, rtol=1e-9, atol=1e-12)
+
+
+# -- variance ------------------------------------------------------------------------------------------
+
+
+def second_moment(others: int, baseline: Callable[[Sequence[float]], float]) -> float:
+    """E |A g|² of one sample, over it and over others like it that its baseline is made of."""
+    total = 0.0
+    for actions in itertools.product(range(3), repeat=others):
+        chance = math.prod(CHANCES[action] for action in actions)
+        b = baseline([REWARDS[action] for action in actions])
+        total += chance * float(CHANCES @ ((REWARDS - b) ** 2 * (SCORES**2).sum(1)))
+    return total
+
+
+@pytest.mark.parametrize("others", [1, 2, 5])
+@pytest.mark.parametrize("off", [0.0, 1.5])
+def test_the_variance_grows_by_that_of_the_baseline_and_its_distance_to_the_mean_reward(
+    others: int, off: float
+) -> None:
+    """E|A g|² = E|(R - mean) g|² - 2 off E(R - mean)|g|² + (variance / n + off²) E|g|²."""
+    information = float(CHANCES @ (SCORES**2).sum(1))
+    ideal = second_moment(0, lambda _: MEAN)
+    cross = float(CHANCES @ ((REWARDS - MEAN) * (SCORES**2).sum(1)))
+    found = second_moment(others, lambda values: sum(values) / len(values) + off)
+    predicted = ideal - 2 * off * cross + (VARIANCE / others + off**2) * information
+    assert found == pytest.approx(predicted, rel=1e-12)
+
+
+# -- the spread ----------------------------------------------------------------------------------------
+
+
+def test_a_spread_of_others_keeps_the_direction_and_one_with_the_sample_bends_it() -> None:
+    params = AdvantageParams(std="group", epsilon=0.2, clip=1e12)
+    own = expected_gradient(lambda values: advantages([rows(values)], WEIGHTS, params)[0])
+    assert cosine(own, TRUE) < 0.9  # the rare action that is worth much divides itself away
+    left_out = expected_gradient(in_slices((K,), None, params))
+    assert cosine(left_out, TRUE) == pytest.approx(1, abs=1e-12)
+    triples = itertools.product(range(3), repeat=K - 1)
+    scale = sum(
+        math.prod(CHANCES[action] for action in triple) / (float(np.std(REWARDS[list(triple)])) + 0.2)
+        for triple in triples
+    )
+    np.testing.assert_allclose(left_out, scale * TRUE, rtol=1e-9)
+    assert scale > 1 / (math.sqrt(VARIANCE) + 0.2)  # Jensen
+
+
+def test_a_known_spread_scales_all_slices_alike_and_their_own_weighs_early_ones_more() -> None:
+    params = AdvantageParams(epsilon=0.2, clip=1e12)
+
+    def of_slice(index: int, spreads: dict[str, float] | None) -> float:
+        """Length along the true gradient of what the slice's samples give."""
+        whole = in_slices((3, 2), spreads, params)
+
+        def estimate(values: Sequence[float]) -> list[float]:
+            found = whole(values)
+            return [a if (i >= 3) == bool(index) else 0.0 for i, a in enumerate(found)]
+
+        share = (3, 2)[index] / 5
+        return float(expected_gradient(estimate, 5) @ TRUE / (TRUE @ TRUE)) / share
+
+    assert of_slice(0, {TOTAL: 2.0}) == pytest.approx(1 / 2.2)
+    assert of_slice(1, {TOTAL: 2.0}) == pytest.approx(1 / 2.2)
+    assert of_slice(0, None) > 1.2 * of_slice(1, None)
+
+
+def gaussian_factor(estimator: Estimator, size: int, groups: int) -> tuple[float, float]:
+    """Mean of advantage times score with its standard error: R = x ~ N(3, 2²), score (x - 3) / 2²."""
+    x = 3 + 2 * np.random.default_rng(0).standard_normal((groups, size))
+    found = np.array([np.dot(estimator(row), (row - 3) / 4) / size for row in x])
+    return 2 * float(found.mean()), 2 * float(found.std() / math.sqrt(groups))
+
+
+def test_dividing_by_the_groups_own_spread_shortens_a_gaussian_gradient_as_predicted() -> None:
+    """E of the population deviation over the true one: sqrt(2/K) Γ(K/2) / Γ((K-1)/2)."""
+    params = AdvantageParams(std="group", epsilon=1e-12, clip=1e9)
+    factor, error = gaussian_factor(lambda row: advantages([rows(row)], WEIGHTS, params)[0], K, 4000)
+    predicted = math.sqrt(2 / K) * math.gamma(K / 2) / math.gamma((K - 1) / 2)
+    assert predicted == pytest.approx(0.798, abs=1e-3)
+    assert abs(factor - predicted) < 4 * error < 0.05
+
+
+def test_dividing_by_the_spread_of_others_lengthens_a_gaussian_gradient_as_predicted() -> None:
+    """E of the true deviation over the unbiased one of n others: sqrt((n-1)/2) Γ((n-2)/2) / Γ((n-1)/2)."""
+    size = 9
+    params = AdvantageParams(ddof=1, epsilon=1e-12, clip=1e9)
+    factor, error = gaussian_factor(in_slices((size,), None, params), size, 3000)
+    n = size - 1
+    predicted = math.sqrt((n - 1) / 2) * math.gamma((n - 2) / 2) / math.gamma((n - 1) / 2)
+    assert predicted == pytest.approx(1.126, abs=1e-3)
+    assert abs(factor - predicted) < 4 * error < 0.06
+
+
+# -- the functions -------------------------------------------------------------------------------------
+
+VALUES = st.lists(st.floats(-100, 100), min_size=3, max_size=8)
+
+
+@given(values=VALUES, spread=st.floats(0.1, 10))
+def test_a_whole_group_left_out_is_the_group_mean_times_k_over_k_minus_1(
+    values: list[float], spread: float
+) -> None:
+    found = slice_advantages(rows(values), [], WEIGHTS, PLAIN, {TOTAL: spread})
+    mean, size = math.fsum(values) / len(values), len(values)
+    expected = [(value - mean) * size / (size - 1) / spread for value in values]
+    assert found == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    assert math.fsum(found) == pytest.approx(0, abs=1e-9 * max(1.0, *map(abs, found)))
+
+
+@given(values=VALUES, cut=st.integers(1, 7))
+def test_order_changes_not_a_bit_and_a_samples_own_reward_does_not_move_its_baseline(
+    values: list[float], cut: int
+) -> None:
+    params = AdvantageParams(clip=1e12)
+    cut = min(cut, len(values) - 1)
+    seen, arrived = values[:cut], values[cut:]
+    found = slice_advantages(rows(arrived), rows(seen), WEIGHTS, params)
+    assert found[::-1] == slice_advantages(rows(arrived[::-1]), rows(seen[::-1]), WEIGHTS, params)
+    raised = slice_advantages(rows([arrived[0] + 64, *arrived[1:]]), rows(seen), WEIGHTS, PLAIN, UNIT)
+    before = slice_advantages(rows(arrived), rows(seen), WEIGHTS, PLAIN, UNIT)
+    assert raised[0] - before[0] == pytest.approx(64, rel=1e-6)
+
+
+def test_rewards_are_combined_by_the_conventions() -> None:
+    samples = [{"a": 1.0, "b": 10.0}, {"a": 2.0, "b": 50.0}, {"a": 4.0, "b": 20.0}]
+    weights = {"a": 1.0, "b": 0.5}
+    each = AdvantageParams(combine="normalise_each", epsilon=1e-12, clip=100.0)
+    spreads = spreads_of([samples], weights, each)
+    assert spreads == {"a": pytest.approx(np.std([1, 2, 4])), "b": pytest.approx(np.std([10, 50, 20]))}
+    found = exploration_advantages(samples[:1], samples[1:], weights, each, spreads)
+    assert found == pytest.approx([(1 - 3) / spreads["a"] + 0.5 * (10 - 35) / spreads["b"]])
+    whole = AdvantageParams(epsilon=1e-12, clip=1.0)
+    assert spreads_of([samples], weights, whole) == {TOTAL: pytest.approx(np.std([6, 27, 14]))}
+    assert slice_advantages(samples, [], weights, whole) == [-1.0, 1.0, pytest.approx((14 - 16.5) / 10.5)]
+
+
+def test_too_few_to_compare_with_is_an_error_with_a_remedy() -> None:
+    params = AdvantageParams()
+    with pytest.raises(ValueError, match=r"has 0 other\(s\).*at least 1: make the first slice larger"):
+        slice_advantages(rows([1]), [], WEIGHTS, params, UNIT)
+    with pytest.raises(ValueError, match=r"has 1 other\(s\).*at least 2"):
+        slice_advantages(rows([1]), rows([2]), WEIGHTS, params)
+    with pytest.raises(ValueError, match="0 other seeds of the prompt were explored; expected at least 1"):
+        exploration_advantages(rows([1]), [], WEIGHTS, params, UNIT)
+    with pytest.raises(ValueError, match=r"1 other seeds.*at least 2.*wait for the group"):
+        exploration_advantages(rows([1]), rows([2]), WEIGHTS, params)
+    with pytest.raises(ValueError, match="expected a finite number"):
+        slice_advantages(rows([1, math.nan]), [], WEIGHTS, params, UNIT)
+    with pytest.raises(ValueError, match=r"spreads has \['quality'\]; expected one of 'reward'"):
+        slice_advantages(rows([1, 2]), [], WEIGHTS, params, {"quality": 1.0})
