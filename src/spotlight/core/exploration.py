@@ -12,16 +12,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from spotlight.core.records import REWARD
-from spotlight.core.selection import top_and_bottom
+from spotlight.core.planner.arms import Arm
+from spotlight.core.selection import SelectionPolicy, select
 from spotlight.core.types import Rollout, RolloutId
-
-
-@dataclass(frozen=True, slots=True)
-class Arm:
-    """How much to explore: previews of each prompt, and denoising steps of each."""
-
-    seeds_per_prompt: int
-    steps: int
 
 
 class ArmPolicy(Protocol):
@@ -65,6 +58,8 @@ class Window:
         for slot, previews in by_slot.items():
             if len(previews) >= group_size:
                 rewards = {seed: self.scores[name][REWARD] for name, seed in previews.items()}
-                chosen[slot] = top_and_bottom(rewards, group_size)
                 used += previews
+                found = select(rewards, group_size, SelectionPolicy.MAX_VARIANCE)
+                if found.seeds:
+                    chosen[slot] = found.seeds
         return chosen, used

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from spotlight.core.exploration import Arm
 from spotlight.core.plan import Plan
+from spotlight.core.planner.arms import Arm
 from spotlight.core.seeds import derive_seed
 from spotlight.core.types import PolicyVersion, Prompt, Purpose, Rollout, RolloutId
 

@@ -14,11 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from spotlight.core import events as ev
 from spotlight.core.cluster import Cluster
 from spotlight.core.effects import DiscardSamples, Effect, ScoreSamples
-from spotlight.core.exploration import Arm, ArmPolicy, FixedArm, Window
+from spotlight.core.exploration import ArmPolicy, FixedArm, Window
 from spotlight.core.issue import evaluation_rollouts, preview_rollouts, train_rollouts
 from spotlight.core.iteration import Iteration, Safe
 from spotlight.core.ledger import Ledger
 from spotlight.core.plan import Plan
+from spotlight.core.planner.arms import Arm
 from spotlight.core.queue import PullQueue, Verdict
 from spotlight.core.records import REWARD
 from spotlight.core.recovery import Recovery
