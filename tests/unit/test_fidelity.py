@@ -89,10 +89,9 @@ def test_the_pools_tau_is_found_from_chosen_groups(correlation: float) -> None:
 def test_without_drawn_seeds_the_slope_has_to_do() -> None:
     found = fidelity([drawn_group(seed, 0.8, 0)[0] for seed in range(50)])
     assert (found.sampled, found.tau) == (0, None)
-    assert found.best == found.tau_by_slope
     assert "tau" not in found.as_metrics()
     nothing = fidelity([])
-    assert nothing.best is None
+    assert nothing.judged is None
     assert nothing.as_metrics() == {"groups": 0.0, "sampled": 0.0}
 
 

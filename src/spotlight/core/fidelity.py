@@ -64,9 +64,10 @@ class Fidelity:
     bottom_hit: float | None
 
     @property
-    def best(self) -> float | None:
-        """Of the two estimates of the pool's tau, the one that assumes less."""
-        return self.tau_by_slope if self.tau is None else self.tau
+    def judged(self) -> float | None:
+        """What decisions rest on: by slope, because with two drawn seeds a group the design's figure of one
+        iteration is mostly noise; that one is there to see whether the slope's is right in the mean."""
+        return self.tau if self.tau_by_slope is None else self.tau_by_slope
 
     def as_metrics(self) -> Mapping[str, float]:
         """What is known, by name."""

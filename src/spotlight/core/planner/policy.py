@@ -213,7 +213,7 @@ class Planner:
 
 def _learn_trust(trust: Trust, lesson: Lesson) -> None:
     steps = None if lesson.arm is None else lesson.arm.steps
-    trust.learn(steps, None if lesson.fidelity is None else lesson.fidelity.best)
+    trust.learn(steps, None if lesson.fidelity is None else lesson.fidelity.judged)
 
 
 def _doubt(trust: Trust) -> str:
