@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from spotlight.core.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 from spotlight.diffusion import samplers
+from spotlight.diffusion.brownian import coarse_kicks, kick_batch
 from spotlight.diffusion.noise import INITIAL, noise
 from spotlight.diffusion.samplers import CPS, ODE, Dance, FlowSDE, Sampler
 from spotlight.diffusion.schedule import AllSteps, RandomWindow, SlidingWindow
@@ -318,3 +319,75 @@ def test_a_state_is_not_resumed_under_another_recipe_or_with_parts_missing(famil
         from_tensors(header, {**tensors, "kept": tensors["kept"][:1]}, state.recipe)
     with pytest.raises(ValueError, match="step 1 with 5 noise levels; expected a step of 5 and 6 levels"):
         from_tensors(header, {**tensors, "sigmas": tensors["sigmas"][1:]}, state.recipe)
+
+
+# -- previews ----------------------------------------------------------------------------------------------
+
+FULL = 8
+"""Steps of the rollouts that previews stand for."""
+PREVIEW = NFT.preview(FULL)
+
+
+def previews(family: QwenImage, steps: list[int], recipe: Recipe = PREVIEW) -> list[RolloutState]:
+    made = [
+        dataclasses.replace(rollout(seed, count), purpose=Purpose.EXPLORE) for seed, count in enumerate(steps)
+    ]
+    conditions = family.encode([PROMPTS[seed % 3] for seed in range(len(steps))])
+    return engine(family).start(made, conditions, recipe)
+
+
+def test_a_preview_of_all_steps_is_its_rollout(family: QwenImage) -> None:
+    conditions = family.encode([PROMPTS[0]])
+    whole = engine(family).start([rollout(0, FULL)], conditions, NFT)
+    expected = finished(engine(family).run(family.transformer, whole))[0]
+    found = finished(engine(family).run(family.transformer, previews(family, [FULL])))[0]
+    assert torch.equal(found.final, expected.final)
+
+
+def test_a_preview_of_fewer_steps_follows_the_same_path(family: QwenImage) -> None:
+    """Step by step with kicks made by hand."""
+    state = previews(family, [5])[0]
+    fine, coarse = family.sigmas(FULL, SIZE).tolist(), state.sigmas.tolist()
+    kicks = coarse_kicks(fine, coarse)
+    assert state.window == range(4)
+    assert torch.equal(state.latents, noise(0, INITIAL, state.latents.shape))
+    latents = state.latents[None]
+    condition = family.collate([state.condition])
+    with torch.no_grad():
+        for step in range(5):
+            sigma, sigma_next = state.sigmas[step : step + 1], state.sigmas[step + 1 : step + 2]
+            velocity = family.velocity(family.transformer, latents, sigma, condition, None, SIZE)
+            kick = kick_batch([0], [kicks[step]], latents.shape[1:])
+            sde = [step < 4]
+            latents = samplers.step(
+                FlowSDE(0.7), latents, velocity, sigma, sigma_next, noise=kick, stochastic=sde
+            ).latents
+    found = finished(engine(family).run(family.transformer, [state]))[0]
+    assert (found.final - latents[0]).abs().max() <= TOLERANCE
+    assert found.trajectory is None
+
+
+def test_previews_do_not_depend_on_company_or_moves(family: QwenImage) -> None:
+    mixed = [*previews(family, [3, 5, FULL]), *start(family, [5], TRAIN)]
+    mover = engine(family)
+    together = mover.step(family.transformer, mixed)
+    moved = []
+    for state in together:
+        header, tensors = state.to_tensors()
+        moved.append(from_tensors(json.loads(json.dumps(header)), tensors, state.recipe))
+    results = finished(engine(family).run(family.transformer, moved))
+    alone = [previews(family, [3, 5, FULL])[place] for place in range(3)]
+    for place, state in enumerate(alone):
+        one = finished(engine(family).run(family.transformer, [state]))[0]
+        assert_same(one, results[place], TOLERANCE)
+    assert_same(run(family, [5])[0], results[3], TOLERANCE)
+
+
+def test_recipes_of_previews_that_cannot_be_are_refused(family: QwenImage) -> None:
+    assert EVAL.preview(FULL).path_steps is None, "an ODE's path is its initial noise"
+    assert TRAIN.preview(FULL).keeps == "final"
+    with pytest.raises(ValueError, match="keeps 'final'"):
+        dataclasses.replace(TRAIN, path_steps=FULL)
+    with pytest.raises(ValueError, match="at most as many"):
+        previews(family, [FULL + 1])
+    assert previews(family, [2])[0].window == range(1)

@@ -315,3 +315,46 @@ def test_scenarios_that_are_not_there(tmp_path: Path) -> None:
     assert "Did you mean 'paper-512'?" in told(name="paper-51")
     (tmp_path / "loop.yaml").write_text("base: loop.yaml\n")
     assert "at most 8 deep" in told(name=str(tmp_path / "loop.yaml"))
+
+
+def test_a_planner_of_a_scenario_knows_what_previews_cost() -> None:
+    arms = "exploration.planner={seed_counts: [16, 20, 28], step_counts: [8, 12, 16], alpha: 0}"
+    file = load_scenario(
+        "paper-512", [arms, "exploration.fidelity_min=0.2", "exploration.rewards={exponent: 0.82}"]
+    )
+    prepared = prepare(file, ("spotlight", "critical_path", "reserved_only"), NOW)
+    scenario = scenario_of(prepared, STRATEGIES["spotlight"])
+    plan = scenario.plan.exploration
+    assert plan is not None
+    assert plan.planner is not None
+    assert (plan.fidelity_min, len(plan.arms), plan.planner.alpha) == (0.2, 9, 0)
+    assert scenario.rewards.exponent == 0.82
+    costs = plan.planner.costs
+    size = scenario.costs.lease_size("H100", file.pixels, 1)
+    assert costs.step_s * size == scenario.costs.denoise_step_s("H100", file.pixels, size, 1)
+    assert costs.window_s is not None
+    assert 0 < costs.fixed_s < costs.step_s * 8 < costs.window_s
+    assert scenario_of(prepared, STRATEGIES["reserved_only"]).plan.exploration is None
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        (
+            "exploration.planner={seed_counts: [8, 24], step_counts: [8]}",
+            ("exploration.planner.seed_counts", "8", "group size, 16"),
+        ),
+        (
+            "exploration.planner={seed_counts: [24], step_counts: [8, 30]}",
+            ("exploration.planner.step_counts", "30", "workload.steps, 20"),
+        ),
+        ("exploration.planner={seed_counts: [], step_counts: [8]}", ("exploration.planner.seed_counts",)),
+        ("exploration.drawn_seeds=17", ("exploration.drawn_seeds", "17", "group size, 16")),
+        ("exploration.policy=best", ("exploration.policy", "max_variance")),
+    ],
+)
+def test_an_exploration_that_cannot_be_is_refused(override: str, told: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_scenario("paper-512", [override])
+    for words in told:
+        assert words in str(raised.value)

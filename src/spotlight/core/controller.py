@@ -137,10 +137,10 @@ class Controller:
                 self.work.fail(lease, epoch, rollout, error)
                 self._advance()
             case ev.SampleRewarded(rollout, scores, lineage):
-                self.work.reward({rollout: scores}, lineage)
+                self.work.reward({rollout: scores}, lineage, self._now)
                 self._advance()
             case ev.SamplesRewarded(scores_of, lineage):
-                self.work.reward(scores_of, lineage)
+                self.work.reward(scores_of, lineage, self._now)
                 self._advance()
             case ev.RewardFailed():
                 self.work.fail_reward(event)
@@ -200,7 +200,7 @@ class Controller:
             work.issue_evaluation(self.iteration, self.version)
         self.stage = Stage.EXPLORING if first else Stage.ROLLING
         if first:
-            work.open_window(self.iteration, self.version)
+            work.open_window(self.iteration, self.version, self._now)
         else:
             work.forget_safe()
         self._advance()
@@ -218,7 +218,7 @@ class Controller:
             self._stop(self.work.stopping)
             return
         if self.stage is Stage.EXPLORING and not self.work.window.unscored:
-            self.work.close_window()
+            self.work.close_window(self._now)
             self.work.issue_training(self.iteration, self.version)
             self.work.forget_safe()
             self.stage = Stage.ROLLING
@@ -258,6 +258,7 @@ class Controller:
 
     def _prepare_batch(self) -> None:
         plan, at, groups = self.plan, self.work.at, []
+        self.work.learn_from_groups(self.iteration, self.version)
         for part in split_updates(self._surviving_groups(), plan.updates_per_batch):
             even, surplus = even_out(part, plan.ranks)
             for rollout in surplus:
@@ -277,10 +278,11 @@ class Controller:
         self.stage = Stage.PREPARING
         scores = {rollout: at.scores[rollout] for rollout in kept}
         order = tuple(micro_batch for update in at.updates for micro_batch in update)
-        self.work.effects.append(PrepareBatch(self.iteration, tuple(groups), scores, order))
+        weights = self.work.weights(kept)
+        self.work.effects.append(PrepareBatch(self.iteration, tuple(groups), scores, order, weights))
         explores = plan.exploration
         if explores and explores.where is Explore.IDLE and self.iteration + 1 < plan.iterations:
-            self.work.open_window(self.iteration + 1, self.version)
+            self.work.open_window(self.iteration + 1, self.version, self._now)
 
     def _surviving_groups(self) -> list[Group]:
         groups = []
@@ -344,7 +346,7 @@ class Controller:
         if self.stage is not Stage.PUBLISHING or version != self.version:
             return
         self.ledger.publish(version)
-        self.work.close_window()
+        self.work.close_window(self._now)
         self.cluster.publish(version, self._now)
         self.iteration += 1
         if self.iteration % self.plan.checkpoint_every and self.iteration < self.plan.iterations:
@@ -374,7 +376,7 @@ class Controller:
         self.cluster.recoveries[Recovery.LEARNER_LOST] += 1
         self.work.effects = []
         self.iteration, self.version = self._committed.iteration, self._committed.version
-        self.work.roll_back(self._committed.ledger, self._committed.chosen)
+        self.work.roll_back(self._committed.ledger, self._committed.exploration)
         self._undo.append(RollBack(self.ledger.position))
         self.cluster.roll_back(self.version, self._now)
         self._learner_up, self._restore_due = False, True
@@ -410,7 +412,8 @@ class Controller:
 
     def _snapshot(self) -> Snapshot:
         ledger = self.ledger.snapshot()
-        return Snapshot(self.iteration, self.version, self.queue.leases_granted, self.work.chosen, ledger)
+        exploration = self.work.explorer.snapshot() if self.work.explorer else {}
+        return Snapshot(self.iteration, self.version, self.queue.leases_granted, ledger, exploration)
 
     @classmethod
     def restore(
@@ -430,7 +433,7 @@ class Controller:
         controller = cls(plan, train, test, term)
         parsed = Snapshot.parse(snapshot)
         controller.iteration, controller.version = parsed.iteration, parsed.version
-        controller.work.load(parsed.ledger, parsed.chosen)
+        controller.work.load(parsed.ledger, parsed.exploration)
         controller.queue.leases_granted = parsed.leases_granted
         controller.cluster.target = parsed.version
         controller._committed = parsed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from spotlight.core.records import Record
@@ -59,12 +59,14 @@ class PrepareBatch:
 
     Attributes:
         micro_batches: what will be trained, in order: old log-probs are computed in the same batches.
+        weights: factors of samples' losses that undo the choice of their seeds; 1 where absent.
     """
 
     iteration: int
     groups: tuple[Group, ...]
     scores: Mapping[RolloutId, Mapping[str, float]]
     micro_batches: tuple[MicroBatch, ...]
+    weights: Mapping[RolloutId, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,14 @@ class ReportEvaluation:
     rollouts: tuple[Rollout, ...]
     scores: Mapping[RolloutId, Mapping[str, float]]
     lineage: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReportExploration:
+    """Write what exploration did for an iteration's groups and what came of it; ``report`` is JSON-able."""
+
+    iteration: int
+    report: Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +231,7 @@ Effect: TypeAlias = (
     | FinishBatch
     | PublishWeights
     | ReportEvaluation
+    | ReportExploration
     | DiscardSamples
     | CommitCheckpoint
     | ClusterEffect

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from spotlight.core.exploration import Arm
 from spotlight.core.plan import Plan
+from spotlight.core.planner.arms import Arm
 from spotlight.core.seeds import derive_seed
 from spotlight.core.types import PolicyVersion, Prompt, Purpose, Rollout, RolloutId
 
@@ -55,14 +55,15 @@ def evaluation_rollouts(
 
 
 def preview_rollouts(
-    plan: Plan, arm: Arm, prompts: Sequence[Prompt], iteration: int, version: PolicyVersion
+    plan: Plan, arm: Arm, slots: Mapping[int, Prompt], iteration: int, version: PolicyVersion
 ) -> Iterator[tuple[int, Prompt, Rollout]]:
-    """The previews that choose an iteration's seeds, a round of all prompts after the other.
+    """The previews that choose an iteration's seeds, one prompt after the other.
 
-    Rounds, because time may be up before the end: then every prompt has about as many previews.
+    Not a round of all prompts after the other: when time is up before the end, some prompts are explored
+    whole and some not at all, instead of all too little.
     """
-    for member in range(arm.seeds_per_prompt):
-        for slot, prompt in enumerate(prompts):
+    for slot, prompt in slots.items():
+        for member in range(arm.seeds_per_prompt):
             seed = derive_seed(plan.run_seed, "explore", iteration, slot, member)
             name = RolloutId(f"x{iteration:06d}-{slot:03d}-{member:03d}")
             yield (

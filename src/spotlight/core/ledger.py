@@ -74,6 +74,7 @@ class Ledger:
     trained: int = 0
     evaluated: int = 0
     explored: int = 0
+    replaced_prompts: int = 0
     dropped: Counter[DropReason] = field(default_factory=Counter)
     dropped_purpose: Counter[Purpose] = field(default_factory=Counter)
     rejected: Counter[str] = field(default_factory=Counter)
@@ -126,6 +127,13 @@ class Ledger:
         self._use(rollout, Purpose.EXPLORE)
         self.explored += 1
         self._write(SampleExplored(rollout))
+
+    def replace_prompts(self, count: int) -> None:
+        """Prompts whose previews showed no contrast gave their place to spare ones.
+
+        No record of its own: their previews are explored, and no train rollout of theirs follows.
+        """
+        self.replaced_prompts += count
 
     def drop(self, rollout: RolloutId, reason: DropReason, detail: str) -> None:
         """A sample will not be used, for a recorded reason."""
@@ -201,6 +209,7 @@ class Ledger:
             "trained": self.trained,
             "evaluated": self.evaluated,
             "explored": self.explored,
+            "replaced_prompts": self.replaced_prompts,
             "dropped": dict(self.dropped),
             "dropped_purpose": dict(self.dropped_purpose),
             "rejected": dict(self.rejected),
@@ -218,6 +227,8 @@ class Ledger:
             trained=state.integer("trained"),
             evaluated=state.integer("evaluated"),
             explored=state.integer("explored"),
+            # Older checkpoints have none.
+            replaced_prompts=state.integer("replaced_prompts") if "replaced_prompts" in snapshot else 0,
             dropped=Counter({DropReason(k): v for k, v in state.counts("dropped").items()}),
             dropped_purpose=Counter({Purpose(k): v for k, v in state.counts("dropped_purpose").items()}),
             rejected=Counter(state.counts("rejected")),

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
+from spotlight.core.planner.arms import Arm, arm_grid
+from spotlight.core.planner.budget import PreviewCosts
+from spotlight.core.selection import SelectionPolicy
 from spotlight.core.types import Prompt, PromptId, WeightKind
 
 
@@ -17,17 +20,65 @@ class Explore(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class ExplorationPlan:
-    """Preview more seeds than a group needs, and keep those with the highest and the lowest rewards.
+class PlannerPlan:
+    """A bandit chooses how much to explore, among all combinations of two lists.
 
     Attributes:
-        seeds_per_prompt: previews of each prompt.
-        steps: denoising steps of a preview.
+        seed_counts: previews of each prompt.
+        step_counts: denoising steps of a preview.
+        alpha: weight of exploring arms: 0 always takes the best so far.
+        discount: of what was learnt, by every later iteration.
+        sharing: evidence that an arm gives of its neighbours on the grid: 0 none, towards 1 nearly all.
+        caution: standard deviations by which an expected window is taken smaller.
+        costs: of previews, as profiled.
+    """
+
+    seed_counts: tuple[int, ...]
+    step_counts: tuple[int, ...]
+    alpha: float = 0.5
+    discount: float = 0.95
+    sharing: float = 0.3
+    caution: float = 1.0
+    costs: PreviewCosts = field(default_factory=PreviewCosts)
+
+
+@dataclass(frozen=True, slots=True)
+class ExplorationPlan:
+    """Preview more seeds than a group needs, and keep those whose rewards differ most.
+
+    Attributes:
+        seeds_per_prompt: previews of each prompt, where no planner decides.
+        steps: denoising steps of a preview, where no planner decides.
+        policy: which of the previewed seeds form the group.
+        contrast_min: previews of a prompt whose rewards lie within this range of each other choose nothing.
+        spare_prompts: so many prompts an iteration without contrast may be replaced.
+        sampled_prompts: groups an iteration that keep seeds drawn at random, to measure ranking fidelity.
+        drawn_seeds: so many each.
+        fidelity_min: Kendall's tau between preview and regenerated rewards below which previews do not
+            choose; None: they always do.
+        undo_selection: samples are weighted so that choosing seeds leaves no bias; every group keeps drawn
+            seeds then, unless the policy itself draws.
+        planner: None: every iteration explores the same.
     """
 
     where: Explore
     seeds_per_prompt: int
     steps: int
+    policy: SelectionPolicy = SelectionPolicy.MAX_VARIANCE
+    contrast_min: float = 0.0
+    spare_prompts: int = 0
+    sampled_prompts: int = 0
+    drawn_seeds: int = 2
+    fidelity_min: float | None = None
+    undo_selection: bool = False
+    planner: PlannerPlan | None = None
+
+    @property
+    def arms(self) -> tuple[Arm, ...]:
+        """Everything that may be explored."""
+        if self.planner is None:
+            return (Arm(self.seeds_per_prompt, self.steps),)
+        return arm_grid(self.planner.seed_counts, self.planner.step_counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +157,8 @@ def require_usable(plan: Plan, train: Sequence[Prompt], test: Sequence[Prompt]) 
             f"micro-batches of {plan.micro_batch_size} samples do not divide by {plan.ranks} ranks; "
             f"give every rank equally many"
         )
-    if plan.exploration is not None and plan.exploration.seeds_per_prompt < plan.group_size:
-        raise ValueError(
-            f"exploration of {plan.exploration.seeds_per_prompt} seeds per prompt cannot choose "
-            f"{plan.group_size}; preview at least as many seeds as a group has members"
-        )
+    if plan.exploration is not None:
+        _require_exploration(plan, plan.exploration)
     _require_degrees(plan.cluster)
     known: dict[PromptId, Prompt] = {}
     for prompt in (*train, *test):
@@ -121,6 +169,30 @@ def require_usable(plan: Plan, train: Sequence[Prompt], test: Sequence[Prompt]) 
 def divisors(heads: int, low: int, high: int) -> tuple[int, ...]:
     """Degrees of sequence parallelism that a model of so many heads allows, within two bounds, ascending."""
     return tuple(degree for degree in range(low, high + 1) if heads % degree == 0)
+
+
+def _require_exploration(plan: Plan, exploration: ExplorationPlan) -> None:
+    if not exploration.arms:
+        raise ValueError("the exploration planner has no arms; give it seed counts and step counts")
+    for arm in exploration.arms:
+        if arm.seeds_per_prompt < plan.group_size:
+            raise ValueError(
+                f"exploration of {arm.seeds_per_prompt} seeds per prompt cannot choose "
+                f"{plan.group_size}; preview at least as many seeds as a group has members"
+            )
+        if arm.steps < 1:
+            raise ValueError(f"previews of {arm.steps} denoising steps; expected at least 1")
+    if not 0 <= exploration.drawn_seeds <= plan.group_size:
+        raise ValueError(
+            f"{exploration.drawn_seeds} of {plan.group_size} seeds are to be drawn at random; "
+            f"expected 0 to {plan.group_size}"
+        )
+    draws = exploration.policy in (SelectionPolicy.RANDOM, SelectionPolicy.PROPORTIONAL)
+    if exploration.undo_selection and not draws and exploration.drawn_seeds == 0:
+        raise ValueError(
+            f"no weights undo a selection by {exploration.policy.value}: some seeds are never chosen; "
+            "let every group draw a seed or two (drawn_seeds), or choose by the policy proportional"
+        )
 
 
 def _require_degrees(cluster: ClusterPlan) -> None:

@@ -13,12 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from spotlight.core import events as ev
 from spotlight.core.cluster import Cluster
-from spotlight.core.effects import DiscardSamples, Effect, ScoreSamples
-from spotlight.core.exploration import Arm, ArmPolicy, FixedArm, Window
+from spotlight.core.effects import DiscardSamples, Effect, ReportExploration, ScoreSamples
+from spotlight.core.exploration import Window
+from spotlight.core.explorer import Explorer
 from spotlight.core.issue import evaluation_rollouts, preview_rollouts, train_rollouts
 from spotlight.core.iteration import Iteration, Safe
 from spotlight.core.ledger import Ledger
-from spotlight.core.plan import Plan
+from spotlight.core.members import GroupState
+from spotlight.core.plan import Explore, Plan
 from spotlight.core.queue import PullQueue, Verdict
 from spotlight.core.records import REWARD
 from spotlight.core.recovery import Recovery
@@ -34,8 +36,7 @@ class Rollouts:
 
     Attributes:
         at: the current iteration.
-        window: previews, for this iteration or the next.
-        chosen: seeds that previews chose, by slot.
+        explorer: None without exploration.
         safe: what outlived a lost learner and was not asked for yet.
         stopping: why the run has to stop.
         effects: what to do; the controller takes them after each event.
@@ -47,14 +48,17 @@ class Rollouts:
         self.plan, self.queue, self.cluster = plan, queue, cluster
         self.train_prompts, self.test_prompts = tuple(train), tuple(test)
         explores = plan.exploration
-        self.arms: ArmPolicy | None = (
-            FixedArm(Arm(explores.seeds_per_prompt, explores.steps)) if explores else None
-        )
+        self.explorer = Explorer(plan, explores, train) if explores else None
         self.ledger = Ledger()
-        self.at, self.window, self.safe = Iteration(), Window(0), Safe()
-        self.chosen: Mapping[int, tuple[int, ...]] = {}
+        self.at, self.safe = Iteration(), Safe()
+        self._no_window = Window(0)
         self.stopping: str | None = None
         self.effects: list[Effect] = []
+
+    @property
+    def window(self) -> Window:
+        """Previews, for this iteration or the next."""
+        return self.explorer.window if self.explorer else self._no_window
 
     # -- issue -----------------------------------------------------------------------------------------
 
@@ -70,7 +74,11 @@ class Rollouts:
 
     def issue_training(self, iteration: int, version: PolicyVersion) -> None:
         """Queue the groups, with the seeds that exploration chose."""
-        issued = train_rollouts(self.plan, self._prompts_of(iteration), iteration, version, self.chosen)
+        prompts, explorer = self._prompts_of(iteration), self.explorer
+        if explorer:
+            prompts = explorer.prompts(prompts)
+        chosen = explorer.seeds if explorer else {}
+        issued = train_rollouts(self.plan, prompts, iteration, version, chosen)
         for slot, prompt, rollout in issued:
             self.at.groups.setdefault((slot, prompt.id), []).append(self._issue(prompt, rollout))
 
@@ -98,31 +106,78 @@ class Rollouts:
 
     # -- exploration -----------------------------------------------------------------------------------
 
-    def open_window(self, iteration: int, version: PolicyVersion) -> None:
+    def open_window(self, iteration: int, version: PolicyVersion, now: float) -> None:
         """Queue the previews that choose the seeds of ``iteration``."""
-        assert self.arms is not None
-        self.window = window = Window(iteration)
-        arm, prompts = self.arms.arm(iteration), self._prompts_of(iteration)
-        for slot, prompt, rollout in preview_rollouts(self.plan, arm, prompts, iteration, version):
-            window.rollouts[rollout.id], window.slots[rollout.id] = rollout, slot
-            window.unscored.add(rollout.id)
+        assert self.explorer is not None
+        prompts = self._prompts_of(iteration)
+        self.explorer.open(iteration, version, prompts, self._explorers(), now)
+        self._preview(dict(enumerate(prompts)))
+
+    def _preview(self, slots: Mapping[int, Prompt]) -> None:
+        window = self.window
+        if window.arm is None:
+            return
+        previews = preview_rollouts(self.plan, window.arm, slots, window.iteration, window.version)
+        for slot, prompt, rollout in previews:
+            window.issue(slot, rollout)
             self.ledger.issue(rollout, prompt)
             self.queue.add([rollout])
 
-    def close_window(self) -> None:
+    def _preview_spare(self, slot: int) -> None:
+        """Once a prompt turns out to have no contrast, preview another in its place."""
+        spare = self.explorer.spare(slot) if self.explorer else None
+        if spare is not None:
+            self._preview(dict([spare]))
+
+    def _explorers(self) -> int:
+        """Workers that can explore while the learner trains, or at all where it waits for exploration."""
+        cluster, plan = self.cluster, self.plan.exploration
+        if not cluster.hosts:
+            return len(self.queue.workers)
+        beside = plan is not None and plan.where is Explore.IDLE
+        able = 0
+        for group in cluster.groups.values():
+            host = cluster.hosts[group.node]
+            if group.state is not GroupState.STOPPING and not host.draining:
+                able += 0 if beside and host.node.trains else len(group.members)
+        return able
+
+    def close_window(self, now: float) -> None:
         """Choose seeds from what was scored; drop the rest."""
-        window, self.window = self.window, Window(self.window.iteration)
-        self.chosen, used = window.choose(self.plan.group_size)
+        if self.explorer is None:
+            return
+        window, choice = self.explorer.close(now)
+        self.ledger.replace_prompts(choice.replaced)
         for lease in self.queue.cancel([name for name in window.rollouts if name in window.unscored]):
             self.cluster.revoked(lease)
-        for rollout in used:
+        for rollout in choice.used:
             self.ledger.explore(rollout)
-        explored = set(used)
+        explored = set(choice.used)
         for rollout in window.rollouts:
             if rollout not in explored:
                 self.cluster.recoveries[Recovery.PREVIEW_DROPPED] += 1
                 self.ledger.drop(rollout, DropReason.EXPLORATION_OVER, "the weights it was for are published")
         self.discard(window.rollouts)
+
+    def learn_from_groups(self, iteration: int, version: PolicyVersion) -> None:
+        """The iteration's samples are scored: tell the explorer what its choice came to."""
+        if self.explorer is None:
+            return
+        realised: dict[int, dict[int, Mapping[str, float]]] = {}
+        for (slot, _), members in self.at.groups.items():
+            scored = [name for name in members if name in self.at.scores]
+            realised[slot] = {self.at.rollouts[name].seed: self.at.scores[name] for name in scored}
+        report = self.explorer.learn(realised, version)
+        if report is not None:
+            self.effects.append(ReportExploration(iteration, report))
+
+    def weights(self, rollouts: Iterable[RolloutId]) -> dict[RolloutId, float]:
+        """Factors that undo the choice of seeds, where they are not 1."""
+        if self.explorer is None:
+            return {}
+        slots = {name: slot for (slot, _), members in self.at.groups.items() for name in members}
+        weights = {name: self.explorer.weight(slots[name], self.at.rollouts[name].seed) for name in rollouts}
+        return {name: weight for name, weight in weights.items() if weight != 1.0}
 
     # -- made ------------------------------------------------------------------------------------------
 
@@ -182,7 +237,7 @@ class Rollouts:
 
     # -- rewards ---------------------------------------------------------------------------------------
 
-    def reward(self, scores_of: Mapping[RolloutId, Mapping[str, float]], lineage: int) -> None:
+    def reward(self, scores_of: Mapping[RolloutId, Mapping[str, float]], lineage: int, now: float) -> None:
         """Scores came."""
         for rollout, scores in scores_of.items():
             if not self._scores_count(rollout, lineage):
@@ -190,10 +245,14 @@ class Rollouts:
             if not math.isfinite(scores.get(REWARD, math.nan)):
                 self._drop(rollout, DropReason.REWARD_NOT_FINITE, f"{REWARD} is {scores.get(REWARD)}")
                 continue
-            work = self._work_of(rollout)
             self.ledger.score(rollout, scores)
-            work.scores[rollout] = scores
-            work.unscored.discard(rollout)
+            window = self.window
+            if rollout in window.rollouts:
+                window.score(rollout, scores, now)
+                self._preview_spare(window.slots[rollout])
+            else:
+                self.at.scores[rollout] = scores
+                self.at.unscored.discard(rollout)
 
     def fail_reward(self, event: ev.RewardFailed) -> None:
         """Scores will not come."""
@@ -236,10 +295,10 @@ class Rollouts:
 
     def _drop_preview(self, rollout: RolloutId, reason: DropReason, detail: str) -> None:
         """Previews are expendable: they never stop a run."""
-        window = self.window
+        slot = self.window.slots[rollout]
         self.drop_quietly(rollout, reason, detail)
-        window.unscored.discard(rollout)
-        del window.rollouts[rollout], window.slots[rollout]
+        self.window.drop(rollout)
+        self._preview_spare(slot)
 
     def drop_quietly(self, rollout: RolloutId, reason: DropReason, detail: str) -> None:
         """A drop that follows from others: recorded, but it does not count towards max_drop_share."""
@@ -254,22 +313,24 @@ class Rollouts:
 
     # -- a lost learner --------------------------------------------------------------------------------
 
-    def roll_back(self, ledger: Mapping[str, object], chosen: Mapping[int, tuple[int, ...]]) -> None:
+    def roll_back(self, ledger: Mapping[str, object], exploration: Mapping[str, object]) -> None:
         """Forget everything but what is safe, and return to an earlier ledger; the bill stays."""
-        previews, self.window = self.window.rollouts, Window(0)
+        previews = self.window.rollouts
         revoked, unfinished = self.queue.reset()
         for lease in revoked:
             self.cluster.revoked(lease)
         older, self.safe = self.safe, Safe.of(self.at, unfinished)
         self.safe.merge(older)
         billed = self.ledger.gpu_seconds, self.ledger.billed_s
-        self.load(ledger, chosen)
+        self.load(ledger, exploration)
         self.ledger.gpu_seconds, self.ledger.billed_s = billed
         self.discard(previews)
 
-    def load(self, ledger: Mapping[str, object], chosen: Mapping[int, tuple[int, ...]]) -> None:
+    def load(self, ledger: Mapping[str, object], exploration: Mapping[str, object]) -> None:
         """Stand where a snapshot was taken."""
-        self.ledger, self.chosen = Ledger.restore(ledger), chosen
+        self.ledger = Ledger.restore(ledger)
+        if self.explorer:
+            self.explorer.load(exploration)
 
     def _recall(self, rollout: Rollout) -> None:
         """A sample that outlived the learner counts again, without being made again."""

@@ -15,15 +15,15 @@ class Snapshot:
     Attributes:
         iteration: the one to start with.
         leases_granted: by the queue, so far.
-        chosen: seeds that exploration chose for ``iteration``, by slot.
         ledger: see :meth:`~spotlight.core.ledger.Ledger.snapshot`.
+        exploration: see :meth:`~spotlight.core.explorer.Explorer.snapshot`; empty without exploration.
     """
 
     iteration: int
     version: PolicyVersion
     leases_granted: int
-    chosen: Mapping[int, tuple[int, ...]]
     ledger: Mapping[str, object]
+    exploration: Mapping[str, object]
 
     def as_json(self) -> dict[str, object]:
         """What :meth:`parse` takes."""
@@ -33,22 +33,22 @@ class Snapshot:
             "leases_granted": self.leases_granted,
             "ledger": dict(self.ledger),
         }
-        if self.chosen:
-            tree["chosen"] = {str(slot): list(seeds) for slot, seeds in self.chosen.items()}
+        if self.exploration:
+            tree["exploration"] = dict(self.exploration)
         return tree
 
     @classmethod
     def parse(cls, tree: Mapping[str, object]) -> Snapshot:
         """Raises ValueError for anything else than what :meth:`as_json` made."""
         iteration, version = tree.get("iteration"), tree.get("version")
-        leases, ledger, chosen = tree.get("leases_granted"), tree.get("ledger"), tree.get("chosen", {})
+        leases, ledger = tree.get("leases_granted"), tree.get("ledger")
+        exploration = tree.get("exploration", {})
         if not (
             isinstance(iteration, int)
             and isinstance(version, int)
             and isinstance(leases, int)
             and isinstance(ledger, Mapping)
-            and isinstance(chosen, Mapping)
+            and isinstance(exploration, Mapping)
         ):
             raise ValueError(f"not a controller snapshot: {sorted(tree)}")
-        seeds = {int(slot): tuple(int(seed) for seed in chosen[slot]) for slot in chosen}
-        return cls(iteration, PolicyVersion(version), leases, seeds, ledger)
+        return cls(iteration, PolicyVersion(version), leases, ledger, exploration)

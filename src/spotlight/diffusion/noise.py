@@ -36,6 +36,7 @@ class Stream(IntEnum):
     SDE_WINDOW = 1
     TRAIN_TIMESTEPS = 2
     TRAIN_NOISE = 3
+    PREVIEW_NOISE = 4
 
 
 def noise(seed: int, step: int, shape: Sequence[int]) -> Tensor:
@@ -46,14 +47,14 @@ def noise(seed: int, step: int, shape: Sequence[int]) -> Tensor:
         step: :data:`INITIAL` or the index of the denoising step, 0 <= step.
         shape: of one sample, without the batch dimension.
     """
-    return normal(seed, Stream.ROLLOUT_NOISE, _counter_of_step(step), shape)
+    return normal(seed, Stream.ROLLOUT_NOISE, counter_of_step(step), shape)
 
 
 def noise_batch(
     seeds: Sequence[int], steps: Sequence[int], shape: Sequence[int], device: torch.device | str = "cpu"
 ) -> Tensor:
     """Row i is ``noise(seeds[i], steps[i], shape)``: [batch, *shape] float32 on ``device``."""
-    counters = [_counter_of_step(step) for step in steps]
+    counters = [counter_of_step(step) for step in steps]
     return normal_batch(seeds, Stream.ROLLOUT_NOISE, counters, shape, device)
 
 
@@ -85,7 +86,8 @@ def uniform(seed: int, stream: Stream, index: int, count: int) -> NDArray[np.flo
     return _centred_uniform(_raw(seed, stream, index, count)) + 0.5
 
 
-def _counter_of_step(step: int) -> int:
+def counter_of_step(step: int) -> int:
+    """The index, in its stream, of the noise of a rollout's step. Raises ValueError below INITIAL."""
     if step < INITIAL:
         raise ValueError(f"noise step is {step}; expected INITIAL ({INITIAL}) or a step index >= 0")
     return step - INITIAL

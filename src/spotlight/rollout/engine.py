@@ -21,8 +21,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from spotlight.core.types import Rollout
+from spotlight.core.types import Purpose, Rollout
 from spotlight.diffusion import samplers
+from spotlight.diffusion.brownian import Kick, coarse_kicks, coarse_window, kick_batch
 from spotlight.diffusion.noise import INITIAL, noise_batch
 from spotlight.models.base import Condition, Guidance, ImageSize, ModelFamily
 from spotlight.rollout.limits import decode_batch
@@ -53,6 +54,7 @@ class Engine:
             raise ValueError(f"engine's max_batch is {max_batch}; expected at least 1")
         self._family = family
         self.max_batch = max_batch
+        self._paths: dict[tuple[ImageSize, int, int], tuple[Kick, ...]] = {}
         self.autocast = autocast
         self._negative = None if negative is None else Condition(negative.embeds.to(family.device))
 
@@ -68,8 +70,9 @@ class Engine:
 
         Raises:
             ModelError: the size does not suit the family.
-            ValueError: the SDE window does not fit a rollout's steps, a rollout without steps, guidance
-                without a negative prompt, or not one condition a rollout.
+            ValueError: the SDE window does not fit a rollout's steps, a rollout without steps, a preview of
+                more steps than its rollouts have, guidance without a negative prompt, or not one condition a
+                rollout.
         """
         self._family.check_size(recipe.size)
         if recipe.guidance_scale > 1 and self._negative is None:
@@ -83,6 +86,8 @@ class Engine:
         )
         on_device = _Mover(self._family.device)
         schedules = {rollout.steps: self._sigmas(rollout, recipe.size) for rollout in rollouts}
+        for rollout in rollouts:
+            _require_path(recipe, rollout)
         return [
             RolloutState(
                 rollout=rollout,
@@ -91,7 +96,7 @@ class Engine:
                 step=0,
                 latents=latents,
                 sigmas=schedules[rollout.steps],
-                window=_window(recipe, rollout),
+                window=self._window(recipe, rollout, schedules[rollout.steps]),
             )
             for rollout, condition, latents in zip(rollouts, conditions, noise, strict=True)
         ]
@@ -170,13 +175,52 @@ class Engine:
                 velocity[rows],
                 sigma[rows],
                 sigma_next[rows],
-                noise=_kicks(members, latents),
+                noise=self._kicks(members, latents),
                 stochastic=[state.stochastic for state in members],
             )
             new = zip(members_at, stepped.latents.unbind(0), stepped.log_prob.unbind(0), strict=True)
             for i, row, log_prob in new:
                 advanced[i] = _advance(states[i], row, log_prob)
         return advanced
+
+    def _window(self, recipe: Recipe, rollout: Rollout, sigmas: Tensor) -> range:
+        if recipe.window is None:
+            return range(0)
+        path_steps = _path_steps(recipe, rollout)
+        if path_steps is None:
+            return recipe.window.steps(rollout.steps, rollout.seed, rollout.iteration)
+        window = recipe.window.steps(path_steps, rollout.seed, rollout.iteration)
+        return coarse_window(window, self._family.sigmas(path_steps, recipe.size).tolist(), sigmas.tolist())
+
+    def _kicks(self, states: Sequence[RolloutState], latents: Tensor) -> Tensor | None:
+        """Noise [states, tokens, channels] of the stochastic rows; zero in the others, which need none."""
+        rows = [i for i, state in enumerate(states) if state.stochastic]
+        if not rows:
+            return None
+        shape, device = latents.shape[1:], latents.device
+        coarse = [i for i in rows if _path_steps(states[i].recipe, states[i].rollout) is not None]
+        own = [i for i in rows if i not in set(coarse)] if coarse else rows
+        if len(own) == len(states):
+            return _own_kicks(states, shape, device)
+        noise = latents.new_zeros(len(states), *shape, dtype=torch.float32)
+        if own:
+            noise[torch.tensor(own, device=device)] = _own_kicks([states[i] for i in own], shape, device)
+        if coarse:
+            kicks = [self._path(states[i])[states[i].step] for i in coarse]
+            seeds = [states[i].rollout.seed for i in coarse]
+            noise[torch.tensor(coarse, device=device)] = kick_batch(seeds, kicks, shape, device)
+        return noise
+
+    def _path(self, state: RolloutState) -> tuple[Kick, ...]:
+        """The kicks of a preview, of the draws of the rollout that it stands for."""
+        recipe, steps = state.recipe, state.rollout.steps
+        path_steps = _path_steps(recipe, state.rollout)
+        assert path_steps is not None, "asked for a preview's steps only"
+        key = recipe.size, path_steps, steps
+        if key not in self._paths:
+            fine = self._family.sigmas(path_steps, recipe.size).tolist()
+            self._paths[key] = coarse_kicks(fine, state.sigmas.tolist())
+        return self._paths[key]
 
     def _guidance(self, recipe: Recipe, batch: int) -> Guidance | None:
         if recipe.guidance_scale <= 1 or self._negative is None:
@@ -202,10 +246,19 @@ class _Mover:
         return self._moved[id(condition)]
 
 
-def _window(recipe: Recipe, rollout: Rollout) -> range:
-    if recipe.window is None:
-        return range(0)
-    return recipe.window.steps(rollout.steps, rollout.seed, rollout.iteration)
+def _path_steps(recipe: Recipe, rollout: Rollout) -> int | None:
+    """Steps of the rollout whose noise path a preview follows with fewer of its own; None for others."""
+    if rollout.purpose is not Purpose.EXPLORE or rollout.steps == recipe.path_steps:
+        return None
+    return recipe.path_steps
+
+
+def _require_path(recipe: Recipe, rollout: Rollout) -> None:
+    if recipe.path_steps is not None and rollout.steps > recipe.path_steps:
+        raise ValueError(
+            f"preview {rollout.id} has {rollout.steps} denoising steps, the rollouts it chooses seeds for "
+            f"{recipe.path_steps}; expected at most as many"
+        )
 
 
 def _levels(states: Sequence[RolloutState]) -> Tensor:
@@ -219,18 +272,10 @@ def _levels(states: Sequence[RolloutState]) -> Tensor:
     return torch.stack([pairs[key] for key in keys], dim=1)
 
 
-def _kicks(states: Sequence[RolloutState], latents: Tensor) -> Tensor | None:
-    """Noise [states, tokens, channels] of the stochastic rows; zero in the others, which need none."""
-    rows = [i for i, state in enumerate(states) if state.stochastic]
-    if not rows:
-        return None
-    seeds, steps = [states[i].rollout.seed for i in rows], [states[i].step for i in rows]
-    drawn = noise_batch(seeds, steps, latents.shape[1:], latents.device)
-    if len(rows) == len(states):
-        return drawn
-    noise = drawn.new_zeros(len(states), *latents.shape[1:])
-    noise[torch.tensor(rows, device=latents.device)] = drawn
-    return noise
+def _own_kicks(states: Sequence[RolloutState], shape: torch.Size, device: torch.device) -> Tensor:
+    """The noise of each state's next step."""
+    seeds, steps = [state.rollout.seed for state in states], [state.step for state in states]
+    return noise_batch(seeds, steps, shape, device)
 
 
 def _advance(state: RolloutState, latents: Tensor, log_prob: Tensor) -> RolloutState:

@@ -36,6 +36,9 @@ class Recipe:
         window: the stochastic steps of a rollout; None with a deterministic sampler, and only then.
         guidance_scale: true classifier-free guidance; 1 or less means none.
         keeps: what a finished rollout carries: the states around its stochastic steps, or x0 alone.
+        path_steps: steps of the rollouts that previews choose seeds for: a preview of fewer steps follows
+            their noise path, coarsened (:mod:`spotlight.diffusion.brownian`). None: this is no recipe of
+            previews, or the ODE, whose path is the initial noise.
     """
 
     size: ImageSize
@@ -43,6 +46,7 @@ class Recipe:
     window: SdeWindow | None
     guidance_scale: float
     keeps: Literal["trajectory", "final"]
+    path_steps: int | None = None
 
     def __post_init__(self) -> None:
         if self.sampler.stochastic != (self.window is not None):
@@ -55,6 +59,15 @@ class Recipe:
                 f"keeps 'trajectory' with sampler {self.sampler}: an ODE has no stochastic steps to keep; "
                 "use flow_sde, cps or dance with a noise level above 0, or keeps 'final'"
             )
+        if self.path_steps is not None and (self.window is None or self.keeps != "final"):
+            raise ValueError(
+                f"path_steps {self.path_steps} with sampler {self.sampler}, keeps {self.keeps!r}: a "
+                "recipe of previews has a stochastic sampler and keeps 'final': no preview is trained on"
+            )
+
+    def preview(self, steps: int) -> Recipe:
+        """The recipe of previews for rollouts of this one with so many steps."""
+        return dataclasses.replace(self, keeps="final", path_steps=None if self.window is None else steps)
 
     def describe(self) -> dict[str, str]:
         """Every field as text: to compare recipes across processes."""

@@ -61,6 +61,7 @@ class Simulation:
     Attributes:
         slow: factor on the durations of a node.
         reward_failing: share of samples whose reward times out.
+        explorations: what exploration reported, an iteration that was undone twice.
         head_up: False while the head restarts; nothing reaches the controller then.
     """
 
@@ -94,6 +95,7 @@ class Simulation:
         self.finish: ef.FinishRun | None = None
         self.events = self.preemptions = self.notices = 0
         self.iterations: list[IterationTime] = []
+        self.explorations: list[ef.ReportExploration] = []
         self._mark_s, self._mark_usd, self._mark_trained = 0.0, 0.0, 0
         self._heap: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._numbers = count()
@@ -226,6 +228,8 @@ class Simulation:
                 self.after(0.0, self._from_head, self.head_life, ev.EvaluationReported(iteration, lineage))
             case ef.RestoreLearner():
                 self.learner.restore(effect)
+            case ef.ReportExploration():
+                self.explorations.append(effect)
             case ef.WriteRecord() | ef.RollBack() | ef.NoWork():
                 pass
             case ef.FinishRun():
@@ -249,9 +253,12 @@ class Simulation:
                 self._from_head(life, late)
             else:
                 content = float(sample.content) if sample else -1.0
-                scores[rollout.id] = {REWARD: rollout.seed % 1009 / 1009, CONTENT: content}
+                scores[rollout.id] = {REWARD: self._reward_of(rollout), CONTENT: content}
         if scores:
             self._from_head(life, ev.SamplesRewarded(scores, lineage))
+
+    def _reward_of(self, rollout: Rollout) -> float:
+        return self.scenario.rewards.reward(rollout, self.scenario.plan)
 
     def _from_head(self, life: int, event: ev.Event) -> None:
         if life == self.head_life:
@@ -420,6 +427,7 @@ class Simulation:
             trained=ledger.trained,
             evaluated=ledger.evaluated,
             explored=ledger.explored,
+            explorations=tuple(effect.report for effect in self.explorations),
             dropped=ledger.dropped.total(),
             events=self.events,
             gpu_hours=sum(self.accounts.seconds.values()) / 3600,

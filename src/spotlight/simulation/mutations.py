@@ -124,10 +124,10 @@ def _grants_again_from_now(self: PullQueue, lease: LeaseId) -> Granted:
 
 
 def _keeps_the_ledger(
-    self: Rollouts, ledger: Mapping[str, object], chosen: Mapping[int, tuple[int, ...]]
+    self: Rollouts, ledger: Mapping[str, object], exploration: Mapping[str, object]
 ) -> None:
     before = self.ledger
-    _load(self, ledger, chosen)
+    _load(self, ledger, exploration)
     if before.position:
         self.ledger = before
 
@@ -149,7 +149,7 @@ def _leases_busy_learners(self: Cluster, idles: bool) -> None:
     self.learner_busy = False
 
 
-def _leaves_windows_open(self: Rollouts) -> None:
+def _leaves_windows_open(self: Rollouts, now: float) -> None:
     pass
 
 

@@ -32,8 +32,8 @@ class Outcome:
         simulated_h, simulated_usd: of the whole simulation.
         gpu_s: GPU-seconds by kind of node and phase.
         spot_idle_share: of the GPU-seconds of spot nodes; NaN without any.
-        preview_share: previews that seeds were chosen among, of those that full exploration makes; NaN
-            without exploration.
+        preview_share: previews that seeds were chosen among, of those that full exploration makes (that the
+            planner asked for, where there is one); NaN without exploration.
         dropped_share: samples left out, of those made to be trained on.
     """
 
@@ -120,8 +120,17 @@ def _preview_share(scenario: Scenario, result: SimulationResult) -> float:
     if arm is None or not result.iterations:
         return math.nan
     windows = len(result.iterations) - (arm.where.value == "idle")
+    if arm.planner is not None:
+        wanted = sum(_issued(report) for report in result.explorations)
+        return min(1.0, result.explored / wanted) if wanted else math.nan
     wanted = windows * arm.seeds_per_prompt * scenario.plan.prompts_per_iteration
     return min(1.0, result.explored / wanted) if wanted else math.nan
+
+
+def _issued(report: Mapping[str, object]) -> int:
+    window = report["window"]
+    assert isinstance(window, Mapping), "a report tells of its window"
+    return int(window["issued"])
 
 
 def _to(iterations: int, first: float, later: float) -> float:

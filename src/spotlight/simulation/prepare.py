@@ -11,7 +11,8 @@ from datetime import datetime
 
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.core.events import NodeJoined
-from spotlight.core.plan import ClusterPlan, ExplorationPlan, Plan
+from spotlight.core.plan import ClusterPlan, ExplorationPlan, Plan, PlannerPlan
+from spotlight.core.planner.budget import PreviewCosts
 from spotlight.core.types import Node, NodeId, NodeKind, WeightKind
 from spotlight.fleet.traces.events import Trace, TraceEvent, TraceEventKind
 from spotlight.fleet.traces.generator import TraceSpec, generate
@@ -20,6 +21,7 @@ from spotlight.fleet.traces.transforms import cut, limit, repeat, with_notices
 from spotlight.simulation.fleet_events import SpotOffer, spot_events
 from spotlight.simulation.profile import Profile, load_profile, require_memory, require_size
 from spotlight.simulation.profile_costs import ProfileCosts, Workload, sp_degrees
+from spotlight.simulation.rewards import RewardModel
 from spotlight.simulation.scenario import NodeEvent, Scenario
 from spotlight.simulation.scenario_file import AlwaysOn, GeneratedTrace, Pool, ScenarioFile
 from spotlight.simulation.strategies import STRATEGIES, SpotPlaces, Strategy
@@ -106,8 +108,9 @@ def scenario_of(prepared: Prepared, strategy: Strategy, *, timelines: bool = Fal
         max_drop_share=0.5,  # samples left over by uneven ranks are no fault
         ranks=ranks,
         cluster=_cluster_plan(prepared, costs, denoising),
-        exploration=_exploration(file, strategy),
+        exploration=_exploration(file, strategy, costs, denoising[0], ranks),
     )
+    model = file.exploration.rewards if file.exploration else None
     return Scenario(
         plan=plan,
         costs=costs,
@@ -118,6 +121,7 @@ def scenario_of(prepared: Prepared, strategy: Strategy, *, timelines: bool = Fal
         noise=file.run.noise,
         commit_every=file.run.commit_every,
         until_s=file.run.until_h * 3600,
+        rewards=RewardModel(**model.model_dump()) if model else RewardModel(),
         timelines=timelines,
     )
 
@@ -185,15 +189,54 @@ def _trace(file: ScenarioFile) -> Trace:
     return replace(trace, source=source)
 
 
-def _exploration(file: ScenarioFile, strategy: Strategy) -> ExplorationPlan | None:
+def _exploration(
+    file: ScenarioFile, strategy: Strategy, costs: ProfileCosts, gpu: str, ranks: int
+) -> ExplorationPlan | None:
     if strategy.explore is None:
         return None
-    if file.exploration is None:
+    section = file.exploration
+    if section is None:
         remedy = "Add seeds_per_prompt and steps."
         raise ConfigError(
             file.name, [Problem("exploration", "nothing", f"a section, for {strategy.name}", remedy)]
         )
-    return ExplorationPlan(strategy.explore, file.exploration.seeds_per_prompt, file.exploration.steps)
+    planner = None
+    if section.planner is not None:
+        chosen = section.planner
+        planner = PlannerPlan(
+            seed_counts=chosen.seed_counts,
+            step_counts=chosen.step_counts,
+            alpha=chosen.alpha,
+            discount=chosen.discount,
+            sharing=chosen.sharing,
+            caution=chosen.caution,
+            costs=_preview_costs(file, costs, gpu, ranks),
+        )
+    return ExplorationPlan(
+        where=strategy.explore,
+        seeds_per_prompt=section.seeds_per_prompt,
+        steps=section.steps,
+        policy=section.policy,
+        spare_prompts=section.spare_prompts,
+        sampled_prompts=section.sampled_prompts,
+        drawn_seeds=section.drawn_seeds,
+        fidelity_min=section.fidelity_min,
+        planner=planner,
+    )
+
+
+def _preview_costs(file: ScenarioFile, costs: ProfileCosts, gpu: str, ranks: int) -> PreviewCosts:
+    """As profiled: of one preview in a full lease, on one GPU; and how long the learner takes."""
+    size, learner = costs.lease_size(gpu, file.pixels, 1), file.cluster.reserved.gpu_type
+    updates = file.workload.updates_per_batch * costs.optimizer_s()
+    publishes = costs.publish_s(WeightKind(file.workload.publishes))
+    training_s = costs.train_s(learner, file.pixels, file.samples, ranks)
+    return PreviewCosts(
+        step_s=costs.denoise_step_s(gpu, file.pixels, size, 1) / size,
+        fixed_s=costs.decode_s(gpu, file.pixels, size) / size,
+        reward_s=costs.reward_s(size),
+        window_s=costs.prepare_s(file.samples, ranks) + training_s + updates + publishes,
+    )
 
 
 # -- what follows from durations -----------------------------------------------------------------------------

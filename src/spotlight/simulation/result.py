@@ -56,6 +56,8 @@ class SimulationResult:
         gpus: empty unless the scenario asked for timelines.
         preemptions: nodes lost; notices: notices given.
         events: what the controller was told.
+        explorations: reports of :class:`~spotlight.core.effects.ReportExploration`, in order; one undone is
+            here, too.
         log_hash: of all these events with their times; equal runs have equal hashes.
     """
 
@@ -75,3 +77,4 @@ class SimulationResult:
     events: int
     gpu_hours: float
     log_hash: str
+    explorations: tuple[Mapping[str, object], ...] = ()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from spotlight.core.events import NodeJoined, NodeLost, NodeNoticed, NoticeCancelled
 from spotlight.core.plan import Plan
 from spotlight.core.types import NodeId
 from spotlight.simulation.costs import CostModel
+from spotlight.simulation.rewards import RewardModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class Scenario:
             exact. The learner waits for its slowest rank.
         commit_every: denoising steps between two commits of a lease.
         until_s: stop there, though the run is not over; None runs to the end.
+        rewards: what simulated samples score.
         timelines: keep every GPU's segments, for a picture.
     """
 
@@ -47,6 +49,7 @@ class Scenario:
     noise: float = 0.0
     commit_every: int = 5
     until_s: float | None = None
+    rewards: RewardModel = field(default_factory=RewardModel)
     timelines: bool = False
 
     def __post_init__(self) -> None:

@@ -21,6 +21,7 @@ from pydantic import (
     PositiveInt,
 )
 
+from spotlight.core.selection import SelectionPolicy
 from spotlight.core.types import WeightKind
 from spotlight.simulation.profile import Source
 
@@ -165,6 +166,38 @@ class WorkSection(_Section):
     """Null: none."""
 
 
+class ArmPlanner(_Section):
+    """A bandit chooses how much to explore, iteration by iteration."""
+
+    seed_counts: Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
+    """Previews of a prompt: the choices; each at least the group size."""
+    step_counts: Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
+    """Denoising steps of a preview: the choices."""
+    alpha: NonNegativeFloat = 0.5
+    """Weight of trying what is uncertain; 0 always takes the best so far."""
+    discount: Annotated[float, Field(gt=0, le=1)] = 0.95
+    """Of what was learnt, by every later iteration."""
+    sharing: Annotated[float, Field(ge=0, lt=1)] = 0.3
+    """Evidence that a choice gives of its neighbours."""
+    caution: NonNegativeFloat = 1.0
+    """Standard deviations by which an expected window is taken smaller."""
+
+
+class SimulatedRewards(_Section):
+    """How well previews rank, in a simulation: the testbed's figures, not those of a large model."""
+
+    exponent: PositiveFloat = 1.66
+    """Previews of T of S steps correlate by 1 - (1 - T/S) ** exponent; ODE: 1.66, SDE: 0.82."""
+    staleness: Annotated[float, Field(ge=0, le=1)] = 0.97
+    """Correlation of rewards under weights one iteration apart."""
+    spread: NonNegativeFloat = 0.2
+    """Median standard deviation of a prompt's rewards."""
+    variety: NonNegativeFloat = 0.5
+    """Standard deviation of the logarithm of prompts' spreads."""
+    flat_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of prompts whose rewards are all equal."""
+
+
 class Exploration(_Section):
     """Previews, for the strategies that make them."""
 
@@ -172,6 +205,20 @@ class Exploration(_Section):
     """Previews of a prompt; at least the group size."""
     steps: PositiveInt
     """Denoising steps of a preview."""
+    policy: SelectionPolicy = SelectionPolicy.MAX_VARIANCE
+    """Which previewed seeds form the group."""
+    spare_prompts: NonNegativeInt = 0
+    """So many prompts an iteration that show no contrast are replaced by others."""
+    sampled_prompts: NonNegativeInt = 0
+    """Groups an iteration that keep seeds drawn at random, to measure how well previews rank."""
+    drawn_seeds: NonNegativeInt = 2
+    """So many each."""
+    fidelity_min: Annotated[float, Field(ge=-1, le=1)] | None = None
+    """Kendall's tau of previews with regenerated rewards below which they do not choose; null: no bound."""
+    planner: ArmPlanner | None = None
+    """Null: always ``seeds_per_prompt`` and ``steps``."""
+    rewards: SimulatedRewards = SimulatedRewards()
+    """What simulated samples score."""
 
 
 class Target(_Section):

@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.load import apply_override, merge, read_tree
 from spotlight.fleet.gpus import GPU_TYPES, unknown_gpu
-from spotlight.simulation.scenario_file import ScenarioFile
+from spotlight.simulation.scenario_file import Exploration, ScenarioFile
 from spotlight.simulation.strategies import STRATEGIES
 
 _BASE = "base"
@@ -198,16 +198,32 @@ def _contradictions(scenario: ScenarioFile) -> Iterator[Problem]:
     if exploring and explore is None and set(exploring) & set(scenario.strategies):
         remedy = "Add seeds_per_prompt and steps, or leave these strategies out."
         yield Problem("exploration", "nothing", f"a section, for {', '.join(exploring)}", remedy)
-    if explore is not None and explore.seeds_per_prompt < group:
-        remedy = "A group is chosen among the previews: make as many or more."
-        found = str(explore.seeds_per_prompt)
-        yield Problem("exploration.seeds_per_prompt", found, f"at least the group size, {group}", remedy)
-    if explore is not None and explore.steps > scenario.workload.steps:
-        found, expected = str(explore.steps), f"at most workload.steps, {scenario.workload.steps}"
-        yield Problem("exploration.steps", found, expected, "A preview is no longer than a rollout.")
+    if explore is not None:
+        yield from _exploration(explore, group, scenario.workload.steps)
     if scenario.workload.updates_per_batch > scenario.workload.prompts:
         found, expected = str(scenario.workload.updates_per_batch), f"at most {scenario.workload.prompts}"
         yield Problem("workload.updates_per_batch", found, expected, "An update trains whole groups.")
+
+
+def _exploration(explore: Exploration, group: int, steps: int) -> Iterator[Problem]:
+    seeds, counts = (
+        {"exploration.seeds_per_prompt": explore.seeds_per_prompt},
+        {"exploration.steps": explore.steps},
+    )
+    if explore.planner is not None:
+        seeds["exploration.planner.seed_counts"] = min(explore.planner.seed_counts)
+        counts["exploration.planner.step_counts"] = max(explore.planner.step_counts)
+    for key, found in seeds.items():
+        if found < group:
+            remedy = "A group is chosen among the previews: make as many or more."
+            yield Problem(key, str(found), f"at least the group size, {group}", remedy)
+    for key, found in counts.items():
+        if found > steps:
+            expected = f"at most workload.steps, {steps}"
+            yield Problem(key, str(found), expected, "A preview is no longer than a rollout.")
+    if explore.drawn_seeds > group:
+        found, remedy = explore.drawn_seeds, "They are part of the group."
+        yield Problem("exploration.drawn_seeds", str(found), f"at most the group size, {group}", remedy)
 
 
 def _cluster(scenario: ScenarioFile) -> Iterator[Problem]:

@@ -6,10 +6,13 @@ import random
 from dataclasses import dataclass
 
 from spotlight.core.events import NodeJoined
-from spotlight.core.plan import ClusterPlan, ExplorationPlan, Explore, Plan, divisors
+from spotlight.core.plan import ClusterPlan, ExplorationPlan, Explore, Plan, PlannerPlan, divisors
+from spotlight.core.planner.budget import PreviewCosts
+from spotlight.core.selection import SelectionPolicy
 from spotlight.core.types import Node, NodeId, NodeKind, WeightKind
 from spotlight.simulation.costs import ConstantCosts
 from spotlight.simulation.faults import Fault, FaultKind, draw_faults
+from spotlight.simulation.rewards import RewardModel
 from spotlight.simulation.scenario import NodeEvent, PriceChanged, Scenario
 
 
@@ -45,7 +48,7 @@ def draw_trial(seed: int) -> Trial:
     nodes: list[tuple[float, NodeEvent]] = [(0.0, NodeJoined(node)) for node in joined]
     ranks = sum(node.gpus for node in joined if node.trains)
     scenario = Scenario(
-        _draw_plan(source, ranks, degree_min),
+        _draw_plan(seed, source, ranks, degree_min),
         ConstantCosts(
             source.choice([0.5, 2.0]),
             source.choice([0.1, 0.5]),
@@ -59,6 +62,7 @@ def draw_trial(seed: int) -> Trial:
         seed=seed,
         noise=source.choice([0.0, 0.2]),
         commit_every=source.choice([1, 2, 3]),
+        rewards=RewardModel(flat_share=0.3),
     )
     faults = draw_faults(source, source.choice([0, 2, 6, 12, 20]), source.choice([60, 200, 500]))
     if source.random() < 0.4:
@@ -86,7 +90,7 @@ def _node(name: str, kind: NodeKind, gpus: int, trains: bool, rolls_out: bool) -
     return Node(NodeId(name), kind, gpus, "H100", price_usd_h, trains, rolls_out)
 
 
-def _draw_plan(source: random.Random, ranks: int, degree_min: int) -> Plan:
+def _draw_plan(seed: int, source: random.Random, ranks: int, degree_min: int) -> Plan:
     group_size = source.choice([2, 3, 4])
     explore = source.choice([None, None, Explore.CRITICAL_PATH, Explore.IDLE, Explore.IDLE])
     more, steps = source.choice([0, 2, 4]), source.choice([2, 3])
@@ -115,5 +119,29 @@ def _draw_plan(source: random.Random, ranks: int, degree_min: int) -> Plan:
             drain_margin_s=source.choice([3.0, 25.0]),
             publishes=source.choice([WeightKind.ADAPTER, WeightKind.FULL]),
         ),
-        exploration=None if explore is None else ExplorationPlan(explore, group_size + more, steps),
+        exploration=None if explore is None else _draw_exploration(seed, explore, group_size, more, steps),
+    )
+
+
+def _draw_exploration(seed: int, where: Explore, group_size: int, more: int, steps: int) -> ExplorationPlan:
+    """How seeds are chosen; drawn apart, so that it changes nothing else of a trial."""
+    source = random.Random(f"exploration {seed}")
+    planner = None
+    if source.random() < 0.4:
+        counts = tuple(sorted({group_size, group_size + 2, group_size + more}))
+        costs = PreviewCosts(0.5, 0.5, 0.5, source.choice([None, 20.0]))
+        planner = PlannerPlan(
+            counts, (2, 3), source.choice([0.0, 1.0]), caution=source.choice([0.0, 1.0]), costs=costs
+        )
+    policy = source.choice(list(SelectionPolicy))
+    return ExplorationPlan(
+        where,
+        group_size + more,
+        steps,
+        policy=policy,
+        spare_prompts=source.choice([0, 0, 1, 3]),
+        sampled_prompts=source.choice([0, 1, 2]),
+        fidelity_min=source.choice([None, None, 0.95]),
+        undo_selection=source.random() < 0.3,
+        planner=planner,
     )

@@ -1,0 +1,205 @@
+"""What exploration decides and learns, from one iteration to the next. Part of the controller.
+
+    open ──► previews ──► close: seeds are chosen ──► groups are made anew ──► learn what it brought ──► open
+
+Invariants
+    1. The state is JSON between two iterations; a restored explorer goes on as the one that made it.
+    2. Nothing here reaches training but seeds, and weights that follow from how they were chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
+
+from spotlight.core.exploration import Choice, ExploredGroup, Window, choose, flat
+from spotlight.core.fidelity import Trust, fidelity
+from spotlight.core.plan import ExplorationPlan, Explore, Plan
+from spotlight.core.planner.arms import Arm, arm_grid
+from spotlight.core.planner.bandit import DiscountedUCB
+from spotlight.core.planner.budget import Forecast, WindowSeen
+from spotlight.core.planner.contrast import contrast
+from spotlight.core.planner.memory import section
+from spotlight.core.planner.policy import ArmPolicy, FixedArm, Lesson, Outlook, Planner
+from spotlight.core.records import REWARD
+from spotlight.core.seeds import derive_seed
+from spotlight.core.types import PolicyVersion, Prompt
+
+
+class Explorer:
+    """See the module's docstring.
+
+    Attributes:
+        policy: decides how much to explore.
+        window: open while there are previews to make.
+        groups: what previews chose for the iteration that trains next, by slot.
+        report: what there is to tell of them so far; JSON-able.
+    """
+
+    def __init__(self, plan: Plan, exploration: ExplorationPlan, prompts: Sequence[Prompt]) -> None:
+        self._plan, self._exploration = plan, exploration
+        self._prompts = {prompt.id: prompt for prompt in prompts}
+        self.policy = make_policy(exploration)
+        self.window = Window(0)
+        self.groups: Mapping[int, ExploredGroup] = {}
+        self.report: dict[str, object] = {}
+
+    # -- a window --------------------------------------------------------------------------------------
+
+    def open(
+        self, iteration: int, version: PolicyVersion, prompts: Sequence[Prompt], workers: int, now: float
+    ) -> Window:
+        """Decide how much to explore for an iteration; ``window.arm`` is None for not at all."""
+        decision = self.policy.decide(Outlook(iteration, len(prompts), workers))
+        self.report = {"iteration": iteration, "decision": dict(decision.metrics)}
+        self.window = Window(iteration, decision.arm, version, now, workers, dict(enumerate(prompts)))
+        self.window.scored_s = now
+        return self.window
+
+    def spare(self, slot: int) -> tuple[int, Prompt] | None:
+        """A slot and a prompt to preview besides, if all of ``slot`` are there and show no contrast."""
+        window, plan = self.window, self._plan
+        spares = len(window.prompts) - plan.prompts_per_iteration
+        if spares >= self._exploration.spare_prompts:
+            return None
+        if not flat(window, slot, self._exploration, plan.group_size):
+            return None
+        taken = {prompt.id for prompt in window.prompts.values()}
+        left = [prompt for prompt in self._prompts.values() if prompt.id not in taken]
+        if not left:
+            return None
+        seed = plan.run_seed
+        prompt = min(left, key=lambda one: derive_seed(seed, "spare", window.iteration, one.id))
+        new = len(window.prompts)
+        window.prompts[new] = prompt
+        return new, prompt
+
+    def close(self, now: float) -> tuple[Window, Choice]:
+        """Choose seeds from what was scored; there is no open window then."""
+        window, self.window = self.window, Window(self.window.iteration)
+        if window.opened_s is None:
+            self.groups = {}
+            return window, Choice()
+        plan, exploration = self._plan, self._exploration
+        choice = choose(window, exploration, plan.group_size, plan.prompts_per_iteration, plan.run_seed)
+        self.groups = choice.groups
+        cut_off = bool(window.unscored)
+        open_s = now - window.opened_s
+        if window.arm is not None:
+            busy_s = open_s if cut_off else window.scored_s - window.opened_s
+            scored = len(window.scores)
+            self.policy.observe(WindowSeen(window.arm, open_s, busy_s, window.workers, scored, cut_off))
+        self.report |= {
+            "arm": window.arm and window.arm.name,
+            "version": window.version,
+            "window": {
+                "open_s": open_s,
+                "workers": window.workers,
+                "issued": len(window.rollouts),
+                "scored": len(window.scores),
+                "cut_off": cut_off,
+            },
+            "selection": {
+                "policy": exploration.policy.value,
+                "replaced_prompts": choice.replaced,
+                "pool_contrast": choice.pool_contrast,
+                **{verdict.value: count for verdict, count in sorted(choice.verdicts.items())},
+            },
+        }
+        return window, choice
+
+    # -- the groups that were chosen -------------------------------------------------------------------
+
+    @property
+    def seeds(self) -> Mapping[int, tuple[int, ...]]:
+        """By slot; other slots take seeds of their own."""
+        return {slot: group.seeds for slot, group in self.groups.items()}
+
+    def prompts(self, planned: Iterable[Prompt]) -> list[Prompt]:
+        """The prompts of the iteration's slots, spare ones in the places that they took."""
+        return [
+            self._prompts[self.groups[slot].prompt] if slot in self.groups else prompt
+            for slot, prompt in enumerate(planned)
+        ]
+
+    def weight(self, slot: int, seed: int) -> float:
+        """Factor by which a sample counts, so that the choice of its seed leaves no bias; else 1."""
+        if not self._exploration.undo_selection or slot not in self.groups:
+            return 1.0
+        return self.groups[slot].weights().get(seed, 1.0)
+
+    def learn(
+        self,
+        realised: Mapping[int, Mapping[int, Mapping[str, float]]],
+        version: PolicyVersion,
+    ) -> dict[str, object] | None:
+        """The groups were made anew; returns the report on their exploration, if there was any.
+
+        Args:
+            realised: regenerated scores by slot and seed.
+            version: that made them.
+        """
+        report, self.report = self.report, {}
+        if "window" not in report:
+            return None
+        evidence = {
+            name: [
+                found
+                for slot, group in sorted(self.groups.items())
+                if (found := group.evidence(name, realised.get(slot, {}))) is not None
+            ]
+            for name in self._score_names()
+        }
+        ranked = {name: fidelity(groups) for name, groups in evidence.items()}
+        gained = contrast(evidence[REWARD])
+        arm = Arm.parse(str(report["arm"])) if report["arm"] is not None else None
+        self.policy.learn(Lesson(arm, gained, ranked[REWARD]))
+        report["staleness"] = version - cast("int", report.pop("version"))
+        report["contrast"] = dict(gained.as_metrics()) if gained is not None else {}
+        report["fidelity"] = {name: dict(one.as_metrics()) for name, one in ranked.items()}
+        return report
+
+    def _score_names(self) -> list[str]:
+        names = {name: None for group in self.groups.values() for name in group.pool_variance}
+        return [REWARD, *(name for name in names if name != REWARD)]
+
+    # -- checkpoints -----------------------------------------------------------------------------------
+
+    def snapshot(self) -> dict[str, object]:
+        """JSON-able state between two iterations."""
+        return {
+            "policy": self.policy.snapshot(),
+            "groups": {str(slot): group.as_json() for slot, group in self.groups.items()},
+            "report": dict(self.report),
+        }
+
+    def load(self, state: Mapping[str, object]) -> None:
+        """Stand where a snapshot was taken; an empty one is the start. Raises ValueError if it is none."""
+        self.policy = make_policy(self._exploration)
+        self.window, self.groups, self.report = Window(0), {}, {}
+        if not state:
+            return
+        self.policy.load(section(state, "policy"))
+        groups = section(state, "groups")
+        self.groups = {int(slot): ExploredGroup.parse(tree) for slot, tree in groups.items()}
+        unknown = [group.prompt for group in self.groups.values() if group.prompt not in self._prompts]
+        if unknown:
+            raise ValueError(
+                f"the checkpoint has seeds for prompt {unknown[0]}, which is not among the training prompts: "
+                "resume with the prompts that the run began with"
+            )
+        self.report = dict(section(state, "report"))
+
+
+def make_policy(exploration: ExplorationPlan) -> ArmPolicy:
+    """The planner, or the one arm of the plan."""
+    trust = Trust(exploration.fidelity_min)
+    planner = exploration.planner
+    if planner is None:
+        return FixedArm(Arm(exploration.seeds_per_prompt, exploration.steps), trust)
+    grid = arm_grid(planner.seed_counts, planner.step_counts)
+    # The largest first: what fits a window fills it.
+    arms = sorted(grid, key=lambda arm: (-planner.costs.work_s(arm, arm.seeds_per_prompt), arm))
+    bandit = DiscountedUCB(arms, planner.alpha, planner.discount, planner.sharing)
+    forecast = Forecast(planner.costs, planner.caution)
+    return Planner(bandit, forecast, trust, limited=exploration.where is Explore.IDLE)

@@ -1,0 +1,76 @@
+"""Sums that forget: the statistics of a quantity that drifts. Their state is JSON-able."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_FORGOTTEN = 1e-6
+"""Evidence of less than this many observations is none."""
+
+
+@dataclass(slots=True)
+class Fading:
+    """Observations of which those made n forgettings ago weigh ``discount ** n``.
+
+    Attributes:
+        weight: of all observations; the memory is about 1 / (1 - discount) forgettings long.
+        total, squares: weighted sums of the observations and of their squares.
+    """
+
+    weight: float = 0.0
+    total: float = 0.0
+    squares: float = 0.0
+
+    def forget(self, discount: float) -> None:
+        """Let time pass."""
+        self.weight, self.total, self.squares = (
+            discount * part for part in (self.weight, self.total, self.squares)
+        )
+        if self.weight < _FORGOTTEN:
+            self.weight = self.total = self.squares = 0.0
+
+    def add(self, value: float, weight: float = 1.0) -> None:
+        """Take an observation. Raises ValueError unless it is finite."""
+        if not math.isfinite(value):
+            raise ValueError(f"observed {value}; expected a finite number")
+        self.weight += weight
+        self.total += weight * value
+        self.squares += weight * value * value
+
+    @property
+    def mean(self) -> float | None:
+        """None without evidence."""
+        return self.total / self.weight if self.weight else None
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation of the observations; 0 without evidence."""
+        if not self.weight:
+            return 0.0
+        mean = self.total / self.weight
+        return math.sqrt(max(0.0, self.squares / self.weight - mean * mean))
+
+    def as_json(self) -> list[float]:
+        """What :meth:`parse` takes."""
+        return [self.weight, self.total, self.squares]
+
+    @classmethod
+    def parse(cls, value: object) -> Fading:
+        """Raises ValueError for anything else than what :meth:`as_json` made."""
+        if not (
+            isinstance(value, list)
+            and len(value) == 3
+            and all(isinstance(part, int | float) and math.isfinite(part) for part in value)
+        ):
+            raise ValueError(f"{value!r} is no discounted sum; expected three finite numbers")
+        return cls(*(float(part) for part in value))
+
+
+def section(state: Mapping[str, object], key: str) -> Mapping[str, object]:
+    """A mapping within a snapshot. Raises ValueError if it is none."""
+    value = state.get(key)
+    if not isinstance(value, Mapping):
+        raise ValueError(f"planner snapshot[{key!r}] is {value!r}, expected a mapping")
+    return value

@@ -1,0 +1,307 @@
+"""Exploration in the loop: what is previewed, chosen, replaced, learnt and reported, on simulated rewards."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from spotlight.core import effects as ef
+from spotlight.core import events as ev
+from spotlight.core.events import NodeJoined
+from spotlight.core.exploration import ExploredGroup
+from spotlight.core.explorer import Explorer
+from spotlight.core.plan import ClusterPlan, ExplorationPlan, Explore, Plan, PlannerPlan, require_usable
+from spotlight.core.planner.budget import PreviewCosts
+from spotlight.core.records import RolloutIssued, SampleDropped, SampleExplored, SampleTrained
+from spotlight.core.selection import SelectionPolicy
+from spotlight.core.types import Node, NodeId, NodeKind, PolicyVersion, Prompt, PromptId, Purpose, Rollout
+from spotlight.simulation.costs import ConstantCosts
+from spotlight.simulation.driver import Simulation
+from spotlight.simulation.rewards import RewardModel
+from spotlight.simulation.scenario import Scenario
+from spotlight.simulation.workers import Receipt
+
+RESERVED = Node(NodeId("r"), NodeKind.RESERVED, 1, "H100", 10.0, True, False)
+SPOT = Node(NodeId("s"), NodeKind.SPOT, 4, "H100", 7.2, False, True)
+PLAN = Plan(
+    run_seed=0, iterations=6, prompts_per_iteration=4, group_size=6, rollout_steps=10, evaluation_steps=10,
+    evaluation_images=1, evaluate_every=100, updates_per_batch=1, micro_batch_size=4, checkpoint_every=2,
+    lease_s=60.0, max_drop_share=None, cluster=ClusterPlan(),
+)  # fmt: skip
+CRITICAL = ExplorationPlan(Explore.CRITICAL_PATH, seeds_per_prompt=16, steps=5)
+IDLE = dataclasses.replace(CRITICAL, where=Explore.IDLE)
+Tree = Mapping[str, Any]
+
+
+class Watched(Simulation):
+    """Keeps what the controller wrote down and asked for."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario)
+        self.seen: list[ef.Effect] = []
+
+    def observe(self, event: ev.Event, effects: list[ef.Effect], receipt: Receipt | None) -> None:
+        self.seen += effects
+
+    @property
+    def issued(self) -> list[Rollout]:
+        records = [one.record for one in self.seen if isinstance(one, ef.WriteRecord)]
+        return [record.rollout for record in records if isinstance(record, RolloutIssued)]
+
+    def ended(self, kind: type) -> set[str]:
+        records = [one.record for one in self.seen if isinstance(one, ef.WriteRecord)]
+        return {record.rollout for record in records if isinstance(record, kind)}
+
+    @property
+    def reports(self) -> list[Tree]:
+        return [effect.report for effect in self.explorations]
+
+
+def ran(
+    exploration: ExplorationPlan | None,
+    rewards: RewardModel | None = None,
+    *,
+    learns_s: float = 5.0,
+    scoring_s: float = 0.5,
+    **changes: object,
+) -> Watched:
+    """A run to its end; a micro-batch takes ``learns_s``, so that is how long idle exploration lasts."""
+    plan = dataclasses.replace(PLAN, exploration=exploration, **changes)  # type: ignore[arg-type]
+    simulation = Watched(
+        Scenario(
+            plan,
+            ConstantCosts(step_s=0.4, large_s=learns_s, scoring_s=scoring_s),
+            ((0.0, NodeJoined(RESERVED)), (0.0, NodeJoined(SPOT))),
+            train_prompts=24,
+            test_prompts=0,
+            rewards=rewards or RewardModel(),
+        )
+    )
+    simulation.begin()
+    while simulation.step():
+        simulation.controller.check()
+    assert simulation.finish is not None
+    assert simulation.finish.error is None
+    return simulation
+
+
+def of_iteration(rollouts: list[Rollout], purpose: Purpose, iteration: int) -> list[Rollout]:
+    return [one for one in rollouts if one.purpose is purpose and one.iteration == iteration]
+
+
+def test_prompts_are_previewed_one_after_the_other() -> None:
+    run = ran(CRITICAL)
+    previews = of_iteration(run.issued, Purpose.EXPLORE, 0)
+    assert [one.member for one in previews] == [*range(16)] * 4
+    assert len({one.prompt_id for one in previews[:16]}) == 1
+
+
+def test_a_window_cut_off_leaves_some_prompts_whole_instead_of_all_short() -> None:
+    run = ran(IDLE, learns_s=0.8)
+    report = run.reports[2]
+    assert report["window"]["cut_off"]
+    used = Counter(
+        one.prompt_id
+        for one in of_iteration(run.issued, Purpose.EXPLORE, 3)
+        if one.id in run.ended(SampleExplored)
+    )
+    assert 16 in used.values(), "one prompt at least is explored whole"
+    assert len(used) < 4, "and one not at all"
+    assert run.ended(SampleDropped) >= {
+        one.id for one in of_iteration(run.issued, Purpose.EXPLORE, 3) if one.prompt_id not in used
+    }
+
+
+def test_seeds_are_made_anew_and_previews_are_never_trained() -> None:
+    run = ran(CRITICAL)
+    trained = {one.id: one for one in run.issued if one.id in run.ended(SampleTrained)}
+    assert {one.purpose for one in trained.values()} == {Purpose.TRAIN}
+    for iteration in range(PLAN.iterations):
+        previews = {one.seed for one in of_iteration(run.issued, Purpose.EXPLORE, iteration)}
+        members = of_iteration(run.issued, Purpose.TRAIN, iteration)
+        assert {one.seed for one in members} <= previews
+        assert {one.steps for one in members} == {PLAN.rollout_steps}
+
+
+def gains(policy: SelectionPolicy, rewards: RewardModel) -> list[float]:
+    run = ran(dataclasses.replace(CRITICAL, policy=policy), rewards, iterations=40)
+    return [report["contrast"]["gain"] for report in run.reports]
+
+
+def test_the_gain_is_that_of_choosing() -> None:
+    flat_world = RewardModel(variety=0.0)  # every prompt's rewards have variance 0.04
+    chosen, random = (
+        gains(policy, flat_world) for policy in (SelectionPolicy.MAX_VARIANCE, SelectionPolicy.RANDOM)
+    )
+    error = statistics.stdev(random) / math.sqrt(len(random))
+    assert abs(statistics.mean(random)) < 4 * error
+    assert statistics.mean(chosen) > 0.4 * 0.04
+
+
+@pytest.mark.parametrize("steps", [3, 8])
+def test_fidelity_is_found_as_the_rewards_have_it(steps: int) -> None:
+    model = RewardModel()
+    run = ran(
+        dataclasses.replace(CRITICAL, steps=steps, sampled_prompts=4),
+        model,
+        iterations=40,
+        prompts_per_iteration=4,
+    )
+    rho = model.correlation(steps, PLAN.rollout_steps, stale=False)
+    expected = 2 / math.pi * math.asin(rho)
+    reports = [report["fidelity"]["reward"] for report in run.reports]
+    assert statistics.mean(one["tau"] for one in reports) == pytest.approx(expected, abs=0.08)
+    assert statistics.mean(one["tau_by_slope"] for one in reports) == pytest.approx(expected, abs=0.08)
+    assert {report["staleness"] for report in run.reports} == {0}
+    assert {report["staleness"] for report in ran(IDLE).reports} == {1}
+
+
+def test_a_prompt_without_contrast_gives_its_place_to_a_spare_one() -> None:
+    rewards = RewardModel(flat_share=0.5)
+    without, with_spares = (
+        ran(dataclasses.replace(CRITICAL, spare_prompts=spares), rewards) for spares in (0, 8)
+    )
+    replaced = with_spares.controller.ledger.replaced_prompts
+    assert replaced == sum(report["selection"]["replaced_prompts"] for report in with_spares.reports)
+    assert replaced > 5
+    assert without.controller.ledger.replaced_prompts == 0
+    for iteration in range(PLAN.iterations):
+        previewed = {one.prompt_id for one in of_iteration(with_spares.issued, Purpose.EXPLORE, iteration)}
+        members = of_iteration(with_spares.issued, Purpose.TRAIN, iteration)
+        groups = Counter(one.prompt_id for one in members)
+        assert set(groups) <= previewed
+        assert set(groups.values()) == {PLAN.group_size}, "no prompt twice"
+        planned = {one.prompt_id for one in of_iteration(without.issued, Purpose.TRAIN, iteration)}
+        assert with_spares.reports[iteration]["selection"]["replaced_prompts"] == len(set(groups) - planned)
+    flat = [report["selection"].get("no_contrast", 0) for report in without.reports]
+    assert sum(flat) > 5
+    untouched = of_iteration(without.issued, Purpose.TRAIN, flat.index(max(flat)))
+    seeds = {one.seed for one in of_iteration(without.issued, Purpose.EXPLORE, untouched[0].iteration)}
+    own = [one for one in untouched if one.seed not in seeds]
+    assert len(own) == PLAN.group_size * max(flat), "prompts without contrast take unexplored seeds"
+
+
+def test_spares_are_few_when_no_time_or_no_prompt_is_left() -> None:
+    run = ran(dataclasses.replace(CRITICAL, spare_prompts=100), RewardModel(flat_share=1.0), iterations=2)
+    for iteration in range(2):
+        assert len({one.prompt_id for one in of_iteration(run.issued, Purpose.EXPLORE, iteration)}) == 24
+    assert run.controller.ledger.replaced_prompts == 0
+    assert run.reports[0]["contrast"] == {}
+
+
+def planned(**changes: object) -> ExplorationPlan:
+    # Worker-seconds as ConstantCosts has them: leases of four, a step in 0.4 s.
+    costs = PreviewCosts(step_s=0.1, fixed_s=0.125, reward_s=0.5)
+    settings: dict[str, Any] = {"alpha": 0.3, "discount": 0.97, "costs": costs}
+    return dataclasses.replace(CRITICAL, planner=PlannerPlan((8, 24), (3, 9), **{**settings, **changes}))
+
+
+def test_the_planner_finds_the_arm_that_brings_most() -> None:
+    run = ran(planned(), RewardModel(exponent=0.8, variety=0.2), iterations=60)
+    chosen = [report["decision"]["chosen"] for report in run.reports]
+    assert chosen[30:].count("24x9") > 20, chosen
+    told = run.reports[-1]["decision"]["arms"]
+    assert set(told) == {"8x3", "8x9", "24x3", "24x9"}
+    assert told["24x9"]["mean"] > told["24x3"]["mean"]
+    json.dumps(run.reports, allow_nan=False)
+
+
+def test_what_training_leaves_no_time_for_is_not_chosen() -> None:
+    plan = dataclasses.replace(planned(alpha=0.0), where=Explore.IDLE)
+    short, long = (ran(plan, iterations=14, learns_s=learns_s) for learns_s in (1.5, 12.0))
+    for run, arm in ((short, "8x3"), (long, "24x9")):
+        decisions = [report["decision"] for report in run.reports]
+        assert decisions[0]["chosen"] == "8x3"
+        assert "timed" in decisions[0]["why"]
+        assert decisions[-1]["arms"][arm]["fits"]
+    assert not short.reports[-1]["decision"]["arms"]["24x9"]["fits"]
+    done = [report["window"]["cut_off"] for report in short.reports[4:]]
+    assert done.count(True) <= 2, "what is chosen is mostly finished in time"
+
+
+def test_previews_that_rank_badly_are_given_up_and_tried_again() -> None:
+    careful = dataclasses.replace(CRITICAL, fidelity_min=0.25, sampled_prompts=2)
+    run = ran(careful, RewardModel(exponent=0.05), iterations=16)
+    chosen = [report["decision"]["chosen"] for report in run.reports]
+    assert chosen[:2] == ["16x5", "16x5"]
+    assert chosen[2] is None
+    assert "random seeds" in run.reports[2]["decision"]["why"]
+    assert not of_iteration(run.issued, Purpose.EXPLORE, 2)
+    assert len(of_iteration(run.issued, Purpose.TRAIN, 2)) == 24
+    assert "16x5" in chosen[3:], "after a while they are tried again"
+    good = ran(careful, RewardModel(), iterations=16)
+    assert None not in [report["decision"]["chosen"] for report in good.reports]
+
+
+@pytest.mark.parametrize("policy", [SelectionPolicy.MAX_VARIANCE, SelectionPolicy.PROPORTIONAL])
+def test_weights_undo_the_choice_only_where_asked(policy: SelectionPolicy) -> None:
+    def weights(undo: bool) -> list[float]:
+        plan = dataclasses.replace(CRITICAL, policy=policy, undo_selection=undo)
+        batches = [one for one in ran(plan).seen if isinstance(one, ef.PrepareBatch)]
+        return [
+            batch.weights.get(name, 1.0)
+            for batch in batches
+            for group in batch.groups
+            for name in group.rollouts
+        ]
+
+    assert set(weights(False)) == {1.0}
+    found = weights(True)
+    assert statistics.mean(found) == pytest.approx(
+        1.0, abs=1e-9 if policy is SelectionPolicy.MAX_VARIANCE else 0.1
+    )
+    assert max(found) > 1.5 > 0.7 > min(found)
+    if policy is SelectionPolicy.MAX_VARIANCE:  # 4 by rank stand for themselves, 2 drawn for 12
+        assert {round(one, 6) for one in found} == {round(6 / 16, 6), round(6 / 16 * 6, 6)}
+
+
+def test_a_run_restored_from_its_checkpoints_explores_as_the_whole_one() -> None:
+    """Whoever resumes at any checkpoint reports the same afterwards: the state is all in there."""
+    plan = dataclasses.replace(PLAN, exploration=planned(), iterations=12)
+    run = ran(planned(), iterations=12)
+    commits = [one for one in run.seen if isinstance(one, ef.CommitCheckpoint)]
+    assert len(commits) == 6
+    for commit in commits:
+        assert plan.exploration is not None
+        state = json.loads(json.dumps(commit.snapshot["exploration"]))
+        again = Explorer(plan, plan.exploration, run.train)
+        again.load(state)
+        assert json.loads(json.dumps(again.snapshot())) == state
+
+
+def test_a_restored_explorer_refuses_other_prompts() -> None:
+    explorer = Explorer(PLAN, CRITICAL, [Prompt(PromptId("a"), "a", {})])
+    group = ExploredGroup(
+        PromptId("b"), (1, 2), ({"reward": 0.0}, {"reward": 1.0}), 0, None, 4, {"reward": 1.0}
+    )
+    state = {**explorer.snapshot(), "groups": {"0": group.as_json()}}
+    with pytest.raises(ValueError, match="prompt b"):
+        explorer.load(json.loads(json.dumps(state)))
+    with pytest.raises(ValueError, match="explored group"):
+        ExploredGroup.parse({"seeds": 3})
+    explorer.load({})
+    assert explorer.open(0, PolicyVersion(0), [], 1, 0.0).arm is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"seeds_per_prompt": 5}, "cannot choose 6"),
+        ({"planner": PlannerPlan((4, 8), (2,))}, "cannot choose 6"),
+        ({"planner": PlannerPlan((), ())}, "no arms"),
+        ({"drawn_seeds": 7}, "expected 0 to 6"),
+        ({"undo_selection": True, "drawn_seeds": 0}, "proportional"),
+        ({"steps": 0}, "at least 1"),
+    ],
+)
+def test_plans_that_cannot_explore_are_refused(changes: dict[str, Any], told: str) -> None:
+    plan = dataclasses.replace(PLAN, exploration=dataclasses.replace(CRITICAL, **changes))
+    with pytest.raises(ValueError, match=told):
+        require_usable(plan, [Prompt(PromptId("a"), "a", {})], [])
