@@ -122,7 +122,7 @@ def _checksum(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
     crc = zlib.crc32(json.dumps(about).encode())
     for name, tensor in sorted(tensors.items()):
         crc = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), crc)
-        crc = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy(), crc)
+        crc = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, crc)
     return f"{crc:08x}"
 
 

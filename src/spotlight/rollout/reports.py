@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import index
+from pickle import PickleBuffer
+from typing import SupportsIndex
 
 from spotlight.core.events import Event
 from spotlight.core.types import WorkerId
@@ -21,6 +25,15 @@ class Value:
     name: str
     data: bytes
     step: int = 0
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., Value], tuple[object, ...]]:
+        # The bytes out of band: a cluster's transport then moves them as they are, in half the time.
+        data = PickleBuffer(self.data) if index(protocol) >= 5 else self.data
+        return _value, (self.kind, self.name, data, self.step)
+
+
+def _value(kind: str, name: str, data: bytes | memoryview, step: int) -> Value:
+    return Value(kind, name, bytes(data), step)  # a view's memory is the transport's: not to be kept
 
 
 @dataclass(frozen=True, slots=True)
