@@ -1,4 +1,4 @@
-"""The fleet's part of the configuration: which machines, what they cost, and how patient the head is with them."""
+"""The fleet's part of the configuration: which machines, what they cost, and how patient the head is."""
 
 from __future__ import annotations
 

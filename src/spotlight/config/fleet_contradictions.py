@@ -38,7 +38,9 @@ def _where(fleet: FleetConfig) -> Iterator[Problem]:
     if fleet.driver == "inline":
         keys = [*(["fleet.address"] if fleet.address else []), *(f"fleet.spot.{name}" for name in local)]
         for key in keys:
-            yield Problem(key, "set", "nothing with fleet.driver=inline", "Set fleet.driver=ray, or leave it out.")
+            yield Problem(
+                key, "set", "nothing with fleet.driver=inline", "Set fleet.driver=ray, or leave it out."
+            )
         if fleet.learner_ranks > 1:
             yield Problem(
                 "fleet.learner_ranks", str(fleet.learner_ranks), "1 with fleet.driver=inline",

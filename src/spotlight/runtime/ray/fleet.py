@@ -45,7 +45,9 @@ class Fleet:
         """For the nodes that are there when the run begins. Raises ConfigError: too few reserved slots."""
         placed = place_learner(nodes, ranks)
         return cls(
-            ranks, prices, {node.ray_id: (node, placed[node.ray_id]) for node in nodes if node.ray_id in placed}
+            ranks,
+            prices,
+            {node.ray_id: (node, placed[node.ray_id]) for node in nodes if node.ray_id in placed},
         )
 
     def join(self, node: RayNode) -> tuple[Node, ...]:
@@ -68,6 +70,10 @@ class Fleet:
     def known(self, ray_id: str) -> tuple[NodeId, ...]:
         """The controller's nodes of one of Ray's."""
         return tuple(node.id for node in self._nodes[ray_id][1]) if ray_id in self._nodes else ()
+
+    def rolls_out(self, ray_id: str) -> bool:
+        """Whether workers are on one of Ray's nodes."""
+        return any(node.rolls_out for node in self._nodes[ray_id][1]) if ray_id in self._nodes else False
 
     def host_of(self, node: NodeId) -> RayNode | None:
         """Ray's node of one of the controller's."""

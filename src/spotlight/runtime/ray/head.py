@@ -51,6 +51,7 @@ from spotlight.runtime.ray.scoring import FETCH_S, Scoring
 from spotlight.runtime.ray.worker_weights import version_name
 from spotlight.runtime.ray.workers import WorkerPool
 from spotlight.runtime.trainer import IterationLog
+from spotlight.store.errors import StoreError
 from spotlight.store.ledger import GpuSpend
 from spotlight.store.schema import Incident
 from spotlight.weights.bundle import Manifest
@@ -242,6 +243,8 @@ class Head:
         effects = controller.handle(event, now)
         self.billing.observe(event, effects, now)
         self._hire(event)
+        if isinstance(event, ev.WeightsPulled):
+            self.parts.workers.prove(event.worker)
         if isinstance(event, ev.LeaseCompleted):
             accepted = [r.id for e in effects if isinstance(e, ef.ScoreSamples) for r in e.rollouts]
             self._marks |= dict.fromkeys((name for name in accepted if name in event.rollouts), mark)
@@ -595,6 +598,9 @@ class _AbandonedError(Exception):
 
 
 def _keeper_lost(error: Exception) -> Exception:
+    cause = getattr(error, "cause", None)  # Ray wraps what an actor raised
+    if isinstance(cause, StoreError):
+        return cause
     return RuntimeError(
         f"the keeper of states and samples does not answer ({type(error).__name__}: {error}): it runs on the "
         "node of this process; see its log there. The same command resumes from the last checkpoint."

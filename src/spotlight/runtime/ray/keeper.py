@@ -30,6 +30,7 @@ from weakref import WeakValueDictionary
 from spotlight.core.events import Event
 from spotlight.core.types import WorkerId
 from spotlight.rollout.reports import Report, Value
+from spotlight.store.errors import StoreError
 from spotlight.store.vault import Kept, Usage, Vault
 
 MAILBOX_EVENTS = 65_536
@@ -67,6 +68,7 @@ class KeeperRoom:
         self._mailbox_events = mailbox_events
         self._threads = ThreadPoolExecutor(_DELIVERY_THREADS, "keeper-delivery")
         self._filled, self._emptied = asyncio.Event(), asyncio.Event()
+        self._failure: StoreError | None = None
         # A sender's lock lives as long as a report of it does: workers come and go.
         self._turns: WeakValueDictionary[WorkerId, asyncio.Lock] = WeakValueDictionary()
 
@@ -81,7 +83,12 @@ class KeeperRoom:
         async with turn:
             if report.values:
                 loop = asyncio.get_running_loop()
-                await loop.run_in_executor(self._threads, self._keep, report.values, report.mark)
+                try:
+                    await loop.run_in_executor(self._threads, self._keep, report.values, report.mark)
+                except StoreError as error:
+                    self._failure = error
+                    self._filled.set()
+                    raise
             if report.events:
                 while len(self._mailbox) >= self._mailbox_events:
                     self._emptied.clear()
@@ -90,12 +97,19 @@ class KeeperRoom:
                 self._filled.set()
 
     async def take(self, timeout_s: float) -> list[Delivered]:
-        """All events that wait, as soon as there is one; none after ``timeout_s``."""
+        """All events that wait, as soon as there is one; none after ``timeout_s``.
+
+        Raises:
+            StoreError: what a sender brought could not be kept: the head must know, since senders only die.
+        """
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while not self._mailbox:
+                while not self._mailbox and self._failure is None:
                     self._filled.clear()
                     await self._filled.wait()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
         taken, self._mailbox = self._mailbox, []
         self._emptied.set()
         return taken

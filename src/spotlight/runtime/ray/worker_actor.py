@@ -1,4 +1,4 @@
-"""The actor of a rollout worker, and how the head makes one: thin, see ``worker_process.py`` for what it does."""
+"""The actor of a rollout worker, and how the head makes one; ``worker_process.py`` says what it does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from spotlight.config.load import read_config
 from spotlight.core.effects import StartWorker
 from spotlight.core.types import NodeId, WorkerId
-from spotlight.rollout.ports import Command, HomeLostError, Leave
+from spotlight.rollout.ports import Command, HomeLostError
 from spotlight.rollout.rendezvous import Address
 from spotlight.rollout.reports import Report
 from spotlight.runtime.process import prepare_process
@@ -100,12 +100,10 @@ class WorkerActor:
     def ready(self) -> None:
         """The process is up."""
 
-    @ray.method(concurrency_group="tell")
     def tell(self, command: Command) -> None:
         """Have a command obeyed; returns at once."""
         self._process.tell(command)
 
-    @ray.method(concurrency_group="watch")
     def watch(self, hang_s: float) -> None:
         """Return after ``hang_s``; raise as soon as the work has ended, and why."""
         if self._ended.wait(hang_s):
@@ -118,6 +116,25 @@ class WorkerActor:
             self._error = error
         finally:
             self._ended.set()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerHandle:
+    """A worker's actor, seen by the head: every call returns Ray's reference to the answer, at once."""
+
+    actor: Any
+
+    def ready(self) -> Any:
+        """Answered when the process is up."""
+        return self.actor.ready.remote()
+
+    def tell(self, command: Command) -> Any:
+        """Answered when the command is in the worker's inbox; commands keep their order."""
+        return self.actor.tell.options(concurrency_group="tell").remote(command)
+
+    def watch(self, hang_s: float) -> Any:
+        """Answered after ``hang_s``; fails when the process or its work ends."""
+        return self.actor.watch.options(concurrency_group="watch").remote(hang_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +170,7 @@ class ActorStarter:
     berths: dict[NodeId, Berth]
     tail: Callable[[NodeId, str], str]
 
-    def start(self, order: StartWorker) -> Any:
+    def start(self, order: StartWorker) -> WorkerHandle:
         """See :class:`spotlight.runtime.ray.workers.Starter`."""
         berth = self.berths[order.node]
         told = WorkerOrder(
@@ -177,20 +194,16 @@ class ActorStarter:
             runtime_env={"env_vars": {_VISIBLE: "1"}} if berth.gpus else None,
             scheduling_strategy=NodeAffinitySchedulingStrategy(berth.ray_id, soft=False),
         )
-        return make.remote(told, self.keeper)
+        return WorkerHandle(make.remote(told, self.keeper))
 
-    def kill(self, handle: Any) -> None:
+    def kill(self, handle: WorkerHandle) -> None:
         """See :class:`spotlight.runtime.ray.workers.Starter`."""
         with suppress(RayError):  # dead, or Ray itself is going down
-            ray.kill(handle)
+            ray.kill(handle.actor)
 
-    def log_tail(self, order: StartWorker, handle: Any) -> str:
+    def log_tail(self, order: StartWorker) -> str:
         """See :class:`spotlight.runtime.ray.workers.Starter`."""
         return self.tail(order.node, self._name(order))
-
-    def leave(self, handle: Any) -> None:
-        """Ask a worker to end by itself."""
-        handle.tell.remote(Leave())
 
     def _name(self, order: StartWorker) -> str:
         return f"{self.run}:{order.worker}:{order.epoch}"

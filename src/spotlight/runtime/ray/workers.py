@@ -5,8 +5,8 @@
                                                              process does, or when its time is up
 
 A process that fails to start is told to people once, with the end of its log, and tried again after a
-growing pause. Every process has the epoch of the ``StartWorker`` that it obeys; what comes from an older one is of
-no consequence.
+growing pause; it has started once it has weights. Every process has the epoch of the ``StartWorker`` that it
+obeys; what comes from an older one is of no consequence.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from spotlight.core import effects as ef
 from spotlight.core import events as ev
 from spotlight.core.types import NodeId, WorkerId
+from spotlight.rollout.ports import Command
 from spotlight.runtime.ray.loop import Calls, NoAnswerError
 
 HEARTBEATS_MISSED = 3
@@ -25,24 +26,38 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
 """Before a process is started in place of one that died: doubled with every failure to start."""
 
 
-class Starter(Protocol):
-    """Makes and ends the actors; see ``worker_actor.py``."""
+class Handle(Protocol):
+    """A worker's process: calls return a reference to the answer (Ray's, with ``future()``), at once."""
 
-    def start(self, order: ef.StartWorker) -> Any:
-        """A new actor's handle, at once; raises LookupError when the node is gone."""
+    def ready(self) -> Any:
+        """Answered when the process is up."""
+
+    def tell(self, command: Command) -> Any:
+        """Answered when the worker has the command."""
+
+    def watch(self, hang_s: float) -> Any:
+        """Answered after ``hang_s``; fails when the process or its work ends."""
+
+
+class Starter(Protocol):
+    """Makes and ends the processes; see ``worker_actor.py``."""
+
+    def start(self, order: ef.StartWorker) -> Handle:
+        """A new process, at once; raises LookupError when the node is gone."""
 
     def kill(self, handle: Any) -> None:
-        """End an actor's process (SIGKILL); nothing if it is dead."""
+        """End a process (SIGKILL); nothing if it is dead."""
 
-    def log_tail(self, order: ef.StartWorker, handle: Any) -> str:
+    def log_tail(self, order: ef.StartWorker) -> str:
         """The last lines that the process wrote, or an empty text."""
 
 
 @dataclass(slots=True)
 class _Process:
     order: ef.StartWorker
-    handle: Any
+    handle: Handle
     ready: bool = False
+    proven: bool = False
 
 
 @dataclass(slots=True)
@@ -87,11 +102,17 @@ class WorkerPool:
             pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0**failures)
             self.calls.loop.call_later(pause_s, self._launch, order)
 
-    def tell(self, worker: WorkerId, command: object) -> None:
+    def tell(self, worker: WorkerId, command: Command) -> None:
         """Send a command; one for a process that is gone is dropped: its death will be told."""
         process = self._processes.get(worker)
         if process is not None and process.ready:
-            self._send(process, process.handle.tell.remote(command), "a command")
+            self._send(process, process.handle.tell(command), "a command")
+
+    def prove(self, worker: WorkerId) -> None:
+        """A worker has weights: whatever ends it from now on, it can be started."""
+        process = self._processes.get(worker)
+        if process is not None:
+            process.proven = True
 
     def lose(self, node: NodeId) -> None:
         """A node is gone, and its processes."""
@@ -118,11 +139,6 @@ class WorkerPool:
         """Workers whose process is up."""
         return [worker for worker, process in self._processes.items() if process.ready]
 
-    def handle(self, worker: WorkerId) -> Any:
-        """The actor of a worker that is up; None otherwise."""
-        process = self._processes.get(worker)
-        return process.handle if process is not None and process.ready else None
-
     # -- a process's life ------------------------------------------------------------------------------
 
     def _launch(self, order: ef.StartWorker) -> None:
@@ -136,7 +152,7 @@ class WorkerPool:
             return  # the node is gone; the controller hears of it
         self._processes[order.worker] = process
         self.calls.send(
-            process.handle.ready.remote(),
+            process.handle.ready(),
             f"start of {order.worker}",
             self.start_s,
             lambda _: self._started(process),
@@ -147,14 +163,14 @@ class WorkerPool:
         if self._processes.get(process.order.worker) is not process:
             return
         process.ready = True
-        self._failures[process.order.worker] = 0
+        self._failures.setdefault(process.order.worker, 0)
         self.tell_head(ev.WorkerStarted(process.order.worker, process.order.epoch))
         self._watch(process)
 
     def _watch(self, process: _Process) -> None:
         if self._processes.get(process.order.worker) is process:
             self.calls.send(
-                process.handle.watch.remote(self.heartbeat_s),
+                process.handle.watch(self.heartbeat_s),
                 f"heartbeat of {process.order.worker}",
                 self.heartbeat_s * HEARTBEATS_MISSED,
                 lambda _: self._watch(process),
@@ -173,16 +189,11 @@ class WorkerPool:
         if self._processes.get(worker) is not process:
             return
         why = "shows no sign of life" if isinstance(error, NoAnswerError) else _brief(error)
-        if process.ready:
-            self._failures[worker] = 0
-        else:
-            failures = self._failures[worker] = self._failures.get(worker, 0) + 1
-            if failures == 1:
-                tail = self.starter.log_tail(process.order, process.handle)
-                self.note(
-                    f"{worker} does not start and is tried again, with growing pauses: {why}"
-                    + (f"\n{tail}" if tail else "")
-                )
+        failures = self._failures[worker] = 0 if process.proven else self._failures.get(worker, 0) + 1
+        if failures == 1:
+            tail = self.starter.log_tail(process.order)
+            told = f"{worker} does not start, and is tried again with growing pauses: {why}"
+            self.note(f"{told}\n{tail}" if tail else told)
         self._deaths[worker] = why
         self._end(worker)
         self.tell_head(ev.WorkerCrashed(worker, process.order.epoch))

@@ -1,0 +1,269 @@
+"""One attempt on a cluster, put together: controller, workers, learner, rewards, keeper, and the nodes they are on.
+
+Nodes that Ray has become nodes of the controller here, and what the controller says of them finds its way back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spotlight.config.errors import Problem
+from spotlight.config.load import dump_config
+from spotlight.config.schema import RunConfig
+from spotlight.core import events as ev
+from spotlight.core.controller import Controller
+from spotlight.core.types import NodeId, Prompt, PromptId
+from spotlight.rewards.pool import RewardPool
+from spotlight.rollout.rendezvous import Address
+from spotlight.runtime import build
+from spotlight.runtime.attempt import Attempt
+from spotlight.runtime.book import CONTROLLER_FILE, LEARNER_FOLDER
+from spotlight.runtime.observer import Observer
+from spotlight.runtime.ray.drains import Drains
+from spotlight.runtime.ray.emulation import SIGTERM_GRACE_S
+from spotlight.runtime.ray.facts import NodeFacts, gather
+from spotlight.runtime.ray.fleet import Fleet, Prices
+from spotlight.runtime.ray.head import Head, Parts
+from spotlight.runtime.ray.learner_actor import Placement, RayLauncher
+from spotlight.runtime.ray.learner_group import Deadlines, LearnerGroup
+from spotlight.runtime.ray.learner_rank import write_token
+from spotlight.runtime.ray.local import LocalCluster
+from spotlight.runtime.ray.loop import Calls
+from spotlight.runtime.ray.membership import Membership, MembershipSettings
+from spotlight.runtime.ray.nodes import SLOT, RayNode, mixed_gpus
+from spotlight.runtime.ray.notice_watch import NoticeSettings
+from spotlight.runtime.ray.scoring import Scoring
+from spotlight.runtime.ray.worker_actor import ActorStarter, Berth
+from spotlight.runtime.ray.workers import WorkerPool
+from spotlight.store.run_directory import RunDirectory
+from spotlight.store.schema import Incident
+
+LOOPBACK = "127.0.0.1"
+LOGS_FOLDER = "attempts"
+
+
+@dataclass(frozen=True, slots=True)
+class Materials:
+    """What was checked before the run directory is touched."""
+
+    config: RunConfig
+    observer: Observer
+    prompts: build.Prompts
+    rewards: RewardPool
+
+    @property
+    def by_id(self) -> dict[PromptId, Prompt]:
+        """All prompts of the run."""
+        return {prompt.id: prompt for prompt in (*self.prompts.train, *self.prompts.test)}
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """The cluster that this process has joined.
+
+    Attributes:
+        here: Ray's id of this process's node.
+        host: its address, as others reach it.
+        nodes: those that were there.
+        emulated: the cluster, if it is one of this machine.
+        threads: of a worker on a CPU slot, where all slots share this machine.
+    """
+
+    here: str
+    host: str
+    nodes: Sequence[RayNode]
+    emulated: LocalCluster | None
+    threads: int | None
+
+
+class Control:
+    """Puts the parts of the head together, and tells it of nodes. The head's thread but for the listener."""
+
+    def __init__(
+        self,
+        materials: Materials,
+        site: Site,
+        head: Head,
+        keeper: Any,
+        meeting: Address,
+        attempt: Attempt,
+        directory: RunDirectory,
+    ) -> None:
+        config, fleet = materials.config, materials.config.fleet
+        self._config, self._site, self._head, self._attempt = config, site, head, attempt
+        self._observer, self._prompts = materials.observer, materials.by_id
+        prices = Prices(fleet.price_usd_h, fleet.spot.price_usd_h)
+        self._fleet = Fleet.plan(fleet.learner_ranks, prices, site.nodes)
+        self._berths: dict[NodeId, Berth] = {}
+        self._facts: dict[str, tuple[RayNode, NodeFacts]] = {}
+        run = secrets.token_hex(4)
+        token = secrets.token_hex(16)
+        self._token_file = write_token(config, token)
+        text = dump_config(config)
+        calls = Calls(head.loop)
+        settings = NoticeSettings(*_notice_settings(config))
+        self.membership = Membership(self, gather(), MembershipSettings(settings))
+        starter = ActorStarter(
+            text, keeper, meeting, f"{config.name}-{run}", _node_directory(run), self._berths, self._tail
+        )
+        self.workers = WorkerPool(
+            calls,
+            starter,
+            head.tell,
+            materials.observer.note,
+            lambda worker, why: head.befall(Incident.WORKER_CRASHED, worker, why),
+            fleet.heartbeat_s,
+            fleet.start_s,
+        )
+        self._launcher = RayLauncher(
+            text, fleet.learner_ranks, self._placements, keeper, token, directory.path / LOGS_FOLDER
+        )
+        learner = LearnerGroup(
+            self._launcher, head.loop, head, Deadlines(start_s=fleet.start_s, answer_s=fleet.learner_s)
+        )
+        self.learner = learner
+        controller = self._controller()
+        scoring = Scoring(
+            keeper,
+            calls,
+            materials.rewards,
+            self._prompts,
+            head.tell,
+            head.scored,
+            materials.observer.note,
+            head.fail,
+        )
+        self.parts = Parts(
+            controller=controller,
+            calls=calls,
+            workers=self.workers,
+            learner=learner,
+            scoring=scoring,
+            keeper=keeper,
+            book=attempt.book,
+            drains=Drains(self._emptied),
+            attempt=attempt.number,
+            prompts=tuple(prompt.id for prompt in materials.prompts.used(config)),
+            grid=(config.evaluation.grid_prompts, config.evaluation.grid_images),
+        )
+
+    def _controller(self) -> Controller:
+        config, newest, prompts = self._config, self._attempt.newest, self._prompts
+        loaded = build.load_prompts(config)
+        plan = build.cluster_plan_of(config)
+        assert {prompt.id for prompt in (*loaded.train, *loaded.test)} == set(prompts)
+        term = self._attempt.number
+        if newest is None:
+            return Controller(plan, loaded.train, loaded.test, term)
+        snapshot = json.loads((newest.directory / CONTROLLER_FILE).read_text())
+        return Controller.restore(plan, loaded.train, loaded.test, snapshot, term)
+
+    @property
+    def begin(self) -> Path | None:
+        """The learner's state to begin from."""
+        newest = self._attempt.newest
+        return None if newest is None else newest.directory / LEARNER_FOLDER
+
+    def close(self) -> None:
+        """End all processes."""
+        self.learner.stop()
+        self._launcher.close()
+        self.workers.close()
+        self._token_file.unlink(missing_ok=True)
+
+    # -- nodes: called in the membership's thread -----------------------------------------------------
+
+    def joined(self, node: RayNode, facts: NodeFacts) -> None:
+        """See :class:`spotlight.runtime.ray.membership.Listener`."""
+        self._soon(self._join, node, facts)
+
+    def lost(self, node: RayNode) -> None:
+        """See :class:`spotlight.runtime.ray.membership.Listener`."""
+        self._soon(self._lose, node)
+
+    def noticed(self, node: RayNode, remaining_s: float, detail: str) -> None:
+        """See :class:`spotlight.runtime.ray.membership.Listener`."""
+        deadline_s = self._head.clock() + remaining_s
+        self._soon(self._tell_all, node, lambda name: ev.NodeNoticed(name, deadline_s))
+
+    def notice_cancelled(self, node: RayNode, detail: str) -> None:
+        """See :class:`spotlight.runtime.ray.membership.Listener`."""
+        self._soon(self._tell_all, node, ev.NoticeCancelled)
+
+    def refused(self, problem: Problem) -> None:
+        """See :class:`spotlight.runtime.ray.membership.Listener`."""
+        self._soon(self._observer.note, f"a node is not used: {problem}")
+
+    def _soon(self, then: Callable[..., object], *args: Any) -> None:
+        self._head.loop.call_soon_threadsafe(then, *args)
+
+    # -- nodes: the head's thread ----------------------------------------------------------------------
+
+    def _join(self, node: RayNode, facts: NodeFacts) -> None:
+        rolling = [known for known in self._facts.values() if self._fleet.rolls_out(known[0].ray_id)]
+        parts = self._fleet.join(node)
+        if any(part.rolls_out for part in parts):
+            if (problem := mixed_gpus([*rolling, (node, facts)])) is not None:
+                self._fleet.lose(node.ray_id)
+                self._observer.note(f"a node is not used: {problem}")
+                return
+        self._facts[node.ray_id] = node, facts
+        for part in parts:
+            self._berths[part.id] = Berth(node.ray_id, node.gpus, self._site.threads)
+            self._head.tell(ev.NodeJoined(part))
+
+    def _lose(self, node: RayNode) -> None:
+        self._facts.pop(node.ray_id, None)
+        for name in self._fleet.lose(node.ray_id):
+            self._berths.pop(name, None)
+            self._head.tell(ev.NodeLost(name))
+
+    def _tell_all(self, node: RayNode, event: Callable[[NodeId], ev.Event]) -> None:
+        for name in self._fleet.known(node.ray_id):
+            self._head.tell(event(name))
+
+    def _emptied(self, node: NodeId, seconds: float) -> None:
+        self._head.drained(node, seconds)
+        if (host := self._fleet.host_of(node)) is not None:
+            self.membership.acknowledge(host)
+
+    def _placements(self) -> list[Placement]:
+        """Where the learner's ranks go now; called in the launcher's thread."""
+        placements = [
+            Placement(
+                ray_id,
+                LOOPBACK if self._site.emulated else node.address,
+                1.0 if node.gpus else 0.0,
+                {} if node.gpus else {SLOT: 1.0},
+                None if self._site.threads is None else max(1, self._learner_threads()),
+            )
+            for ray_id, (node, count) in self._fleet.learner_slots.items()
+            for _ in range(count)
+        ]
+        if len(placements) < self._fleet.ranks:
+            raise LookupError(f"room for {len(placements)} of {self._fleet.ranks} learner ranks")
+        return placements
+
+    def _learner_threads(self) -> int:
+        return (os.cpu_count() or 1) // self._fleet.ranks
+
+    def _tail(self, node: NodeId, actor: str) -> str:
+        host = self._fleet.host_of(node)
+        return "" if host is None else self.membership.log_tail(host, None, actor)
+
+
+def _notice_settings(config: RunConfig) -> tuple[Any, str | None, float | None]:
+    fleet = config.fleet
+    if fleet.address is None:  # emulated nodes are told by SIGTERM, and nobody else's service is asked
+        return "none", None, SIGTERM_GRACE_S if fleet.spot.notice_s is None else fleet.spot.notice_s
+    return fleet.notices.cloud, fleet.notices.endpoint, fleet.notices.sigterm_grace_s
+
+
+def _node_directory(run: str) -> Path:
+    return Path("/tmp") / f"spotlight-{os.getuid()}-{run}"
