@@ -286,7 +286,7 @@ class RewardConfig(Section):
     """How long a failed batch is tried image by image, to lose only the bad one; default: 4 deadlines."""
     label: str = ""
     """Name of the reward's curves; default: the function's name."""
-    params: dict[str, Any] = {}
+    params: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies it
     """Keyword arguments for the function."""
 
 

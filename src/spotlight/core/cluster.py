@@ -429,8 +429,8 @@ class Cluster:
             if granted[2]:
                 self._count(Recovery.RESUMED)
             self.effects.append(GrantLease(*granted))
-        # What others have not taken yet is theirs: groups with their share wait for it to be taken, or for less
-        # work to be outstanding.
+        # What others have not taken yet is theirs: groups with their share wait for it to be taken, or for
+        # less work to be outstanding.
         self._idle.update(dict.fromkeys(leader for leader in sated if self.groups[leader].capacity))
 
     def learner_idles(self, idles: bool) -> None:

@@ -8,7 +8,8 @@ the controller's record that made it. What must not happen is a database error r
 - what is trained was finished, and names an optimizer step that exists when the transaction ends;
 - a sample was made by the version its rollout needs, and is finished once; each of its scores is given once.
 
-The tables below them (attempts, workers, GPU seconds, incidents, rollbacks) say how the work went, not what was
+The tables below them (attempts, workers, GPU seconds, incidents, rollbacks) say how the work went, not what
+was
 decided:
 they are outside the numbering, and survive a rollback.
 """

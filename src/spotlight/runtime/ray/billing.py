@@ -1,7 +1,8 @@
 """Where every second of every slot goes, told from the controller's events and effects. Pure.
 
 Invariants
-    1. From when a node joins until it is lost, each moment of each of its slots is in one segment of one phase.
+    1. From when a node joins until it is lost, each moment of each of its slots is in one segment of one
+       phase.
     2. Denoising counts once the controller has accepted its result, training once a checkpoint holds it; else
        the segment is LOST. So whatever dies or is fenced off is lost without anybody having to notice.
     3. :meth:`Billing.take` gives each second once, and keeps those back that may still be either.

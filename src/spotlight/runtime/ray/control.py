@@ -1,6 +1,8 @@
-"""One attempt on a cluster, put together: controller, workers, learner, rewards, keeper, and the nodes they are on.
+"""One attempt on a cluster, put together: controller, workers, learner, rewards, keeper, and the nodes they
+are on.
 
-Nodes that Ray has become nodes of the controller here, and what the controller says of them finds its way back.
+Nodes that Ray has become nodes of the controller here, and what the controller says of them finds its way
+back.
 """
 
 from __future__ import annotations
@@ -208,11 +210,11 @@ class Control:
     def _join(self, node: RayNode, facts: NodeFacts) -> None:
         rolling = [known for known in self._facts.values() if self._fleet.rolls_out(known[0].ray_id)]
         parts = self._fleet.join(node)
-        if any(part.rolls_out for part in parts):
-            if (problem := mixed_gpus([*rolling, (node, facts)])) is not None:
-                self._fleet.lose(node.ray_id)
-                self._observer.note(f"a node is not used: {problem}")
-                return
+        rolls_out = any(part.rolls_out for part in parts)
+        if rolls_out and (problem := mixed_gpus([*rolling, (node, facts)])) is not None:
+            self._fleet.lose(node.ray_id)
+            self._observer.note(f"a node is not used: {problem}")
+            return
         self._facts[node.ray_id] = node, facts
         for part in parts:
             self._berths[part.id] = Berth(node.ray_id, node.gpus, self._site.threads)

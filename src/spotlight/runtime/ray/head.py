@@ -261,8 +261,8 @@ class Head:
         if expected is None or expected == mark:
             return True  # of no published version: the controller rejects it
         self.observer.note(
-            f"{event.leader} made samples of version {event.version} with weights {mark[:12]}, not with those "
-            f"published ({expected[:12]}): its samples are refused, its process is restarted"
+            f"{event.leader} made samples of version {event.version} with weights {mark[:12]}, not with "
+            f"those published ({expected[:12]}): its samples are refused, its process is restarted"
         )
         self.parts.workers.distrust(event.leader)
         return False

@@ -47,7 +47,8 @@ def train_on_cluster(config: RunConfig, observer: Observer) -> RunResult:
     """Run, or resume, a configuration on a Ray cluster; see :func:`spotlight.runtime.train.train`.
 
     Raises:
-        ConfigError, PromptFileError, RewardSetupError, RewardInputError: before any work; ConfigError also for
+        ConfigError, PromptFileError, RewardSetupError, RewardInputError: before any work; ConfigError also
+            for
             a cluster that cannot be used.
         ModelError, TrainingError, LearnerError: what the learner met with.
         StoreError: the run directory or the disk.

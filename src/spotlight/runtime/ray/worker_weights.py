@@ -1,4 +1,4 @@
-"""A worker's way to a published version: manifest and bundle from the keeper, once a node, bound and verified."""
+"""A worker's way to a published version: from the keeper, once a node, bound and verified."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class BundleLoader:
         """See :class:`spotlight.rollout.ports.Loader`.
 
         Raises:
-            LoadError: the version is not (or no longer) there, or not what its manifest says; the weights held
+            LoadError: the version is not (or no longer) there, or not what its manifest says; the weights
+                held
                 are as they were.
             NoSpaceError: shared memory is full: another attempt would fail alike.
         """
