@@ -202,7 +202,7 @@ def test_auto_takes_the_largest_pass_within_the_budget_and_remembers_it(world: W
         learner.step()
         learner.finish_batch()
         with counted(learner) as seen:
-            train_batch(learner, samples, 3)
+            assert train_batch(learner, samples, 3).timesteps_per_pass == expected
         assert seen.count("backward") == 2 * (6 // expected)
         assert [trial.rows for trial in learner.passes.memory.trials] == rows
         expected_gradients = gradients(make_learner(world, algo), samples, 3)

@@ -76,6 +76,7 @@ class _Update:
     meter: UpdateMeter
     announced: int | None = None
     seconds: float = 0.0
+    largest_pass: int = 1
 
 
 class Learner:
@@ -246,7 +247,8 @@ class Learner:
         per_pass = self._per_pass(bound, keys)
         self._update.announced = update_samples
         scale = self.ranks.world / (update_samples * bound.timesteps)
-        self.passes.backward(bound, per_pass, scale, self._update.meter, fresh=not self._stepped)
+        taken = self.passes.backward(bound, per_pass, scale, self._update.meter, fresh=not self._stepped)
+        self._update.largest_pass = max(self._update.largest_pass, taken)
         self._update.meter.samples += len(mine)
         for key in keys:
             del self._waiting[key]
@@ -287,6 +289,7 @@ class Learner:
             epsilon_ratio=rms / settings.epsilon,
             learning_rate=learning_rate,
             seconds=self._update.seconds + time.perf_counter() - started,
+            timesteps_per_pass=self._update.largest_pass,
         )
         self._labels = 0
         self._drop_update()

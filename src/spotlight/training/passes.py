@@ -127,25 +127,30 @@ class Passes:
                     raise
             per_pass = self._halved(bound, per_pass)
 
-    def backward(self, bound: Bound, per_pass: int, scale: float, meter: UpdateMeter, *, fresh: bool) -> None:
+    def backward(self, bound: Bound, per_pass: int, scale: float, meter: UpdateMeter, *, fresh: bool) -> int:
         """Add the gradient of ``scale`` times the sum of the losses of all samples and timesteps.
+
+        Returns the timesteps of the largest pass.
 
         Args:
             fresh: no optimizer step was taken since the old log-probs: they may be computed again, so that
                 ratios stay exactly 1 when passes must become smaller.
         """
         pending = cut_timesteps(range(bound.timesteps), per_pass)
+        largest = 1
         while pending:
             timesteps = pending[0]
             terms = self._recoverably(bound, timesteps, scale)
             if terms is not None:
                 meter.add(terms, bound.first_steps.repeat(len(timesteps)))
+                largest = max(largest, len(timesteps))
                 pending = pending[1:]
                 continue
             smaller = self._halved(bound, len(timesteps))
             if fresh and bound.batch.old_log_probs is not None:
                 smaller = self.refresh(bound, smaller)
             pending = cut_timesteps(range(timesteps.start, bound.timesteps), smaller)
+        return largest
 
     def refresh(self, bound: Bound, per_pass: int) -> int:
         """Compute the old log-probs again, in smaller passes; returns the timesteps of those."""
