@@ -13,6 +13,7 @@ CALM = ("iterations=2", "learner.learning_rate=0.001", "rewards=[{name: 'reward_
 ROUNDING = {
     "micro-batches": ("learner.micro_batch_size=1",),
     "rollout batches": ("rollout.batch_size=4",),
+    "timesteps in a pass": ("learner.timesteps_per_pass=auto",),
     "checkpointed activations": ("learner.gradient_checkpointing=true",),
 }
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spotlight.algorithms import Algorithm, LossTerms, TrainBatch, build_algorithm
 from spotlight.diffusion.samplers import CPS, ODE, FlowSDE
-from spotlight.training.device_memory import free_bytes, measure_peak
+from spotlight.training.device_memory import free_bytes, is_out_of_memory, measure_peak
 from spotlight.training.learner import Learner, TrainingSample
 from spotlight.training.timesteps import cut_timesteps
 
@@ -202,7 +202,7 @@ def test_auto_takes_the_largest_pass_within_the_budget_and_remembers_it(world: W
         learner.step()
         learner.finish_batch()
         with counted(learner) as seen:
-            train_batch(learner, samples, 3)
+            assert train_batch(learner, samples, 3).timesteps_per_pass == expected
         assert seen.count("backward") == 2 * (6 // expected)
         assert [trial.rows for trial in learner.passes.memory.trials] == rows
         expected_gradients = gradients(make_learner(world, algo), samples, 3)
@@ -228,9 +228,9 @@ def runs_out(learner: Learner, rows_max: int, *, when: str) -> Iterator[list[int
 
     def check(_module: object, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         rows = kwargs["hidden_states"].shape[0] if "hidden_states" in kwargs else args[0].shape[0]
-        if rows <= rows_max or not torch.is_grad_enabled():
+        if rows <= rows_max or torch.is_grad_enabled() == (when == "frozen"):
             return
-        if when == "forward":
+        if when != "backward":
             fail(rows)
         (output[0] if isinstance(output, tuple) else output).register_hook(lambda _: fail(rows))
 
@@ -282,6 +282,19 @@ def test_after_a_back_off_the_ratio_is_still_bitwise_1(world: World) -> None:
     assert sums.means["ratio_deviation"] == 0.0
 
 
+def test_old_log_probs_that_run_out_of_memory_are_made_in_smaller_passes(world: World) -> None:
+    learner = make_learner(world, algorithm("flow-grpo"), timesteps_per_pass="auto", pass_memory_bytes=2**40)
+    samples = roll_out(world, learner)
+    train_batch(learner, samples, 3)  # learns that all three timesteps fit
+    again = cut(samples, 3)
+    with runs_out(learner, 5, when="frozen") as failed:
+        learner.prepare(samples, again)
+        for keys in again:
+            learner.accumulate(keys, 6)
+    assert failed == [9]
+    assert learner.step().sums.ratio_max == 1.0
+
+
 def test_gradients_before_a_dropped_pass_stay_to_the_bit(world: World) -> None:
     learner = make_learner(
         world, algorithm("diffusion-nft"), timesteps_per_pass="auto", pass_memory_bytes=2**40
@@ -311,6 +324,14 @@ def test_a_fixed_number_of_timesteps_that_does_not_fit_is_an_error(world: World)
     learner.prepare(samples, [])
     with runs_out(learner, 5, when="forward"), pytest.raises(torch.OutOfMemoryError):
         learner.accumulate(cut(samples, 3)[0], 6)
+
+
+def test_a_failed_allocation_is_told_from_other_errors() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60)
+    assert is_out_of_memory(caught.value)
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
 
 def test_the_peak_is_measured_to_the_byte_and_proportional_to_rows() -> None:

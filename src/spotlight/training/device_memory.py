@@ -1,7 +1,8 @@
 """Memory of the training device: how much is free, what a piece of work needs at its peak.
 
 On CUDA the allocator's own statistics. On the CPU torch's profiler, which counts what operators allocate
-and free: the same number every time, whatever else the process does.
+and free: the same number every time, whatever else the process does. It misses what FSDP2 frees of gathered
+weights, so sharded on CPUs it is an upper bound, above by one copy of the weights a pass.
 """
 
 from __future__ import annotations

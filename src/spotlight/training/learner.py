@@ -59,8 +59,8 @@ class _Prepared:
     """A sample of the current batch that no update has taken yet.
 
     Attributes:
-        old_log_probs: [timesteps], where the algorithm needs them.
-        per_pass: timesteps in the passes that made them.
+        old_log_probs: [timesteps], where the algorithm needs them and this rank trains the sample.
+        per_pass: timesteps in the passes that made them, on every rank.
     """
 
     sample: TrainingSample
@@ -76,6 +76,7 @@ class _Update:
     meter: UpdateMeter
     announced: int | None = None
     seconds: float = 0.0
+    largest_pass: int = 1
 
 
 class Learner:
@@ -243,10 +244,11 @@ class Learner:
             )
         mine = self._mine(keys)
         bound = self._bind(mine)
-        per_pass = self._per_pass(bound, mine)
+        per_pass = self._per_pass(bound, keys)
         self._update.announced = update_samples
         scale = self.ranks.world / (update_samples * bound.timesteps)
-        self.passes.backward(bound, per_pass, scale, self._update.meter, fresh=not self._stepped)
+        taken = self.passes.backward(bound, per_pass, scale, self._update.meter, fresh=not self._stepped)
+        self._update.largest_pass = max(self._update.largest_pass, taken)
         self._update.meter.samples += len(mine)
         for key in keys:
             del self._waiting[key]
@@ -287,6 +289,7 @@ class Learner:
             epsilon_ratio=rms / settings.epsilon,
             learning_rate=learning_rate,
             seconds=self._update.seconds + time.perf_counter() - started,
+            timesteps_per_pass=self._update.largest_pass,
         )
         self._labels = 0
         self._drop_update()
@@ -351,7 +354,7 @@ class Learner:
             mine = self._mine(keys)
             bound = self._bind(mine)
             per_pass = self.passes.per_pass(bound)
-            old = self.passes.old_log_probs(bound, per_pass)
+            old, per_pass = self.passes.old_log_probs(bound, per_pass)
             if old is None:
                 return
             if self._stepped:
@@ -360,7 +363,9 @@ class Learner:
                     "of now; train a batch in parts with updates_per_batch 1, or with old_log_probs=rollout"
                 )
             for item, row in zip(mine, old.unbind(0), strict=True):
-                item.old_log_probs, item.per_pass = row, per_pass
+                item.old_log_probs = row
+            for key in keys:
+                self._waiting[key].per_pass = per_pass
 
     def _mine(self, keys: Sequence[str]) -> list[_Prepared]:
         unknown = [key for key in keys if key not in self._waiting]
@@ -378,14 +383,15 @@ class Learner:
             )
         return mine
 
-    def _per_pass(self, bound: Bound, mine: Sequence[_Prepared]) -> int:
+    def _per_pass(self, bound: Bound, keys: Sequence[str]) -> int:
         """As many timesteps in a pass as the old log-probs were made with, so that ratios are exact."""
-        made_with = mine[0].per_pass
-        if made_with is None or any(item.per_pass != made_with for item in mine):
+        made_with = {self._waiting[key].per_pass for key in keys}
+        first = made_with.pop()
+        if first is None or made_with:
             return self.passes.per_pass(bound)
-        per_pass = min(made_with, self.passes.limit(bound))
-        if per_pass < made_with and not self._stepped:
-            self.passes.refresh(bound, per_pass)
+        per_pass = min(first, self.passes.limit(bound))
+        if per_pass < first and not self._stepped:
+            return self.passes.refresh(bound, per_pass)
         return per_pass
 
     def _bind(self, mine: Sequence[_Prepared]) -> Bound:

@@ -108,6 +108,7 @@ class StepReport:
         epsilon_ratio: ``grad_rms`` over AdamW's epsilon: near or below 1, epsilon swamps the gradient.
         learning_rate: used.
         seconds: forward, backward and step.
+        timesteps_per_pass: of its largest pass on this rank.
     """
 
     step: int
@@ -117,6 +118,7 @@ class StepReport:
     epsilon_ratio: float
     learning_rate: float
     seconds: float
+    timesteps_per_pass: int = 1
 
     def flat(self) -> dict[str, float]:
         """As curves."""
@@ -128,6 +130,7 @@ class StepReport:
             "train/grad_rms_over_epsilon": self.epsilon_ratio,
             "train/learning_rate": self.learning_rate,
             "train/step_s": self.seconds,
+            "train/timesteps_per_pass": float(self.timesteps_per_pass),
         }
         row |= {f"train/{name}": value for name, value in self.sums.means.items()}
         if self.sums.ratio_max is not None:

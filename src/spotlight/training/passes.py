@@ -24,7 +24,7 @@ from spotlight.training.device_memory import free_bytes, is_out_of_memory, measu
 from spotlight.training.metrics import UpdateMeter
 from spotlight.training.policy import MicroBatchPolicy
 from spotlight.training.sharding import Ranks
-from spotlight.training.timesteps import MARGIN, PassMemory, Shape, Trial, cut_timesteps
+from spotlight.training.timesteps import MARGIN, PassMemory, Shape, Trial, cut_timesteps, largest_pass
 
 
 @dataclass(slots=True)
@@ -99,19 +99,68 @@ class Passes:
             return min(self._setting, bound.timesteps)
         key = bound.shape, bound.timesteps
         while True:
-            wanted = self._least(self.limit(bound) if key in self._settled else self._largest(key))
+            known = self._settled.get(key)
+            wanted = self._least(self._largest(key) if known is None else min(known, self.limit(bound)))
+            wanted = largest_pass(bound.timesteps, wanted)
             if self._least(self.memory.proven(bound.shape, wanted)):
                 self._settled[key] = wanted
                 return wanted
             self._try(bound, wanted)
 
     def limit(self, bound: Bound) -> int:
-        """Timesteps that a pass of this shape may have, by what is known now and without asking ranks."""
-        key = bound.shape, bound.timesteps
-        return min(self._settled.get(key, bound.timesteps), self.memory.most(*key, math.inf))
+        """Timesteps that a pass of this shape may have after those that did not fit.
 
-    def old_log_probs(self, bound: Bound, per_pass: int) -> Tensor | None:
-        """[batch, timesteps] under the current weights, in the passes of the loss; None: none are needed."""
+        With several ranks all, on each of them: there none may run out of memory.
+        """
+        return self.memory.most(bound.shape, bound.timesteps, math.inf)
+
+    def old_log_probs(self, bound: Bound, per_pass: int) -> tuple[Tensor | None, int]:
+        """[batch, timesteps] under the current weights, in the passes of the loss; None: none are needed.
+
+        And the timesteps of those passes: fewer than ``per_pass`` where that ran out of memory.
+        """
+        while True:
+            try:
+                return self._old_log_probs(bound, per_pass), per_pass
+            except RuntimeError as error:
+                if not self._recovers(error, per_pass):
+                    raise
+            per_pass = self._halved(bound, per_pass)
+
+    def backward(self, bound: Bound, per_pass: int, scale: float, meter: UpdateMeter, *, fresh: bool) -> int:
+        """Add the gradient of ``scale`` times the sum of the losses of all samples and timesteps.
+
+        Returns the timesteps of the largest pass.
+
+        Args:
+            fresh: no optimizer step was taken since the old log-probs: they may be computed again, so that
+                ratios stay exactly 1 when passes must become smaller.
+        """
+        pending = cut_timesteps(range(bound.timesteps), per_pass)
+        largest = 1
+        while pending:
+            timesteps = pending[0]
+            terms = self._recoverably(bound, timesteps, scale)
+            if terms is not None:
+                meter.add(terms, bound.first_steps.repeat(len(timesteps)))
+                largest = max(largest, len(timesteps))
+                pending = pending[1:]
+                continue
+            smaller = self._halved(bound, len(timesteps))
+            if fresh and bound.batch.old_log_probs is not None:
+                smaller = self.refresh(bound, smaller)
+            pending = cut_timesteps(range(timesteps.start, bound.timesteps), smaller)
+        return largest
+
+    def refresh(self, bound: Bound, per_pass: int) -> int:
+        """Compute the old log-probs again, in smaller passes; returns the timesteps of those."""
+        old, per_pass = self.old_log_probs(bound, per_pass)
+        bound.batch = replace(bound.batch, old_log_probs=old)
+        return per_pass
+
+    # -- one pass --------------------------------------------------------------------------------------
+
+    def _old_log_probs(self, bound: Bound, per_pass: int) -> Tensor | None:
         columns = []
         for timesteps in cut_timesteps(range(bound.timesteps), per_pass):
             with torch.no_grad():
@@ -120,34 +169,6 @@ class Passes:
                 return None
             columns.append(old.view(len(timesteps), bound.samples))
         return torch.cat(columns).T
-
-    def backward(self, bound: Bound, per_pass: int, scale: float, meter: UpdateMeter, *, fresh: bool) -> None:
-        """Add the gradient of ``scale`` times the sum of the losses of all samples and timesteps.
-
-        Args:
-            fresh: no optimizer step was taken since the old log-probs: they may be computed again, so that
-                ratios stay exactly 1 when passes must become smaller.
-        """
-        pending = cut_timesteps(range(bound.timesteps), per_pass)
-        while pending:
-            timesteps = pending[0]
-            terms = self._recoverably(bound, timesteps, scale)
-            if terms is not None:
-                meter.add(terms, bound.first_steps.repeat(len(timesteps)))
-                pending = pending[1:]
-                continue
-            smaller = len(timesteps) // 2
-            self._settled[bound.shape, bound.timesteps] = smaller
-            self.memory = self.memory.after(Trial(bound.tokens, bound.samples * len(timesteps), None))
-            if fresh and bound.batch.old_log_probs is not None:
-                self.refresh(bound, smaller)
-            pending = cut_timesteps(range(timesteps.start, bound.timesteps), smaller)
-
-    def refresh(self, bound: Bound, per_pass: int) -> None:
-        """Compute the old log-probs again, in smaller passes."""
-        bound.batch = replace(bound.batch, old_log_probs=self.old_log_probs(bound, per_pass))
-
-    # -- one pass --------------------------------------------------------------------------------------
 
     def _backward(self, bound: Bound, timesteps: range, scale: float) -> LossTerms:
         terms = self._algorithm.loss(*bound.rows(timesteps))
@@ -163,16 +184,26 @@ class Passes:
             try:
                 terms = self._backward(bound, timesteps, scale)
             except RuntimeError as error:
-                if not is_out_of_memory(error):
+                if not self._recovers(error, len(timesteps)):
                     raise
             else:
                 before[:] = [
                     _sum(parameter.grad, held)
                     for parameter, held in zip(self._parameters(), before, strict=True)
                 ]
-        if terms is None:
-            release(self._device)
         return terms
+
+    def _recovers(self, error: RuntimeError, per_pass: int) -> bool:
+        """Whether a pass that failed so may be made smaller."""
+        alone = self._ranks.world == 1
+        return self._setting == "auto" and alone and per_pass > 1 and is_out_of_memory(error)
+
+    def _halved(self, bound: Bound, per_pass: int) -> int:
+        """Half the timesteps, remembered. The pass's tensors must have been let go."""
+        release(self._device)
+        self._settled[bound.shape, bound.timesteps] = per_pass // 2
+        self.memory = self.memory.after(Trial(bound.tokens, bound.samples * per_pass, None))
+        return per_pass // 2
 
     @contextmanager
     def _gradients_aside(self) -> Iterator[list[Tensor | None]]:
@@ -196,7 +227,7 @@ class Passes:
             try:
                 _, needed = measure_peak(self._device, lambda: self._trial(bound, per_pass))
             except RuntimeError as error:
-                if not is_out_of_memory(error) or per_pass == 1 or self._ranks.world > 1:
+                if not self._recovers(error, per_pass):
                     raise
         if needed is None:
             release(self._device)
