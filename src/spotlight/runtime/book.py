@@ -102,7 +102,7 @@ class RunBook:
         self.bill(spends, sum(seconds.values()))
 
     def bill(self, spends: Sequence[GpuSpend], elapsed_s: float) -> None:
-        """Account for GPU-seconds of workers that come and go; ``elapsed_s`` passed since the last account."""
+        """Account for GPU-seconds of workers that come and go; ``elapsed_s`` passed since the last one."""
         self.flush()
         self.ledger.spend(spends, time.time())
         self._spent_s += elapsed_s
