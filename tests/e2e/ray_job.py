@@ -38,9 +38,11 @@ class Running:
 
     def ask(self, query: str) -> list[tuple[object, ...]]:
         """Rows of the ledger; none where there is no ledger yet."""
-        with suppress(LedgerError, sqlite3.OperationalError):
-            with closing(queries.open_readonly(RunPaths(self.run).ledger)) as connection:
-                return list(connection.execute(query))
+        with (
+            suppress(LedgerError, sqlite3.OperationalError),
+            closing(queries.open_readonly(RunPaths(self.run).ledger)) as connection,
+        ):
+            return list(connection.execute(query))
         return []
 
     def wait_for(self, query: str, rows: int = 1) -> list[tuple[object, ...]]:

@@ -162,7 +162,9 @@ class FakeLearner:
     def send_conditions(self, prompts: Sequence[PromptId], on_done: Callable[[], None]) -> None:
         self._soon("send_conditions", on_done)
 
-    def prepare(self, effect: ef.PrepareBatch, rollouts: object, marks: object, on_done: Callable[[], None]) -> None:
+    def prepare(
+        self, effect: ef.PrepareBatch, rollouts: object, marks: object, on_done: Callable[[], None]
+    ) -> None:
         self._soon("prepare", on_done)
 
     def accumulate(self, micro_batch: object, on_done: Callable[[], None]) -> None:
@@ -284,7 +286,9 @@ class World:
         rollouts = [each for each in rollouts if not self.spoilt(each)]
         if not rollouts:
             return
-        scores = {each.id: {REWARD: (each.seed % 7) / 7, "jpeg_size": (each.seed % 7) / 7} for each in rollouts}
+        scores = {
+            each.id: {REWARD: (each.seed % 7) / 7, "jpeg_size": (each.seed % 7) / 7} for each in rollouts
+        }
         self.head.loop.call_soon_threadsafe(self.head.tell, ev.SamplesRewarded(scores, lineage))
 
     # -- what the tests do -----------------------------------------------------------------------------
@@ -299,7 +303,9 @@ class World:
 
         def look() -> None:
             if time.monotonic() > end_s:
-                raise AssertionError(f"stuck: {self.controller.stage}, {self.learner.asked[-3:]}, {self.notes}")
+                raise AssertionError(
+                    f"stuck: {self.controller.stage}, {self.learner.asked[-3:]}, {self.notes}"
+                )
             self.head.loop.call_later(0.5, look)
 
         look()

@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -148,7 +147,7 @@ def open_attempt(
 
 def _close(book: RunBook, account: Callable[[RunBook], None], ending: Ending) -> None:
     account(book)
-    book.ledger.end_attempt(ending, time.time())
+    book.ledger.end_attempt(ending)
 
 
 def _say_where(newest: Checkpoint | None, observer: Observer, attempt: int) -> None:

@@ -7,7 +7,6 @@ checkpoint never knows more than the ledger.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -101,10 +100,14 @@ class RunBook:
         ]
         self.bill(spends, sum(seconds.values()))
 
-    def bill(self, spends: Sequence[GpuSpend], elapsed_s: float) -> None:
-        """Account for GPU-seconds of workers that come and go; ``elapsed_s`` passed since the last one."""
+    def bill(self, spends: Sequence[GpuSpend], elapsed_s: float, now_s: float) -> None:
+        """Account for GPU-seconds of workers that come and go, up to ``now_s`` (seconds since the epoch).
+
+        Args:
+            elapsed_s: since the account before this one.
+        """
         self.flush()
-        self.ledger.spend(spends, time.time())
+        self.ledger.spend(spends, now_s)
         self._spent_s += elapsed_s
 
     @property

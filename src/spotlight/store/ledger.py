@@ -227,8 +227,11 @@ class Ledger:
                 "UPDATE attempts SET seen_at = MAX(seen_at, ?) WHERE number = ?", (now_s, attempt)
             )
 
-    def end_attempt(self, ending: Ending, now_s: float) -> None:
-        """Close the account of this process; every second up to ``now_s`` must have its phase by now."""
+    def end_attempt(self, ending: Ending, now_s: float = 0.0) -> None:
+        """Close the account of this process, at its last entry or at ``now_s`` if that is later.
+
+        Every second up to then must have its phase by now.
+        """
         attempt = self._current_attempt()
         with self._transaction(f"the end of attempt {attempt}"):
             self._connection.execute(

@@ -34,6 +34,15 @@ _OPEN_S = 10.0
 _log = logging.getLogger(__name__)
 
 
+def cache_directory(run: str, parent: Path = SHARED_MEMORY) -> Path:
+    """Where the versions of a run are."""
+    return parent / f"{_prefix()}{run}"
+
+
+def _prefix() -> str:
+    return f"spotlight-{os.getuid()}-"
+
+
 class NodeCache:
     """The versions in shared memory on this node. Any number of processes, one object in each.
 
@@ -55,10 +64,9 @@ class NodeCache:
             raise WeightsError(f"keep is {keep}; expected at least 1 version")
         if not run or "/" in run:
             raise WeightsError(f"name of the run is {run!r}; expected one without '/'")
-        prefix = f"spotlight-{os.getuid()}-"
-        self.directory = parent / f"{prefix}{run}"
+        self.directory = cache_directory(run, parent)
         self.keep, self.deadline_s = keep, deadline_s
-        _remove_dead(parent, prefix, but=self.directory)
+        _remove_dead(parent, _prefix(), but=self.directory)
         self._alive = _enter(self.directory)
 
     def get(self, manifest: Manifest, fetch: Callable[[], bytes]) -> Bundle:

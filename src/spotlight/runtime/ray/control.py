@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,7 @@ from spotlight.runtime.ray.worker_actor import ActorStarter, Berth
 from spotlight.runtime.ray.workers import WorkerPool
 from spotlight.store.run_directory import RunDirectory
 from spotlight.store.schema import Incident
+from spotlight.weights.node_cache import cache_directory
 
 LOOPBACK = "127.0.0.1"
 LOGS_FOLDER = "attempts"
@@ -111,9 +113,9 @@ class Control:
         calls = Calls(head.loop)
         settings = NoticeSettings(*_notice_settings(config))
         self.membership = Membership(self, gather(), MembershipSettings(settings))
-        starter = ActorStarter(
-            text, keeper, meeting, f"{config.name}-{run}", _node_directory(run), self._berths, self._tail
-        )
+        shared = f"{config.name}-{run}"
+        self._left = (_node_directory(site, run), cache_directory(shared))
+        starter = ActorStarter(text, keeper, meeting, shared, self._left[0], self._berths, self._tail)
         self.workers = WorkerPool(
             calls,
             starter,
@@ -177,6 +179,8 @@ class Control:
         self.learner.stop()
         self._launcher.close()
         self.workers.close()
+        for directory in self._left:  # on this machine; a cluster's other nodes remove theirs in the next run
+            shutil.rmtree(directory, ignore_errors=True)
         self._token_file.unlink(missing_ok=True)
 
     # -- nodes: called in the membership's thread -----------------------------------------------------
@@ -267,5 +271,7 @@ def _notice_settings(config: RunConfig) -> tuple[Any, str | None, float | None]:
     return fleet.notices.cloud, fleet.notices.endpoint, fleet.notices.sigterm_grace_s
 
 
-def _node_directory(run: str) -> Path:
+def _node_directory(site: Site, run: str) -> Path:
+    if site.emulated is not None:  # goes with the cluster, however that ends
+        return site.emulated.directory / "workers"
     return Path("/tmp") / f"spotlight-{os.getuid()}-{run}"

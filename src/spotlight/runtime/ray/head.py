@@ -121,8 +121,13 @@ class Head:
     _stop_requested: bool = False
     _failure: Exception | None = None
     _accounted_s: float = 0.0
+    _epoch_s: float = 0.0
     _own: _Counters = field(default_factory=_Counters)
     _seconds: defaultdict[Phase, float] = field(default_factory=lambda: defaultdict(float))
+
+    def __post_init__(self) -> None:
+        # Bills are by the loop's clock alone: a slow disk or a clock that is set must not look like work.
+        self._epoch_s = time.time() - self.clock()
 
     # -- the loop --------------------------------------------------------------------------------------
 
@@ -242,7 +247,7 @@ class Head:
         self._befell(event)
         effects = controller.handle(event, now)
         self.billing.observe(event, effects, now)
-        self._hire(event)
+        self._hire(event, now)
         if isinstance(event, ev.WeightsPulled):
             self.parts.workers.prove(event.worker)
         if isinstance(event, ev.LeaseCompleted):
@@ -544,29 +549,29 @@ class Head:
             GpuSpend(self._payroll[spent.slot], spent.phase, spent.seconds, spent.price_usd_h)
             for spent in spends
         ]
-        book.bill(rows, elapsed_s)
+        book.bill(rows, elapsed_s, self._epoch_s + now)
 
-    def _hire(self, event: ev.Event) -> None:
+    def _hire(self, event: ev.Event, now: float) -> None:
         """Tell the ledger whom it pays. A node that comes back is another worker to it."""
         match event:
             case ev.NodeJoined(node):
-                self._dismiss(node.id)
+                self._dismiss(node.id, now)
                 life = self._lives[node.id] = self._lives.get(node.id, 0) + 1
                 prices = self.billing.price_of(node.id)
                 names = {slot: WorkerId(f"{slot}#{life}") if life > 1 else slot for slot in prices}
                 self._payroll |= names
                 hired = {names[slot]: price for slot, price in prices.items()}
-                self.parts.book.ledger.hire(hired, time.time())
+                self.parts.book.ledger.hire(hired, self._epoch_s + now)
             case ev.NodeLost(node_id):
-                self._dismiss(node_id)
+                self._dismiss(node_id, now)
                 self.parts.workers.lose(node_id)
 
-    def _dismiss(self, node: NodeId) -> None:
+    def _dismiss(self, node: NodeId, now: float) -> None:
         slots = [slot for slot in self._payroll if slot.rpartition("/")[0] == node]
         if slots:
             self.account(self.parts.book)
             gone = [self._payroll.pop(slot) for slot in slots]
-            self.parts.book.ledger.dismiss(gone, time.time())
+            self.parts.book.ledger.dismiss(gone, self._epoch_s + now)
 
     def _befell(self, event: ev.Event) -> None:
         """Write incidents down, and tell people."""
