@@ -98,7 +98,7 @@ class RunBook:
             for worker, price in self.workers.items()
             for phase, spent in seconds.items()
         ]
-        self.bill(spends, sum(seconds.values()))
+        self.bill(spends, sum(seconds.values()), time.time())
 
     def bill(self, spends: Sequence[GpuSpend], elapsed_s: float, now_s: float) -> None:
         """Account for GPU-seconds of workers that come and go, up to ``now_s`` (seconds since the epoch).
