@@ -1,4 +1,4 @@
-"""Every second of every slot is in one phase, whatever happens: on the simulation's faulty runs, and by hand."""
+"""Every second of every slot is in one phase, whatever happens: on faulty runs, and by hand."""
 
 from __future__ import annotations
 

@@ -156,9 +156,12 @@ def test_a_stop_comes_after_the_next_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_keeper_that_is_gone_is_a_clear_end(tmp_path: Path) -> None:
-    with pytest.raises(
-        RuntimeError, match="keeper of states and samples does not answer.*The same command resumes"
-    ), world(tmp_path) as it:
+    with (
+        pytest.raises(
+            RuntimeError, match="keeper of states and samples does not answer.*The same command resumes"
+        ),
+        world(tmp_path) as it,
+    ):
         it.join(RESERVED, SPOT)
         it.when("prepare", lambda: it.keeper.fail_take(ConnectionError("actor died")), 2)
         it.run()
@@ -166,7 +169,7 @@ def test_a_keeper_that_is_gone_is_a_clear_end(tmp_path: Path) -> None:
     assert [bill.ended for bill in clean(tmp_path).attempts] == [Ending.FAILED]
 
 
-class Wrapped(Exception):
+class WrappedError(Exception):
     """As Ray wraps what an actor raised."""
 
     def __init__(self, cause: Exception) -> None:
@@ -177,13 +180,13 @@ class Wrapped(Exception):
 @pytest.mark.parametrize("method", ["take", "drop", "keep_only", "put"])
 def test_a_full_disk_at_the_keeper_ends_the_run_with_that_error(tmp_path: Path, method: str) -> None:
     full = StoreError("no space left on the disk of the keeper")
-    with pytest.raises(StoreError, match="no space left"), world(tmp_path) as it:
+    with pytest.raises(StoreError, match="no space left"), world(tmp_path) as it:  # noqa: PT012
         it.join(RESERVED, SPOT)
 
         def fill() -> None:
-            it.keeper.broken[method] = Wrapped(full)
+            it.keeper.broken[method] = WrappedError(full)
             if method == "take":
-                it.keeper.fail_take(Wrapped(full))
+                it.keeper.fail_take(WrappedError(full))
 
         it.when("prepare", fill, 2)
         it.run()
