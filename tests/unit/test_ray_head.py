@@ -158,7 +158,7 @@ def test_a_stop_comes_after_the_next_checkpoint(tmp_path: Path) -> None:
 def test_a_keeper_that_is_gone_is_a_clear_end(tmp_path: Path) -> None:
     with (  # noqa: PT012
         pytest.raises(
-            RuntimeError, match="keeper of states and samples does not answer.*The same command resumes"
+            RuntimeError, match=r"keeper of states and samples does not answer.*The same command resumes"
         ),
         world(tmp_path) as it,
     ):
