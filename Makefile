@@ -27,8 +27,8 @@ $(STAMP): requirements.lock pyproject.toml $(TESSERACT)
 	$(if $(TESSERACT),sh $(TESSERACT) || true)
 	@touch $@
 
-demo: env ## Train the embedded default; leaves runs/demo with pictures, curves, LoRA and summary.json
-	$(BIN)/spotlight train
+demo: env ## Train the embedded default on emulated spot nodes that vanish; leaves runs/demo with pictures and LoRA
+	$(BIN)/spotlight train fleet.driver=ray fleet.spot.trace=minute
 
 test: env ## Run the tests
 	$(BIN)/pytest $(PYTEST_ARGS)
