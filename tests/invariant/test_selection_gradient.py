@@ -1,8 +1,8 @@
 """What choosing seeds does to a policy gradient that is known.
 
 x = theta + z with z standard normal, in two dimensions. The gradient of the expected reward x[0] + x[1]² at
-theta = (0, 1/2) is (1, 1), and the score of a sample is z. Groups of 8 are chosen from pools of 32, by previews
-that are the reward plus noise of variance 1.
+theta = (0, 1/2) is (1, 1), and the score of a sample is z. Groups of 8 are chosen from pools of 32, by
+previews that are the reward plus noise of variance 1.
 """
 
 from __future__ import annotations
