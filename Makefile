@@ -28,7 +28,7 @@ $(STAMP): requirements.lock pyproject.toml $(TESSERACT)
 	@touch $@
 
 demo: env ## Train the embedded default on emulated spot nodes that vanish; leaves runs/demo with pictures and LoRA
-	$(BIN)/spotlight train fleet.driver=ray fleet.spot.trace=minute
+	$(BIN)/spotlight train fleet.driver=ray fleet.spot.trace=minute fleet.drain_margin_s=2
 
 test: env ## Run the tests
 	$(BIN)/pytest $(PYTEST_ARGS)
