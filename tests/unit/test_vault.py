@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import random
@@ -11,8 +12,12 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import mkdtemp
+from types import NoneType
 
 import pytest
 from hypothesis import settings
@@ -102,6 +107,7 @@ class VaultLikeADict(RuleBasedStateMachine):
         usage, total = self.vault.usage(), sum(len(kept.data) for kept in self.model.values())
         assert usage.values == len(self.model)
         # The least recently used, and no others, are on disk.
+        assert list(self.vault._index.recent) == list(self.recent)
         assert usage.memory_bytes == sum(self.recent.values()) <= MEMORY
         assert usage.values_on_disk == len(self.model) - len(self.recent) == len(on_disk(self.directory))
         assert usage.disk_bytes == total - usage.memory_bytes
@@ -274,34 +280,62 @@ def test_a_full_disk_refuses_the_new_value_and_loses_no_other(full: str, tmp_pat
     assert (told.stdout, told.stderr) == ("sound\n", "")
 
 
-def test_a_value_replaced_while_it_is_written_frees_its_memory_and_leaves_no_file(
-    vault: Vault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@dataclass
+class SlowDisk:
+    """Holds each write until it may go on, or fail."""
+
+    write: Callable[[bytes, str], Path]
+    during: threading.Event = field(default_factory=threading.Event)
+    go_on: threading.Event = field(default_factory=threading.Event)
+    full: bool = False
+
+    def __call__(self, data: bytes, label: str) -> Path:
+        self.during.set()
+        assert self.go_on.wait(10)
+        if self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self.write(data, label)
+
+
+@pytest.fixture
+def disk(vault: Vault, monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
+    slow = SlowDisk(vault._folder.write)
+    monkeypatch.setattr(vault._folder, "write", slow)
+    return slow
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["disk", "full-disk"])
+def test_values_that_go_while_they_are_written_free_their_memory_and_leave_no_file(
+    vault: Vault, tmp_path: Path, disk: SlowDisk, full: bool
 ) -> None:
-    """The oldest is on its way to disk, when a later step of it comes, or it is dropped."""
-    write = vault._folder.write
-    during = threading.Event()
-    go_on = threading.Event()
-
-    def slow(data: bytes, label: str) -> Path:
-        during.set()
-        assert go_on.wait(10)
-        return write(data, label)
-
+    disk.full = full
     for name in "abcdefgh":
         vault.put("progress", name, name.encode() * 120)
-    monkeypatch.setattr(vault._folder, "write", slow)
-    putting = threading.Thread(target=vault.put, args=("progress", "new", b"n" * 125))
-    putting.start()
-    assert during.wait(10)
-    vault.drop("progress", ["a", "b"])  # of which "a" is being written
-    assert vault.usage().memory_bytes == 7 * 120  # its bytes are still there
-    assert vault.put("progress", "c", b"", step=1)  # fits: does not wait for the disk
-    go_on.set()
-    putting.join(10)
+    with ThreadPoolExecutor() as threads:
+        putting = threads.submit(vault.put, "progress", "new", b"n" * 125)
+        assert disk.during.wait(10)
+        vault.drop("progress", ["a", "b"])  # of which "a" is being written
+        assert vault.usage().memory_bytes == 7 * 120  # its bytes are still there
+        assert vault.put("progress", "c", b"", step=1)  # fits: does not wait for the disk
+        disk.go_on.set()
+        assert isinstance(putting.exception(10), StoreError if full else NoneType)
     assert on_disk(tmp_path) == []
-    assert vault.usage().memory_bytes == 5 * 120 + 125
+    assert vault.usage().memory_bytes == 5 * 120 + (0 if full else 125)
     assert vault.get("progress", "a") is None
-    assert vault.get("progress", "new") == Kept(0, b"n" * 125)
+    assert vault.get("progress", "new") == (None if full else Kept(0, b"n" * 125))
+
+
+def test_a_later_step_that_comes_while_a_large_one_is_written_stays(
+    vault: Vault, tmp_path: Path, disk: SlowDisk
+) -> None:
+    with ThreadPoolExecutor() as threads:
+        putting = threads.submit(vault.put, "progress", "r1", b"n" * 2000, step=1)
+        assert disk.during.wait(10)
+        assert vault.put("progress", "r1", b"later", step=2)
+        disk.go_on.set()
+        assert putting.result(10) is False
+    assert vault.get("progress", "r1") == Kept(2, b"later")
+    assert on_disk(tmp_path) == []
 
 
 LIVES = """
