@@ -113,7 +113,7 @@ class VaultLikeADict(RuleBasedStateMachine):
 
 
 TestVaultLikeADict = VaultLikeADict.TestCase
-TestVaultLikeADict.settings = settings(max_examples=40, stateful_step_count=25)
+TestVaultLikeADict.settings = settings(max_examples=20, stateful_step_count=12)
 
 
 @pytest.fixture
