@@ -129,7 +129,9 @@ def test_a_commits_cost_is_told_as_a_share_of_steps(
 ) -> None:
     path = tmp_path / "commit.json"
     commit_overhead.main(megabytes=[0.1], batch=[2], rounds=2, json=path)
-    assert "20B at 1024x1024: at most" in " ".join(capsys.readouterr().out.split())
+    assert "20B at 1024x1024 (latents 1.05 MB), states of 0.1 MB:" in " ".join(
+        capsys.readouterr().out.split()
+    )
     testbed, made = json.loads(path.read_text())["rows"]
     assert (testbed["state"], made["state"]) == ("testbed", "0.1 MB")
     assert 0.1e6 < made["parcel_bytes"] < 0.103e6
