@@ -137,6 +137,7 @@ class Control:
             materials.rewards,
             self._prompts,
             head.tell,
+            head.holds,
             head.scored,
             materials.observer.note,
             head.fail,

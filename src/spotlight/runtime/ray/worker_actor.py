@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -32,29 +33,50 @@ _VISIBLE = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 """Every worker of a node sees all its GPUs: weights are copied between them."""
 
 
-@dataclass(frozen=True, slots=True)
 class KeeperHome:
     """The keeper as a worker's home.
 
-    Attributes:
+    Reports travel behind the worker's next step, in their order, each once the one before it has arrived.
+    One may be under way and one wait; then the worker waits too.
+
+    Args:
         answer_s: longest that the keeper may take.
     """
 
-    keeper: Any
-    answer_s: float
+    def __init__(self, keeper: Any, answer_s: float) -> None:
+        self._keeper, self._answer_s = keeper, answer_s
+        self._reports: queue.Queue[Report] = queue.Queue(maxsize=1)
+        self._lost: HomeLostError | None = None
+        threading.Thread(target=self._carry, name="reports", daemon=True).start()
 
     def deliver(self, report: Report) -> None:
-        """See :class:`spotlight.rollout.ports.Home`."""
-        self._call("deliver", report)
+        """See :class:`spotlight.rollout.ports.Home`; a report that failed is told by the call after it."""
+        while True:
+            if self._lost is not None:
+                raise self._lost
+            try:
+                self._reports.put(report, timeout=1.0)
+            except queue.Full:
+                continue
+            return
 
     def fetch(self, kind: str, names: Sequence[str], mark: str = "") -> list[Kept | None]:
         """See :class:`spotlight.rollout.ports.Home`."""
         kept: list[Kept | None] = self._call("fetch", kind, list(names), mark)
         return kept
 
+    def _carry(self) -> None:
+        while True:
+            report = self._reports.get()
+            try:
+                self._call("deliver", report)
+            except HomeLostError as error:
+                self._lost = error
+                return
+
     def _call(self, method: str, *args: object) -> Any:
         try:
-            return ray.get(getattr(self.keeper, method).remote(*args), timeout=self.answer_s)
+            return ray.get(getattr(self._keeper, method).remote(*args), timeout=self._answer_s)
         except RayError as error:
             raise HomeLostError(f"the keeper does not {method}: {type(error).__name__}: {error}") from error
 
