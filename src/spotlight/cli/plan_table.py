@@ -107,11 +107,13 @@ def _fleet(config: RunConfig, fleet: FleetPlan) -> Iterator[tuple[str, str, str]
     source = "at most" if spot.trace is not None else "from the beginning"
     yield "spot slots", count(fleet.spot_slots), source
     if spot.trace is not None:
-        notice = {None: "when the trace says", 0: "no notice"}.get(
-            spot.notice_s, f"{spot.notice_s} s of notice"
+        known = spot.notice_s is not None
+        notice = f"noticed {spot.notice_s:g} s before" if known else "noticed when the trace says"
+        yield (
+            "preemptions",
+            count(fleet.preemptions),
+            f"in {duration(fleet.horizon_s)} of {spot.trace}, {notice}",
         )
-        played = duration(fleet.horizon_s)
-        yield "preemptions", count(fleet.preemptions), f"in {played} of {spot.trace}, SIGKILL after {notice}"
     prices = f"{money(config.fleet.price_usd_h)} a reserved slot, {money(spot.price_usd_h)} a spot slot"
     yield "an hour", money(fleet.usd_h), prices
 

@@ -1,4 +1,4 @@
-"""What the configuration says of the nodes of a run: for ``spotlight train --dry-run``. Imports no torch or Ray."""
+"""What the configuration says of a run's nodes, for ``spotlight train --dry-run``. No torch, no Ray."""
 
 from __future__ import annotations
 
