@@ -112,7 +112,13 @@ class Control:
         settings = NoticeSettings(*_notice_settings(config))
         self.membership = Membership(self, gather(), MembershipSettings(settings))
         starter = ActorStarter(
-            text, keeper, meeting, f"{config.name}-{run}", _node_directory(run), self._berths, self._tail
+            text,
+            keeper,
+            meeting,
+            f"{config.name}-{run}",
+            _node_directory(run, site.emulated),
+            self._berths,
+            self._tail,
         )
         self.workers = WorkerPool(
             calls,
@@ -268,5 +274,8 @@ def _notice_settings(config: RunConfig) -> tuple[Any, str | None, float | None]:
     return fleet.notices.cloud, fleet.notices.endpoint, fleet.notices.sigterm_grace_s
 
 
-def _node_directory(run: str) -> Path:
+def _node_directory(run: str, emulated: LocalCluster | None) -> Path:
+    """Where workers of a node find each other. On a cluster of this machine it goes when the cluster does."""
+    if emulated is not None:
+        return emulated.directory / "peers"
     return Path("/tmp") / f"spotlight-{os.getuid()}-{run}"
