@@ -587,7 +587,8 @@ class Head:
         note, hosts = self.observer.note, self.parts.controller.cluster.hosts
         match event:
             case ev.NodeJoined(node):
-                self.befall(Incident.NODE_JOINED, node.id, f"{node.gpus} x {node.gpu_type}")
+                detail, is_spot = f"{node.gpus} x {node.gpu_type}", node.kind is NodeKind.SPOT
+                self._write_incident(Incident.NODE_JOINED, node.id, is_spot, detail)
                 note(f"{node.id} joined ({node.kind.value})")
             case ev.NodeNoticed(node_id, deadline_s) if node_id in hosts:
                 left_s = deadline_s - self.clock()
@@ -604,9 +605,12 @@ class Head:
 
     def befall(self, kind: Incident, subject: str, detail: str) -> None:
         """Write an incident of a node, a worker or the learner into the ledger."""
-        host = self.parts.controller.cluster.hosts.get(NodeId(subject.rpartition("/")[0] or subject))
-        spot = host is not None and host.node.kind is NodeKind.SPOT
-        self.parts.book.ledger.befall(kind, subject, spot=spot, detail=detail, now_s=time.time())
+        hosts = self.parts.controller.cluster.hosts
+        host = hosts.get(NodeId(subject)) or hosts.get(NodeId(subject.rpartition("/")[0]))
+        self._write_incident(kind, subject, host is not None and host.node.kind is NodeKind.SPOT, detail)
+
+    def _write_incident(self, kind: Incident, subject: str, is_spot: bool, detail: str) -> None:
+        self.parts.book.ledger.befall(kind, subject, spot=is_spot, detail=detail, now_s=time.time())
 
 
 class _AbandonedError(Exception):
