@@ -58,7 +58,9 @@ def number_of(worker: str) -> int:
 def preempted(job: Job) -> Iterator[Running]:
     trace = job.root / "spot.csv"
     trace.write_text(TRACE)
-    with running(job.root / "preempted", job.arguments("preempted", *SMALL, *RAY, f"fleet.spot.trace={trace}")) as it:
+    with running(
+        job.root / "preempted", job.arguments("preempted", *SMALL, *RAY, f"fleet.spot.trace={trace}")
+    ) as it:
         it.wait_for("SELECT 1 FROM incidents WHERE kind = 'node_joined' AND spot", 3)
         first = number_of(str(it.wait_for(WORKS)[0][0]))
         it.notice(first)
@@ -139,13 +141,17 @@ def test_the_head_is_killed_then_told_to_stop_and_the_same_command_finishes(job:
     local = ("fleet.spot.nodes=0", "fleet.local.rollout_slots=1")
     arguments = job.arguments("headless", *SMALL, *RAY, *local, "iterations=6")
     with running(run, arguments) as it:
-        it.wait_for("SELECT 1 FROM samples JOIN rollouts ON id = rollout WHERE purpose = 'train' AND iteration = 1")
+        it.wait_for(
+            "SELECT 1 FROM samples JOIN rollouts ON id = rollout WHERE purpose = 'train' AND iteration = 1"
+        )
         it.process.kill()
         it.process.wait()
         gone(it)
     with running(run, arguments) as it:
-        it.wait_for("SELECT 1 FROM samples JOIN attempts ON number = 2 JOIN rollouts ON id = rollout "
-                    "WHERE iteration >= 2")
+        it.wait_for(
+            "SELECT 1 FROM samples JOIN attempts ON number = 2 JOIN rollouts ON id = rollout "
+            "WHERE iteration >= 2"
+        )
         it.process.send_signal(signal.SIGTERM)
         assert it.end() == 130, it.told
         assert "resuming after iteration" in it.told
@@ -176,7 +182,10 @@ def read(run: Path, query: str) -> list[tuple[object, ...]]:
 
 
 def scores(run: Path) -> dict[tuple[object, object], float]:
-    return {(rollout, name): value for rollout, name, value in read(run, "SELECT rollout, name, value FROM rewards")}
+    return {
+        (rollout, name): value
+        for rollout, name, value in read(run, "SELECT rollout, name, value FROM rewards")
+    }
 
 
 def trained(run: Path) -> set[tuple[object, ...]]:

@@ -29,8 +29,8 @@ from spotlight.core.types import (
 )
 from spotlight.runtime.ray.billing import Billing, Spent, slots_of
 from spotlight.simulation.check import CheckedSimulation
-from spotlight.simulation.workers import Receipt
 from spotlight.simulation.swarm import draw_trial
+from spotlight.simulation.workers import Receipt
 
 
 class Billed(CheckedSimulation):
@@ -156,7 +156,11 @@ def progressed(lease: int, epoch: int = 1, steps: int = 1) -> ev.LeaseProgressed
 def test_prices_are_those_of_a_slot() -> None:
     hand = Hand()
     hand.now = 3600.0
-    assert {spent.slot: spent.price_usd_h for spent in hand.billing.finish(hand.now)} == {A: 3.6, B: 3.6, R: 5.0}
+    assert {spent.slot: spent.price_usd_h for spent in hand.billing.finish(hand.now)} == {
+        A: 3.6,
+        B: 3.6,
+        R: 5.0,
+    }
 
 
 def test_denoising_is_told_once_it_is_accepted() -> None:

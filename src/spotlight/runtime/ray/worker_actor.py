@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import queue
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +36,8 @@ _VISIBLE = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 class KeeperHome:
     """The keeper as a worker's home.
 
-    Reports travel behind the worker's next step, in their order, each once the one before it has arrived.
-    One may be under way and one wait; then the worker waits too.
+    A report travels behind the worker's next step; it must have arrived before the next one leaves. So no
+    more than one step's work is ever finished and not safe.
 
     Args:
         answer_s: longest that the keeper may take.
@@ -45,34 +45,19 @@ class KeeperHome:
 
     def __init__(self, keeper: Any, answer_s: float) -> None:
         self._keeper, self._answer_s = keeper, answer_s
-        self._reports: queue.Queue[Report] = queue.Queue(maxsize=1)
-        self._lost: HomeLostError | None = None
-        threading.Thread(target=self._carry, name="reports", daemon=True).start()
+        self._carrier = ThreadPoolExecutor(1, "reports")
+        self._under_way: Future[Any] | None = None
 
     def deliver(self, report: Report) -> None:
-        """See :class:`spotlight.rollout.ports.Home`; a report that failed is told by the call after it."""
-        while True:
-            if self._lost is not None:
-                raise self._lost
-            try:
-                self._reports.put(report, timeout=1.0)
-            except queue.Full:
-                continue
-            return
+        """See :class:`spotlight.rollout.ports.Home`; that a report failed is told by the call after it."""
+        if self._under_way is not None:
+            self._under_way.result()
+        self._under_way = self._carrier.submit(self._call, "deliver", report)
 
     def fetch(self, kind: str, names: Sequence[str], mark: str = "") -> list[Kept | None]:
         """See :class:`spotlight.rollout.ports.Home`."""
         kept: list[Kept | None] = self._call("fetch", kind, list(names), mark)
         return kept
-
-    def _carry(self) -> None:
-        while True:
-            report = self._reports.get()
-            try:
-                self._call("deliver", report)
-            except HomeLostError as error:
-                self._lost = error
-                return
 
     def _call(self, method: str, *args: object) -> Any:
         try:
@@ -129,7 +114,8 @@ class WorkerActor:
     def watch(self, hang_s: float) -> None:
         """Return after ``hang_s``; raise as soon as the work has ended, and why."""
         if self._ended.wait(hang_s):
-            raise RuntimeError("the worker has ended") from self._error
+            why = "it was told to" if self._error is None else f"{type(self._error).__name__}: {self._error}"
+            raise RuntimeError(f"the worker has ended: {why}") from self._error
 
     def _work(self) -> None:
         try:
