@@ -173,7 +173,7 @@ class Saboteur:
     deeds: list[Deed] = field(default_factory=list)
     _draw: random.Random = field(init=False)
     _asleep: list[tuple[float, Sequence[Process]]] = field(default_factory=list)
-    _nodes: dict[int, Process] = field(default_factory=dict)
+    _nodes: set[int | None] = field(default_factory=set)
     _touched: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -215,13 +215,15 @@ class Saboteur:
         for item in [item for item in self._asleep if item[0] <= now_s]:
             self._asleep.remove(item)
             _send_all(item[1], signal.SIGCONT)
-        living = {p.node: p for p in processes_of(self.mark) if p.is_raylet and p.node}
-        for number in [number for number in self._nodes if number not in living]:
-            del self._nodes[number]
+        everything = processes_of(self.mark)
+        raylets = {process.node for process in everything if process.is_raylet}
+        for number in self._nodes - raylets:
             # One that was stopped may have been given up by Ray instead: that is no kill.
             if number not in self._touched:
                 self._note(Kind.NODE, f"node {number}", by="trace")
-        self._nodes |= {number: raylet for number, raylet in living.items() if number is not None}
+        # Without an agent a node is still coming up, and may fail to.
+        usable = {process.node for process in everything if process.kind is Kind.AGENT and process.node}
+        self._nodes = (self._nodes | usable) & raylets
 
     def wake_all(self) -> None:
         """Nothing is stopped any more."""

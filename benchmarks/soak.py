@@ -53,8 +53,10 @@ STOP_S = 120.0
 """How long a run may take from SIGTERM to its next checkpoint and its end."""
 ENDING_MOST_S = 150.0
 """Kept of the time, for the last step, the end and the audit."""
-NODES = ((2, 80.0), (1, 60.0))
-"""Of each place for a spot node: its slots, and its nodes' mean time until they are taken."""
+UPTIME_S = 70.0
+"""Mean time of a spot node until it is taken alone."""
+SLOTS = (2, 1)
+"""Of the nodes at each place for a spot node."""
 NOTICED_SHARE = 0.5
 NOTICES_S = (0.5, 8.0)
 
@@ -93,6 +95,7 @@ def main(
     minutes: Annotated[float, typer.Option(min=0.5, help="At most, from start to audit.")] = 29.0,
     seed: Annotated[int, typer.Option(help="Of the trace, and of what the saboteur does.")] = 0,
     patience: Annotated[float, typer.Option(help="Longest time without an optimizer step, s.")] = 300.0,
+    slots: Annotated[list[int] | None, typer.Option(help="Of spot nodes, once a place: 2 and 1.")] = None,
     runs_dir: Annotated[Path | None, typer.Option(help="New directory for the run.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything here.")] = None,
 ) -> None:
@@ -103,7 +106,7 @@ def main(
             f"{place} has a run already; expected a new directory", param_hint="--runs-dir"
         )
     place.mkdir(parents=True, exist_ok=True)
-    soak = Soak(place, kills, 60.0 * minutes, seed, patience, overrides or [])
+    soak = Soak(place, kills, 60.0 * minutes, seed, patience, slots or SLOTS, overrides or [])
     try:
         soak.run()
     finally:
@@ -172,11 +175,18 @@ class Soak:
     """
 
     def __init__(
-        self, place: Path, kills: int, limit_s: float, seed: int, patience_s: float, overrides: Sequence[str]
+        self,
+        place: Path,
+        kills: int,
+        limit_s: float,
+        seed: int,
+        patience_s: float,
+        slots: Sequence[int],
+        overrides: Sequence[str],
     ) -> None:
         self.place, self.run_directory = place, place / NAME
         self.kills, self.limit_s, self.seed = kills, limit_s, seed
-        self.overrides = list(overrides)
+        self.slots, self.overrides = tuple(slots), list(overrides)
         self.began_s = time.monotonic()
         self.saboteur = Saboteur(secrets.token_hex(8), seed, self.began_s)
         self.progress = Progress(RunPaths(self.run_directory).ledger, patience_s)
@@ -226,7 +236,7 @@ class Soak:
 
     def _start(self) -> None:
         number = len(self.heads) + 1
-        write_trace(spot_trace(f"{self.seed}/{number}", self.limit_s), self.place / "spot.csv")
+        write_trace(spot_trace(f"{self.seed}/{number}", self.limit_s, self.slots), self.place / "spot.csv")
         with (self.place / "train.log").open("ab") as log:
             self._head = subprocess.Popen(
                 self.command,
@@ -320,13 +330,13 @@ def _base() -> Path:
     return Path(tempfile.gettempdir()) / f"spotlight-{os.getuid()}"
 
 
-def spot_trace(seed: str, horizon_s: float) -> Trace:
+def spot_trace(seed: str, horizon_s: float, slots: Sequence[int] = SLOTS) -> Trace:
     """Nodes of two sizes that come and go; some are told before, some at the last moment, some never."""
     draw = random.Random(f"{seed}/trace")
     events: list[TraceEvent] = []
-    for place, (slots, uptime_s) in enumerate(NODES):
+    for place, gpus in enumerate(slots):
         spec = TraceSpec(
-            draw.randrange(2**32), horizon_s, 1, slots, uptime_s, mean_downtime_s=4.0, bursts_per_h=10.0
+            draw.randrange(2**32), horizon_s, 1, gpus, UPTIME_S, mean_downtime_s=4.0, bursts_per_h=10.0
         )
         events += [
             TraceEvent(event.time_s, event.kind, f"spot{place}-{event.node}", event.gpus)
