@@ -109,6 +109,7 @@ def running(run: Path, arguments: list[str]) -> Iterator[Running]:
             stdout=file,
             stderr=file,
             cwd=Path(__file__).parent,
+            env={**os.environ, "RAY_worker_niceness": "0"},
             start_new_session=True,
         )
     owner = guard.owner_of(process.pid)
