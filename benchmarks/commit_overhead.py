@@ -233,7 +233,7 @@ def _spread_ms(seconds: Sequence[float]) -> dict[str, float]:
 def show(console: Console, rows: Sequence[dict[str, Any]], rounds: int) -> None:
     """The table, and where the goal is met."""
     table = Table(
-        title=f"A commit to the keeper, {rounds} rounds: median ms (and quartiles), and what a step waits for it",
+        title=f"A commit to the keeper, {rounds} rounds: median ms (quartiles), what steps wait for it",
         caption=f"goal: below {GOAL_SHARE:.0%}. 20B: published times of one picture, times the batch",
     )
     for column in ("state", "batch", "pack", "deliver", "commit", "testbed step", "share"):
