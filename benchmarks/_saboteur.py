@@ -248,6 +248,9 @@ class Saboteur:
             if process.node:
                 nodes.setdefault(process.node, []).append(process)
         there = [members for members in nodes.values() if any(member.is_raylet for member in members)]
+        if not any(process.is_raylet for process in everything):
+            # A head tries its rewards before anything else, and does not start where one fails: no promise.
+            found.pop(Kind.REWARD, None)
         own = [process for process in everything if process.pid == head]
         return found | {Kind.NODE: there, Kind.HEAD: [own] if own else [], Kind.HEAD_NODE: [everything]}
 

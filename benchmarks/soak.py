@@ -130,7 +130,7 @@ class Progress:
     Attributes:
         waiting: disruptions since the last step, and when each was over (for a head: started again).
         waited_s: from those of a kind to the next step.
-        lowest: steps by the ledger are at least so many after anything.
+        undone: steps that a restart or a lost learner took back.
     """
 
     ledger: Path
