@@ -380,6 +380,8 @@ class Head:
             if not waiting:
                 self._reported(effect, {r: pictures[r.id] for r in chosen if r.id in pictures})
 
+        if not by_mark:  # what a grid would show was not scored
+            self._reported(effect, {})
         for mark, part in by_mark.items():
             self.parts.calls.send(
                 self.parts.keeper.fetch.remote("image", [rollout.id for rollout in part], mark),
