@@ -184,7 +184,8 @@ def measure(
     cases = make_cases(testbed.start, megabytes, batches)
     resting = {batch: testbed.start(batch) for batch in batches}
     steps_s: dict[int, list[float]] = {batch: [] for batch in batches}
-    order, draw = [*cases, *batches], random.Random(0)
+    order: list[Case | int] = [*cases, *batches]
+    draw = random.Random(0)
     gc.freeze()
     for _ in range(rounds + 1):
         draw.shuffle(order)

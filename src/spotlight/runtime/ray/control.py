@@ -48,6 +48,8 @@ from spotlight.store.schema import Incident
 
 LOOPBACK = "127.0.0.1"
 LOGS_FOLDER = "attempts"
+_NAME_MAX = 24
+"""Of a run's name in those of its folders on nodes: paths of sockets are limited to some hundred bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +117,7 @@ class Control:
             text,
             keeper,
             meeting,
-            f"{config.name}-{run}",
-            _node_directory(run, site.emulated),
+            f"{config.name[:_NAME_MAX]}-{run}",
             self._berths,
             self._tail,
         )
@@ -272,10 +273,3 @@ def _notice_settings(config: RunConfig) -> tuple[Any, str | None, float | None]:
     if fleet.address is None:  # emulated nodes are told by SIGTERM, and nobody else's service is asked
         return "none", None, SIGTERM_GRACE_S if fleet.spot.notice_s is None else fleet.spot.notice_s
     return fleet.notices.cloud, fleet.notices.endpoint, fleet.notices.sigterm_grace_s
-
-
-def _node_directory(run: str, emulated: LocalCluster | None) -> Path:
-    """Where workers of a node find each other. On a cluster of this machine it goes when the cluster does."""
-    if emulated is not None:
-        return emulated.directory / "peers"
-    return Path("/tmp") / f"spotlight-{os.getuid()}-{run}"

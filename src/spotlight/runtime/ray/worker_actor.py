@@ -82,7 +82,6 @@ class WorkerOrder:
     gpu: bool
     meeting: Address
     run: str
-    node_directory: Path
     working_directory: str
     threads: int | None
 
@@ -98,7 +97,7 @@ class WorkerActor:
             torch.set_num_threads(order.threads)
         device = torch.device("cuda", int(ray.get_gpu_ids()[0])) if order.gpu else torch.device("cpu")
         prepare_process(device, config.deterministic)
-        place = WorkerPlace(order.worker, order.epoch, device, order.meeting, order.run, order.node_directory)
+        place = WorkerPlace(order.worker, order.epoch, device, order.meeting, order.run)
         self._process = WorkerProcess(config, place, KeeperHome(keeper, config.fleet.start_s))
         self._ended = threading.Event()
         self._error: BaseException | None = None
@@ -174,7 +173,6 @@ class ActorStarter:
     keeper: Any
     meeting: Address
     run: str
-    node_directory: Path
     berths: dict[NodeId, Berth]
     tail: Callable[[NodeId, str], str]
 
@@ -188,7 +186,6 @@ class ActorStarter:
             berth.gpus,
             self.meeting,
             self.run,
-            self.node_directory,
             str(Path.cwd()),
             berth.threads,
         )
