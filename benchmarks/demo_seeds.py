@@ -2,13 +2,16 @@
 
     python benchmarks/demo_seeds.py --json demo_seeds.json
     python benchmarks/demo_seeds.py --seeds 3 iterations=20 learner.learning_rate=5e-4
+    python benchmarks/demo_seeds.py --runs-dir runs/preempted fleet.driver=ray \\
+        fleet.spot.trace=minute fleet.drain_margin_s=2
     python benchmarks/demo_seeds.py --seeds 1 --config examples/testbed-full.yaml \\
         --config examples/testbed-flow-grpo.yaml 'data.tags=[counting]' iterations=30
 
 Runs the embedded default of ``spotlight train``, or each configuration named, once a seed, one after the
 other, through the real command (a run that is there already is not repeated). Prints the validation of
 every evaluation, the gain of each run against the noise of its two evaluations (their standard errors,
-taken as independent), and the seconds of an iteration by phase. Extra arguments are overrides for all runs.
+taken as independent), and the seconds of an iteration by phase; of runs on nodes that vanish also how many
+did, what that cost, and what share of the time the head takes. Extra arguments are overrides for all runs.
 """
 
 from __future__ import annotations
@@ -48,6 +51,10 @@ class SeedResult:
         noise: standard error of that difference.
         wall_s: whole run, set-up included.
         phase_s: median seconds of an iteration by phase.
+        preemptions: spot nodes taken.
+        lost_s: worker seconds of work lost.
+        drain_s: how long each noticed node took to stop its work.
+        head_share: seconds that the head spent on events, its books included, over the run's.
     """
 
     name: str
@@ -61,6 +68,10 @@ class SeedResult:
     wall_s: float
     cost_usd: float
     phase_s: dict[str, float]
+    preemptions: int
+    lost_s: float
+    drain_s: tuple[float, ...]
+    head_share: float
 
 
 def main(
@@ -117,6 +128,10 @@ def collect(name: str, seed: int, run: RunRecord, wall_s: float) -> SeedResult:
             name.removeprefix(SECONDS): statistics.median(row.values.get(name, 0.0) for row in run.rows)
             for name in phases
         },
+        preemptions=run.history.preemptions,
+        lost_s=run.history.lost_s,
+        drain_s=tuple(row.values["fleet/drain_s"] for row in run.rows if "fleet/drain_s" in row.values),
+        head_share=sum(row.values.get("head/handling_s", 0.0) for row in run.rows) / wall_s,
     )
 
 
@@ -133,6 +148,11 @@ def curve_table(results: Sequence[SeedResult]) -> Table:
     table.add_row("gain", *(f"{result.gain:+.3f} ± {result.noise:.3f}" for result in results))
     table.add_row("gain / noise", *(f"{result.gain / result.noise:.0f}" for result in results))
     table.add_row("wall, s", *(f"{result.wall_s:.0f}" for result in results))
+    if any(result.preemptions for result in results):
+        table.add_row("preemptions", *(str(result.preemptions) for result in results))
+        table.add_row("work lost, s", *(f"{result.lost_s:.1f}" for result in results))
+        table.add_row("slowest drain, s", *(f"{max(result.drain_s, default=0):.2f}" for result in results))
+        table.add_row("head's share", *(f"{result.head_share:.2%}" for result in results))
     table.add_row("cost, USD", *(f"{result.cost_usd:.4f}" for result in results))
     return table
 

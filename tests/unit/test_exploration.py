@@ -70,11 +70,12 @@ def ran(
     *,
     learns_s: float = 5.0,
     scoring_s: float = 0.5,
+    kind: type[Watched] | None = None,
     **changes: object,
 ) -> Watched:
     """A run to its end; a micro-batch takes ``learns_s``, so that is how long idle exploration lasts."""
     plan = dataclasses.replace(PLAN, exploration=exploration, **changes)  # type: ignore[arg-type]
-    simulation = Watched(
+    simulation = (kind or Watched)(
         Scenario(
             plan,
             ConstantCosts(step_s=0.4, large_s=learns_s, scoring_s=scoring_s),
@@ -262,10 +263,42 @@ def test_weights_undo_the_choice_only_where_asked(policy: SelectionPolicy) -> No
         assert {round(one, 6) for one in found} == {round(6 / 16, 6), round(6 / 16 * 6, 6)}
 
 
-def test_a_run_restored_from_its_checkpoints_explores_as_the_whole_one() -> None:
-    """Whoever resumes at any checkpoint reports the same afterwards: the state is all in there."""
+class Restarted(Watched):
+    """The head dies some time after a checkpoint, and starts anew from the last one; three times."""
+
+    def observe(self, event: ev.Event, effects: list[ef.Effect], receipt: Receipt | None) -> None:
+        super().observe(event, effects, receipt)
+        if any(isinstance(one, ef.CommitCheckpoint) for one in effects) and self.head_life < 3:
+            self.after((70.0, 25.0, 110.0)[self.head_life], self.restart_head, 1.0)
+
+
+@pytest.mark.parametrize("policy", [SelectionPolicy.MAX_VARIANCE, SelectionPolicy.PROPORTIONAL])
+def test_a_restarted_run_decides_and_learns_as_one_that_was_not(policy: SelectionPolicy) -> None:
+    """Where nothing depends on time: previews are waited for."""
+    plan = dataclasses.replace(planned(), policy=policy, sampled_prompts=2, spare_prompts=2, fidelity_min=0.2)
+    rewards = RewardModel(flat_share=0.2)
+    whole, restarted = (ran(plan, rewards, kind=kind, iterations=12) for kind in (Watched, Restarted))
+    assert restarted.head_life == 3
+
+    def told(run: Watched) -> dict[int, object]:
+        return {
+            report["iteration"]: (
+                report["decision"]["arms"],
+                report["decision"]["why"],
+                report["selection"],
+                report["contrast"],
+                report["fidelity"],
+            )
+            for report in run.reports
+        }
+
+    assert len(restarted.reports) > len(whole.reports) == 12, "some iterations were done twice"
+    assert told(restarted) == told(whole)
+
+
+def test_the_state_is_json_between_two_iterations() -> None:
     plan = dataclasses.replace(PLAN, exploration=planned(), iterations=12)
-    run = ran(planned(), iterations=12)
+    run = ran(dataclasses.replace(planned(), where=Explore.IDLE), iterations=12)
     commits = [one for one in run.seen if isinstance(one, ef.CommitCheckpoint)]
     assert len(commits) == 6
     for commit in commits:

@@ -101,6 +101,19 @@ def test_realised_gain_decides_and_prompts_do_not() -> None:
     assert taken[-30:].count(Arm(32, 8)) > 20
 
 
+def test_an_arm_that_finds_no_contrast_is_worth_nothing() -> None:
+    """Neither tried again and again because nothing was learnt, nor judged by the prompts it served alone."""
+    plan = planner(limited=False)
+    first = plan.decide(outlook()).arm
+    assert first is not None
+    plan.learn(Lesson(first, None, None, explored=4))
+    assert plan.decide(outlook()).arm != first
+    for arm, explored in ((Arm(16, 8), 4), (Arm(32, 8), 16)):
+        plan.learn(Lesson(arm, brought(0.5), None, explored))
+    found = arms_of(plan)
+    assert found["16x8"]["mean"] == pytest.approx(4 * found["32x8"]["mean"])
+
+
 def test_bad_ranking_costs_steps_and_at_last_exploration() -> None:
     plan = planner(0.4, limited=False)
     for _ in range(2):

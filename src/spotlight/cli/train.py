@@ -40,6 +40,15 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved configuration and the plan; do nothing.")
     ] = False,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            "--address",
+            metavar="HOST:PORT",
+            help="Join this Ray cluster: short for fleet.driver=ray fleet.address=HOST:PORT.",
+            show_default=False,
+        ),
+    ] = None,
     plain: Annotated[
         bool, typer.Option("--plain", help="One line an event, as when the output is not a terminal.")
     ] = False,
@@ -58,11 +67,16 @@ def train(
       spotlight train qwen.yaml rollout.steps=8 --dry-run
 
       torchrun --nproc-per-node 8 -m spotlight.cli train qwen.yaml
+
+      spotlight train fleet.driver=ray fleet.spot.trace=minute
+
+      spotlight train qwen.yaml --address 10.0.0.5:6379 fleet.learner_ranks=4
     """
     from spotlight.config.load import load_config
 
     with told_plainly():
-        config = load_config(*split_arguments(arguments or []))
+        joined = [] if address is None else ["fleet.driver=ray", f"fleet.address={address}"]
+        config = load_config(*split_arguments([*(arguments or []), *joined]))
     if dry_run:
         _print_plan(config)
         return

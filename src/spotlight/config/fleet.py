@@ -29,7 +29,8 @@ class SpotConfig(Section):
     slots: PositiveInt = 1
     """CPU slots of an emulated spot node, each standing for a GPU; where the trace tells GPUs, those."""
     trace: Path | None = None
-    """Spot trace that emulated nodes follow: they are added, announced and killed (SIGKILL) by it. It begins
+    """Spot trace that emulated nodes follow: they are added, announced and killed (SIGKILL) by it: a file, or
+    ``minute``, which is shipped: two nodes at a time, the older of which is taken every minute. It begins
     when the run does, and after its end nodes stay as they are."""
     speed: PositiveFloat = 1.0
     """The trace is played so many times as fast."""

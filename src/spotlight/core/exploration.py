@@ -54,7 +54,8 @@ class ExploredGroup:
         """
         if score not in self.pool_variance:
             return None
-        kept = [at for at, seed in enumerate(self.seeds) if score in realised.get(seed, {})]
+        made = [realised.get(seed, {}).get(score, math.nan) for seed in self.seeds]
+        kept = [at for at, value in enumerate(made) if math.isfinite(value)]
         if len(kept) < 2:
             return None
         ranked = len(self.seeds) - self.drawn
@@ -63,7 +64,7 @@ class ExploredGroup:
             self.pool - (ranked - (len(kept) - drawn)),
             self.pool_variance[score],
             tuple(self.previews[at][score] for at in kept),
-            tuple(realised[self.seeds[at]][score] for at in kept),
+            tuple(made[at] for at in kept),
             drawn,
         )
 
@@ -121,6 +122,8 @@ class Window:
         workers: that could explore when it opened.
         prompts: by slot; slots after those of the iteration hold spare prompts.
         unscored: previews neither scored nor dropped; ``open`` counts them by slot.
+        pools: seeds of scored previews, by slot.
+        scored_s: when the last score came.
     """
 
     iteration: int
@@ -135,6 +138,7 @@ class Window:
     unscored: set[RolloutId] = field(default_factory=set)
     finished: set[RolloutId] = field(default_factory=set)
     open: Counter[int] = field(default_factory=Counter)
+    pools: dict[int, dict[RolloutId, int]] = field(default_factory=dict)
     scored_s: float = 0.0
 
     def issue(self, slot: int, rollout: Rollout) -> None:
@@ -145,9 +149,11 @@ class Window:
 
     def score(self, rollout: RolloutId, scores: Mapping[str, float], now: float) -> None:
         """A preview has its rewards."""
+        slot = self.slots[rollout]
         self.scores[rollout] = scores
         self.unscored.discard(rollout)
-        self.open[self.slots[rollout]] -= 1
+        self.open[slot] -= 1
+        self.pools.setdefault(slot, {})[rollout] = self.rollouts[rollout].seed
         self.scored_s = now
 
     def drop(self, rollout: RolloutId) -> None:
@@ -158,12 +164,8 @@ class Window:
         del self.rollouts[rollout], self.slots[rollout]
 
     def pool(self, slot: int) -> dict[RolloutId, int]:
-        """The seeds of a slot's scored previews."""
-        return {
-            name: self.rollouts[name].seed
-            for name, of in self.slots.items()
-            if of == slot and name in self.scores
-        }
+        """The seeds of a slot's scored previews, in the order of their names: not of their coming."""
+        return dict(sorted(self.pools.get(slot, {}).items()))
 
     def rewards(self, slot: int) -> dict[int, float]:
         """Preview reward by seed."""

@@ -23,6 +23,7 @@ from spotlight.core.planner.memory import section
 from spotlight.core.planner.policy import ArmPolicy, FixedArm, Lesson, Outlook, Planner
 from spotlight.core.records import REWARD
 from spotlight.core.seeds import derive_seed
+from spotlight.core.selection import SelectionVerdict
 from spotlight.core.types import PolicyVersion, Prompt
 
 
@@ -153,7 +154,10 @@ class Explorer:
         ranked = {name: fidelity(groups) for name, groups in evidence.items()}
         gained = contrast(evidence[REWARD])
         arm = Arm.parse(str(report["arm"])) if report["arm"] is not None else None
-        self.policy.learn(Lesson(arm, gained, ranked[REWARD]))
+        counted = section(report, "selection")
+        verdicts = (SelectionVerdict.CHOSEN, SelectionVerdict.NO_CONTRAST)
+        explored = sum(cast("int", counted.get(verdict.value, 0)) for verdict in verdicts)
+        self.policy.learn(Lesson(arm, gained, ranked[REWARD], explored))
         report["staleness"] = version - cast("int", report.pop("version"))
         report["contrast"] = dict(gained.as_metrics()) if gained is not None else {}
         report["fidelity"] = {name: dict(one.as_metrics()) for name, one in ranked.items()}

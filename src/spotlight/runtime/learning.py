@@ -11,10 +11,12 @@ from dataclasses import dataclass
 import torch
 
 from spotlight.algorithms import Algorithm
+from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.schema import RunConfig
 from spotlight.core.types import Prompt
 from spotlight.models.base import Condition, ImageSize, ModelFamily
 from spotlight.models.slots import Slot, WeightSlots
+from spotlight.rollout.sequence_parallel import SequenceParallel, SequenceParallelError
 from spotlight.runtime import build
 from spotlight.runtime.conditions import Conditions
 from spotlight.runtime.naming import under
@@ -57,6 +59,7 @@ def prepare_model(config: RunConfig, device: torch.device) -> Model:
 
     Raises:
         ModelError: it cannot be loaded, or does not suit the picture's size or the number of steps.
+        ConfigError: its attention heads do not divide by a degree of sequence parallelism.
     """
     size = _size(config)
     family = build.load_family(config, device)
@@ -64,6 +67,7 @@ def prepare_model(config: RunConfig, device: torch.device) -> Model:
         family.check_size(size)
     for steps in (config.rollout.steps, config.evaluation.steps):
         family.sigmas(steps, size)  # raises where the schedule has no such number of steps
+    _require_degrees(config, family)
     algorithm = build.make_algorithm(config)
     return Model(family, algorithm, build.make_recipes(config, algorithm))
 
@@ -100,6 +104,21 @@ def assemble(config: RunConfig, model: Model, conditions: Conditions, ranks: Ran
 def rollout_slots(config: RunConfig, algorithm: Algorithm) -> tuple[Slot, ...]:
     """The slots that rollouts use: the behaviour policy's first, then that of the judged weights."""
     return tuple(dict.fromkeys((algorithm.rollout_slot, config.evaluation.weights)))
+
+
+def _require_degrees(config: RunConfig, family: ModelFamily) -> None:
+    degrees = config.fleet.sequence_parallel.degrees
+    if degrees == (1,):
+        return
+    try:
+        parallel = SequenceParallel([family.transformer])
+        for degree in degrees:
+            parallel.check(degree)
+    except SequenceParallelError as error:
+        problem = Problem(
+            "fleet.sequence_parallel.degrees", str(list(degrees)), "degrees that suit the model", str(error)
+        )
+        raise ConfigError("the configuration", [problem]) from error
 
 
 def _size(config: RunConfig) -> ImageSize:

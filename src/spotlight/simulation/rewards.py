@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
 
 from spotlight.core.plan import Explore, Plan
@@ -65,11 +66,16 @@ class RewardModel:
             rho = self.correlation(rollout.steps, plan.rollout_steps, stale=stale)
             noise = _normal("preview", rollout.seed, rollout.steps)
             quality = rho * quality + math.sqrt(1 - rho * rho) * noise
-        prompt = rollout.prompt_id
-        if _uniform("flat", prompt) < self.flat_share:
+        flatness, width, level = _prompt(rollout.prompt_id)
+        if flatness < self.flat_share:
             return 0.5
-        deviation = self.spread * math.exp(self.variety * _normal("spread", prompt))
-        return 0.5 + self.spread * _normal("mean", prompt) + deviation * quality
+        return 0.5 + self.spread * (level + math.exp(self.variety * width) * quality)
+
+
+@lru_cache(maxsize=1024)
+def _prompt(prompt: str) -> tuple[float, float, float]:
+    """What decides whether it is flat, its spread and its mean."""
+    return _uniform("flat", prompt), _normal("spread", prompt), _normal("mean", prompt)
 
 
 def _uniform(*fields: str | int) -> float:

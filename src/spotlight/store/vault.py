@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from operator import index
 from pathlib import Path
@@ -281,13 +281,9 @@ class Vault:
                     return None
                 if self._fits(entry):
                     return self._place(entry)
-                victim = next(self._oldest_but(entry.key))
+                victim = next(iter(self._index.recent.values()))
                 victim.moving = True
             self._move_to_disk(victim, f"cannot keep {_label(entry)}: no room in memory")
-
-    def _oldest_but(self, key: _Key) -> Iterator[_Entry]:
-        # Without the one to be replaced: it goes anyway. Others fill the memory, or the new one would fit.
-        return (entry for other, entry in self._index.recent.items() if other != key)
 
     def _move_to_disk(self, victim: _Entry, purpose: str) -> None:
         path, data = None, victim.data

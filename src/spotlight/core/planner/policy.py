@@ -51,11 +51,16 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """What became of an iteration's exploration; None: no arm was played, or nothing can be said."""
+    """What became of an iteration's exploration; None: no arm was played, or nothing can be said.
+
+    Attributes:
+        explored: prompts with previews enough to choose among, those that showed no contrast included.
+    """
 
     arm: Arm | None
     contrast: Contrast | None
     fidelity: Fidelity | None
+    explored: int = 0
 
 
 class ArmPolicy(Protocol):
@@ -117,9 +122,10 @@ class FixedArm:
 class Planner:
     """The arm with the largest upper confidence bound among those that fit the window and are trusted.
 
-    An arm's reward is the gain of its groups (see :mod:`spotlight.core.planner.contrast`) in units of the
-    contrast that random groups had in EARLIER iterations: rewards of easy and hard times are comparable, and
-    the unit is fixed before the reward is seen, so it does not bias it.
+    An arm's reward is the mean gain of the prompts it explored (see :mod:`spotlight.core.planner.contrast`),
+    0 for those in which it found no contrast, in units of the contrast that random groups had in EARLIER
+    iterations: rewards of easy and hard times are comparable, and the unit is fixed before the reward is
+    seen, so it does not bias it. An arm that explored nothing brought nothing.
 
     Attributes:
         limited: windows end with training; else the previews are waited for, and every arm fits.
@@ -163,14 +169,17 @@ class Planner:
     def learn(self, lesson: Lesson) -> None:
         """See :class:`ArmPolicy`."""
         _learn_trust(self.trust, lesson)
-        if lesson.arm is None or lesson.contrast is None:
+        if lesson.arm is None:
+            return
+        if lesson.contrast is None:
+            self.bandit.learn(lesson.arm, 0.0)
             return
         unit = lesson.contrast.random if self._unit.mean is None else self._unit.mean
         if lesson.contrast.random > _NO_CONTRAST:
             self._unit.forget(self.bandit.discount)
             self._unit.add(lesson.contrast.random)
-        if unit > _NO_CONTRAST:
-            self.bandit.learn(lesson.arm, lesson.contrast.gain / unit)
+        share = lesson.contrast.groups / max(lesson.explored, lesson.contrast.groups)
+        self.bandit.learn(lesson.arm, share * lesson.contrast.gain / unit if unit > _NO_CONTRAST else 0.0)
 
     def snapshot(self) -> dict[str, object]:
         """See :class:`ArmPolicy`."""

@@ -50,6 +50,8 @@ from spotlight.weights.node_cache import cache_directory
 
 LOOPBACK = "127.0.0.1"
 LOGS_FOLDER = "attempts"
+_NAME_MAX = 24
+"""Of a run's name in those of its folders on nodes: paths of sockets are limited to some hundred bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +115,16 @@ class Control:
         calls = Calls(head.loop)
         settings = NoticeSettings(*_notice_settings(config))
         self.membership = Membership(self, gather(), MembershipSettings(settings))
-        shared = f"{config.name}-{run}"
-        self._left = (_node_directory(site, run), cache_directory(shared))
-        starter = ActorStarter(text, keeper, meeting, shared, self._left[0], self._berths, self._tail)
+        shared = f"{config.name[:_NAME_MAX]}-{run}"
+        self._left = cache_directory(shared)
+        starter = ActorStarter(
+            text,
+            keeper,
+            meeting,
+            shared,
+            self._berths,
+            self._tail,
+        )
         self.workers = WorkerPool(
             calls,
             starter,
@@ -139,6 +148,7 @@ class Control:
             materials.rewards,
             self._prompts,
             head.tell,
+            head.holds,
             head.scored,
             materials.observer.note,
             head.fail,
@@ -179,8 +189,8 @@ class Control:
         self.learner.stop()
         self._launcher.close()
         self.workers.close()
-        for directory in self._left:  # on this machine; a cluster's other nodes remove theirs in the next run
-            shutil.rmtree(directory, ignore_errors=True)
+        # On this machine; on a cluster's other nodes the next run does it.
+        shutil.rmtree(self._left, ignore_errors=True)
         self._token_file.unlink(missing_ok=True)
 
     # -- nodes: called in the membership's thread -----------------------------------------------------
@@ -269,9 +279,3 @@ def _notice_settings(config: RunConfig) -> tuple[Any, str | None, float | None]:
     if fleet.address is None:  # emulated nodes are told by SIGTERM, and nobody else's service is asked
         return "none", None, SIGTERM_GRACE_S if fleet.spot.notice_s is None else fleet.spot.notice_s
     return fleet.notices.cloud, fleet.notices.endpoint, fleet.notices.sigterm_grace_s
-
-
-def _node_directory(site: Site, run: str) -> Path:
-    if site.emulated is not None:  # goes with the cluster, however that ends
-        return site.emulated.directory / "workers"
-    return Path("/tmp") / f"spotlight-{os.getuid()}-{run}"

@@ -6,6 +6,7 @@ from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.fleet import FleetConfig
 from spotlight.fleet.traces.events import Trace, TraceError, TraceEvent, TraceEventKind
 from spotlight.fleet.traces.readers import read_trace
+from spotlight.fleet.traces.shipped import find_trace
 from spotlight.runtime.ray.market_book import timed
 
 _NODES = 2
@@ -27,7 +28,7 @@ def spot_trace(fleet: FleetConfig) -> Trace:
         )
         return Trace(adds, 1.0, "fleet.spot.nodes")
     try:
-        return timed(read_trace(spot.trace, gpus_per_node=spot.slots), spot.speed, spot.notice_s)
+        return timed(read_trace(find_trace(spot.trace), gpus_per_node=spot.slots), spot.speed, spot.notice_s)
     except (TraceError, OSError) as error:
         problem = Problem(
             "fleet.spot.trace",

@@ -187,6 +187,10 @@ class Head:
         """An event for the controller; ``mark``: digest of the weights that made what it reports."""
         self._events.append((event, mark))
 
+    def holds(self, rollout: RolloutId) -> bool:
+        """Whether a sample was accepted and not discarded."""
+        return rollout in self._marks
+
     def scored(self, rollout: RolloutId, scores: Mapping[str, float]) -> None:
         """A sample has its curves."""
         issued = self.parts.controller.rollouts.get(rollout)
@@ -516,16 +520,28 @@ class Head:
             self.account(self.parts.book)
             self.stopped = self._over = self._stop_requested
             if not self._over:
-                self._sweep()
-                self.tell(ev.CheckpointCommitted(effect.iteration))
+                self._sweep(lambda: self.tell(ev.CheckpointCommitted(effect.iteration)))
 
         self.parts.learner.save(directory / LEARNER_FOLDER, saved)
 
-    def _sweep(self) -> None:
-        """Let the keeper drop what late reports left behind."""
-        known = [*self.parts.controller.rollouts, *self.parts.controller.work.window.rollouts]
+    def _sweep(self, then: Callable[[], None]) -> None:
+        """Have the keeper drop what late reports left behind, before new rollouts are issued; then go on."""
+        known = {*self.parts.controller.rollouts, *self.parts.controller.work.window.rollouts, *self._marks}
+        waiting = set(VALUES)
+
+        def swept(kind: str) -> None:
+            waiting.discard(kind)
+            if not waiting:
+                then()
+
         for kind in VALUES:
-            self._forget(self.parts.keeper.keep_only.remote(kind, [*known, *self._marks]), "sweeping values")
+            self.parts.calls.send(
+                self.parts.keeper.keep_only.remote(kind, known),
+                "sweeping values",
+                FETCH_S,
+                lambda _, kind=kind: swept(kind),  # type: ignore[misc]
+                lambda error: self.fail(_keeper_lost(error)),
+            )
 
     # -- accounts and incidents ------------------------------------------------------------------------
 

@@ -99,7 +99,7 @@ class LocalCluster:
 
     @property
     def directory(self) -> Path:
-        """Of this cluster alone; removed when it ends, however that is."""
+        """Of this cluster alone; removed with it, however this process ends."""
         return self._directory
 
     @property
