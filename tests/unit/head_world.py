@@ -274,8 +274,8 @@ class World:
     def kill(self, handle: FakeWorker) -> None:
         handle.killed = True
 
-    def log_tail(self, order: ef.StartWorker) -> str:
-        return ""
+    def log_tail(self, order: ef.StartWorker, then: Callable[[str], None]) -> None:
+        then("")
 
     def score(self, rollouts: Sequence[Rollout], marks: Mapping[RolloutId, str], lineage: int) -> None:
         assert all(marks[each.id] == self.learner.digest(each.version) for each in rollouts)

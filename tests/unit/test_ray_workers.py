@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -80,8 +81,8 @@ class FakeStarter:
         handle.killed = True
         handle.die(RuntimeError("killed"))
 
-    def log_tail(self, order: ef.StartWorker) -> str:
-        return f"the last lines of {order.worker}"
+    def log_tail(self, order: ef.StartWorker, then: Callable[[str], None]) -> None:
+        then(f"the last lines of {order.worker}")
 
 
 class Room:
@@ -279,6 +280,9 @@ def test_weights_end_the_pauses_and_the_next_trouble_is_told_again() -> None:
     assert room.last.order.epoch == 6
     room.last.die()
     room.loop.settle()
+    assert len(room.notes) == 1  # not before it is started again: its node may be gone as well
+    room.pool.start(ef.StartWorker(A, NODE, 0, 7))
+    room.loop.pass_s(LONGEST_PAUSE_S)
     assert len(room.notes) == 2
 
 

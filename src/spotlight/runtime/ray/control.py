@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import threading
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -269,9 +270,16 @@ class Control:
     def _learner_threads(self) -> int:
         return (os.cpu_count() or 1) // self._fleet.ranks
 
-    def _tail(self, node: NodeId, actor: str) -> str:
+    def _tail(self, node: NodeId, actor: str, then: Callable[[str], None]) -> None:
         host = self._fleet.host_of(node)
-        return "" if host is None else self.membership.log_tail(host, None, actor)
+        if host is None:
+            self._soon(then, "")
+            return
+
+        def ask() -> None:
+            self._soon(then, self.membership.log_tail(host, None, actor))
+
+        threading.Thread(target=ask, name="log tail", daemon=True).start()
 
 
 def _notice_settings(config: RunConfig) -> tuple[Any, str | None, float | None]:

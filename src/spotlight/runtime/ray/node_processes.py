@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 from ray._private.node import Node
 from ray._private.parameter import RayParams
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined] # its stubs lack them
@@ -27,6 +27,7 @@ _QUIET = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_enable_open_telemetry": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # by default workers give way to everything else on the machine
     "SPT_NOENV": "1",  # Ray renames its processes; their environment, which carries our mark, must stay
 }
 _LOOPBACK = "127.0.0.1"
@@ -109,6 +110,7 @@ def prepare_environment() -> None:
     # Ray reads these once, when it is imported.
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
+    services.ConsolePopen = _OfItsOwnSession
     ray_constants.ENABLE_RAY_CLUSTER = os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "1"
 
 
@@ -118,6 +120,13 @@ def raised_by_ray() -> tuple[type[BaseException], ...]:
     A node that does not come up in time, say, is a bare ``Exception``.
     """
     return (Exception, SystemExit)
+
+
+class _OfItsOwnSession(services.ConsolePopen):  # type: ignore[misc]
+    """What is sent to our process group (Ctrl-C, ``timeout``) is for the head, which decides what ends when."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **{**kwargs, "start_new_session": True})
 
 
 def _start(request: NodeRequest, *, head: bool, **more: object) -> Node:

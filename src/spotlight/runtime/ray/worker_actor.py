@@ -166,7 +166,7 @@ class ActorStarter:
     Attributes:
         config: the resolved configuration as YAML.
         berths: of the nodes that are there.
-        tail: the end of what an actor of a name wrote on a node.
+        tail: asks for the end of what an actor of a name wrote on a node.
     """
 
     config: str
@@ -174,7 +174,7 @@ class ActorStarter:
     meeting: Address
     run: str
     berths: dict[NodeId, Berth]
-    tail: Callable[[NodeId, str], str]
+    tail: Callable[[NodeId, str, Callable[[str], None]], None]
 
     def start(self, order: StartWorker) -> WorkerHandle:
         """See :class:`spotlight.runtime.ray.workers.Starter`."""
@@ -206,9 +206,9 @@ class ActorStarter:
         with suppress(RayError):  # dead, or Ray itself is going down
             ray.kill(handle.actor)
 
-    def log_tail(self, order: StartWorker) -> str:
+    def log_tail(self, order: StartWorker, then: Callable[[str], None]) -> None:
         """See :class:`spotlight.runtime.ray.workers.Starter`."""
-        return self.tail(order.node, self._name(order))
+        self.tail(order.node, self._name(order), then)
 
     def _name(self, order: StartWorker) -> str:
         return f"{self.run}:{order.worker}:{order.epoch}"

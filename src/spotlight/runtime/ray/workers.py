@@ -48,8 +48,8 @@ class Starter(Protocol):
     def kill(self, handle: Any) -> None:
         """End a process (SIGKILL); nothing if it is dead."""
 
-    def log_tail(self, order: ef.StartWorker) -> str:
-        """The last lines that the process wrote, or an empty text."""
+    def log_tail(self, order: ef.StartWorker, then: Callable[[str], None]) -> None:
+        """Call ``then``, later, with the last lines that the process wrote, or an empty text."""
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class WorkerPool:
     _processes: dict[WorkerId, _Process] = field(default_factory=dict)
     _orders: dict[WorkerId, ef.StartWorker] = field(default_factory=dict)
     _failures: dict[WorkerId, int] = field(default_factory=dict)
-    _deaths: dict[WorkerId, str] = field(default_factory=dict)
+    _deaths: dict[WorkerId, tuple[ef.StartWorker, str]] = field(default_factory=dict)
 
     def start(self, order: ef.StartWorker) -> None:
         """Start a process, in place of whatever of that worker is left; a repeated order is answered."""
@@ -145,7 +145,7 @@ class WorkerPool:
         if self._orders.get(order.worker) != order:
             return  # its node is gone, or a newer order came
         if (death := self._deaths.pop(order.worker, None)) is not None:
-            self.crashed(order.worker, death)
+            self._tell_of(*death)
         try:
             process = _Process(order, self.starter.start(order))
         except LookupError:
@@ -158,6 +158,13 @@ class WorkerPool:
             lambda _: self._started(process),
             lambda error: self._died(process, error),
         )
+
+    def _tell_of(self, order: ef.StartWorker, why: str) -> None:
+        """A process died whose node lives: else nobody would start it again."""
+        self.crashed(order.worker, why)
+        if self._failures[order.worker] == 1:
+            told = f"{order.worker} does not start, and is tried again with growing pauses: {why}"
+            self.starter.log_tail(order, lambda tail: self.note(f"{told}\n{tail}" if tail else told))
 
     def _started(self, process: _Process) -> None:
         if self._processes.get(process.order.worker) is not process:
@@ -189,12 +196,8 @@ class WorkerPool:
         if self._processes.get(worker) is not process:
             return
         why = "shows no sign of life" if isinstance(error, NoAnswerError) else _brief(error)
-        failures = self._failures[worker] = 0 if process.proven else self._failures.get(worker, 0) + 1
-        if failures == 1:
-            tail = self.starter.log_tail(process.order)
-            told = f"{worker} does not start, and is tried again with growing pauses: {why}"
-            self.note(f"{told}\n{tail}" if tail else told)
-        self._deaths[worker] = why
+        self._failures[worker] = 0 if process.proven else self._failures.get(worker, 0) + 1
+        self._deaths[worker] = process.order, why
         self._end(worker)
         self.tell_head(ev.WorkerCrashed(worker, process.order.epoch))
 
