@@ -41,9 +41,11 @@ def groups_of(run: Path) -> dict[tuple[int, str], Group]:
     connection = queries.open_readonly(RunPaths(run).ledger)
     try:
         rows = connection.execute(
-            "SELECT purpose, iteration, prompt, seed, steps, rollouts.version, value, kind FROM rollouts"
+            "SELECT rollouts.purpose, iteration, prompt, seed, steps, rollouts.version, value, kind"
+            " FROM rollouts"
             " JOIN outcomes ON outcomes.rollout = rollouts.id"
-            " JOIN rewards ON rewards.rollout = rollouts.id AND name = 'reward' WHERE purpose <> 'eval'"
+            " JOIN rewards ON rewards.rollout = rollouts.id AND name = 'reward'"
+            " WHERE rollouts.purpose <> 'eval'"
         ).fetchall()
     finally:
         connection.close()
