@@ -29,9 +29,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -136,7 +137,8 @@ class Sizes:
 
     def as_json(self) -> Tree:
         """For the file."""
-        return json.loads(json.dumps({name: getattr(self, name) for name in self.__dataclass_fields__}))
+        tree: Tree = json.loads(json.dumps(asdict(self)))  # lists for tuples, as in the file
+        return tree
 
 
 class Record:
@@ -309,6 +311,7 @@ def _cells(pools: Sequence[Tree]) -> list[tuple[int, int]]:
 
 
 def _previews(pool: Tree, age: int, steps: int) -> list[list[float]]:
+    found: list[list[float]]
     (found,) = (one["rewards"] for one in pool["previews"] if (one["stale"], one["steps"]) == (age, steps))
     return found
 
@@ -405,7 +408,7 @@ def run_parts(parts: Sequence[Part], seeds: int, sizes: Sizes, record: Record, t
         pools = []
         for seed in range(seeds):
             console.print(f"pools, run seed {seed}", style="dim")
-            pools.append(record.once("pools", str(seed), lambda seed=seed: measure_pools(sizes, seed)))
+            pools.append(record.once("pools", str(seed), partial(measure_pools, sizes, seed)))
         if Part.FIDELITY in parts:
             figures["fidelity"] = fidelity_rows(pools)
             console.print(table_of("Previews against regenerated rewards", figures["fidelity"]))
@@ -430,7 +433,7 @@ def _curves(seeds: int, sizes: Sizes, record: Record, target: float | None, cons
             curves[condition][seed] = record.once(
                 "curves",
                 f"{condition}-{seed}",
-                lambda condition=condition, seed=seed: measure_curve(sizes, condition, seed),
+                partial(measure_curve, sizes, condition, seed),
             )
     simulated = {condition: _simulated(sizes, record, condition) for condition in CONDITIONS}
     return curve_figures(curves, simulated, sizes, target)
