@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 TESSERACT := $(wildcard scripts/install_tesseract.sh)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-long check format bench docs lock clean
+.PHONY: help env demo test test-long check format bench soak docs lock clean
 
 help: ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +52,10 @@ bench: env ## Compare rollouts with the pipeline, training steps with a plain lo
 	$(BIN)/python benchmarks/timesteps_per_pass.py --json build/timesteps_per_pass.json
 	$(BIN)/python benchmarks/regroup.py --json build/regroup.json
 	$(BIN)/python benchmarks/newcomer.py --json build/newcomer.json
+	$(BIN)/python benchmarks/commit_overhead.py --json build/commit.json
+
+soak: env ## Half an hour of training under SIGKILL and SIGSTOP on a local cluster, then the audit
+	$(BIN)/python benchmarks/soak.py --json build/soak.json
 
 docs: env ## Generate the reference pages from the sources
 	$(BIN)/python scripts/make_reference.py

@@ -8,8 +8,9 @@ from rich.console import Console
 from rich.table import Table
 
 from spotlight.config.schema import RunConfig
-from spotlight.report.wording import count, duration, size
+from spotlight.report.wording import count, duration, money, size
 from spotlight.runtime.plan import Passes, RunPlan
+from spotlight.runtime.plan_fleet import FleetPlan
 from spotlight.runtime.plan_memory import Estimate, peak_bytes
 from spotlight.runtime.plan_model import NotHere
 
@@ -25,6 +26,8 @@ def print_plan(console: Console, config: RunConfig, plan: RunPlan) -> None:
     total = size(sum(part.bytes for part in plan.disk))
     known = "" if plan.parameters_trained is not None else " without checkpoints, which are unknown"
     _print(console, f"Disk at the end, estimated: {total}{known}", _estimates(plan.disk))
+    if plan.fleet is not None:
+        _print(console, "Fleet, emulated on this machine", _fleet(config, plan.fleet))
     _print(console, "Time", [_time(config, plan)])
     for note in plan.notes:
         console.print(note, markup=False, soft_wrap=True)
@@ -98,6 +101,23 @@ def _estimates(parts: tuple[Estimate, ...]) -> Iterator[tuple[str, str, str]]:
     for part in parts:
         held = {"always": "", "host": ", in this machine's memory"}.get(part.when, f", during {part.when}")
         yield part.part, size(part.bytes), part.formula + held
+
+
+def _fleet(config: RunConfig, fleet: FleetPlan) -> Iterator[tuple[str, str, str]]:
+    spot, ranks = config.fleet.spot, config.fleet.learner_ranks
+    yield "reserved slots", count(fleet.reserved_slots), f"{ranks} of them train"
+    source = "at most" if spot.trace is not None else "from the beginning"
+    yield "spot slots", count(fleet.spot_slots), source
+    if spot.trace is not None:
+        known = spot.notice_s is not None
+        notice = f"noticed {spot.notice_s:g} s before" if known else "noticed when the trace says"
+        yield (
+            "preemptions",
+            count(fleet.preemptions),
+            f"in {duration(fleet.horizon_s)} of {spot.trace}, {notice}",
+        )
+    prices = f"{money(config.fleet.price_usd_h)} a reserved slot, {money(spot.price_usd_h)} a spot slot"
+    yield "an hour", money(fleet.usd_h), prices
 
 
 def _time(config: RunConfig, plan: RunPlan) -> tuple[str, str, str]:

@@ -159,7 +159,8 @@ class RunBook:
             for rollout, picture in pictures.items()
         ]
         title = f"iteration {effect.iteration}: {curve} {validation.judged.mean:.3f}"
-        write_grid(self.paths, effect.iteration, tiles, columns=self.grid_images, title=title)
+        if tiles:  # the samples that a grid would show may be those that were not scored
+            write_grid(self.paths, effect.iteration, tiles, columns=self.grid_images, title=title)
 
 
 @dataclass(slots=True)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
 from spotlight.config.contradictions import trained_timesteps
 from spotlight.config.schema import RunConfig
+from spotlight.runtime.plan_fleet import FleetPlan, plan_fleet
 from spotlight.runtime.plan_memory import Estimate, disk_parts, memory_parts
 from spotlight.runtime.plan_model import (
     ModelSizes,
@@ -77,6 +79,7 @@ class RunPlan:
         memory: by part; empty while unknown.
         disk: by part; checkpoints are missing while the model's sizes are unknown.
         seconds_per_iteration: median of what this run's directory has measured; None before.
+        fleet: emulated nodes, if there are any.
     """
 
     samples: int
@@ -94,6 +97,7 @@ class RunPlan:
     memory: tuple[Estimate, ...]
     disk: tuple[Estimate, ...]
     seconds_per_iteration: float | None
+    fleet: FleetPlan | None
 
 
 def make_plan(config: RunConfig) -> RunPlan:
@@ -130,6 +134,7 @@ def make_plan(config: RunConfig) -> RunPlan:
         memory=memory,
         disk=disk_parts(config, trained, evaluations, images),
         seconds_per_iteration=_measured_seconds(config),
+        fleet=plan_fleet(config.fleet),
     )
 
 
@@ -182,9 +187,6 @@ def _parameters_trained(config: RunConfig, model: ModelSizes) -> int:
 
 def _measured_seconds(config: RunConfig) -> float | None:
     rows = read_metrics(config.runs_dir / config.name)
-    seconds = [
-        sum(value for name, value in row.values.items() if name.startswith("seconds/"))
-        for row in rows
-        if any(name.startswith("train/") for name in row.values)
-    ]
+    ends = [row.wall_s for row in rows if any(name.startswith("train/") for name in row.values)]
+    seconds = [after - before for before, after in pairwise(ends) if after > before]
     return median(seconds) if seconds else None

@@ -48,6 +48,8 @@ from spotlight.store.schema import Incident
 
 LOOPBACK = "127.0.0.1"
 LOGS_FOLDER = "attempts"
+_NAME_MAX = 24
+"""Of a run's name in those of its folders on nodes: paths of sockets are limited to some hundred bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,12 @@ class Control:
         settings = NoticeSettings(*_notice_settings(config))
         self.membership = Membership(self, gather(), MembershipSettings(settings))
         starter = ActorStarter(
-            text, keeper, meeting, f"{config.name}-{run}", _node_directory(run), self._berths, self._tail
+            text,
+            keeper,
+            meeting,
+            f"{config.name[:_NAME_MAX]}-{run}",
+            self._berths,
+            self._tail,
         )
         self.workers = WorkerPool(
             calls,
@@ -137,6 +144,7 @@ class Control:
             materials.rewards,
             self._prompts,
             head.tell,
+            head.holds,
             head.scored,
             materials.observer.note,
             head.fail,
@@ -265,7 +273,3 @@ def _notice_settings(config: RunConfig) -> tuple[Any, str | None, float | None]:
     if fleet.address is None:  # emulated nodes are told by SIGTERM, and nobody else's service is asked
         return "none", None, SIGTERM_GRACE_S if fleet.spot.notice_s is None else fleet.spot.notice_s
     return fleet.notices.cloud, fleet.notices.endpoint, fleet.notices.sigterm_grace_s
-
-
-def _node_directory(run: str) -> Path:
-    return Path("/tmp") / f"spotlight-{os.getuid()}-{run}"

@@ -183,6 +183,10 @@ class Head:
         """An event for the controller; ``mark``: digest of the weights that made what it reports."""
         self._events.append((event, mark))
 
+    def holds(self, rollout: RolloutId) -> bool:
+        """Whether a sample was accepted and not discarded."""
+        return rollout in self._marks
+
     def scored(self, rollout: RolloutId, scores: Mapping[str, float]) -> None:
         """A sample has its curves."""
         issued = self.parts.controller.rollouts.get(rollout)
@@ -385,6 +389,8 @@ class Head:
             if not waiting:
                 self._reported(effect, {r: pictures[r.id] for r in chosen if r.id in pictures})
 
+        if not by_mark:  # what a grid would show was not scored
+            self._reported(effect, {})
         for mark, part in by_mark.items():
             self.parts.calls.send(
                 self.parts.keeper.fetch.remote("image", [rollout.id for rollout in part], mark),
@@ -518,16 +524,28 @@ class Head:
             self.account(self.parts.book)
             self.stopped = self._over = self._stop_requested
             if not self._over:
-                self._sweep()
-                self.tell(ev.CheckpointCommitted(effect.iteration))
+                self._sweep(lambda: self.tell(ev.CheckpointCommitted(effect.iteration)))
 
         self.parts.learner.save(directory / LEARNER_FOLDER, saved)
 
-    def _sweep(self) -> None:
-        """Let the keeper drop what late reports left behind."""
-        known = [*self.parts.controller.rollouts, *self.parts.controller.work.window.rollouts]
+    def _sweep(self, then: Callable[[], None]) -> None:
+        """Have the keeper drop what late reports left behind, before new rollouts are issued; then go on."""
+        known = {*self.parts.controller.rollouts, *self.parts.controller.work.window.rollouts, *self._marks}
+        waiting = set(VALUES)
+
+        def swept(kind: str) -> None:
+            waiting.discard(kind)
+            if not waiting:
+                then()
+
         for kind in VALUES:
-            self._forget(self.parts.keeper.keep_only.remote(kind, [*known, *self._marks]), "sweeping values")
+            self.parts.calls.send(
+                self.parts.keeper.keep_only.remote(kind, known),
+                "sweeping values",
+                FETCH_S,
+                lambda _, kind=kind: swept(kind),  # type: ignore[misc]
+                lambda error: self.fail(_keeper_lost(error)),
+            )
 
     # -- accounts and incidents ------------------------------------------------------------------------
 
@@ -580,7 +598,8 @@ class Head:
         note, hosts = self.observer.note, self.parts.controller.cluster.hosts
         match event:
             case ev.NodeJoined(node):
-                self.befall(Incident.NODE_JOINED, node.id, f"{node.gpus} x {node.gpu_type}")
+                detail, is_spot = f"{node.gpus} x {node.gpu_type}", node.kind is NodeKind.SPOT
+                self._write_incident(Incident.NODE_JOINED, node.id, is_spot, detail)
                 note(f"{node.id} joined ({node.kind.value})")
             case ev.NodeNoticed(node_id, deadline_s) if node_id in hosts:
                 left_s = deadline_s - self.clock()
@@ -597,9 +616,12 @@ class Head:
 
     def befall(self, kind: Incident, subject: str, detail: str) -> None:
         """Write an incident of a node, a worker or the learner into the ledger."""
-        host = self.parts.controller.cluster.hosts.get(NodeId(subject.rpartition("/")[0] or subject))
-        spot = host is not None and host.node.kind is NodeKind.SPOT
-        self.parts.book.ledger.befall(kind, subject, spot=spot, detail=detail, now_s=time.time())
+        hosts = self.parts.controller.cluster.hosts
+        host = hosts.get(NodeId(subject)) or hosts.get(NodeId(subject.rpartition("/")[0]))
+        self._write_incident(kind, subject, host is not None and host.node.kind is NodeKind.SPOT, detail)
+
+    def _write_incident(self, kind: Incident, subject: str, is_spot: bool, detail: str) -> None:
+        self.parts.book.ledger.befall(kind, subject, spot=is_spot, detail=detail, now_s=time.time())
 
 
 class _AbandonedError(Exception):

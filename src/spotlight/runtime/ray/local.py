@@ -98,6 +98,11 @@ class LocalCluster:
         return self._head.gcs_address
 
     @property
+    def directory(self) -> Path:
+        """Of this cluster alone; removed with it, however this process ends."""
+        return self._directory
+
+    @property
     def session(self) -> Path:
         """Directory of Ray's logs and sockets."""
         return self._head.session

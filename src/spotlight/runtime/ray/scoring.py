@@ -30,6 +30,7 @@ class Scoring:
     Attributes:
         prompts: of the whole run.
         tell_head: hands an event to the controller.
+        wanted: whether a sample is still to be scored.
         scored: told of every sample's curves.
         broken: told when pictures that were accepted cannot be had: the run cannot go on.
     """
@@ -39,6 +40,7 @@ class Scoring:
     pool: RewardPool
     prompts: Mapping[PromptId, Prompt]
     tell_head: Callable[[ev.Event], None]
+    wanted: Callable[[RolloutId], bool]
     scored: Callable[[RolloutId, Mapping[str, float]], None]
     note: Callable[[str], None]
     broken: Callable[[str], None]
@@ -62,7 +64,12 @@ class Scoring:
         )
 
     def _submit(self, rollouts: list[Rollout], kept: Sequence[Any], lineage: int) -> None:
-        # A sample may have been discarded since: nobody waits for its scores then.
+        # A sample may have been discarded since: nobody waits for its scores then. Else it would be waited
+        # for without an end.
+        missing = [r.id for r, item in zip(rollouts, kept, strict=True) if item is None and self.wanted(r.id)]
+        if missing:
+            self.broken(f"the keeper has lost the pictures of {len(missing)} samples, first {missing[0]}")
+            return
         held = [(rollout, item.data) for rollout, item in zip(rollouts, kept, strict=True) if item]
         if not held:
             return

@@ -27,6 +27,7 @@ from spotlight.runtime.disk import require_disk
 from spotlight.runtime.finished import finished_summary
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.outcome import conclude_run
+from spotlight.runtime.plan_fleet import plan_fleet
 from spotlight.runtime.ray.connection import connected
 from spotlight.runtime.ray.control import LOOPBACK, Control, Materials, Site
 from spotlight.runtime.ray.emulation import reserved_slots, spot_slots, spot_trace
@@ -87,6 +88,7 @@ def _gather(config: RunConfig, observer: Observer, stack: ExitStack) -> Material
         raise ConfigError(f"this configuration on {ranks} learner ranks", problems)
     if config.metrics.wandb is not None:
         require_wandb()
+    plan_fleet(config.fleet)  # raises for a trace that cannot be read
     prompts = build.load_prompts(config)
     rewards = stack.enter_context(build.make_reward_pool(config))
     used = prompts.used(config)

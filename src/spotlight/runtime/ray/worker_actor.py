@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,20 +33,26 @@ _VISIBLE = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 """Every worker of a node sees all its GPUs: weights are copied between them."""
 
 
-@dataclass(frozen=True, slots=True)
 class KeeperHome:
     """The keeper as a worker's home.
 
-    Attributes:
+    A report travels behind the worker's next step; it must have arrived before the next one leaves. So no
+    more than one step's work is ever finished and not safe.
+
+    Args:
         answer_s: longest that the keeper may take.
     """
 
-    keeper: Any
-    answer_s: float
+    def __init__(self, keeper: Any, answer_s: float) -> None:
+        self._keeper, self._answer_s = keeper, answer_s
+        self._carrier = ThreadPoolExecutor(1, "reports")
+        self._under_way: Future[Any] | None = None
 
     def deliver(self, report: Report) -> None:
-        """See :class:`spotlight.rollout.ports.Home`."""
-        self._call("deliver", report)
+        """See :class:`spotlight.rollout.ports.Home`; that a report failed is told by the call after it."""
+        if self._under_way is not None:
+            self._under_way.result()
+        self._under_way = self._carrier.submit(self._call, "deliver", report)
 
     def fetch(self, kind: str, names: Sequence[str], mark: str = "") -> list[Kept | None]:
         """See :class:`spotlight.rollout.ports.Home`."""
@@ -54,7 +61,7 @@ class KeeperHome:
 
     def _call(self, method: str, *args: object) -> Any:
         try:
-            return ray.get(getattr(self.keeper, method).remote(*args), timeout=self.answer_s)
+            return ray.get(getattr(self._keeper, method).remote(*args), timeout=self._answer_s)
         except RayError as error:
             raise HomeLostError(f"the keeper does not {method}: {type(error).__name__}: {error}") from error
 
@@ -75,7 +82,6 @@ class WorkerOrder:
     gpu: bool
     meeting: Address
     run: str
-    node_directory: Path
     working_directory: str
     threads: int | None
 
@@ -91,7 +97,7 @@ class WorkerActor:
             torch.set_num_threads(order.threads)
         device = torch.device("cuda", int(ray.get_gpu_ids()[0])) if order.gpu else torch.device("cpu")
         prepare_process(device, config.deterministic)
-        place = WorkerPlace(order.worker, order.epoch, device, order.meeting, order.run, order.node_directory)
+        place = WorkerPlace(order.worker, order.epoch, device, order.meeting, order.run)
         self._process = WorkerProcess(config, place, KeeperHome(keeper, config.fleet.start_s))
         self._ended = threading.Event()
         self._error: BaseException | None = None
@@ -107,7 +113,8 @@ class WorkerActor:
     def watch(self, hang_s: float) -> None:
         """Return after ``hang_s``; raise as soon as the work has ended, and why."""
         if self._ended.wait(hang_s):
-            raise RuntimeError("the worker has ended") from self._error
+            why = "it was told to" if self._error is None else f"{type(self._error).__name__}: {self._error}"
+            raise RuntimeError(f"the worker has ended: {why}") from self._error
 
     def _work(self) -> None:
         try:
@@ -166,7 +173,6 @@ class ActorStarter:
     keeper: Any
     meeting: Address
     run: str
-    node_directory: Path
     berths: dict[NodeId, Berth]
     tail: Callable[[NodeId, str], str]
 
@@ -180,7 +186,6 @@ class ActorStarter:
             berth.gpus,
             self.meeting,
             self.run,
-            self.node_directory,
             str(Path.cwd()),
             berth.threads,
         )

@@ -51,7 +51,6 @@ class WorkerPlace:
         device: of its model.
         meeting: the store through which groups find each other.
         run: name that the processes of one run on a node share.
-        node_directory: private to this user on this node: where workers find each other.
     """
 
     worker: WorkerId
@@ -59,7 +58,6 @@ class WorkerPlace:
     device: torch.device
     meeting: Address
     run: str
-    node_directory: Path
 
 
 class WorkerProcess:
@@ -137,11 +135,11 @@ class WorkerProcess:
         if lends:
             tensors = base_state(family.transformer)
             shelf = Shelf(tensors, modules_of(tensors), self._base_mark())
-            self._lender = Lender(place.node_directory, _file_name(place.worker), shelf)
+            self._lender = Lender(self._cache.directory, _file_name(place.worker), shelf)
         return family
 
     def _socket(self, worker: WorkerId) -> Path:
-        return self._place.node_directory / f"{_file_name(worker)}.sock"
+        return self._cache.directory / f"{_file_name(worker)}.sock"
 
     def _base_mark(self) -> str:
         """Says which base model it is: equal for all processes of a run."""

@@ -142,7 +142,7 @@ class WorkerPool:
     # -- a process's life ------------------------------------------------------------------------------
 
     def _launch(self, order: ef.StartWorker) -> None:
-        if self._orders.get(order.worker) is not order:
+        if self._orders.get(order.worker) != order:
             return  # its node is gone, or a newer order came
         if (death := self._deaths.pop(order.worker, None)) is not None:
             self.crashed(order.worker, death)

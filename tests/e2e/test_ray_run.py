@@ -1,0 +1,196 @@
+"""``spotlight train fleet.driver=ray``: nodes come, are announced, are killed; so is the head itself.
+
+Where work is done, and how often it had to be done again, must show in the account and in nothing else.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from main_job import Job, clean_audit, lora
+from ray_job import Running, running
+
+from spotlight.core.types import Phase
+from spotlight.store import ledger_queries as queries
+from spotlight.store.audit import AuditLimits, AuditReport
+from spotlight.store.history import read_history
+from spotlight.store.metrics import read_metrics
+from spotlight.store.run_directory import RunPaths
+from spotlight.store.schema import Ending, Incident
+from spotlight.store.summary import read_summary
+
+SMALL = (
+    "algorithm.name=diffusion-nft",
+    "algorithm.train_timesteps=2",
+    "iterations=4",
+    "rollout.prompts_per_iteration=2",
+    "rollout.group_size=4",
+    "evaluation.prompts=4",
+    "evaluation.grid_prompts=4",
+    "evaluation.images_per_prompt=1",
+    "evaluation.grid_images=1",
+    "learner.learning_rate=0.001",
+    "rewards=[{name: 'reward_functions:moody'}]",
+)
+RAY = ("fleet.driver=ray", "fleet.drain_margin_s=1000", "fleet.spot.notice_s=null")
+TRACE = """# spotlight trace horizon_s=60.0
+time_s,event,node,gpus
+0.0,add,spot-1,1
+0.1,add,spot-2,1
+0.2,add,spot-3,1
+"""
+LIMITS = AuditLimits(group_size=4)
+REWARD_TOLERANCE = 1e-4
+"""Of 1 + brightness, between two placements; a grey level of one pixel of 16 x 16 is 5e-6."""
+WORKS = "SELECT DISTINCT worker FROM samples"
+
+
+def number_of(worker: str) -> int:
+    return int(worker.partition("/")[0].removeprefix("spot-"))
+
+
+def preempted(job: Job) -> Iterator[Running]:
+    trace = job.root / "spot.csv"
+    trace.write_text(TRACE)
+    with running(
+        job.root / "preempted", job.arguments("preempted", *SMALL, *RAY, f"fleet.spot.trace={trace}")
+    ) as it:
+        it.wait_for("SELECT 1 FROM incidents WHERE kind = 'node_joined' AND spot", 3)
+        first = number_of(str(it.wait_for(WORKS)[0][0]))
+        it.notice(first)
+        it.wait_for("SELECT 1 FROM incidents WHERE kind = 'node_noticed'")
+        it.kill(first)
+        others = f"{WORKS} WHERE worker <> 'spot-{first}/0'"
+        second = number_of(str(it.wait_for(others)[0][0]))
+        it.kill(second)
+        yield it
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that ended by itself."""
+
+    run: Path
+    status: int
+    told: str
+    left: set[int]
+
+
+@pytest.fixture(scope="module")
+def survivor(job: Job) -> Finished:
+    """A run that lost two of its three spot nodes at work, one of them with notice."""
+    for it in preempted(job):
+        status = it.end()
+        finished = Finished(it.run, status, it.told, it.left)
+    return finished
+
+
+@pytest.fixture(scope="module")
+def report(survivor: Finished) -> AuditReport:
+    assert survivor.status == 0, survivor.told
+    return clean_audit(survivor.run, LIMITS)
+
+
+def test_it_finishes_and_nothing_is_left(survivor: Finished) -> None:
+    assert survivor.status == 0, survivor.told
+    assert not survivor.left
+    assert read_summary(survivor.run / "summary.json").samples.trained == 32
+    assert lora(survivor.run)
+    assert (survivor.run / "images" / "before-after.png").is_file()
+    assert "Survived 2 preemptions (1 with notice)" in " ".join(survivor.told.split())
+
+
+def test_the_ledger_counts_what_befell_it(survivor: Finished, report: AuditReport) -> None:
+    history = read_history(survivor.run)
+    assert (history.preemptions, history.noticed) == (2, 1)
+    assert history.incidents[Incident.NODE_JOINED, True] == 3
+    assert history.incidents[Incident.NODE_JOINED, False] == 1
+    assert history.incidents[Incident.NODE_NOTICED, True] == 1
+    assert (Incident.NODE_LOST, False) not in history.incidents
+    assert history.interruptions == 0
+
+
+def test_every_billed_second_has_its_phase(survivor: Finished, report: AuditReport) -> None:
+    phases = report.gpu_seconds_by_phase
+    for phase in (Phase.SETUP, Phase.ROLLOUT, Phase.TRAINING, Phase.CHECKPOINT):
+        assert phases[phase] > 0, phase
+    (bill,) = report.attempts
+    assert bill.ended is Ending.FINISHED
+    assert sum(phases.values()) == pytest.approx(bill.billed_s, abs=0.5)
+
+
+def test_where_it_ran_changes_rounding_only(job: Job, survivor: Finished, report: AuditReport) -> None:
+    job.train("inline", *SMALL)
+    ours, theirs = scores(survivor.run), scores(job.root / "inline")
+    assert ours.keys() == theirs.keys()
+    for key, value in ours.items():
+        assert value == pytest.approx(theirs[key], abs=REWARD_TOLERANCE), key
+    assert validations(survivor.run) == pytest.approx(validations(job.root / "inline"), abs=REWARD_TOLERANCE)
+    assert trained(survivor.run) == trained(job.root / "inline")
+    assert report.counts == clean_audit(job.root / "inline", LIMITS).counts
+
+
+def test_the_head_is_killed_then_told_to_stop_and_the_same_command_finishes(job: Job) -> None:
+    run = job.root / "headless"
+    local = ("fleet.spot.nodes=0", "fleet.local.rollout_slots=1")
+    arguments = job.arguments("headless", *SMALL, *RAY, *local, "iterations=6")
+    with running(run, arguments) as it:
+        it.wait_for(
+            "SELECT 1 FROM samples JOIN rollouts ON id = rollout WHERE purpose = 'train' AND iteration = 1"
+        )
+        it.process.kill()
+        it.process.wait()
+        gone(it)
+    with running(run, arguments) as it:
+        it.wait_for(
+            "SELECT 1 FROM samples JOIN attempts ON number = 2 JOIN rollouts ON id = rollout "
+            "WHERE iteration >= 2"
+        )
+        it.process.send_signal(signal.SIGTERM)
+        assert it.end() == 130, it.told
+        assert "resuming after iteration" in it.told
+        assert "stopping after the next checkpoint" in it.told
+        gone(it)
+    assert not (run / "summary.json").exists()
+    with running(run, arguments) as it:
+        assert it.end() == 0, it.told
+        gone(it)
+    report = clean_audit(run, LIMITS)
+    assert [bill.ended for bill in report.attempts] == [Ending.KILLED, Ending.STOPPED, Ending.FINISHED]
+    assert report.gpu_seconds_by_phase[Phase.LOST] > 0
+    assert read_summary(run / "summary.json").samples.trained == 48
+    assert not list(run.rglob(".writing-*"))
+
+
+def gone(it: Running) -> None:
+    """Nothing of its Ray lives."""
+    end_s = time.monotonic() + 10
+    while it.left and time.monotonic() < end_s:
+        time.sleep(0.1)
+    assert not it.left
+
+
+def read(run: Path, query: str) -> list[tuple[object, ...]]:
+    with closing(queries.open_readonly(RunPaths(run).ledger)) as connection:
+        return list(connection.execute(query))
+
+
+def scores(run: Path) -> dict[tuple[object, object], float]:
+    return {
+        (rollout, name): value
+        for rollout, name, value in read(run, "SELECT rollout, name, value FROM rewards")
+    }
+
+
+def trained(run: Path) -> set[tuple[object, ...]]:
+    return set(read(run, "SELECT rollout, optimizer_step FROM outcomes WHERE kind = 'trained'"))
+
+
+def validations(run: Path) -> list[float]:
+    return [row.values["validation/graded"] for row in read_metrics(run) if "validation/graded" in row.values]

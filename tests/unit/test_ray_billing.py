@@ -1,0 +1,269 @@
+"""Every second of every slot is in one phase, whatever happens: on the simulation's faulty runs, and by hand."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections import Counter, defaultdict
+
+import pytest
+
+from spotlight.core import effects as ef
+from spotlight.core import events as ev
+from spotlight.core.types import (
+    Lease,
+    LeaseId,
+    MicroBatch,
+    Node,
+    NodeId,
+    NodeKind,
+    Phase,
+    PolicyVersion,
+    PromptId,
+    Purpose,
+    Rollout,
+    RolloutId,
+    WeightKind,
+    WorkerId,
+)
+from spotlight.runtime.ray.billing import Billing, Spent, slots_of
+from spotlight.simulation.check import CheckedSimulation
+from spotlight.simulation.swarm import draw_trial
+from spotlight.simulation.workers import Receipt
+
+
+class Billed(CheckedSimulation):
+    """A simulation with faults, billed as the head bills it, and by a simple account of who was there."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(draw_trial(seed))
+        self.dice = random.Random(seed)
+        self._open()
+
+    def _open(self) -> None:
+        self.billing = Billing()
+        self.present: dict[WorkerId, float] = {}
+        self.there: Counter[WorkerId] = Counter()
+        self.told: defaultdict[WorkerId, float] = defaultdict(float)
+        self.nodes_told: dict[NodeId, Node] = {}
+        self.looked_s = 0.0
+
+    def observe(self, event: ev.Event, effects: list[ef.Effect], receipt: Receipt | None) -> None:
+        super().observe(event, effects, receipt)
+        match event:
+            case ev.NodeJoined(node):
+                self._leave(node.id)
+                self.nodes_told[node.id] = node
+                self.present |= dict.fromkeys(slots_of(node), self.now)
+            case ev.NodeLost(node_id):
+                self._leave(node_id)
+        self.billing.observe(event, effects, self.now)
+        if self.dice.random() < 0.05:
+            self.take(self.billing.take(self.now))
+        if self.dice.random() < 0.02:
+            self.look()
+
+    def _leave(self, node: NodeId) -> None:
+        if (known := self.nodes_told.pop(node, None)) is not None:
+            for slot in slots_of(known):
+                self.there[slot] += self.now - self.present.pop(slot)
+
+    def take(self, spends: list[Spent]) -> None:
+        for spent in spends:
+            assert spent.seconds > 0
+            assert math.isfinite(spent.seconds)
+            assert spent.price_usd_h >= 0
+            self.told[spent.slot] += spent.seconds
+
+    def look(self) -> None:
+        """At this moment: what was told, and what would be told if all ended now, is all there was."""
+        told = Counter(self.told)
+        for spent in copy.deepcopy(self.billing).finish(self.now):
+            told[spent.slot] += spent.seconds
+        there = Counter(self.there)
+        for slot, since_s in self.present.items():
+            there[slot] += self.now - since_s
+        for slot in told.keys() | there.keys():
+            assert told[slot] == pytest.approx(there[slot], abs=1e-6), slot
+
+    def restart_head(self, down_s: float) -> None:
+        self.close()
+        super().restart_head(down_s)
+        self._open()
+
+    def close(self) -> None:
+        self.look()
+        self.take(self.billing.finish(self.now))
+        assert self.billing.finish(self.now) == []
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_each_second_once_whatever_happens(seed: int) -> None:
+    simulation = Billed(seed)
+    simulation.run()
+    simulation.close()
+
+
+# -- by hand -------------------------------------------------------------------------------------------
+
+SPOT = Node(NodeId("s"), NodeKind.SPOT, 2, "H100", 7.2, False, True)
+RESERVED = Node(NodeId("r"), NodeKind.RESERVED, 1, "H100", 5.0, True, False)
+A, B, R = WorkerId("s/0"), WorkerId("s/1"), WorkerId("r/0")
+
+
+def rollout(name: str, purpose: Purpose = Purpose.TRAIN) -> Rollout:
+    return Rollout(RolloutId(name), purpose, 0, PromptId("p"), 0, 0, 8, PolicyVersion(0))
+
+
+def grant(number: int, *rollouts: Rollout, epoch: int = 1) -> ef.GrantLease:
+    return ef.GrantLease(
+        Lease(LeaseId(number), A, epoch, tuple(each.id for each in rollouts), 99.0), rollouts, {}
+    )
+
+
+class Hand:
+    """A billing at work on a group of two, with the time."""
+
+    def __init__(self) -> None:
+        self.billing, self.now = Billing(), 0.0
+        self.feed(ev.NodeJoined(SPOT))
+        self.feed(ev.NodeJoined(RESERVED))
+        self.feed(ev.GroupFormed(A, 1), ef.FormGroup(A, 1, (A, B)))
+        self.feed(ev.GroupFormed(A, 1))
+
+    def feed(self, event: ev.Event, *effects: ef.Effect, after_s: float = 0.0) -> None:
+        self.now += after_s
+        self.billing.observe(event, effects, self.now)
+
+    def bill(self) -> dict[tuple[WorkerId, Phase], float]:
+        return {(spent.slot, spent.phase): spent.seconds for spent in self.billing.take(self.now)}
+
+    def last_bill(self) -> dict[tuple[WorkerId, Phase], float]:
+        spends: Counter[tuple[WorkerId, Phase]] = Counter()
+        for spent in self.billing.finish(self.now):
+            spends[spent.slot, spent.phase] += spent.seconds
+        return dict(spends)
+
+    def slot(self, worker: WorkerId) -> dict[Phase, float]:
+        return {phase: seconds for (name, phase), seconds in self.last_bill().items() if name == worker}
+
+
+def progressed(lease: int, epoch: int = 1, steps: int = 1) -> ev.LeaseProgressed:
+    return ev.LeaseProgressed(A, LeaseId(lease), epoch, steps)
+
+
+def test_prices_are_those_of_a_slot() -> None:
+    hand = Hand()
+    hand.now = 3600.0
+    assert {spent.slot: spent.price_usd_h for spent in hand.billing.finish(hand.now)} == {
+        A: 3.6,
+        B: 3.6,
+        R: 5.0,
+    }
+
+
+def test_denoising_is_told_once_it_is_accepted() -> None:
+    hand = Hand()
+    hand.feed(ev.TimePassed(), grant(1, rollout("x")))
+    hand.now += 5
+    assert A not in {slot for slot, _ in hand.bill()}, "it may still be lost"
+    hand.feed(progressed(1), after_s=1)
+    assert hand.bill()[A, Phase.ROLLOUT] == 6
+    assert hand.slot(B) == {}
+
+
+def test_what_follows_the_last_accepted_step_is_lost_with_the_node() -> None:
+    hand = Hand()
+    hand.feed(ev.TimePassed(), grant(1, rollout("x")))
+    hand.feed(progressed(1), after_s=4)
+    hand.feed(ev.NodeLost(SPOT.id), after_s=3)
+    assert hand.slot(A) == {Phase.ROLLOUT: 4, Phase.LOST: 3}
+
+
+def test_refused_progress_saves_nothing() -> None:
+    hand = Hand()
+    hand.feed(ev.TimePassed(), grant(1, rollout("x")))
+    hand.feed(progressed(1), ef.AbandonLease(A, 1, LeaseId(1)), after_s=4)
+    hand.feed(ev.TimePassed(), after_s=2)
+    assert hand.slot(B) == {Phase.LOST: 4, Phase.IDLE: 2}
+
+
+@pytest.mark.parametrize("stale", [progressed(1, epoch=2), progressed(9)])
+def test_what_is_not_of_the_group_s_lease_saves_nothing(stale: ev.LeaseProgressed) -> None:
+    hand = Hand()
+    hand.feed(ev.TimePassed(), grant(1, rollout("x")))
+    hand.feed(stale, after_s=4)
+    assert hand.slot(A) == {Phase.LOST: 4}
+
+
+def test_a_crashed_member_loses_its_own_seconds_only() -> None:
+    hand = Hand()
+    hand.feed(ev.TimePassed(), grant(1, rollout("x")))
+    hand.feed(ev.WorkerCrashed(B, 1), ef.StopGroup(A, 1, (A,)), after_s=4)
+    hand.feed(progressed(1), after_s=1)
+    hand.feed(ev.GroupStopped(A, 1), after_s=1)
+    hand.feed(ev.TimePassed(), after_s=2)
+    bill = hand.last_bill()
+    assert {phase: s for (slot, phase), s in bill.items() if slot == A} == {
+        Phase.ROLLOUT: 5, Phase.LOST: 1, Phase.IDLE: 2
+    }  # fmt: skip
+    assert {phase: s for (slot, phase), s in bill.items() if slot == B} == {Phase.LOST: 4, Phase.SETUP: 4}
+
+
+def test_a_group_is_in_the_phase_of_its_oldest_lease() -> None:
+    hand = Hand()
+    hand.feed(ev.TimePassed(), grant(1, rollout("x")))
+    hand.feed(ev.TimePassed(), grant(2, rollout("y", Purpose.EVAL)), after_s=2)
+    hand.feed(ev.LeaseCompleted(A, LeaseId(1), 1, (RolloutId("x"),), PolicyVersion(0)), after_s=3)
+    hand.feed(ev.LeaseCompleted(A, LeaseId(2), 1, (RolloutId("y"),), PolicyVersion(0)), after_s=4)
+    hand.feed(ev.TimePassed(), after_s=1)
+    assert hand.slot(A) == {Phase.ROLLOUT: 5, Phase.EVALUATION: 4, Phase.IDLE: 1}
+
+
+def test_a_grant_sent_again_and_a_completion_in_parts() -> None:
+    hand = Hand()
+    both = (rollout("x"), rollout("y"))
+    hand.feed(ev.TimePassed(), grant(1, *both))
+    hand.feed(ev.LeaseCompleted(A, LeaseId(1), 1, (RolloutId("x"),), PolicyVersion(0)), after_s=3)
+    hand.feed(ev.TimePassed(), grant(1, both[1]), after_s=1)
+    hand.feed(ev.LeaseCompleted(A, LeaseId(1), 1, (RolloutId("y"),), PolicyVersion(0)), after_s=1)
+    hand.feed(ev.TimePassed(), after_s=1)
+    assert hand.slot(A) == {Phase.ROLLOUT: 5, Phase.IDLE: 1}
+
+
+def test_training_counts_once_a_checkpoint_holds_it() -> None:
+    hand = Hand()
+    hand.feed(ev.RunStarted())
+    train = ef.TrainMicroBatch(MicroBatch(0, 0, (), 0), 0)
+    hand.feed(ev.BatchPrepared(0), train)
+    hand.feed(ev.MicroBatchTrained(0, 0, 0), ef.StepOptimizer(0, 0), after_s=5)
+    hand.feed(ev.OptimizerStepped(0, 0, 0.0, 0.0), ef.PublishWeights(PolicyVersion(1)), after_s=1)
+    hand.feed(ev.WeightsPublished(PolicyVersion(1)), ef.CommitCheckpoint(0, 0, {}), after_s=2)
+    assert hand.bill()[R, Phase.WEIGHT_SYNC] == 2
+    committed, lost = copy.deepcopy(hand), hand
+    committed.feed(ev.CheckpointCommitted(0), after_s=3)
+    lost.feed(ev.LearnerLost("gone"), after_s=3)
+    lost.feed(ev.LearnerRestored(1), after_s=7)
+    assert committed.slot(R) == {Phase.TRAINING: 6, Phase.CHECKPOINT: 3}
+    assert lost.slot(R) == {Phase.LOST: 6, Phase.CHECKPOINT: 3, Phase.SETUP: 7}
+
+
+def test_loading_all_weights_is_setup_and_an_adapter_is_not() -> None:
+    hand = Hand()
+    one = ef.PullWeights(A, 1, PolicyVersion(0), 0, WeightKind.FULL, None)
+    hand.feed(ev.WorkerStarted(A, 1), one)
+    hand.feed(ev.WeightsPulled(A, 1, PolicyVersion(0), 0), after_s=4)
+    two = ef.PullWeights(A, 1, PolicyVersion(1), 0, WeightKind.ADAPTER, None)
+    hand.feed(ev.TimePassed(), two)
+    hand.feed(ev.PullFailed(A, 1, PolicyVersion(1), 0), after_s=2)
+    hand.feed(ev.TimePassed(), after_s=1)
+    assert hand.slot(A) == {Phase.SETUP: 4, Phase.WEIGHT_SYNC: 2, Phase.IDLE: 1}
+
+
+def test_a_node_that_returns_before_its_loss_was_told_loses_what_was_at_risk() -> None:
+    hand = Hand()
+    hand.feed(ev.TimePassed(), grant(1, rollout("x")))
+    hand.feed(ev.NodeJoined(SPOT), after_s=4)
+    hand.feed(progressed(1), after_s=1)
+    assert hand.slot(A) == {Phase.LOST: 4, Phase.SETUP: 1}

@@ -1,0 +1,102 @@
+"""Which of Ray's nodes are what to the controller: ranks are placed once each, and again after a loss."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spotlight.config.errors import ConfigError
+from spotlight.core.types import NodeId, NodeKind
+from spotlight.runtime.ray.fleet import Fleet, Prices
+from spotlight.runtime.ray.nodes import RayNode
+
+PRICES = Prices(reserved_usd_h=5.0, spot_usd_h=1.0)
+
+
+def node(name: str, kind: NodeKind = NodeKind.RESERVED, slots: int = 1) -> RayNode:
+    return RayNode(name * 8, name, kind, slots, False, "cpu", "10.0.0.1", 1, "/tmp/ray/s")
+
+
+def ranks(fleet: Fleet) -> int:
+    return sum(count for _, count in fleet.learner_slots.values())
+
+
+def test_spot_nodes_roll_out_at_their_price() -> None:
+    fleet = Fleet.plan(1, PRICES, [node("r")])
+    (spot,) = fleet.join(node("s", NodeKind.SPOT, 2))
+    assert (spot.id, spot.gpus, spot.trains, spot.rolls_out) == ("s", 2, False, True)
+    assert spot.price_usd_h == 2.0
+    assert fleet.rolls_out("s" * 8)
+
+
+def test_a_node_with_slots_left_is_two() -> None:
+    reserved = node("r", slots=3)
+    fleet = Fleet.plan(1, PRICES, [reserved])
+    learner, rollout = fleet.join(reserved)
+    assert (learner.id, learner.gpus, learner.trains, learner.rolls_out) == ("r/learner", 1, True, False)
+    assert (rollout.id, rollout.gpus, rollout.trains, rollout.rolls_out) == ("r/rollout", 2, False, True)
+    assert learner.price_usd_h + rollout.price_usd_h == 15.0
+    assert fleet.host_of(NodeId("r/rollout")) is reserved
+    assert fleet.known(reserved.ray_id) == ("r/learner", "r/rollout") == fleet.lose(reserved.ray_id)
+    assert fleet.known(reserved.ray_id) == ()
+    assert fleet.host_of(NodeId("r/rollout")) is None
+
+
+def test_ranks_have_a_place_before_their_node_has_joined() -> None:
+    fleet = Fleet.plan(2, PRICES, [node("r", slots=2), node("s", NodeKind.SPOT, 4)])
+    assert fleet.learner_slots == {"r" * 8: (node("r", slots=2), 2)}
+
+
+def test_too_few_reserved_slots_are_refused() -> None:
+    with pytest.raises(ConfigError):
+        Fleet.plan(3, PRICES, [node("r", slots=2), node("s", NodeKind.SPOT, 8)])
+
+
+def test_a_reserved_node_takes_the_ranks_of_one_that_was_lost() -> None:
+    fleet = Fleet.plan(2, PRICES, [node("a", slots=2)])
+    fleet.join(node("a", slots=2))
+    (other,) = fleet.join(node("b", slots=4))
+    assert not other.trains, "all ranks have a place"
+    fleet.lose("a" * 8)
+    assert ranks(fleet) == 0
+    (spot,) = fleet.join(node("s", NodeKind.SPOT, 2))
+    assert not spot.trains, "what may vanish does not train"
+    learner, rollout = fleet.join(node("c", slots=3))
+    assert (learner.gpus, rollout.gpus) == (2, 1)
+    assert ranks(fleet) == 2
+
+
+def test_one_that_is_lost_before_it_joined_leaves_its_ranks_to_the_next() -> None:
+    fleet = Fleet.plan(1, PRICES, [node("a")])
+    assert fleet.lose("a" * 8) == ()
+    assert fleet.learner_slots == {}
+    assert [part.trains for part in fleet.join(node("b"))] == [True]
+
+
+def test_a_node_nobody_knows_is_lost_quietly() -> None:
+    fleet = Fleet.plan(1, PRICES, [node("a")])
+    assert fleet.lose("never seen") == ()
+    assert fleet.known("never seen") == ()
+    assert not fleet.rolls_out("never seen")
+
+
+@given(data=st.data(), wanted=st.integers(1, 4))
+@settings(max_examples=60)
+def test_never_more_ranks_than_there_are_and_never_on_spot_nodes(data: st.DataObject, wanted: int) -> None:
+    kinds = st.sampled_from(list(NodeKind))
+    fleet = Fleet.plan(wanted, PRICES, [node("0", slots=wanted)])
+    there: dict[str, RayNode] = {}
+    for number in range(data.draw(st.integers(0, 12))):
+        if there and data.draw(st.booleans()):
+            fleet.lose(there.pop(data.draw(st.sampled_from(sorted(there)))).ray_id)
+        else:
+            new = node(f"n{number}", data.draw(kinds), data.draw(st.integers(1, 4)))
+            parts = fleet.join(new)
+            there[new.name] = new
+            assert sum(part.gpus for part in parts) == new.slots
+            assert sum(part.price_usd_h for part in parts) == new.slots * PRICES.of(new.kind)
+        assert ranks(fleet) <= wanted
+        assert all(host.kind is NodeKind.RESERVED for host, _ in fleet.learner_slots.values())
+        names = [name for each in there.values() for name in fleet.known(each.ray_id)]
+        assert len(names) == len(set(names))

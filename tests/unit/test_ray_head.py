@@ -1,0 +1,215 @@
+"""The head's own rules, with everything remote in the test's hands: what is refused, undone, and final."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from head_world import RESERVED, SPOT, World, world
+
+from spotlight.core import events as ev
+from spotlight.core.types import Phase, Purpose
+from spotlight.store.audit import AuditLimits, AuditReport, audit
+from spotlight.store.checkpoints import CheckpointStore
+from spotlight.store.errors import StoreError
+from spotlight.store.history import read_history
+from spotlight.store.run_directory import RunPaths
+from spotlight.store.schema import Ending, Incident
+
+LIMITS = AuditLimits(group_size=2)
+TRAINED = 3 * 2 * 2
+
+
+def committed(root: Path) -> int:
+    newest = CheckpointStore(RunPaths(root / "run").checkpoints, keep=9).newest_valid()
+    return newest.header.iteration if newest else 0
+
+
+def clean(root: Path) -> AuditReport:
+    report = audit(root / "run", LIMITS)
+    assert report.ok, report.violations
+    assert not list(root.rglob(".writing-*"))
+    return report
+
+
+def run(root: Path, prepare: object = None) -> World:
+    with world(root) as it:
+        it.join(RESERVED, SPOT)
+        if callable(prepare):
+            prepare(it)
+        it.run()
+    assert it.head.error is None
+    return it
+
+
+def test_a_run_goes_to_its_end(tmp_path: Path) -> None:
+    it = run(tmp_path)
+    report = clean(tmp_path)
+    assert report.finished
+    assert report.counts.trained == TRAINED
+    assert committed(tmp_path) == 3
+    assert it.learner.lives == 1
+    assert it.learner.version == 3
+    assert report.gpu_seconds_by_phase[Phase.LOST] < 1
+
+
+def test_samples_of_other_weights_are_refused_and_their_maker_ends(tmp_path: Path) -> None:
+    def prepare(it: World) -> None:
+        it.liars = 1
+
+    it = run(tmp_path, prepare)
+    assert clean(tmp_path).counts.trained == TRAINED
+    liar, honest = it.workers
+    assert liar.killed
+    assert honest.order.epoch > liar.order.epoch
+    (note,) = [note for note in it.notes if "other weig" in note]
+    assert "its samples are refused, its process is restarted" in note
+    assert read_history(tmp_path / "run").incidents[Incident.WORKER_CRASHED, True] == 1
+
+
+def test_a_learner_lost_before_the_run_began_is_started_again_from_the_same(tmp_path: Path) -> None:
+    def prepare(it: World) -> None:
+        it.learner.deaf = {"send_conditions"}
+
+        def lose() -> None:
+            it.learner.deaf = set()
+            it.head.loop.call_soon_threadsafe(it.head.lost, "its node is gone")
+
+        it.when("send_conditions", lose)
+
+    it = run(tmp_path, prepare)
+    assert it.learner.restored == [None, None]
+    assert clean(tmp_path).counts.trained == TRAINED
+
+
+@pytest.mark.parametrize("what", ["prepare", "accumulate", "step", "finish_batch", "publish", "take_log"])
+def test_a_learner_lost_at_work_goes_back_to_the_last_checkpoint(tmp_path: Path, what: str) -> None:
+    def prepare(it: World) -> None:
+        def lose() -> None:
+            it.learner.deaf = set()
+            it.head.loop.call_soon_threadsafe(it.head.lost, "its node is gone")
+
+        times = 2
+        it.when(what, lose, times)
+        deafen = it.learner._soon
+
+        def soon(asked: str, *args: object) -> None:
+            if asked == what and it.learner.asked.count(what) == times - 1:
+                it.learner.deaf = {what}
+            deafen(asked, *args)  # type: ignore[arg-type]
+
+        it.learner._soon = soon  # type: ignore[method-assign]
+
+    it = run(tmp_path, prepare)
+    assert it.learner.lives == 2
+    (_, again) = it.learner.restored
+    assert again is not None
+    assert "iteration-000001" in str(again)
+    report = clean(tmp_path)
+    assert report.counts.trained == TRAINED
+    assert it.learner.version == 3
+    assert read_history(tmp_path / "run").incidents[Incident.LEARNER_LOST, False] == 1
+
+
+def test_a_checkpoint_whose_learner_is_lost_is_never_committed(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def prepare(it: World) -> None:
+        it.learner.deaf = {"save"}
+
+        def lose() -> None:
+            it.learner.deaf = set()
+            it.head.loop.call_soon_threadsafe(it.head.lost, "its node is gone")
+            it.head.loop.call_soon_threadsafe(lambda: seen.append(committed(tmp_path)))
+
+        it.when("save", lose)
+
+    it = run(tmp_path, prepare)
+    assert seen == [0]
+    assert it.learner.restored == [None, None]
+    assert clean(tmp_path).counts.trained == TRAINED
+    assert committed(tmp_path) == 3
+
+
+def test_an_answer_of_the_lost_learner_s_save_commits_nothing(tmp_path: Path) -> None:
+    def prepare(it: World) -> None:
+        # It was saved, and its node dies before that is told: the answer comes after the loss.
+        it.when("save", lambda: it.head.lost("its node is gone"))
+
+    it = run(tmp_path, prepare)
+    assert it.learner.lives == 2
+    assert it.learner.restored == [None, None]
+    assert clean(tmp_path).counts.trained == TRAINED
+
+
+def test_a_stop_comes_after_the_next_checkpoint(tmp_path: Path) -> None:
+    with world(tmp_path) as it:
+        it.join(RESERVED, SPOT)
+        it.when("prepare", it.head.request_stop, 2)
+        it.run()
+        assert it.head.stopped
+    assert committed(tmp_path) == 2
+    report = clean(tmp_path)
+    assert [bill.ended for bill in report.attempts] == [Ending.STOPPED]
+    assert not report.finished
+
+
+def test_a_keeper_that_is_gone_is_a_clear_end(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="keeper of states and samples does not answer.*The same command resumes"):
+        with world(tmp_path) as it:
+            it.join(RESERVED, SPOT)
+            it.when("prepare", lambda: it.keeper.fail_take(ConnectionError("actor died")), 2)
+            it.run()
+    assert committed(tmp_path) == 1
+    assert [bill.ended for bill in clean(tmp_path).attempts] == [Ending.FAILED]
+
+
+class Wrapped(Exception):
+    """As Ray wraps what an actor raised."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+@pytest.mark.parametrize("method", ["take", "drop", "keep_only", "put"])
+def test_a_full_disk_at_the_keeper_ends_the_run_with_that_error(tmp_path: Path, method: str) -> None:
+    full = StoreError("no space left on the disk of the keeper")
+    with pytest.raises(StoreError, match="no space left"):
+        with world(tmp_path) as it:
+            it.join(RESERVED, SPOT)
+
+            def fill() -> None:
+                it.keeper.broken[method] = Wrapped(full)
+                if method == "take":
+                    it.keeper.fail_take(Wrapped(full))
+
+            it.when("prepare", fill, 2)
+            it.run()
+    assert [bill.ended for bill in clean(tmp_path).attempts] == [Ending.FAILED]
+
+
+def test_an_evaluation_whose_pictures_for_the_grid_were_not_scored_is_reported(tmp_path: Path) -> None:
+    with world(tmp_path, "evaluation.images_per_prompt=2") as it:
+        it.join(RESERVED, SPOT)
+        it.spoilt = lambda rollout: rollout.purpose is Purpose.EVAL and rollout.member == 0
+        it.run()
+    assert it.head.error is None
+    assert clean(tmp_path).finished
+
+
+def test_a_node_that_comes_back_is_paid_as_another_worker(tmp_path: Path) -> None:
+    def prepare(it: World) -> None:
+        def replace() -> None:
+            it.head.tell(ev.NodeLost(SPOT.id))
+            it.head.tell(ev.NodeJoined(SPOT))
+
+        it.when("prepare", replace, 2)
+
+    run(tmp_path, prepare)
+    report = clean(tmp_path)
+    history = read_history(tmp_path / "run")
+    assert (history.preemptions, history.noticed) == (1, 0)
+    assert history.incidents[Incident.NODE_JOINED, True] == 2
+    assert history.incidents[Incident.NODE_JOINED, False] == 1
+    assert report.attempts[0].workers == 3

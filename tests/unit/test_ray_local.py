@@ -1,0 +1,30 @@
+"""A local Ray's nodes, without a Ray: what fails to start is told as ours, and leaves nothing behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spotlight.core.types import NodeKind
+from spotlight.runtime.ray import local
+from spotlight.runtime.ray.local import LocalCluster, LocalClusterError, LocalNode
+
+
+@pytest.mark.parametrize("error", [Exception, RuntimeError, SystemExit, OSError])
+def test_a_node_that_does_not_start_is_told_as_ours_and_its_name_is_free(
+    error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise error("The current node timed out during startup.")  # Ray's own words
+
+    head: Any = SimpleNamespace(gcs_address="127.0.0.1:1", session=tmp_path)
+    first = LocalNode("reserved-0", NodeKind.RESERVED, 1, "ray-0")
+    cluster = LocalCluster("0.0.0", tmp_path, first, head)
+    monkeypatch.setattr(local, "start_node", fails)
+    for _ in range(2):
+        with pytest.raises(LocalClusterError, match=r"'spot-0' did not start: .*timed out during startup"):
+            cluster.add_node("spot-0", NodeKind.SPOT, 1)
+    assert cluster.nodes() == [first]

@@ -1,0 +1,212 @@
+"""The account of a cluster: workers that come and go, what befell it, and how that is told."""
+
+from __future__ import annotations
+
+import sqlite3
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from store_history import SCRATCH
+
+from spotlight.core.types import Phase, WorkerId
+from spotlight.store.audit import AuditLimits, audit
+from spotlight.store.errors import LedgerError
+from spotlight.store.history import read_history
+from spotlight.store.ledger import GpuSpend, Ledger
+from spotlight.store.schema import SCHEMA_VERSION, Ending, Incident
+
+T0 = 1000.0
+
+
+@pytest.fixture
+def run() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir=SCRATCH) as name:
+        yield make(Path(name))
+
+
+def make(parent: Path) -> Path:
+    (parent / "run" / "checkpoints").mkdir(parents=True)
+    return parent / "run"
+
+
+def begin(ledger: Ledger, now_s: float = T0) -> int:
+    return ledger.begin_attempt(pid=1, host="h", workers={}, now_s=now_s)
+
+
+def spend(ledger: Ledger, worker: str, seconds: float, now_s: float, price: float = 3600.0) -> None:
+    ledger.spend([GpuSpend(WorkerId(worker), Phase.ROLLOUT, seconds, price)], now_s)
+
+
+@given(
+    lives=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=8),
+    late_s=st.integers(0, 5),
+    killed=st.booleans(),
+)
+@settings(max_examples=40)
+def test_bills_add_up_whoever_comes_and_goes(
+    lives: list[tuple[int, int]], late_s: int, killed: bool
+) -> None:
+    """Each worker is hired at its first second and dismissed after its last; a killed head tells neither."""
+    end_s = 25 + late_s
+    with tempfile.TemporaryDirectory(dir=SCRATCH) as name:
+        run = make(Path(name))
+        with Ledger(run / "ledger.sqlite") as ledger:
+            begin(ledger)
+            for second in range(end_s):
+                now_s = T0 + second
+                for number, (first, length) in enumerate(lives):
+                    worker = WorkerId(f"w{number}")
+                    if second == first:
+                        ledger.hire({worker: 3600.0}, now_s)
+                    if first < second <= first + length and second <= 25:
+                        spend(ledger, worker, 1.0, now_s)
+                    if second == first + length:
+                        ledger.dismiss([worker], now_s)
+            if not killed:
+                for number, (first, length) in enumerate(lives):
+                    missing = max(0, min(first + length, end_s) - max(first, 25))
+                    if missing:
+                        spend(ledger, f"w{number}", float(missing), T0 + end_s)
+                ledger.end_attempt(Ending.FINISHED, T0 + end_s)
+            else:
+                ledger.spend([], T0 + end_s)
+        with Ledger(run / "ledger.sqlite") as ledger:
+            begin(ledger, T0 + 100)
+            ledger.end_attempt(Ending.FINISHED, T0 + 100)
+        report = audit(run, AuditLimits())
+        assert report.ok, report.violations
+        bill = report.attempts[0]
+        there_s = sum(max(0, min(first + length, end_s) - first) for first, length in lives)
+        assert bill.ended is (Ending.KILLED if killed else Ending.FINISHED)
+        assert bill.billed_s == pytest.approx(there_s)
+        assert bill.accounted_s == pytest.approx(there_s)
+        assert report.cost_usd == pytest.approx(there_s)
+
+
+def test_a_killed_attempt_bills_nobody_beyond_when_it_was_last_seen(run: Path) -> None:
+    with Ledger(run / "ledger.sqlite") as ledger:
+        begin(ledger)
+        ledger.hire({WorkerId("stays"): 1.0, WorkerId("went"): 1.0}, T0 + 10)
+        spend(ledger, "went", 5.0, T0 + 15)
+        ledger.dismiss([WorkerId("went")], T0 + 16)
+        ledger.spend([], T0 + 30)
+    with Ledger(run / "ledger.sqlite") as ledger:
+        begin(ledger, T0 + 500)
+        assert ledger.gpu_seconds_by_phase() == {
+            **dict.fromkeys(Phase, 0.0),
+            Phase.ROLLOUT: 5.0,
+            Phase.LOST: 21.0,  # 20 of who stayed, 1 of who went
+        }
+
+
+def test_seconds_that_were_not_told_are_found(run: Path) -> None:
+    with Ledger(run / "ledger.sqlite") as ledger:
+        begin(ledger)
+        ledger.hire({WorkerId("w"): 1.0}, T0)
+        spend(ledger, "w", 40.0, T0 + 100)
+        ledger.dismiss([WorkerId("w")], T0 + 100)
+        ledger.end_attempt(Ending.FINISHED, T0 + 200)
+    assert [violation.check for violation in audit(run, AuditLimits()).violations] == ["billing"]
+
+
+def test_a_worker_is_hired_once_and_paid_only_if_hired(run: Path) -> None:
+    with Ledger(run / "ledger.sqlite") as ledger:
+        with pytest.raises(LedgerError, match="begin_attempt first"):
+            ledger.hire({WorkerId("w"): 1.0}, T0)
+        begin(ledger)
+        ledger.hire({WorkerId("w"): 1.0}, T0)
+        with pytest.raises(LedgerError, match="workers that join attempt 1"):
+            ledger.hire({WorkerId("w"): 2.0}, T0 + 1)
+        with pytest.raises(LedgerError, match="GPU seconds of attempt 1"):
+            spend(ledger, "stranger", 1.0, T0 + 1)
+        ledger.dismiss([WorkerId("w")], T0 - 5)  # a clock that was set back
+        ledger.end_attempt(Ending.FINISHED, T0 + 1)
+
+
+J, N, C, L = (
+    Incident.NODE_JOINED,
+    Incident.NODE_NOTICED,
+    Incident.NOTICE_CANCELLED,
+    Incident.NODE_LOST,
+)
+
+
+@pytest.mark.parametrize(
+    ("story", "expected"),
+    [
+        ([], (0, 0)),
+        ([J], (0, 0)),
+        ([J, L], (1, 0)),
+        ([J, N, L], (1, 1)),
+        ([J, N, N, L], (1, 1)),
+        ([J, N, C, L], (1, 0)),
+        ([J, N, C, N, L], (1, 1)),
+        ([J, N, L, J, L], (2, 1)),
+        ([J, N, L, J, N, L], (2, 2)),
+        ([J, N, J, L], (1, 0)),
+        ([J, N], (0, 0)),
+    ],
+)
+def test_preemptions_are_counted_with_what_was_announced(
+    run: Path, story: list[Incident], expected: tuple[int, int]
+) -> None:
+    with Ledger(run / "ledger.sqlite") as ledger:
+        begin(ledger)
+        for at_s, kind in enumerate(story):
+            # Another spot node's notice, and a reserved node's whole story, are none of its own.
+            ledger.befall(N, "other", spot=True, detail="", now_s=T0 + at_s)
+            ledger.befall(kind, "reserved", spot=False, detail="", now_s=T0 + at_s)
+            ledger.befall(kind, "s", spot=True, detail="why", now_s=T0 + at_s)
+        ledger.end_attempt(Ending.FINISHED, T0 + 100)
+    history = read_history(run)
+    assert (history.preemptions, history.noticed) == expected
+    for kind in set(story):
+        assert history.incidents[kind, False] == story.count(kind)
+
+
+def test_a_notice_of_an_attempt_before_is_none_of_this_one(run: Path) -> None:
+    for story in ([J, N], [L]):
+        with Ledger(run / "ledger.sqlite") as ledger:
+            begin(ledger)
+            for kind in story:
+                ledger.befall(kind, "s", spot=True, detail="", now_s=T0)
+            ledger.end_attempt(Ending.FINISHED, T0)
+    history = read_history(run)
+    assert (history.preemptions, history.noticed) == (1, 0)
+
+
+def test_incidents_survive_a_rollback_and_need_an_attempt(run: Path) -> None:
+    with Ledger(run / "ledger.sqlite") as ledger:
+        with pytest.raises(LedgerError, match="begin_attempt first"):
+            ledger.befall(L, "s", spot=True, detail="", now_s=T0)
+        number = begin(ledger)
+        ledger.befall(L, "s", spot=True, detail="", now_s=T0)
+        ledger.rollback(0, number)
+        ledger.end_attempt(Ending.FINISHED, T0)
+    assert read_history(run).preemptions == 1
+
+
+def test_prices_are_those_that_were_paid(run: Path) -> None:
+    with Ledger(run / "ledger.sqlite") as ledger:
+        begin(ledger)
+        ledger.hire({WorkerId("a"): 3.0, WorkerId("b"): 1.0, WorkerId("c"): 9.0}, T0)
+        spend(ledger, "a", 1.0, T0 + 1, price=3.0)
+        spend(ledger, "b", 1.0, T0 + 1, price=1.0)
+        spend(ledger, "b", 1.0, T0 + 2, price=1.0)
+        spend(ledger, "c", 0.0, T0 + 2, price=9.0)
+    assert read_history(run).prices_usd_h == (1.0, 3.0)
+
+
+def test_a_ledger_of_another_version_is_refused_by_name(run: Path) -> None:
+    Ledger(run / "ledger.sqlite").close()
+    with closing(sqlite3.connect(run / "ledger.sqlite")) as connection:
+        connection.execute("PRAGMA user_version = 1")
+    with pytest.raises(LedgerError, match=rf"1\), expected \(\d+, {SCHEMA_VERSION}\)"):
+        Ledger(run / "ledger.sqlite")
+    with pytest.raises(LedgerError, match="start a run of another name"):
+        read_history(run)
