@@ -186,7 +186,7 @@ def measure_pools(sizes: Sizes, seed: int) -> Tree:
     history: dict[int, Weights] = {}
     with laboratory(config) as lab:
         history[0] = lab.weights()
-        lab.train(None, lambda iteration: history.update({iteration: lab.weights()}))
+        lab.train(None, lambda iteration: history.update({iteration + 1: lab.weights()}))
         newest = max(history)
         prompts = list(
             {p.id: p for p in prompts_of_iteration(lab.prompts.train, seed, newest, sizes.prompts)}.values()
