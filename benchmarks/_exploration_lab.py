@@ -208,7 +208,8 @@ def laboratory(config: RunConfig) -> Iterator[Lab]:
     prompts = build.load_prompts(config)
     model = prepare_model(config, device)
     with build.make_reward_pool(config) as rewards:
-        used = prompts.used(config)
+        # Those of the iteration after the last, too: pools are made of them.
+        used = prompts.used(config.model_copy(update={"iterations": config.iterations + 1}))
         rewards.check([prompt.text for prompt in used], [prompt.metadata for prompt in used])
         conditions = fill_embeddings(config, model, used, Ranks())
         learning = assemble(config, model, conditions, Ranks())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from head_world import RESERVED, SPOT, World, world
 
 from spotlight.core.selection import SelectionPolicy, select
-from spotlight.core.types import DropReason
+from spotlight.core.types import DropReason, Purpose, Rollout, RolloutId
 from spotlight.store import ledger_queries as queries
 from spotlight.store.audit import AuditLimits, audit
 from spotlight.store.metrics import read_metrics
@@ -33,7 +34,7 @@ def train_slowly(it: World) -> None:
         else:
             inner(what, *args)  # type: ignore[arg-type]
 
-    it.learner._soon = soon  # type: ignore[method-assign]
+    it.learner._soon = soon  # type: ignore[assignment, method-assign]
 
 
 def lose_at_second_step(it: World) -> None:
@@ -46,7 +47,7 @@ def lose_at_second_step(it: World) -> None:
         else:
             inner(what, *args)  # type: ignore[arg-type]
 
-    it.learner._soon = soon  # type: ignore[method-assign]
+    it.learner._soon = soon  # type: ignore[assignment, method-assign]
 
 
 @pytest.mark.parametrize("loses_learner", [False, True])
@@ -88,14 +89,19 @@ def test_groups_are_what_previews_beside_training_chose(tmp_path: Path, loses_le
     assert {name for name in dropped if name.startswith("x")} >= {f"x000001-000-00{n}" for n in range(5)}
 
 
-def test_previews_that_training_leaves_no_time_for_are_dropped(tmp_path: Path) -> None:
-    with world(tmp_path, *IDLE) as it:  # its learner answers at once
+def test_previews_that_are_not_scored_in_time_are_dropped_and_seeds_are_random(tmp_path: Path) -> None:
+    with world(tmp_path, *IDLE) as it:
         it.join(RESERVED, SPOT)
+        inner = it.score
+
+        def late(rollouts: Sequence[Rollout], marks: Mapping[RolloutId, str], lineage: int) -> None:
+            inner([each for each in rollouts if each.purpose is not Purpose.EXPLORE], marks, lineage)
+
+        it.score = late  # type: ignore[method-assign]
         it.run()
     assert it.head.error is None
     report = audit(tmp_path / "run", AuditLimits(group_size=2))
     assert report.ok, report.violations
     assert report.counts.trained == 3 * 2 * 2
-    over = report.counts.dropped.get(DropReason.EXPLORATION_OVER, 0)
-    assert over > 0
-    assert over + report.counts.explored == 2 * 2 * 5
+    assert report.counts.explored == 0
+    assert report.counts.dropped == {DropReason.EXPLORATION_OVER: 2 * 2 * 5}
