@@ -7,12 +7,17 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
+
+from rich.table import Table
 
 from spotlight.core.fidelity import hit_rate, kendall_tau, spearman_rho
 from spotlight.core.selection import SelectionPolicy, SelectionVerdict, sample_variance, select
 
 Scores = Sequence[Sequence[float]]
 """Rewards of a pool, [prompts][seeds]."""
+Tree = dict[str, Any]
+"""Part of the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,3 +168,44 @@ def by_iteration(
     """Every evaluation's spread over runs, each run's curve changed first."""
     changed = [change(curve) for curve in curves]
     return {at: spread(curve.get(at) for curve in changed) for at in sorted({i for c in changed for i in c})}
+
+
+# -- tables ------------------------------------------------------------------------------------------------
+
+
+def table_of(title: str, rows: Sequence[Tree]) -> Table:
+    """Rows of equal keys; spreads as mean ± standard error."""
+    table = Table(title=title)
+    for name in rows[0]:
+        table.add_column(name.replace("_", " "), justify="right")
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row.values()))
+    return table
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, Mapping):
+        mean, error = value["mean"], value["stderr"]
+        return "" if mean is None else f"{mean:.4g}" + ("" if error is None else f" ± {error:.2g}")
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
+
+
+def curve_tables(figures: Tree) -> list[Table]:
+    """Scores by iteration, and what the target takes."""
+    conditions = figures["conditions"]
+    steps = sorted({int(at) for one in conditions.values() for at in one["curve"]})
+    curves = [
+        {"iteration": at, **{name: one["curve"].get(str(at)) for name, one in conditions.items()}}
+        for at in steps
+    ]
+    to_target = [
+        {
+            "condition": name,
+            "reached": f"{one['reached']} of {one['runs']}",
+            "mean height": one["mean_height"],
+        }
+        | {kind: one[f"{kind}_to_target"] for kind in ("iterations", "seconds", "dollars")}
+        for name, one in conditions.items()
+    ]
+    title = f"To a held-out score of {figures['target']:.3f} (seconds and dollars: emulated cluster)"
+    return [table_of("Held-out score, smoothed", curves), table_of(title, to_target)]

@@ -34,21 +34,23 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from _exploration_figures import (
+    Tree,
     areas,
     by_iteration,
+    curve_tables,
     fidelity_figures,
     iterations_to,
     seconds_at,
     smoothed,
     spread,
+    table_of,
     variance_figures,
 )
 from _exploration_lab import Weights, laboratory
@@ -62,8 +64,6 @@ from spotlight.core.types import Purpose
 from spotlight.simulation.compare import Task, run_task
 from spotlight.simulation.prepare import prepare
 from spotlight.simulation.scenario_load import build_scenario
-
-Tree = dict[str, Any]
 
 
 class Part(StrEnum):
@@ -354,47 +354,6 @@ def curve_figures(
 def _curve(run: Tree) -> dict[int, float]:
     """The strict score where there is one."""
     return {int(at): row.get("strict", row["graded"]) for at, row in run["validation"].items()}
-
-
-# -- tables ------------------------------------------------------------------------------------------------
-
-
-def table_of(title: str, rows: Sequence[Tree]) -> Table:
-    """Rows of equal keys; spreads as mean ± standard error."""
-    table = Table(title=title)
-    for name in rows[0]:
-        table.add_column(name.replace("_", " "), justify="right")
-    for row in rows:
-        table.add_row(*(_cell(value) for value in row.values()))
-    return table
-
-
-def _cell(value: object) -> str:
-    if isinstance(value, Mapping):
-        mean, error = value["mean"], value["stderr"]
-        return "" if mean is None else f"{mean:.4g}" + ("" if error is None else f" ± {error:.2g}")
-    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
-
-
-def curve_tables(figures: Tree) -> list[Table]:
-    """Scores by iteration, and what the target takes."""
-    conditions = figures["conditions"]
-    steps = sorted({int(at) for one in conditions.values() for at in one["curve"]})
-    curves = [
-        {"iteration": at, **{name: one["curve"].get(str(at)) for name, one in conditions.items()}}
-        for at in steps
-    ]
-    to_target = [
-        {
-            "condition": name,
-            "reached": f"{one['reached']} of {one['runs']}",
-            "mean height": one["mean_height"],
-        }
-        | {kind: one[f"{kind}_to_target"] for kind in ("iterations", "seconds", "dollars")}
-        for name, one in conditions.items()
-    ]
-    title = f"To a held-out score of {figures['target']:.3f} (seconds and dollars: emulated cluster)"
-    return [table_of("Held-out score, smoothed", curves), table_of(title, to_target)]
 
 
 # -- the program -------------------------------------------------------------------------------------------
