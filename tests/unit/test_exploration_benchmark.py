@@ -74,7 +74,7 @@ SIZES = exploration.Sizes(
 
 
 def test_the_figures_compare_conditions_on_one_target() -> None:
-    def run(*scores: float) -> exploration.Tree:
+    def run(*scores: float) -> figures.Tree:
         return {"validation": {str(2 * at): {"graded": score} for at, score in enumerate(scores)}}
 
     clock = {"iteration_ends_s": [10.0, 20.0, 30.0, 40.0], "iteration_usd": 0.5}
@@ -92,7 +92,7 @@ def test_the_figures_compare_conditions_on_one_target() -> None:
     assert (idle["reached"], idle["runs"]) == (1, 2)
     sooner = found["conditions"]["critical_path"]["iterations_to_target"]["mean"]
     assert sooner < 4
-    assert all(table.row_count for table in exploration.curve_tables(found))
+    assert all(table.row_count for table in figures.curve_tables(found))
 
 
 def test_the_file_keeps_what_is_measured_and_refuses_other_settings(tmp_path: Path) -> None:
