@@ -342,7 +342,7 @@ def _timeless(row: MetricsRow) -> tuple[int, int, Mapping[str, float]]:
     values = {
         name: value
         for name, value in row.values.items()
-        if not (name.startswith("seconds/") or name.endswith("_s"))
+        if not (name.startswith("seconds/") or name.endswith("_s") or "/capacity/" in name)
     }
     return row.iteration, row.samples_trained, values
 

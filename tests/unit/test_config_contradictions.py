@@ -59,6 +59,29 @@ WINDOW = (*GRPO, "rollout.sde_window.kind=random")
             "Change the value",
         ),
         (["rewards=[{name: shapes, deadline_s: 1e7}]"], "rewards.0.deadline_s", "default"),
+        (["exploration.where=idle"], "exploration.where", "fleet.driver=ray"),
+        (["exploration.steps=11"], "exploration.steps", "noise path"),
+        (["exploration.seeds_per_prompt=16"], "exploration.seeds_per_prompt", "twice as many"),
+        (["exploration.planner.step_counts=[4, 12]"], "exploration.planner.step_counts", "lower it"),
+        (["exploration.planner.seed_counts=[12, 48]"], "exploration.planner.seed_counts", "preview more"),
+        (
+            ["exploration={seeds_per_prompt: 32, planner: {}}"],
+            "exploration.seeds_per_prompt",
+            "planner decides",
+        ),
+        (["exploration.drawn_seeds=17"], "exploration.drawn_seeds", "Two are enough"),
+        (["exploration.sampled_prompts=13"], "exploration.sampled_prompts", "Lower it"),
+        (
+            ["exploration={sampled_prompts: 1, policy: random}"],
+            "exploration.sampled_prompts",
+            "leave it out",
+        ),
+        (
+            ["exploration={undo_selection: true, drawn_seeds: 0}"],
+            "exploration.undo_selection",
+            "policy=proportional",
+        ),
+        (["exploration.guidance=2"], "exploration.guidance", "cheaper"),
     ],
 )
 def test_a_contradiction_is_named_with_its_remedy(overrides: list[str], key: str, remedy: str) -> None:
@@ -80,6 +103,11 @@ def test_what_looks_odd_but_is_fine() -> None:
         [*GRPO, "algorithm.train_timesteps=9"],
         ["learner.ema.cap=.5", "evaluation.weights=ema"],
         ["evaluation.weights=old"],
+        ["exploration={}"],
+        ["exploration.planner={}"],
+        ["exploration.where=idle", "fleet.driver=ray"],
+        ["exploration={undo_selection: true, drawn_seeds: 0, policy: proportional}"],
+        ["exploration.guidance=1", "rollout.true_cfg_scale=4"],
         ["learner.micro_batch_size=1000"],
         ["rewards=[{name: shapes, weight: -1}, {name: ocr, weight: 0}]"],
     ):

@@ -108,6 +108,21 @@ def test_forwards_are_those_of_a_walk_through_the_iteration(
     assert passes.evaluation == 10 * settings.evaluation.steps * (2 if guidance > 1 else 1)
 
 
+@pytest.mark.parametrize(
+    ("exploration", "previews"),
+    [
+        ({"seeds_per_prompt": 6, "steps": 4}, 3 * 6 * 4 * 2),
+        ({"guidance": 1.0}, 3 * 8 * 5),  # by default twice the group, and all steps
+        ({"planner": {"seed_counts": [5, 9], "step_counts": [2, 3]}}, 3 * 9 * 3 * 2),
+    ],
+)
+def test_previews_cost_forwards(exploration: dict[str, object], previews: int) -> None:
+    rollout = {**ROLLOUT, "true_cfg_scale": 4.0}
+    explores = count_passes(config(rollout=rollout, exploration=exploration), 1)
+    assert explores.previews == previews
+    assert explores.forwards - count_passes(config(rollout=rollout), 1).forwards == previews
+
+
 def test_recomputed_activations_cost_one_more_forward() -> None:
     plain, again = (
         count_passes(config(learner={"gradient_checkpointing": flag}), 1) for flag in (False, True)

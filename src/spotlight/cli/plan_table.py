@@ -79,6 +79,8 @@ def _passes(plan: RunPlan) -> Iterator[tuple[str, str, str]]:
         if number:
             guided = f" x {plan.guidance} (guidance)" if plan.guidance > 1 else ""
             yield name, count(number), why + guided
+    if passes.previews:
+        yield "preview forwards", count(passes.previews), "exploration; at most, where a planner decides"
     yield "all forwards", count(passes.forwards), ""
     yield "one evaluation", count(passes.evaluation), "forwards, every evaluation.every iterations"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from spotlight.config.errors import Problem
+from spotlight.config.exploration_contradictions import exploration_problems
 from spotlight.config.fleet_contradictions import fleet_problems
 from spotlight.config.schema import RewardConfig, RunConfig
 
@@ -30,6 +31,7 @@ def find_problems(config: RunConfig) -> list[Problem]:
         *_passes(config),
         *_evaluation(config),
         *_rewards(config),
+        *exploration_problems(config),
         *fleet_problems(config.fleet),
     ]
 

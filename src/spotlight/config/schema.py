@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from spotlight.config.exploration import ExplorationConfig
 from spotlight.config.fleet import FleetConfig
 from spotlight.config.section import Section
 
@@ -442,6 +443,8 @@ class RunConfig(Section):
     """What happens when a reward fails."""
     learner: LearnerConfig = LearnerConfig()
     """How the policy is updated."""
+    exploration: ExplorationConfig | None = None
+    """Which seeds are trained on; default: random ones."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """How progress is judged."""
     checkpoint: CheckpointConfig = CheckpointConfig()

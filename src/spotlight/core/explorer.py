@@ -22,7 +22,7 @@ from spotlight.core.planner.contrast import contrast
 from spotlight.core.planner.memory import section
 from spotlight.core.planner.policy import ArmPolicy, FixedArm, Lesson, Outlook, Planner
 from spotlight.core.records import REWARD
-from spotlight.core.seeds import derive_seed
+from spotlight.core.seeds import spares_of_iteration
 from spotlight.core.selection import SelectionVerdict
 from spotlight.core.types import PolicyVersion, Prompt
 
@@ -65,15 +65,14 @@ class Explorer:
             return None
         if not flat(window, slot, self._exploration, plan.group_size):
             return None
-        taken = {prompt.id for prompt in window.prompts.values()}
-        left = [prompt for prompt in self._prompts.values() if prompt.id not in taken]
-        if not left:
+        planned = [window.prompts[at] for at in range(plan.prompts_per_iteration)]
+        prompts = list(self._prompts.values())
+        found = spares_of_iteration(prompts, plan.run_seed, window.iteration, planned, spares + 1)
+        if len(found) <= spares:
             return None
-        seed = plan.run_seed
-        prompt = min(left, key=lambda one: derive_seed(seed, "spare", window.iteration, one.id))
         new = len(window.prompts)
-        window.prompts[new] = prompt
-        return new, prompt
+        window.prompts[new] = found[spares]
+        return new, found[spares]
 
     def close(self, now: float) -> tuple[Window, Choice]:
         """Choose seeds from what was scored; there is no open window then."""

@@ -157,7 +157,7 @@ class Rollouts:
             if rollout not in explored:
                 self.cluster.recoveries[Recovery.PREVIEW_DROPPED] += 1
                 self.ledger.drop(rollout, DropReason.EXPLORATION_OVER, "the weights it was for are published")
-        self.discard(window.rollouts)
+        self.discard(name for name in window.rollouts if name in window.unscored)
 
     def learn_from_groups(self, iteration: int, version: PolicyVersion) -> None:
         """The iteration's samples are scored: tell the explorer what its choice came to."""
@@ -239,6 +239,7 @@ class Rollouts:
 
     def reward(self, scores_of: Mapping[RolloutId, Mapping[str, float]], lineage: int, now: float) -> None:
         """Scores came."""
+        judged: list[RolloutId] = []
         for rollout, scores in scores_of.items():
             if not self._scores_count(rollout, lineage):
                 continue
@@ -249,10 +250,12 @@ class Rollouts:
             window = self.window
             if rollout in window.rollouts:
                 window.score(rollout, scores, now)
+                judged.append(rollout)
                 self._preview_spare(window.slots[rollout])
             else:
                 self.at.scores[rollout] = scores
                 self.at.unscored.discard(rollout)
+        self.discard(judged)  # of a preview only its scores are kept
 
     def fail_reward(self, event: ev.RewardFailed) -> None:
         """Scores will not come."""

@@ -7,6 +7,7 @@ hashes of (run seed, what they are for), so they do not depend on timing, worker
 from __future__ import annotations
 
 import hashlib
+import heapq
 from collections.abc import Sequence
 
 from spotlight.core.types import Prompt
@@ -34,6 +35,15 @@ def prompts_of_iteration(
         chosen += taken
         position += len(taken)
     return chosen
+
+
+def spares_of_iteration(
+    prompts: Sequence[Prompt], run_seed: int, iteration: int, planned: Sequence[Prompt], count: int
+) -> list[Prompt]:
+    """The prompts, at most ``count``, that may take the places of planned ones; in an order of their own."""
+    taken = {prompt.id for prompt in planned}
+    left = [prompt for prompt in prompts if prompt.id not in taken]
+    return heapq.nsmallest(count, left, key=lambda one: derive_seed(run_seed, "spare", iteration, one.id))
 
 
 def _epoch_order(prompts: Sequence[Prompt], run_seed: int, epoch: int) -> list[Prompt]:

@@ -65,9 +65,18 @@ class Recipe:
                 "recipe of previews has a stochastic sampler and keeps 'final': no preview is trained on"
             )
 
-    def preview(self, steps: int) -> Recipe:
-        """The recipe of previews for rollouts of this one with so many steps."""
-        return dataclasses.replace(self, keeps="final", path_steps=None if self.window is None else steps)
+    def preview(self, steps: int, guidance_scale: float | None = None) -> Recipe:
+        """The recipe of previews for rollouts of this one with so many steps.
+
+        Args:
+            guidance_scale: of the previews; None: as the rollouts.
+        """
+        return dataclasses.replace(
+            self,
+            guidance_scale=self.guidance_scale if guidance_scale is None else guidance_scale,
+            keeps="final",
+            path_steps=None if self.window is None else steps,
+        )
 
     def describe(self) -> dict[str, str]:
         """Every field as text: to compare recipes across processes."""

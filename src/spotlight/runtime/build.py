@@ -20,7 +20,7 @@ from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.schema import DiffusionNFTConfig, RunConfig
 from spotlight.core.plan import ClusterPlan, Plan
 from spotlight.core.seeds import derive_seed
-from spotlight.core.types import WeightKind
+from spotlight.core.types import Purpose, WeightKind
 from spotlight.diffusion.samplers import ODE, Sampler, build_sampler
 from spotlight.diffusion.schedule import AllSteps, RandomWindow, SdeWindow, SlidingWindow
 from spotlight.models import family_loader
@@ -30,6 +30,7 @@ from spotlight.models.slots import CopySlots, LoraSlots, Slot, WeightSlots
 from spotlight.rewards.pool import RewardPool
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import Recipe
+from spotlight.runtime.exploring import exploration_plan_of, preview_recipe
 from spotlight.runtime.naming import under
 from spotlight.runtime.prompts import TESTBED
 from spotlight.runtime.prompts import Prompts as Prompts
@@ -59,6 +60,7 @@ def plan_of(config: RunConfig, ranks: int = 1) -> Plan:
         lease_s=math.inf,
         max_drop_share=policy.max_drop_share if policy.on_failure == "drop" else None,
         ranks=ranks,
+        exploration=exploration_plan_of(config),
     )
 
 
@@ -165,15 +167,21 @@ class Recipes:
     """How rollouts of each purpose are denoised."""
 
     train: Recipe
+    explore: Recipe
     evaluate: Recipe
+
+    def by_purpose(self) -> dict[Purpose, Recipe]:
+        """As workers take them."""
+        return {Purpose.TRAIN: self.train, Purpose.EXPLORE: self.explore, Purpose.EVAL: self.evaluate}
 
 
 def make_recipes(config: RunConfig, algorithm: Algorithm) -> Recipes:
-    """Train rollouts use the algorithm's sampler; evaluation is ODE."""
+    """Train rollouts use the algorithm's sampler, and so do their previews; evaluation is ODE."""
     rollout = config.rollout
     size = ImageSize(rollout.height, rollout.width)
     train = Recipe(size, algorithm.sampler, make_window(config), rollout.true_cfg_scale, algorithm.keeps)
-    return Recipes(train, Recipe(size, ODE(), None, rollout.true_cfg_scale, "final"))
+    judged = Recipe(size, ODE(), None, rollout.true_cfg_scale, "final")
+    return Recipes(train, preview_recipe(config, train), judged)
 
 
 def make_reward_pool(config: RunConfig) -> RewardPool:

@@ -18,7 +18,7 @@ class Denoiser:
     """Runs leases with the weights their purpose asks for.
 
     Attributes:
-        train_slot: weights of train rollouts (the algorithm's behaviour policy).
+        train_slot: weights of train rollouts and their previews (the algorithm's behaviour policy).
         evaluation_slot: weights that are judged.
     """
 
@@ -34,7 +34,7 @@ class Denoiser:
     ) -> list[FinishedRollout | FailedRollout]:
         """Denoise rollouts of one purpose to the end; ``on_step(share done)`` after every step."""
         evaluating = rollouts[0].purpose is Purpose.EVAL
-        recipe = self.recipes.evaluate if evaluating else self.recipes.train
+        recipe = self.recipes.by_purpose()[rollouts[0].purpose]
         states: list[RolloutState] = self.engine.start(
             rollouts, self.conditions.of(rollout.prompt_id for rollout in rollouts), recipe
         )

@@ -19,6 +19,7 @@ from spotlight.models.slots import Slot, WeightSlots
 from spotlight.rollout.sequence_parallel import SequenceParallel, SequenceParallelError
 from spotlight.runtime import build
 from spotlight.runtime.conditions import Conditions
+from spotlight.runtime.exploring import preview_steps
 from spotlight.runtime.naming import under
 from spotlight.runtime.trainer import Trainer
 from spotlight.training.learner import Learner, TrainingGuidance
@@ -65,7 +66,7 @@ def prepare_model(config: RunConfig, device: torch.device) -> Model:
     family = build.load_family(config, device)
     with under("rollout"):
         family.check_size(size)
-    for steps in (config.rollout.steps, config.evaluation.steps):
+    for steps in {config.rollout.steps, config.evaluation.steps, *preview_steps(config)}:
         family.sigmas(steps, size)  # raises where the schedule has no such number of steps
     _require_degrees(config, family)
     algorithm = build.make_algorithm(config)

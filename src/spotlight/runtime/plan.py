@@ -33,6 +33,8 @@ class Passes:
 
     Attributes:
         rollout: forwards of the denoising steps.
+        previews: forwards of all previews that exploration may ask for, spare prompts aside; a planner asks
+            for fewer.
         policy: forwards of the trained weights that build a graph.
         backward: backwards; each costs about two forwards.
         recomputed: forwards repeated in the backward pass by ``learner.gradient_checkpointing``.
@@ -43,6 +45,7 @@ class Passes:
     """
 
     rollout: int
+    previews: int
     policy: int
     backward: int
     recomputed: int
@@ -54,7 +57,8 @@ class Passes:
     @property
     def forwards(self) -> int:
         """All forwards of an iteration, evaluation apart."""
-        return self.rollout + self.policy + self.recomputed + self.old + self.reference + self.old_log_probs
+        made = self.rollout + self.previews
+        return made + self.policy + self.recomputed + self.old + self.reference + self.old_log_probs
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +150,7 @@ def count_passes(config: RunConfig, evaluation_images: int) -> Passes:
     trained = samples * trained_timesteps(config)
     return Passes(
         rollout=samples * config.rollout.steps,
+        previews=_preview_passes(config),
         policy=trained,
         backward=trained,
         recomputed=trained if config.learner.gradient_checkpointing else 0,
@@ -154,6 +159,15 @@ def count_passes(config: RunConfig, evaluation_images: int) -> Passes:
         old_log_probs=trained if algorithm.recomputes_log_probs else 0,
         evaluation=evaluation_images * config.evaluation.steps * guidance,
     )
+
+
+def _preview_passes(config: RunConfig) -> int:
+    if (exploration := config.exploration) is None:
+        return 0
+    seeds, steps = exploration.arms(config.rollout.group_size, config.rollout.steps)
+    scale = config.rollout.true_cfg_scale if exploration.guidance is None else exploration.guidance
+    forwards = config.rollout.prompts_per_iteration * max(seeds) * max(steps)
+    return forwards * (2 if scale > 1 else 1)
 
 
 def text_tokens(config: RunConfig, prompts: Prompts) -> int:

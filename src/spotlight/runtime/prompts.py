@@ -9,7 +9,7 @@ from pathlib import Path
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.schema import RunConfig
 from spotlight.core.prompts import parse_prompts, with_tags
-from spotlight.core.seeds import prompts_of_iteration
+from spotlight.core.seeds import prompts_of_iteration, spares_of_iteration
 from spotlight.core.types import Prompt
 from spotlight.runtime.naming import under
 from spotlight.testbed import TEST_PROMPTS, TRAIN_PROMPTS
@@ -52,11 +52,12 @@ class Prompts:
     def used(self, config: RunConfig) -> list[Prompt]:
         """The prompts that the run will meet, each once."""
         met = dict.fromkeys(prompt.id for prompt in self.test)
-        count = config.rollout.prompts_per_iteration
+        count, seed = config.rollout.prompts_per_iteration, config.run_seed
+        spare = config.exploration.spare_prompts if config.exploration else 0
         for iteration in range(config.iterations):
-            met |= dict.fromkeys(
-                prompt.id for prompt in prompts_of_iteration(self.train, config.run_seed, iteration, count)
-            )
+            planned = prompts_of_iteration(self.train, seed, iteration, count)
+            spares = spares_of_iteration(self.train, seed, iteration, planned, spare) if spare else []
+            met |= dict.fromkeys(prompt.id for prompt in (*planned, *spares))
         by_id = {prompt.id: prompt for prompt in (*self.train, *self.test)}
         return [by_id[prompt] for prompt in met]
 

@@ -34,10 +34,11 @@ class KeptSample(Protocol):
 
 @dataclass(slots=True)
 class IterationLog:
-    """Sums of what happened in the current iteration, for its row of metrics."""
+    """What happened in the current iteration, for its row of metrics."""
 
     _sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     _counts: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    _once: dict[str, float] = field(default_factory=dict)
 
     def add(self, name: str, value: float) -> None:
         """One more value of a curve; the row holds the mean."""
@@ -55,11 +56,16 @@ class IterationLog:
             for name, value in scores.items():
                 self.add("rollout/reward" if name == REWARD else f"rollout/{name}", value)
 
+    def put(self, row: Mapping[str, float]) -> None:
+        """Values that an iteration has one of; those of an earlier try at it are forgotten."""
+        self._once.update(row)
+
     def take(self) -> dict[str, float]:
-        """Means since the last call."""
-        row = {name: total / self._counts[name] for name, total in self._sums.items()}
+        """What there is since the last call: means, and what was put."""
+        row = {name: total / self._counts[name] for name, total in self._sums.items()} | self._once
         self._sums.clear()
         self._counts.clear()
+        self._once.clear()
         return row
 
 
@@ -103,6 +109,7 @@ class Trainer:
                 seed=rollouts[rollout].seed,
                 version=rollouts[rollout].version,
                 first_step=self._first_step(rollouts[rollout]),
+                importance=effect.weights.get(rollout, 1.0),
                 tensors=dealt.get(rollout),
             )
             for index, group in enumerate(effect.groups)

@@ -49,6 +49,7 @@ class TrainingSample:
         first_step: index of the denoising step that starts from ``latents[0]``: labels the logged
             difference between rollout and replay.
         tensors: None when another rank holds them.
+        importance: factor that undoes how the seed was chosen; see :func:`advantages`.
     """
 
     key: str
@@ -59,6 +60,7 @@ class TrainingSample:
     version: int
     tensors: SampleTensors | None
     first_step: int = 0
+    importance: float = 1.0
 
 
 def scaled_advantages(
@@ -83,9 +85,12 @@ def scaled_advantages(
     rewards = [
         [{name: sample.rewards[name] for name in weights} for sample in group] for group in groups.values()
     ]
+    importance = [[sample.importance for sample in group] for group in groups.values()]
+    chosen = any(sample.importance != 1.0 for sample in samples)
+    scaled = advantages(rewards, weights, params, importance if chosen else None)
     return {
         sample.key: value
-        for group, values in zip(groups.values(), advantages(rewards, weights, params), strict=True)
+        for group, values in zip(groups.values(), scaled, strict=True)
         for sample, value in zip(group, values, strict=True)
     }
 

@@ -30,6 +30,7 @@ from spotlight.rollout.state import FailedRollout, FinishedRollout
 from spotlight.runtime.book import Book, Picture, shown
 from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.denoise import Denoiser
+from spotlight.runtime.exploring import report_note, report_row
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.trainer import Trainer
 from spotlight.training.sharding import Ranks
@@ -143,6 +144,10 @@ class InlineDriver:
                     self._samples.pop(rollout, None)
             case ef.ReportEvaluation():
                 self._report(effect)
+            case ef.ReportExploration(_, report):
+                self.parts.trainer.log.put(report_row(report))
+                if note := report_note(report):
+                    self.parts.observer.note(note)
             case ef.PrepareBatch() | ef.TrainMicroBatch() | ef.StepOptimizer() | ef.FinishBatch():
                 self._train(effect)
             case ef.PublishWeights(version):
@@ -209,7 +214,7 @@ class InlineDriver:
         """
         if not self._scoring or self.parts.controller.plan.max_drop_share is not None:
             return False
-        return any(self.parts.ranks.share(any(_has_failed(each.future) for each in self._scoring)))
+        return any(self.parts.ranks.share(any(map(_will_stop, self._scoring))))
 
     def _collect(self, scoring: _Scoring) -> None:
         with self.parts.clock.phase(Phase.REWARD):
@@ -308,8 +313,15 @@ class InlineDriver:
         self._events.extend(ev.GpuTimeSpent(WORKER, phase, spent) for phase, spent in seconds.items())
 
 
-def _has_failed(future: Future[RewardBatch]) -> bool:
-    return future.done() and (future.exception() is not None or bool(future.result().failures))
+def _will_stop(scoring: _Scoring) -> bool:
+    """Whether a failure is known that the run cannot do without; previews are expendable."""
+    future = scoring.future
+    if not future.done():
+        return False
+    if future.exception() is not None:
+        return True
+    expendable = bool(scoring.rollouts) and all(r.purpose is Purpose.EXPLORE for r in scoring.rollouts)
+    return bool(future.result().failures) and not expendable
 
 
 def _brief(detail: str) -> str:

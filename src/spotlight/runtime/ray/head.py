@@ -42,6 +42,7 @@ from spotlight.core.types import (
 from spotlight.rollout.parcels import unpack_image
 from spotlight.rollout.ports import FollowLease
 from spotlight.runtime.book import LEARNER_FOLDER, RunBook, shown
+from spotlight.runtime.exploring import report_note, report_row
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.ray.billing import Billing, Spent
 from spotlight.runtime.ray.drains import Drains
@@ -301,6 +302,10 @@ class Head:
                 self._discard(rollouts)
             case ef.ReportEvaluation():
                 self._report(effect)
+            case ef.ReportExploration(_, report):
+                self.log.put(report_row(report))
+                if said := report_note(report):
+                    self.note(said)
             case ef.PrepareBatch() | ef.TrainMicroBatch() | ef.StepOptimizer() | ef.FinishBatch():
                 self._train(effect)
             case ef.PublishWeights(version):
@@ -365,6 +370,10 @@ class Head:
             if left:
                 self.observer.work(phase, total - left, total)
                 return
+        if controller.stage is Stage.EXPLORING:
+            total = len(controller.work.window.rollouts)
+            done = total - controller.queue.outstanding_for(Purpose.EXPLORE)
+            self.observer.work(Phase.EXPLORATION, done, total)
 
     # -- evaluation ------------------------------------------------------------------------------------
 

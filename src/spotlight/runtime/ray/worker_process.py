@@ -150,7 +150,6 @@ class WorkerProcess:
         config, place = self._config, self._place
         algorithm = build.make_algorithm(config)
         slots = build.make_slots(config, family, algorithm)
-        recipes = build.make_recipes(config, algorithm)
         engine = build.make_engine(config, family, negative)
         fleet = config.fleet
         train, judged = algorithm.rollout_slot, config.evaluation.weights
@@ -164,11 +163,7 @@ class WorkerProcess:
         hands = Hands(
             engine=engine,
             slots=slots,
-            recipes={
-                Purpose.TRAIN: recipes.train,
-                Purpose.EXPLORE: recipes.train,
-                Purpose.EVAL: recipes.evaluate,
-            },
+            recipes=build.make_recipes(config, algorithm).by_purpose(),
             slot_of={Purpose.TRAIN: train, Purpose.EXPLORE: train, Purpose.EVAL: judged},
             membership=membership,
         )

@@ -1,0 +1,221 @@
+"""The testbed as a laboratory of seed exploration: real model, rewards, controller and learner, no disk.
+
+A run is one of the inline driver's, kept in memory. Exploration in idle time is emulated in one process: when
+a batch is prepared, its window's previews are made and scored first, and the learner goes on after them. So
+they are made with the weights that a worker beside the learner would hold, one version older than those
+that regenerate the chosen seeds, and all of them are done: an emulation of slots enough. How long that takes
+where slots are beside the learner is the simulator's to say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from spotlight.config.schema import RunConfig
+from spotlight.core import events as ev
+from spotlight.core.controller import Controller
+from spotlight.core.effects import CommitCheckpoint, ReportEvaluation
+from spotlight.core.plan import Explore
+from spotlight.core.records import Record
+from spotlight.core.seeds import derive_seed
+from spotlight.core.types import Phase, PolicyVersion, Prompt, PromptId, Purpose, Rollout, RolloutId
+from spotlight.rewards.pool import RewardPool
+from spotlight.rewards.results import ScoredSample
+from spotlight.rollout.state import FinishedRollout
+from spotlight.runtime import build
+from spotlight.runtime.book import Picture
+from spotlight.runtime.clock import PhaseClock
+from spotlight.runtime.denoise import Denoiser
+from spotlight.runtime.inline.driver import WORKER, InlineDriver, Parts
+from spotlight.runtime.learning import Learning, assemble, fill_embeddings, prepare_model
+from spotlight.runtime.observer import Silent
+from spotlight.runtime.process import prepare_process
+from spotlight.runtime.validation import summarise
+from spotlight.training.learner import Learner
+from spotlight.training.sharding import Ranks
+
+Weights = dict[str, Tensor]
+
+
+@dataclass(slots=True)
+class Notebook:
+    """A run's book that is kept in memory.
+
+    Attributes:
+        validations: rows by iteration.
+        rows: of iterations.
+        trained: told of every iteration whose last update is applied.
+    """
+
+    prompts: Mapping[PromptId, Prompt]
+    strict: str | None
+    trained: Callable[[int], None]
+    validations: dict[int, dict[str, float]] = field(default_factory=dict)
+    rows: list[dict[str, float]] = field(default_factory=list)
+
+    def write(self, position: int, record: Record) -> None:
+        """Nothing."""
+
+    def flush(self) -> None:
+        """Nothing."""
+
+    def spend(self, seconds: Mapping[Phase, float]) -> None:
+        """Nothing."""
+
+    def evaluation(
+        self, effect: ReportEvaluation, samples_trained: int, pictures: Mapping[Rollout, Picture]
+    ) -> dict[str, float]:
+        """Keep the row."""
+        row = summarise(effect.rollouts, effect.scores, self.prompts, self.strict).row()
+        self.validations[effect.iteration] = row
+        return row
+
+    def iteration(self, iteration: int, samples_trained: int, row: Mapping[str, float]) -> None:
+        """Keep the row."""
+        self.rows.append(dict(row))
+        self.trained(iteration)
+
+    def checkpoint(self, effect: CommitCheckpoint, learner: Learner) -> None:
+        """Nothing."""
+
+
+class BesideTraining(InlineDriver):
+    """An inline driver whose previews for the next iteration are made while a batch waits to be trained."""
+
+    def _next_event(self) -> ev.Event:
+        events, controller = self._events, self.parts.controller
+        waits = bool(events) and isinstance(events[0], ev.BatchPrepared)
+        if not waits or not controller.work.window.unscored:
+            return super()._next_event()
+        if len(events) == 1 and not controller.queue.outstanding:
+            if self._unsubmitted:
+                self._submit()
+            self._collect(self._scoring.popleft())
+        if len(events) == 1:
+            return ev.WorkPulled(WORKER, self.parts.lease_size)
+        events.rotate(-1)
+        return events.popleft()
+
+
+@dataclass(frozen=True, slots=True)
+class Lab:
+    """A model about to be trained, with what judges it."""
+
+    config: RunConfig
+    prompts: build.Prompts
+    learning: Learning
+    denoiser: Denoiser
+    rewards: RewardPool
+
+    def train(
+        self, where: Explore | None, trained: Callable[[int], None] = lambda iteration: None
+    ) -> Notebook:
+        """Train to the end. Once for each lab.
+
+        Args:
+            where: seeds are explored as the configuration says, but there; None: not at all.
+            trained: told of every trained iteration.
+
+        Raises:
+            RuntimeError: the controller stopped the run.
+        """
+        plan = build.plan_of(self.config)
+        exploration = plan.exploration
+        if where is None or exploration is None:
+            plan = dataclasses.replace(plan, exploration=None)
+        else:
+            plan = dataclasses.replace(plan, exploration=dataclasses.replace(exploration, where=where))
+        by_id = {prompt.id: prompt for prompt in (*self.prompts.train, *self.prompts.test)}
+        book = Notebook(by_id, self.config.evaluation.strict, trained)
+        driver = BesideTraining(
+            Parts(
+                controller=Controller(plan, self.prompts.train, self.prompts.test),
+                denoiser=self.denoiser,
+                trainer=self.learning.trainer,
+                rewards=self.rewards,
+                book=book,
+                clock=PhaseClock(Phase.IDLE),
+                observer=Silent(),
+                ranks=Ranks(),
+                lease_size=self.config.rollout.batch_size,
+                grid=(1, 1),
+            )
+        )
+        error = driver.run()
+        if error is not None:
+            raise RuntimeError(error)
+        return book
+
+    def weights(self) -> Weights:
+        """A copy of those that rollouts use now."""
+        state = self.learning.slots.state(self.denoiser.train_slot)
+        return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+    def scores(
+        self,
+        prompts: Sequence[Prompt],
+        seeds: int,
+        steps: int,
+        weights: Weights,
+        purpose: Purpose,
+        iteration: int,
+    ) -> list[list[float]]:
+        """Reward of every prompt's seeds, [prompts][seeds], under ``weights``; NaN where there is none."""
+        self.learning.slots.load_state(self.denoiser.train_slot, weights)
+        rollouts = [
+            Rollout(
+                RolloutId(f"p{slot:03d}-{member:03d}"),
+                purpose,
+                iteration,
+                prompt.id,
+                member,
+                derive_seed(self.config.run_seed, "pool", slot, member),
+                steps,
+                PolicyVersion(iteration),
+            )
+            for slot, prompt in enumerate(prompts)
+            for member in range(seeds)
+        ]
+        by_id = {prompt.id: prompt for prompt in prompts}
+        results = self.denoiser.run(rollouts, lambda share: None)
+        finished = [result for result in results if isinstance(result, FinishedRollout)]
+        asked = [by_id[result.rollout.prompt_id] for result in finished]
+        batch = self.rewards.score(
+            [result.image for result in finished],
+            [prompt.text for prompt in asked],
+            [prompt.metadata for prompt in asked],
+        )
+        told = {
+            result.rollout.id: sample.curves()["reward"]
+            for result, sample in zip(finished, batch.samples, strict=True)
+            if isinstance(sample, ScoredSample)
+        }
+        values = [told.get(rollout.id, float("nan")) for rollout in rollouts]
+        return [values[start : start + seeds] for start in range(0, len(values), seeds)]
+
+
+@contextmanager
+def laboratory(config: RunConfig) -> Iterator[Lab]:
+    """Everything a run works with, at its start."""
+    device = build.pick_device(config)
+    prepare_process(device, config.deterministic)
+    prompts = build.load_prompts(config)
+    model = prepare_model(config, device)
+    with build.make_reward_pool(config) as rewards:
+        # Those of the iteration after the last, too: pools are made of them.
+        used = prompts.used(config.model_copy(update={"iterations": config.iterations + 1}))
+        rewards.check([prompt.text for prompt in used], [prompt.metadata for prompt in used])
+        conditions = fill_embeddings(config, model, used, Ranks())
+        learning = assemble(config, model, conditions, Ranks())
+        engine = build.make_engine(config, model.family, learning.negative)
+        slot, judged = model.algorithm.rollout_slot, config.evaluation.weights
+        denoiser = Denoiser(engine, learning.slots, conditions, model.recipes, slot, judged)
+        with torch.no_grad():
+            learning.slots.state(slot)  # a missing slot shows here
+        yield Lab(config, prompts, learning, denoiser, rewards)

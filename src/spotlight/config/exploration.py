@@ -1,0 +1,84 @@
+"""Seed exploration's part of the configuration: how many seeds are previewed, when, and which are kept."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from spotlight.config.section import Section
+
+
+class PreviewCostsConfig(Section):
+    """What previews take, as profiled: the planner's first idea of what fits; windows correct it."""
+
+    step_s: PositiveFloat = 1.0
+    """Worker-seconds of one denoising step of one preview, in a full batch."""
+    fixed_s: Annotated[float, Field(ge=0)] = 0.0
+    """Worker-seconds of each preview besides: decoding."""
+    reward_s: Annotated[float, Field(ge=0)] = 0.0
+    """From the last preview to its score."""
+    window_s: PositiveFloat | None = None
+    """Expected seconds of training an iteration, until one was timed; default: unknown, so that the first
+    window plays the cheapest arm."""
+
+
+class PlannerConfig(Section):
+    """A bandit that decides every iteration how many seeds to preview with how many steps."""
+
+    seed_counts: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (24, 32, 48)
+    """Previews of a prompt to choose among."""
+    step_counts: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (6, 8, 10)
+    """Denoising steps of a preview to choose among."""
+    alpha: Annotated[float, Field(ge=0)] = 0.5
+    """Weight of trying what is little known; 0 always takes what was best so far."""
+    discount: Annotated[float, Field(gt=0, le=1)] = 0.95
+    """Of what was learnt, by every later iteration: the gain of seeds and steps drifts with the model."""
+    sharing: Annotated[float, Field(ge=0, lt=1)] = 0.3
+    """Evidence that a choice gives of its neighbours on the grid: 0 none, towards 1 nearly all."""
+    caution: Annotated[float, Field(ge=0)] = 1.0
+    """Standard deviations by which the time that training leaves is taken smaller."""
+    costs: PreviewCostsConfig = PreviewCostsConfig()
+    """What previews take."""
+
+
+class ExplorationConfig(Section):
+    """Preview more seeds of a prompt than its group has members, and train those whose rewards differ most.
+
+    Chosen seeds are generated anew with current weights, and advantages come from the new rewards alone.
+    """
+
+    where: Literal["critical_path", "idle"] = "critical_path"
+    """``critical_path``: before an iteration's rollouts. ``idle``: while the learner trains the iteration
+    before, on workers that would wait (``fleet.driver: ray``)."""
+    seeds_per_prompt: PositiveInt | None = None
+    """Previews of each prompt; default: twice ``rollout.group_size``. Not with a ``planner``."""
+    steps: PositiveInt | None = None
+    """Denoising steps of a preview; default: ``rollout.steps``. Fewer cost less and rank worse. Not with a
+    ``planner``."""
+    guidance: Annotated[float, Field(ge=1)] | None = None
+    """True classifier-free guidance of previews; default: as the rollouts; 1: none, half the cost a step."""
+    policy: Literal["max_variance", "top_and_bottom", "top", "random", "proportional"] = "max_variance"
+    """Which previews form the group: the subset of the largest reward variance (PODS); half the best and half
+    the worst; the best; any (the control); at random, likelier the farther from the mean."""
+    contrast_min: Annotated[float, Field(ge=0)] = 0.0
+    """Previews of a prompt whose rewards lie within this range of each other choose nothing."""
+    spare_prompts: Annotated[int, Field(ge=0)] = 0
+    """So many prompts an iteration, whose previews show no contrast, may be replaced by others."""
+    sampled_prompts: Annotated[int, Field(ge=0)] = 0
+    """Groups an iteration that keep some seeds drawn at random, to measure how well previews rank."""
+    drawn_seeds: Annotated[int, Field(ge=0)] = 2
+    """So many each; with ``undo_selection`` in every group."""
+    fidelity_min: Annotated[float, Field(ge=-1, le=1)] | None = None
+    """Kendall's tau between preview and regenerated rewards below which seeds are not chosen by previews (a
+    planner spends more steps first); default: they always are."""
+    undo_selection: bool = False
+    """Weight samples so that choosing their seeds leaves no bias in the gradient."""
+    planner: PlannerConfig | None = None
+    """Decides how much to explore; default: every iteration explores the same."""
+
+    def arms(self, group_size: int, rollout_steps: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(previews of a prompt, steps of a preview) that may be asked for, defaults filled in."""
+        if self.planner is not None:
+            return self.planner.seed_counts, self.planner.step_counts
+        return (self.seeds_per_prompt or 2 * group_size,), (self.steps or rollout_steps,)

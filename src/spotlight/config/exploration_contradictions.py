@@ -1,0 +1,86 @@
+"""Settings of seed exploration that contradict each other, or what is explored for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from spotlight.config.errors import Problem
+from spotlight.config.exploration import ExplorationConfig
+from spotlight.config.schema import RunConfig
+
+
+def exploration_problems(config: RunConfig) -> Iterator[Problem]:
+    """Every contradiction of ``exploration``."""
+    if (exploration := config.exploration) is None:
+        return
+    if exploration.where == "idle" and config.fleet.driver == "inline":
+        yield Problem(
+            "exploration.where", "'idle'", "'critical_path' with fleet.driver=inline",
+            "One process trains and denoises in turn, so nothing idles: set fleet.driver=ray, or explore on "
+            "the critical path.",
+        )  # fmt: skip
+    yield from _arms(config, exploration)
+    yield from _drawn(config, exploration)
+    guidance, scale = exploration.guidance, config.rollout.true_cfg_scale
+    if guidance is not None and guidance > scale:
+        yield Problem(
+            "exploration.guidance", f"{guidance:g}", f"at most rollout.true_cfg_scale = {scale:g}",
+            "Previews stand for rollouts and may only be cheaper: leave it out, or set 1 for none.",
+        )  # fmt: skip
+
+
+def _arms(config: RunConfig, exploration: ExplorationConfig) -> Iterator[Problem]:
+    group, steps = config.rollout.group_size, config.rollout.steps
+    planned = exploration.planner is not None
+    if planned:
+        for name in ("seeds_per_prompt", "steps"):
+            if (value := getattr(exploration, name)) is not None:
+                yield Problem(
+                    f"exploration.{name}", str(value), "nothing with exploration.planner",
+                    "The planner decides: leave one of the two keys out.",
+                )  # fmt: skip
+    seeds_key, steps_key = (
+        ("exploration.planner.seed_counts", "exploration.planner.step_counts")
+        if planned
+        else ("exploration.seeds_per_prompt", "exploration.steps")
+    )
+    seed_counts, step_counts = exploration.arms(group, steps)
+    if min(seed_counts) <= group:
+        yield Problem(
+            seeds_key, str(min(seed_counts)), f"more than rollout.group_size = {group}",
+            "Of no more seeds than a group has members, none can be left out: preview more, twice as many or "
+            "so.",
+        )  # fmt: skip
+    if max(step_counts) > steps:
+        yield Problem(
+            steps_key, str(max(step_counts)), f"at most rollout.steps = {steps}",
+            "Previews follow the noise path of the rollouts that they choose seeds for: lower it.",
+        )  # fmt: skip
+
+
+def _drawn(config: RunConfig, exploration: ExplorationConfig) -> Iterator[Problem]:
+    group, prompts = config.rollout.group_size, config.rollout.prompts_per_iteration
+    draws = exploration.policy in ("random", "proportional")
+    if exploration.drawn_seeds > group:
+        yield Problem(
+            "exploration.drawn_seeds", str(exploration.drawn_seeds), f"at most rollout.group_size = {group}",
+            "Two are enough to measure with.",
+        )  # fmt: skip
+    if exploration.sampled_prompts > prompts:
+        yield Problem(
+            "exploration.sampled_prompts", str(exploration.sampled_prompts),
+            f"at most rollout.prompts_per_iteration = {prompts}", "Lower it.",
+        )  # fmt: skip
+    if exploration.sampled_prompts and (draws or exploration.drawn_seeds == 0):
+        yield Problem(
+            "exploration.sampled_prompts", str(exploration.sampled_prompts),
+            "0 with exploration.drawn_seeds=0, or with a policy that draws by itself",
+            "Set exploration.drawn_seeds=2, or leave it out.",
+        )  # fmt: skip
+    if exploration.undo_selection and not draws and exploration.drawn_seeds == 0:
+        yield Problem(
+            "exploration.undo_selection", "true",
+            f"false with exploration.policy={exploration.policy} and drawn_seeds=0",
+            "Seeds that are never chosen cannot be weighted: set exploration.drawn_seeds=2 or "
+            "exploration.policy=proportional.",
+        )  # fmt: skip

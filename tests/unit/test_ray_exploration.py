@@ -1,0 +1,107 @@
+"""Idle exploration under a cluster's head: previews beside training choose the next iteration's seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from head_world import RESERVED, SPOT, World, world
+
+from spotlight.core.selection import SelectionPolicy, select
+from spotlight.core.types import DropReason, Purpose, Rollout, RolloutId
+from spotlight.store import ledger_queries as queries
+from spotlight.store.audit import AuditLimits, audit
+from spotlight.store.metrics import read_metrics
+from spotlight.store.run_directory import RunPaths
+
+IDLE = ("exploration={where: idle, seeds_per_prompt: 5}",)
+SEEDS = (
+    "SELECT rollouts.purpose, iteration, prompt, seed, value FROM rollouts"
+    " JOIN rewards ON rewards.rollout = rollouts.id AND name = 'reward'"
+    " JOIN outcomes ON outcomes.rollout = rollouts.id AND kind IN ('explored', 'trained')"
+)
+
+
+def train_slowly(it: World) -> None:
+    """The learner's micro-batches take as long as the previews beside them."""
+    inner, window = it.learner._soon, it.controller.work
+
+    def soon(what: str, *args: object) -> None:
+        if what == "accumulate" and window.window.unscored:
+            it.head.loop.call_later(0.005, lambda: soon(what, *args))
+        else:
+            inner(what, *args)  # type: ignore[arg-type]
+
+    it.learner._soon = soon  # type: ignore[assignment, method-assign]
+
+
+def lose_at_second_step(it: World) -> None:
+    inner = it.learner._soon
+
+    def soon(what: str, *args: object) -> None:
+        if what == "step" and it.learner.asked.count("step") == 1:
+            it.learner.asked.append(what)
+            it.head.loop.call_soon_threadsafe(it.head.lost, "its node is gone")
+        else:
+            inner(what, *args)  # type: ignore[arg-type]
+
+    it.learner._soon = soon  # type: ignore[assignment, method-assign]
+
+
+@pytest.mark.parametrize("loses_learner", [False, True])
+def test_groups_are_what_previews_beside_training_chose(tmp_path: Path, loses_learner: bool) -> None:
+    with world(tmp_path, *IDLE) as it:
+        it.join(RESERVED, SPOT)
+        train_slowly(it)
+        if loses_learner:
+            lose_at_second_step(it)
+        it.run()
+    assert it.head.error is None
+    report = audit(tmp_path / "run", AuditLimits(group_size=2))
+    assert report.ok, report.violations
+    assert report.counts.trained == 3 * 2 * 2
+
+    previews: dict[tuple[int, str], dict[int, float]] = {}
+    trained: dict[tuple[int, str], set[int]] = {}
+    with closing(queries.open_readonly(RunPaths(tmp_path / "run").ledger)) as connection:
+        for purpose, iteration, prompt, seed, reward in connection.execute(SEEDS):
+            if purpose == "explore":
+                previews.setdefault((iteration, prompt), {})[seed] = reward
+            else:
+                trained.setdefault((iteration, prompt), set()).add(seed)
+    assert {iteration for iteration, _ in previews} == {1, 2}  # nothing idles before the first
+    assert len(previews) == 4
+    for key, rewards in previews.items():
+        assert len(rewards) == 5
+        assert trained[key] == set(select(rewards, 2, SelectionPolicy.MAX_VARIANCE).seeds)
+
+    rows = {
+        row.iteration: row.values for row in read_metrics(tmp_path / "run") if "head/events" in row.values
+    }
+    assert "exploration/staleness" not in rows[0]
+    for iteration in (1, 2):
+        assert rows[iteration]["exploration/staleness"] == 1
+        assert rows[iteration]["exploration/selection/chosen"] == 2
+        assert rows[iteration]["exploration/window/cut_off"] == 0
+    dropped = {name for kind, names in it.keeper.dropped if kind == "image" for name in names}
+    assert {name for name in dropped if name.startswith("x")} >= {f"x000001-000-00{n}" for n in range(5)}
+
+
+def test_previews_that_are_not_scored_in_time_are_dropped_and_seeds_are_random(tmp_path: Path) -> None:
+    with world(tmp_path, *IDLE) as it:
+        it.join(RESERVED, SPOT)
+        inner = it.score
+
+        def late(rollouts: Sequence[Rollout], marks: Mapping[RolloutId, str], lineage: int) -> None:
+            inner([each for each in rollouts if each.purpose is not Purpose.EXPLORE], marks, lineage)
+
+        it.score = late  # type: ignore[method-assign]
+        it.run()
+    assert it.head.error is None
+    report = audit(tmp_path / "run", AuditLimits(group_size=2))
+    assert report.ok, report.violations
+    assert report.counts.trained == 3 * 2 * 2
+    assert report.counts.explored == 0
+    assert report.counts.dropped == {DropReason.EXPLORATION_OVER: 2 * 2 * 5}

@@ -1,0 +1,194 @@
+"""Exploration between configuration, controller and people: plans, recipes, rows of metrics, a line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from spotlight.algorithms.advantages import AdvantageParams, advantages
+from spotlight.config.load import load_config
+from spotlight.core import events as ev
+from spotlight.core.controller import Controller
+from spotlight.core.effects import DiscardSamples, GrantLease, ReportExploration
+from spotlight.core.plan import ExplorationPlan, Explore, PlannerPlan
+from spotlight.core.planner.budget import PreviewCosts
+from spotlight.core.seeds import prompts_of_iteration, spares_of_iteration
+from spotlight.core.selection import SelectionPolicy
+from spotlight.core.types import Prompt, PromptId, Purpose, WorkerId
+from spotlight.runtime import build
+from spotlight.runtime.exploring import exploration_plan_of, preview_steps, report_note, report_row
+from spotlight.runtime.prompts import Prompts
+from spotlight.runtime.ray.head import Head
+from spotlight.runtime.ray.loop import Loop
+from spotlight.runtime.trainer import IterationLog
+from spotlight.training.batch import TrainingSample, scaled_advantages
+
+SDE = ("algorithm.name=flow-grpo", "rollout.sampler=flow-sde")
+REPORT: dict[str, object] = {
+    "iteration": 3,
+    "decision": {
+        "iteration": 3,
+        "chosen": "32x6",
+        "why": "fits, and was not tried yet",
+        "capacity": {"expected_s": 9.5, "workers": 2},
+        "arms": {"32x6": {"fits": True, "mean": None, "work_s": 4.0}},
+    },
+    "arm": "32x6",
+    "staleness": 1,
+    "selection": {"policy": "max_variance", "chosen": 7, "pool_contrast": None},
+    "contrast": {"gain": 0.03, "random": 0.05},
+    "fidelity": {"reward": {"tau_by_slope": 0.625}},
+}
+
+
+def test_defaults_are_those_of_the_controllers_plan() -> None:
+    assert exploration_plan_of(load_config(None)) is None
+    plan = build.plan_of(load_config(None, ["exploration={}"])).exploration
+    assert plan == ExplorationPlan(Explore.CRITICAL_PATH, seeds_per_prompt=32, steps=10)
+    planned = exploration_plan_of(load_config(None, ["exploration.planner={}"]))
+    assert planned is not None
+    assert planned.planner == PlannerPlan((24, 32, 48), (6, 8, 10))
+
+
+def test_every_key_reaches_the_plan() -> None:
+    overrides = [
+        "fleet.driver=ray",
+        "exploration={where: idle, policy: proportional, contrast_min: 0.1, spare_prompts: 3}",
+        "exploration.drawn_seeds=4",
+        "exploration.fidelity_min=0.2",
+        "exploration.undo_selection=true",
+        "exploration.planner={seed_counts: [20, 40], step_counts: [5], alpha: 1, discount: 0.9, sharing: 0}",
+        "exploration.planner.caution=2",
+        "exploration.planner.costs={step_s: 0.1, fixed_s: 0.2, reward_s: 0.3, window_s: 4}",
+    ]
+    found = build.cluster_plan_of(load_config(None, overrides)).exploration
+    costs = PreviewCosts(0.1, 0.2, 0.3, 4.0)
+    assert found == ExplorationPlan(
+        Explore.IDLE, 20, 5, SelectionPolicy.PROPORTIONAL, 0.1, 3, 0, 4, 0.2, True,
+        PlannerPlan((20, 40), (5,), 1.0, 0.9, 0.0, 2.0, costs),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("sampler", "path"), [((), None), (SDE, 10)])
+def test_previews_follow_the_path_of_their_rollouts(sampler: tuple[str, ...], path: int | None) -> None:
+    explores = ("exploration={steps: 6, guidance: 1}", "rollout.true_cfg_scale=4")
+    config = load_config(None, [*sampler, *explores])
+    recipes = build.make_recipes(config, build.make_algorithm(config)).by_purpose()
+    preview, train = recipes[Purpose.EXPLORE], recipes[Purpose.TRAIN]
+    assert (preview.sampler, preview.window) == (train.sampler, train.window)
+    assert (preview.path_steps, preview.keeps) == (path, "final")
+    assert (preview.guidance_scale, train.guidance_scale) == (1, 4)
+    assert preview_steps(config) == (6,)
+    as_rollouts = load_config(None, ["exploration={}", "rollout.true_cfg_scale=4"])
+    recipes = build.make_recipes(as_rollouts, build.make_algorithm(as_rollouts)).by_purpose()
+    assert recipes[Purpose.EXPLORE].guidance_scale == 4
+
+
+def test_spare_prompts_are_among_those_that_a_run_prepares_for() -> None:
+    prompts = tuple(Prompt(PromptId(f"p{n}"), f"p{n}", {}) for n in range(60))
+    overrides = ["iterations=2", "learner.decay_iterations=null", "rollout.prompts_per_iteration=4"]
+    config = load_config(None, [*overrides, "learner.micro_batch_size=64", "exploration.spare_prompts=3"])
+    used = {prompt.id for prompt in Prompts(prompts, ()).used(config)}
+    assert len(used) > 8
+    for iteration in range(2):
+        planned = prompts_of_iteration(prompts, config.run_seed, iteration, 4)
+        spares = spares_of_iteration(prompts, config.run_seed, iteration, planned, 3)
+        met = {prompt.id for prompt in (*planned, *spares)}
+        assert len(met) == 7
+        assert met <= used
+
+
+def test_a_report_becomes_numbers_and_a_line() -> None:
+    row = report_row(REPORT)
+    assert row == {
+        "exploration/decision/capacity/expected_s": 9.5,
+        "exploration/decision/capacity/workers": 2,
+        "exploration/decision/arms/32x6/fits": 1,
+        "exploration/decision/arms/32x6/work_s": 4,
+        "exploration/staleness": 1,
+        "exploration/selection/chosen": 7,
+        "exploration/contrast/gain": 0.03,
+        "exploration/contrast/random": 0.05,
+        "exploration/fidelity/reward/tau_by_slope": 0.625,
+        "exploration/seeds_per_prompt": 32,
+        "exploration/steps": 6,
+    }
+    assert all(type(value) is float for value in row.values())
+    assert report_note(REPORT) == (
+        "iteration 3 explored 32x6 (seeds x steps): fits, and was not tried yet; "
+        "contrast +0.0300 to 0.0500 of random seeds; previews rank with tau 0.62"
+    )
+
+
+def test_a_line_is_said_only_where_something_was_decided() -> None:
+    fixed = {"decision": {"iteration": 0, "chosen": "32x6", "why": "the only arm"}, "arm": "32x6"}
+    assert report_note(fixed) is None
+    doubted = {"decision": {"iteration": 0, "chosen": None, "why": "random seeds: ..."}, "arm": None}
+    assert report_note(doubted) == "iteration 0 explored nothing: random seeds: ..."
+    assert report_row(doubted) == {}
+
+
+def test_the_head_writes_a_report_into_the_iterations_row_and_says_why() -> None:
+    told: list[str] = []
+
+    class Watcher:
+        def note(self, text: str) -> None:
+            told.append(text)
+
+    head: Any = Head(Loop(), Watcher())  # type: ignore[arg-type]
+    head._parts = object()
+    for _ in range(2):  # the second after a learner was lost: the same iteration again
+        head._carry_out(ReportExploration(3, REPORT))
+    assert head.log.take()["exploration/contrast/gain"] == 0.03
+    assert told == [report_note(REPORT)] * 2
+    assert head.log.take() == {}
+
+
+def test_what_is_put_does_not_average() -> None:
+    log = IterationLog()
+    log.put({"a": 1.0})
+    log.put({"a": 3.0})
+    log.add("b", 1.0)
+    log.add("b", 3.0)
+    assert log.take() == {"a": 3.0, "b": 2.0}
+
+
+def sample(key: str, reward: float, importance: float) -> TrainingSample:
+    condition: Any = None
+    return TrainingSample(key, "g", {"r": reward}, condition, 0, 0, None, importance=importance)
+
+
+def test_weights_of_samples_reach_their_advantages() -> None:
+    params = AdvantageParams()
+    rewards, weights = [0.0, 0.4, 1.0], [0.5, 0.5, 2.0]
+    rows = [[{"r": reward} for reward in rewards]]
+    weighted = scaled_advantages(
+        [sample(str(n), *pair) for n, pair in enumerate(zip(rewards, weights, strict=True))],
+        {"r": 1.0},
+        params,
+    )
+    assert list(weighted.values()) == advantages(rows, {"r": 1.0}, params, [weights])[0]
+    plain = scaled_advantages(
+        [sample(str(n), reward, 1.0) for n, reward in enumerate(rewards)], {"r": 1.0}, params
+    )
+    assert list(plain.values()) == advantages(rows, {"r": 1.0}, params)[0]
+    assert plain != weighted
+
+
+def test_a_scored_previews_tensors_are_let_go() -> None:
+    overrides = ["rollout={prompts_per_iteration: 1, group_size: 2}", "learner.micro_batch_size=2"]
+    config = load_config(None, [*overrides, "exploration={seeds_per_prompt: 3}", "evaluation.every=9"])
+    prompts = [Prompt(PromptId(name), name, {}) for name in ("a", "b")]
+    controller, worker = Controller(build.plan_of(config), prompts[:1], prompts[1:]), WorkerId("w")
+    controller.handle(ev.RunStarted(), 0.0)
+    controller.handle(ev.WorkerJoined(worker), 0.0)
+    granted: list[GrantLease] = []
+    while not granted or granted[-1].rollouts[0].purpose is not Purpose.EXPLORE:  # evaluation comes first
+        effects = controller.handle(ev.WorkPulled(worker, 1000), 0.0)
+        granted += [effect for effect in effects if isinstance(effect, GrantLease)]
+    lease, preview = granted[-1].lease, granted[-1].rollouts[0]
+    controller.handle(ev.RolloutCompleted(worker, lease.id, lease.epoch, preview.id, preview.version), 0.0)
+    effects = controller.handle(ev.SampleRewarded(preview.id, {"reward": 1.0}), 0.0)
+    assert DiscardSamples((preview.id,)) in effects
+    controller.check()
