@@ -107,6 +107,8 @@ def require_configuration(page: Path, arguments: Sequence[str], *, whole: bool) 
     """
     files = [word for word in arguments if "=" not in word and "CONFIG" not in word and ">" not in word]
     overrides = [word for word in arguments if OVERRIDE.match(word)]
+    if "--address" in arguments:
+        overrides += ["fleet.driver=ray", f"fleet.address={arguments[arguments.index('--address') + 1]}"]
     path: Path | None = None
     if files and not PLACE.match(files[0]) and not files[0].startswith("my_run"):
         homes = (ROOT, ROOT / "examples" / "tutorial", page.parent)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import threading
 import shutil
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

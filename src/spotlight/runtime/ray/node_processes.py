@@ -123,7 +123,7 @@ def raised_by_ray() -> tuple[type[BaseException], ...]:
 
 
 class _OfItsOwnSession(services.ConsolePopen):  # type: ignore[misc]
-    """What is sent to our process group (Ctrl-C, ``timeout``) is for the head, which decides what ends when."""
+    """What is sent to our process group (Ctrl-C, ``timeout``) is for the head, which decides what ends."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **{**kwargs, "start_new_session": True})
