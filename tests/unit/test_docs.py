@@ -87,7 +87,16 @@ def test_commands_options_and_overrides_exist(page: Path) -> None:
         if words[0] in {"simulate", "plan"}:
             require_scenario(page, words[1:])
         if words[0] in {"train", "config"}:
-            require_configuration(page, [word for word in words[1:] if not word.startswith("-")], whole=True)
+            require_configuration(page, written_out(words[1:]), whole=True)
+
+
+def written_out(words: Sequence[str]) -> list[str]:
+    """Arguments without options, and with the overrides that ``--address`` stands for."""
+    words = list(words)
+    if "--address" in words:
+        at = words.index("--address")
+        words[at : at + 2] = ["fleet.driver=ray", f"fleet.address={words[at + 1]}"]
+    return [word for word in words if not word.startswith("-")]
 
 
 def require_options(words: Sequence[str]) -> None:
@@ -107,8 +116,6 @@ def require_configuration(page: Path, arguments: Sequence[str], *, whole: bool) 
     """
     files = [word for word in arguments if "=" not in word and "CONFIG" not in word and ">" not in word]
     overrides = [word for word in arguments if OVERRIDE.match(word)]
-    if "--address" in arguments:
-        overrides += ["fleet.driver=ray", f"fleet.address={arguments[arguments.index('--address') + 1]}"]
     path: Path | None = None
     if files and not PLACE.match(files[0]) and not files[0].startswith("my_run"):
         homes = (ROOT, ROOT / "examples" / "tutorial", page.parent)
