@@ -335,7 +335,7 @@ def world(root: Path, *overrides: str) -> Iterator[World]:
         RunDirectory.open(root, "run", dump_config(config), RESUMABLE_KEYS) as directory,
         open_attempt(
             config, directory, by_id, Ranks(), workers={}, began_s=time.time(), observer=notes,
-            account=head.close_account,
+            account=head.accounts.finish,
         ) as attempt,
     ):  # fmt: skip
         yield World(attempt, directory.path, config, head, notes)

@@ -93,7 +93,7 @@ def test_commands_options_and_overrides_exist(page: Path) -> None:
 def written_out(words: Sequence[str]) -> list[str]:
     """Arguments without options, and with the overrides that ``--address`` stands for."""
     words = list(words)
-    if "--address" in words:
+    if "--address" in words[:-1]:
         at = words.index("--address")
         words[at : at + 2] = ["fleet.driver=ray", f"fleet.address={words[at + 1]}"]
     return [word for word in words if not word.startswith("-")]

@@ -17,8 +17,6 @@ Invariants
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
@@ -30,7 +28,6 @@ from spotlight.core import events as ev
 from spotlight.core.controller import Controller, Stage
 from spotlight.core.types import (
     NodeId,
-    NodeKind,
     Phase,
     PolicyVersion,
     PromptId,
@@ -44,8 +41,9 @@ from spotlight.rollout.ports import FollowLease
 from spotlight.runtime.book import LEARNER_FOLDER, RunBook, shown
 from spotlight.runtime.exploring import report_note, report_row
 from spotlight.runtime.observer import Observer
-from spotlight.runtime.ray.billing import Billing, Spent
+from spotlight.runtime.ray.accounts import Accounts
 from spotlight.runtime.ray.drains import Drains
+from spotlight.runtime.ray.incidents import Incidents
 from spotlight.runtime.ray.learner_group import LearnerGroup
 from spotlight.runtime.ray.loop import Calls, Clock, Loop
 from spotlight.runtime.ray.scoring import FETCH_S, Scoring
@@ -53,7 +51,6 @@ from spotlight.runtime.ray.worker_weights import version_name
 from spotlight.runtime.ray.workers import WorkerPool
 from spotlight.runtime.trainer import IterationLog
 from spotlight.store.errors import StoreError
-from spotlight.store.ledger import GpuSpend
 from spotlight.store.schema import Incident
 from spotlight.weights.bundle import Manifest
 
@@ -105,7 +102,7 @@ class Head:
 
     loop: Loop
     observer: Observer
-    billing: Billing = field(default_factory=Billing)
+    accounts: Accounts = field(init=False)
     log: IterationLog = field(default_factory=IterationLog)
     error: str | None = None
     stopped: bool = False
@@ -114,21 +111,17 @@ class Head:
     _groups: dict[WorkerId, tuple[int, tuple[WorkerId, ...]]] = field(default_factory=dict)
     _marks: dict[RolloutId, str] = field(default_factory=dict)
     _published: dict[tuple[PolicyVersion, int], str] = field(default_factory=dict)
-    _payroll: dict[WorkerId, WorkerId] = field(default_factory=dict)
-    _lives: dict[NodeId, int] = field(default_factory=dict)
     _committing: AbstractContextManager[Path] | None = None
     _start_from: Path | None = None
     _over: bool = False
     _stop_requested: bool = False
     _failure: Exception | None = None
-    _accounted_s: float = 0.0
-    _epoch_s: float = 0.0
+    _incidents: Incidents = field(init=False)
     _own: _Counters = field(default_factory=_Counters)
-    _seconds: defaultdict[Phase, float] = field(default_factory=lambda: defaultdict(float))
 
     def __post_init__(self) -> None:
-        # Bills are by the loop's clock alone: a slow disk or a clock that is set must not look like work.
-        self._epoch_s = time.time() - self.clock()
+        self.accounts = Accounts(self.clock, self.observer)
+        self._incidents = Incidents(self.clock, self.observer)
 
     # -- the loop --------------------------------------------------------------------------------------
 
@@ -142,12 +135,11 @@ class Head:
             Exception: what made it impossible to go on (the keeper is gone, the disk is full).
         """
         self._parts, self._start_from = parts, checkpoint
-        self._accounted_s = self.clock()
         self._listen()
         self._begin()
         while not self._over:
             self._turn()
-        self.account(parts.book)
+        self.accounts.write(parts.book)
 
     def _turn(self) -> None:
         self._handle_events()
@@ -224,7 +216,7 @@ class Head:
 
     def _due_s(self) -> float:
         """When the controller must hear of time passing, or seconds be written down."""
-        due_s = self._accounted_s + ACCOUNT_S
+        due_s = self.accounts.written_s + ACCOUNT_S
         wake_s = self.parts.controller.wake_s
         return due_s if wake_s is None else min(due_s, wake_s)
 
@@ -235,8 +227,8 @@ class Head:
         wake_s = self.parts.controller.wake_s
         if wake_s is not None and wake_s <= now and not self._events:
             self.tell(ev.TimePassed())
-        if now - self._accounted_s >= ACCOUNT_S:
-            self.account(self.parts.book)
+        if now - self.accounts.written_s >= ACCOUNT_S:
+            self.accounts.write(self.parts.book)
 
     def _handle_events(self) -> None:
         while self._events and not self._over:
@@ -248,13 +240,14 @@ class Head:
     def _feed(self, event: ev.Event, mark: str) -> None:
         if isinstance(event, ev.LeaseCompleted) and not self._made_by_published(event, mark):
             return
-        controller, now = self.parts.controller, self.clock()
-        self._befell(event)
+        controller, book, now = self.parts.controller, self.parts.book, self.clock()
+        self._incidents.tell(event, controller.cluster.hosts, book.ledger)
         effects = controller.handle(event, now)
-        self.billing.observe(event, effects, now)
-        self._hire(event, now)
+        self.accounts.observe(event, effects, now, book)
         if isinstance(event, ev.WeightsPulled):
             self.parts.workers.prove(event.worker)
+        if isinstance(event, ev.NodeLost):
+            self.parts.workers.lose(event.node)
         if isinstance(event, ev.LeaseCompleted):
             accepted = [r.id for e in effects if isinstance(e, ef.ScoreSamples) for r in e.rollouts]
             self._marks |= dict.fromkeys((name for name in accepted if name in event.rollouts), mark)
@@ -409,7 +402,7 @@ class Head:
         controller = self.parts.controller
         if effect.lineage != controller.cluster.lineage:
             return
-        self.account(self.parts.book)
+        self.accounts.write(self.parts.book)
         row = self.parts.book.evaluation(effect, controller.ledger.trained, pictures)
         self.observer.evaluated(effect.iteration, row)
         self.tell(ev.EvaluationReported(effect.iteration, effect.lineage))
@@ -500,9 +493,9 @@ class Head:
 
     def _iteration_done(self, trained: Mapping[str, float]) -> None:
         controller, book, own = self.parts.controller, self.parts.book, self._own
-        self.account(book)
+        self.accounts.write(book)
         row = self.log.take() | dict(trained)
-        row |= {f"seconds/{phase.value}": spent for phase, spent in self._seconds.items()}
+        row |= {f"seconds/{phase.value}": spent for phase, spent in self.accounts.take_seconds().items()}
         row |= {
             "head/events": float(own.events),
             "head/handling_s": own.handling_s,
@@ -510,14 +503,13 @@ class Head:
             "fleet/nodes": float(len(controller.cluster.hosts)),
         }
         row |= {f"recovery/{name.value}": float(n) for name, n in controller.cluster.recoveries.items()}
-        self._seconds.clear()
         self._own = _Counters()
         book.iteration(controller.iteration, controller.ledger.trained, row)
         self.observer.iterated(controller.iteration, row)
 
     def _checkpoint(self, effect: ef.CommitCheckpoint) -> None:
         # Accounted right before and right after: a resume from here on finds exactly the lost seconds.
-        self.account(self.parts.book)
+        self.accounts.write(self.parts.book)
         committing = self._committing = self.parts.book.committing(effect)
         directory = committing.__enter__()
 
@@ -526,7 +518,7 @@ class Head:
                 return  # the learner was lost meanwhile
             self._committing = None
             committing.__exit__(None, None, None)
-            self.account(self.parts.book)
+            self.accounts.write(self.parts.book)
             self.stopped = self._over = self._stop_requested
             if not self._over:
                 self._sweep(lambda: self.tell(ev.CheckpointCommitted(effect.iteration)))
@@ -552,81 +544,10 @@ class Head:
                 lambda error: self.fail(_keeper_lost(error)),
             )
 
-    # -- accounts and incidents ------------------------------------------------------------------------
-
-    def account(self, book: RunBook) -> None:
-        """Write down where the time since the last call went."""
-        now = self.clock()
-        spends = self.billing.take(now)
-        self._bill(book, spends, now)
-        for spent in spends:
-            self._seconds[spent.phase] += spent.seconds
-        self.observer.billed(book.ledger.cost_usd())
-
-    def close_account(self, book: RunBook) -> None:
-        """The attempt ends: what is not sure by now is lost."""
-        now = self.clock()
-        self._bill(book, self.billing.finish(now), now)
-
-    def _bill(self, book: RunBook, spends: Sequence[Spent], now: float) -> None:
-        elapsed_s, self._accounted_s = now - self._accounted_s, now
-        rows = [
-            GpuSpend(self._payroll[spent.slot], spent.phase, spent.seconds, spent.price_usd_h)
-            for spent in spends
-        ]
-        book.bill(rows, elapsed_s, self._epoch_s + now)
-
-    def _hire(self, event: ev.Event, now: float) -> None:
-        """Tell the ledger whom it pays. A node that comes back is another worker to it."""
-        match event:
-            case ev.NodeJoined(node):
-                self._dismiss(node.id, now)
-                life = self._lives[node.id] = self._lives.get(node.id, 0) + 1
-                prices = self.billing.price_of(node.id)
-                names = {slot: WorkerId(f"{slot}#{life}") if life > 1 else slot for slot in prices}
-                self._payroll |= names
-                hired = {names[slot]: price for slot, price in prices.items()}
-                self.parts.book.ledger.hire(hired, self._epoch_s + now)
-            case ev.NodeLost(node_id):
-                self._dismiss(node_id, now)
-                self.parts.workers.lose(node_id)
-
-    def _dismiss(self, node: NodeId, now: float) -> None:
-        slots = [slot for slot in self._payroll if slot.rpartition("/")[0] == node]
-        if slots:
-            self.account(self.parts.book)
-            gone = [self._payroll.pop(slot) for slot in slots]
-            self.parts.book.ledger.dismiss(gone, self._epoch_s + now)
-
-    def _befell(self, event: ev.Event) -> None:
-        """Write incidents down, and tell people."""
-        note, hosts = self.observer.note, self.parts.controller.cluster.hosts
-        match event:
-            case ev.NodeJoined(node):
-                detail, is_spot = f"{node.gpus} x {node.gpu_type}", node.kind is NodeKind.SPOT
-                self._write_incident(Incident.NODE_JOINED, node.id, is_spot, detail)
-                note(f"{node.id} joined ({node.kind.value})")
-            case ev.NodeNoticed(node_id, deadline_s) if node_id in hosts:
-                left_s = deadline_s - self.clock()
-                self.befall(Incident.NODE_NOTICED, node_id, f"{left_s:.1f} s before")
-                note(f"{node_id} will be taken in {left_s:.0f} s")
-            case ev.NoticeCancelled(node_id) if node_id in hosts:
-                self.befall(Incident.NOTICE_CANCELLED, node_id, "")
-                note(f"{node_id} will not be taken after all")
-            case ev.NodeLost(node_id) if node_id in hosts:
-                self.befall(Incident.NODE_LOST, node_id, "")
-                note(f"{node_id} is gone; {len(hosts) - 1} nodes are left")
-            case ev.LearnerLost(detail):
-                self.befall(Incident.LEARNER_LOST, "learner", detail)
-
     def befall(self, kind: Incident, subject: str, detail: str) -> None:
-        """Write an incident of a node, a worker or the learner into the ledger."""
-        hosts = self.parts.controller.cluster.hosts
-        host = hosts.get(NodeId(subject)) or hosts.get(NodeId(subject.rpartition("/")[0]))
-        self._write_incident(kind, subject, host is not None and host.node.kind is NodeKind.SPOT, detail)
-
-    def _write_incident(self, kind: Incident, subject: str, is_spot: bool, detail: str) -> None:
-        self.parts.book.ledger.befall(kind, subject, spot=is_spot, detail=detail, now_s=time.time())
+        """Write down what befell a node, a worker or the learner."""
+        parts = self.parts
+        self._incidents.write(kind, subject, detail, parts.controller.cluster.hosts, parts.book.ledger)
 
 
 class _AbandonedError(Exception):

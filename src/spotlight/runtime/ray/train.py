@@ -76,7 +76,7 @@ def train_on_cluster(config: RunConfig, observer: Observer) -> RunResult:
             workers={},
             began_s=began_s,
             observer=observer,
-            account=head.close_account,
+            account=head.accounts.finish,
         ) as attempt:
             attempt.result = _drive(materials, site, head, attempt, directory)
         return attempt.result
@@ -160,7 +160,7 @@ def _drive(
         if head.error is not None or head.stopped:
             return RunResult(directory.path, None, head.error, head.stopped)
         weights = head.export()
-        summary = conclude_run(config, attempt.book, weights, lambda: head.account(attempt.book))
+        summary = conclude_run(config, attempt.book, weights, lambda: head.accounts.write(attempt.book))
         return RunResult(directory.path, summary, None, stopped=False)
 
 
