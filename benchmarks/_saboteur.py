@@ -1,8 +1,8 @@
 """Finds the processes of one run on a local cluster, and kills or stops them.
 
 They are known by a mark that the run's command is started with in its environment, and that all it starts
-inherits; which node a process is on, by the mark of ``spotlight.runtime.ray.guard``. A process is its number
-and its start time: numbers are used again, and nothing is signalled that was not looked at. Linux only.
+inherits; which node a process is on, by the mark of ``spotlight.runtime.ray.local.guard``. A process is its
+number and its start time: numbers are used again, and nothing is signalled that was not looked at. Linux.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from spotlight.runtime.ray import guard
+from spotlight.runtime.ray.local import guard
 
 MARK = "SPOTLIGHT_SOAK"
 _PROC = Path("/proc")

@@ -40,7 +40,7 @@ from spotlight.cli.errors import EXIT_INTERRUPTED
 from spotlight.fleet.traces.events import Trace, TraceEvent, TraceEventKind
 from spotlight.fleet.traces.generator import TraceSpec, generate
 from spotlight.fleet.traces.writers import write_trace
-from spotlight.runtime.ray import guard
+from spotlight.runtime.ray.local import guard
 from spotlight.store import ledger_queries as queries
 from spotlight.store.errors import LedgerError
 from spotlight.store.run_directory import RunPaths

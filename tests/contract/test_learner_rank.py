@@ -17,8 +17,8 @@ from spotlight.core.types import RolloutId
 from spotlight.rollout.parcels import unpack_condition
 from spotlight.rollout.rendezvous import Address
 from spotlight.runtime.learning import Learning
-from spotlight.runtime.ray import learner_rank
-from spotlight.runtime.ray.learner_rank import LearnerRank, RankPlace, share_of, write_token
+from spotlight.runtime.ray.learner import rank as learner_rank
+from spotlight.runtime.ray.learner.rank import LearnerRank, RankPlace, share_of, write_token
 from spotlight.store.errors import StoreError
 from spotlight.store.run_directory import RunPaths
 from spotlight.training.learner import TrainingError

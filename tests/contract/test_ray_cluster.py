@@ -29,18 +29,20 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.core.types import NodeKind
 from spotlight.fleet.traces.events import Trace, TraceEvent, TraceEventKind
-from spotlight.runtime.ray import drain, guard, local
-from spotlight.runtime.ray.connection import connected
-from spotlight.runtime.ray.drain import drain_node, draining_nodes
-from spotlight.runtime.ray.facts import NodeFacts, gather
-from spotlight.runtime.ray.local import LocalCluster, LocalClusterError, local_cluster
-from spotlight.runtime.ray.market import LocalMachines, Market
-from spotlight.runtime.ray.market_book import Fate
-from spotlight.runtime.ray.membership import Membership, MembershipSettings
-from spotlight.runtime.ray.node_processes import NodeProcesses, NodeRequest
-from spotlight.runtime.ray.nodes import RayNode, read_view, require_usable
-from spotlight.runtime.ray.notice_watch import NoticeSettings
-from spotlight.runtime.ray.worker_logs import log_tail
+from spotlight.runtime.ray.local import cluster as local
+from spotlight.runtime.ray.local import guard
+from spotlight.runtime.ray.local.cluster import LocalCluster, LocalClusterError, local_cluster
+from spotlight.runtime.ray.local.market import LocalMachines, Market
+from spotlight.runtime.ray.local.market_book import Fate
+from spotlight.runtime.ray.local.node_processes import NodeProcesses, NodeRequest
+from spotlight.runtime.ray.nodes import drain
+from spotlight.runtime.ray.nodes.connection import connected
+from spotlight.runtime.ray.nodes.drain import drain_node, draining_nodes
+from spotlight.runtime.ray.nodes.facts import NodeFacts, gather
+from spotlight.runtime.ray.nodes.listing import RayNode, read_view, require_usable
+from spotlight.runtime.ray.nodes.membership import Membership, MembershipSettings
+from spotlight.runtime.ray.nodes.notice_watch import NoticeSettings
+from spotlight.runtime.ray.nodes.worker_logs import log_tail
 
 GRACE_S = 20.0
 usable_s: list[float] = []
@@ -357,7 +359,7 @@ def test_draining_that_fails_is_logged_and_no_more(
         raise TypeError("another signature")
 
     monkeypatch.setattr(drain, "GcsClient", broken)
-    with caplog.at_level("WARNING", "spotlight.runtime.ray.drain"):
+    with caplog.at_level("WARNING", "spotlight.runtime.ray.nodes.drain"):
         assert not drain_node(cluster.first.ray_id, 5.0, "a test")
     assert "another signature" in caplog.text
 
@@ -406,7 +408,7 @@ def test_nothing_is_left_of_an_owner_that_is_ended(end: signal.Signals) -> None:
         """
         import subprocess, time
         from spotlight.core.types import NodeKind
-        from spotlight.runtime.ray.local import local_cluster
+        from spotlight.runtime.ray.local.cluster import local_cluster
         with local_cluster(1) as cluster:
             print(cluster.id, cluster.session, flush=True)
             cluster.add_node("x", NodeKind.SPOT, 1)

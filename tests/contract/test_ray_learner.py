@@ -20,9 +20,9 @@ from learner_job import Batch, config_of, inline_learning, make_batch
 from spotlight.config.load import dump_config
 from spotlight.core.types import PolicyVersion, RolloutId
 from spotlight.runtime.ray.keeper import start_keeper
-from spotlight.runtime.ray.learner_actor import CONDITION, NEGATIVE, WEIGHTS, Placement, RayLauncher
-from spotlight.runtime.ray.learner_group import Deadlines, LearnerGroup
-from spotlight.runtime.ray.learner_rank import write_token
+from spotlight.runtime.ray.learner.actor import CONDITION, NEGATIVE, WEIGHTS, Placement, RayLauncher
+from spotlight.runtime.ray.learner.group import Deadlines, LearnerGroup
+from spotlight.runtime.ray.learner.rank import write_token
 from spotlight.store.run_directory import RunPaths
 from spotlight.training.learner import TrainingError
 from spotlight.weights.bundle import Manifest, read

@@ -17,7 +17,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from spotlight.runtime.ray import guard
+from spotlight.runtime.ray.local import guard
 from spotlight.store import ledger_queries as queries
 from spotlight.store.errors import LedgerError
 from spotlight.store.run_directory import RunPaths

@@ -28,7 +28,7 @@ from spotlight.runtime.ray.drains import Drains
 from spotlight.runtime.ray.head import Head, Parts
 from spotlight.runtime.ray.keeper import Delivered
 from spotlight.runtime.ray.loop import Calls, Loop
-from spotlight.runtime.ray.workers import WorkerPool
+from spotlight.runtime.ray.worker.pool import WorkerPool
 from spotlight.store.run_directory import RunDirectory
 from spotlight.store.schema import Incident
 from spotlight.store.vault import Kept

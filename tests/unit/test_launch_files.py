@@ -28,7 +28,7 @@ from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
 from spotlight.core.types import NodeKind
 from spotlight.fleet.notices.sigterm import GRACE_S
-from spotlight.runtime.ray.nodes import KIND_LABEL, KIND_RESOURCES, RayNode, read_node
+from spotlight.runtime.ray.nodes.listing import KIND_LABEL, KIND_RESOURCES, RayNode, read_node
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"

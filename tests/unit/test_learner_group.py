@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.core.types import MicroBatch
-from spotlight.runtime.ray.learner_group import (
+from spotlight.runtime.ray.learner.group import (
     FINAL,
     Deadlines,
     LearnerError,

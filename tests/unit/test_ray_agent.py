@@ -12,9 +12,9 @@ from metadata_server import metadata
 
 from spotlight.fleet.notices.notice import Cancelled, Noticed, Rebalance
 from spotlight.fleet.notices.sigterm import catching_sigterm
-from spotlight.runtime.ray.notice_mail import Message, Outbox, Tidings, read_messages
-from spotlight.runtime.ray.notice_watch import NoticeSettings, NoticeWatch
-from spotlight.runtime.ray.worker_logs import log_tail
+from spotlight.runtime.ray.nodes.notice_mail import Message, Outbox, Tidings, read_messages
+from spotlight.runtime.ray.nodes.notice_watch import NoticeSettings, NoticeWatch
+from spotlight.runtime.ray.nodes.worker_logs import log_tail
 
 
 def test_messages_are_numbered_and_told_again_until_they_are_passed() -> None:

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from spotlight.config.errors import ConfigError
 from spotlight.core.types import NodeId, NodeKind
-from spotlight.runtime.ray.fleet import Fleet, Prices
-from spotlight.runtime.ray.nodes import RayNode
+from spotlight.runtime.ray.nodes.fleet import Fleet, Prices
+from spotlight.runtime.ray.nodes.listing import RayNode
 
 PRICES = Prices(reserved_usd_h=5.0, spot_usd_h=1.0)
 

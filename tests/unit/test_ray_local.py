@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from spotlight.core.types import NodeKind
-from spotlight.runtime.ray import local
-from spotlight.runtime.ray.local import LocalCluster, LocalClusterError, LocalNode
+from spotlight.runtime.ray.local import cluster as local
+from spotlight.runtime.ray.local.cluster import LocalCluster, LocalClusterError, LocalNode
 
 
 @pytest.mark.parametrize("error", [Exception, RuntimeError, SystemExit, OSError])

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotlight.fleet.traces.events import Trace, TraceError, TraceEvent, TraceEventKind
-from spotlight.runtime.ray.market import MachineError, Market
-from spotlight.runtime.ray.market_book import Book, Fate, Order, timed
+from spotlight.runtime.ray.local.market import MachineError, Market
+from spotlight.runtime.ray.local.market_book import Book, Fate, Order, timed
 
 ADD, NOTICE, REMOVE = TraceEventKind
 

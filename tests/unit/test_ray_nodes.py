@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.core.types import NodeKind
-from spotlight.runtime.ray.facts import Gpu, NodeFacts, gather, heard, misfit, parse_nvidia_smi
-from spotlight.runtime.ray.nodes import (
+from spotlight.runtime.ray.nodes.facts import Gpu, NodeFacts, gather, heard, misfit, parse_nvidia_smi
+from spotlight.runtime.ray.nodes.listing import (
     RayNode,
     View,
     diff,

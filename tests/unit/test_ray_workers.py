@@ -19,7 +19,7 @@ from spotlight.core import events as ev
 from spotlight.core.types import LeaseId, NodeId, WorkerId
 from spotlight.rollout.ports import Command
 from spotlight.runtime.ray.loop import Calls
-from spotlight.runtime.ray.workers import FIRST_PAUSE_S, HEARTBEATS_MISSED, LONGEST_PAUSE_S, WorkerPool
+from spotlight.runtime.ray.worker.pool import FIRST_PAUSE_S, HEARTBEATS_MISSED, LONGEST_PAUSE_S, WorkerPool
 
 A, B = WorkerId("n/0"), WorkerId("n/1")
 NODE = NodeId("n")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from spotlight.config.fleet import FleetConfig
 from spotlight.fleet.traces.events import TraceEventKind
-from spotlight.runtime.ray.emulation import reserved_slots, spot_slots, spot_trace
+from spotlight.runtime.ray.local.emulation import reserved_slots, spot_slots, spot_trace
 
 
 @dataclass(frozen=True, slots=True)

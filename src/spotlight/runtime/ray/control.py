@@ -30,21 +30,21 @@ from spotlight.runtime.attempt import Attempt
 from spotlight.runtime.book import CONTROLLER_FILE, LEARNER_FOLDER
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.ray.drains import Drains
-from spotlight.runtime.ray.emulation import SIGTERM_GRACE_S
-from spotlight.runtime.ray.facts import NodeFacts, gather
-from spotlight.runtime.ray.fleet import Fleet, Prices
 from spotlight.runtime.ray.head import Head, Parts
-from spotlight.runtime.ray.learner_actor import Placement, RayLauncher
-from spotlight.runtime.ray.learner_group import Deadlines, LearnerGroup
-from spotlight.runtime.ray.learner_rank import write_token
-from spotlight.runtime.ray.local import LocalCluster
+from spotlight.runtime.ray.learner.actor import Placement, RayLauncher
+from spotlight.runtime.ray.learner.group import Deadlines, LearnerGroup
+from spotlight.runtime.ray.learner.rank import write_token
+from spotlight.runtime.ray.local.cluster import LocalCluster
+from spotlight.runtime.ray.local.emulation import SIGTERM_GRACE_S
 from spotlight.runtime.ray.loop import Calls
-from spotlight.runtime.ray.membership import Membership, MembershipSettings
-from spotlight.runtime.ray.nodes import SLOT, RayNode, mixed_gpus
-from spotlight.runtime.ray.notice_watch import NoticeSettings
+from spotlight.runtime.ray.nodes.facts import NodeFacts, gather
+from spotlight.runtime.ray.nodes.fleet import Fleet, Prices
+from spotlight.runtime.ray.nodes.listing import SLOT, RayNode, mixed_gpus
+from spotlight.runtime.ray.nodes.membership import Membership, MembershipSettings
+from spotlight.runtime.ray.nodes.notice_watch import NoticeSettings
 from spotlight.runtime.ray.scoring import Scoring
-from spotlight.runtime.ray.worker_actor import ActorStarter, Berth
-from spotlight.runtime.ray.workers import WorkerPool
+from spotlight.runtime.ray.worker.actor import ActorStarter, Berth
+from spotlight.runtime.ray.worker.pool import WorkerPool
 from spotlight.store.run_directory import RunDirectory
 from spotlight.store.schema import Incident
 from spotlight.weights.node_cache import cache_directory
@@ -197,24 +197,24 @@ class Control:
     # -- nodes: called in the membership's thread -----------------------------------------------------
 
     def joined(self, node: RayNode, facts: NodeFacts) -> None:
-        """See :class:`spotlight.runtime.ray.membership.Listener`."""
+        """See :class:`spotlight.runtime.ray.nodes.membership.Listener`."""
         self._soon(self._join, node, facts)
 
     def lost(self, node: RayNode) -> None:
-        """See :class:`spotlight.runtime.ray.membership.Listener`."""
+        """See :class:`spotlight.runtime.ray.nodes.membership.Listener`."""
         self._soon(self._lose, node)
 
     def noticed(self, node: RayNode, remaining_s: float, detail: str) -> None:
-        """See :class:`spotlight.runtime.ray.membership.Listener`."""
+        """See :class:`spotlight.runtime.ray.nodes.membership.Listener`."""
         deadline_s = self._head.clock() + remaining_s
         self._soon(self._tell_all, node, lambda name: ev.NodeNoticed(name, deadline_s))
 
     def notice_cancelled(self, node: RayNode, detail: str) -> None:
-        """See :class:`spotlight.runtime.ray.membership.Listener`."""
+        """See :class:`spotlight.runtime.ray.nodes.membership.Listener`."""
         self._soon(self._tell_all, node, ev.NoticeCancelled)
 
     def refused(self, problem: Problem) -> None:
-        """See :class:`spotlight.runtime.ray.membership.Listener`."""
+        """See :class:`spotlight.runtime.ray.nodes.membership.Listener`."""
         self._soon(self._observer.note, f"a node is not used: {problem}")
 
     def _soon(self, then: Callable[..., object], *args: Any) -> None:

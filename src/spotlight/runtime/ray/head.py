@@ -44,11 +44,11 @@ from spotlight.runtime.observer import Observer
 from spotlight.runtime.ray.accounts import Accounts
 from spotlight.runtime.ray.drains import Drains
 from spotlight.runtime.ray.incidents import Incidents
-from spotlight.runtime.ray.learner_group import LearnerGroup
+from spotlight.runtime.ray.learner.group import LearnerGroup
 from spotlight.runtime.ray.loop import Calls, Clock, Loop
 from spotlight.runtime.ray.scoring import FETCH_S, Scoring
-from spotlight.runtime.ray.worker_weights import version_name
-from spotlight.runtime.ray.workers import WorkerPool
+from spotlight.runtime.ray.worker.pool import WorkerPool
+from spotlight.runtime.ray.worker.weights import version_name
 from spotlight.runtime.trainer import IterationLog
 from spotlight.store.errors import StoreError
 from spotlight.store.schema import Incident
@@ -454,7 +454,7 @@ class Head:
         )
 
     def lost(self, detail: str) -> None:
-        """The learner is gone: told once for each of its lives; see ``learner_group.Listener``."""
+        """The learner is gone: told once for each of its lives; see ``learner.group.Listener``."""
         self.observer.note(f"the learner is lost and goes back to the last checkpoint: {detail}")
         committing, self._committing = self._committing, None
         if committing is not None:  # what was being written is never committed
@@ -466,11 +466,11 @@ class Head:
             self.tell(ev.LearnerLost(detail))
 
     def failed(self, error: Exception) -> None:
-        """The learner cannot go on, and a restart would not help; see ``learner_group.Listener``."""
+        """The learner cannot go on, and a restart would not help; see ``learner.group.Listener``."""
         self.fail(error)
 
     def trouble(self, detail: str) -> None:
-        """The learner does not start yet; see ``learner_group.Listener``."""
+        """The learner does not start yet; see ``learner.group.Listener``."""
         self.note(f"the learner does not start: {detail}")
 
     def _restore(self, effect: ef.RestoreLearner) -> None:

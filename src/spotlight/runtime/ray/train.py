@@ -28,15 +28,15 @@ from spotlight.runtime.finished import finished_summary
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.outcome import conclude_run
 from spotlight.runtime.plan_fleet import plan_fleet
-from spotlight.runtime.ray.connection import connected
 from spotlight.runtime.ray.control import LOOPBACK, Control, Materials, Site
-from spotlight.runtime.ray.emulation import reserved_slots, spot_slots, spot_trace
 from spotlight.runtime.ray.head import Head
 from spotlight.runtime.ray.keeper_actor import start_keeper
-from spotlight.runtime.ray.local import local_cluster
+from spotlight.runtime.ray.local.cluster import local_cluster
+from spotlight.runtime.ray.local.emulation import reserved_slots, spot_slots, spot_trace
+from spotlight.runtime.ray.local.market import LocalMachines, Market
 from spotlight.runtime.ray.loop import Loop
-from spotlight.runtime.ray.market import LocalMachines, Market
-from spotlight.runtime.ray.nodes import read_view, require_usable
+from spotlight.runtime.ray.nodes.connection import connected
+from spotlight.runtime.ray.nodes.listing import read_view, require_usable
 from spotlight.store.run_directory import RunDirectory
 from spotlight.store.sinks import require_wandb
 from spotlight.training.sharding import Ranks

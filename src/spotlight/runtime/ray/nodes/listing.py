@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.core.types import Node, NodeId, NodeKind
-from spotlight.runtime.ray.facts import NodeFacts
+from spotlight.runtime.ray.nodes.facts import NodeFacts
 
 SLOT = "spotlight_slot"
 KIND_RESOURCES: Mapping[NodeKind, str] = MappingProxyType(

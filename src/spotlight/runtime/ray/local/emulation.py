@@ -7,7 +7,7 @@ from spotlight.config.fleet import FleetConfig
 from spotlight.fleet.traces.events import Trace, TraceError, TraceEvent, TraceEventKind
 from spotlight.fleet.traces.readers import read_trace
 from spotlight.fleet.traces.shipped import find_trace
-from spotlight.runtime.ray.market_book import timed
+from spotlight.runtime.ray.local.market_book import timed
 
 _NODES = 2
 SIGTERM_GRACE_S = 30.0

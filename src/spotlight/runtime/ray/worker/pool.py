@@ -40,7 +40,7 @@ class Handle(Protocol):
 
 
 class Starter(Protocol):
-    """Makes and ends the processes; see ``worker_actor.py``."""
+    """Makes and ends the processes; see ``worker/actor.py``."""
 
     def start(self, order: ef.StartWorker) -> Handle:
         """A new process, at once; raises LookupError when the node is gone."""

@@ -1,4 +1,4 @@
-"""The actor of a rollout worker, and how the head makes one; ``worker_process.py`` says what it does."""
+"""The actor of a rollout worker, and how the head makes one; ``worker/process.py`` says what it does."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from spotlight.rollout.ports import Command, HomeLostError
 from spotlight.rollout.rendezvous import Address
 from spotlight.rollout.reports import Report
 from spotlight.runtime.process import prepare_process
-from spotlight.runtime.ray.nodes import SLOT
-from spotlight.runtime.ray.worker_process import WorkerPlace, WorkerProcess
+from spotlight.runtime.ray.nodes.listing import SLOT
+from spotlight.runtime.ray.worker.process import WorkerPlace, WorkerProcess
 from spotlight.store.vault import Kept
 
 _GROUPS = {"tell": 1, "watch": 1}
@@ -161,7 +161,7 @@ class Berth:
 
 @dataclass(frozen=True, slots=True)
 class ActorStarter:
-    """Starts workers as actors; a :class:`spotlight.runtime.ray.workers.Starter`.
+    """Starts workers as actors; a :class:`spotlight.runtime.ray.worker.pool.Starter`.
 
     Attributes:
         config: the resolved configuration as YAML.
@@ -177,7 +177,7 @@ class ActorStarter:
     tail: Callable[[NodeId, str, Callable[[str], None]], None]
 
     def start(self, order: StartWorker) -> WorkerHandle:
-        """See :class:`spotlight.runtime.ray.workers.Starter`."""
+        """See :class:`spotlight.runtime.ray.worker.pool.Starter`."""
         berth = self.berths[order.node]
         told = WorkerOrder(
             self.config,
@@ -202,12 +202,12 @@ class ActorStarter:
         return WorkerHandle(make.remote(told, self.keeper))
 
     def kill(self, handle: WorkerHandle) -> None:
-        """See :class:`spotlight.runtime.ray.workers.Starter`."""
+        """See :class:`spotlight.runtime.ray.worker.pool.Starter`."""
         with suppress(RayError):  # dead, or Ray itself is going down
             ray.kill(handle.actor)
 
     def log_tail(self, order: StartWorker, then: Callable[[str], None]) -> None:
-        """See :class:`spotlight.runtime.ray.workers.Starter`."""
+        """See :class:`spotlight.runtime.ray.worker.pool.Starter`."""
         self.tail(order.node, self._name(order), then)
 
     def _name(self, order: StartWorker) -> str:

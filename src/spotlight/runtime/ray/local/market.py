@@ -15,10 +15,10 @@ from typing import Protocol
 
 from spotlight.core.types import NodeKind
 from spotlight.fleet.traces.events import Trace
-from spotlight.runtime.ray.local import LocalCluster, LocalClusterError
-from spotlight.runtime.ray.market_book import Book, Order
+from spotlight.runtime.ray.local.cluster import LocalCluster, LocalClusterError
+from spotlight.runtime.ray.local.market_book import Book, Order
 
-log = logging.getLogger("spotlight.runtime.ray.market")
+log = logging.getLogger("spotlight.runtime.ray.local.market")
 
 
 class MachineError(Exception):

@@ -14,7 +14,7 @@ from spotlight.fleet.notices.clouds import Cloud, cloud_source, find_cloud
 from spotlight.fleet.notices.metadata import MetadataServer
 from spotlight.fleet.notices.notice import NoticeError, Source
 from spotlight.fleet.notices.watcher import Watcher
-from spotlight.runtime.ray.notice_mail import Outbox
+from spotlight.runtime.ray.nodes.notice_mail import Outbox
 
 log = logging.getLogger("spotlight.runtime.ray.notices")
 

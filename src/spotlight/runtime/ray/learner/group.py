@@ -87,7 +87,7 @@ class Process(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts and ends processes; see :class:`spotlight.runtime.ray.learner_actor.RayLauncher`."""
+    """Starts and ends processes; see :class:`spotlight.runtime.ray.learner.actor.RayLauncher`."""
 
     world: int
 

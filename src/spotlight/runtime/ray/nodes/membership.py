@@ -28,14 +28,14 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from spotlight.config.errors import Problem
-from spotlight.runtime.ray.agent import NodeAgent, plain_settings
-from spotlight.runtime.ray.drain import drain_node
-from spotlight.runtime.ray.facts import NodeFacts, heard, misfit
-from spotlight.runtime.ray.nodes import RayNode, diff, read_view
-from spotlight.runtime.ray.notice_mail import Message, Tidings, read_messages
-from spotlight.runtime.ray.notice_watch import NoticeSettings
+from spotlight.runtime.ray.nodes.agent import NodeAgent, plain_settings
+from spotlight.runtime.ray.nodes.drain import drain_node
+from spotlight.runtime.ray.nodes.facts import NodeFacts, heard, misfit
+from spotlight.runtime.ray.nodes.listing import RayNode, diff, read_view
+from spotlight.runtime.ray.nodes.notice_mail import Message, Tidings, read_messages
+from spotlight.runtime.ray.nodes.notice_watch import NoticeSettings
 
-log = logging.getLogger("spotlight.runtime.ray.membership")
+log = logging.getLogger("spotlight.runtime.ray.nodes.membership")
 
 Answer: TypeAlias = "ray.ObjectRef[object]"
 

@@ -2,7 +2,7 @@
 
 Everything listens on 127.0.0.1. A node is a raylet and the two small processes that Ray gives each; the
 actors placed on it are its children. :meth:`LocalCluster.kill` ends all of them by SIGKILL, as a cloud
-takes a machine. Nothing is left when this process ends, however it ends: see ``guard.py``.
+takes a machine. Nothing is left when this process ends, however it ends: see ``local/guard.py``.
 
 CPU slots (the resource ``spotlight_slot``) stand for GPUs.
 """
@@ -28,9 +28,8 @@ import ray
 
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.core.types import NodeKind
-from spotlight.runtime.ray import guard
-from spotlight.runtime.ray.agent import pid_file
-from spotlight.runtime.ray.node_processes import (
+from spotlight.runtime.ray.local import guard
+from spotlight.runtime.ray.local.node_processes import (
     NodeProcesses,
     NodeRequest,
     prepare_environment,
@@ -38,9 +37,10 @@ from spotlight.runtime.ray.node_processes import (
     start_head,
     start_node,
 )
-from spotlight.runtime.ray.nodes import KIND_RESOURCES, SLOT
+from spotlight.runtime.ray.nodes.agent import pid_file
+from spotlight.runtime.ray.nodes.listing import KIND_RESOURCES, SLOT
 
-log = logging.getLogger("spotlight.runtime.ray.local")
+log = logging.getLogger("spotlight.runtime.ray.local.cluster")
 
 _STORE_BYTES = 80 << 20
 """Ray's least is 75 MiB. Values travel in messages and through the keeper, hardly through Ray's store."""
@@ -81,7 +81,7 @@ class LocalCluster:
     """Use :func:`local_cluster` to make one. Methods may be called from any thread.
 
     Args:
-        id: in the marks of its processes; see ``guard.py``.
+        id: in the marks of its processes; see ``local/guard.py``.
     """
 
     def __init__(self, id: str, directory: Path, first: LocalNode, head: NodeProcesses) -> None:
@@ -198,8 +198,8 @@ class LocalCluster:
 def local_cluster(slots: int, name: str = "reserved-0") -> Iterator[LocalCluster]:
     """A local Ray with one reserved node of ``slots`` CPU slots; ended with the block.
 
-    This process joins it with :func:`spotlight.runtime.ray.connection.connected`. Whatever an earlier run
-    left is ended first.
+    This process joins it with :func:`spotlight.runtime.ray.nodes.connection.connected`. Whatever an earlier
+    run left is ended first.
 
     Raises:
         ConfigError: this machine cannot have one (no /proc, a directory of another user, ports).

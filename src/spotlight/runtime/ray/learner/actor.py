@@ -25,8 +25,8 @@ import spotlight
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.core.effects import PrepareBatch
 from spotlight.core.types import PromptId, Rollout, RolloutId
-from spotlight.runtime.ray.learner_group import Process
-from spotlight.runtime.ray.learner_rank import LOOPBACK, LearnerRank, RankPlace, share_of
+from spotlight.runtime.ray.learner.group import Process
+from spotlight.runtime.ray.learner.rank import LOOPBACK, LearnerRank, RankPlace, share_of
 from spotlight.weights.bundle import Manifest
 
 if TYPE_CHECKING:
@@ -192,18 +192,18 @@ class RankProcess:
     actor: Any
 
     def call(self, method: str, *args: object) -> Future[Any]:
-        """See :class:`spotlight.runtime.ray.learner_group.Process`."""
+        """See :class:`spotlight.runtime.ray.learner.group.Process`."""
         answer: Future[Any] = self.actor.do.remote(method, args).future()
         return answer
 
     def gone(self) -> Future[Any]:
-        """See :class:`spotlight.runtime.ray.learner_group.Process`."""
+        """See :class:`spotlight.runtime.ray.learner.group.Process`."""
         end: Future[Any] = self.actor.alive.options(concurrency_group="watch").remote().future()
         return end
 
 
 class RayLauncher:
-    """Starts learner ranks as actors; see :class:`spotlight.runtime.ray.learner_group.Launcher`.
+    """Starts learner ranks as actors; see :class:`spotlight.runtime.ray.learner.group.Launcher`.
 
     Args:
         config: the resolved configuration as YAML.
@@ -211,7 +211,7 @@ class RayLauncher:
         placements: where the ranks go, in order; asked before each start, since nodes come and go. May raise
             LookupError: there is no room, and why.
         keeper: actor that keeps values.
-        token: what was left in the run directory (:func:`~spotlight.runtime.ray.learner_rank.write_token`).
+        token: what was left in the run directory (:func:`~spotlight.runtime.ray.learner.rank.write_token`).
         logs: directory for what the ranks say, on the shared storage.
         exchange_s: how long ranks wait for one another in a collective.
         keeper_s: how long the keeper may take to answer.
@@ -235,15 +235,15 @@ class RayLauncher:
         self._thread = ThreadPoolExecutor(1, "learner-launcher")
 
     def start(self, life: int) -> Future[Sequence[Process]]:
-        """See :class:`spotlight.runtime.ray.learner_group.Launcher`."""
+        """See :class:`spotlight.runtime.ray.learner.group.Launcher`."""
         return self._thread.submit(self._start, life)
 
     def end(self, processes: Sequence[Process], ranks: Sequence[int]) -> Future[str]:
-        """See :class:`spotlight.runtime.ray.learner_group.Launcher`."""
+        """See :class:`spotlight.runtime.ray.learner.group.Launcher`."""
         return self._thread.submit(self._end, processes, ranks)
 
     def meeting_hosts(self, processes: Sequence[Process]) -> list[str]:
-        """See :class:`spotlight.runtime.ray.learner_group.Launcher`. All on one node: its loopback."""
+        """See :class:`spotlight.runtime.ray.learner.group.Launcher`. All on one node: its loopback."""
         hosts = [process.host for process in processes if isinstance(process, RankProcess)]
         return [LOOPBACK] * len(hosts) if len(set(hosts)) == 1 else hosts
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from spotlight.core.types import Node, NodeId, NodeKind
-from spotlight.runtime.ray.nodes import RayNode, place_learner, split_node
+from spotlight.runtime.ray.nodes.listing import RayNode, place_learner, split_node
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import ray
 from ray._raylet import GcsClient  # type: ignore[attr-defined] # its stubs lack them
 from ray.core.generated import autoscaler_pb2
 
-log = logging.getLogger("spotlight.runtime.ray.drain")
+log = logging.getLogger("spotlight.runtime.ray.nodes.drain")
 
 _ANSWER_S = 5.0
 

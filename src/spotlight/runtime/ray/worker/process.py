@@ -2,7 +2,7 @@
 
     tell(PullWeights) ─► assemble: the base from a peer of the node, or from disk ─► WorkerLoop, until Leave
 
-Ray-free: ``worker_actor.py`` is the thin actor around it.
+Ray-free: ``worker/actor.py`` is the thin actor around it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from spotlight.rollout.sequence_parallel import SequenceParallel
 from spotlight.rollout.worker import WorkerLoop
 from spotlight.runtime import build
 from spotlight.runtime.learning import rollout_slots
-from spotlight.runtime.ray.worker_weights import BundleLoader
+from spotlight.runtime.ray.worker.weights import BundleLoader
 from spotlight.weights.errors import PeerLostError
 from spotlight.weights.node_cache import NodeCache
 from spotlight.weights.peers import Lender, borrow

@@ -23,10 +23,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from spotlight.fleet.notices.sigterm import SigtermNotices, catching_sigterm
-from spotlight.runtime.ray.facts import gather
-from spotlight.runtime.ray.notice_mail import Outbox
-from spotlight.runtime.ray.notice_watch import NoticeSettings, NoticeWatch
-from spotlight.runtime.ray.worker_logs import log_tail
+from spotlight.runtime.ray.nodes.facts import gather
+from spotlight.runtime.ray.nodes.notice_mail import Outbox
+from spotlight.runtime.ray.nodes.notice_watch import NoticeSettings, NoticeWatch
+from spotlight.runtime.ray.nodes.worker_logs import log_tail
 
 
 def pid_file(session: Path, ray_id: str) -> Path:
@@ -35,7 +35,7 @@ def pid_file(session: Path, ray_id: str) -> Path:
 
 
 class NodeAgent:
-    """Made into an actor by :func:`spotlight.runtime.ray.membership.start_agent`.
+    """Made into an actor by :func:`spotlight.runtime.ray.nodes.membership.start_agent`.
 
     Args:
         ray_id: Ray's id of the node it is on.

@@ -1,0 +1,1 @@
+"""The learner as ranks that may die: one process each, one group to the head."""

@@ -1,0 +1,1 @@
+"""A Ray on this machine, whose nodes come, get notices and are killed."""

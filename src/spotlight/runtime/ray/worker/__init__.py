@@ -1,0 +1,1 @@
+"""Rollout workers: their processes, and the head's pool of them."""
