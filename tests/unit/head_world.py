@@ -142,6 +142,10 @@ class FakeLearner:
         self.deaf: set[str] = set()
         self.asked: list[str] = []
 
+    @property
+    def life(self) -> int:
+        return self.lives
+
     def digest(self, version: int) -> str:
         return f"weights of version {version}"
 

@@ -27,7 +27,6 @@ def test_spot_nodes_roll_out_at_their_price() -> None:
     (spot,) = fleet.join(node("s", NodeKind.SPOT, 2))
     assert (spot.id, spot.gpus, spot.trains, spot.rolls_out) == ("s", 2, False, True)
     assert spot.price_usd_h == 2.0
-    assert fleet.rolls_out("s" * 8)
 
 
 def test_a_node_with_slots_left_is_two() -> None:
@@ -78,7 +77,6 @@ def test_a_node_nobody_knows_is_lost_quietly() -> None:
     fleet = Fleet.plan(1, PRICES, [node("a")])
     assert fleet.lose("never seen") == ()
     assert fleet.known("never seen") == ()
-    assert not fleet.rolls_out("never seen")
 
 
 @given(data=st.data(), wanted=st.integers(1, 4))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from head_world import RESERVED, SPOT, World, world
+from head_world import RESERVED, SPOT, Reference, World, world
 
 from spotlight.core import events as ev
 from spotlight.core.types import Phase, Purpose
@@ -217,3 +218,56 @@ def test_a_node_that_comes_back_is_paid_as_another_worker(tmp_path: Path) -> Non
     assert history.incidents[Incident.NODE_JOINED, True] == 2
     assert history.incidents[Incident.NODE_JOINED, False] == 1
     assert report.attempts[0].workers == 3
+
+
+def test_a_learner_lost_while_it_exports_is_restored_and_asked_again(tmp_path: Path) -> None:
+    with world(tmp_path) as it:
+        it.join(RESERVED, SPOT)
+        it.run()
+        it.learner.deaf.add("export")
+
+        def lose() -> None:
+            it.learner.deaf.clear()
+            it.head.lost("killed while it exported")
+
+        it.when("export", lambda: it.head.loop.call_soon_threadsafe(lose))
+        assert it.head.export() == it.learner.directory
+        assert it.learner.asked.count("export") == 2
+        assert it.learner.restored[-1] is not None
+
+
+@pytest.mark.parametrize("when", ["sealed", "swept"])
+def test_a_learner_lost_right_after_its_checkpoint_goes_back_to_that_one(tmp_path: Path, when: str) -> None:
+    with world(tmp_path) as it:
+        it.join(RESERVED, SPOT)
+        lost: list[str] = []
+
+        def lose() -> None:
+            if not lost:
+                lost.append(when)
+                it.head.loop.call_soon_threadsafe(it.head.lost, "killed after its checkpoint")
+
+        if when == "sealed":
+            it.when("save", lambda: it.head.loop.call_soon_threadsafe(lose))
+        else:
+            inner = it.keeper._keep_only
+
+            def keep_only(kind: str, names: Sequence[str]) -> Reference:
+                lose()
+                return inner(kind, names)
+
+            it.keeper._keep_only = keep_only  # type: ignore[method-assign]
+        it.run()
+        assert lost
+        assert it.head.error is None
+    assert [bill.ended for bill in clean(tmp_path).attempts] == [Ending.FINISHED]
+
+
+def test_a_second_begin_does_not_start_the_run_twice(tmp_path: Path) -> None:
+    with world(tmp_path) as it:
+        it.join(RESERVED, SPOT)
+        # Its conditions are sent and its version is being announced: then it dies.
+        it.when("send_conditions", lambda: it.head.loop.call_soon_threadsafe(it.head.lost, "killed"))
+        it.run()
+        assert it.head.error is None
+        assert it.learner.lives == 2

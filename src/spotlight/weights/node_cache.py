@@ -191,9 +191,9 @@ def _enter(directory: Path) -> int:
 def _remove_dead(parent: Path, prefix: str, but: Path) -> None:
     """Remove directories of runs that no process of this node is in."""
     for directory in parent.glob(f"{prefix}*"):
-        if directory == but or directory.lstat().st_uid != os.getuid():
-            continue
         try:
+            if directory == but or directory.lstat().st_uid != os.getuid():
+                continue
             descriptor = os.open(directory / "alive", os.O_RDWR | os.O_CLOEXEC)
         except OSError:  # no cache's directory, or one that is being made or removed
             continue

@@ -142,6 +142,10 @@ class Billing:
             case ef.FinishRun():
                 self._settle_training(Phase.TRAINING, now)
 
+    def trained(self, now: float) -> None:
+        """What was trained until now is in a checkpoint."""
+        self._settle_training(Phase.TRAINING, now)
+
     def price_of(self, node: NodeId) -> dict[WorkerId, float]:
         """USD an hour of each slot of a node."""
         return {name: self._slots[name].price_usd_h for name in slots_of(self._nodes[node])}

@@ -22,7 +22,7 @@ from spotlight.config.load import dump_config
 from spotlight.config.schema import RunConfig
 from spotlight.core import events as ev
 from spotlight.core.controller import Controller
-from spotlight.core.types import NodeId, Prompt, PromptId
+from spotlight.core.types import Node, NodeId, Prompt, PromptId
 from spotlight.rewards.pool import RewardPool
 from spotlight.rollout.rendezvous import Address
 from spotlight.runtime import build
@@ -89,6 +89,15 @@ class Site:
     threads: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A node whose free slots roll out, or would if their GPUs were like the others'."""
+
+    node: RayNode
+    facts: NodeFacts
+    parts: Sequence[Node]
+
+
 class Control:
     """Puts the parts of the head together, and tells it of nodes. The head's thread but for the listener."""
 
@@ -107,8 +116,11 @@ class Control:
         self._observer, self._prompts = materials.observer, materials.by_id
         prices = Prices(fleet.price_usd_h, fleet.spot.price_usd_h)
         self._fleet = Fleet.plan(fleet.learner_ranks, prices, site.nodes)
+        # Read in the launcher's thread, hence replaced as a whole and never changed.
+        self._learner_slots = self._fleet.learner_slots
         self._berths: dict[NodeId, Berth] = {}
-        self._facts: dict[str, tuple[RayNode, NodeFacts]] = {}
+        self._rolling: dict[str, _Waiting] = {}
+        self._waiting: dict[str, _Waiting] = {}
         run = secrets.token_hex(4)
         token = secrets.token_hex(16)
         self._token_file = write_token(config, token)
@@ -223,23 +235,40 @@ class Control:
     # -- nodes: the head's thread ----------------------------------------------------------------------
 
     def _join(self, node: RayNode, facts: NodeFacts) -> None:
-        rolling = [known for known in self._facts.values() if self._fleet.rolls_out(known[0].ray_id)]
         parts = self._fleet.join(node)
-        rolls_out = any(part.rolls_out for part in parts)
-        if rolls_out and (problem := mixed_gpus([*rolling, (node, facts)])) is not None:
-            self._fleet.lose(node.ray_id)
-            self._observer.note(f"a node is not used: {problem}")
-            return
-        self._facts[node.ray_id] = node, facts
+        self._learner_slots = self._fleet.learner_slots
+        self._admit(node, [part for part in parts if part.trains])
+        if rolling := [part for part in parts if not part.trains]:
+            self._waiting[node.ray_id] = _Waiting(node, facts, rolling)
+            if (problem := self._admit_fitting(node.ray_id)) is not None:
+                self._observer.note(f"the slots of a node do not roll out for now: {problem}")
+        elif not self._rolling:
+            self._observer.note("waiting for nodes that roll out")
+
+    def _admit_fitting(self, ray_id: str) -> Problem | None:
+        """Let a waiting node roll out, unless its GPUs are others than those that do."""
+        waiting = self._waiting[ray_id]
+        known = [(other.node, other.facts) for other in self._rolling.values()]
+        if (problem := mixed_gpus([*known, (waiting.node, waiting.facts)])) is not None:
+            return problem
+        self._rolling[ray_id] = self._waiting.pop(ray_id)
+        self._admit(waiting.node, waiting.parts)
+        return None
+
+    def _admit(self, node: RayNode, parts: Sequence[Node]) -> None:
         for part in parts:
             self._berths[part.id] = Berth(node.ray_id, node.gpus, self._site.threads)
             self._head.tell(ev.NodeJoined(part))
 
     def _lose(self, node: RayNode) -> None:
-        self._facts.pop(node.ray_id, None)
+        self._rolling.pop(node.ray_id, None)
+        self._waiting.pop(node.ray_id, None)
         for name in self._fleet.lose(node.ray_id):
             self._berths.pop(name, None)
             self._head.tell(ev.NodeLost(name))
+        self._learner_slots = self._fleet.learner_slots
+        for ray_id in list(self._waiting):
+            self._admit_fitting(ray_id)
 
     def _tell_all(self, node: RayNode, event: Callable[[NodeId], ev.Event]) -> None:
         for name in self._fleet.known(node.ray_id):
@@ -260,7 +289,7 @@ class Control:
                 {} if node.gpus else {SLOT: 1.0},
                 None if self._site.threads is None else max(1, self._learner_threads()),
             )
-            for ray_id, (node, count) in self._fleet.learner_slots.items()
+            for ray_id, (node, count) in self._learner_slots.items()
             for _ in range(count)
         ]
         if len(placements) < self._fleet.ranks:

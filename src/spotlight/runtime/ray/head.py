@@ -17,11 +17,12 @@ Invariants
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from spotlight.core import effects as ef
 from spotlight.core import events as ev
@@ -50,9 +51,12 @@ from spotlight.runtime.ray.scoring import FETCH_S, Scoring
 from spotlight.runtime.ray.worker.pool import WorkerPool
 from spotlight.runtime.ray.worker.weights import version_name
 from spotlight.runtime.trainer import IterationLog
+from spotlight.store.checkpoints import Checkpoint
 from spotlight.store.errors import StoreError
 from spotlight.store.schema import Incident
 from spotlight.weights.bundle import Manifest
+
+T = TypeVar("T")
 
 VERSIONS_KEPT = 2
 """Published versions, beside the newest, whose weights the keeper holds."""
@@ -112,7 +116,11 @@ class Head:
     _marks: dict[RolloutId, str] = field(default_factory=dict)
     _published: dict[tuple[PolicyVersion, int], str] = field(default_factory=dict)
     _committing: AbstractContextManager[Path] | None = None
+    _sealing: bool = False
+    _lost_meanwhile: str | None = None
     _start_from: Path | None = None
+    _exporting: bool = False
+    _exported: Path | None = None
     _over: bool = False
     _stop_requested: bool = False
     _failure: Exception | None = None
@@ -152,25 +160,34 @@ class Head:
         learner = self.parts.learner
 
         def stands(manifest: Manifest) -> None:
-            learner.send_conditions(
-                self.parts.prompts, lambda: self._announce(manifest, lambda: self.tell(ev.RunStarted()))
-            )
+            life = learner.life
+
+            def begin() -> None:
+                if learner.life == life:  # else it was lost meanwhile, and another is on its way here
+                    self.tell(ev.RunStarted())
+
+            learner.send_conditions(self.parts.prompts, lambda: self._announce(manifest, begin))
 
         learner.restore(self._start_from, self.parts.controller.cluster.lineage, stands)
 
     def export(self) -> Path:
-        """Have the learner export the judged weights into the run directory, once the run is over."""
-        self._over = False
-        exported: list[Path] = []
+        """Have the learner export the judged weights into the run directory, once the run is over.
+
+        A learner that is lost, or becomes it now, is restored first.
+        """
+        self._over, self._exporting = False, True
+        self._ask_export()
+        while self._exported is None:
+            self._turn()
+        return self._exported
+
+    def _ask_export(self) -> None:
+        """A learner that is lost ignores it, and is asked again once it stands."""
 
         def done(path: Path) -> None:
-            exported.append(path)
-            self._over = True
+            self._exported = path
 
         self.parts.learner.export(done)
-        while not self._over:
-            self._turn()
-        return exported[0]
 
     def request_stop(self) -> None:
         """Stop after the next committed checkpoint (from a signal handler: only sets a flag)."""
@@ -248,6 +265,8 @@ class Head:
             self.parts.workers.prove(event.worker)
         if isinstance(event, ev.NodeLost):
             self.parts.workers.lose(event.node)
+        if isinstance(event, ev.LeaseProgressed | ev.LeaseCompleted):
+            self.parts.workers.worked(event.leader)
         if isinstance(event, ev.LeaseCompleted):
             accepted = [r.id for e in effects if isinstance(e, ef.ScoreSamples) for r in e.rollouts]
             self._marks |= dict.fromkeys((name for name in accepted if name in event.rollouts), mark)
@@ -308,9 +327,10 @@ class Head:
                 self._checkpoint(effect)
             case ef.RollBack(position):
                 undone = parts.book.undo(position, parts.attempt)
+                self._expect_again(parts.controller.version, parts.controller.cluster.lineage)
                 self.note(f"{undone} ledger records after the checkpoint are undone")
             case ef.RestoreLearner():
-                self._restore(effect)
+                self._restore(effect.iteration, effect.lineage)
             case ef.FinishRun(error):
                 self.error, self._over = error, True
             case ef.NoWork():
@@ -453,15 +473,26 @@ class Head:
             lambda error: self.fail(_keeper_lost(error)),
         )
 
+    def _expect_again(self, version: PolicyVersion, lineage: int) -> None:
+        """After a roll-back: leases of this version go on, with the weights that it had before."""
+        known = max((key for key in self._published if key[0] == version), default=None)
+        if known is not None:
+            self._published[version, lineage] = self._published[known]
+
     def lost(self, detail: str) -> None:
         """The learner is gone: told once for each of its lives; see ``learner.group.Listener``."""
         self.observer.note(f"the learner is lost and goes back to the last checkpoint: {detail}")
+        if self._sealing:
+            self._lost_meanwhile = detail  # what it saved counts, and is about to be told
+            return
         committing, self._committing = self._committing, None
         if committing is not None:  # what was being written is never committed
             with suppress(_AbandonedError):
                 committing.__exit__(_AbandonedError, _AbandonedError(), None)
         if self.parts.controller.stage is Stage.IDLE:
             self._begin()  # nothing was trained yet
+        elif self._exporting:
+            self._restore(None, self.parts.controller.cluster.lineage)
         else:
             self.tell(ev.LearnerLost(detail))
 
@@ -473,21 +504,39 @@ class Head:
         """The learner does not start yet; see ``learner.group.Listener``."""
         self.note(f"the learner does not start: {detail}")
 
-    def _restore(self, effect: ef.RestoreLearner) -> None:
-        newest = self.parts.book.checkpoints.newest_valid()
-        found = newest.header.iteration if newest else 0
-        if found != effect.iteration:
-            self.fail(
-                f"the newest whole checkpoint is of iteration {found}, but {effect.iteration} was committed: "
-                "the run directory has changed behind this run's back"
-            )
-            return
+    def _restore(self, iteration: int | None, lineage: int) -> None:
+        """Start the learner from the newest checkpoint, which must be of ``iteration`` (None: whichever)."""
 
         def restored(manifest: Manifest) -> None:
-            self._announce(manifest, lambda: self.tell(ev.LearnerRestored(effect.lineage)))
+            self._announce(manifest, lambda: self.tell(ev.LearnerRestored(lineage)))
+            if self._exporting:
+                self._ask_export()
 
-        directory = newest.directory / LEARNER_FOLDER if newest else None
-        self.parts.learner.restore(directory, effect.lineage, restored)
+        def found(newest: Checkpoint | None) -> None:
+            at = newest.header.iteration if newest else 0
+            if iteration is not None and at != iteration:
+                self.fail(
+                    f"the newest whole checkpoint is of iteration {at}, but {iteration} was committed: "
+                    "the run directory has changed behind this run's back"
+                )
+                return
+            directory = newest.directory / LEARNER_FOLDER if newest else None
+            self.parts.learner.restore(directory, lineage, restored)
+
+        self._beside(self.parts.book.checkpoints.newest_valid, found)
+
+    def _beside(self, work: Callable[[], T], then: Callable[[T], None]) -> None:
+        """Do what takes long, such as reading a checkpoint, beside the loop."""
+
+        def run() -> None:
+            try:
+                value = work()
+            except Exception as error:  # noqa: BLE001 - it ends the run, in the loop's thread
+                self.loop.call_soon_threadsafe(self.fail, error)
+            else:
+                self.loop.call_soon_threadsafe(then, value)
+
+        threading.Thread(target=run, name="beside the head", daemon=True).start()
 
     # -- the end of an iteration -----------------------------------------------------------------------
 
@@ -516,12 +565,22 @@ class Head:
         def saved() -> None:
             if self._committing is not committing:
                 return  # the learner was lost meanwhile
-            self._committing = None
-            committing.__exit__(None, None, None)
+            self._committing, self._sealing = None, True
+            self._beside(lambda: committing.__exit__(None, None, None), lambda _: sealed())
+
+        def sealed() -> None:
+            self.accounts.trained()
             self.accounts.write(self.parts.book)
             self.stopped = self._over = self._stop_requested
             if not self._over:
-                self._sweep(lambda: self.tell(ev.CheckpointCommitted(effect.iteration)))
+                self._sweep(committed)
+
+        def committed() -> None:
+            self._sealing = False
+            self.tell(ev.CheckpointCommitted(effect.iteration))
+            if self._lost_meanwhile is not None:
+                self.tell(ev.LearnerLost(self._lost_meanwhile))
+                self._lost_meanwhile = None
 
         self.parts.learner.save(directory / LEARNER_FOLDER, saved)
 

@@ -10,12 +10,16 @@ import heapq
 import queue
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Any
 
 Clock = Callable[[], float]
+
+STANDSTILL_S, GRACE_S = 1.0, 2.0
+"""A turn that ends so much later than it should was a standstill, after which timers wait so long."""
 
 
 class NoAnswerError(TimeoutError):
@@ -56,6 +60,7 @@ class Loop:
     _items: queue.SimpleQueue[Callable[[], object]] = field(default_factory=queue.SimpleQueue)
     _timers: list[tuple[float, int, Timer]] = field(default_factory=list)
     _numbers: count[int] = field(default_factory=count)
+    _held_until_s: float = float("-inf")
 
     def call_soon_threadsafe(self, callback: Callable[..., object], /, *args: Any) -> None:
         """From any thread; calls are made in the order in which they came."""
@@ -68,19 +73,24 @@ class Loop:
         return timer
 
     def turn(self, until_s: float) -> None:
-        """Make the calls that are due; wait for one, but not beyond ``until_s`` on the clock."""
+        """Make the calls that are due; wait for one, but not beyond ``until_s`` on the clock.
+
+        What others have called comes before the timers: an answer that is there beats its own deadline. After
+        a standstill (a stopped process, a long call) timers wait a little: so did everybody's answers.
+        """
         while self._timers and not self._timers[0][2].pending:
             heapq.heappop(self._timers)
         if self._timers:
-            until_s = min(until_s, self._timers[0][0])
-        try:
-            item = self._items.get(timeout=max(0.0, until_s - self.clock()))
-        except queue.Empty:
-            pass
-        else:
-            item()
+            until_s = min(until_s, max(self._timers[0][0], self._held_until_s))
+        began_s = self.clock()
+        with suppress(queue.Empty):
+            self._items.get(timeout=max(0.0, until_s - began_s))()
+            for _ in range(self._items.qsize()):
+                self._items.get_nowait()()
         now = self.clock()
-        while self._timers and self._timers[0][0] <= now:
+        if now > max(until_s, began_s) + STANDSTILL_S:
+            self._held_until_s = now + GRACE_S
+        while self._timers and self._timers[0][0] <= now and now >= self._held_until_s:
             heapq.heappop(self._timers)[2].ring()
 
 

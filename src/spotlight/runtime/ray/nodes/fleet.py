@@ -71,10 +71,6 @@ class Fleet:
         """The controller's nodes of one of Ray's."""
         return tuple(node.id for node in self._nodes[ray_id][1]) if ray_id in self._nodes else ()
 
-    def rolls_out(self, ray_id: str) -> bool:
-        """Whether workers are on one of Ray's nodes."""
-        return any(node.rolls_out for node in self._nodes[ray_id][1]) if ray_id in self._nodes else False
-
     def host_of(self, node: NodeId) -> RayNode | None:
         """Ray's node of one of the controller's."""
         for ray_node, nodes in self._nodes.values():

@@ -56,7 +56,7 @@ class Listener(Protocol):
         ...
 
     def lost(self, node: RayNode) -> None:
-        """A node that joined is gone, and everything on it."""
+        """A node is gone, and everything on it; perhaps before it joined."""
         ...
 
     def noticed(self, node: RayNode, remaining_s: float, detail: str) -> None:
@@ -246,8 +246,7 @@ class Membership:
     def _lose(self, watched: _Watched) -> None:
         del self._watched[watched.node.ray_id]
         self._dead.add(watched.node.ray_id)
-        if watched.facts is not None:
-            self._listener.lost(watched.node)
+        self._listener.lost(watched.node)
 
     def _refuse(self, ray_id: str, problem: Problem) -> None:
         if ray_id not in self._told:
@@ -333,7 +332,7 @@ class Membership:
         """It died, or is silent; if that was the node, Ray's list will say so."""
         self._dismiss(watched)
         watched.asked, watched.seen = None, 0
-        pause_s = min(_PAUSE_MOST_S, _PAUSE_FIRST_S * 2.0**watched.failures)
+        pause_s = min(_PAUSE_MOST_S, _PAUSE_FIRST_S * 2.0 ** min(watched.failures, 30))
         watched.failures += 1
         watched.due_s = self._clock() + pause_s
         if watched.facts is None:

@@ -22,6 +22,8 @@ from spotlight.rollout.ports import Command
 from spotlight.runtime.ray.loop import Calls, NoAnswerError
 
 HEARTBEATS_MISSED = 3
+IDLE_DEATHS = 3
+"""Deaths of a worker that had weights, without any progress between them, that may be an accident."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
 """Before a process is started in place of one that died: doubled with every failure to start."""
 
@@ -80,6 +82,7 @@ class WorkerPool:
     _processes: dict[WorkerId, _Process] = field(default_factory=dict)
     _orders: dict[WorkerId, ef.StartWorker] = field(default_factory=dict)
     _failures: dict[WorkerId, int] = field(default_factory=dict)
+    _idle_deaths: dict[WorkerId, int] = field(default_factory=dict)
     _deaths: dict[WorkerId, tuple[ef.StartWorker, str]] = field(default_factory=dict)
 
     def start(self, order: ef.StartWorker) -> None:
@@ -99,7 +102,7 @@ class WorkerPool:
         if failures is None:
             self._launch(order)
         else:
-            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0**failures)
+            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(failures, 30))
             self.calls.loop.call_later(pause_s, self._launch, order)
 
     def tell(self, worker: WorkerId, command: Command) -> None:
@@ -114,12 +117,17 @@ class WorkerPool:
         if process is not None:
             process.proven = True
 
+    def worked(self, worker: WorkerId) -> None:
+        """A worker's progress was heard of."""
+        self._idle_deaths.pop(worker, None)
+
     def lose(self, node: NodeId) -> None:
         """A node is gone, and its processes."""
         for worker in [name for name, order in self._orders.items() if order.node == node]:
             del self._orders[worker]
             self._failures.pop(worker, None)
             self._deaths.pop(worker, None)
+            self._idle_deaths.pop(worker, None)
             self._end(worker)
 
     def distrust(self, worker: WorkerId) -> None:
@@ -150,6 +158,11 @@ class WorkerPool:
             process = _Process(order, self.starter.start(order))
         except LookupError:
             return  # the node is gone; the controller hears of it
+        except Exception as error:  # noqa: BLE001 - whatever the cluster says, it is this worker that failed
+            self._failures[order.worker] = self._failures.get(order.worker, 0) + 1
+            self._deaths[order.worker] = order, _brief(error)
+            self.tell_head(ev.WorkerCrashed(order.worker, order.epoch))
+            return
         self._processes[order.worker] = process
         self.calls.send(
             process.handle.ready(),
@@ -163,7 +176,9 @@ class WorkerPool:
         """A process died whose node lives: else nobody would start it again."""
         self.crashed(order.worker, why)
         if self._failures[order.worker] == 1:
-            told = f"{order.worker} does not start, and is tried again with growing pauses: {why}"
+            idle = self._idle_deaths.get(order.worker, 0) > IDLE_DEATHS
+            what = "dies before it has done anything" if idle else "does not start"
+            told = f"{order.worker} {what}, and is tried again with growing pauses: {why}"
             self.starter.log_tail(order, lambda tail: self.note(f"{told}\n{tail}" if tail else told))
 
     def _started(self, process: _Process) -> None:
@@ -196,7 +211,11 @@ class WorkerPool:
         if self._processes.get(worker) is not process:
             return
         why = "shows no sign of life" if isinstance(error, NoAnswerError) else _brief(error)
-        self._failures[worker] = 0 if process.proven else self._failures.get(worker, 0) + 1
+        if process.proven:
+            idle = self._idle_deaths[worker] = self._idle_deaths.get(worker, 0) + 1
+            self._failures[worker] = max(0, idle - IDLE_DEATHS)
+        else:
+            self._failures[worker] = self._failures.get(worker, 0) + 1
         self._deaths[worker] = process.order, why
         self._end(worker)
         self.tell_head(ev.WorkerCrashed(worker, process.order.epoch))

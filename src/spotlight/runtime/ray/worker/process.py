@@ -8,6 +8,7 @@ Ray-free: ``worker/actor.py`` is the thin actor around it.
 from __future__ import annotations
 
 import hashlib
+import logging
 import queue
 import threading
 import time
@@ -19,7 +20,7 @@ import torch
 from spotlight.config.schema import RunConfig
 from spotlight.core.effects import PullWeights
 from spotlight.core.events import PullFailed
-from spotlight.core.types import Purpose, WeightKind, WorkerId
+from spotlight.core.types import Purpose, WorkerId
 from spotlight.models.base import Condition, ModelFamily
 from spotlight.models.skeleton import base_state, filling, modules_of
 from spotlight.rollout.communicators import communicator
@@ -37,6 +38,8 @@ from spotlight.weights.errors import PeerLostError
 from spotlight.weights.node_cache import NodeCache
 from spotlight.weights.peers import Lender, borrow
 from spotlight.weights.shelf import Shelf
+
+log = logging.getLogger(__name__)
 
 NEGATIVE = "negative"
 """Name of the negative prompt's embedding at the keeper."""
@@ -101,12 +104,7 @@ class WorkerProcess:
         if negative is None:  # the learner sends it before the run starts
             self._put_off(pull)
             return
-        try:
-            family = self._family(pull)
-        except PeerLostError:
-            self._put_off(pull)
-            return
-        loop = self._assemble(family, unpack_condition(negative.data))
+        loop = self._assemble(self._family(pull), unpack_condition(negative.data))
         with self._lock:
             loop.tell(pull)
             while not self._waiting.empty():
@@ -126,16 +124,24 @@ class WorkerProcess:
         """
         config, place = self._config, self._place
         lends = config.learner.mode == "lora"
-        if pull.kind is WeightKind.FULL and pull.peer is not None and lends:
-            family = build.load_family(config, place.device, read_transformer=False)
-            with filling(family.transformer) as targets:
-                borrow(self._socket(pull.peer), self._base_mark(), targets, modules_of(targets))
-        else:
+        family = self._borrowed(pull.peer) if pull.peer is not None and lends else None
+        if family is None:
             family = build.load_family(config, place.device)
         if lends:
             tensors = base_state(family.transformer)
             shelf = Shelf(tensors, modules_of(tensors), self._base_mark())
             self._lender = Lender(self._cache.directory, _file_name(place.worker), shelf)
+        return family
+
+    def _borrowed(self, peer: WorkerId) -> ModelFamily | None:
+        """None: the peer is gone, or does not lend; then the disk has to do."""
+        family = build.load_family(self._config, self._place.device, read_transformer=False)
+        try:
+            with filling(family.transformer) as targets:
+                borrow(self._socket(peer), self._base_mark(), targets, modules_of(targets))
+        except PeerLostError as error:
+            log.warning("base weights are read from disk: %s", error)
+            return None
         return family
 
     def _socket(self, worker: WorkerId) -> Path:
