@@ -86,7 +86,7 @@ class FleetConfig(Section):
     """Work of a group that commits nothing for so long is given to another."""
     heartbeat_s: PositiveFloat = 5.0
     """A worker that shows no sign of life for three of these is restarted."""
-    answer_s: PositiveFloat = 10.0
+    answer_s: PositiveFloat = 30.0
     """A command that a worker does not answer for so long is sent again, and at last the worker restarted."""
     collective_s: PositiveFloat = 30.0
     """A member of a group that keeps the others waiting for so long within a step is given up by them."""

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from spotlight.config.errors import Problem
 from spotlight.config.fleet import FleetConfig
 
+_TIMES_ASKED = 3
+"""A group is told to form or part so often before its members are given up."""
 _BEATS_MIN = 3
 """A lease outlives so many heartbeats: one that is lost or late must not cost work."""
 
@@ -22,6 +24,14 @@ def fleet_problems(fleet: FleetConfig) -> Iterator[Problem]:
             str(degrees),
             "each degree once, ascending",
             f"Set {sorted(set(degrees))}.",
+        )
+    forming_s = fleet.answer_s / 2 + 2 * fleet.collective_s
+    if degrees[-1] > 1 and _TIMES_ASKED * fleet.answer_s < forming_s:
+        yield Problem(
+            "fleet.answer_s",
+            f"{fleet.answer_s:g}",
+            f"at least {0.8 * fleet.collective_s:g} with fleet.collective_s = {fleet.collective_s:g}",
+            "Raise it, or lower fleet.collective_s: members that wait for a dead one would be given up themselves.",
         )
     if fleet.lease_s < _BEATS_MIN * fleet.heartbeat_s:
         yield Problem(

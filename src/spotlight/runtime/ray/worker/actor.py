@@ -87,7 +87,7 @@ class WorkerOrder:
 
 
 class WorkerActor:
-    """One persistent process on one slot: imports, loads and compiles once, then only changes groups."""
+    """One persistent process on one slot: imports and loads once, then only changes groups."""
 
     def __init__(self, order: WorkerOrder, keeper: Any) -> None:
         config = read_config(order.config, "the configuration sent to a worker")
