@@ -31,7 +31,7 @@ def fleet_problems(fleet: FleetConfig) -> Iterator[Problem]:
             "fleet.answer_s",
             f"{fleet.answer_s:g}",
             f"at least {0.8 * fleet.collective_s:g} with fleet.collective_s = {fleet.collective_s:g}",
-            "Raise it, or lower fleet.collective_s: members that wait for a dead one would be given up themselves.",
+            "Raise it, or lower fleet.collective_s: who waits for a dead member would be given up too.",
         )
     if fleet.lease_s < _BEATS_MIN * fleet.heartbeat_s:
         yield Problem(
