@@ -19,7 +19,7 @@ from learner_job import Batch, config_of, inline_learning, make_batch
 
 from spotlight.config.load import dump_config
 from spotlight.core.types import PolicyVersion, RolloutId
-from spotlight.runtime.ray.keeper import start_keeper
+from spotlight.runtime.ray.keeper_actor import start_keeper
 from spotlight.runtime.ray.learner.actor import CONDITION, NEGATIVE, WEIGHTS, Placement, RayLauncher
 from spotlight.runtime.ray.learner.group import Deadlines, LearnerGroup
 from spotlight.runtime.ray.learner.rank import write_token
@@ -82,7 +82,7 @@ class Head:
         self.paths = RunPaths(self.config.runs_dir / self.config.name)
         self.paths.attempts.mkdir(parents=True)
         write_token(self.config, "token")
-        self.keeper = start_keeper(self.paths.path / "kept", 1 << 24, cluster)
+        self.keeper = start_keeper(self.paths.path / "kept", 1 << 24, node=cluster)
         place = Placement(cluster, "127.0.0.1", resources={"spotlight_reserved": reserved}, threads=1)
         self.launcher = RayLauncher(
             dump_config(self.config), 2, lambda: [place, place], self.keeper, "token", self.paths.attempts

@@ -73,6 +73,8 @@ def test_a_report_that_could_not_be_kept_leaves_no_event(tmp_path: Path) -> None
         folder.rename(folder.with_name("away"))  # as if the disk were gone; root may write anywhere
         with pytest.raises(StoreError, match="cannot keep progress of r2 at step 1"):
             await room.deliver(report(A, 2, progress("r1", 1), progress("r2", 1, 500)))
+        with pytest.raises(StoreError, match="cannot keep progress of r2 at step 1"):
+            await room.take(0)  # the head hears of it too: senders only die of it
         folder.with_name("away").rename(folder)
         await room.deliver(report(A, 3, progress("r2", 1, 500)))
         told = [delivered.event for delivered in await room.take(0)]

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from spotlight.core.selection import top_and_bottom
 from spotlight.core.types import PolicyVersion, WeightKind, WorkerId
 from spotlight.core.weights import Holding, Source, choose_source
 
@@ -39,20 +34,3 @@ def test_sources(
     me: Holding, neighbours: list[Holding], publishes: WeightKind, source: Source | None
 ) -> None:
     assert choose_source(me, neighbours, V2, publishes) == source
-
-
-rewards = st.dictionaries(st.integers(0, 1000), st.floats(-10, 10), min_size=1, max_size=24)
-
-
-@given(rewards, st.integers(1, 24))
-def test_chosen_seeds_are_the_extremes(previews: Mapping[int, float], count: int) -> None:
-    if len(previews) < count:
-        with pytest.raises(ValueError, match="cannot be chosen"):
-            top_and_bottom(previews, count)
-        return
-    chosen = top_and_bottom(previews, count)
-    assert len(set(chosen)) == count
-    high, low = chosen[: count - count // 2], chosen[count - count // 2 :]
-    rest = [previews[seed] for seed in previews if seed not in chosen]
-    assert all(previews[h] >= r for h in high for r in rest)
-    assert all(previews[x] <= r for x in low for r in rest)
