@@ -130,22 +130,8 @@ class Control:
         self.membership = Membership(self, gather(), MembershipSettings(settings))
         shared = f"{config.name[:_NAME_MAX]}-{run}"
         self._left = cache_directory(shared)
-        starter = ActorStarter(
-            text,
-            keeper,
-            meeting,
-            shared,
-            self._berths,
-            self._tail,
-        )
-        self.workers = WorkerPool(
-            calls,
-            starter,
-            head.tell,
-            materials.observer.note,
-            lambda worker, why: head.befall(Incident.WORKER_CRASHED, worker, why),
-            fleet.heartbeat_s,
-            fleet.start_s,
+        self.workers = self._pool(
+            calls, ActorStarter(text, keeper, meeting, shared, self._berths, self._tail)
         )
         self._launcher = RayLauncher(
             text, fleet.learner_ranks, self._placements, keeper, token, directory.path / LOGS_FOLDER
@@ -154,7 +140,7 @@ class Control:
             self._launcher, head.loop, head, Deadlines(start_s=fleet.start_s, answer_s=fleet.learner_s)
         )
         self.learner = learner
-        controller = self._controller()
+        controller = self._controller(materials.prompts)
         scoring = Scoring(
             keeper,
             calls,
@@ -180,16 +166,26 @@ class Control:
             grid=(config.evaluation.grid_prompts, config.evaluation.grid_images),
         )
 
-    def _controller(self) -> Controller:
-        config, newest, prompts = self._config, self._attempt.newest, self._prompts
-        loaded = build.load_prompts(config)
+    def _pool(self, calls: Calls, starter: ActorStarter) -> WorkerPool:
+        head, fleet = self._head, self._config.fleet
+        return WorkerPool(
+            calls,
+            starter,
+            head.tell,
+            self._observer.note,
+            lambda worker, why: head.befall(Incident.WORKER_CRASHED, worker, why),
+            fleet.heartbeat_s,
+            fleet.start_s,
+        )
+
+    def _controller(self, prompts: build.Prompts) -> Controller:
+        config, newest = self._config, self._attempt.newest
         plan = build.cluster_plan_of(config)
-        assert {prompt.id for prompt in (*loaded.train, *loaded.test)} == set(prompts)
         term = self._attempt.number
         if newest is None:
-            return Controller(plan, loaded.train, loaded.test, term)
+            return Controller(plan, prompts.train, prompts.test, term)
         snapshot = json.loads((newest.directory / CONTROLLER_FILE).read_text())
-        return Controller.restore(plan, loaded.train, loaded.test, snapshot, term)
+        return Controller.restore(plan, prompts.train, prompts.test, snapshot, term)
 
     @property
     def begin(self) -> Path | None:

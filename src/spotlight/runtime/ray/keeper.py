@@ -33,6 +33,8 @@ from spotlight.rollout.reports import Report, Value
 from spotlight.store.errors import StoreError
 from spotlight.store.vault import Kept, Usage, Vault
 
+NEGATIVE = "negative"
+"""Name of the negative prompt's embedding among conditions; prompts' own names are hexadecimal digits."""
 MAILBOX_EVENTS = 65_536
 """Minutes of a cluster of many hundred workers; 10-20 MB."""
 _DELIVERY_THREADS = 4

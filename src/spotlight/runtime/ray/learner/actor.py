@@ -25,6 +25,7 @@ import spotlight
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.core.effects import PrepareBatch
 from spotlight.core.types import PromptId, Rollout, RolloutId
+from spotlight.runtime.ray.keeper import NEGATIVE
 from spotlight.runtime.ray.learner.group import Process
 from spotlight.runtime.ray.learner.rank import LOOPBACK, LearnerRank, RankPlace, share_of
 from spotlight.weights.bundle import Manifest
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
 
 SAMPLE, CONDITION, WEIGHTS = "sample", "condition", "weights"
 """Kinds of values in the keeper."""
-NEGATIVE = "negative"
-"""Name of the negative prompt's embedding; prompts' own names are hexadecimal digits."""
 _FETCHED_AT_ONCE = 32
 _TAIL_BYTES, _TAIL_LINES = 16 * 1024, 20
 

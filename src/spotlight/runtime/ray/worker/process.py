@@ -33,6 +33,7 @@ from spotlight.rollout.sequence_parallel import SequenceParallel
 from spotlight.rollout.worker import WorkerLoop
 from spotlight.runtime import build
 from spotlight.runtime.learning import rollout_slots
+from spotlight.runtime.ray.keeper import NEGATIVE
 from spotlight.runtime.ray.worker.weights import BundleLoader
 from spotlight.weights.errors import PeerLostError
 from spotlight.weights.node_cache import NodeCache
@@ -41,8 +42,6 @@ from spotlight.weights.shelf import Shelf
 
 log = logging.getLogger(__name__)
 
-NEGATIVE = "negative"
-"""Name of the negative prompt's embedding at the keeper."""
 _PAUSE_S = 1.0
 
 
