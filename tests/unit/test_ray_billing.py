@@ -237,7 +237,7 @@ def test_training_counts_once_a_checkpoint_holds_it() -> None:
     hand.feed(ev.RunStarted())
     train = ef.TrainMicroBatch(MicroBatch(0, 0, (), 0), 0)
     hand.feed(ev.BatchPrepared(0), train)
-    hand.feed(ev.MicroBatchTrained(0, 0, 0), ef.StepOptimizer(0, 0), after_s=5)
+    hand.feed(ev.MicroBatchTrained(0, 0, 0), ef.StepOptimizer(0, 0, 0), after_s=5)
     hand.feed(ev.OptimizerStepped(0, 0, 0.0, 0.0), ef.PublishWeights(PolicyVersion(1)), after_s=1)
     hand.feed(ev.WeightsPublished(PolicyVersion(1)), ef.CommitCheckpoint(0, 0, {}), after_s=2)
     assert hand.bill()[R, Phase.WEIGHT_SYNC] == 2

@@ -323,7 +323,8 @@ class Controller:
         if at.micro_batch < len(pending):
             self.work.effects.append(TrainMicroBatch(pending[at.micro_batch], at.micro_batch))
         else:
-            self.work.effects.append(StepOptimizer(self.iteration, at.update))
+            samples = sum(len(micro_batch.rollouts) for micro_batch in pending)
+            self.work.effects.append(StepOptimizer(self.iteration, at.update, samples))
 
     def _stepped(self, loss: float, grad_norm: float) -> None:
         at = self.work.at

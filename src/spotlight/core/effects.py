@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from spotlight.core.records import Record
 from spotlight.core.types import (
+    Comparison,
     Group,
     Lease,
     LeaseId,
@@ -57,9 +58,14 @@ class ScoreSamples:
 class PrepareBatch:
     """Give the learner an iteration's groups with their scores: it forms advantages and old log-probs.
 
+    With ``partial`` these are some of the iteration's samples, and the rest follows in further effects, each
+    answered by a :class:`~spotlight.core.events.BatchPrepared`; all come before the first optimizer step.
+
     Attributes:
+        groups: whole groups, or with ``comparisons`` also slices of groups.
         micro_batches: what will be trained, in order: old log-probs are computed in the same batches.
         weights: factors of samples' losses that undo the choice of their seeds; 1 where absent.
+        comparisons: one for each group; empty: each is compared within itself.
     """
 
     iteration: int
@@ -67,6 +73,8 @@ class PrepareBatch:
     scores: Mapping[RolloutId, Mapping[str, float]]
     micro_batches: tuple[MicroBatch, ...]
     weights: Mapping[RolloutId, float] = field(default_factory=dict)
+    partial: bool = False
+    comparisons: tuple[Comparison, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +87,11 @@ class TrainMicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepOptimizer:
-    """Apply the accumulated gradients."""
+    """Apply the accumulated gradients, of ``samples``: fewer than its micro-batches announced if some got lost."""
 
     iteration: int
     update: int
+    samples: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from enum import StrEnum
 from spotlight.core.planner.arms import Arm, arm_grid
 from spotlight.core.planner.budget import PreviewCosts
 from spotlight.core.selection import SelectionPolicy
-from spotlight.core.types import Prompt, PromptId, WeightKind
+from spotlight.core.types import Baseline, Prompt, PromptId, WeightKind
 
 
 class Explore(StrEnum):
@@ -81,6 +81,36 @@ class ExplorationPlan:
         return arm_grid(self.planner.seed_counts, self.planner.step_counts)
 
 
+class Axis(StrEnum):
+    """How an iteration's samples are cut into parts that are trained while the rest is generated."""
+
+    PROMPT = "prompt"
+    GENERATION = "generation"
+
+
+@dataclass(frozen=True, slots=True)
+class PipelinePlan:
+    """What of generation and training may overlap; nothing by default.
+
+    Attributes:
+        axis: train whole groups as they complete, or slices of groups; None: train when all is there.
+        slice_size: members of a group that form a slice, on the axis ``generation``.
+        baseline: what slices are compared with.
+        bounded: GPUs of the learner that roll out take only what is then trained earlier than if they had
+            left it; without, they take whatever waits while the learner has nothing to do.
+        switch_s: that one of them takes from training to rolling out, or back.
+        next_share: of the next iteration's groups that may be rolled out before this one is trained, one
+            published version stale.
+    """
+
+    axis: Axis | None = None
+    slice_size: int = 4
+    baseline: Baseline = Baseline.GROUP
+    bounded: bool = False
+    switch_s: float = 0.0
+    next_share: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
     """How workers of a cluster are grouped, and how long the controller waits for them.
@@ -128,6 +158,7 @@ class Plan:
             None stops at the first.
         cluster: nothing a driver without nodes ever uses.
         exploration: None trains on random seeds.
+        pipeline: what overlaps.
     """
 
     run_seed: int
@@ -146,6 +177,7 @@ class Plan:
     ranks: int = 1
     cluster: ClusterPlan = ClusterPlan()
     exploration: ExplorationPlan | None = None
+    pipeline: PipelinePlan = PipelinePlan()
 
 
 def require_usable(plan: Plan, train: Sequence[Prompt], test: Sequence[Prompt]) -> None:

@@ -71,6 +71,14 @@ class WeightKind(StrEnum):
     FULL = "full"
 
 
+class Baseline(StrEnum):
+    """What a sample's reward is compared with: its whole group, what is there of it, or explored seeds."""
+
+    GROUP = "group"
+    SLICE = "slice"
+    EXPLORATION = "exploration"
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A text to draw, with what the reward must know of it."""
@@ -143,6 +151,19 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class Comparison:
+    """How samples of one group that are trained before the rest of it is there become advantages.
+
+    Attributes:
+        baseline: GROUP: they are the whole group.
+        others: scores besides: SLICE: of the group's earlier slices; EXPLORATION: of other seeds' previews.
+    """
+
+    baseline: Baseline = Baseline.GROUP
+    others: tuple[Mapping[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class MicroBatch:
     """What the learner takes in one forward/backward.
 
@@ -150,7 +171,8 @@ class MicroBatch:
         iteration: the iteration whose samples these are.
         update: index of the optimizer step within the iteration.
         rollouts: whole or partial groups, in group order.
-        update_samples: number of samples of the whole optimizer step (the loss's normaliser).
+        update_samples: number of samples of the whole optimizer step (the loss's normaliser); as planned,
+            where they are trained before all are there.
     """
 
     iteration: int
