@@ -87,7 +87,7 @@ class TrainMicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepOptimizer:
-    """Apply the accumulated gradients, of ``samples``: fewer than its micro-batches announced if some got lost."""
+    """Apply the accumulated gradients of ``samples``: fewer than were announced if some got lost."""
 
     iteration: int
     update: int
