@@ -268,20 +268,21 @@ class InlineDriver:
             match effect:
                 case ef.PrepareBatch(iteration):
                     trainer.prepare(effect, self.parts.controller.rollouts, self._samples)
-                    self._to_train = [micro_batch.update for micro_batch in effect.micro_batches]
+                    self._to_train += [micro_batch.update for micro_batch in effect.micro_batches]
                     self._events.append(ev.BatchPrepared(iteration))
                 case ef.TrainMicroBatch(micro_batch, index):
                     trainer.accumulate(micro_batch)
-                    done = self._to_train.index(micro_batch.update) + index + 1
+                    done = sum(update < micro_batch.update for update in self._to_train) + index + 1
                     self.parts.observer.work(Phase.TRAINING, done, len(self._to_train))
                     self._events.append(
                         ev.MicroBatchTrained(micro_batch.iteration, micro_batch.update, index)
                     )
-                case ef.StepOptimizer(iteration, update):
-                    loss, grad_norm = trainer.step()
+                case ef.StepOptimizer(iteration, update, samples):
+                    loss, grad_norm = trainer.step(samples)
                     self._events.append(ev.OptimizerStepped(iteration, update, loss, grad_norm))
                 case ef.FinishBatch(iteration):
                     trainer.finish_batch()
+                    self._to_train.clear()
                     self._events.append(ev.BatchFinished(iteration))
 
     # -- the end of an iteration -----------------------------------------------------------------------
