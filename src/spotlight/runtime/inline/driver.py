@@ -163,6 +163,7 @@ class InlineDriver:
         parts = self.parts
         if self._unsubmitted:
             self._submit()
+        self._require_current(rollouts)
         phase = _PHASE[rollouts[0].purpose]
         mine = rollouts[parts.ranks.rank :: parts.ranks.world]
         # A rank without a rollout lends its shard to the others' forwards all the same, for a copy of one.
@@ -185,6 +186,16 @@ class InlineDriver:
             else:
                 self._events.append(
                     ev.RolloutCompleted(WORKER, lease.id, lease.epoch, rollout.id, rollout.version)
+                )
+
+    def _require_current(self, rollouts: Sequence[Rollout]) -> None:
+        """The engine and the learner share one module: it can make samples of the version it holds alone."""
+        held = self.parts.trainer.learner.steps
+        for rollout in rollouts:
+            if rollout.version != held:
+                raise RuntimeError(
+                    f"{rollout.id} is to be made by version {rollout.version}, but this process holds "
+                    f"{held}: rollouts of two versions need fleet.driver=ray, or pipeline.next_share=0"
                 )
 
     def _progress(self, phase: Phase, rollouts: Sequence[Rollout]) -> Callable[[float], None]:
