@@ -445,8 +445,10 @@ class Head:
                 self.observer.work(Phase.TRAINING, training.begun - 1, training.prepared)
                 trained = ev.MicroBatchTrained(batch.iteration, batch.update, index)
                 learner.accumulate(batch, lambda: tell(trained))
-            case ef.StepOptimizer(iteration, update):
-                learner.step(lambda loss, norm: tell(ev.OptimizerStepped(iteration, update, loss, norm)))
+            case ef.StepOptimizer(iteration, update, samples):
+                learner.step(
+                    samples, lambda loss, norm: tell(ev.OptimizerStepped(iteration, update, loss, norm))
+                )
             case ef.FinishBatch(iteration):
                 learner.finish_batch(lambda: tell(ev.BatchFinished(iteration)))
 
