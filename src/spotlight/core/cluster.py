@@ -14,6 +14,7 @@ Invariants
        of the workers it was for: whoever does not answer is never waited for without an end.
     4. A group is granted work only while all its members hold the published version.
     5. Answers under an old epoch, or to a command that is no longer open, change nothing.
+    6. Previews made in idle time give way to other work (see :class:`~spotlight.core.spare_time.SpareTime`).
 """
 
 from __future__ import annotations
@@ -38,8 +39,18 @@ from spotlight.core.members import ABLE, Group, GroupState, Host, Worker, Worker
 from spotlight.core.plan import ClusterPlan
 from spotlight.core.queue import PullQueue, first_epoch
 from spotlight.core.recovery import Recovery
+from spotlight.core.spare_time import SpareTime
 from spotlight.core.topology import choose_degree, form_groups
-from spotlight.core.types import Lease, LeaseId, Node, NodeId, PolicyVersion, WeightKind, WorkerId
+from spotlight.core.types import (
+    Lease,
+    LeaseId,
+    Node,
+    NodeId,
+    PolicyVersion,
+    Purpose,
+    WeightKind,
+    WorkerId,
+)
 from spotlight.core.weights import choose_source
 
 
@@ -53,6 +64,7 @@ class Cluster:
         learner_busy: GPUs that train give nothing to their workers now.
         effects: what to do, taken by the controller after each event.
         noticed: nodes that will be taken.
+        spare: previews beside other work.
         _takers: groups that share the work, those that still form too; by whether their node trains.
     """
 
@@ -67,6 +79,7 @@ class Cluster:
     workers: dict[WorkerId, Worker] = field(default_factory=dict)
     groups: dict[WorkerId, Group] = field(default_factory=dict)
     noticed: set[NodeId] = field(default_factory=set)
+    spare: SpareTime = field(init=False)
     _now: float = 0.0
     _idle: OrderedDict[WorkerId, None] = field(default_factory=OrderedDict)
     _takers: Counter[bool] = field(default_factory=Counter)
@@ -74,6 +87,9 @@ class Cluster:
     _commands: Commands = field(default_factory=Commands)
     _drains: Alarms[NodeId] = field(default_factory=Alarms)
     _epochs: dict[WorkerId, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.spare = SpareTime(self.queue, self.plan.answer_s)
 
     # -- what happens ----------------------------------------------------------------------------------
 
@@ -309,7 +325,7 @@ class Cluster:
         if host.draining or any(self.groups[leader].state is GroupState.STOPPING for leader in host.leaders):
             return
         free = [name for name in host.workers if self.workers[name].state is WorkerState.FREE]
-        for members in form_groups(free, self._wanted_degree(), self.plan.degrees):
+        for members in form_groups(free, self._degree_for(self.spare.contended), self.plan.degrees):
             group = Group(members[0], self.queue.admit(members[0]), node, members)
             self.groups[group.leader] = group
             host.leaders[group.leader] = None
@@ -320,8 +336,8 @@ class Cluster:
             form = FormGroup(group.leader, group.epoch, members)
             self._send(("form", group.leader), form, self.plan.answer_s)
 
-    def _wanted_degree(self) -> int:
-        return choose_degree(self.plan, self._capable, self.queue.outstanding)
+    def _degree_for(self, rollouts: int) -> int:
+        return choose_degree(self.plan, self._capable, rollouts)
 
     def _group_answered(self, event: ev.GroupFormed | ev.GroupStopped) -> None:
         group = self.groups.get(event.leader)
@@ -343,6 +359,7 @@ class Cluster:
         self._commands.done(("form", group.leader))
         self._takers[self.hosts[group.node].node.trains] -= 1
         self._idle.pop(group.leader, None)
+        self.spare.pulled(group.leader)
         group.state, group.capacity = GroupState.STOPPING, 0
         stop = StopGroup(group.leader, group.epoch, group.members)
         self._send(("stop", group.leader), stop, self.plan.answer_s)
@@ -368,6 +385,7 @@ class Cluster:
         del self.groups[group.leader], host.leaders[group.leader]
         self._takers[host.node.trains] -= group.state is not GroupState.STOPPING
         self._idle.pop(group.leader, None)
+        self.spare.pulled(group.leader)
         self._commands.done(("form", group.leader))
         self._commands.done(("stop", group.leader))
         self.queue.release(group.leader)
@@ -397,41 +415,66 @@ class Cluster:
             self._count(Recovery.LEASE_RENOUNCED)
             self.queue.renounce(lease.id)
         group.capacity = event.capacity
+        self.spare.pulled(group.leader)
         self._consider(group)
-        if not self.queue.waiting:
+        needed = self.spare.needed
+        if not self.spare.pressing and (needed or not self.queue.waiting):
             # A neighbour may have long to go: with this group's workers it is done sooner.
-            self._grow(self.hosts[group.node], self._wanted_degree(), self.plan.tail_steps)
+            degree = self._degree_for(needed or self.queue.outstanding)
+            self._grow(self.hosts[group.node], degree, self.plan.tail_steps, over_previews=needed > 0)
 
     def serve(self, now: float) -> None:
         """Grant waiting work to waiting groups: to each at most its share of all that is outstanding."""
-        if not self._idle or not self.queue.waiting:
+        if not self.queue.waiting:
             return
         self._now = now
-        takers = self._takers[False] + (0 if self.learner_busy else self._takers[True])
-        share = math.ceil(self.queue.outstanding / max(1, takers))
-        wanted = self._wanted_degree()
-        sated: list[WorkerId] = []
+        spare, sated = self.spare, list[WorkerId]()
         while self._idle and self.queue.waiting:
             leader, _ = self._idle.popitem(last=False)
-            group, held = self.groups[leader], self.queue.count_held_by(leader)
-            if len(group.members) > wanted and not held:
+            group, wanted = self.groups[leader], self._degree_for(spare.contended)
+            host, pressing = self.hosts[group.node], spare.pressing > 0
+            room = spare.room(leader, host.node.trains and spare.explores, self._share)
+            if len(group.members) > wanted and not self.queue.count_held_by(leader):
                 self._count(Recovery.TAIL_ENDED)
                 self._stop(group)
                 continue
-            if len(group.members) < wanted and self._grow(self.hosts[group.node], wanted, 0):
+            if len(group.members) < wanted and self._grow(host, wanted, 0, over_previews=pressing):
                 continue
-            if held >= share:
+            if room <= 0:
                 sated.append(leader)
                 continue
-            granted = self.queue.pull(leader, min(group.capacity, share - held), now)
+            granted = self.queue.pull(leader, min(group.capacity, room), now)
             assert granted is not None, "rollouts wait, and the leader was admitted"
             group.capacity = 0
             if granted[2]:
                 self._count(Recovery.RESUMED)
             self.effects.append(GrantLease(*granted))
+            self._give_back(spare.crowded_out(leader) if pressing else [])
         # What others have not taken yet is theirs: groups with their share wait for it to be taken, or for
         # less work to be outstanding.
         self._idle.update(dict.fromkeys(leader for leader in sated if self.groups[leader].capacity))
+        if spare.crowded:
+            able = {group.leader for group in self.groups.values() if group.state is GroupState.READY}
+            self._give_back(spare.give_way(math.ceil(spare.pressing / self._share), able, now))
+
+    @property
+    def _share(self) -> int:
+        """What each group gets at most of what is pulled next."""
+        trainers = self._takers[True] if self.spare.trainers_share() and not self.learner_busy else 0
+        return math.ceil(self.spare.contended / max(1, self._takers[False] + trainers))
+
+    @property
+    def preview_capacity(self) -> int:
+        """Previews that groups which wait for work would take at once."""
+        waiting = (self.groups[leader] for leader in self._idle)
+        able = (group for group in waiting if not self.hosts[group.node].node.trains)
+        return sum(g.capacity for g in able if not self.queue.count_held_by(g.leader, previews=False))
+
+    def _give_back(self, leases: list[Lease]) -> None:
+        """Previews were requeued: who holds them stops at the next step boundary and pulls."""
+        for lease in leases:
+            self._count(Recovery.PREVIEWS_YIELDED)
+            self.abandon(lease.worker, lease.epoch, lease.id)
 
     def learner_idles(self, idles: bool) -> None:
         """Whether GPUs that train may roll out now."""
@@ -457,14 +500,18 @@ class Cluster:
         else:
             self._idle.pop(group.leader, None)
 
-    def _grow(self, host: Host, degree: int, steps_held: int) -> bool:
+    def _grow(self, host: Host, degree: int, steps_held: int, *, over_previews: bool) -> bool:
         """Stop a node's groups to form larger ones; with ``steps_held`` 0 only if none of them works.
 
         Args:
             steps_held: else some group must have more steps than this to go.
+            over_previews: those made in idle time do not count as work.
         """
         groups = [self.groups[leader] for leader in host.leaders]
-        steps = max((steps for other in groups for _, steps in self.queue.held_by(other.leader)), default=0)
+        held = (one for other in groups for one in self.queue.held_by(other.leader))
+        if over_previews and self.spare.explores:
+            held = (one for one in held if self.queue.purpose_of(one[0].id) is not Purpose.EXPLORE)
+        steps = max((steps for _, steps in held), default=0)
         able = sum(self.workers[name].state in ABLE for name in host.workers)
         if (
             able < degree

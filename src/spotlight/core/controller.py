@@ -45,7 +45,7 @@ from spotlight.core.effects import (
     TrainMicroBatch,
     WriteRecord,
 )
-from spotlight.core.iteration import LEARNER_IDLES
+from spotlight.core.iteration import LEARNER_IDLES, LOOKS_AHEAD
 from spotlight.core.iteration import Stage as Stage
 from spotlight.core.ledger import Ledger
 from spotlight.core.plan import Explore, require_usable
@@ -99,6 +99,8 @@ class Controller:
         self._dispatch(_after_the_end(event) if self.stage is Stage.OVER else event)
         if self.stage is not Stage.OVER:
             self.cluster.learner_idles(self._learner_up and self.stage in LEARNER_IDLES)
+            if self.stage in LOOKS_AHEAD:
+                self.work.explore_ahead(self.iteration, now)
             self.cluster.serve(now)
         # Records come first: drivers make them durable before any checkpoint that an effect asks for. What a
         # lost learner undoes is undone before it is recorded anew.
@@ -280,9 +282,6 @@ class Controller:
         order = tuple(micro_batch for update in at.updates for micro_batch in update)
         weights = self.work.weights(kept)
         self.work.effects.append(PrepareBatch(self.iteration, tuple(groups), scores, order, weights))
-        explores = plan.exploration
-        if explores and explores.where is Explore.IDLE and self.iteration + 1 < plan.iterations:
-            self.work.open_window(self.iteration + 1, self.version, self._now)
 
     def _surviving_groups(self) -> list[Group]:
         groups = []

@@ -58,10 +58,10 @@ class Explorer:
         return self.window
 
     def spare(self, slot: int) -> tuple[int, Prompt] | None:
-        """A slot and a prompt to preview besides, if all of ``slot`` are there and show no contrast."""
+        """A slot and a prompt to preview besides, once ``slot`` is seen to have no contrast."""
         window, plan = self.window, self._plan
         spares = len(window.prompts) - plan.prompts_per_iteration
-        if spares >= self._exploration.spare_prompts:
+        if spares >= self._exploration.spare_prompts or slot in window.replaced:
             return None
         if not flat(window, slot, self._exploration, plan.group_size):
             return None
@@ -72,7 +72,13 @@ class Explorer:
             return None
         new = len(window.prompts)
         window.prompts[new] = found[spares]
+        window.replaced.add(slot)
         return new, found[spares]
+
+    def deepen(self) -> dict[int, range]:
+        """Members by slot to preview besides what was planned: the next round, empty when all is done."""
+        limit = self._exploration.seeds_per_prompt_max
+        return {} if limit is None or self.window.arm is None else self.window.round(limit)
 
     def close(self, now: float) -> tuple[Window, Choice]:
         """Choose seeds from what was scored; there is no open window then."""
@@ -95,6 +101,7 @@ class Explorer:
             "window": {
                 "open_s": open_s,
                 "workers": window.workers,
+                "planned": window.planned,
                 "issued": len(window.rollouts),
                 "scored": len(window.scores),
                 "cut_off": cut_off,

@@ -76,7 +76,7 @@ class PullQueue:
     _by_worker: dict[WorkerId, dict[LeaseId, None]] = field(default_factory=dict)
     _deadlines: list[tuple[float, LeaseId]] = field(default_factory=list)
     _outstanding: Counter[Purpose] = field(default_factory=Counter)
-    _waiting: int = 0
+    _waiting: Counter[Purpose] = field(default_factory=Counter)
     _epochs: dict[WorkerId, int] = field(default_factory=dict)
     _present: set[WorkerId] = field(default_factory=set)
     _issued: int = 0
@@ -106,7 +106,7 @@ class PullQueue:
             self._outstanding[entry.rollout.purpose] -= 1
             self._done.add(rollout)
             if entry.lease is None:
-                self._waiting -= 1
+                self._waiting[entry.rollout.purpose] -= 1
             else:
                 lease = self._held[entry.lease].lease
                 self._close(lease.id, rollout)
@@ -123,8 +123,9 @@ class PullQueue:
         unfinished = {entry.rollout.id: (entry.rollout, entry.step) for entry in self._entries.values()}
         for forgotten in (self._entries, self._done, self._held, self._by_worker):
             forgotten.clear()
-        self._heap, self._deadlines, self._waiting = [], [], 0
+        self._heap, self._deadlines = [], []
         self._outstanding.clear()
+        self._waiting.clear()
         return leases, unfinished
 
     # -- workers ---------------------------------------------------------------------------------------
@@ -186,7 +187,7 @@ class PullQueue:
             if taken and _kind(entry.rollout) != _kind(taken[0].rollout):
                 break
             heapq.heappop(self._heap)
-            self._waiting -= 1
+            self._waiting[entry.rollout.purpose] -= 1
             taken.append(entry)
         if not taken:
             return None
@@ -283,7 +284,11 @@ class PullQueue:
     @property
     def waiting(self) -> int:
         """Rollouts that nobody holds."""
-        return self._waiting
+        return self._waiting.total()
+
+    def waiting_for(self, purpose: Purpose) -> int:
+        """Rollouts of one purpose that nobody holds."""
+        return self._waiting[purpose]
 
     def outstanding_for(self, purpose: Purpose) -> int:
         """Rollouts of one purpose that wait or are held."""
@@ -296,9 +301,27 @@ class PullQueue:
             for lease in self._by_worker.get(worker, ())
         ]
 
-    def count_held_by(self, worker: WorkerId) -> int:
-        """Open rollouts of all leases of a worker."""
-        return sum(len(self._held[lease].open) for lease in self._by_worker.get(worker, ()))
+    @property
+    def previews_held(self) -> int:
+        """Previews under way."""
+        return self._outstanding[Purpose.EXPLORE] - self._waiting[Purpose.EXPLORE]
+
+    def previews(self) -> list[Lease]:
+        """Open leases of previews, the youngest first: least is lost with them."""
+        if not self.previews_held:
+            return []
+        held = [one.lease for one in self._held.values() if self.purpose_of(one.lease.id) is Purpose.EXPLORE]
+        return sorted(held, key=lambda lease: -lease.id)
+
+    def purpose_of(self, lease: LeaseId) -> Purpose:
+        """Of all rollouts of an open lease."""
+        return self._entries[next(iter(self._held[lease].open))].rollout.purpose
+
+    def count_held_by(self, worker: WorkerId, *, previews: bool = True) -> int:
+        """Open rollouts of all leases of a worker; without ``previews`` only of the others."""
+        leases = self._by_worker.get(worker, ())
+        counted = [x for x in leases if previews or self.purpose_of(x) is not Purpose.EXPLORE]
+        return sum(len(self._held[lease].open) for lease in counted)
 
     def granted(self, lease: LeaseId) -> tuple[Lease, tuple[Rollout, ...], dict[RolloutId, int]]:
         """An open lease as it was granted, for a holder whom the grant did not reach.
@@ -333,7 +356,9 @@ class PullQueue:
         held = [rollout for lease in self._held.values() for rollout in lease.open]
         assert len(held) == len(set(held)), "a rollout is held by two leases"
         waiting = [item[-1] for item in self._heap if item[-1] in self._entries]
-        assert len(waiting) == self._waiting, "the number of waiting rollouts is miscounted"
+        assert +self._waiting == Counter(self._entries[name].rollout.purpose for name in waiting), (
+            "miscounted"
+        )
         assert +self._outstanding == Counter(entry.rollout.purpose for entry in self._entries.values())
         assert {x for leases in self._by_worker.values() for x in leases} == set(self._held)
         assert set(self._held) <= {lease for _, lease in self._deadlines}, "a lease would never expire"
@@ -359,7 +384,7 @@ class PullQueue:
         remaining = rollout.steps - entry.step
         item = (_VALUE[rollout.purpose], 0 if entry.step else 1, -remaining, entry.order, rollout.id)
         heapq.heappush(self._heap, item)
-        self._waiting += 1
+        self._waiting[rollout.purpose] += 1
 
     def _peek(self) -> _Entry | None:
         while self._heap and self._heap[0][-1] not in self._entries:

@@ -39,3 +39,4 @@ class Recovery(StrEnum):
     PROGRESS_KEPT = "progress_kept"
     SCORE_STALE = "score_stale"
     PREVIEW_DROPPED = "preview_dropped"
+    PREVIEWS_YIELDED = "previews_yielded"
