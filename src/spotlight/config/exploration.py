@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -53,6 +54,9 @@ class ExplorationConfig(Section):
     before, on workers that would wait (``fleet.driver: ray``)."""
     seeds_per_prompt: PositiveInt | None = None
     """Previews of each prompt; default: twice ``rollout.group_size``. Not with a ``planner``."""
+    seeds_per_prompt_max: PositiveInt | None = None
+    """Workers that still idle when all that was planned is made go on, up to so many seeds of a prompt;
+    default: 16 times ``rollout.group_size``, or what is planned if that is more. Only with ``where: idle``."""
     steps: PositiveInt | None = None
     """Denoising steps of a preview; default: ``rollout.steps``. Fewer cost less and rank worse. Not with a
     ``planner``."""
@@ -82,3 +86,17 @@ class ExplorationConfig(Section):
         if self.planner is not None:
             return self.planner.seed_counts, self.planner.step_counts
         return (self.seeds_per_prompt or 2 * group_size,), (self.steps or rollout_steps,)
+
+    def seeds_max(self, group_size: int, rollout_steps: int) -> int | None:
+        """Seeds that are previewed of a prompt at most; None: those that are planned."""
+        if self.where != "idle":
+            return None
+        return self.seeds_per_prompt_max or deepest_pool(group_size, self.arms(group_size, rollout_steps)[0])
+
+
+def deepest_pool(group_size: int, seed_counts: Iterable[int]) -> int:
+    """Where idle time deepens pools no more: the contrast of a group grows with the logarithm of its pool."""
+    return max(_DEEPEST * group_size, *seed_counts)
+
+
+_DEEPEST = 16

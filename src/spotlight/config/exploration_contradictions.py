@@ -51,6 +51,17 @@ def _arms(config: RunConfig, exploration: ExplorationConfig) -> Iterator[Problem
             "Of no more seeds than a group has members, none can be left out: preview more, twice as many or "
             "so.",
         )  # fmt: skip
+    limit = exploration.seeds_per_prompt_max
+    if limit is not None and exploration.where != "idle":
+        yield Problem(
+            "exploration.seeds_per_prompt_max", str(limit), "nothing with exploration.where=critical_path",
+            "Only idle time previews more seeds than were planned: leave it out.",
+        )  # fmt: skip
+    elif limit is not None and limit < max(seed_counts):
+        yield Problem(
+            "exploration.seeds_per_prompt_max", str(limit), f"at least {seeds_key} = {max(seed_counts)}",
+            "So many are planned: raise it, or leave it out.",
+        )  # fmt: skip
     if max(step_counts) > steps:
         yield Problem(
             steps_key, str(max(step_counts)), f"at most rollout.steps = {steps}",

@@ -38,6 +38,7 @@ def exploration_plan_of(config: RunConfig) -> ExplorationPlan | None:
         fidelity_min=exploration.fidelity_min,
         undo_selection=exploration.undo_selection,
         planner=None if exploration.planner is None else _planner_plan(exploration.planner),
+        seeds_per_prompt_max=exploration.seeds_max(config.rollout.group_size, config.rollout.steps),
     )
 
 
