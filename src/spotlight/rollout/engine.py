@@ -196,21 +196,21 @@ class Engine:
     def _velocity(
         self, model: nn.Module, latents: Tensor, sigma: Tensor, states: Sequence[RolloutState]
     ) -> tuple[Tensor, Sequence[Added | None]]:
-        """Velocities like ``latents``, and what the blocks added to each where it was recorded or reused."""
+        """Velocities like ``latents``, and what the blocks added to each, where that may be reused."""
         recipe, device = states[0].recipe, self._family.device
         condition = self._family.collate([state.condition for state in states])
         guidance = self._guidance(recipe, len(states))
         autocast = self.autocast if recipe.autocast is None else recipe.autocast
-        found = [state.added for state in states if state.added is not None]
+        added: Sequence[Added | None] = [state.added for state in states]
         with ExitStack() as contexts:
             contexts.enter_context(torch.autocast(device.type, dtype=autocast, enabled=autocast is not None))
             match _blocks(states[0]):
                 case Blocks.RECORD:
-                    found = contexts.enter_context(step_cache.recording(model))
+                    added = contexts.enter_context(step_cache.recording(model))
                 case Blocks.REUSE:
-                    contexts.enter_context(step_cache.reusing(model, found))
+                    contexts.enter_context(step_cache.reusing(model, [row for row in added if row]))
             velocity = self._family.velocity(model, latents, sigma, condition, guidance, recipe.size)
-        return velocity, found or [None] * len(states)
+        return velocity, added
 
     def _window(self, recipe: Recipe, rollout: Rollout, sigmas: Tensor) -> range:
         if recipe.window is None:
@@ -354,9 +354,10 @@ def _failure(state: RolloutState) -> FailedRollout | None:
     return None
 
 
-def _forward_key(state: RolloutState) -> tuple[ImageSize, float, torch.dtype | None, Blocks]:
+def _forward_key(state: RolloutState) -> tuple[ImageSize, float, torch.dtype | None, int, Blocks]:
+    # Whatever takes a shortcut shares no forward with what takes none, so as not to change its rounding.
     recipe = state.recipe
-    return (recipe.size, recipe.guidance_scale, recipe.autocast, _blocks(state))
+    return (recipe.size, recipe.guidance_scale, recipe.autocast, recipe.step_cache, _blocks(state))
 
 
 def _grouped(items: Iterable[tuple[Key, int]]) -> list[tuple[Key, list[int]]]:
