@@ -62,6 +62,11 @@ class ExplorationConfig(Section):
     ``planner``."""
     guidance: Annotated[float, Field(ge=1)] | None = None
     """True classifier-free guidance of previews; default: as the rollouts; 1: none, half the cost a step."""
+    step_cache: Annotated[int, Field(ge=2)] | None = None
+    """Of so many neighbouring steps of a preview the first runs all transformer blocks, the others the first
+    block alone and reuse what the rest added; default: every step runs all."""
+    dtype: Literal["bfloat16"] | None = None
+    """Type of the DiT's matrix products in previews (autocast); default: as in rollouts."""
     policy: Literal["max_variance", "top_and_bottom", "top", "random", "proportional"] = "max_variance"
     """Which previews form the group: the subset of the largest reward variance (PODS); half the best and half
     the worst; the best; any (the control); at random, likelier the farther from the mean."""

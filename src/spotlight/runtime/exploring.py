@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import torch
+
 from spotlight.config.exploration import ExplorationConfig, PlannerConfig
 from spotlight.config.schema import RunConfig
 from spotlight.core.plan import ExplorationPlan, Explore, PlannerPlan
@@ -50,7 +52,12 @@ def _planner_plan(planner: PlannerConfig) -> PlannerPlan:
 def preview_recipe(config: RunConfig, train: Recipe) -> Recipe:
     """How previews of rollouts made by ``train`` are denoised, whatever their number of steps."""
     exploration = config.exploration or ExplorationConfig()
-    return train.preview(config.rollout.steps, exploration.guidance)
+    return train.preview(
+        config.rollout.steps,
+        exploration.guidance,
+        step_cache=exploration.step_cache or 1,
+        autocast=None if exploration.dtype is None else torch.bfloat16,
+    )
 
 
 def preview_steps(config: RunConfig) -> tuple[int, ...]:
