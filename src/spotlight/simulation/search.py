@@ -28,7 +28,7 @@ from spotlight.simulation.prepare import Prepared, prepare
 from spotlight.simulation.profile import load_profile
 from spotlight.simulation.scenario_file import ScenarioFile
 from spotlight.simulation.scenario_load import build_scenario
-from spotlight.simulation.strategies import STRATEGIES, SpotPlaces
+from spotlight.simulation.strategies import SpotPlaces, strategy_named
 
 ROUNDS = 3
 CHECKS_MAX = 4
@@ -220,7 +220,7 @@ def grid(file: ScenarioFile) -> list[Candidate]:
     spot = [nodes for nodes in wish.spot_nodes or _around(cluster.spot.nodes) if nodes > 0]
     found: dict[Candidate, None] = {}
     for strategy in wish.strategies:
-        alone = STRATEGIES[strategy].places is SpotPlaces.NOTHING
+        alone = strategy_named(strategy).places is SpotPlaces.NOTHING
         for fixed_type, coming_type in pairs:
             for fixed in reserved:
                 sizes = [(fixed_type, 0)] if alone else [(coming_type, coming) for coming in spot]
@@ -247,7 +247,7 @@ def prepared_for(file: ScenarioFile, candidate: Candidate, iterations: int, now:
     changed = build_scenario(tree, shape_of(file, candidate))
     ranks = candidate.reserved_nodes * changed.cluster.reserved.gpus_per_node
     alike = candidate.gpu_type == candidate.spot_gpu_type  # another type only denoises
-    if STRATEGIES[candidate.strategy].places is SpotPlaces.ON_DEMAND and alike:
+    if strategy_named(candidate.strategy).places is SpotPlaces.ON_DEMAND and alike:
         ranks += candidate.spot_nodes * changed.cluster.spot.gpus_per_node
     if changed.samples % ranks > DROPPED_MAX * changed.samples:
         found = f"{changed.samples} samples, which {ranks} learner GPUs do not divide"
@@ -284,7 +284,7 @@ def shape_of(file: ScenarioFile, candidate: Candidate) -> str:
     """``4 reserved + 8 spot H100, spotlight``; ``4 reserved H100 + 8 spot L40S, spotlight``."""
     reserved = candidate.reserved_nodes * file.cluster.reserved.gpus_per_node
     others = candidate.spot_nodes * file.cluster.spot.gpus_per_node
-    kind = "on-demand" if STRATEGIES[candidate.strategy].places is SpotPlaces.ON_DEMAND else "spot"
+    kind = "on-demand" if strategy_named(candidate.strategy).places.stays else "spot"
     more = f" + {others} {kind}" if others else ""
     if others and candidate.gpu_type != candidate.spot_gpu_type:
         more = f" {candidate.gpu_type}{more}"
@@ -316,13 +316,13 @@ def _require_targets(file: ScenarioFile) -> None:
     problems = [
         Problem(f"iterations_to_target.{name}", "nothing", "value and source", "Planning needs it.")
         for name in file.plan.strategies
-        if name not in file.iterations_to_target
+        if file.target_of(strategy_named(name)) is None
     ]
     if file.exploration is None:
         problems += [
             Problem("exploration", "nothing", f"a section, for {name}", "Or set plan.strategies.")
             for name in file.plan.strategies
-            if STRATEGIES[name].explore is not None
+            if strategy_named(name).explore is not None
         ]
     if problems:
         raise ConfigError(file.name, problems)
