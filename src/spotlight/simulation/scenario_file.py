@@ -24,7 +24,7 @@ from pydantic import (
 from spotlight.core.selection import SelectionPolicy
 from spotlight.core.types import Baseline, WeightKind
 from spotlight.simulation.profile import Source
-from spotlight.simulation.strategies import Strategy
+from spotlight.simulation.strategies import Part, Strategy
 
 
 class _Section(BaseModel):
@@ -269,7 +269,11 @@ class Search(_Section):
     """Which strategies may be recommended."""
     gpu_types: tuple[str, ...] = ()
     """For reserved and spot nodes alike. Empty: every type with figures in the profile, a price, and memory
-    enough. If the scenario's two pools differ in type, this pair is tried besides; no other pair is."""
+    enough. If the scenario's two pools differ in type, this pair is tried besides."""
+    spot_gpu_types: tuple[str, ...] = ()
+    """For spot nodes, each beside each of ``gpu_types``. Empty: as the reserved ones."""
+    parts: tuple[Part, ...] = (Part.GAP, Part.TSP, Part.TAG, Part.TCSS)
+    """Parts of the pipeline that the strategies may have besides; those that do not pay are left off."""
     reserved_nodes: tuple[PositiveInt, ...] = ()
     """Numbers to try."""
     spot_nodes: tuple[NonNegativeInt, ...] = ()

@@ -233,9 +233,11 @@ def _cluster(scenario: ScenarioFile) -> Iterator[Problem]:
         if pool.gpu_type not in GPU_TYPES:
             where = f"cluster.{key}.gpu_type"
             yield Problem(where, repr(pool.gpu_type), "a known GPU type", unknown_gpu(pool.gpu_type))
-    for name in scenario.plan.gpu_types:
-        if name not in GPU_TYPES:
-            yield Problem("plan.gpu_types", repr(name), "known GPU types", unknown_gpu(name))
+    wish = scenario.plan
+    for key, names in (("plan.gpu_types", wish.gpu_types), ("plan.spot_gpu_types", wish.spot_gpu_types)):
+        for name in names:
+            if name not in GPU_TYPES:
+                yield Problem(key, repr(name), "known GPU types", unknown_gpu(name))
     ranks = reserved.nodes * reserved.gpus_per_node
     if scenario.samples < ranks:
         found = f"{scenario.samples} samples of an iteration"

@@ -8,7 +8,7 @@ pipeline it has on; what the controller then does is the controller's. A new one
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
@@ -177,6 +177,26 @@ def strategy_named(name: str) -> Strategy:
     explore = Explore.IDLE if Part.EXPLORATION in parts else base.explore
     about = "; ".join([base.about, *(PARTS[part] for part in Part if part in parts)])
     return replace(base, name=name, about=about, explore=explore, parts=parts)
+
+
+def with_parts(name: str, parts: Iterable[Part]) -> str:
+    """The name of a strategy with these parts as well, in the order of :class:`Part`; without those it cannot
+    have."""
+    added = {part for part in parts if _allows(name, part)} | strategy_named(name).parts
+    return "+".join([name.split("+")[0], *(part for part in Part if part in added)])
+
+
+def without_part(name: str, part: Part) -> str:
+    """The name of a strategy without one of its parts."""
+    return "+".join(piece for piece in name.split("+") if piece != part)
+
+
+def _allows(name: str, part: Part) -> bool:
+    try:
+        strategy_named(f"{name}+{part}")
+    except UnknownStrategyError:
+        return False
+    return True
 
 
 def _require_together(name: str, base: Strategy, parts: frozenset[Part]) -> None:
