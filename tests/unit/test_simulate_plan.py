@@ -327,7 +327,7 @@ QUICK = (
     "run.until_h=4",
     "iterations_to_target.spotlight.value=8",
     "iterations_to_target.reserved_only.value=10",
-    "plan={iterations: 3, gpu_types: [H100], reserved_nodes: [1, 2], spot_nodes: [2, 6]}",
+    "plan={iterations: 3, gpu_types: [H100], reserved_nodes: [1, 2], spot_nodes: [2, 6], parts: []}",
 )
 
 
