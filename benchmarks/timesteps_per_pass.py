@@ -28,7 +28,7 @@ from spotlight.testbed import PIPELINE_DIR
 from spotlight.training.device_memory import measure_peak
 from spotlight.training.learner import Learner, TrainingSample
 from spotlight.training.sharding import Ranks, process_group
-from training_step import PROMPTS, TIMESTEPS, Mode, make_learner, ours, roll_out
+from training_step import PROMPTS, TIMESTEPS, Mode, made_now, make_learner, ours, roll_out
 
 SIZE = ImageSize(32, 32)
 
@@ -36,7 +36,7 @@ SIZE = ImageSize(32, 32)
 def peak_mib(learner: Learner, samples: Sequence[TrainingSample], micro_batch: int) -> float:
     """Of the first micro-batch's passes, beyond what was held before."""
     keys = [sample.key for sample in samples][:micro_batch]
-    learner.prepare(samples, [keys])
+    learner.prepare(made_now(learner, samples), [keys])
     _, peak = measure_peak(learner.family.device, lambda: learner.accumulate(keys, micro_batch))
     learner.step()
     learner.finish_batch()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, Protocol, cast
 
@@ -141,8 +141,14 @@ def tensors_of(result: FinishedRollout, sigmas: Tensor) -> SampleTensors:
     return SampleTensors(result.final, kept.latents, kept.sigmas, kept.log_probs)
 
 
+def made_now(learner: Learner, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+    """As if the learner's weights had made them: ratios are to those."""
+    return [replace(sample, version=learner.steps) for sample in samples]
+
+
 def ours(learner: Learner, samples: Sequence[TrainingSample], micro_batch: int) -> float:
     """One update through the learner; returns the gradient norm."""
+    samples = made_now(learner, samples)
     keys = [sample.key for sample in samples]
     micro_batches = [keys[i : i + micro_batch] for i in range(0, len(keys), micro_batch)]
     learner.prepare(samples, micro_batches)

@@ -43,7 +43,7 @@ def train_inline(learning: Learning, batch: Batch) -> tuple[float, float]:
     trainer.prepare(batch.effect, batch.rollouts, batch.finished)
     for micro_batch in batch.effect.micro_batches:
         trainer.accumulate(micro_batch)
-    told = trainer.step()
+    told = trainer.step(len(batch.rollouts))
     trainer.finish_batch()
     return told
 
@@ -53,7 +53,7 @@ def train_rank(rank: LearnerRank, batch: Batch, packed: dict[RolloutId, bytes]) 
     rank.prepare(batch.effect, batch.rollouts, {name: packed[name] for name in share})
     for micro_batch in batch.effect.micro_batches:
         rank.accumulate(micro_batch)
-    told = rank.step()
+    told = rank.step(len(batch.rollouts))
     rank.finish_batch()
     return told
 
@@ -131,7 +131,7 @@ def test_two_ranks_equal_one(random_pipeline: Path, tmp_path: Path) -> None:
         RunPaths(config.runs_dir / config.name).path.mkdir()
         write_token(config, "the token")
         rank = ranks[algorithm] = alone(config)
-        batches = [make_batch(config, rank.learning, iteration, 0) for iteration in range(2)]
+        batches = [make_batch(config, rank.learning, iteration, iteration) for iteration in range(2)]
         told[algorithm] = [train_rank(rank, batch, batch.packed) for batch in batches]
         torch.save(batches, tmp_path / f"{algorithm}-batches.pt")
     mp.spawn(one_of_two, (tmp_path, random_pipeline, free_ports(len(ALGORITHMS))), nprocs=2)

@@ -144,7 +144,7 @@ def _calls_of_one_sample(settings: RunConfig) -> list[str]:
         old_log_probs=None,
         advantages=torch.ones(1),
         seeds=(1,),
-        version=0,
+        versions=(0,),
     )
     timesteps = range(algorithm.timesteps(kept))
     columns = [algorithm.old_log_probs(Counting(), batch, timestep) for timestep in timesteps]  # type: ignore[arg-type]

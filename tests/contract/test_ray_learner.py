@@ -124,7 +124,7 @@ class Head:
         await self.ask("prepare", batch.effect, batch.rollouts, self.keep(batch))
         for micro_batch in batch.effect.micro_batches:
             await self.ask("accumulate", micro_batch)
-        told: tuple[float, float] = await self.ask("step")
+        told: tuple[float, float] = await self.ask("step", len(batch.rollouts))
         await self.ask("finish_batch")
         return told
 
@@ -165,7 +165,7 @@ async def killed_and_restored(head: Head, batches: list[Batch]) -> None:
         head.group.accumulate(batches[2].effect.micro_batches[0], lambda: answered.append("accumulate"))
         killed_at, first = time.monotonic(), head.process_of(0)
         os.kill(head.process_of(1), signal.SIGKILL)
-        head.group.step(lambda *_: answered.append("step"))
+        head.group.step(8, lambda *_: answered.append("step"))
         await head.until(lambda: bool(head.heard.lost_))
         ((lost_at, detail),) = head.heard.lost_
         assert lost_at - killed_at < 10
@@ -189,7 +189,7 @@ async def killed_and_restored(head: Head, batches: list[Batch]) -> None:
         head.group.prepare(batches[2].effect, batches[2].rollouts, marks, lambda: None)
         for micro_batch in batches[2].effect.micro_batches:
             head.group.accumulate(micro_batch, lambda: None)
-        head.group.step(lambda *_: answered.append("step"))
+        head.group.step(8, lambda *_: answered.append("step"))
         await head.until(lambda: bool(head.heard.failed_))
         (error,) = head.heard.failed_
         assert type(error) is TrainingError

@@ -80,6 +80,9 @@ class Account:
     trained_in: dict[PolicyVersion, int] = field(default_factory=Counter)
     discarded: Counter[RolloutId] = field(default_factory=Counter)
     published: int = 0
+    before: int = 0
+    early: bool = False
+    versions: dict[RolloutId, int] = field(default_factory=dict)
     steps: int = 0
     planned: list[MicroBatch] = field(default_factory=list)
     update: list[RolloutId] = field(default_factory=list)
@@ -94,8 +97,9 @@ class Account:
     def _count(self, record: Record) -> None:
         match record:
             case RolloutIssued(rollout):
-                assert rollout.version == self.published, "a rollout asks for weights not published last"
+                assert rollout.version in self.fresh, "a rollout asks for weights not published last"
                 self.issued[rollout.id] += 1
+                self.versions[rollout.id] = rollout.version
             case SampleFinished(rollout):
                 assert rollout in self.issued
                 self.finished[rollout] += 1
@@ -104,6 +108,7 @@ class Account:
                 self.scored[rollout] += 1
             case SampleTrained(rollout, version):
                 assert rollout in self.scored
+                assert self.versions[rollout] in self.fresh, "trained on a sample of older weights"
                 self.ended[rollout] += 1
                 self.trained_in[version] += 1
             case SampleEvaluated(rollout) | SampleDropped(rollout):
@@ -114,6 +119,11 @@ class Account:
                 assert record.samples == self.trained_in[version], (
                     "a step counts other samples than entered it"
                 )
+
+    @property
+    def fresh(self) -> set[int]:
+        """Versions that samples may have."""
+        return {self.published, self.before if self.early else self.published}
 
     def needs(self, *rollouts: RolloutId) -> None:
         gone = [rollout for rollout in rollouts if rollout in self.discarded]
@@ -134,7 +144,11 @@ class World:
         self.calm, self.failing = calm, failing
         self.now = 0.0
         self.account = Account(
-            controller.ledger.position, published=controller.version, steps=controller.version
+            controller.ledger.position,
+            published=controller.version,
+            before=controller.version,
+            early=controller.plan.pipeline.next_share > 0,
+            steps=controller.version,
         )
         self.effects: list[Effect] = []
         self.checkpoints: list[tuple[int, CommitCheckpoint]] = []
@@ -174,6 +188,8 @@ class World:
         void = self._is_void(event)
         if isinstance(event, ev.WorkerLeft | ev.WorkerJoined):
             self.voided |= {lease.id for lease in self.leases.values() if lease.worker == event.worker}
+        if isinstance(event, ev.WeightsPublished) and event.version != self.account.published:
+            self.account.before, self.account.published = self.account.published, event.version
         effects = self.controller.handle(event, self.now)
         self.controller.check()
         assert self.finish is None or not effects or isinstance(event, ev.WorkPulled)
@@ -261,6 +277,7 @@ class World:
             case GrantLease(lease, rollouts, resume):
                 assert lease.worker in self.present, "work was given to a worker that is gone"
                 assert set(resume) <= set(lease.rollouts)
+                assert {rollout.version for rollout in rollouts} == {account.published}, "old weights"
                 assert not any(rollout in account.finished for rollout in lease.rollouts)
                 account.needs(*lease.rollouts)
                 self.leases[lease.id] = lease
@@ -286,8 +303,12 @@ class World:
             case PrepareBatch(iteration, groups, scores, micro_batches):
                 members = [rollout for group in groups for rollout in group.rollouts]
                 account.needs(*members)
-                account.planned = list(micro_batches)
-                assert all(len(group.rollouts) >= 2 for group in groups)
+                account.planned += micro_batches
+                assert effect.partial == (self.plan.pipeline.axis is not None)
+                compared = [len(comparison.others) for comparison in effect.comparisons] or [0] * len(groups)
+                assert all(
+                    len(group.rollouts) + others >= 2 for group, others in zip(groups, compared, strict=True)
+                )
                 assert members == [rollout for batch in micro_batches for rollout in batch.rollouts]
                 assert set(members) == set(scores)
                 assert len(members) == len(scores)
@@ -299,8 +320,8 @@ class World:
                 assert len(batch.rollouts) % self.plan.ranks == 0, "ranks would train unequally"
                 account.update += batch.rollouts
                 self.answers.append(ev.MicroBatchTrained(batch.iteration, batch.update, index))
-            case StepOptimizer(iteration, update):
-                assert len(account.update) == len(set(account.update)) > 0
+            case StepOptimizer(iteration, update, samples):
+                assert samples == len(account.update) == len(set(account.update)) > 0
                 account.update = []
                 self.answers.append(ev.OptimizerStepped(iteration, update, 0.1, 1.0))
             case FinishBatch(iteration):
@@ -308,7 +329,6 @@ class World:
                 self.answers.append(ev.BatchFinished(iteration))
             case PublishWeights(version):
                 assert version == self.controller.version
-                account.published = version
                 self.answers.append(ev.WeightsPublished(version))
             case ReportEvaluation(iteration, version, rollouts):
                 account.needs(*(rollout.id for rollout in rollouts))

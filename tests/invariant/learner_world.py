@@ -166,7 +166,12 @@ def cut(samples: Sequence[TrainingSample], size: int) -> list[list[str]]:
 def train_batch(
     learner: Learner, samples: Sequence[TrainingSample], size: int, *, held: Sequence[str] | None = None
 ) -> Any:
-    """One update over all samples in micro-batches of ``size``; ``held``: keys this rank has tensors of."""
+    """One update over all samples in micro-batches of ``size``, as if the learner's weights had made them.
+
+    Args:
+        held: keys this rank has tensors of.
+    """
+    samples = [replace(sample, version=learner.steps) for sample in samples]
     if held is not None:
         samples = [s if s.key in held else replace(s, tensors=None) for s in samples]
     micro_batches = cut(samples, size)

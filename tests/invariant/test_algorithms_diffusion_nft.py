@@ -139,6 +139,7 @@ def test_chunks_of_a_batch_give_the_gradient_of_the_whole() -> None:
             sigmas=batch.sigmas[rows],
             advantages=batch.advantages[rows],
             seeds=batch.seeds[rows],
+            versions=batch.versions[rows],
         )
         return policy.gradient(total(nft, policy, part) * len(part.seeds))
 
@@ -157,7 +158,7 @@ def levels_of(count: int, kind: Literal["uniform", "schedule"]) -> Tensor:
         old_log_probs=None,
         advantages=torch.zeros(count),
         seeds=tuple(range(count)),
-        version=7,
+        versions=(7,) * count,
     )
     return torch.stack([noised(batch, timestep, 4, kind).sigma for timestep in range(4)])
 
@@ -184,15 +185,33 @@ def test_draws_depend_on_sample_version_and_timestep_alone() -> None:
     batch = batch_of(policy)
     here = noised(batch, 0, 3, "uniform")
     again = noised(batch, 0, 3, "uniform")
-    last = noised(
-        replace(batch, final=batch.final[5:], sigmas=batch.sigmas[5:], seeds=batch.seeds[5:]), 0, 3, "uniform"
-    )
+    rows = {"final": batch.final[5:], "sigmas": batch.sigmas[5:]}
+    last = noised(replace(batch, **rows, seeds=batch.seeds[5:], versions=batch.versions[5:]), 0, 3, "uniform")
     assert torch.equal(here.x, again.x)
     assert torch.equal(here.x[5:], last.x)
-    for other in (noised(batch, 1, 3, "uniform"), noised(replace(batch, version=4), 0, 3, "uniform")):
+    newer = replace(batch, versions=(4,) * 6)
+    for other in (noised(batch, 1, 3, "uniform"), noised(newer, 0, 3, "uniform")):
         assert (other.noise != here.noise).float().mean() > 0.99
         assert (other.sigma != here.sigma).all()
     assert 1 / 3 <= stratified(0, 0, 1, 3) <= 2 / 3
+
+
+def test_a_sample_of_an_older_version_among_newer_ones_draws_what_it_draws_alone() -> None:
+    batch = batch_of(TinyPolicy())
+    mixed = noised(replace(batch, versions=(3, 4, 4, 3, 4, 3)), 1, 3, "schedule")
+    for version, rows in ((3, [0, 3, 5]), (4, [1, 2, 4])):
+        whole = noised(replace(batch, versions=(version,) * 6), 1, 3, "schedule")
+        assert all(torch.equal(one[rows], other[rows]) for one, other in zip(mixed, whole, strict=True))
+
+
+def test_draws_have_fixed_golden_values() -> None:
+    """Taken when a batch had one version: with one version they are the same to the bit."""
+    drawn = noised(batch_of(TinyPolicy()), 1, 3, "uniform")
+    assert drawn.sigma[:3].tolist() == [0.577427864074707, 0.43482905626296997, 0.5804616212844849]
+    assert drawn.noise[0, 0].tolist() == [
+        *(1.6012905836105347, 2.4518253803253174),
+        *(0.6301252841949463, 1.2204303741455078),
+    ]
 
 
 def test_the_old_policy_follows_by_the_published_schedules() -> None:

@@ -177,6 +177,7 @@ def test_chunks_of_a_batch_give_the_gradient_of_the_whole(mode: str) -> None:
             rollout_log_probs=batch.rollout_log_probs[rows],
             advantages=batch.advantages[rows],
             seeds=batch.seeds[rows],
+            versions=batch.versions[rows],
         )
         part = with_old(algorithm, policy, part)
         return policy.gradient(sum(t.per_sample.sum() for t in losses(algorithm, policy, part)))  # type: ignore[arg-type]
@@ -193,6 +194,16 @@ def test_trained_steps_are_distinct_and_fixed_by_seed_and_version() -> None:
     assert {step for steps in chosen.values() for step in steps} == set(range(9))
     assert sum(chosen[seed, 0] != chosen[seed, 1] for seed in range(40)) > 30
     assert trained_steps(0, 0, 9, 9) == list(range(9))
+
+
+def test_a_sample_trains_the_steps_of_its_own_version_whatever_the_others_have() -> None:
+    batch = rollout(TinyPolicy(), FlowSDE())
+    chosen = [transition(batch, timestep, 2).index.tolist() for timestep in (0, 1)]
+    assert chosen == [[2, 1, 0, 3, 0, 2], [4, 4, 3, 4, 1, 4]]  # as when a batch had one version
+    mixed = transition(replace(batch, versions=(3, 8, 3, 8, 3, 8)), 0, 2).index.tolist()
+    newer = transition(replace(batch, versions=(8,) * 6), 0, 2).index.tolist()
+    assert mixed[::2] == chosen[0][::2]
+    assert mixed[1::2] == newer[1::2] != chosen[0][1::2]
 
 
 def test_a_transition_is_one_step_of_the_rollout_and_old_log_probs_are_of_those() -> None:

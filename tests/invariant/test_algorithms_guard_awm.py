@@ -63,6 +63,7 @@ def test_the_guarded_ratio_of_a_sample_ignores_the_others_and_is_one_before_any_
         sigmas=batch.sigmas[:1],
         advantages=batch.advantages[:1],
         seeds=batch.seeds[:1],
+        versions=batch.versions[:1],
     )
     torch.testing.assert_close(guard.loss(policy, alone, 2).metrics["ratio"], whole[:1])
     assert guard.old_decay(9) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from controller_world import TEST, TRAIN, World, chance, learning, start
@@ -12,15 +13,28 @@ from hypothesis import strategies as st
 
 from spotlight.core import controller as controller_module
 from spotlight.core.controller import Controller
+from spotlight.core.effects import Effect, PrepareBatch, WriteRecord
 from spotlight.core.ledger import LedgerError
-from spotlight.core.plan import Plan
+from spotlight.core.pipeline import training as training_module
+from spotlight.core.plan import Axis, PipelinePlan, Plan
 from spotlight.core.records import SampleDropped, SampleTrained
 from spotlight.core.rollouts import Rollouts
-from spotlight.core.types import DropReason, Group, RolloutId
+from spotlight.core.types import Baseline, Comparison, DropReason, Group, RolloutId
 from spotlight.simulation.mutations import MUTATIONS, Mutation
 
 SETTINGS = settings(max_examples=60, deadline=None)
 FAILING = 0.05
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> PipelinePlan:
+    baseline = draw(st.sampled_from([Baseline.GROUP, Baseline.SLICE]))
+    return PipelinePlan(
+        axis=draw(st.sampled_from([None, *Axis])),
+        slice_size=draw(st.integers(3 if baseline is Baseline.SLICE else 1, 5)),
+        baseline=baseline,
+        next_share=draw(st.sampled_from([0.0, 0.5, 1.0])),
+    )
 
 
 @st.composite
@@ -44,11 +58,16 @@ def plans(draw: st.DrawFn) -> Plan:
     )
 
 
+@st.composite
+def pipelined(draw: st.DrawFn) -> Plan:
+    return replace(draw(plans()), pipeline=draw(pipelines()))
+
+
 SEEDS = st.integers(0, 2**32 - 1)
 
 
 @SETTINGS
-@given(plans(), SEEDS)
+@given(plans() | pipelined(), SEEDS)
 def test_every_run_ends_with_every_sample_accounted_for(plan: Plan, seed: int) -> None:
     world = World(start(plan), seed, calm=False, failing=FAILING).run()
     account, ledger = world.account, world.controller.ledger
@@ -72,10 +91,53 @@ def test_what_is_learnt_does_not_depend_on_the_schedule(plan: Plan, seed: int) -
 
 
 @SETTINGS
-@given(plans(), SEEDS)
+@given(pipelined(), SEEDS)
+def test_what_samples_are_compared_with_does_not_depend_on_the_schedule(plan: Plan, seed: int) -> None:
+    plan = replace(plan, ranks=1, pipeline=replace(plan.pipeline, next_share=0.0))
+    calm = World(start(plan), 0, calm=True, failing=FAILING).run()
+    wild = World(start(plan), seed, calm=False, failing=FAILING).run()
+    assert wild.succeeded == calm.succeeded
+    if calm.succeeded:
+        assert compared(wild) == compared(calm)
+        trained = [
+            {effect.record for effect in world.effects if _is_trained(effect)} for world in (calm, wild)
+        ]
+        assert trained[0] == trained[1]
+
+
+def compared(world: World) -> dict[RolloutId, tuple[tuple[RolloutId, ...], Comparison]]:
+    """Of every sample, the slice that it was trained with and what it was compared with."""
+    found: dict[RolloutId, tuple[tuple[RolloutId, ...], Comparison]] = {}
+    for effect in world.effects:
+        if isinstance(effect, PrepareBatch):
+            comparisons = effect.comparisons or [Comparison()] * len(effect.groups)
+            for group, comparison in zip(effect.groups, comparisons, strict=True):
+                assert found.keys().isdisjoint(group.rollouts), "a sample was prepared twice"
+                found |= dict.fromkeys(group.rollouts, (group.rollouts, comparison))
+    return found
+
+
+def _is_trained(effect: Effect) -> bool:
+    return isinstance(effect, WriteRecord) and isinstance(effect.record, SampleTrained)
+
+
+@SETTINGS
+@given(plans() | pipelined(), SEEDS)
 def test_the_same_events_give_the_same_effects(plan: Plan, seed: int) -> None:
     first, second = (World(start(plan), seed, calm=False, failing=FAILING).run() for _ in range(2))
     assert first.effects == second.effects
+
+
+@SETTINGS
+@given(pipelined(), SEEDS)
+def test_a_pipelined_run_goes_on_from_every_checkpoint(plan: Plan, seed: int) -> None:
+    wild = World(start(plan), seed, calm=False, failing=FAILING).run()
+    for _, checkpoint in wild.checkpoints:
+        controller = Controller.restore(plan, TRAIN, TEST, json.loads(json.dumps(checkpoint.snapshot)))
+        resumed = World(controller, seed + 1, calm=False, failing=FAILING).run()
+        if resumed.succeeded:
+            assert resumed.controller.ledger.in_flight == 0
+            assert resumed.controller.iteration == plan.iterations
 
 
 @SETTINGS
@@ -136,7 +198,7 @@ PLANTED = {mutation.bug: mutation for mutation in MUTATIONS if mutation.bug in A
         Mutation(
             "rewards count twice, and before the sample", ((Rollouts, "_awaits_scores", _takes_every_score),)
         ),
-        Mutation("ranks train unequally", ((controller_module, "even_out", _leaves_ranks_uneven),)),
+        Mutation("ranks train unequally", ((training_module, "even_out", _leaves_ranks_uneven),)),
         Mutation("the version is not counted", ((controller_module, "PolicyVersion", lambda version: 0),)),
     )
 }

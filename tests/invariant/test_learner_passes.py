@@ -286,6 +286,7 @@ def test_old_log_probs_that_run_out_of_memory_are_made_in_smaller_passes(world: 
     learner = make_learner(world, algorithm("flow-grpo"), timesteps_per_pass="auto", pass_memory_bytes=2**40)
     samples = roll_out(world, learner)
     train_batch(learner, samples, 3)  # learns that all three timesteps fit
+    samples = [replace(sample, version=1) for sample in samples]
     again = cut(samples, 3)
     with runs_out(learner, 5, when="frozen") as failed:
         learner.prepare(samples, again)

@@ -89,5 +89,5 @@ def rollout(
         old_log_probs=None,
         advantages=torch.linspace(-1.5, 2.0, batch),
         seeds=seeds,
-        version=3,
+        versions=(3,) * batch,
     )

@@ -174,7 +174,7 @@ class FakeLearner:
     def accumulate(self, micro_batch: object, on_done: Callable[[], None]) -> None:
         self._soon("accumulate", on_done)
 
-    def step(self, on_done: Callable[[float, float], None]) -> None:
+    def step(self, samples: int, on_done: Callable[[float, float], None]) -> None:
         self.version += 1
         self._soon("step", on_done, 0.5, 1.0)
 

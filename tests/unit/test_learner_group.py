@@ -188,7 +188,7 @@ def test_calls_go_to_every_rank_one_after_the_other() -> None:
     world = World(accumulate=PENDING, step=(0.5, 2.0))
     launcher = world.up()
     world.accumulate("a")
-    world.group.step(lambda *told: world.done.append(told))
+    world.group.step(8, lambda *told: world.done.append(told))
     world.loop.run()
     assert [process.called[-1] for process in launcher.lives[0]] == ["accumulate"] * 2
     launcher.lives[0][1].waiting[0].set_result(None)
@@ -257,7 +257,7 @@ def test_errors_to_mend_end_the_run_as_they_are() -> None:
     error = TrainingError("the gradient norm is nan")
     world = World(step=error)
     launcher = world.up()
-    world.group.step(lambda *told: world.done.append(told))
+    world.group.step(8, lambda *told: world.done.append(told))
     world.loop.run(300)
     assert world.heard.failed_ == [error]
     assert not world.heard.lost_

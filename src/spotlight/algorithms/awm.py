@@ -69,6 +69,7 @@ class AWM:
     name: str = "awm"
     keeps: Literal["final"] = "final"
     rollout_slot: Slot = "policy"
+    takes_stale: Literal[True] = True
 
     @property
     def extra_slots(self) -> tuple[Slot, ...]:

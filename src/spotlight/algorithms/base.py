@@ -36,9 +36,9 @@ class TrainBatch:
             where it returns None.
         advantages: [batch].
         seeds: the samples' seeds, for counter-based draws during training.
-        version: the policy version that made the samples. Together with the seed it fixes the draws of
-            training, so it must be the same for :meth:`Algorithm.old_log_probs` and for every loss of a
-            sample, however many updates lie between them.
+        versions: the policy versions that made the samples. Together with its seed a sample's version fixes
+            the draws of training, so it must be the same for :meth:`Algorithm.old_log_probs` and for every
+            loss of the sample, however many updates lie between them.
     """
 
     final: Tensor
@@ -48,7 +48,7 @@ class TrainBatch:
     old_log_probs: Tensor | None
     advantages: Tensor
     seeds: tuple[int, ...]
-    version: int
+    versions: tuple[int, ...]
 
     def repeated(self, times: int) -> TrainBatch:
         """Every sample ``times`` times, the whole batch after the whole batch: rows for several timesteps."""
@@ -67,6 +67,7 @@ class TrainBatch:
             old_log_probs=old,
             advantages=self.advantages.repeat(times),
             seeds=self.seeds * times,
+            versions=self.versions * times,
         )
 
 
@@ -125,6 +126,13 @@ class Algorithm(Protocol):
     @property
     def rollout_slot(self) -> Slot:
         """The weights that make the train rollouts."""
+
+    @property
+    def takes_stale(self) -> bool:
+        """Whether a sample may be older than the weights it is trained on.
+
+        So it is where the loss has the ratio to the weights that made the sample, or no ratio at all.
+        """
 
     @property
     def sampler(self) -> Sampler:

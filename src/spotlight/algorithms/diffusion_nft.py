@@ -66,6 +66,7 @@ class DiffusionNFT:
     name: str = "diffusion-nft"
     keeps: Literal["final"] = "final"
     rollout_slot: Slot = "old"
+    takes_stale: Literal[True] = True
 
     @property
     def extra_slots(self) -> tuple[Slot, ...]:

@@ -80,6 +80,11 @@ class FlowGRPO:
         """The reference, when there is a KL."""
         return ("reference",) if self.params.kl_weight > 0 else ()
 
+    @property
+    def takes_stale(self) -> bool:
+        """Where the ratio is to the rollout's own log-probs."""
+        return self.params.old_log_probs == "rollout"
+
     def timesteps(self, kept_steps: int) -> int:
         """All kept steps, or ``train_timesteps`` of them."""
         return timestep_count(kept_steps, self.params.train_timesteps)

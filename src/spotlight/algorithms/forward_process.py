@@ -65,14 +65,16 @@ def noised(batch: TrainBatch, timesteps: Timesteps, train_timesteps: int, levels
             )
     device = batch.final.device
     positions = [
-        stratified(seed, batch.version, timestep, train_timesteps)
-        for seed, timestep in zip(batch.seeds, at, strict=True)
+        stratified(seed, version, timestep, train_timesteps)
+        for seed, version, timestep in zip(batch.seeds, batch.versions, at, strict=True)
     ]
     if levels == "uniform":
         sigma = torch.tensor(positions, dtype=torch.float32, device=device)
     else:
         sigma = _on_schedule(torch.tensor(positions, dtype=torch.float32, device=device), batch.sigmas)
-    indices = [batch.version * _TIMESTEPS_MAX + timestep for timestep in at]
+    indices = [
+        version * _TIMESTEPS_MAX + timestep for version, timestep in zip(batch.versions, at, strict=True)
+    ]
     shape = batch.final.shape[1:]
     noise = normal_batch(batch.seeds, Stream.TRAIN_NOISE, indices, shape, device)
     return Noised(interpolate(batch.final, noise, sigma), sigma, noise)

@@ -48,7 +48,8 @@ class GRPOGuardParams:
 class GRPOGuard:
     """Implements :class:`~spotlight.algorithms.base.Algorithm`.
 
-    ``old`` is the policy as of before the batch (it gives μ_old), renewed whole after each batch.
+    ``old`` is the policy as of before the batch (it gives μ_old), renewed whole after each batch. It is not
+    the one that made a sample of an older version, whose kick and ratio would be wrong.
     """
 
     params: GRPOGuardParams
@@ -57,6 +58,7 @@ class GRPOGuard:
     keeps: Literal["trajectory"] = "trajectory"
     rollout_slot: Slot = "policy"
     extra_slots: tuple[Slot, ...] = ("old",)
+    takes_stale: Literal[False] = False
 
     def __post_init__(self) -> None:
         require_stochastic(self.name, self.sampler)

@@ -63,8 +63,8 @@ def transition(batch: TrainBatch, timesteps: Timesteps, train_timesteps: int | N
         if not 0 <= timestep < count:
             raise ValueError(f"training timestep is {timestep}; expected 0 <= timestep < {count}")
     chosen = [
-        trained_steps(seed, batch.version, kept_steps, count)[timestep]
-        for seed, timestep in zip(batch.seeds, at, strict=True)
+        trained_steps(seed, version, kept_steps, count)[timestep]
+        for seed, version, timestep in zip(batch.seeds, batch.versions, at, strict=True)
     ]
     device = batch.latents.device
     rows, index = torch.arange(len(chosen), device=device), torch.tensor(chosen, device=device)

@@ -39,10 +39,17 @@ def even_out(groups: Sequence[Group], ranks: int) -> tuple[list[Group], list[Rol
     ], surplus
 
 
-def micro_batches(groups: Sequence[Group], iteration: int, update: int, size: int) -> list[MicroBatch]:
-    """Cut an optimizer step's samples, in group order, into micro-batches of at most ``size``."""
+def micro_batches(
+    groups: Sequence[Group], iteration: int, update: int, size: int, update_samples: int | None = None
+) -> list[MicroBatch]:
+    """Cut samples of an optimizer step, in group order, into micro-batches of at most ``size``.
+
+    Args:
+        update_samples: of the whole step; None: these are all.
+    """
     samples = [rollout for group in groups for rollout in group.rollouts]
+    announced = len(samples) if update_samples is None else update_samples
     return [
-        MicroBatch(iteration, update, tuple(samples[start : start + size]), len(samples))
+        MicroBatch(iteration, update, tuple(samples[start : start + size]), announced)
         for start in range(0, len(samples), size)
     ]

@@ -12,7 +12,8 @@ Invariants
     2. Only a READY group holds leases, or a STOPPING one that may still commit.
     3. Every command (start, pull, form, stop) is answered, repeated when its time is up, or ends in a restart
        of the workers it was for: whoever does not answer is never waited for without an end.
-    4. A group is granted work only while all its members hold the published version.
+    4. A group is granted work only while all its members hold the published version; they hold it until the
+       work is finished.
     5. Answers under an old epoch, or to a command that is no longer open, change nothing.
 """
 
@@ -35,12 +36,24 @@ from spotlight.core.effects import (
     StopGroup,
 )
 from spotlight.core.members import ABLE, Group, GroupState, Host, Worker, WorkerState, check_members
+from spotlight.core.pipeline.pace import Filler, Pace
 from spotlight.core.plan import ClusterPlan
-from spotlight.core.queue import PullQueue, first_epoch
+from spotlight.core.queue import PullQueue, Value, first_epoch
 from spotlight.core.recovery import Recovery
 from spotlight.core.topology import choose_degree, form_groups
-from spotlight.core.types import Lease, LeaseId, Node, NodeId, PolicyVersion, WeightKind, WorkerId
+from spotlight.core.types import (
+    GroupKind,
+    Lease,
+    LeaseId,
+    Node,
+    NodeId,
+    PolicyVersion,
+    WeightKind,
+    WorkerId,
+)
 from spotlight.core.weights import choose_source
+
+_FILLER = {Value.NEXT: Filler.NEXT, Value.EXPLORE: Filler.EXPLORATION}
 
 
 @dataclass(slots=True)
@@ -50,17 +63,21 @@ class Cluster:
     Attributes:
         target: the published policy version, which every worker is to hold.
         lineage: counts restarts of the learner.
-        learner_busy: GPUs that train give nothing to their workers now.
+        trainers_may: pull so many rollouts, those whose GPUs train.
+        trainers_explore: these may be previews.
+        pace: how long groups take.
         effects: what to do, taken by the controller after each event.
         noticed: nodes that will be taken.
-        _takers: groups that share the work, those that still form too; by whether their node trains.
+        _takers: groups that share the work, those that still form too; by whether they train, and kind.
     """
 
     plan: ClusterPlan
     queue: PullQueue
     lineage: int
     target: PolicyVersion
-    learner_busy: bool = False
+    trainers_may: float = math.inf
+    trainers_explore: bool = False
+    pace: Pace = field(default_factory=Pace)
     recoveries: Counter[Recovery] = field(default_factory=Counter)
     effects: list[Effect] = field(default_factory=list)
     hosts: dict[NodeId, Host] = field(default_factory=dict)
@@ -69,7 +86,8 @@ class Cluster:
     noticed: set[NodeId] = field(default_factory=set)
     _now: float = 0.0
     _idle: OrderedDict[WorkerId, None] = field(default_factory=OrderedDict)
-    _takers: Counter[bool] = field(default_factory=Counter)
+    _takers: Counter[tuple[bool, GroupKind]] = field(default_factory=Counter)
+    _each_trainer: float = math.inf
     _capable: int = 0
     _commands: Commands = field(default_factory=Commands)
     _drains: Alarms[NodeId] = field(default_factory=Alarms)
@@ -137,7 +155,7 @@ class Cluster:
     # -- weights ---------------------------------------------------------------------------------------
 
     def publish(self, version: PolicyVersion, now: float) -> None:
-        """A new policy version: nobody gets work until it has it."""
+        """A new policy version: nobody gets work until it has it. Who holds work finishes that first."""
         self._now, self.target = now, version
         self._idle.clear()
         for worker in self.workers.values():
@@ -163,6 +181,8 @@ class Cluster:
     def _load(self, worker: Worker) -> None:
         if worker.state is WorkerState.STARTING or worker.version == self.target or worker.pull is not None:
             return
+        if worker.leader is not None and self.queue.holds(worker.leader):
+            return  # all of a rollout is made by one version; `finished` or `pulled` follows
         neighbours = (self.workers[name].holding() for name in self.hosts[worker.node].workers)
         source = choose_source(worker.holding(), neighbours, self.target, self.plan.publishes)
         if source is None:
@@ -310,10 +330,11 @@ class Cluster:
             return
         free = [name for name in host.workers if self.workers[name].state is WorkerState.FREE]
         for members in form_groups(free, self._wanted_degree(), self.plan.degrees):
-            group = Group(members[0], self.queue.admit(members[0]), node, members)
+            kind, trains = GroupKind(host.node.gpu_type, len(members)), host.node.trains
+            group = Group(members[0], self.queue.admit(members[0]), node, members, kind, trains)
             self.groups[group.leader] = group
             host.leaders[group.leader] = None
-            self._takers[host.node.trains] += 1
+            self._takers[trains, kind] += 1
             for name in members:
                 self._set_state(self.workers[name], WorkerState.GROUPED)
                 self.workers[name].leader = group.leader
@@ -330,6 +351,7 @@ class Cluster:
         elif isinstance(event, ev.GroupStopped):
             self._dissolve(group, self.hosts[group.node])
             self._regroup(group.node)
+            self._load_node(group.node)
         elif group.state is GroupState.FORMING:
             self._formed(group)
 
@@ -341,7 +363,7 @@ class Cluster:
         if group.state is GroupState.STOPPING:
             return
         self._commands.done(("form", group.leader))
-        self._takers[self.hosts[group.node].node.trains] -= 1
+        self._takers[group.trains, group.kind] -= 1
         self._idle.pop(group.leader, None)
         group.state, group.capacity = GroupState.STOPPING, 0
         stop = StopGroup(group.leader, group.epoch, group.members)
@@ -366,7 +388,8 @@ class Cluster:
 
     def _dissolve(self, group: Group, host: Host) -> None:
         del self.groups[group.leader], host.leaders[group.leader]
-        self._takers[host.node.trains] -= group.state is not GroupState.STOPPING
+        self._takers[group.trains, group.kind] -= group.state is not GroupState.STOPPING
+        self.pace.forget(group.leader)
         self._idle.pop(group.leader, None)
         self._commands.done(("form", group.leader))
         self._commands.done(("stop", group.leader))
@@ -397,18 +420,27 @@ class Cluster:
             self._count(Recovery.LEASE_RENOUNCED)
             self.queue.renounce(lease.id)
         group.capacity = event.capacity
+        self._load_group(group)
         self._consider(group)
         if not self.queue.waiting:
             # A neighbour may have long to go: with this group's workers it is done sooner.
             self._grow(self.hosts[group.node], self._wanted_degree(), self.plan.tail_steps)
+
+    def finished(self, leader: WorkerId, lease: LeaseId, now: float) -> None:
+        """A group finished rollouts of a lease."""
+        self._now = now
+        if not self.queue.is_open(lease):
+            self.pace.end(lease, now)
+            if (group := self.groups.get(leader)) is not None:
+                self._load_group(group)
 
     def serve(self, now: float) -> None:
         """Grant waiting work to waiting groups: to each at most its share of all that is outstanding."""
         if not self._idle or not self.queue.waiting:
             return
         self._now = now
-        takers = self._takers[False] + (0 if self.learner_busy else self._takers[True])
-        share = math.ceil(self.queue.outstanding / max(1, takers))
+        outstanding, speeds = self.queue.outstanding, self._speeds()
+        all_speeds = sum(speeds[kind] * count for kind, count in self._sharing().items())
         wanted = self._wanted_degree()
         sated: list[WorkerId] = []
         while self._idle and self.queue.waiting:
@@ -420,39 +452,96 @@ class Cluster:
                 continue
             if len(group.members) < wanted and self._grow(self.hosts[group.node], wanted, 0):
                 continue
-            if held >= share:
+            share = math.ceil(outstanding * speeds[group.kind] / max(all_speeds, speeds[group.kind]))
+            if held >= share or (group.trains and not self._suits_trainers()):
                 sated.append(leader)
                 continue
-            granted = self.queue.pull(leader, min(group.capacity, share - held), now)
-            assert granted is not None, "rollouts wait, and the leader was admitted"
-            group.capacity = 0
-            if granted[2]:
-                self._count(Recovery.RESUMED)
-            self.effects.append(GrantLease(*granted))
+            self._grant(group, share - held)
         # What others have not taken yet is theirs: groups with their share wait for it to be taken, or for
         # less work to be outstanding.
         self._idle.update(dict.fromkeys(leader for leader in sated if self.groups[leader].capacity))
 
-    def learner_idles(self, idles: bool) -> None:
-        """Whether GPUs that train may roll out now."""
-        if self.learner_busy == (not idles):
-            return
-        self.learner_busy = not idles
-        for host in self.hosts.values():
-            if host.node.trains:
-                for leader in host.leaders:
-                    self._consider(self.groups[leader])
+    def _grant(self, group: Group, rollouts: int) -> None:
+        """Lease up to so many rollouts to a group that waits for them."""
+        limit, value = min(group.capacity, rollouts), self.queue.best
+        if group.trains:
+            limit = int(min(limit, self._each_trainer, self.trainers_may))
+        granted = self.queue.pull(group.leader, limit, self._now)
+        assert granted is not None, "rollouts wait, and the leader was admitted"
+        lease, taken, resume = granted
+        group.capacity = 0
+        if group.trains:
+            self.trainers_may -= len(taken)
+        if resume:
+            self._count(Recovery.RESUMED)
+        share = sum(1 - resume.get(rollout.id, 0) / rollout.steps for rollout in taken)
+        filler = Filler.TRAINERS if group.trains else _FILLER.get(value) if value is not None else None
+        self.pace.begin(lease.id, group.leader, group.kind, share, filler, self._now)
+        self.effects.append(GrantLease(*granted))
+
+    def _sharing(self) -> Counter[GroupKind]:
+        """Groups that share what is outstanding, by kind."""
+        sharing: Counter[GroupKind] = Counter()
+        for (trains, kind), count in self._takers.items():
+            if not trains or self.trainers_may > 0:
+                sharing[kind] += count
+        return sharing
+
+    def _speeds(self) -> dict[GroupKind, float]:
+        """Of all kinds of groups, relative to the first: a slow GPU's share of the work is smaller."""
+        kinds = list(dict.fromkeys(kind for _, kind in self._takers))
+        times_s = [self.pace.rollout_s(kind) for kind in kinds]
+        return {
+            kind: times_s[0] / each_s if each_s and times_s[0] else 1.0
+            for kind, each_s in zip(kinds, times_s, strict=True)
+        }
+
+    # -- GPUs that train -------------------------------------------------------------------------------
+
+    def let_trainers(self, rollouts: float, *, explore: bool) -> None:
+        """How many rollouts GPUs that train may pull now; with ``explore`` previews too."""
+        changed = (rollouts > 0) != (self.trainers_may > 0)
+        self.trainers_may, self.trainers_explore = rollouts, explore
+        groups = self.trainers() if changed or math.isfinite(rollouts) else []
+        idle = sum(group.capacity > 0 for group in groups)
+        self._each_trainer = math.ceil(rollouts / max(1, idle)) if math.isfinite(rollouts) else rollouts
+        if changed:
+            for group in groups:
+                self._consider(group)
+
+    def trainers(self) -> list[Group]:
+        """Groups of GPUs that train."""
+        hosts = (host for host in self.hosts.values() if host.node.trains)
+        return [self.groups[leader] for host in hosts for leader in host.leaders]
+
+    @property
+    def trainers_work(self) -> bool:
+        """Whether GPUs that train roll out just now: nothing can be trained then."""
+        return any(self.queue.holds(group.leader) for group in self.trainers())
+
+    def willing(self, group: Group) -> bool:
+        """Whether a group waits for work, has the weights for it and time enough to do it."""
+        return (
+            group.capacity > 0
+            and group.state is GroupState.READY
+            and not self.hosts[group.node].draining
+            and all(self.workers[name].version == self.target for name in group.members)
+        )
+
+    def _suits_trainers(self) -> bool:
+        """Whether what would be pulled now is worth a learner's time: an optimizer step waits for it."""
+        best = self.queue.best
+        if self.trainers_may <= 0 or best is None:
+            return False
+        return best in (Value.TRAIN, Value.EVAL) or (best is Value.EXPLORE and self.trainers_explore)
+
+    def _load_group(self, group: Group) -> None:
+        for name in group.members:
+            self._load(self.workers[name])
 
     def _consider(self, group: Group) -> None:
         """A group that asked for work gets some, if it may have any."""
-        host = self.hosts[group.node]
-        if (
-            group.capacity
-            and group.state is GroupState.READY
-            and not host.draining
-            and not (host.node.trains and self.learner_busy)
-            and all(self.workers[name].version == self.target for name in group.members)
-        ):
+        if self.willing(group) and not (group.trains and self.trainers_may <= 0):
             self._idle[group.leader] = None
         else:
             self._idle.pop(group.leader, None)
@@ -508,6 +597,6 @@ class Cluster:
             assert (group.state is GroupState.STOPPING) == (("stop", group.leader) in self._commands)
         assert self._capable == sum(worker.state in ABLE for worker in self.workers.values())
         takers = [group for group in self.groups.values() if group.state is not GroupState.STOPPING]
-        assert self._takers == Counter(self.hosts[group.node].node.trains for group in takers)
+        assert +self._takers == Counter((group.trains, group.kind) for group in takers)
         assert set(self._idle) <= {group.leader for group in self.groups.values() if group.capacity}
         self._commands.check()

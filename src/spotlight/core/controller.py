@@ -12,42 +12,46 @@ Who waits on whom, in one iteration of the synchronous schedule:
               StepOptimizer* ◄── TrainMicroBatch* ◄── PrepareBatch ◄── ReportEvaluation, if any ◄──┘
                     └──► FinishBatch ──► PublishWeights ──► CommitCheckpoint, when due ──► next iteration
 
-Evaluation rollouts of an iteration go through the same queue, after its train rollouts; training starts
+Evaluation rollouts of an iteration go through the same queue, after its train rollouts. Optimizer steps come
 when both are done, because they must be made by the version that the iteration started with.
 
+``Plan.pipeline`` lets more overlap: samples are prepared and trained in parts as they come (``axis``), the
+learner's GPUs roll out as long as that is sooner (``bounded``), rollouts of the next iteration begin before
+this one is trained (``next_share``). See ``core/pipeline``.
+
 Invariants: those of the ledger (checked after every event) and of the queue (see ``Controller.check``), and
-    - a sample is made by the version its rollout asks for (admission) and trained in the iteration that
-      issued it (consumption), so staleness is 0 published versions;
+    - a sample is made by the version its rollout asks for (admission) and trained in the iteration it was
+      made for (consumption): its staleness is 0 published versions, or 1 if it was begun early;
     - a sample enters at most one optimizer step.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from spotlight.core import events as ev
-from spotlight.core.batches import even_out, micro_batches, split_updates
 from spotlight.core.cluster import Cluster
 from spotlight.core.effects import (
     CommitCheckpoint,
     DiscardSamples,
     Effect,
-    FinishBatch,
     FinishRun,
     GrantLease,
     NoWork,
-    PrepareBatch,
     PublishWeights,
     ReportEvaluation,
+    ReportPipeline,
     RestoreLearner,
     RollBack,
-    StepOptimizer,
     TrainMicroBatch,
     WriteRecord,
 )
 from spotlight.core.iteration import LEARNER_IDLES
 from spotlight.core.iteration import Stage as Stage
 from spotlight.core.ledger import Ledger
+from spotlight.core.pipeline.takes import Backlog, rollouts_to_take
+from spotlight.core.pipeline.training import Training
 from spotlight.core.plan import Explore, require_usable
 from spotlight.core.plan import Plan as Plan
 from spotlight.core.queue import PullQueue, first_epoch
@@ -56,8 +60,6 @@ from spotlight.core.recovery import Recovery
 from spotlight.core.rollouts import Rollouts
 from spotlight.core.snapshot import Snapshot
 from spotlight.core.types import (
-    DropReason,
-    Group,
     PolicyVersion,
     Prompt,
     Rollout,
@@ -75,10 +77,12 @@ class Controller:
         self.queue = PullQueue(plan.lease_s, term)
         self.stage = Stage.IDLE
         self.iteration = 0
-        self.version = PolicyVersion(0)
+        self.version = self._published_before = PolicyVersion(0)
         self.cluster = Cluster(plan.cluster, self.queue, first_epoch(term), self.version)
         self.work = Rollouts(plan, train, test, self.queue, self.cluster)
-        self._now = 0.0
+        self.training = Training(plan, self.work, 0)
+        self._now = self._task_s = 0.0
+        self._takes = 0
         self._committed = self._to_commit = self._snapshot()
         self._learner_up, self._restore_due = True, False
         self._undo: list[Effect] = []
@@ -96,9 +100,12 @@ class Controller:
         for lease in self.queue.expire(now):
             self.cluster.suspect(lease)
         self.cluster.ring(now)
+        self.work.renew(self.version)
         self._dispatch(_after_the_end(event) if self.stage is Stage.OVER else event)
         if self.stage is not Stage.OVER:
-            self.cluster.learner_idles(self._learner_up and self.stage in LEARNER_IDLES)
+            self.work.renew(self.version)
+            self._learn()
+            self._let_trainers()
             self.cluster.serve(now)
         # Records come first: drivers make them durable before any checkpoint that an effect asks for. What a
         # lost learner undoes is undone before it is recorded anew.
@@ -132,6 +139,8 @@ class Controller:
             case ev.LeaseCompleted(worker, lease, epoch, rollouts, version):
                 if not self.work.complete(worker, lease, epoch, rollouts, version, self._now):
                     self.cluster.abandon(worker, epoch, lease)
+                else:
+                    self.cluster.finished(worker, lease, self._now)
                 self._advance()
             case ev.RolloutFailed(_, lease, epoch, rollout, error):
                 self.work.fail(lease, epoch, rollout, error)
@@ -146,7 +155,7 @@ class Controller:
                 self.work.fail_reward(event)
                 self._advance()
             case ev.BatchPrepared() | ev.MicroBatchTrained() | ev.OptimizerStepped() | ev.BatchFinished():
-                self._train(event)
+                self._trained(event)
             case ev.EvaluationReported(_, lineage):
                 if lineage == self.cluster.lineage:
                     self._expect(Stage.REPORTING, event)
@@ -191,6 +200,7 @@ class Controller:
     def _start_iteration(self) -> None:
         work = self.work
         work.begin()
+        self.training = Training(self.plan, work, self.iteration)
         last = self.iteration >= self.plan.iterations
         explores = self.plan.exploration
         first = not last and explores is not None and explores.where is Explore.CRITICAL_PATH
@@ -198,6 +208,8 @@ class Controller:
             work.issue_training(self.iteration, self.version)
         if last or self.iteration % self.plan.evaluate_every == 0:
             work.issue_evaluation(self.iteration, self.version)
+        if self.iteration + 1 < self.plan.iterations:
+            work.issue_early(self.iteration + 1, self.version)
         self.stage = Stage.EXPLORING if first else Stage.ROLLING
         if first:
             work.open_window(self.iteration, self.version, self._now)
@@ -210,10 +222,10 @@ class Controller:
         granted = None if over else self.queue.pull(event.worker, event.capacity, self._now)
         self.work.effects.append(GrantLease(*granted) if granted else NoWork(event.worker))
 
-    # -- training --------------------------------------------------------------------------------------
+    # -- stages ----------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Once every sample of the iteration is scored or dropped: report the evaluation, then train."""
+        """Once every sample of the iteration is scored or dropped: report the evaluation, then learn."""
         if self.work.stopping is not None:
             self._stop(self.work.stopping)
             return
@@ -228,7 +240,7 @@ class Controller:
             self.stage = Stage.REPORTING
             self._report_evaluation()
         else:
-            self._train_or_finish()
+            self._all_there()
 
     def _report_evaluation(self) -> None:
         scored = [rollout for rollout in self.work.at.evaluation if rollout in self.work.at.scores]
@@ -245,101 +257,86 @@ class Controller:
 
     def _evaluation_reported(self) -> None:
         self.work.discard(rollout for rollout in self.work.at.evaluation if rollout in self.work.at.scores)
-        self._train_or_finish()
+        self._all_there()
 
-    def _train_or_finish(self) -> None:
+    def _all_there(self) -> None:
+        """Nothing of the iteration is left to be made: finish, or learn from what no part had."""
         if self.iteration >= self.plan.iterations:
             self._finish()
-        elif self._learner_up:
-            self._prepare_batch()
-        else:
+            return
+        self.stage = Stage.LEARNING
+        if not self._learner_up:
             self.cluster.recoveries[Recovery.LEARNER_AWAITED] += 1
-            self.stage = Stage.AWAITING_LEARNER
-
-    def _prepare_batch(self) -> None:
-        plan, at, groups = self.plan, self.work.at, []
         self.work.learn_from_groups(self.iteration, self.version)
-        for part in split_updates(self._surviving_groups(), plan.updates_per_batch):
-            even, surplus = even_out(part, plan.ranks)
-            for rollout in surplus:
-                self.work.drop_quietly(
-                    rollout, DropReason.UNEVEN_BATCH, f"{plan.ranks} ranks share an update"
-                )
-            if even:
-                update = len(at.updates)
-                at.updates.append(micro_batches(even, self.iteration, update, plan.micro_batch_size))
-                groups += even
-        if not groups:
+        if self.work.explores_beside and self.iteration + 1 < self.plan.iterations:
+            self.work.open_window(self.iteration + 1, self.version, self._now)
+
+    # -- training --------------------------------------------------------------------------------------
+
+    def _learn(self) -> None:
+        """Give the learner its next task, if it has none, and the GPUs for it."""
+        self._takes = 0
+        there, training = self.stage is Stage.LEARNING, self.training
+        rolls = self.stage in (Stage.ROLLING, Stage.REPORTING)
+        if training.task or not self._learner_up or not (there or rolls) or self.cluster.trainers_work:
+            return
+        if rolls and self.plan.pipeline.bounded:
+            self._takes = self._rollouts_to_take()
+        if self._takes:
+            return
+        task = training.next(there)
+        if task is not None:
+            self._task_s = self._now
+            self.work.effects.append(task)
+        elif there:
             self._stop(
                 f"iteration {self.iteration}: no group kept two scored samples, nothing can be learnt from it"
             )
+
+    def _rollouts_to_take(self) -> int:
+        pipeline, pace = self.plan.pipeline, self.cluster.pace
+        overlaps = pipeline.axis is not None
+        trainable = self.training.ready() if overlaps else 0
+        backlog = Backlog(trainable, pace.train_s if overlaps else 0.0, pipeline.switch_s)
+        return rollouts_to_take(self.cluster, backlog, self._now)
+
+    def _let_trainers(self) -> None:
+        """GPUs of the learner roll out only while it has nothing to do, and perhaps no more than pays."""
+        if not self.cluster.trainers():
             return
-        kept = [rollout for group in groups for rollout in group.rollouts]
-        self.stage = Stage.PREPARING
-        scores = {rollout: at.scores[rollout] for rollout in kept}
-        order = tuple(micro_batch for update in at.updates for micro_batch in update)
-        weights = self.work.weights(kept)
-        self.work.effects.append(PrepareBatch(self.iteration, tuple(groups), scores, order, weights))
-        explores = plan.exploration
-        if explores and explores.where is Explore.IDLE and self.iteration + 1 < plan.iterations:
-            self.work.open_window(self.iteration + 1, self.version, self._now)
+        waits = self._learner_up and self.stage in LEARNER_IDLES and self.training.task is None
+        rollouts: float = 0.0
+        if waits and self.plan.pipeline.bounded and self.stage is not Stage.EXPLORING:
+            rollouts = self._takes
+        elif waits and not (self.plan.pipeline.axis and self.training.ready()):
+            rollouts = math.inf
+        self.cluster.let_trainers(rollouts, explore=self.stage is Stage.EXPLORING)
 
-    def _surviving_groups(self) -> list[Group]:
-        groups = []
-        for group in self.work.at.scored_groups():
-            if len(group.rollouts) >= 2:
-                groups.append(group)
-                continue
-            for rollout in group.rollouts:
-                self.work.drop_quietly(
-                    rollout, DropReason.GROUP_TOO_SMALL, "the rest of its group was dropped"
-                )
-        return groups
-
-    def _train(
+    def _trained(
         self, event: ev.BatchPrepared | ev.MicroBatchTrained | ev.OptimizerStepped | ev.BatchFinished
     ) -> None:
-        at = self.work.at
+        task = self.training.task
+        self.training.answered(event)
         match event:
             case ev.BatchPrepared():
-                self._expect(Stage.PREPARING, event)
-                self.stage = Stage.TRAINING
-                self._next_micro_batch()
-            case ev.MicroBatchTrained(_, update, index):
-                self._expect(Stage.TRAINING, event, (update, index) == (at.update, at.micro_batch))
-                at.micro_batch += 1
-                self._next_micro_batch()
+                pass
+            case ev.MicroBatchTrained():
+                assert isinstance(task, TrainMicroBatch)
+                self.cluster.pace.trained(len(task.micro_batch.rollouts), self._now - self._task_s)
             case ev.OptimizerStepped(_, update, loss, grad_norm):
-                self._expect(Stage.TRAINING, event, update == at.update)
-                self._stepped(loss, grad_norm)
+                self._stepped(update, loss, grad_norm)
             case ev.BatchFinished():
-                self._expect(Stage.FINISHING, event)
+                self._report_pipeline()
                 self.stage = Stage.PUBLISHING
                 self.work.effects.append(PublishWeights(self.version))
 
-    def _next_micro_batch(self) -> None:
-        at = self.work.at
-        pending = at.updates[at.update]
-        if at.micro_batch < len(pending):
-            self.work.effects.append(TrainMicroBatch(pending[at.micro_batch], at.micro_batch))
-        else:
-            samples = sum(len(micro_batch.rollouts) for micro_batch in pending)
-            self.work.effects.append(StepOptimizer(self.iteration, at.update, samples))
-
-    def _stepped(self, loss: float, grad_norm: float) -> None:
-        at = self.work.at
+    def _stepped(self, update: int, loss: float, grad_norm: float) -> None:
         self.version = PolicyVersion(self.version + 1)
-        trained = [rollout for micro_batch in at.updates[at.update] for rollout in micro_batch.rollouts]
+        trained = self.training.stepped()
         for rollout in trained:
             self.ledger.train(rollout, self.version)
-        self.ledger.step(StepApplied(self.version, self.iteration, at.update, len(trained), loss, grad_norm))
+        self.ledger.step(StepApplied(self.version, self.iteration, update, len(trained), loss, grad_norm))
         self.work.discard(trained)
-        at.update, at.micro_batch = at.update + 1, 0
-        if at.update < len(at.updates):
-            self._next_micro_batch()
-        else:
-            self.stage = Stage.FINISHING
-            self.work.effects.append(FinishBatch(self.iteration))
 
     # -- the end of an iteration -----------------------------------------------------------------------
 
@@ -348,6 +345,8 @@ class Controller:
             return
         self.ledger.publish(version)
         self.work.close_window(self._now)
+        self.work.published(version, self._published_before)
+        self._published_before = version
         self.cluster.publish(version, self._now)
         self.iteration += 1
         if self.iteration % self.plan.checkpoint_every and self.iteration < self.plan.iterations:
@@ -359,6 +358,18 @@ class Controller:
         snapshot = self._to_commit.as_json()
         self.work.effects.append(CommitCheckpoint(self.iteration, self.ledger.position, snapshot))
 
+    def _report_pipeline(self) -> None:
+        """What filled time in which GPUs would have waited."""
+        filled = self.cluster.pace.filled_s
+        report = {f"{filler.value}_s": seconds for filler, seconds in sorted(filled.items())}
+        if self.plan.pipeline.axis is not None:
+            report["overlapped_samples"] = self.training.overlapped
+        if self.plan.pipeline.next_share:
+            report["early_samples"] = self.work.early_samples
+        filled.clear()
+        if report:
+            self.work.effects.append(ReportPipeline(self.iteration, report))
+
     # -- a lost learner --------------------------------------------------------------------------------
 
     def _learner_changed(self, event: ev.LearnerLost | ev.LearnerRestored) -> None:
@@ -369,14 +380,13 @@ class Controller:
             case ev.LearnerRestored(lineage):
                 if lineage == self.cluster.lineage:
                     self._learner_up = True
-                if self._learner_up and self.stage is Stage.AWAITING_LEARNER:
-                    self._prepare_batch()
 
     def _roll_back(self) -> None:
         """Return to the last committed checkpoint, as a resumed run does, keeping what is safe and equal."""
         self.cluster.recoveries[Recovery.LEARNER_LOST] += 1
         self.work.effects = []
         self.iteration, self.version = self._committed.iteration, self._committed.version
+        self._published_before = self.version
         self.work.roll_back(self._committed.ledger, self._committed.exploration)
         self._undo.append(RollBack(self.ledger.position))
         self.cluster.roll_back(self.version, self._now)
@@ -434,6 +444,7 @@ class Controller:
         controller = cls(plan, train, test, term)
         parsed = Snapshot.parse(snapshot)
         controller.iteration, controller.version = parsed.iteration, parsed.version
+        controller._published_before = parsed.version
         controller.work.load(parsed.ledger, parsed.exploration)
         controller.queue.leases_granted = parsed.leases_granted
         controller.cluster.target = parsed.version

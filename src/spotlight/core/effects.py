@@ -128,6 +128,20 @@ class ReportExploration:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportPipeline:
+    """Write what overlapped in an iteration.
+
+    Attributes:
+        report: GPU seconds by what filled them (``trainers_s``, ``next_s``, ``exploration_s``),
+            ``overlapped_samples`` trained before all were there, ``early_samples`` made before their
+            iteration began; what there was none of is absent.
+    """
+
+    iteration: int
+    report: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class DiscardSamples:
     """Free the tensors of samples that nothing will ask for again."""
 
@@ -241,6 +255,7 @@ Effect: TypeAlias = (
     | PublishWeights
     | ReportEvaluation
     | ReportExploration
+    | ReportPipeline
     | DiscardSamples
     | CommitCheckpoint
     | ClusterEffect

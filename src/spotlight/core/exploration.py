@@ -37,6 +37,7 @@ class ExploredGroup:
         inclusion: probability with which each was chosen; None where some seed of the pool had none.
         pool: number of previews that they were chosen among.
         pool_variance: unbiased variance of these, by score.
+        unchosen: scores of the previews of other seeds.
     """
 
     prompt: PromptId
@@ -46,6 +47,7 @@ class ExploredGroup:
     inclusion: tuple[float, ...] | None
     pool: int
     pool_variance: Mapping[str, float]
+    unchosen: tuple[Mapping[str, float], ...] = ()
 
     def evidence(self, score: str, realised: Mapping[int, Mapping[str, float]]) -> GroupEvidence | None:
         """What regenerated scores, by seed, tell of the pool; None if fewer than two seeds have this score.
@@ -85,6 +87,7 @@ class ExploredGroup:
             "inclusion": None if self.inclusion is None else list(self.inclusion),
             "pool": self.pool,
             "pool_variance": dict(self.pool_variance),
+            "unchosen": [dict(scores) for scores in self.unchosen],
         }
 
     @classmethod
@@ -99,6 +102,7 @@ class ExploredGroup:
                 "inclusion": inclusion,
                 "pool": int(pool),
                 "pool_variance": {**variance},
+                "unchosen": [*unchosen],
             }:
                 return cls(
                     PromptId(prompt),
@@ -108,6 +112,7 @@ class ExploredGroup:
                     None if inclusion is None else tuple(float(chance) for chance in inclusion),
                     pool,
                     _numbers(variance),
+                    tuple(_numbers(scores) for scores in unchosen),
                 )
         raise ValueError(f"not an explored group: {tree!r}")
 
@@ -271,4 +276,9 @@ def _group(window: Window, slot: int, selection: Selection) -> ExploredGroup:
         inclusion=selection.inclusion,
         pool=len(scores),
         pool_variance={name: sample_variance([one[name] for one in scores.values()]) for name in finite},
+        unchosen=tuple(
+            {name: one[name] for name in finite}
+            for seed, one in scores.items()
+            if seed not in selection.seeds
+        ),
     )

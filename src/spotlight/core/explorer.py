@@ -51,7 +51,9 @@ class Explorer:
         self, iteration: int, version: PolicyVersion, prompts: Sequence[Prompt], workers: int, now: float
     ) -> Window:
         """Decide how much to explore for an iteration; ``window.arm`` is None for not at all."""
-        decision = self.policy.decide(Outlook(iteration, len(prompts), workers))
+        beside = self._exploration.where is Explore.IDLE
+        explored = len(prompts) - (self._plan.early_groups if beside else 0)
+        decision = self.policy.decide(Outlook(iteration, explored, workers))
         self.report = {"iteration": iteration, "decision": dict(decision.metrics)}
         self.window = Window(iteration, decision.arm, version, now, workers, dict(enumerate(prompts)))
         self.window.scored_s = now
@@ -121,6 +123,10 @@ class Explorer:
             self._prompts[self.groups[slot].prompt] if slot in self.groups else prompt
             for slot, prompt in enumerate(planned)
         ]
+
+    def unchosen(self, slot: int) -> tuple[Mapping[str, float], ...]:
+        """Preview scores of the seeds that were not chosen for a group."""
+        return self.groups[slot].unchosen if slot in self.groups else ()
 
     def weight(self, slot: int, seed: int) -> float:
         """Factor by which a sample counts, so that the choice of its seed leaves no bias; else 1."""

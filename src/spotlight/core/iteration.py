@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from spotlight.core.types import Group, MicroBatch, PromptId, Rollout, RolloutId, WorkerId
+from spotlight.core.types import DropReason, PromptId, Rollout, RolloutId, WorkerId
 
 
 class Stage(StrEnum):
@@ -16,17 +16,14 @@ class Stage(StrEnum):
     EXPLORING = "exploring"
     ROLLING = "rolling"
     REPORTING = "reporting"
-    AWAITING_LEARNER = "awaiting_learner"
-    PREPARING = "preparing"
-    TRAINING = "training"
-    FINISHING = "finishing"
+    LEARNING = "learning"
     PUBLISHING = "publishing"
     COMMITTING = "committing"
     OVER = "over"
 
 
 LEARNER_IDLES = frozenset({Stage.IDLE, Stage.EXPLORING, Stage.ROLLING, Stage.REPORTING})
-"""Stages in which the GPUs of the learner may roll out."""
+"""Stages in which the GPUs of the learner may roll out, while it has nothing to do."""
 
 
 @dataclass(slots=True)
@@ -37,6 +34,7 @@ class Iteration:
         unscored: rollouts neither scored nor dropped.
         finished: rollouts whose samples are held somewhere.
         makers: who made them, under which epoch.
+        lost: rollouts of an iteration that has not begun, to be dropped then, and why.
     """
 
     rollouts: dict[RolloutId, Rollout] = field(default_factory=dict)
@@ -45,16 +43,9 @@ class Iteration:
     unscored: set[RolloutId] = field(default_factory=set)
     finished: set[RolloutId] = field(default_factory=set)
     makers: dict[RolloutId, tuple[WorkerId, int]] = field(default_factory=dict)
+    lost: dict[RolloutId, tuple[DropReason, str]] = field(default_factory=dict)
     evaluation: list[RolloutId] = field(default_factory=list)
-    updates: list[list[MicroBatch]] = field(default_factory=list)
-    update: int = 0
-    micro_batch: int = 0
     drops: int = 0
-
-    def scored_groups(self) -> Iterator[Group]:
-        """The scored samples of each group, in the order the groups were issued."""
-        for (_, prompt), members in self.groups.items():
-            yield Group(prompt, tuple(rollout for rollout in members if rollout in self.scores))
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from spotlight.core.effects import PullWeights
-from spotlight.core.types import Node, NodeId, PolicyVersion, WorkerId
+from spotlight.core.types import GroupKind, Node, NodeId, PolicyVersion, WorkerId
 from spotlight.core.weights import Holding
 
 
@@ -62,12 +62,19 @@ class Worker:
 
 @dataclass(slots=True)
 class Group:
-    """Workers of one node that denoise together; ``capacity`` > 0: it waits for work."""
+    """Workers of one node that denoise together; ``capacity`` > 0: it waits for work.
+
+    Attributes:
+        kind: as it was formed, whoever left it since.
+        trains: its node's GPUs are learner ranks too.
+    """
 
     leader: WorkerId
     epoch: int
     node: NodeId
     members: tuple[WorkerId, ...]
+    kind: GroupKind
+    trains: bool
     state: GroupState = GroupState.FORMING
     capacity: int = 0
 

@@ -179,6 +179,11 @@ class Plan:
     exploration: ExplorationPlan | None = None
     pipeline: PipelinePlan = PipelinePlan()
 
+    @property
+    def early_groups(self) -> int:
+        """So many groups of an iteration may be rolled out while the one before is trained."""
+        return int(self.pipeline.next_share * self.prompts_per_iteration)
+
 
 def require_usable(plan: Plan, train: Sequence[Prompt], test: Sequence[Prompt]) -> None:
     """Raise ValueError for a plan or prompts that no schedule can carry out."""
@@ -191,6 +196,7 @@ def require_usable(plan: Plan, train: Sequence[Prompt], test: Sequence[Prompt]) 
         )
     if plan.exploration is not None:
         _require_exploration(plan, plan.exploration)
+    _require_pipeline(plan, plan.pipeline)
     _require_degrees(plan.cluster)
     known: dict[PromptId, Prompt] = {}
     for prompt in (*train, *test):
@@ -224,6 +230,25 @@ def _require_exploration(plan: Plan, exploration: ExplorationPlan) -> None:
         raise ValueError(
             f"no weights undo a selection by {exploration.policy.value}: some seeds are never chosen; "
             "let every group draw a seed or two (drawn_seeds), or choose by the policy proportional"
+        )
+
+
+def _require_pipeline(plan: Plan, pipeline: PipelinePlan) -> None:
+    if not 0 <= pipeline.next_share <= 1:
+        raise ValueError(f"next_share is {pipeline.next_share}; expected a share of the next groups, 0 to 1")
+    explores = plan.exploration
+    if pipeline.next_share and explores and explores.where is Explore.CRITICAL_PATH:
+        raise ValueError(
+            "rollouts of the next iteration cannot begin before previews on the critical path have chosen "
+            "their seeds; set next_share to 0, or explore on idle GPUs"
+        )
+    if pipeline.baseline is Baseline.EXPLORATION and explores is None:
+        raise ValueError("the baseline exploration needs previews; set exploration, or another baseline")
+    least = 3 if pipeline.baseline is Baseline.SLICE else 1
+    if pipeline.axis is Axis.GENERATION and pipeline.slice_size < least:
+        raise ValueError(
+            f"slices of {pipeline.slice_size} members cannot be trained with the baseline "
+            f"{pipeline.baseline.value}; expected at least {least}"
         )
 
 

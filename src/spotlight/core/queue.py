@@ -6,9 +6,9 @@ Invariants
        lease was granted under: a worker that was given up (lease expired, node lost) cannot write.
     3. Completing twice changes nothing (the second is reported as a duplicate).
 
-Order of pulls: by purpose (train, evaluation, exploration), then resumed rollouts, then the longest
-remaining, then first come. Nobody starves: training needs every rollout of its iteration, so the classes
-above exploration run dry each iteration, and exploration is dropped when its window closes.
+Order of pulls: by value (see :class:`Value`), then resumed rollouts, then the longest remaining, then first
+come. Nobody starves: training needs every rollout of its iteration, so the first classes run dry each
+iteration; rollouts of the next one become the first class then, and exploration ends with its window.
 
 Ready work and deadlines are heaps, everything else is counted as it changes: pulls, commits, completions and
 expiry cost O(log n) of what they touch.
@@ -20,11 +20,22 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 
 from spotlight.core.types import Lease, LeaseId, Purpose, Rollout, RolloutId, WorkerId
 
-_VALUE = {Purpose.TRAIN: 0, Purpose.EVAL: 1, Purpose.EXPLORE: 2}
+
+class Value(IntEnum):
+    """Classes of work, the most valuable first. An optimizer step waits for the first two."""
+
+    TRAIN = 0
+    EVAL = 1
+    NEXT = 2
+    """Rollouts of the next iteration."""
+    EXPLORE = 3
+
+
+_VALUE = {Purpose.TRAIN: Value.TRAIN, Purpose.EVAL: Value.EVAL, Purpose.EXPLORE: Value.EXPLORE}
 
 
 class Verdict(StrEnum):
@@ -39,6 +50,7 @@ class Verdict(StrEnum):
 @dataclass(slots=True)
 class _Entry:
     rollout: Rollout
+    value: Value
     order: int
     step: int = 0
     lease: LeaseId | None = None
@@ -75,8 +87,8 @@ class PullQueue:
     _held: dict[LeaseId, _Held] = field(default_factory=dict)
     _by_worker: dict[WorkerId, dict[LeaseId, None]] = field(default_factory=dict)
     _deadlines: list[tuple[float, LeaseId]] = field(default_factory=list)
-    _outstanding: Counter[Purpose] = field(default_factory=Counter)
-    _waiting: int = 0
+    _outstanding: Counter[Value] = field(default_factory=Counter)
+    _waiting: Counter[Value] = field(default_factory=Counter)
     _epochs: dict[WorkerId, int] = field(default_factory=dict)
     _present: set[WorkerId] = field(default_factory=set)
     _issued: int = 0
@@ -84,17 +96,37 @@ class PullQueue:
 
     # -- work in ---------------------------------------------------------------------------------------
 
-    def add(self, rollouts: Iterable[Rollout], steps: Mapping[RolloutId, int] | None = None) -> None:
-        """Queue new rollouts, to resume at ``steps``. Raises ValueError for an id that was queued before."""
+    def add(
+        self,
+        rollouts: Iterable[Rollout],
+        steps: Mapping[RolloutId, int] | None = None,
+        value: Value | None = None,
+    ) -> None:
+        """Queue new rollouts, to resume at ``steps``. Raises ValueError for an id that was queued before.
+
+        Args:
+            value: their class; None: that of their purpose.
+        """
         for rollout in rollouts:
             if rollout.id in self._entries or rollout.id in self._done:
                 raise ValueError(f"rollout {rollout.id} was queued before")
             self._issued += 1
-            entry = self._entries[rollout.id] = _Entry(
-                rollout, self._issued, (steps or {}).get(rollout.id, 0)
-            )
-            self._outstanding[rollout.purpose] += 1
+            worth = _VALUE[rollout.purpose] if value is None else value
+            entry = _Entry(rollout, worth, self._issued, (steps or {}).get(rollout.id, 0))
+            self._entries[rollout.id] = entry
+            self._outstanding[worth] += 1
             self._push(entry)
+
+    def promote(self) -> None:
+        """The next iteration begins: what is under way of it is worth as much as the rest of it."""
+        for entry in self._entries.values():
+            if entry.value is Value.NEXT:
+                self._outstanding[Value.NEXT] -= 1
+                self._outstanding[Value.TRAIN] += 1
+                entry.value = Value.TRAIN
+                if entry.lease is None:
+                    self._waiting[Value.NEXT] -= 1
+                    self._push(entry)
 
     def cancel(self, rollouts: Iterable[RolloutId]) -> list[Lease]:
         """Forget rollouts wherever they are. Returns the leases that hold nothing any more."""
@@ -103,10 +135,10 @@ class PullQueue:
             entry = self._entries.pop(rollout, None)
             if entry is None:
                 continue
-            self._outstanding[entry.rollout.purpose] -= 1
+            self._outstanding[entry.value] -= 1
             self._done.add(rollout)
             if entry.lease is None:
-                self._waiting -= 1
+                self._waiting[entry.value] -= 1
             else:
                 lease = self._held[entry.lease].lease
                 self._close(lease.id, rollout)
@@ -123,8 +155,9 @@ class PullQueue:
         unfinished = {entry.rollout.id: (entry.rollout, entry.step) for entry in self._entries.values()}
         for forgotten in (self._entries, self._done, self._held, self._by_worker):
             forgotten.clear()
-        self._heap, self._deadlines, self._waiting = [], [], 0
+        self._heap, self._deadlines = [], []
         self._outstanding.clear()
+        self._waiting.clear()
         return leases, unfinished
 
     # -- workers ---------------------------------------------------------------------------------------
@@ -164,9 +197,9 @@ class PullQueue:
     def pull(
         self, worker: WorkerId, capacity: int, now: float
     ) -> tuple[Lease, tuple[Rollout, ...], dict[RolloutId, int]] | None:
-        """Lease up to ``capacity`` rollouts of one purpose to a worker.
+        """Lease up to ``capacity`` rollouts of one class to a worker.
 
-        A lease holds one purpose and one policy version, so that its rollouts can share forwards.
+        A lease holds one class and one policy version, so that its rollouts can share forwards.
 
         Returns:
             The lease, its rollouts and the steps to resume at; None when nothing waits, or when the worker
@@ -183,10 +216,10 @@ class PullQueue:
             return None
         taken: list[_Entry] = []
         while len(taken) < capacity and (entry := self._peek()) is not None:
-            if taken and _kind(entry.rollout) != _kind(taken[0].rollout):
+            if taken and _kind(entry) != _kind(taken[0]):
                 break
             heapq.heappop(self._heap)
-            self._waiting -= 1
+            self._waiting[entry.value] -= 1
             taken.append(entry)
         if not taken:
             return None
@@ -283,11 +316,29 @@ class PullQueue:
     @property
     def waiting(self) -> int:
         """Rollouts that nobody holds."""
-        return self._waiting
+        return self._waiting.total()
+
+    def waiting_of(self, *values: Value) -> int:
+        """Rollouts of some classes that nobody holds."""
+        return sum(self._waiting[value] for value in values)
+
+    def waits(self, rollout: RolloutId) -> bool:
+        """Whether a rollout is there, and nobody holds it."""
+        return rollout in self._entries and self._entries[rollout].lease is None
+
+    @property
+    def best(self) -> Value | None:
+        """The class of the next rollout to be pulled."""
+        entry = self._peek()
+        return None if entry is None else entry.value
+
+    def outstanding_of(self, *values: Value) -> int:
+        """Rollouts of some classes that wait or are held."""
+        return sum(self._outstanding[value] for value in values)
 
     def outstanding_for(self, purpose: Purpose) -> int:
-        """Rollouts of one purpose that wait or are held."""
-        return self._outstanding[purpose]
+        """Rollouts of one purpose, and of this iteration, that wait or are held."""
+        return self._outstanding[_VALUE[purpose]]
 
     def held_by(self, worker: WorkerId) -> list[tuple[Lease, int]]:
         """A worker's open leases, each with the most steps that any rollout of it has to go."""
@@ -295,6 +346,14 @@ class PullQueue:
             (self._held[lease].lease, max(self._remaining(rollout) for rollout in self._held[lease].open))
             for lease in self._by_worker.get(worker, ())
         ]
+
+    def holds(self, worker: WorkerId) -> bool:
+        """Whether a worker has an open lease."""
+        return worker in self._by_worker
+
+    def is_open(self, lease: LeaseId) -> bool:
+        """Whether something of a lease is unfinished, and its holder not given up."""
+        return lease in self._held
 
     def count_held_by(self, worker: WorkerId) -> int:
         """Open rollouts of all leases of a worker."""
@@ -332,9 +391,9 @@ class PullQueue:
         """Assert the invariants of the module's docstring (O(n))."""
         held = [rollout for lease in self._held.values() for rollout in lease.open]
         assert len(held) == len(set(held)), "a rollout is held by two leases"
-        waiting = [item[-1] for item in self._heap if item[-1] in self._entries]
-        assert len(waiting) == self._waiting, "the number of waiting rollouts is miscounted"
-        assert +self._outstanding == Counter(entry.rollout.purpose for entry in self._entries.values())
+        waiting = [item[-1] for item in self._heap if self._current(item)]
+        assert +self._waiting == Counter(self._entries[name].value for name in waiting), "miscounted"
+        assert +self._outstanding == Counter(entry.value for entry in self._entries.values())
         assert {x for leases in self._by_worker.values() for x in leases} == set(self._held)
         assert set(self._held) <= {lease for _, lease in self._deadlines}, "a lease would never expire"
         assert len(waiting) == len(set(waiting)), "a rollout waits twice"
@@ -357,17 +416,22 @@ class PullQueue:
     def _push(self, entry: _Entry) -> None:
         rollout = entry.rollout
         remaining = rollout.steps - entry.step
-        item = (_VALUE[rollout.purpose], 0 if entry.step else 1, -remaining, entry.order, rollout.id)
+        item = (entry.value, 0 if entry.step else 1, -remaining, entry.order, rollout.id)
         heapq.heappush(self._heap, item)
-        self._waiting += 1
+        self._waiting[entry.value] += 1
+
+    def _current(self, item: tuple[int, int, int, int, RolloutId]) -> bool:
+        """Whether an item of the heap was neither cancelled (perhaps queued anew) nor promoted since."""
+        entry = self._entries.get(item[-1])
+        return entry is not None and (entry.value, entry.order) == (item[0], item[3])
 
     def _peek(self) -> _Entry | None:
-        while self._heap and self._heap[0][-1] not in self._entries:
-            heapq.heappop(self._heap)  # cancelled
+        while self._heap and not self._current(self._heap[0]):
+            heapq.heappop(self._heap)
         return self._entries[self._heap[0][-1]] if self._heap else None
 
     def _end(self, rollout: RolloutId) -> None:
-        self._outstanding[self._entries.pop(rollout).rollout.purpose] -= 1
+        self._outstanding[self._entries.pop(rollout).value] -= 1
         self._done.add(rollout)
 
     def _remaining(self, rollout: RolloutId) -> int:
@@ -415,5 +479,5 @@ def first_epoch(term: int) -> int:
     return term << 30
 
 
-def _kind(rollout: Rollout) -> tuple[Purpose, int]:
-    return rollout.purpose, rollout.version
+def _kind(entry: _Entry) -> tuple[Value, int]:
+    return entry.value, entry.rollout.version

@@ -38,4 +38,5 @@ class Recovery(StrEnum):
     SAMPLE_KEPT = "sample_kept"
     PROGRESS_KEPT = "progress_kept"
     SCORE_STALE = "score_stale"
+    ROLLOUT_RENEWED = "rollout_renewed"
     PREVIEW_DROPPED = "preview_dropped"

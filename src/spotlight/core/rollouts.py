@@ -1,15 +1,20 @@
 """The rollouts of an iteration and their previews: issued, made, scored or dropped. Part of the controller.
 
+Rollouts of the next iteration may be made early, with the weights published before those it is issued for.
+The ledger hears of them when that iteration begins: a checkpoint holds none of them.
+
 Invariants
     1. A rollout that is neither scored nor dropped is in the queue, or its sample is at the reward pool.
     2. Commits, completions and scores count once, from who holds the lease now, and of the current lineage.
     3. What outlived a lost learner counts again only for the very same rollout: id, seed, steps, version.
+    4. A sample is at most one published version old, when it is admitted and when it is trained on.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from spotlight.core import events as ev
 from spotlight.core.cluster import Cluster
@@ -21,7 +26,7 @@ from spotlight.core.iteration import Iteration, Safe
 from spotlight.core.ledger import Ledger
 from spotlight.core.members import GroupState
 from spotlight.core.plan import Explore, Plan
-from spotlight.core.queue import PullQueue, Verdict
+from spotlight.core.queue import PullQueue, Value, Verdict
 from spotlight.core.records import REWARD
 from spotlight.core.recovery import Recovery
 from spotlight.core.seeds import prompts_of_iteration
@@ -36,6 +41,9 @@ class Rollouts:
 
     Attributes:
         at: the current iteration.
+        early: rollouts of the next one.
+        early_samples: of this iteration, begun before it.
+        older: unfinished rollouts of the version published before the last.
         explorer: None without exploration.
         safe: what outlived a lost learner and was not asked for yet.
         stopping: why the run has to stop.
@@ -47,10 +55,14 @@ class Rollouts:
     ) -> None:
         self.plan, self.queue, self.cluster = plan, queue, cluster
         self.train_prompts, self.test_prompts = tuple(train), tuple(test)
+        self._prompts = {prompt.id: prompt for prompt in train}
         explores = plan.exploration
         self.explorer = Explorer(plan, explores, train) if explores else None
         self.ledger = Ledger()
-        self.at, self.safe = Iteration(), Safe()
+        self.at, self.early, self.safe = Iteration(), Iteration(), Safe()
+        self.early_samples = 0
+        self.older: set[RolloutId] = set()
+        self._oldest = PolicyVersion(0)
         self._no_window = Window(0)
         self.stopping: str | None = None
         self.effects: list[Effect] = []
@@ -63,9 +75,10 @@ class Rollouts:
     # -- issue -----------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A new iteration, without rollouts yet."""
-        self.at = Iteration()
+        """A new iteration, without rollouts yet but those that were made early."""
+        self.at, self.early_samples = Iteration(), 0
         self.queue.forget_done()
+        self.queue.promote()
 
     def issue_evaluation(self, iteration: int, version: PolicyVersion) -> None:
         """Queue the validation images."""
@@ -80,7 +93,78 @@ class Rollouts:
         chosen = explorer.seeds if explorer else {}
         issued = train_rollouts(self.plan, prompts, iteration, version, chosen)
         for slot, prompt, rollout in issued:
-            self.at.groups.setdefault((slot, prompt.id), []).append(self._issue(prompt, rollout))
+            adopted = self._adopt(prompt, rollout.id)
+            name = rollout.id if adopted else self._issue(prompt, rollout)
+            self.at.groups.setdefault((slot, prompt.id), []).append(name)
+        self.early = Iteration()
+
+    def issue_early(self, iteration: int, version: PolicyVersion) -> None:
+        """Queue the first groups of the next iteration behind those of this one."""
+        prompts = self._prompts_of(iteration)[: self.plan.early_groups]
+        for slot, prompt, rollout in train_rollouts(self.plan, prompts, iteration, version, {}):
+            self.early.rollouts[rollout.id] = rollout
+            self.early.groups.setdefault((slot, prompt.id), []).append(rollout.id)
+            self.early.unscored.add(rollout.id)
+            self.queue.add([rollout], value=Value.NEXT)
+
+    def _adopt(self, prompt: Prompt, name: RolloutId) -> bool:
+        """A rollout that was made or begun early counts from now on; returns whether there is one."""
+        at, early = self.at, self.early
+        rollout = early.rollouts.get(name)
+        if rollout is None:
+            return False
+        self.early_samples += 1
+        at.rollouts[name] = rollout
+        at.unscored.add(name)
+        self.ledger.issue(rollout, prompt)
+        if name in early.finished:
+            at.finished.add(name)
+            at.makers[name] = early.makers[name]
+            self.ledger.finish(rollout, *early.makers[name])
+        if name in early.lost:
+            self._drop(name, *early.lost[name])
+        elif name in early.scores:
+            self._scored(at, name, early.scores[name])
+        return True
+
+    # -- older versions --------------------------------------------------------------------------------
+
+    def published(self, version: PolicyVersion, before: PolicyVersion) -> None:
+        """Workers may pull ``version``: only rollouts under way may still be made by the one before."""
+        self._oldest = before
+        self.older = self.early.unscored - self.early.finished
+        self.renew(version)
+
+    def renew(self, version: PolicyVersion) -> None:
+        """Rollouts of an older version that nobody makes (any more) start anew with the one published."""
+        for name in sorted(name for name in self.older if self.queue.waits(name)):
+            self.older.discard(name)
+            self.queue.cancel([name])
+            if name in self.early.rollouts:
+                self.early.unscored.discard(name)
+                del self.early.rollouts[name]  # issued with its iteration, as if it had not been early
+            else:
+                self._replace(name, version)
+
+    def _replace(self, name: RolloutId, version: PolicyVersion) -> None:
+        at = self.at
+        old = at.rollouts.pop(name)
+        at.unscored.discard(name)
+        self.cluster.recoveries[Recovery.ROLLOUT_RENEWED] += 1
+        self.drop_quietly(name, DropReason.STALE, f"its holder is gone, and so is version {old.version}")
+        new = replace(old, id=RolloutId(f"{name}r"), version=version)
+        for members in at.groups.values():
+            if name in members:
+                members[members.index(name)] = new.id
+        self._issue(self._prompts[old.prompt_id], new)
+
+    def require_fresh(self, rollouts: Iterable[RolloutId]) -> None:
+        """Raises RuntimeError for samples that are more than one published version old."""
+        for name in rollouts:
+            if (made_by := self.at.rollouts[name].version) < self._oldest:
+                raise RuntimeError(
+                    f"sample {name} of version {made_by} is too old to train on; expected {self._oldest}"
+                )
 
     def forget_safe(self) -> None:
         """What outlived a lost learner and was not asked for again is of no use to anybody."""
@@ -111,7 +195,9 @@ class Rollouts:
         assert self.explorer is not None
         prompts = self._prompts_of(iteration)
         self.explorer.open(iteration, version, prompts, self._explorers(), now)
-        self._preview(dict(enumerate(prompts)))
+        # Groups that are made early have the seeds that they have.
+        early = self.plan.early_groups if self.explores_beside else 0
+        self._preview({slot: prompt for slot, prompt in enumerate(prompts) if slot >= early})
 
     def _preview(self, slots: Mapping[int, Prompt]) -> None:
         window = self.window
@@ -129,12 +215,17 @@ class Rollouts:
         if spare is not None:
             self._preview(dict([spare]))
 
+    @property
+    def explores_beside(self) -> bool:
+        """Whether previews are made while the iteration before trains."""
+        plan = self.plan.exploration
+        return plan is not None and plan.where is Explore.IDLE
+
     def _explorers(self) -> int:
         """Workers that can explore while the learner trains, or at all where it waits for exploration."""
-        cluster, plan = self.cluster, self.plan.exploration
+        cluster, beside = self.cluster, self.explores_beside
         if not cluster.hosts:
             return len(self.queue.workers)
-        beside = plan is not None and plan.where is Explore.IDLE
         able = 0
         for group in cluster.groups.values():
             host = cluster.hosts[group.node]
@@ -170,6 +261,10 @@ class Rollouts:
         report = self.explorer.learn(realised, version)
         if report is not None:
             self.effects.append(ReportExploration(iteration, report))
+
+    def unchosen(self, slot: int) -> Sequence[Mapping[str, float]]:
+        """Preview scores of the seeds that were not chosen for a group of the iteration."""
+        return self.explorer.unchosen(slot) if self.explorer else ()
 
     def weights(self, rollouts: Iterable[RolloutId]) -> dict[RolloutId, float]:
         """Factors that undo the choice of seeds, where they are not 1."""
@@ -213,21 +308,27 @@ class Rollouts:
         accepted: list[Rollout] = []
         self.queue.renew(lease, epoch, now)
         for name in rollouts:
-            rollout = self.at.rollouts.get(name) or self.window.rollouts.get(name)
+            work = self._work_of(name)
+            rollout = work.rollouts.get(name)
             if rollout is not None and version != rollout.version:
                 self.fail(lease, epoch, name, f"made by version {version}, not {rollout.version}")
             elif self._admit(self.queue.complete(lease, epoch, name), name):
                 assert rollout is not None, "the queue accepted a rollout of another iteration"
-                self._work_of(name).finished.add(name)
-                self.at.makers[name] = worker, epoch
-                self.ledger.finish(rollout, worker, epoch)
+                self.older.discard(name)
+                work.finished.add(name)
+                if isinstance(work, Iteration):
+                    work.makers[name] = worker, epoch
+                if work is not self.early:
+                    self.ledger.finish(rollout, worker, epoch)
                 accepted.append(rollout)
         if accepted:
             self.effects.append(ScoreSamples(tuple(accepted), self.cluster.lineage))
         return bool(accepted)
 
     def _work_of(self, rollout: RolloutId) -> Iteration | Window:
-        return self.window if rollout in self.window.rollouts else self.at
+        if rollout in self.window.rollouts:
+            return self.window
+        return self.early if rollout in self.early.rollouts else self.at
 
     def fail(self, lease: LeaseId, epoch: int, rollout: RolloutId, error: str) -> None:
         """A rollout could not be finished: once more, or never."""
@@ -246,16 +347,21 @@ class Rollouts:
             if not math.isfinite(scores.get(REWARD, math.nan)):
                 self._drop(rollout, DropReason.REWARD_NOT_FINITE, f"{REWARD} is {scores.get(REWARD)}")
                 continue
-            self.ledger.score(rollout, scores)
-            window = self.window
-            if rollout in window.rollouts:
-                window.score(rollout, scores, now)
+            work = self._work_of(rollout)
+            if isinstance(work, Window):
+                self.ledger.score(rollout, scores)
+                work.score(rollout, scores, now)
                 judged.append(rollout)
-                self._preview_spare(window.slots[rollout])
+                self._preview_spare(work.slots[rollout])
             else:
-                self.at.scores[rollout] = scores
-                self.at.unscored.discard(rollout)
+                self._scored(work, rollout, scores)
         self.discard(judged)  # of a preview only its scores are kept
+
+    def _scored(self, work: Iteration, rollout: RolloutId, scores: Mapping[str, float]) -> None:
+        work.scores[rollout] = scores
+        work.unscored.discard(rollout)
+        if work is self.at:
+            self.ledger.score(rollout, scores)
 
     def fail_reward(self, event: ev.RewardFailed) -> None:
         """Scores will not come."""
@@ -282,6 +388,12 @@ class Rollouts:
         if rollout in self.window.rollouts:
             self._drop_preview(rollout, reason, detail)
             return
+        if rollout in self.early.rollouts and rollout not in self.at.rollouts:
+            self.early.lost[rollout] = reason, detail
+            self.early.unscored.discard(rollout)
+            self.older.discard(rollout)
+            return
+        self.older.discard(rollout)
         self.drop_quietly(rollout, reason, detail)
         at, share = self.at, self.plan.max_drop_share
         at.unscored.discard(rollout)
@@ -318,7 +430,8 @@ class Rollouts:
 
     def roll_back(self, ledger: Mapping[str, object], exploration: Mapping[str, object]) -> None:
         """Forget everything but what is safe, and return to an earlier ledger; the bill stays."""
-        previews = self.window.rollouts
+        previews, early = self.window.rollouts, self.early
+        self.early, self.older, self._oldest = Iteration(), set(), PolicyVersion(0)
         revoked, unfinished = self.queue.reset()
         for lease in revoked:
             self.cluster.revoked(lease)
@@ -327,7 +440,7 @@ class Rollouts:
         billed = self.ledger.gpu_seconds, self.ledger.billed_s
         self.load(ledger, exploration)
         self.ledger.gpu_seconds, self.ledger.billed_s = billed
-        self.discard(previews)
+        self.discard((*previews, *early.rollouts))
 
     def load(self, ledger: Mapping[str, object], exploration: Mapping[str, object]) -> None:
         """Stand where a snapshot was taken."""
@@ -351,7 +464,8 @@ class Rollouts:
 
     def check(self) -> None:
         """Assert the first invariant of the module's docstring (O(rollouts of the iteration))."""
-        waiting = sum(len(work.unscored - work.finished) for work in (self.at, self.window))
+        works = (self.at, self.early, self.window)
+        waiting = sum(len(work.unscored - work.finished) for work in works)
         assert self.queue.outstanding == waiting, "the queue lost or invented a rollout"
-        for work in (self.at, self.window):
+        for work in works:
             assert work.unscored.isdisjoint(work.scores), "a scored rollout still waits for its scores"

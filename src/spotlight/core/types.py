@@ -128,6 +128,14 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupKind:
+    """Sequence-parallel groups that are expected to be equally fast."""
+
+    gpu_type: str
+    degree: int
+
+
+@dataclass(frozen=True, slots=True)
 class Lease:
     """Rollouts held by one worker until ``deadline_s`` (controller time), fenced by ``epoch``.
 

@@ -14,6 +14,7 @@ from spotlight.core.records import REWARD
 from spotlight.core.types import MicroBatch, Purpose, Rollout, RolloutId
 from spotlight.models.base import ModelFamily
 from spotlight.rollout.state import Recipe, Trajectory
+from spotlight.runtime.comparing import part_advantages
 from spotlight.runtime.conditions import Conditions
 from spotlight.runtime.dealing import deal
 from spotlight.training.batch import SampleTensors, TrainingSample
@@ -85,14 +86,46 @@ class Trainer:
         rollouts: Mapping[RolloutId, Rollout],
         samples: Mapping[RolloutId, KeptSample],
     ) -> None:
-        """Hand an iteration's groups to the learner: advantages and old log-probs.
+        """Hand an iteration's groups, or a part of them, to the learner: advantages and old log-probs.
 
         Args:
             rollouts: at least those of the groups.
             samples: those whose tensors this rank has.
         """
-        weights = self.learner.settings.reward_weights
+        settings = self.learner.settings
         order = [micro_batch.rollouts for micro_batch in effect.micro_batches]
+        batch = self._batch(effect, rollouts, samples)
+        if effect.partial:
+            scaled = part_advantages(effect, settings.reward_weights, settings.advantage)
+            report = self.learner.prepare_part(batch, order, scaled)
+        else:
+            report = self.learner.prepare(batch, order)
+        self.log.put(report.flat())  # of all parts so far
+
+    def accumulate(self, micro_batch: MicroBatch) -> None:
+        """Gradients of one micro-batch."""
+        self.learner.accumulate(micro_batch.rollouts, micro_batch.update_samples)
+
+    def step(self, samples: int) -> tuple[float, float]:
+        """Apply them, as the mean over so many samples. Returns the loss and the norm before clipping."""
+        if samples != self.learner.announced:
+            self.learner.amend(samples)
+        report = self.learner.step()
+        self.log.extend(report.flat())
+        return report.sums.loss, report.grad_norm
+
+    def finish_batch(self) -> None:
+        """Let the old policy follow."""
+        self.learner.finish_batch()
+
+    def _batch(
+        self,
+        effect: PrepareBatch,
+        rollouts: Mapping[RolloutId, Rollout],
+        samples: Mapping[RolloutId, KeptSample],
+    ) -> list[TrainingSample]:
+        """In group order; tensors are with those that this rank trains."""
+        weights = self.learner.settings.reward_weights
         held = {
             rollout: self._tensors(rollouts[rollout], samples[rollout])
             for group in effect.groups
@@ -100,10 +133,10 @@ class Trainer:
             if rollout in samples
         }
         dealt = deal(effect.micro_batches, held, self.learner.ranks)
-        batch = [
+        return [
             TrainingSample(
                 key=rollout,
-                group=f"{index}:{group.prompt_id}",
+                group=group.rollouts[0],
                 rewards={name: effect.scores[rollout][name] for name in weights},
                 condition=self.conditions[group.prompt_id],
                 seed=rollouts[rollout].seed,
@@ -112,24 +145,9 @@ class Trainer:
                 importance=effect.weights.get(rollout, 1.0),
                 tensors=dealt.get(rollout),
             )
-            for index, group in enumerate(effect.groups)
+            for group in effect.groups
             for rollout in group.rollouts
         ]
-        self.log.extend(self.learner.prepare(batch, order).flat())
-
-    def accumulate(self, micro_batch: MicroBatch) -> None:
-        """Gradients of one micro-batch."""
-        self.learner.accumulate(micro_batch.rollouts, micro_batch.update_samples)
-
-    def step(self) -> tuple[float, float]:
-        """Apply them. Returns the loss and the gradient norm before clipping."""
-        report = self.learner.step()
-        self.log.extend(report.flat())
-        return report.sums.loss, report.grad_norm
-
-    def finish_batch(self) -> None:
-        """Let the old policy follow."""
-        self.learner.finish_batch()
 
     def _first_step(self, rollout: Rollout) -> int:
         window = self.recipe.window

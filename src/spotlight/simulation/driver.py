@@ -61,6 +61,7 @@ class Simulation:
     Attributes:
         slow: factor on the durations of a node.
         reward_failing: share of samples whose reward times out.
+        overlaps: what was reported of each iteration's pipeline.
         explorations: what exploration reported, an iteration that was undone twice.
         head_up: False while the head restarts; nothing reaches the controller then.
     """
@@ -96,6 +97,7 @@ class Simulation:
         self.events = self.preemptions = self.notices = 0
         self.iterations: list[IterationTime] = []
         self.explorations: list[ef.ReportExploration] = []
+        self.overlaps: list[ef.ReportPipeline] = []
         self._mark_s, self._mark_usd, self._mark_trained = 0.0, 0.0, 0
         self._heap: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._numbers = count()
@@ -230,6 +232,8 @@ class Simulation:
                 self.learner.restore(effect)
             case ef.ReportExploration():
                 self.explorations.append(effect)
+            case ef.ReportPipeline():
+                self.overlaps.append(effect)
             case ef.WriteRecord() | ef.RollBack() | ef.NoWork():
                 pass
             case ef.FinishRun():

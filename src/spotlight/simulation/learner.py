@@ -58,6 +58,8 @@ class Learner:
         answer: hands an event to the controller.
         after: calls when the slowest rank is done.
         life: counts restarts; what an earlier life was doing is never answered.
+        prepared: samples of the batch, whole or in parts, that no micro-batch took yet.
+        trained: samples accumulated since the last optimizer step.
     """
 
     scenario: Scenario
@@ -67,6 +69,8 @@ class Learner:
     now: Callable[[], float]
     answer: Callable[[ev.Event], None]
     after: Callable[..., None]
+    prepared: set[RolloutId] = field(default_factory=set)
+    trained: int = 0
     weights: Weights = FIRST
     checkpoint: Checkpoint | None = None
     life: int = 0
@@ -106,14 +110,24 @@ class Learner:
                 members = [rollout for group in groups for rollout in group.rollouts]
                 missing = [rollout for rollout in members if rollout not in self.store.samples]
                 assert not missing, f"samples to train on are gone: {missing}"
+                assert not self.prepared or effect.partial, "a batch comes before the one before is trained"
+                again = self.prepared.intersection(members)
+                assert not again, f"samples are prepared twice: {again}"
+                self.prepared.update(members)
                 seconds = costs.prepare_s(len(members), plan.ranks)
             case ef.TrainMicroBatch(batch):
                 size = len(batch.rollouts)
+                strange = set(batch.rollouts) - self.prepared
+                assert not strange, f"a micro-batch has samples that were not prepared: {strange}"
+                self.prepared -= set(batch.rollouts)
+                self.trained += size
                 seconds = costs.train_s(self.gpu_type, plan.cluster.pixels, size, plan.ranks)
-            case ef.StepOptimizer():
+            case ef.StepOptimizer(_, _, samples):
+                assert samples == self.trained, f"a step of {samples} samples has {self.trained}"
+                self.trained = 0
                 seconds = costs.optimizer_s()
             case ef.FinishBatch():
-                pass
+                assert not self.prepared, f"samples were prepared and never trained: {self.prepared}"
             case ef.PublishWeights():
                 phase, seconds = Phase.WEIGHT_SYNC, costs.publish_s(plan.cluster.publishes)
             case ef.CommitCheckpoint():
@@ -147,6 +161,7 @@ class Learner:
 
     def _begin_life(self) -> None:
         self.life, self.alive = self.life + 1, False
+        self.prepared, self.trained = set(), 0
         self.weights = self.checkpoint.weights if self.checkpoint else FIRST
         self.store.versions[self.weights.version] = self.weights
         self._phase(Phase.SETUP)

@@ -5,18 +5,19 @@ The production code knows nothing of them: a mutation replaces functions while i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from unittest.mock import patch
 
-from spotlight.core import controller as controller_module
 from spotlight.core import issue as issue_module
 from spotlight.core import rollouts as rollouts_module
 from spotlight.core.cluster import Cluster
 from spotlight.core.commands import CommandEffect, Commands
 from spotlight.core.controller import Controller
 from spotlight.core.members import Group, Worker
+from spotlight.core.pipeline import training as training_module
 from spotlight.core.plan import Plan
 from spotlight.core.queue import PullQueue, Verdict, _Held
 from spotlight.core.rollouts import Rollouts
@@ -145,8 +146,8 @@ def _overlooks_a_lost_member(self: Cluster, worker: Worker) -> None:
     worker.leader = None
 
 
-def _leases_busy_learners(self: Cluster, idles: bool) -> None:
-    self.learner_busy = False
+def _leases_busy_learners(self: Cluster, rollouts: float, *, explore: bool) -> None:
+    self.trainers_may, self.trainers_explore = math.inf, True
 
 
 def _leaves_windows_open(self: Rollouts, now: float) -> None:
@@ -198,12 +199,12 @@ MUTATIONS = (
     ),
     Mutation("unanswered commands are not repeated", ((Commands, "overdue", _waits_for_ever),)),
     Mutation("a lost member of a group is overlooked", ((Cluster, "_leave", _overlooks_a_lost_member),)),
-    Mutation("GPUs that train are leased meanwhile", ((Cluster, "learner_idles", _leases_busy_learners),)),
+    Mutation("GPUs that train are leased meanwhile", ((Cluster, "let_trainers", _leases_busy_learners),)),
     Mutation("exploration windows are never closed", ((Rollouts, "close_window", _leaves_windows_open),)),
     Mutation("workers keep weights that were undone", ((Cluster, "roll_back", _keeps_newer_weights),)),
     Mutation(
         "several updates train the same samples",
-        ((controller_module, "split_updates", _trains_every_group_every_time),),
+        ((training_module, "split_updates", _trains_every_group_every_time),),
     ),
     Mutation("a lost learner is not restored", ((Controller, "_restore_learner", _forgets_the_learner),)),
     Mutation("every price is tripled", ((Accounts, "add", _triples_prices),)),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spotlight.algorithms.advantages import AdvantageParams, advantages
-from spotlight.algorithms.base import TrainBatch
+from spotlight.algorithms.base import Algorithm, TrainBatch
 from spotlight.models.base import Condition
 
 
@@ -95,6 +95,24 @@ def scaled_advantages(
     }
 
 
+def require_fresh(samples: Sequence[TrainingSample], version: int, algorithm: Algorithm) -> None:
+    """Raise ValueError for a sample older than the weights a batch starts from, if its ratio would be wrong.
+
+    Args:
+        version: of those weights.
+    """
+    if algorithm.takes_stale:
+        return
+    newest = max([version, *(sample.version for sample in samples)])
+    for sample in samples:
+        if sample.version < newest:
+            raise ValueError(
+                f"sample {sample.key} was made by policy version {sample.version}, and the batch starts from "
+                f"version {newest}: the ratio of {algorithm.name} would be to weights that did not make it. "
+                "Set algorithm.old_log_probs=rollout where the algorithm has it, or pipeline.next_share=0"
+            )
+
+
 def stack(
     samples: Sequence[TrainingSample],
     scaled: Sequence[float],
@@ -107,12 +125,6 @@ def stack(
         ValueError: a sample's tensors are elsewhere, or the samples do not fit together.
     """
     tensors = [_tensors(sample) for sample in samples]
-    versions = sorted({sample.version for sample in samples})
-    if len(versions) != 1:
-        raise ValueError(
-            f"a micro-batch mixes samples of the policy versions {versions}; expected one version: "
-            "group samples by version before cutting micro-batches"
-        )
     return TrainBatch(
         final=_stacked([t.final for t in tensors], device),
         latents=_optional([t.latents for t in tensors], "latents", device),
@@ -121,7 +133,7 @@ def stack(
         old_log_probs=None if old_log_probs is None else torch.stack(list(old_log_probs)),
         advantages=torch.tensor(list(scaled), dtype=torch.float32, device=device),
         seeds=tuple(sample.seed for sample in samples),
-        version=versions[0],
+        versions=tuple(sample.version for sample in samples),
     )
 
 

@@ -5,8 +5,9 @@
     learner.step()                               one optimizer step; again accumulate for the next update
     learner.finish_batch()                       the old policy follows
 
-Or as samples arrive, each part followed by its micro-batches (of one update, where the algorithm needs old
-log-probs): ``learner.prepare_part(samples, micro_batches, scaled)`` in place of ``prepare``.
+Or as samples arrive: ``learner.prepare_part(samples, micro_batches, scaled)`` in place of ``prepare``, once a
+part. Micro-batches of the first update may be accumulated in between; where old log-probs are made, all
+parts come before the first ``step``.
 
 Invariants:
 - The gradient of an update is that of the mean loss over its samples and timesteps, however it is cut into
@@ -14,7 +15,8 @@ Invariants:
 - A sample enters at most one optimizer step: its tensors are let go when it is accumulated.
 - An optimizer step is applied whole or not at all: a gradient that is not finite, or samples that are
   missing, raise before a parameter changes.
-- Nothing random happens here: draws of a loss are functions of a sample's seed.
+- A ratio is to the weights that made the sample: where it could not be, older samples are refused.
+- Nothing random happens here: draws of a loss are functions of a sample's seed and version.
 
 With several ranks all call the same methods in the same order, with the same arguments but for the samples'
 tensors, which each rank has of its own share.
@@ -39,7 +41,7 @@ from spotlight.algorithms.base import Algorithm
 from spotlight.models.base import Condition, ImageSize, ModelError, ModelFamily
 from spotlight.models.slots import WeightSlots
 from spotlight.training import state
-from spotlight.training.batch import TrainingSample, kept_steps, scaled_advantages, stack
+from spotlight.training.batch import TrainingSample, kept_steps, require_fresh, scaled_advantages, stack
 from spotlight.training.metrics import BatchReport, StepReport, UpdateMeter, batch_report
 from spotlight.training.passes import Bound, Passes
 from spotlight.training.policy import MicroBatchPolicy
@@ -140,8 +142,10 @@ class Learner:
         self.batches = 0
         """Batches finished."""
         self._waiting: dict[str, _Prepared] = {}
-        self._taken: set[str] = set()
-        """Keys of the current batch, trained or not."""
+        self._taken: dict[str, tuple[str, float]] = {}
+        """Group and advantage of the samples of the current batch, trained or not."""
+        self._version, self._preparing_s = 0, 0.0
+        """Policy version that the current batch starts from, and time spent on preparing it."""
         self._labels = 0
         self._stepped = False
         """Whether the current batch took an optimizer step."""
@@ -169,7 +173,7 @@ class Learner:
         scaled = self._scaled(samples)
         self._open_batch()
         self._take(samples, micro_batches, scaled)
-        return self._report(samples, scaled, started)
+        return self._report(started)
 
     def prepare_part(
         self,
@@ -177,7 +181,7 @@ class Learner:
         micro_batches: Sequence[Sequence[str]],
         scaled: Mapping[str, float] | None = None,
     ) -> BatchReport:
-        """Take some of an iteration's samples as they arrive; the rest comes by further calls.
+        """Take some of an iteration's samples as they arrive; reports what is there of the batch so far.
 
         Args:
             samples: whole groups, or with ``scaled`` also slices of groups, from all ranks.
@@ -208,7 +212,12 @@ class Learner:
         if not self._taken:
             self._open_batch()
         self._take(samples, micro_batches, given)
-        return self._report(samples, given, started)
+        return self._report(started)
+
+    @property
+    def announced(self) -> int | None:
+        """Samples that the current update is to be made of; None before its first micro-batch."""
+        return self._update.announced
 
     def amend(self, update_samples: int) -> None:
         """The current update is made of so many samples, not of as many as were announced: some got lost.
@@ -328,8 +337,8 @@ class Learner:
         return scaled_advantages(samples, self.settings.reward_weights, self.settings.advantage)
 
     def _open_batch(self) -> None:
-        self._waiting, self._taken = {}, set()
-        self._labels, self._stepped = 0, False
+        self._waiting, self._taken, self._preparing_s = {}, {}, 0.0
+        self._version, self._labels, self._stepped = self.steps, 0, False
         self._update = self._new_update()
 
     def _take(
@@ -342,8 +351,9 @@ class Learner:
         part = {sample.key: _Prepared(sample, scaled[sample.key]) for sample in samples}
         if len(part) != len(samples):
             raise ValueError(f"{len(samples)} samples have {len(part)} different keys")
+        require_fresh(samples, self._version, self.algorithm)
         self._waiting |= part
-        self._taken |= part.keys()
+        self._taken |= {sample.key: (sample.group, scaled[sample.key]) for sample in samples}
         self._compute_old_log_probs(micro_batches)
         if not self._stepped:
             self._labels = max(self._labels, self._denoising_steps())
@@ -360,7 +370,7 @@ class Learner:
             if self._stepped:
                 raise RuntimeError(
                     "a part of the batch arrives after an optimizer step: its ratios would be to the weights "
-                    "of now; train a batch in parts with updates_per_batch 1, or with old_log_probs=rollout"
+                    "of now; prepare all parts before the first step, or take old_log_probs=rollout"
                 )
             for item, row in zip(mine, old.unbind(0), strict=True):
                 item.old_log_probs = row
@@ -431,11 +441,9 @@ class Learner:
             return 0
         return max(item.sample.first_step for item in self._waiting.values()) + kept_steps(local[0])
 
-    def _report(
-        self, samples: Sequence[TrainingSample], scaled: Mapping[str, float], started: float
-    ) -> BatchReport:
-        values = {sample.key: (sample.group, scaled[sample.key]) for sample in samples}
-        return batch_report(values.values(), self.settings.advantage.clip, time.perf_counter() - started)
+    def _report(self, started: float) -> BatchReport:
+        self._preparing_s += time.perf_counter() - started
+        return batch_report(self._taken.values(), self.settings.advantage.clip, self._preparing_s)
 
     # -- an update -------------------------------------------------------------------------------------
 

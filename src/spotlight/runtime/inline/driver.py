@@ -148,6 +148,8 @@ class InlineDriver:
                 self.parts.trainer.log.put(report_row(report))
                 if note := report_note(report):
                     self.parts.observer.note(note)
+            case ef.ReportPipeline(_, report):
+                self.parts.trainer.log.put({f"pipeline/{name}": value for name, value in report.items()})
             case ef.PrepareBatch() | ef.TrainMicroBatch() | ef.StepOptimizer() | ef.FinishBatch():
                 self._train(effect)
             case ef.PublishWeights(version):
@@ -163,6 +165,7 @@ class InlineDriver:
         parts = self.parts
         if self._unsubmitted:
             self._submit()
+        self._require_current(rollouts)
         phase = _PHASE[rollouts[0].purpose]
         mine = rollouts[parts.ranks.rank :: parts.ranks.world]
         # A rank without a rollout lends its shard to the others' forwards all the same, for a copy of one.
@@ -185,6 +188,16 @@ class InlineDriver:
             else:
                 self._events.append(
                     ev.RolloutCompleted(WORKER, lease.id, lease.epoch, rollout.id, rollout.version)
+                )
+
+    def _require_current(self, rollouts: Sequence[Rollout]) -> None:
+        """The engine and the learner share one module: it can make samples of the version it holds alone."""
+        held = self.parts.trainer.learner.steps
+        for rollout in rollouts:
+            if rollout.version != held:
+                raise RuntimeError(
+                    f"{rollout.id} is to be made by version {rollout.version}, but this process holds "
+                    f"{held}: rollouts of two versions need fleet.driver=ray, or pipeline.next_share=0"
                 )
 
     def _progress(self, phase: Phase, rollouts: Sequence[Rollout]) -> Callable[[float], None]:
@@ -268,20 +281,21 @@ class InlineDriver:
             match effect:
                 case ef.PrepareBatch(iteration):
                     trainer.prepare(effect, self.parts.controller.rollouts, self._samples)
-                    self._to_train = [micro_batch.update for micro_batch in effect.micro_batches]
+                    self._to_train += [micro_batch.update for micro_batch in effect.micro_batches]
                     self._events.append(ev.BatchPrepared(iteration))
                 case ef.TrainMicroBatch(micro_batch, index):
                     trainer.accumulate(micro_batch)
-                    done = self._to_train.index(micro_batch.update) + index + 1
+                    done = sum(update < micro_batch.update for update in self._to_train) + index + 1
                     self.parts.observer.work(Phase.TRAINING, done, len(self._to_train))
                     self._events.append(
                         ev.MicroBatchTrained(micro_batch.iteration, micro_batch.update, index)
                     )
-                case ef.StepOptimizer(iteration, update):
-                    loss, grad_norm = trainer.step()
+                case ef.StepOptimizer(iteration, update, samples):
+                    loss, grad_norm = trainer.step(samples)
                     self._events.append(ev.OptimizerStepped(iteration, update, loss, grad_norm))
                 case ef.FinishBatch(iteration):
                     trainer.finish_batch()
+                    self._to_train.clear()
                     self._events.append(ev.BatchFinished(iteration))
 
     # -- the end of an iteration -----------------------------------------------------------------------

@@ -318,6 +318,8 @@ class Head:
                 self.log.put(report_row(report))
                 if said := report_note(report):
                     self.note(said)
+            case ef.ReportPipeline(_, report):
+                self.log.put({f"pipeline/{name}": value for name, value in report.items()})
             case ef.PrepareBatch() | ef.TrainMicroBatch() | ef.StepOptimizer() | ef.FinishBatch():
                 self._train(effect)
             case ef.PublishWeights(version):
@@ -439,13 +441,14 @@ class Head:
                 marks = {name: self._marks[name] for name in names}
                 learner.prepare(effect, controller.rollouts, marks, lambda: tell(ev.BatchPrepared(iteration)))
             case ef.TrainMicroBatch(batch, index):
-                order = [other for update in controller.work.at.updates for other in update]
-                done = sum(other.update < batch.update for other in order) + index
-                self.observer.work(Phase.TRAINING, done, len(order))
+                training = controller.training
+                self.observer.work(Phase.TRAINING, training.begun - 1, training.prepared)
                 trained = ev.MicroBatchTrained(batch.iteration, batch.update, index)
                 learner.accumulate(batch, lambda: tell(trained))
-            case ef.StepOptimizer(iteration, update):
-                learner.step(lambda loss, norm: tell(ev.OptimizerStepped(iteration, update, loss, norm)))
+            case ef.StepOptimizer(iteration, update, samples):
+                learner.step(
+                    samples, lambda loss, norm: tell(ev.OptimizerStepped(iteration, update, loss, norm))
+                )
             case ef.FinishBatch(iteration):
                 learner.finish_batch(lambda: tell(ev.BatchFinished(iteration)))
 

@@ -140,7 +140,7 @@ class LearnerActor:
     def prepare(
         self, effect: PrepareBatch, rollouts: Mapping[RolloutId, Rollout], marks: Mapping[RolloutId, str]
     ) -> None:
-        """Fetch this rank's share of the samples from the keeper, and take the batch."""
+        """Fetch this rank's share of the samples from the keeper, and take the batch, or the part of it."""
         place = self._order.place
         samples: dict[RolloutId, bytes] = {}
         share = share_of(effect, place.rank, place.world)

@@ -339,7 +339,7 @@ class LearnerGroup:
         marks: Mapping[RolloutId, str],
         on_done: Callable[[], None],
     ) -> None:
-        """Hand an iteration's groups to the ranks, which fetch their samples themselves.
+        """Hand an iteration's groups, or a part of them, to the ranks, which fetch their samples themselves.
 
         Args:
             rollouts: at least those of the effect.
@@ -354,9 +354,9 @@ class LearnerGroup:
         """Gradients of one micro-batch."""
         self._ask("accumulate", (micro_batch,), lambda _: on_done())
 
-    def step(self, on_done: Callable[[float, float], None]) -> None:
-        """Apply them; ``on_done(loss, gradient norm)``."""
-        self._ask("step", (), lambda answers: on_done(*answers[0]))
+    def step(self, samples: int, on_done: Callable[[float, float], None]) -> None:
+        """Apply them, of so many samples; ``on_done(loss, gradient norm)``."""
+        self._ask("step", (samples,), lambda answers: on_done(*answers[0]))
 
     def finish_batch(self, on_done: Callable[[], None]) -> None:
         """Let the old policy follow."""

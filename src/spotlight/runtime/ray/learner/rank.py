@@ -192,7 +192,7 @@ class LearnerRank:
         rollouts: Mapping[RolloutId, Rollout],
         samples: Mapping[RolloutId, bytes],
     ) -> None:
-        """Take an iteration's groups; every rank must call it.
+        """Take an iteration's groups, or a part of them; every rank must call it.
 
         Args:
             rollouts: those of the effect's groups.
@@ -217,14 +217,17 @@ class LearnerRank:
         with self._in(Phase.TRAINING):
             self.learning.trainer.accumulate(micro_batch)
 
-    def step(self) -> tuple[float, float]:
+    def step(self, samples: int) -> tuple[float, float]:
         """Apply them; every rank must call it. Returns the loss and the gradient norm before clipping.
+
+        Args:
+            samples: that the update was made of, over all ranks.
 
         Raises:
             TrainingError: the gradient is not finite, or samples are missing.
         """
         with self._in(Phase.TRAINING):
-            return self.learning.trainer.step()
+            return self.learning.trainer.step(samples)
 
     def finish_batch(self) -> None:
         """Let the old policy follow; every rank must call it."""

@@ -1,0 +1,98 @@
+"""Every group of a part is compared as the controller says, whatever the others of the part are."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spotlight.algorithms.advantages import AdvantageParams, advantages
+from spotlight.algorithms.baselines import exploration_advantages, slice_advantages
+from spotlight.core.effects import PrepareBatch
+from spotlight.core.types import Baseline, Comparison, Group, PromptId, RolloutId
+from spotlight.runtime.comparing import part_advantages
+
+WEIGHTS = {"ocr": 1.0, "jpeg": 0.5}
+OWN = AdvantageParams(std="group")
+Scores = list[dict[str, float]]
+
+
+def scores(values: list[float]) -> Scores:
+    return [{"reward": value, "ocr": value, "jpeg": value * value} for value in values]
+
+
+def only(found: Scores) -> Scores:
+    return [{name: sample[name] for name in WEIGHTS} for sample in found]
+
+
+def part(
+    groups: list[Scores], comparisons: tuple[Comparison, ...] = (), weights: dict[str, float] | None = None
+) -> PrepareBatch:
+    named = [
+        Group(PromptId("p"), tuple(RolloutId(f"{g}/{i}") for i in range(len(group))))
+        for g, group in enumerate(groups)
+    ]
+    told = {
+        rollout: sample
+        for group, found in zip(named, groups, strict=True)
+        for rollout, sample in zip(group.rollouts, found, strict=True)
+    }
+    factors = {RolloutId(name): factor for name, factor in (weights or {}).items()}
+    return PrepareBatch(0, tuple(named), told, (), factors, partial=True, comparisons=comparisons)
+
+
+VALUES = st.lists(st.floats(-10, 10), min_size=3, max_size=6).map(scores)
+
+
+@given(groups=st.lists(VALUES, min_size=1, max_size=3))
+def test_whole_groups_have_the_advantages_of_the_whole_batch_to_the_bit(groups: list[Scores]) -> None:
+    whole = advantages([only(group) for group in groups], WEIGHTS, OWN)
+    found = part_advantages(part(groups), WEIGHTS, OWN)
+    assert list(found.values()) == [value for group in whole for value in group]
+
+
+@given(whole=VALUES, arrived=VALUES, seen=VALUES, explored=VALUES, factor=st.floats(0.1, 3))
+def test_baselines_mix_within_a_part_and_weights_multiply(
+    whole: Scores, arrived: Scores, seen: Scores, explored: Scores, factor: float
+) -> None:
+    comparisons = (
+        Comparison(Baseline.GROUP),
+        Comparison(Baseline.SLICE, tuple(seen)),
+        Comparison(Baseline.EXPLORATION, tuple(explored)),
+    )
+    factors = {"0/1": factor, "1/0": factor, "2/2": factor}
+    found = part_advantages(part([whole, arrived, arrived], comparisons, factors), WEIGHTS, OWN)
+    one = [1.0] * len(whole)
+    one[1] = factor
+    in_slice = slice_advantages(only(arrived), only(seen), WEIGHTS, OWN)
+    explored_ = exploration_advantages(only(arrived), only(explored), WEIGHTS, OWN)
+    in_slice[0] *= factor
+    explored_[2] *= factor
+    expected = [*advantages([only(whole)], WEIGHTS, OWN, [one])[0], *in_slice, *explored_]
+    assert list(found.values()) == expected
+
+
+@pytest.mark.parametrize(("arrived", "seen"), [([4.0], []), ([4.0], [1.0]), ([4.0, 1.0], [])])
+def test_a_slice_that_lost_too_many_has_nothing_to_be_compared_with(
+    arrived: list[float], seen: list[float]
+) -> None:
+    comparison = Comparison(Baseline.SLICE, tuple(scores(seen)))
+    found = part_advantages(part([scores(arrived)], (comparison,)), WEIGHTS, OWN)
+    assert list(found.values()) == [0.0] * len(arrived)
+    comparison = Comparison(Baseline.SLICE, tuple(scores([*seen, 2.0, 3.0])))
+    assert all(part_advantages(part([scores(arrived)], (comparison,)), WEIGHTS, OWN).values())
+
+
+def test_what_cannot_be_compared_is_named() -> None:
+    some = scores([1.0, 2.0, 4.0])
+    params = AdvantageParams(std="global")
+    with pytest.raises(ValueError, match=r"advantage.std is 'global'.*set it to 'group'"):
+        part_advantages(part([some]), WEIGHTS, params)
+    explored = Comparison(Baseline.EXPLORATION, tuple(some))
+    assert part_advantages(part([some], (explored,)), WEIGHTS, params)
+    with pytest.raises(ValueError, match="2 groups have 1 comparisons; expected one a group"):
+        part_advantages(part([some, some], (explored,)), WEIGHTS, OWN)
+    with pytest.raises(ValueError, match="0 other seeds of the prompt were explored"):
+        part_advantages(part([some], (Comparison(Baseline.EXPLORATION),)), WEIGHTS, OWN)
+    with pytest.raises(ValueError, match=r"has the rewards \['jpeg', 'ocr', 'reward'\]; 'clip' is missing"):
+        part_advantages(part([some]), {"clip": 1.0}, OWN)
