@@ -10,8 +10,8 @@ from spotlight.algorithms.advantages import AdvantageParams
 from spotlight.algorithms.baselines import exploration_advantages, slice_advantages
 from spotlight.config.errors import ConfigError
 from spotlight.config.load import load_config
-from spotlight.core.plan import Axis, PipelinePlan
-from spotlight.core.types import Baseline
+from spotlight.core.plan import Axis, PipelinePlan, require_usable
+from spotlight.core.types import Baseline, Prompt, PromptId
 from spotlight.runtime.build import cluster_plan_of, plan_of
 
 BASE = (
@@ -24,6 +24,8 @@ BASE = (
 SLICES = "pipeline={axis: generation, slice_size: 4, baseline: slice}"
 BY_EXPLORATION = "pipeline={axis: generation, slice_size: 4, baseline: exploration}"
 RAY = "fleet.driver=ray"
+IDLE = "exploration.where=idle"
+PROMPT = Prompt(PromptId("p"), "one red circle", {})
 GRPO = ("algorithm={name: flow-grpo, advantage: {std: group}}", "rollout.sampler=flow-sde")
 GUARD = ("algorithm={name: grpo-guard, advantage: {std: group}}", "rollout.sampler=flow-sde")
 
@@ -39,6 +41,17 @@ GUARD = ("algorithm={name: grpo-guard, advantage: {std: group}}", "rollout.sampl
         (
             ["pipeline.axis=generation", "algorithm.advantage.std=global"],
             "algorithm.advantage.std",
+            "pipeline.axis=none",
+        ),
+        (
+            [BY_EXPLORATION, "exploration={}", "algorithm.advantage.std=global"],
+            "algorithm.advantage.std",
+            "without explored",
+        ),
+        (["pipeline.axis=prompt", "learner.micro_batch_size=192"], "learner.micro_batch_size", "lower it"),
+        (
+            [SLICES, RAY, "fleet.learner_ranks=3", "learner.micro_batch_size=64"],
+            "learner.micro_batch_size",
             "pipeline.axis=none",
         ),
         (["pipeline={axis: generation, slice_size: 16}"], "pipeline.slice_size", "pipeline.axis=prompt"),
@@ -60,7 +73,9 @@ GUARD = ("algorithm={name: grpo-guard, advantage: {std: group}}", "rollout.sampl
         (["pipeline.trainers_generate=true"], "pipeline.trainers_generate", "fleet.driver=ray"),
         (["pipeline.switch_s=1.5"], "pipeline.switch_s", "trainers_generate=true"),
         (["pipeline.next_share=0.5"], "pipeline.next_share", "fleet.driver=ray"),
-        ([RAY, "pipeline.next_share=1", "exploration={}"], "pipeline.next_share", "lower it"),
+        ([RAY, "pipeline.next_share=.05"], "pipeline.next_share", "no whole group"),
+        ([RAY, "pipeline.next_share=.5", "exploration={}"], "pipeline.next_share", "exploration.where=idle"),
+        ([RAY, "pipeline.next_share=1", IDLE], "pipeline.next_share", "lower it"),
         ([*GUARD, RAY, "pipeline.next_share=.5"], "pipeline.next_share", "take flow-grpo"),
         ([*GRPO, RAY, "pipeline.next_share=.5"], "algorithm.old_log_probs", "only the rollout has"),
         (
@@ -87,10 +102,11 @@ def test_every_switch_works_alone_and_with_all_others() -> None:
         ["pipeline={axis: prompt}", SLICES, BY_EXPLORATION],
         ["pipeline.trainers_generate=true", "pipeline.switch_s=0"],
         ["pipeline.next_share=0.5", "pipeline.next_share=0"],
-        ["exploration={}", "exploration.planner={}"],
+        ["exploration={where: idle}", "exploration={where: idle, planner: {}}"],
     )
     for overrides in itertools.product(*switches):
-        load_config(None, [*BASE, RAY, *overrides])
+        config = load_config(None, [*BASE, RAY, *overrides])
+        require_usable(cluster_plan_of(config), [PROMPT], [PROMPT])
     for overrides in (["pipeline.axis=prompt"], [SLICES], [SLICES, "algorithm.advantage.std=global"]):
         load_config(None, [*BASE, *overrides])
     load_config(None, [*BASE, *GRPO, RAY, "pipeline.next_share=1", "algorithm.old_log_probs=rollout"])

@@ -26,11 +26,23 @@ def _parts(config: RunConfig) -> Iterator[Problem]:
     pipeline, group = config.pipeline, config.rollout.group_size
     if pipeline.axis == "none":
         return
-    if pipeline.baseline == "group" and config.algorithm.advantage.std == "global":
+    slices_alone = pipeline.axis == "generation" and pipeline.baseline == "slice"
+    if config.algorithm.advantage.std == "global" and not slices_alone:
         yield Problem(
-            "algorithm.advantage.std", "'global'", f"'group' with pipeline.axis={pipeline.axis}",
-            "The spread of the whole batch is known when all of it is there: set algorithm.advantage.std="
-            "group, or pipeline.axis=none.",
+            "algorithm.advantage.std", "'global'",
+            f"'group' with pipeline.axis={pipeline.axis} and baseline={pipeline.baseline}",
+            "The spread of the whole batch is known when all of it is there, and groups without explored "
+            "seeds are compared within themselves: set algorithm.advantage.std=group, or pipeline.axis=none.",
+        )  # fmt: skip
+    ranks, learner, rollout = config.fleet.learner_ranks, config.learner, config.rollout
+    share = rollout.prompts_per_iteration * group // learner.updates_per_batch // ranks
+    if learner.micro_batch_size >= share:
+        yield Problem(
+            "learner.micro_batch_size", str(learner.micro_batch_size),
+            f"less than the {share} samples that a rank trains in an update, with pipeline.axis="
+            f"{pipeline.axis}",
+            "What is trained at once must be there at once, and this is all: lower it, or set "
+            "pipeline.axis=none.",
         )  # fmt: skip
     if pipeline.axis == "generation" and pipeline.slice_size >= group:
         yield Problem(
@@ -111,7 +123,20 @@ def _early(config: RunConfig) -> Iterator[Problem]:
             "One process trains and denoises in turn, so nothing idles meanwhile: set fleet.driver=ray, or "
             "leave it out.",
         )  # fmt: skip
-    if config.exploration is not None and pipeline.next_share == 1:
+    if int(pipeline.next_share * config.rollout.prompts_per_iteration) == 0:
+        yield Problem(
+            "pipeline.next_share", share,
+            f"at least {1 / config.rollout.prompts_per_iteration:.3g}, one of "
+            f"{config.rollout.prompts_per_iteration} groups",
+            "This is no whole group: raise it, or set 0.",
+        )  # fmt: skip
+    if config.exploration is not None and config.exploration.where == "critical_path":
+        yield Problem(
+            "pipeline.next_share", share, "0 with exploration.where=critical_path",
+            "Seeds that are explored first cannot be rolled out early: set exploration.where=idle, or "
+            "leave one of the two out.",
+        )  # fmt: skip
+    elif config.exploration is not None and pipeline.next_share == 1:
         yield Problem(
             "pipeline.next_share", share, "less than 1 with exploration",
             "Groups that start early keep seeds that nobody explored, and these would be all: lower it, or "
