@@ -180,10 +180,10 @@ def test_the_start_every_so_many_iterations_and_the_end_are_evaluated(
     assert plan.evaluation_images == 5 * RunConfig().evaluation.images_per_prompt
 
 
-def plan_of(pipeline: Path, **sections: object) -> RunPlan:
+def plan_of(directory: Path, **sections: object) -> RunPlan:
     rollout = {**ROLLOUT, "height": 64, "width": 64}
     learner = {"lora": {"targets": ["to_q"], "rank": 4}}
-    merged = {"rollout": rollout, "learner": learner, "model": {"path": str(pipeline)}, **sections}
+    merged = {"rollout": rollout, "learner": learner, "model": {"path": str(directory)}, **sections}
     return make_plan(build_config(merged, "the test"))
 
 
@@ -207,6 +207,21 @@ def test_memory_by_part(pipeline: Path) -> None:
     always = sum(estimate.bytes for estimate in plan.memory if estimate.when == "always")
     training = sum(estimate.bytes for estimate in plan.memory if estimate.when == "training")
     assert peak_bytes(plan.memory) >= always + training
+
+
+def test_a_gpu_that_trains_and_rolls_out_holds_two_processes(pipeline: Path) -> None:
+    fleet = {"driver": "ray"}
+    apart = plan_of(pipeline, fleet=fleet)
+    shared = plan_of(pipeline, fleet=fleet, pipeline={"trainers_generate": True})
+    weights = [each for each in apart.memory if each.part in ("frozen DiT", "VAE", "trained adapters")]
+    for each in weights:
+        assert part(shared.memory, f"{each.part} (worker)").bytes == each.bytes
+    assert part(shared.memory, "denoising forward (worker)").when == "always"
+    assert not [each for each in shared.memory if "(worker)" in each.part and each.part.startswith("Adam")]
+    rolls_out = sum(each.bytes for each in apart.memory if each.when == "rollout")
+    trains = sum(each.bytes for each in apart.memory if each.when in ("always", "training"))
+    assert peak_bytes(shared.memory) >= trains + rolls_out + sum(each.bytes for each in weights)
+    assert peak_bytes(shared.memory) > peak_bytes(apart.memory)
 
 
 def test_full_fine_tuning_trains_everything_and_keeps_copies(pipeline: Path) -> None:

@@ -156,6 +156,12 @@ class Engine:
                     )
         return [result for result in results if result is not None]
 
+    def take_fewer(self) -> None:
+        """Half as many rollouts in a forward from now on: this device holds no more."""
+        self.max_batch = max(1, self.max_batch // 2)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def run(self, model: nn.Module, states: Sequence[RolloutState]) -> list[FinishedRollout | FailedRollout]:
         """Step until all are done, then finish: for callers that neither pause nor commit."""
         current = list(states)
