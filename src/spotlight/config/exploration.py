@@ -55,8 +55,8 @@ class ExplorationConfig(Section):
     seeds_per_prompt: PositiveInt | None = None
     """Previews of each prompt; default: twice ``rollout.group_size``. Not with a ``planner``."""
     seeds_per_prompt_max: PositiveInt | None = None
-    """Workers that still idle when all that was planned is made go on, up to so many seeds of a prompt; default:
-    16 times ``rollout.group_size``, or what is planned if that is more. Only with ``where: idle``."""
+    """Workers that idle when all that was planned is made go on, up to so many seeds of a prompt; default: 16
+    times ``rollout.group_size``, or what is planned if that is more. Only with ``where: idle``."""
     steps: PositiveInt | None = None
     """Denoising steps of a preview; default: ``rollout.steps``. Fewer cost less and rank worse. Not with a
     ``planner``."""

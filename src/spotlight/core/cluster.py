@@ -39,7 +39,7 @@ from spotlight.core.members import ABLE, Group, GroupState, Host, Worker, Worker
 from spotlight.core.plan import ClusterPlan
 from spotlight.core.queue import PullQueue, first_epoch
 from spotlight.core.recovery import Recovery
-from spotlight.core.spare_time import SpareTime
+from spotlight.core.spare_time import Demand, SpareTime
 from spotlight.core.topology import choose_degree, form_groups
 from spotlight.core.types import (
     Lease,
@@ -325,7 +325,7 @@ class Cluster:
         if host.draining or any(self.groups[leader].state is GroupState.STOPPING for leader in host.leaders):
             return
         free = [name for name in host.workers if self.workers[name].state is WorkerState.FREE]
-        for members in form_groups(free, self._degree_for(self.spare.contended), self.plan.degrees):
+        for members in form_groups(free, self._degree_for(self.spare.demand().contended), self.plan.degrees):
             group = Group(members[0], self.queue.admit(members[0]), node, members)
             self.groups[group.leader] = group
             host.leaders[group.leader] = None
@@ -417,11 +417,11 @@ class Cluster:
         group.capacity = event.capacity
         self.spare.pulled(group.leader)
         self._consider(group)
-        needed = self.spare.needed
-        if not self.spare.pressing and (needed or not self.queue.waiting):
+        demand = self.spare.demand()
+        if not demand.pressing and (demand.needed or not self.queue.waiting):
             # A neighbour may have long to go: with this group's workers it is done sooner.
-            degree = self._degree_for(needed or self.queue.outstanding)
-            self._grow(self.hosts[group.node], degree, self.plan.tail_steps, over_previews=needed > 0)
+            degree = self._degree_for(demand.needed or demand.contended)
+            self._grow(self.hosts[group.node], degree, self.plan.tail_steps, over_previews=demand.needed > 0)
 
     def serve(self, now: float) -> None:
         """Grant waiting work to waiting groups: to each at most its share of all that is outstanding."""
@@ -429,16 +429,21 @@ class Cluster:
             return
         self._now = now
         spare, sated = self.spare, list[WorkerId]()
+        demand = spare.demand()
         while self._idle and self.queue.waiting:
             leader, _ = self._idle.popitem(last=False)
-            group, wanted = self.groups[leader], self._degree_for(spare.contended)
-            host, pressing = self.hosts[group.node], spare.pressing > 0
-            room = spare.room(leader, host.node.trains and spare.explores, self._share)
+            group, wanted, share = (
+                self.groups[leader],
+                self._degree_for(demand.contended),
+                self._share(demand),
+            )
+            host = self.hosts[group.node]
+            room = spare.room(leader, host.node.trains and spare.explores, share, demand)
             if len(group.members) > wanted and not self.queue.count_held_by(leader):
                 self._count(Recovery.TAIL_ENDED)
                 self._stop(group)
                 continue
-            if len(group.members) < wanted and self._grow(host, wanted, 0, over_previews=pressing):
+            if len(group.members) < wanted and self._grow(host, wanted, 0, over_previews=not demand.previews):
                 continue
             if room <= 0:
                 sated.append(leader)
@@ -449,19 +454,19 @@ class Cluster:
             if granted[2]:
                 self._count(Recovery.RESUMED)
             self.effects.append(GrantLease(*granted))
-            self._give_back(spare.crowded_out(leader) if pressing else [])
+            self._give_back([] if demand.previews else spare.crowded_out(leader))
+            demand = spare.demand()
         # What others have not taken yet is theirs: groups with their share wait for it to be taken, or for
         # less work to be outstanding.
         self._idle.update(dict.fromkeys(leader for leader in sated if self.groups[leader].capacity))
-        if spare.crowded:
+        if spare.explores and demand.pressing and self.queue.previews_held:
             able = {group.leader for group in self.groups.values() if group.state is GroupState.READY}
-            self._give_back(spare.give_way(math.ceil(spare.pressing / self._share), able, now))
+            self._give_back(spare.give_way(math.ceil(demand.pressing / self._share(demand)), able, now))
 
-    @property
-    def _share(self) -> int:
+    def _share(self, demand: Demand) -> int:
         """What each group gets at most of what is pulled next."""
-        trainers = self._takers[True] if self.spare.trainers_share() and not self.learner_busy else 0
-        return math.ceil(self.spare.contended / max(1, self._takers[False] + trainers))
+        trainers = 0 if self.learner_busy or demand.previews else self._takers[True]
+        return math.ceil(demand.contended / max(1, self._takers[False] + trainers))
 
     @property
     def preview_capacity(self) -> int:

@@ -17,6 +17,22 @@ from spotlight.core.queue import PullQueue
 from spotlight.core.types import Lease, Purpose, WorkerId
 
 
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What there is to do.
+
+    Attributes:
+        needed: rollouts outstanding that the iteration waits for.
+        pressing: those of them that nobody holds.
+        contended: rollouts outstanding of the sort that is pulled next, needed or ``previews``.
+    """
+
+    needed: int
+    pressing: int
+    contended: int
+    previews: bool
+
+
 @dataclass(slots=True)
 class SpareTime:
     """See the module's docstring.
@@ -33,46 +49,28 @@ class SpareTime:
 
     # -- what there is to do ---------------------------------------------------------------------------
 
-    @property
-    def needed(self) -> int:
-        """Rollouts outstanding that the iteration waits for."""
-        previews = self.queue.outstanding_for(Purpose.EXPLORE) if self.explores else 0
-        return self.queue.outstanding - previews
-
-    @property
-    def pressing(self) -> int:
-        """Those of them that nobody holds."""
-        previews = self.queue.waiting_for(Purpose.EXPLORE) if self.explores else 0
-        return self.queue.waiting - previews
-
-    @property
-    def contended(self) -> int:
-        """Rollouts outstanding of the sort that is pulled next, needed or previews; or of what there is."""
-        needed = self.needed
-        previews_next = self.queue.waiting and not self.pressing
-        return self.queue.outstanding - needed if previews_next or not needed else needed
+    def demand(self) -> Demand:
+        """What waits now, and of how much."""
+        queue = self.queue
+        if not self.explores:
+            return Demand(queue.outstanding, queue.waiting, queue.outstanding, False)
+        previews = queue.outstanding_for(Purpose.EXPLORE)
+        needed = queue.outstanding - previews
+        pressing = queue.waiting - queue.waiting_for(Purpose.EXPLORE)
+        previews_next = not pressing and (not needed or queue.waiting > 0)
+        return Demand(needed, pressing, previews if previews_next else needed, previews_next)
 
     # -- who may take it -------------------------------------------------------------------------------
 
-    def trainers_share(self) -> bool:
-        """Whether GPUs that train may take what is pulled next, while the learner idles."""
-        return not self.explores or self.pressing > 0
-
-    def room(self, leader: WorkerId, trains: bool, share: int) -> int:
-        """How much of what is pulled next a group may take; of everything it holds at most ``share``."""
-        needed = self.queue.count_held_by(leader, previews=not self.explores)
-        if self.pressing:
-            return share - needed
-        if trains or needed:
+    def room(self, leader: WorkerId, trains: bool, share: int, demand: Demand) -> int:
+        """How much of what is pulled next a group may take: it then holds ``share`` at most."""
+        if not demand.previews:
+            return share - self.queue.count_held_by(leader, previews=not self.explores)
+        if trains or self.queue.count_held_by(leader, previews=False):
             return 0
         return share - self.queue.count_held_by(leader)
 
     # -- giving way ------------------------------------------------------------------------------------
-
-    @property
-    def crowded(self) -> bool:
-        """Whether better work waits while groups hold previews."""
-        return self.explores and self.pressing > 0 and self.queue.previews_held > 0
 
     def pulled(self, leader: WorkerId) -> None:
         """A group asks for work, or is no more."""
