@@ -62,6 +62,7 @@ class Cluster:
         target: the published policy version, which every worker is to hold.
         lineage: counts restarts of the learner.
         learner_busy: GPUs that train give nothing to their workers now.
+        previews_next: nor do they while only previews wait that are made in idle time.
         effects: what to do, taken by the controller after each event.
         noticed: nodes that will be taken.
         spare: previews beside other work.
@@ -73,6 +74,7 @@ class Cluster:
     lineage: int
     target: PolicyVersion
     learner_busy: bool = False
+    previews_next: bool = False
     recoveries: Counter[Recovery] = field(default_factory=Counter)
     effects: list[Effect] = field(default_factory=list)
     hosts: dict[NodeId, Host] = field(default_factory=dict)
@@ -325,7 +327,7 @@ class Cluster:
         if host.draining or any(self.groups[leader].state is GroupState.STOPPING for leader in host.leaders):
             return
         free = [name for name in host.workers if self.workers[name].state is WorkerState.FREE]
-        for members in form_groups(free, self._degree_for(self.spare.demand().contended), self.plan.degrees):
+        for members in self._divided(free):
             group = Group(members[0], self.queue.admit(members[0]), node, members)
             self.groups[group.leader] = group
             host.leaders[group.leader] = None
@@ -335,6 +337,14 @@ class Cluster:
                 self.workers[name].leader = group.leader
             form = FormGroup(group.leader, group.epoch, members)
             self._send(("form", group.leader), form, self.plan.answer_s)
+
+    def _divided(self, free: list[WorkerId]) -> list[tuple[WorkerId, ...]]:
+        """A node's free workers by group: as many as wait for better work than previews, then the others."""
+        demand, degrees = self.spare.demand(), self.plan.degrees
+        degree, previews = self._degree_for(demand.contended), self.queue.outstanding - demand.needed
+        first = len(free) if demand.previews or not previews else demand.pressing * degree
+        rest = form_groups(free[first:], self._degree_for(previews), degrees)
+        return [*form_groups(free[:first], degree, degrees), *rest]
 
     def _degree_for(self, rollouts: int) -> int:
         return choose_degree(self.plan, self._capable, rollouts)
@@ -430,13 +440,11 @@ class Cluster:
         self._now = now
         spare, sated = self.spare, list[WorkerId]()
         demand = spare.demand()
+        self._rest_trainers(self.learner_busy, demand.previews)
+        wanted, share = self._degree_for(demand.contended), self._share(demand)
         while self._idle and self.queue.waiting:
             leader, _ = self._idle.popitem(last=False)
-            group, wanted, share = (
-                self.groups[leader],
-                self._degree_for(demand.contended),
-                self._share(demand),
-            )
+            group = self.groups[leader]
             host = self.hosts[group.node]
             room = spare.room(leader, host.node.trains and spare.explores, share, demand)
             if len(group.members) > wanted and not self.queue.count_held_by(leader):
@@ -455,13 +463,18 @@ class Cluster:
                 self._count(Recovery.RESUMED)
             self.effects.append(GrantLease(*granted))
             self._give_back([] if demand.previews else spare.crowded_out(leader))
-            demand = spare.demand()
+            then, demand = demand, spare.demand()
+            if demand.previews != then.previews:
+                wanted, share = self._degree_for(demand.contended), self._share(demand)
         # What others have not taken yet is theirs: groups with their share wait for it to be taken, or for
         # less work to be outstanding.
         self._idle.update(dict.fromkeys(leader for leader in sated if self.groups[leader].capacity))
         if spare.explores and demand.pressing and self.queue.previews_held:
-            able = {group.leader for group in self.groups.values() if group.state is GroupState.READY}
-            self._give_back(spare.give_way(math.ceil(demand.pressing / self._share(demand)), able, now))
+            self._give_back(spare.give_way(math.ceil(demand.pressing / share), self._ready, now))
+
+    def _ready(self, leader: WorkerId) -> bool:
+        group = self.groups.get(leader)
+        return group is not None and group.state is GroupState.READY
 
     def _share(self, demand: Demand) -> int:
         """What each group gets at most of what is pulled next."""
@@ -483,9 +496,12 @@ class Cluster:
 
     def learner_idles(self, idles: bool) -> None:
         """Whether GPUs that train may roll out now."""
-        if self.learner_busy == (not idles):
+        self._rest_trainers(not idles, self.previews_next)
+
+    def _rest_trainers(self, learner_busy: bool, previews_next: bool) -> None:
+        if (self.learner_busy, self.previews_next) == (learner_busy, previews_next):
             return
-        self.learner_busy = not idles
+        self.learner_busy, self.previews_next = learner_busy, previews_next
         for host in self.hosts.values():
             if host.node.trains:
                 for leader in host.leaders:
@@ -498,7 +514,7 @@ class Cluster:
             group.capacity
             and group.state is GroupState.READY
             and not host.draining
-            and not (host.node.trains and self.learner_busy)
+            and not (host.node.trains and (self.learner_busy or self.previews_next))
             and all(self.workers[name].version == self.target for name in group.members)
         ):
             self._idle[group.leader] = None

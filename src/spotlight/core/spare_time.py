@@ -11,6 +11,7 @@ Where exploration is on the critical path, the iteration waits for previews too,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from spotlight.core.queue import PullQueue
@@ -57,18 +58,17 @@ class SpareTime:
         previews = queue.outstanding_for(Purpose.EXPLORE)
         needed = queue.outstanding - previews
         pressing = queue.waiting - queue.waiting_for(Purpose.EXPLORE)
-        previews_next = not pressing and (not needed or queue.waiting > 0)
+        previews_next = previews > 0 and not pressing and (not needed or queue.waiting > 0)
         return Demand(needed, pressing, previews if previews_next else needed, previews_next)
 
     # -- who may take it -------------------------------------------------------------------------------
 
     def room(self, leader: WorkerId, trains: bool, share: int, demand: Demand) -> int:
         """How much of what is pulled next a group may take: it then holds ``share`` at most."""
-        if not demand.previews:
-            return share - self.queue.count_held_by(leader, previews=not self.explores)
-        if trains or self.queue.count_held_by(leader, previews=False):
+        if demand.previews and (trains or self.queue.count_held_by(leader, previews=False)):
             return 0
-        return share - self.queue.count_held_by(leader)
+        counts_all = demand.previews or not self.explores
+        return share - self.queue.count_held_by(leader, previews=counts_all)
 
     # -- giving way ------------------------------------------------------------------------------------
 
@@ -76,11 +76,11 @@ class SpareTime:
         """A group asks for work, or is no more."""
         self._yielding.pop(leader, None)
 
-    def give_way(self, groups: int, able: set[WorkerId], now: float) -> list[Lease]:
+    def give_way(self, groups: int, able: Callable[[WorkerId], bool], now: float) -> list[Lease]:
         """Requeue previews that some groups hold, for better work that needs so many groups.
 
         Args:
-            able: leaders of groups that can stop and pull.
+            able: whether a leader's group can stop and pull.
 
         Returns:
             The leases that do not count any more.
@@ -88,7 +88,7 @@ class SpareTime:
         groups -= sum(told_s > now - self.patience_s for told_s in self._yielding.values())
         given: list[Lease] = []
         for lease in self.queue.previews() if groups > 0 else ():
-            if lease.worker not in able:
+            if not able(lease.worker):
                 continue
             groups -= lease.worker not in self._yielding
             if groups < 0:
@@ -101,7 +101,10 @@ class SpareTime:
 
     def crowded_out(self, leader: WorkerId) -> list[Lease]:
         """A group got better work: requeue the previews that it holds besides. Returns their leases."""
-        given = [lease for lease in self.queue.previews() if lease.worker == leader] if self.explores else []
+        if not self.explores:
+            return []
+        held = [lease for lease, _ in self.queue.held_by(leader)]
+        given = [lease for lease in held if self.queue.purpose_of(lease.id) is Purpose.EXPLORE]
         for lease in given:
             self.queue.renounce(lease.id)
         return given
