@@ -205,7 +205,7 @@ def show(figures: Sequence[Figures], title: str) -> None:
 
 def main(
     sampler: Annotated[list[str], typer.Option(help="ode, flow-sde; repeatable.")] = list(SAMPLERS),  # noqa: B006
-    prompts: Annotated[int, typer.Option(help="Each is a round.")] = 8,
+    prompts: Annotated[int, typer.Option(help="Each is a round.")] = 6,
     seeds: Annotated[int, typer.Option(help="Previews of a prompt.")] = 24,
     steps: Annotated[int, typer.Option(help="Of a whole rollout.")] = 10,
     pipeline: Annotated[str, typer.Option(help="Directory, or testbed.")] = "testbed",
