@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -14,11 +15,13 @@ from typer.testing import CliRunner
 
 from spotlight.cli.main import app
 from spotlight.config.contradictions import trained_timesteps
+from spotlight.config.errors import ConfigError
 from spotlight.config.load import build_config, load_config
 from spotlight.config.schema import RunConfig
 from spotlight.models.errors import ModelError
 from spotlight.rewards.base import RewardSetupError
 from spotlight.rollout.limits import decode_batch
+from spotlight.runtime import plan_model
 from spotlight.runtime.disk import require_disk
 from spotlight.runtime.plan import RunPlan, count_passes, make_plan
 from spotlight.runtime.plan_memory import Estimate, peak_bytes, weight_copies
@@ -72,6 +75,24 @@ def pipeline(tmp_path: Path) -> Path:
     save_file({"w": np.zeros(100, np.float32)}, root / "vae" / "w.safetensors")
     save_file({"w": np.zeros(70, np.float32)}, root / "text_encoder" / "w.safetensors")
     return root
+
+
+def test_a_model_without_blocks_to_reuse_is_told_before_it_is_loaded(
+    pipeline: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sections = {"model": {"path": str(pipeline)}, "learner": {"lora": {"targets": ["to_q"]}}}
+    reuses = config(**sections, exploration={"step_cache": 2})
+    make_plan(reuses)
+    file = pipeline / "transformer" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_layers": 1}))
+    make_plan(config(**sections, exploration={}))
+    with pytest.raises(ConfigError, match=r"step_cache: found 2; expected nothing with .*has 1 transformer"):
+        make_plan(reuses)
+    (layout,) = plan_model.LAYOUTS.values()
+    without = {name: dataclasses.replace(layout, reuses_blocks=False) for name in plan_model.LAYOUTS}
+    monkeypatch.setattr(plan_model, "LAYOUTS", without)
+    with pytest.raises(ConfigError, match=r"no step cache for model\.family=qwen-image: leave it out"):
+        make_plan(reuses)
 
 
 def walk(settings: RunConfig, timesteps: int, per_timestep: int) -> int:

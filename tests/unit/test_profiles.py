@@ -61,7 +61,7 @@ def test_every_shipped_profile_answers_every_question(name: str) -> None:
     for gpu, section in profile.gpus.items():
         for point in section.denoise:
             pixels = point.height * point.width
-            model = costs(profile, pixels=pixels, learner_gpu=gpu, recomputes_log_probs=True)
+            model = costs(profile, pixels=pixels, learner_gpu=gpu, recomputes_log_probs=True, resident=False)
             assert model.denoise_step_s(gpu, pixels, point.batch, point.sp) == pytest.approx(point.ms / 1000)
             answers = [
                 model.decode_s(gpu, pixels, 2),
@@ -70,6 +70,7 @@ def test_every_shipped_profile_answers_every_question(name: str) -> None:
                 model.prepare_s(8, 2),
                 model.train_s(gpu, pixels, 8, 2),
                 model.optimizer_s(),
+                model.switch_s(),
                 *(model.publish_s(kind) for kind in WeightKind),
                 *(model.pull_s(kind, peer) for kind in WeightKind for peer in (True, False)),
                 model.worker_start_s(),
@@ -196,6 +197,7 @@ def test_the_degrees_that_can_be_timed() -> None:
             "infrastructure.intra_node_bytes_s: found nothing",
         ),
         ("name: Qwen-Image-20B", "name: [", "not plain YAML"),
+        ("pass_share: {value: 0.1", "pass_share: {value: 1", "pass_share.value: found 1; expected below 1"),
     ],
 )
 def test_a_bad_profile_is_told_by_key(before: str, after: str, said: str) -> None:

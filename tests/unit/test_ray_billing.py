@@ -232,6 +232,23 @@ def test_a_grant_sent_again_and_a_completion_in_parts() -> None:
     assert hand.slot(A) == {Phase.ROLLOUT: 5, Phase.IDLE: 1}
 
 
+def test_parts_of_a_batch_leave_the_learner_idle_between_them() -> None:
+    hand = Hand()
+    hand.feed(ev.RunStarted(), after_s=4)
+    hand.bill()
+    part = ef.PrepareBatch(0, (), {}, (), partial=True)
+    micro_batch = ef.TrainMicroBatch(MicroBatch(0, 0, (), 4), 0)
+    for _ in range(2):
+        hand.feed(ev.TimePassed(), part, after_s=3)
+        hand.feed(ev.BatchPrepared(0), micro_batch, after_s=1)
+        hand.feed(ev.MicroBatchTrained(0, 0, 0), after_s=2)
+    hand.feed(ev.TimePassed(), ef.StepOptimizer(0, 0, 4), after_s=3)
+    hand.feed(ev.OptimizerStepped(0, 0, 0.0, 1.0), after_s=1)
+    assert {k: v for k, v in hand.bill().items() if k[0] == R} == {(R, Phase.IDLE): 9}
+    hand.feed(ev.LearnerLost("killed"))
+    assert {k: v for k, v in hand.bill().items() if k[0] == R} == {(R, Phase.LOST): 7}
+
+
 def test_training_counts_once_a_checkpoint_holds_it() -> None:
     hand = Hand()
     hand.feed(ev.RunStarted())

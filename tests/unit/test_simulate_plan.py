@@ -327,7 +327,7 @@ QUICK = (
     "run.until_h=4",
     "iterations_to_target.spotlight.value=8",
     "iterations_to_target.reserved_only.value=10",
-    "plan={iterations: 3, gpu_types: [H100], reserved_nodes: [1, 2], spot_nodes: [2, 6]}",
+    "plan={iterations: 3, gpu_types: [H100], reserved_nodes: [1, 2], spot_nodes: [2, 6], parts: []}",
 )
 
 
@@ -427,7 +427,7 @@ def test_planning_needs_targets_and_exploration() -> None:
 
 def test_the_grid_surrounds_the_scenario() -> None:
     candidates = grid(load_scenario("paper-512"))
-    assert {one.gpu_type for one in candidates} == {"H100", "H20"}
+    assert {one.gpu_type for one in candidates} == {"H100", "H20", "A100-80GB"}
     assert {one.spot_nodes for one in candidates if one.strategy == "reserved_only"} == {0}
     assert {one.spot_nodes for one in candidates if one.strategy == "spotlight"} == {1, 2, 4, 8, 16}
     assert {one.reserved_nodes for one in candidates} == {1, 2, 4}

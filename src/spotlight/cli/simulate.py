@@ -124,13 +124,14 @@ def read_scenario(name: str, overrides: Sequence[str], trace: Path | None, seed:
 
 def chosen_strategies(file: ScenarioFile, wanted: Sequence[str]) -> tuple[str, ...]:
     """Those asked for, else the scenario's. Raises :class:`ConfigError`: an unknown one."""
-    from spotlight.config.errors import ConfigError, Problem
-    from spotlight.simulation.strategies import STRATEGIES
+    from spotlight.config.errors import ConfigError
+    from spotlight.simulation.strategies import UnknownStrategyError, strategy_named
 
     for name in wanted:
-        if name not in STRATEGIES:
-            problem = Problem("--strategy", repr(name), f"one of {', '.join(STRATEGIES)}", "Change it.")
-            raise ConfigError("the command line", [problem])
+        try:
+            strategy_named(name)
+        except UnknownStrategyError as error:
+            raise ConfigError("the command line", [error.problem("--strategy")]) from None
     return tuple(dict.fromkeys(wanted)) or file.strategies
 
 
@@ -197,7 +198,8 @@ def print_table(console: Console, columns: Sequence[str], lines: Sequence[Line])
     """A table; lines without cells are headings."""
     table = Table(box=None, pad_edge=False)
     for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", no_wrap=True)
+        heading = column.replace("+", "\n+")  # each part of a pipeline on a line of its own
+        table.add_column(heading, justify="right" if index else "left", no_wrap=True)
     for line in lines:
         table.add_row(Text(line.label, style="" if line.cells else "dim"), *line.cells)
     console.print(table)

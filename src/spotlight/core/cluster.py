@@ -15,6 +15,7 @@ Invariants
     4. A group is granted work only while all its members hold the published version; they hold it until the
        work is finished.
     5. Answers under an old epoch, or to a command that is no longer open, change nothing.
+    6. Previews made in idle time give way to other work (see :class:`~spotlight.core.spare_time.SpareTime`).
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ from spotlight.core.pipeline.pace import Filler, Pace
 from spotlight.core.plan import ClusterPlan
 from spotlight.core.queue import PullQueue, Value, first_epoch
 from spotlight.core.recovery import Recovery
+from spotlight.core.shares import Shares
+from spotlight.core.spare_time import SpareTime
 from spotlight.core.topology import choose_degree, form_groups
 from spotlight.core.types import (
     GroupKind,
@@ -48,6 +51,7 @@ from spotlight.core.types import (
     Node,
     NodeId,
     PolicyVersion,
+    Purpose,
     WeightKind,
     WorkerId,
 )
@@ -68,7 +72,8 @@ class Cluster:
         pace: how long groups take.
         effects: what to do, taken by the controller after each event.
         noticed: nodes that will be taken.
-        _takers: groups that share the work, those that still form too; by whether they train, and kind.
+        spare: previews beside other work.
+        shares: of groups in the work.
     """
 
     plan: ClusterPlan
@@ -84,14 +89,19 @@ class Cluster:
     workers: dict[WorkerId, Worker] = field(default_factory=dict)
     groups: dict[WorkerId, Group] = field(default_factory=dict)
     noticed: set[NodeId] = field(default_factory=set)
+    spare: SpareTime = field(init=False)
+    shares: Shares = field(init=False)
     _now: float = 0.0
     _idle: OrderedDict[WorkerId, None] = field(default_factory=OrderedDict)
-    _takers: Counter[tuple[bool, GroupKind]] = field(default_factory=Counter)
     _each_trainer: float = math.inf
     _capable: int = 0
     _commands: Commands = field(default_factory=Commands)
     _drains: Alarms[NodeId] = field(default_factory=Alarms)
     _epochs: dict[WorkerId, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.spare = SpareTime(self.queue, self.plan.answer_s)
+        self.shares = Shares(self.pace)
 
     # -- what happens ----------------------------------------------------------------------------------
 
@@ -329,20 +339,20 @@ class Cluster:
         if host.draining or any(self.groups[leader].state is GroupState.STOPPING for leader in host.leaders):
             return
         free = [name for name in host.workers if self.workers[name].state is WorkerState.FREE]
-        for members in form_groups(free, self._wanted_degree(), self.plan.degrees):
+        for members in form_groups(free, self._degree_for(self.spare.contended), self.plan.degrees):
             kind, trains = GroupKind(host.node.gpu_type, len(members)), host.node.trains
             group = Group(members[0], self.queue.admit(members[0]), node, members, kind, trains)
             self.groups[group.leader] = group
             host.leaders[group.leader] = None
-            self._takers[trains, kind] += 1
+            self.shares.count(group, 1)
             for name in members:
                 self._set_state(self.workers[name], WorkerState.GROUPED)
                 self.workers[name].leader = group.leader
             form = FormGroup(group.leader, group.epoch, members)
             self._send(("form", group.leader), form, self.plan.answer_s)
 
-    def _wanted_degree(self) -> int:
-        return choose_degree(self.plan, self._capable, self.queue.outstanding)
+    def _degree_for(self, rollouts: int) -> int:
+        return choose_degree(self.plan, self._capable, rollouts)
 
     def _group_answered(self, event: ev.GroupFormed | ev.GroupStopped) -> None:
         group = self.groups.get(event.leader)
@@ -363,8 +373,9 @@ class Cluster:
         if group.state is GroupState.STOPPING:
             return
         self._commands.done(("form", group.leader))
-        self._takers[group.trains, group.kind] -= 1
+        self.shares.count(group, -1)
         self._idle.pop(group.leader, None)
+        self.spare.pulled(group.leader)
         group.state, group.capacity = GroupState.STOPPING, 0
         stop = StopGroup(group.leader, group.epoch, group.members)
         self._send(("stop", group.leader), stop, self.plan.answer_s)
@@ -388,9 +399,11 @@ class Cluster:
 
     def _dissolve(self, group: Group, host: Host) -> None:
         del self.groups[group.leader], host.leaders[group.leader]
-        self._takers[group.trains, group.kind] -= group.state is not GroupState.STOPPING
+        if group.state is not GroupState.STOPPING:
+            self.shares.count(group, -1)
         self.pace.forget(group.leader)
         self._idle.pop(group.leader, None)
+        self.spare.pulled(group.leader)
         self._commands.done(("form", group.leader))
         self._commands.done(("stop", group.leader))
         self.queue.release(group.leader)
@@ -419,12 +432,16 @@ class Cluster:
                 return
             self._count(Recovery.LEASE_RENOUNCED)
             self.queue.renounce(lease.id)
+            self.pace.drop(lease.id)
         group.capacity = event.capacity
+        self.spare.pulled(group.leader)
         self._load_group(group)
         self._consider(group)
-        if not self.queue.waiting:
+        needed = self.spare.needed
+        if not self.spare.pressing and (needed or not self.queue.waiting):
             # A neighbour may have long to go: with this group's workers it is done sooner.
-            self._grow(self.hosts[group.node], self._wanted_degree(), self.plan.tail_steps)
+            degree = self._degree_for(needed or self.queue.outstanding)
+            self._grow(self.hosts[group.node], degree, self.plan.tail_steps, over_previews=needed > 0)
 
     def finished(self, leader: WorkerId, lease: LeaseId, now: float) -> None:
         """A group finished rollouts of a lease."""
@@ -436,30 +453,57 @@ class Cluster:
 
     def serve(self, now: float) -> None:
         """Grant waiting work to waiting groups: to each at most its share of all that is outstanding."""
-        if not self._idle or not self.queue.waiting:
+        if not self.queue.waiting:
             return
         self._now = now
-        outstanding, speeds = self.queue.outstanding, self._speeds()
-        all_speeds = sum(speeds[kind] * count for kind, count in self._sharing().items())
-        wanted = self._wanted_degree()
-        sated: list[WorkerId] = []
+        spare, sated = self.spare, list[WorkerId]()
         while self._idle and self.queue.waiting:
             leader, _ = self._idle.popitem(last=False)
-            group, held = self.groups[leader], self.queue.count_held_by(leader)
-            if len(group.members) > wanted and not held:
+            group, wanted = self.groups[leader], self._degree_for(spare.contended)
+            host, pressing = self.hosts[group.node], spare.pressing > 0
+            room = self._room(group)
+            if len(group.members) > wanted and not self.queue.count_held_by(leader):
                 self._count(Recovery.TAIL_ENDED)
                 self._stop(group)
                 continue
-            if len(group.members) < wanted and self._grow(self.hosts[group.node], wanted, 0):
+            if len(group.members) < wanted and self._grow(host, wanted, 0, over_previews=pressing):
                 continue
-            share = math.ceil(outstanding * speeds[group.kind] / max(all_speeds, speeds[group.kind]))
-            if held >= share or (group.trains and not self._suits_trainers()):
+            if room <= 0:
                 sated.append(leader)
                 continue
-            self._grant(group, share - held)
+            self._grant(group, room)
+            self._give_back(spare.crowded_out(leader) if pressing else [])
         # What others have not taken yet is theirs: groups with their share wait for it to be taken, or for
         # less work to be outstanding.
         self._idle.update(dict.fromkeys(leader for leader in sated if self.groups[leader].capacity))
+        if spare.crowded:
+            able = {name: group for name, group in self.groups.items() if group.state is GroupState.READY}
+            share = max((self._share(group) for group in able.values()), default=1)
+            self._give_back(spare.give_way(math.ceil(spare.pressing / share), set(able), now))
+
+    def _room(self, group: Group) -> int:
+        """How much of what is pulled next a group may take."""
+        if group.trains and not self._suits_trainers():
+            return 0
+        return self.spare.room(group.leader, group.trains and self.spare.explores, self._share(group))
+
+    def _share(self, group: Group) -> int:
+        trainers = self.spare.trainers_share() and self.trainers_may > 0
+        return self.shares.of(group, self.spare.contended, trainers=trainers)
+
+    @property
+    def preview_capacity(self) -> int:
+        """Previews that groups which wait for work would take at once."""
+        waiting = (self.groups[leader] for leader in self._idle)
+        able = (group for group in waiting if not group.trains)
+        return sum(g.capacity for g in able if not self.queue.count_held_by(g.leader, previews=False))
+
+    def _give_back(self, leases: list[Lease]) -> None:
+        """Previews were requeued: who holds them stops at the next step boundary and pulls."""
+        for lease in leases:
+            self._count(Recovery.PREVIEWS_YIELDED)
+            self.pace.drop(lease.id)
+            self.abandon(lease.worker, lease.epoch, lease.id)
 
     def _grant(self, group: Group, rollouts: int) -> None:
         """Lease up to so many rollouts to a group that waits for them."""
@@ -478,23 +522,6 @@ class Cluster:
         filler = Filler.TRAINERS if group.trains else _FILLER.get(value) if value is not None else None
         self.pace.begin(lease.id, group.leader, group.kind, share, filler, self._now)
         self.effects.append(GrantLease(*granted))
-
-    def _sharing(self) -> Counter[GroupKind]:
-        """Groups that share what is outstanding, by kind."""
-        sharing: Counter[GroupKind] = Counter()
-        for (trains, kind), count in self._takers.items():
-            if not trains or self.trainers_may > 0:
-                sharing[kind] += count
-        return sharing
-
-    def _speeds(self) -> dict[GroupKind, float]:
-        """Of all kinds of groups, relative to the first: a slow GPU's share of the work is smaller."""
-        kinds = list(dict.fromkeys(kind for _, kind in self._takers))
-        times_s = [self.pace.rollout_s(kind) for kind in kinds]
-        return {
-            kind: times_s[0] / each_s if each_s and times_s[0] else 1.0
-            for kind, each_s in zip(kinds, times_s, strict=True)
-        }
 
     # -- GPUs that train -------------------------------------------------------------------------------
 
@@ -546,14 +573,18 @@ class Cluster:
         else:
             self._idle.pop(group.leader, None)
 
-    def _grow(self, host: Host, degree: int, steps_held: int) -> bool:
+    def _grow(self, host: Host, degree: int, steps_held: int, *, over_previews: bool) -> bool:
         """Stop a node's groups to form larger ones; with ``steps_held`` 0 only if none of them works.
 
         Args:
             steps_held: else some group must have more steps than this to go.
+            over_previews: those made in idle time do not count as work.
         """
         groups = [self.groups[leader] for leader in host.leaders]
-        steps = max((steps for other in groups for _, steps in self.queue.held_by(other.leader)), default=0)
+        held = (one for other in groups for one in self.queue.held_by(other.leader))
+        if over_previews and self.spare.explores:
+            held = (one for one in held if self.queue.purpose_of(one[0].id) is not Purpose.EXPLORE)
+        steps = max((steps for _, steps in held), default=0)
         able = sum(self.workers[name].state in ABLE for name in host.workers)
         if (
             able < degree
@@ -597,6 +628,6 @@ class Cluster:
             assert (group.state is GroupState.STOPPING) == (("stop", group.leader) in self._commands)
         assert self._capable == sum(worker.state in ABLE for worker in self.workers.values())
         takers = [group for group in self.groups.values() if group.state is not GroupState.STOPPING]
-        assert +self._takers == Counter((group.trains, group.kind) for group in takers)
+        self.shares.check(takers)
         assert set(self._idle) <= {group.leader for group in self.groups.values() if group.capacity}
         self._commands.check()

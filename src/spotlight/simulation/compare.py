@@ -14,7 +14,7 @@ from spotlight.simulation.driver import simulate
 from spotlight.simulation.outcome import Outcome, outcome_of
 from spotlight.simulation.prepare import Prepared, scenario_of
 from spotlight.simulation.result import GpuTimeline
-from spotlight.simulation.strategies import STRATEGIES
+from spotlight.simulation.strategies import strategy_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,10 @@ class Task:
 
 def run_task(task: Task) -> Compared:
     """Simulate one strategy."""
-    scenario = scenario_of(task.prepared, STRATEGIES[task.strategy], timelines=task.timelines)
+    strategy = strategy_named(task.strategy)
+    scenario = scenario_of(task.prepared, strategy, timelines=task.timelines)
     result = simulate(scenario)
-    target = task.prepared.file.iterations_to_target.get(task.strategy)
+    target = task.prepared.file.target_of(strategy)
     ends_s = tuple(one.end_s for one in result.iterations)
     return Compared(outcome_of(task.strategy, scenario, result, target), result.gpus, ends_s)
 

@@ -39,6 +39,10 @@ class CostModel(Protocol):
         """Forward and backward of ``samples`` (all their timesteps), divided among ``ranks`` learner GPUs."""
         ...
 
+    def switch_s(self) -> float:
+        """A GPU that trains and rolls out turns from one to the other."""
+        ...
+
     def optimizer_s(self) -> float:
         """One optimizer step."""
         ...
@@ -77,6 +81,7 @@ class ConstantCosts:
     large_s: float = 5.0
     batch: int = 4
     scoring_s: float = 0.5
+    turning_s: float = 0.0
 
     def denoise_step_s(self, gpu_type: str, pixels: int, batch: int, sp_degree: int) -> float:
         """See :class:`CostModel`."""
@@ -101,6 +106,10 @@ class ConstantCosts:
     def train_s(self, gpu_type: str, pixels: int, samples: int, ranks: int) -> float:
         """See :class:`CostModel`."""
         return self.large_s
+
+    def switch_s(self) -> float:
+        """See :class:`CostModel`."""
+        return self.turning_s
 
     def optimizer_s(self) -> float:
         """See :class:`CostModel`."""

@@ -39,6 +39,7 @@ from spotlight.simulation.network import Network
 from spotlight.simulation.noise import Noise
 from spotlight.simulation.result import IterationTime, SimulationResult
 from spotlight.simulation.scenario import NodeEvent, PriceChanged, Scenario
+from spotlight.simulation.turns import Turns
 from spotlight.simulation.workers import Costs, Receipt, Workers
 
 CONTENT = "content"
@@ -77,11 +78,19 @@ class Simulation:
         self.accounts = Accounts(scenario.timelines)
         self.store = Store()
         costs = Costs(scenario.costs, scenario.plan.cluster.pixels)
-        self.workers = Workers(self, self.accounts, costs, scenario.commit_every)
+        turns = Turns(scenario.costs.switch_s())
+        self.workers = Workers(self, self.accounts, costs, scenario.commit_every, turns)
         trains = [e.node for _, e in scenario.nodes if isinstance(e, ev.NodeJoined) and e.node.trains]
         gpu_type = trains[0].gpu_type
         self.learner = Learner(
-            scenario, self.accounts, self.store, gpu_type, lambda: self.now, self.feed, self.after_ranks
+            scenario,
+            self.accounts,
+            self.store,
+            gpu_type,
+            lambda: self.now,
+            self.feed,
+            self.after_ranks,
+            turns,
         )
         self._learner_noise = Noise(scenario.seed, "learner", scenario.noise)
         self._reward_noise = Noise(scenario.seed, "rewards", scenario.noise)

@@ -15,6 +15,7 @@ from spotlight.core.types import Phase, PolicyVersion, RolloutId
 from spotlight.simulation.accounts import Accounts, Spent
 from spotlight.simulation.machines import FIRST, Weights
 from spotlight.simulation.scenario import Scenario
+from spotlight.simulation.turns import Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class Learner:
     Attributes:
         answer: hands an event to the controller.
         after: calls when the slowest rank is done.
+        turns: of the GPUs between training and rolling out.
         life: counts restarts; what an earlier life was doing is never answered.
         prepared: samples of the batch, whole or in parts, that no micro-batch took yet.
         trained: samples accumulated since the last optimizer step.
@@ -69,6 +71,7 @@ class Learner:
     now: Callable[[], float]
     answer: Callable[[ev.Event], None]
     after: Callable[..., None]
+    turns: Turns
     prepared: set[RolloutId] = field(default_factory=set)
     trained: int = 0
     weights: Weights = FIRST
@@ -103,6 +106,17 @@ class Learner:
     def carry_out(self, effect: LearnerEffect) -> None:
         """Do what the controller asks, and answer when it is done."""
         assert self.alive, f"the learner is gone, and is asked to {effect}"
+        if isinstance(effect, ef.PrepareBatch | ef.TrainMicroBatch) and (turn_s := self.turns.to_training()):
+            self._phase(Phase.RECONFIGURATION)
+            self.after(turn_s, self._turned, self.life, effect)
+        else:
+            self._begin(effect)
+
+    def _turned(self, life: int, effect: LearnerEffect) -> None:
+        if life == self.life:
+            self._begin(effect)
+
+    def _begin(self, effect: LearnerEffect) -> None:
         costs, plan = self.scenario.costs, self.scenario.plan
         phase, seconds = Phase.TRAINING, 0.0
         match effect:
@@ -161,6 +175,7 @@ class Learner:
 
     def _begin_life(self) -> None:
         self.life, self.alive = self.life + 1, False
+        self.turns.to_training()  # within the time of a restart
         self.prepared, self.trained = set(), 0
         self.weights = self.checkpoint.weights if self.checkpoint else FIRST
         self.store.versions[self.weights.version] = self.weights

@@ -7,6 +7,7 @@ one. With as many iterations simulated as the target takes, that is exactly what
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ class Outcome:
         problem: why the run did not come to its end; None if it did.
         iterations: that were finished.
         iteration_s, iteration_usd: mean of the iterations after the first; NaN without any.
+        iteration_error_s: standard error of that mean time; 0 with less than two of them.
         target: iterations to the target and where the number is from; None if the scenario says none.
         target_h, target_usd: time and cost to target; NaN if unknown.
         simulated_h, simulated_usd: of the whole simulation.
@@ -41,6 +43,7 @@ class Outcome:
     problem: str | None
     iterations: int
     iteration_s: float
+    iteration_error_s: float
     iteration_usd: float
     target: Target | None
     target_h: float
@@ -88,6 +91,7 @@ def outcome_of(strategy: str, scenario: Scenario, result: SimulationResult, targ
         problem=_problem(scenario, result),
         iterations=len(durations),
         iteration_s=iteration_s,
+        iteration_error_s=_standard_error(durations[1:]),
         iteration_usd=iteration_usd,
         target=target,
         target_h=target_s / 3600,
@@ -135,6 +139,10 @@ def _issued(report: Mapping[str, object]) -> int:
 
 def _to(iterations: int, first: float, later: float) -> float:
     return first if iterations == 1 else first + (iterations - 1) * later
+
+
+def _standard_error(values: list[float]) -> float:
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 def _mean(values: list[float]) -> float:

@@ -12,7 +12,7 @@ from spotlight.simulation.page import div_html, new_figure, notes_html, page_htm
 from spotlight.simulation.prepare import Prepared
 from spotlight.simulation.record import outcome_record
 from spotlight.simulation.scenario_file import ScenarioFile
-from spotlight.simulation.search import Evaluated, Found, Goal, shape_of
+from spotlight.simulation.search import GAIN_MIN, Evaluated, Found, Goal, shape_of
 from spotlight.simulation.summary import Line, Note, hours, notes_of, percent, usd
 
 if TYPE_CHECKING:
@@ -84,6 +84,9 @@ def plan_notes(file: ScenarioFile, found: Found, prepared: Prepared, now: dateti
         ),
     ]
     notes = [Note("Searched", tuple(searched))]
+    if found.parts:
+        gain = f"parts that shorten iterations by less than {GAIN_MIN:.0%} or two errors are left off"
+        notes.append(Note("Parts of the pipeline", (*found.parts, gain)))
     if found.left_out:
         notes.append(Note("Left out", found.left_out))
     return (*notes, *notes_of(prepared, [one.outcome], now))
@@ -99,6 +102,7 @@ def plan_record(file: ScenarioFile, found: Found) -> dict[str, object]:
         "text": answer_text(file, found),
         "candidates": [_record(file, one) | {"pareto": one.candidate in front} for one in found.evaluated],
         "rejected": [_record(file, one) for one in found.rejected],
+        "parts": list(found.parts),
         "left_out": list(found.left_out),
     }
 

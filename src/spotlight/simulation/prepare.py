@@ -10,21 +10,35 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 
 from spotlight.config.errors import ConfigError, Problem
+from spotlight.config.exploration import deepest_pool
 from spotlight.core.events import NodeJoined
-from spotlight.core.plan import ClusterPlan, ExplorationPlan, Plan, PlannerPlan
+from spotlight.core.plan import Axis, ClusterPlan, ExplorationPlan, Explore, PipelinePlan, Plan, PlannerPlan
 from spotlight.core.planner.budget import PreviewCosts
-from spotlight.core.types import Node, NodeId, NodeKind, WeightKind
+from spotlight.core.types import Baseline, Node, NodeId, NodeKind, WeightKind
 from spotlight.fleet.traces.events import Trace, TraceEvent, TraceEventKind
 from spotlight.fleet.traces.generator import TraceSpec, generate
 from spotlight.fleet.traces.readers import read_trace
 from spotlight.fleet.traces.transforms import cut, limit, repeat, with_notices
 from spotlight.simulation.fleet_events import SpotOffer, spot_events
-from spotlight.simulation.profile import Profile, load_profile, require_memory, require_size
+from spotlight.simulation.profile import (
+    Profile,
+    load_profile,
+    require_memory,
+    require_size,
+    timesteps_that_fit,
+)
 from spotlight.simulation.profile_costs import ProfileCosts, Workload, sp_degrees
 from spotlight.simulation.rewards import RewardModel
 from spotlight.simulation.scenario import NodeEvent, Scenario
-from spotlight.simulation.scenario_file import AlwaysOn, GeneratedTrace, Pool, ScenarioFile
-from spotlight.simulation.strategies import STRATEGIES, SpotPlaces, Strategy
+from spotlight.simulation.scenario_file import (
+    AlwaysOn,
+    Exploration,
+    GeneratedTrace,
+    PipelineSection,
+    Pool,
+    ScenarioFile,
+)
+from spotlight.simulation.strategies import Part, SpotPlaces, Strategy, strategy_named
 from spotlight.simulation.tariff import PriceTag, Tariff, tariff_of
 
 _PROMPTS_FACTOR = 4
@@ -55,7 +69,7 @@ def prepare(file: ScenarioFile, strategies: tuple[str, ...], now: datetime) -> P
     Raises:
         ConfigError, TraceError, PriceError: missing figures, memory, prices; a trace that cannot be used.
     """
-    chosen = [STRATEGIES[name] for name in strategies]
+    chosen = [strategy_named(name) for name in strategies]
     profile = load_profile(file.workload.profile)
     require_size(profile, file.workload.height, file.workload.width)
     places = {strategy.places for strategy in chosen}
@@ -66,7 +80,7 @@ def prepare(file: ScenarioFile, strategies: tuple[str, ...], now: datetime) -> P
         remedy = "Ask for spot nodes, or simulate reserved_only alone."
         raise ConfigError(file.name, [Problem("cluster.spot.nodes", "0", f"1 or more for {names}", remedy)])
     tariff = tariff_of(
-        file, on_demand=SpotPlaces.ON_DEMAND in places, spot=SpotPlaces.SPOT in places, now=now
+        file, on_demand=any(one.stays for one in places), spot=SpotPlaces.SPOT in places, now=now
     )
     prepared = Prepared(file, profile, tariff, _trace(file))
     for strategy in chosen:
@@ -86,10 +100,25 @@ def scenario_of(prepared: Prepared, strategy: Strategy, *, timelines: bool = Fal
     ranks = sum(node.gpus for node in joining if node.trains)  # all of these join at 0
     denoising = tuple(dict.fromkeys(node.gpu_type for node in joining if node.rolls_out))
     learner_gpu = file.cluster.reserved.gpu_type
-    require_memory(prepared.profile, rollout_gpus=denoising, learner_gpu=learner_gpu, ranks=ranks)
+    per_pass = timesteps_per_pass(prepared, strategy, ranks)
+    require_memory(
+        prepared.profile,
+        rollout_gpus=denoising,
+        learner_gpu=learner_gpu,
+        ranks=ranks,
+        timesteps_per_pass=per_pass,
+    )
     costs = ProfileCosts(
         prepared.profile,
-        Workload(file.pixels, work.trained_timesteps, learner_gpu, work.guidance, work.recomputes_log_probs),
+        Workload(
+            pixels=file.pixels,
+            trained_timesteps=work.trained_timesteps,
+            learner_gpu=learner_gpu,
+            guidance=work.guidance,
+            recomputes_log_probs=work.recomputes_log_probs,
+            timesteps_per_pass=per_pass,
+            resident=work.resident,
+        ),
     )
     test = work.evaluation
     plan = Plan(
@@ -109,6 +138,7 @@ def scenario_of(prepared: Prepared, strategy: Strategy, *, timelines: bool = Fal
         ranks=ranks,
         cluster=_cluster_plan(prepared, costs, denoising),
         exploration=_exploration(file, strategy, costs, denoising[0], ranks),
+        pipeline=pipeline_plan(strategy, file.pipeline, costs.switch_s()),
     )
     model = file.exploration.rewards if file.exploration else None
     return Scenario(
@@ -126,20 +156,45 @@ def scenario_of(prepared: Prepared, strategy: Strategy, *, timelines: bool = Fal
     )
 
 
+def timesteps_per_pass(prepared: Prepared, strategy: Strategy, ranks: int) -> int:
+    """As the scenario says, with TSP; else as many as fit beside whatever else a learner GPU holds."""
+    work, reserved = prepared.file.workload, prepared.file.cluster.reserved
+    if Part.TSP not in strategy.parts:
+        return 1
+    if work.timesteps_per_pass is not None:
+        return min(work.timesteps_per_pass, work.trained_timesteps)
+    both = work.resident and strategy.trainers_roll_out(reserved.rolls_out)
+    held = prepared.profile.memory.rollout_bytes.value if both else 0.0
+    return timesteps_that_fit(prepared.profile, reserved.gpu_type, ranks, work.trained_timesteps, held)
+
+
+def pipeline_plan(strategy: Strategy, section: PipelineSection, switch_s: float) -> PipelinePlan:
+    """The parts of a strategy's pipeline that the controller runs."""
+    parts = strategy.parts
+    axis = Axis.PROMPT if Part.GAP in parts else Axis.GENERATION if Part.SLICES in parts else None
+    return PipelinePlan(
+        axis=axis,
+        slice_size=section.slice_size,
+        baseline=section.baseline if axis is Axis.GENERATION else Baseline.GROUP,
+        bounded=Part.TAG in parts,
+        switch_s=switch_s,
+        next_share=section.next_share if Part.TCSS in parts else 0.0,
+    )
+
+
 def node_events(prepared: Prepared, strategy: Strategy) -> tuple[tuple[float, NodeEvent], ...]:
     """Nodes of a strategy: reserved ones from the start, and what stands in the places of spot nodes."""
     cluster, tariff = prepared.file.cluster, prepared.tariff
     reserved, spot = cluster.reserved, cluster.spot
-    # Alone, the learner's GPUs must denoise; and where all GPUs stay, all do both.
-    both = reserved.rolls_out or strategy.places is not SpotPlaces.SPOT
+    both = strategy.trainers_roll_out(reserved.rolls_out)
     events: list[tuple[float, NodeEvent]] = [
         (0.0, NodeJoined(_standing(f"reserved:{n}", reserved, tariff.reserved, trains=True, rolls_out=both)))
         for n in range(reserved.nodes)
     ]
-    if strategy.places is SpotPlaces.ON_DEMAND:
+    if strategy.places.stays:
         assert tariff.on_demand is not None, "prepared for a strategy that rents on demand"
         # Ranks of different speed would wait for the slowest, so another type only denoises.
-        trains = spot.gpu_type == reserved.gpu_type
+        trains = strategy.places is SpotPlaces.ON_DEMAND and spot.gpu_type == reserved.gpu_type
         for n in range(spot.nodes):
             node = _standing(f"on-demand:{n}", spot, tariff.on_demand, trains=trains, rolls_out=True)
             events.append((0.0, NodeJoined(node)))
@@ -222,7 +277,16 @@ def _exploration(
         drawn_seeds=section.drawn_seeds,
         fidelity_min=section.fidelity_min,
         planner=planner,
+        seeds_per_prompt_max=_seeds_max(section, file.workload.group_size, strategy.explore),
     )
+
+
+def _seeds_max(section: Exploration, group_size: int, where: Explore) -> int | None:
+    """As a run's configuration has it."""
+    if where is not Explore.IDLE:
+        return None
+    counts = section.planner.seed_counts if section.planner else (section.seeds_per_prompt,)
+    return section.seeds_per_prompt_max or deepest_pool(group_size, counts)
 
 
 def _preview_costs(file: ScenarioFile, costs: ProfileCosts, gpu: str, ranks: int) -> PreviewCosts:

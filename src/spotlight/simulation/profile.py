@@ -90,6 +90,8 @@ class GpuCosts(_Section):
     """Forwards and backwards, classifier-free guidance not counted."""
     decode_ms_per_megapixel: Figure
     """Latents to pictures, and their commit."""
+    lease_pixels: Figure | None = None
+    """As the profile's, of this type; null: as there."""
 
 
 class Weights(_Section):
@@ -112,6 +114,8 @@ class Memory(_Section):
     """Of each learner GPU, besides its part of what is sharded."""
     learner_bytes_sharded: Figure
     """In all, divided among the learner GPUs."""
+    pass_bytes: Figure
+    """Of each learner GPU, for every timestep of a pass after the first."""
 
 
 class Rewards(_Section):
@@ -165,6 +169,10 @@ class Profile(_Section):
     """Gradient norm, optimizer, old policy."""
     prepare_s: Figure
     """Advantages and dealing of a batch, besides old log-probs."""
+    pass_share: Figure
+    """Of a pass of one timestep, what all timesteps of a pass share (gathering sharded weights); below 1."""
+    switch_s: Figure
+    """A GPU that trains and rolls out turns from one to the other, where it cannot hold both."""
     infrastructure: Infrastructure
     """Machines and network: a section, or the name of one that is shipped."""
     gpus: Mapping[str, GpuCosts] = Field(min_length=1)
@@ -245,14 +253,21 @@ def assumptions(profile: Profile, gpus: Sequence[str] = ()) -> tuple[NamedFigure
     )
 
 
-def require_memory(profile: Profile, *, rollout_gpus: Sequence[str], learner_gpu: str, ranks: int) -> None:
+def require_memory(
+    profile: Profile,
+    *,
+    rollout_gpus: Sequence[str],
+    learner_gpu: str,
+    ranks: int,
+    timesteps_per_pass: int = 1,
+) -> None:
     """Refuse GPUs that the model does not fit.
 
     Raises:
         ConfigError: names each GPU type, what it has and what it would need.
     """
     memory = profile.memory
-    learner = memory.learner_bytes_per_rank.value + memory.learner_bytes_sharded.value / ranks
+    learner = learner_bytes(profile, ranks, timesteps_per_pass)
     needs = [("memory.rollout_bytes", gpu, memory.rollout_bytes.value) for gpu in dict.fromkeys(rollout_gpus)]
     needs.append((f"memory.learner_bytes_* on {ranks} ranks", learner_gpu, learner))
     problems = []
@@ -262,11 +277,27 @@ def require_memory(profile: Profile, *, rollout_gpus: Sequence[str], learner_gpu
         elif need > GPU_TYPES[gpu].vram_bytes:
             has = GPU_TYPES[gpu].vram_bytes / 2**30
             remedy = "Take larger GPUs" + (", or more learner ranks." if "learner" in key else ".")
+            if "learner" in key and timesteps_per_pass > 1:
+                remedy = f"Lower workload.timesteps_per_pass, which is {timesteps_per_pass}. {remedy}"
             problems.append(
                 Problem(key, f"{gpu} with {has:.0f} GiB", f"at least {need / 2**30:.1f} GiB", remedy)
             )
     if problems:
         raise ConfigError(f"the profile {profile.name}", problems)
+
+
+def learner_bytes(profile: Profile, ranks: int, timesteps_per_pass: int) -> float:
+    """What a learner GPU holds while it trains so many timesteps of its samples in a pass."""
+    memory = profile.memory
+    first = memory.learner_bytes_per_rank.value + memory.learner_bytes_sharded.value / ranks
+    return first + (timesteps_per_pass - 1) * memory.pass_bytes.value
+
+
+def timesteps_that_fit(profile: Profile, gpu: str, ranks: int, wanted: int, held_bytes: float) -> int:
+    """Timesteps of a pass that fit a learner GPU beside ``held_bytes``: at most ``wanted``, at least 1."""
+    free = GPU_TYPES[gpu].vram_bytes - held_bytes
+    fitting = (k for k in range(wanted, 1, -1) if learner_bytes(profile, ranks, k) <= free)
+    return next(fitting, 1)
 
 
 def require_size(profile: Profile, height: int, width: int) -> None:
@@ -328,6 +359,8 @@ def _explain(tree: object, loc: Sequence[int | str], message: str) -> Problem:
 
 
 def _contradictions(profile: Profile) -> Iterator[Problem]:
+    if (share := profile.pass_share.value) >= 1:
+        yield Problem("pass_share.value", f"{share:g}", "below 1", "It is a share of the time of a pass.")
     for name, gpu in profile.gpus.items():
         key = f"gpus.{name}"
         if name not in GPU_TYPES:

@@ -29,6 +29,8 @@ class Workload:
         guidance: classifier-free: two forwards a step, in rollouts and in training.
         recomputes_log_probs: the learner evaluates every trained timestep once more before the first update.
         learner_gpu: type of the GPUs that train.
+        timesteps_per_pass: trained in one forward and backward, which share what a pass takes once.
+        resident: GPUs that train and roll out hold all they need for both, and turn at no cost.
     """
 
     pixels: int
@@ -36,6 +38,8 @@ class Workload:
     learner_gpu: str
     guidance: bool = False
     recomputes_log_probs: bool = False
+    timesteps_per_pass: int = 1
+    resident: bool = True
 
     @property
     def forwards(self) -> int:
@@ -69,7 +73,8 @@ class ProfileCosts:
 
     def lease_size(self, gpu_type: str, pixels: int, sp_degree: int) -> int:
         """As many samples as fill ``lease_pixels`` on every GPU of the group, at least one."""
-        return max(1, int(self.profile.lease_pixels.value * sp_degree // pixels))
+        filling = _gpu(self.profile, gpu_type).lease_pixels or self.profile.lease_pixels
+        return max(1, int(filling.value * sp_degree // pixels))
 
     def reward_s(self, samples: int) -> float:
         """See :class:`CostModel`."""
@@ -88,7 +93,14 @@ class ProfileCosts:
         """See :class:`CostModel`."""
         work = self.workload
         one_s = work.forwards * train_point_s(self.profile, gpu_type, pixels)
-        return math.ceil(samples / ranks) * work.trained_timesteps * one_s
+        passes = math.ceil(work.trained_timesteps / work.timesteps_per_pass)
+        share = self.profile.pass_share.value
+        timesteps = (1 - share) * work.trained_timesteps + share * passes
+        return math.ceil(samples / ranks) * timesteps * one_s
+
+    def switch_s(self) -> float:
+        """See :class:`CostModel`."""
+        return 0.0 if self.workload.resident else self.profile.switch_s.value
 
     def optimizer_s(self) -> float:
         """See :class:`CostModel`."""

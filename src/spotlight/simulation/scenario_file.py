@@ -22,8 +22,9 @@ from pydantic import (
 )
 
 from spotlight.core.selection import SelectionPolicy
-from spotlight.core.types import WeightKind
+from spotlight.core.types import Baseline, WeightKind
 from spotlight.simulation.profile import Source
+from spotlight.simulation.strategies import Part, Strategy
 
 
 class _Section(BaseModel):
@@ -53,7 +54,7 @@ class ReservedPool(Pool):
 
 
 class SpotPool(Pool):
-    """Nodes that the cloud may take back, and that ``all_on_demand`` rents for good."""
+    """Nodes that the cloud may take back, and that ``all_on_demand`` and ``disaggregated`` rent for good."""
 
     usd_gpu_h_on_demand: PositiveFloat | None = None
     """Price of one of its GPUs on demand, whatever reserved ones cost; null asks the source in ``prices``."""
@@ -158,6 +159,11 @@ class WorkSection(_Section):
     """Optimizer steps of an iteration."""
     micro_batch_per_gpu: PositiveInt = 4
     """Samples of one forward and backward on a learner GPU."""
+    timesteps_per_pass: PositiveInt | None = None
+    """Trained in one forward and backward, by strategies with ``+tsp``; null: as many as fit memory."""
+    resident: bool = True
+    """GPUs that train and roll out hold all they need for both; else they turn in the profile's
+    ``switch_s``."""
     publishes: WeightKind = WeightKind.ADAPTER
     """What a new policy version changes: adapter, or full."""
     checkpoint_every: PositiveInt = 5
@@ -203,6 +209,9 @@ class Exploration(_Section):
 
     seeds_per_prompt: PositiveInt
     """Previews of a prompt; at least the group size."""
+    seeds_per_prompt_max: PositiveInt | None = None
+    """Previews of a prompt at most, where spot GPUs still idle when what was planned is made; null: 16 times
+    the group size, or what is planned if that is more."""
     steps: PositiveInt
     """Denoising steps of a preview."""
     policy: SelectionPolicy = SelectionPolicy.MAX_VARIANCE
@@ -219,6 +228,17 @@ class Exploration(_Section):
     """Null: always ``seeds_per_prompt`` and ``steps``."""
     rewards: SimulatedRewards = SimulatedRewards()
     """What simulated samples score."""
+
+
+class PipelineSection(_Section):
+    """How the parts of a pipeline work, for the strategies that have them."""
+
+    slice_size: PositiveInt = 4
+    """Members of a group that are trained together, with ``+slices``."""
+    baseline: Baseline = Baseline.SLICE
+    """What slices are compared with: group (they wait for it), slice, or exploration."""
+    next_share: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Of the next iteration's groups that may begin with the previous weights, with ``+tcss``."""
 
 
 class Target(_Section):
@@ -252,7 +272,11 @@ class Search(_Section):
     """Which strategies may be recommended."""
     gpu_types: tuple[str, ...] = ()
     """For reserved and spot nodes alike. Empty: every type with figures in the profile, a price, and memory
-    enough. If the scenario's two pools differ in type, this pair is tried besides; no other pair is."""
+    enough. If the scenario's two pools differ in type, this pair is tried besides."""
+    spot_gpu_types: tuple[str, ...] = ()
+    """For spot nodes, each beside each of ``gpu_types``. Empty: as the reserved ones."""
+    parts: tuple[Part, ...] = (Part.GAP, Part.TSP, Part.TAG, Part.TCSS)
+    """Parts of the pipeline that the strategies may have besides; those that do not pay are left off."""
     reserved_nodes: tuple[PositiveInt, ...] = ()
     """Numbers to try."""
     spot_nodes: tuple[NonNegativeInt, ...] = ()
@@ -278,14 +302,21 @@ class ScenarioFile(_Section):
     """The run."""
     exploration: Exploration | None = None
     """Previews, for the strategies that make them."""
+    pipeline: PipelineSection = PipelineSection()
+    """How generation and training overlap, for the strategies that let them."""
     strategies: tuple[str, ...]
-    """What is compared."""
+    """What is compared; parts of the pipeline stand behind a strategy's name: ``disaggregated+gap+tsp``."""
     iterations_to_target: Mapping[str, Target] = {}
-    """By strategy; without it time and cost to target are unknown."""
+    """By strategy; of one with parts of the pipeline, else those of the strategy without them hold. Without
+    any, time and cost to target are unknown."""
     run: Run = Run()
     """What is simulated of it."""
     plan: Search = Search()
     """Where ``spotlight plan`` looks."""
+
+    def target_of(self, strategy: Strategy) -> Target | None:
+        """Iterations to the target of a strategy."""
+        return self.iterations_to_target.get(strategy.name, self.iterations_to_target.get(strategy.learns_as))
 
     @property
     def pixels(self) -> int:

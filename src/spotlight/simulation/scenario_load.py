@@ -18,7 +18,7 @@ from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.load import apply_override, merge, read_tree
 from spotlight.fleet.gpus import GPU_TYPES, unknown_gpu
 from spotlight.simulation.scenario_file import Exploration, ScenarioFile
-from spotlight.simulation.strategies import STRATEGIES
+from spotlight.simulation.strategies import STRATEGIES, UnknownStrategyError, strategy_named
 
 _BASE = "base"
 """Key of a file that has what this one lacks: a shipped scenario's name, or a path beside this file."""
@@ -174,28 +174,26 @@ def _sections(annotation: object) -> Iterator[type[BaseModel]]:
 def _contradictions(scenario: ScenarioFile) -> Iterator[Problem]:
     """What no single key shows, and needs no file to be read."""
     yield from _cluster(scenario)
-    known = ", ".join(STRATEGIES)
+    exploring: dict[str, None] = {}
     for key, names in (
         ("strategies", scenario.strategies),
         ("iterations_to_target", tuple(scenario.iterations_to_target)),
         ("plan.strategies", scenario.plan.strategies),
     ):
         if not names and key != "iterations_to_target":
-            yield Problem(key, "none", f"one or more of {known}", "Name one.")
+            yield Problem(key, "none", f"one or more of {', '.join(STRATEGIES)}", "Name one.")
         for name in names:
-            if name not in STRATEGIES:
-                close = difflib.get_close_matches(name, STRATEGIES, n=1)
-                remedy = f"Did you mean {close[0]!r}?" if close else "Remove it."
-                yield Problem(key, repr(name), f"one of {known}", remedy)
+            try:
+                explores = strategy_named(name).explore is not None
+            except UnknownStrategyError as error:
+                yield error.problem(key)
+                continue
+            if explores and key != "iterations_to_target":
+                exploring[name] = None
         if len(set(names)) < len(names):
             yield Problem(key, ", ".join(names), "every strategy once", "Remove the second.")
-    exploring = [
-        name
-        for name in dict.fromkeys((*scenario.strategies, *scenario.plan.strategies))
-        if name in STRATEGIES and STRATEGIES[name].explore is not None
-    ]
     explore, group = scenario.exploration, scenario.workload.group_size
-    if exploring and explore is None and set(exploring) & set(scenario.strategies):
+    if explore is None and set(exploring) & set(scenario.strategies):
         remedy = "Add seeds_per_prompt and steps, or leave these strategies out."
         yield Problem("exploration", "nothing", f"a section, for {', '.join(exploring)}", remedy)
     if explore is not None:
@@ -221,6 +219,11 @@ def _exploration(explore: Exploration, group: int, steps: int) -> Iterator[Probl
         if found > steps:
             expected = f"at most workload.steps, {steps}"
             yield Problem(key, str(found), expected, "A preview is no longer than a rollout.")
+    planned = explore.planner.seed_counts if explore.planner else (explore.seeds_per_prompt,)
+    limit = explore.seeds_per_prompt_max
+    if limit is not None and limit < max(planned):
+        expected, remedy = f"at least what is planned, {max(planned)}", "Raise it, or leave it out."
+        yield Problem("exploration.seeds_per_prompt_max", str(limit), expected, remedy)
     if explore.drawn_seeds > group:
         found, remedy = explore.drawn_seeds, "They are part of the group."
         yield Problem("exploration.drawn_seeds", str(found), f"at most the group size, {group}", remedy)
@@ -235,9 +238,11 @@ def _cluster(scenario: ScenarioFile) -> Iterator[Problem]:
         if pool.gpu_type not in GPU_TYPES:
             where = f"cluster.{key}.gpu_type"
             yield Problem(where, repr(pool.gpu_type), "a known GPU type", unknown_gpu(pool.gpu_type))
-    for name in scenario.plan.gpu_types:
-        if name not in GPU_TYPES:
-            yield Problem("plan.gpu_types", repr(name), "known GPU types", unknown_gpu(name))
+    wish = scenario.plan
+    for key, names in (("plan.gpu_types", wish.gpu_types), ("plan.spot_gpu_types", wish.spot_gpu_types)):
+        for name in names:
+            if name not in GPU_TYPES:
+                yield Problem(key, repr(name), "known GPU types", unknown_gpu(name))
     ranks = reserved.nodes * reserved.gpus_per_node
     if scenario.samples < ranks:
         found = f"{scenario.samples} samples of an iteration"

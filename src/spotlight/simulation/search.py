@@ -4,7 +4,9 @@
    (doublings around the scenario's own, unless the scenario lists others). Each candidate is simulated for
    ``plan.iterations`` and extrapolated to its target.
 2. Up to :data:`ROUNDS` refinements: around the best candidate so far, the midpoints to its neighbours.
-3. The best one that meets the goal is simulated whole, to its target. If that misses the goal, the next one
+3. Parts of the pipeline: the best candidate of each strategy with all of ``plan.parts``, then without each
+   that gains less than the noise; what is left is tried on all sizes of that kind, and refined again.
+4. The best one that meets the goal is simulated whole, to its target. If that misses the goal, the next one
    is tried, up to :data:`CHECKS_MAX`. Only what was simulated whole is recommended.
 
 Never more than ``plan.candidates_max`` candidates. What cannot be simulated (memory, prices, figures,
@@ -14,11 +16,11 @@ same answer.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from math import isnan
 
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.fleet.prices.quotes import PriceError
@@ -28,10 +30,12 @@ from spotlight.simulation.prepare import Prepared, prepare
 from spotlight.simulation.profile import load_profile
 from spotlight.simulation.scenario_file import ScenarioFile
 from spotlight.simulation.scenario_load import build_scenario
-from spotlight.simulation.strategies import STRATEGIES, SpotPlaces
+from spotlight.simulation.strategies import Part, SpotPlaces, strategy_named, with_parts, without_part
 
 ROUNDS = 3
 CHECKS_MAX = 4
+GAIN_MIN = 0.01
+"""A part of the pipeline is left off if an iteration gets shorter by less, or by less than two errors."""
 DROPPED_MAX = 0.05
 """Candidates whose learner GPUs do not divide the samples may leave out such a share of them."""
 
@@ -99,6 +103,7 @@ class Found:
         front: those that no other one beats in both time and cost, fastest first.
         answer: simulated whole; None if nothing meets the goal.
         rejected: seemed to meet the goal, and missed it when they were simulated whole.
+        parts: of the pipeline that were left off, and kept, for each strategy.
         left_out: what could not be simulated, and why.
     """
 
@@ -107,6 +112,7 @@ class Found:
     front: tuple[Evaluated, ...]
     answer: Evaluated | None
     rejected: tuple[Evaluated, ...]
+    parts: tuple[str, ...]
     left_out: tuple[str, ...]
 
     @property
@@ -165,6 +171,15 @@ class _Search:
         """Best first."""
         return sorted(self.done.values(), key=lambda one: (*self.goal.rank(one.outcome), one.candidate))
 
+    def gains(self, one: Candidate, other: Candidate) -> bool:
+        """Whether iterations of ``one`` are shorter than those of ``other`` beyond the noise."""
+        self.simulate([one, other])
+        if one not in self.done or other not in self.done:
+            return one in self.done
+        with_it, without = self.done[one].outcome, self.done[other].outcome
+        noise_s = 2 * math.hypot(with_it.iteration_error_s, without.iteration_error_s)
+        return without.iteration_s - with_it.iteration_s > max(noise_s, GAIN_MIN * without.iteration_s)
+
     def refinements(self) -> Iterator[Candidate]:
         """Midpoints between the best candidate and its neighbours on both axes."""
         best = self.best()[0].candidate
@@ -199,28 +214,57 @@ def search(
         reasons = "; ".join(state.reasons()) or "an empty grid"
         problem = Problem("plan", reasons, "a candidate that can be simulated", "Change the scenario.")
         raise ConfigError(file.name, [problem])
+    _refine(state)
+    told_parts = [_pipeline(state, strategy) for strategy in file.plan.strategies]
+    _refine(state)
+    answer, rejected = _checked(state)
+    everything = tuple(state.done[candidate] for candidate in sorted(state.done))
+    parts = tuple(filter(None, told_parts))
+    return Found(goal, everything, pareto(everything), answer, rejected, parts, state.reasons())
+
+
+def _refine(state: _Search) -> None:
     for _ in range(ROUNDS):
         before = len(state.tried)
         state.simulate(list(state.refinements()))
         if len(state.tried) == before:
             break
-    answer, rejected = _checked(state)
-    everything = tuple(state.done[candidate] for candidate in sorted(state.done))
-    return Found(goal, everything, pareto(everything), answer, rejected, state.reasons())
+
+
+def _pipeline(state: _Search, strategy: str) -> str:
+    """Find the parts that pay on a strategy's best candidate, try them on all of its kind, and tell."""
+    own = [one.candidate for one in state.best() if one.candidate.strategy == strategy]
+    everything = with_parts(strategy, state.file.plan.parts)
+    if not own or everything == strategy:
+        return ""
+    kept, before = everything, ""
+    while kept != before:  # without one part, another may not pay either
+        before = kept
+        for part in reversed(Part):
+            less = without_part(kept, part)
+            if less != kept and not state.gains(_as(own[0], kept), _as(own[0], less)):
+                kept = less
+    if kept != strategy:
+        state.simulate([_as(one, kept) for one in state.done if _kind(one) == _kind(own[0])])
+    had, has = everything.split("+"), kept.split("+")
+    off = ", ".join(f"+{part}" for part in had if part not in has)
+    pays = f"{kept} pays" if kept != strategy else "nothing pays"
+    return f"{shape_of(state.file, own[0])}: {pays}" + (f"; left off: {off}" if off else "")
 
 
 def grid(file: ScenarioFile) -> list[Candidate]:
     """The first candidates: each GPU type alone, and the scenario's own two types if they differ."""
     wish, cluster = file.plan, file.cluster
     own = cluster.reserved.gpu_type, cluster.spot.gpu_type
-    pairs = [(name, name) for name in wish.gpu_types or load_profile(file.workload.profile).gpus]
-    if own[0] != own[1]:
+    types = wish.gpu_types or tuple(load_profile(file.workload.profile).gpus)
+    pairs = [(name, other) for name in types for other in wish.spot_gpu_types or (name,)]
+    if own[0] != own[1] and own not in pairs:
         pairs.append(own)
     reserved = wish.reserved_nodes or _around(cluster.reserved.nodes)
     spot = [nodes for nodes in wish.spot_nodes or _around(cluster.spot.nodes) if nodes > 0]
     found: dict[Candidate, None] = {}
     for strategy in wish.strategies:
-        alone = STRATEGIES[strategy].places is SpotPlaces.NOTHING
+        alone = strategy_named(strategy).places is SpotPlaces.NOTHING
         for fixed_type, coming_type in pairs:
             for fixed in reserved:
                 sizes = [(fixed_type, 0)] if alone else [(coming_type, coming) for coming in spot]
@@ -247,7 +291,7 @@ def prepared_for(file: ScenarioFile, candidate: Candidate, iterations: int, now:
     changed = build_scenario(tree, shape_of(file, candidate))
     ranks = candidate.reserved_nodes * changed.cluster.reserved.gpus_per_node
     alike = candidate.gpu_type == candidate.spot_gpu_type  # another type only denoises
-    if STRATEGIES[candidate.strategy].places is SpotPlaces.ON_DEMAND and alike:
+    if strategy_named(candidate.strategy).places is SpotPlaces.ON_DEMAND and alike:
         ranks += candidate.spot_nodes * changed.cluster.spot.gpus_per_node
     if changed.samples % ranks > DROPPED_MAX * changed.samples:
         found = f"{changed.samples} samples, which {ranks} learner GPUs do not divide"
@@ -264,7 +308,7 @@ def useless(outcome: Outcome) -> str | None:
     """
     if outcome.problem is not None:
         return outcome.problem
-    if isnan(outcome.target_h):
+    if math.isnan(outcome.target_h):
         return "too few iterations were done"
     if outcome.preview_share < PREVIEWS_WANTED:
         return f"less than {PREVIEWS_WANTED:.0%} of the previews could be used: too little idle time for them"
@@ -284,7 +328,7 @@ def shape_of(file: ScenarioFile, candidate: Candidate) -> str:
     """``4 reserved + 8 spot H100, spotlight``; ``4 reserved H100 + 8 spot L40S, spotlight``."""
     reserved = candidate.reserved_nodes * file.cluster.reserved.gpus_per_node
     others = candidate.spot_nodes * file.cluster.spot.gpus_per_node
-    kind = "on-demand" if STRATEGIES[candidate.strategy].places is SpotPlaces.ON_DEMAND else "spot"
+    kind = "on-demand" if strategy_named(candidate.strategy).places.stays else "spot"
     more = f" + {others} {kind}" if others else ""
     if others and candidate.gpu_type != candidate.spot_gpu_type:
         more = f" {candidate.gpu_type}{more}"
@@ -294,6 +338,10 @@ def shape_of(file: ScenarioFile, candidate: Candidate) -> str:
 def _kind(candidate: Candidate) -> tuple[str, str, str]:
     """What candidates have in common that only differ in size."""
     return candidate.strategy, candidate.gpu_type, candidate.spot_gpu_type
+
+
+def _as(candidate: Candidate, strategy: str) -> Candidate:
+    return replace(candidate, strategy=strategy)
 
 
 def _checked(state: _Search) -> tuple[Evaluated | None, tuple[Evaluated, ...]]:
@@ -316,13 +364,13 @@ def _require_targets(file: ScenarioFile) -> None:
     problems = [
         Problem(f"iterations_to_target.{name}", "nothing", "value and source", "Planning needs it.")
         for name in file.plan.strategies
-        if name not in file.iterations_to_target
+        if file.target_of(strategy_named(name)) is None
     ]
     if file.exploration is None:
         problems += [
             Problem("exploration", "nothing", f"a section, for {name}", "Or set plan.strategies.")
             for name in file.plan.strategies
-            if STRATEGIES[name].explore is not None
+            if strategy_named(name).explore is not None
         ]
     if problems:
         raise ConfigError(file.name, problems)

@@ -12,7 +12,7 @@ from spotlight.fleet.traces.statistics import statistics
 from spotlight.simulation.outcome import PREVIEWS_WANTED, Outcome
 from spotlight.simulation.prepare import Prepared
 from spotlight.simulation.record import assumed_of, prices_of
-from spotlight.simulation.strategies import STRATEGIES, SpotPlaces
+from spotlight.simulation.strategies import SpotPlaces, strategy_named
 
 _DROPPED_TOLD = 0.01
 
@@ -70,7 +70,7 @@ def _spent(one: Outcome, phase: Phase) -> str:
 def notes_of(prepared: Prepared, outcomes: Sequence[Outcome], now: datetime) -> tuple[Note, ...]:
     """What the table rests on."""
     notes = [
-        Note("Strategies", tuple(f"{one.strategy}: {STRATEGIES[one.strategy].about}" for one in outcomes)),
+        Note("Strategies", tuple(_abouts(outcomes))),
         Note("Iterations to target: an input, not a result", tuple(_targets(outcomes))),
         Note("Prices of a GPU-hour", tuple(_prices(prepared, now))),
         Note("Spot nodes", tuple(_trace(prepared))),
@@ -107,7 +107,7 @@ def warnings_of(outcomes: Sequence[Outcome]) -> Iterator[str]:
 
 def _too_short(prepared: Prepared, outcomes: Sequence[Outcome]) -> Iterator[str]:
     """Whether too little was simulated for preemptions to show."""
-    spans = [one.simulated_h for one in outcomes if STRATEGIES[one.strategy].places is SpotPlaces.SPOT]
+    spans = [one.simulated_h for one in outcomes if strategy_named(one.strategy).places is SpotPlaces.SPOT]
     stay_h = statistics(prepared.trace).uptime_mean_s / 3600  # NaN if no node ever goes
     if spans and max(spans) < stay_h:
         whole = max((one.target.value for one in outcomes if one.target), default=0)
@@ -116,6 +116,11 @@ def _too_short(prepared: Prepared, outcomes: Sequence[Outcome]) -> Iterator[str]
             f"{hours(max(spans))} of spot nodes were simulated, and one stays {hours(stay_h)} on average, so "
             f"preemptions hardly show: {remedy}."
         )
+
+
+def _abouts(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    for one in outcomes:
+        yield f"{one.strategy}: {strategy_named(one.strategy).about}"
 
 
 def _targets(outcomes: Sequence[Outcome]) -> Iterator[str]:

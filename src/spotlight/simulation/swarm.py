@@ -55,6 +55,7 @@ def draw_trial(seed: int) -> Trial:
             4.0,
             source.choice([1, 2, 4]),
             source.choice([0.1, 0.5, 15.0]),
+            random.Random(f"turns {seed}").choice([0.0, 0.7, 5.0]),
         ),
         tuple(nodes + _draw_prices(seed, joined)),
         train_prompts=source.choice([1, 2, 5]),

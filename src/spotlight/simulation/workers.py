@@ -19,6 +19,7 @@ from spotlight.core.types import NodeId, Phase, Rollout, RolloutId, WeightKind, 
 from spotlight.simulation.accounts import Accounts, Spent
 from spotlight.simulation.costs import CostModel
 from spotlight.simulation.machines import PHASE_OF, Process, ProcessGroup, Run, Weights
+from spotlight.simulation.turns import Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ class Workers:
     accounts: Accounts
     costs: Costs
     commit_every: int
+    turns: Turns
     poll_s: float | None = None
     processes: dict[WorkerId, Process] = field(default_factory=dict)
 
@@ -273,8 +275,19 @@ class Workers:
             self._halt(group)
         group.seen = effect.lease.id
         left = {rollout.id: (rollout, effect.resume.get(rollout.id, 0)) for rollout in effect.rollouts}
-        group.run = Run(effect.lease, weights, PHASE_OF[effect.rollouts[0].purpose], left)
-        self._next_chunk(group, group.run)
+        group.run = run = Run(effect.lease, weights, PHASE_OF[effect.rollouts[0].purpose], left)
+        turn_s = self.turns.to_rollout(process.gpu for process in group.members)
+        if not turn_s:
+            self._next_chunk(group, run)
+            return
+        for process in group.members:
+            self.accounts.worker(process.gpu, Phase.RECONFIGURATION, self.world.now)
+        turn_s = self.world.noisy(turn_s, group.members[0].node)
+        self.world.after(turn_s, self._turned, group, run, run.turn)
+
+    def _turned(self, group: ProcessGroup, run: Run, turn: int) -> None:
+        if group.run is run and run.turn == turn and not run.halting and not group.stopping:
+            self._next_chunk(group, run)
 
     def abandon(self, effect: ef.AbandonLease) -> None:
         """Stop working on a lease at the next step boundary."""
@@ -371,10 +384,11 @@ class Workers:
     def _at_boundary(self, group: ProcessGroup, then: Callable[..., None], *args: object) -> None:
         """Let the step under way end, and no further one begin; then go on."""
         run = group.run
-        if run is None or run.decoding:
+        if run is None or run.decoding or not run.step_s:  # without a step, its GPUs still turn to it
             # Images that are being decoded are not thrown away.
             gpu_type = group.members[0].gpu_type if group.members else ""
-            rest_s = self.costs.model.decode_s(gpu_type, self.costs.pixels, 1) if run and gpu_type else 0.0
+            decoding = run is not None and run.decoding and gpu_type
+            rest_s = self.costs.model.decode_s(gpu_type, self.costs.pixels, 1) if decoding else 0.0
             self.world.after(rest_s, then, *args)
             return
         steps = int((self.world.now - run.chunk_start_s) / run.step_s) + 1

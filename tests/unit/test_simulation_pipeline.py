@@ -1,0 +1,277 @@
+"""Pipelines simulated: who trains and who rolls out, what a turn between both costs, passes, GPU types."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from datetime import UTC, datetime
+
+import pytest
+
+from spotlight.config.errors import ConfigError
+from spotlight.core.events import NodeJoined
+from spotlight.core.plan import Axis, Explore, PipelinePlan, Plan
+from spotlight.core.types import Baseline, Node, NodeId, NodeKind, Phase
+from spotlight.simulation.costs import ConstantCosts
+from spotlight.simulation.driver import simulate
+from spotlight.simulation.prepare import Prepared, prepare, scenario_of
+from spotlight.simulation.profile import learner_bytes, load_profile, require_memory, timesteps_that_fit
+from spotlight.simulation.profile_costs import ProfileCosts, Workload
+from spotlight.simulation.result import SimulationResult
+from spotlight.simulation.scenario import Scenario
+from spotlight.simulation.scenario_load import load_scenario
+from spotlight.simulation.strategies import Part, UnknownStrategyError, strategy_named
+
+NOW = datetime(2026, 11, 21, tzinfo=UTC)
+MODELS = ("qwen-image-20b", "flux1-12b", "hunyuanvideo-13b", "wan21-14b")
+QWEN = load_profile("qwen-image-20b")
+
+
+def prepared(strategy: str, *overrides: str, name: str = "pipeline-qwen-image") -> Prepared:
+    return prepare(load_scenario(name, overrides), (strategy,), NOW)
+
+
+def nodes(scenario: Scenario) -> list[Node]:
+    return [event.node for _, event in scenario.nodes if isinstance(event, NodeJoined)]
+
+
+def gpus(found: Iterable[Node]) -> int:
+    return sum(node.gpus for node in found)
+
+
+# -- strategies --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "training", "rolling"),
+    [
+        ("all_on_demand", 16, 16),
+        ("all_on_demand+tsp", 16, 16),
+        ("disaggregated", 12, 4),
+        ("disaggregated+gap+tsp+tcss", 12, 4),
+        ("disaggregated+tag", 12, 16),
+        ("disaggregated+gap+steal", 12, 16),
+        ("disaggregated+exploration", 12, 4),
+    ],
+)
+def test_who_trains_and_who_rolls_out(strategy: str, training: int, rolling: int) -> None:
+    scenario = scenario_of(prepared(strategy), strategy_named(strategy))
+    found = nodes(scenario)
+    assert gpus(node for node in found if node.trains) == training == scenario.plan.ranks
+    assert gpus(node for node in found if node.rolls_out) == rolling
+    assert {node.kind for node in found} == {NodeKind.RESERVED}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reserved_roll_out"),
+    [
+        ("spot_rollout_only", True),
+        ("spot_rollout_only+tsp", True),
+        ("spotlight+gap", False),
+        ("spotlight+tcss", False),
+        ("spotlight+gap+tag", True),
+    ],
+)
+def test_trainers_help_in_a_pipeline_only_where_a_part_says_so(
+    strategy: str, reserved_roll_out: bool
+) -> None:
+    scenario = scenario_of(prepared(strategy, name="paper-512"), strategy_named(strategy))
+    trains = [node for node in nodes(scenario) if node.trains]
+    assert {node.rolls_out for node in trains} == {reserved_roll_out}
+
+
+def test_parts_of_a_name_are_parts_of_the_plan() -> None:
+    everything = "disaggregated+slices+tsp+tag+tcss+exploration"
+    plan = scenario_of(prepared(everything), strategy_named(everything)).plan
+    expected = PipelinePlan(Axis.GENERATION, 4, Baseline.SLICE, bounded=True, switch_s=17.5, next_share=0.5)
+    assert plan.pipeline == expected
+    assert plan.exploration is not None
+    assert plan.exploration.where is Explore.IDLE
+    stolen = "disaggregated+gap+steal"
+    overrides = ("pipeline.next_share=0.25", "workload.resident=true")
+    plan = scenario_of(prepared(stolen, *overrides), strategy_named(stolen)).plan
+    assert plan.pipeline == PipelinePlan(Axis.PROMPT, 4, Baseline.GROUP)
+    assert plan.exploration is None
+    plain = scenario_of(prepared("disaggregated"), strategy_named("disaggregated")).plan
+    assert plain.pipeline == PipelinePlan(switch_s=17.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("disagregated+gap", "Did you mean 'disaggregated'?"),
+        ("disaggregated+gop", "+gap, +slices, +tsp"),
+        ("disaggregated+gap+gap", "each part once"),
+        ("disaggregated+gap+slices", "one of gap and slices"),
+        ("disaggregated+tag+steal", "one of steal and tag"),
+        ("all_on_demand+gap", "GPUs that only roll out"),
+        ("reserved_only+tsp+tag", "GPUs that only roll out, with tag"),
+        ("spotlight+exploration", "exploration once"),
+    ],
+)
+def test_names_that_make_no_strategy(name: str, said: str) -> None:
+    with pytest.raises(UnknownStrategyError) as raised:
+        strategy_named(name)
+    assert said in str(raised.value.problem("strategies"))
+    with pytest.raises(ConfigError, match="strategies: found"):
+        load_scenario("pipeline-qwen-image", [f"strategies=[{name}]"])
+
+
+def test_targets_are_of_what_changes_seeds() -> None:
+    file = load_scenario("pipeline-qwen-image", ["iterations_to_target.disaggregated+tcss={value: 7, "
+                         "source: 'assumed: more'}"])  # fmt: skip
+    targets = {name: file.target_of(strategy_named(name)) for name in file.strategies}
+    values = {name: target.value for name, target in targets.items() if target is not None}
+    assert set(values) == set(file.strategies)
+    assert {name for name, value in values.items() if value == 154} == {file.strategies[-1]}
+    own = file.target_of(strategy_named("disaggregated+tcss"))
+    assert own is not None
+    assert own.value == 7
+
+
+# -- turns -------------------------------------------------------------------------------------------------
+
+BOTH = Node(NodeId("r"), NodeKind.RESERVED, 2, "H100", 20.0, True, True)
+ONLY = Node(NodeId("s"), NodeKind.RESERVED, 2, "H100", 20.0, False, True)
+PLAN = Plan(
+    run_seed=0, iterations=4, prompts_per_iteration=2, group_size=4, rollout_steps=5, evaluation_steps=5,
+    evaluation_images=1, evaluate_every=9, updates_per_batch=1, micro_batch_size=4, checkpoint_every=9,
+    lease_s=600.0, max_drop_share=None, ranks=2,
+)  # fmt: skip
+
+
+def turning(switch_s: float, *others: Node) -> SimulationResult:
+    joined = tuple((0.0, NodeJoined(node)) for node in (BOTH, *others))
+    return simulate(
+        Scenario(PLAN, ConstantCosts(turning_s=switch_s), joined, train_prompts=2, test_prompts=0)
+    )
+
+
+def test_an_iteration_on_shared_gpus_pays_two_turns() -> None:
+    free, paid = turning(0.0), turning(3.0)
+    assert paid.end_s == pytest.approx(free.end_s + PLAN.iterations * 2 * 3.0)
+    reconfigured = sum(s for (_, phase), s in paid.phase_s.items() if phase is Phase.RECONFIGURATION)
+    idle = sum(s for (_, phase), s in free.phase_s.items() if phase is Phase.RECONFIGURATION)
+    assert reconfigured - idle == pytest.approx(PLAN.iterations * 2 * 3.0 * BOTH.gpus)
+
+
+def test_gpus_that_only_roll_out_do_not_turn() -> None:
+    only = dataclasses.replace(BOTH, rolls_out=False)
+    joined = ((0.0, NodeJoined(only)), (0.0, NodeJoined(ONLY)))
+    ends = {
+        simulate(Scenario(PLAN, ConstantCosts(turning_s=s), joined, train_prompts=2, test_prompts=0)).end_s
+        for s in (0.0, 3.0)
+    }
+    assert len(ends) == 1
+
+
+def test_what_is_resident_turns_at_no_cost() -> None:
+    work = Workload(512 * 512, 8, "H100", resident=False)
+    assert ProfileCosts(QWEN, work).switch_s() == QWEN.switch_s.value
+    assert ProfileCosts(QWEN, dataclasses.replace(work, resident=True)).switch_s() == 0
+
+
+# -- several timesteps a pass ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_passes_of_several_timesteps_gain_what_was_published(name: str) -> None:
+    profile = load_profile(name)
+    size = next(point for point in profile.gpus["H100"].train)
+    pixels = size.height * size.width
+
+    def train_s(per_pass: int) -> float:
+        costs = ProfileCosts(profile, Workload(pixels, 12, "H100", timesteps_per_pass=per_pass))
+        return costs.train_s("H100", pixels, 8, 4)
+
+    gains = [train_s(1) / train_s(k) for k in (2, 3, 4, 6, 12)]
+    assert gains == sorted(gains)
+    assert all(1.04 <= gain <= 1.11 for gain in gains)
+    assert train_s(5) == pytest.approx(train_s(4)), "both take three passes"
+    assert train_s(1) == pytest.approx(2 * 12 * size.s)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_largest_pass_that_fits(name: str) -> None:
+    profile, vram = load_profile(name), 80 * 2**30
+    fits = timesteps_that_fit(profile, "H100", 8, 100, 0.0)
+    assert learner_bytes(profile, 8, fits) <= vram < learner_bytes(profile, 8, fits + 1)
+    assert fits > 1
+    assert timesteps_that_fit(profile, "H100", 8, 2, 0.0) == 2
+    assert timesteps_that_fit(profile, "H100", 8, 100, float(vram)) == 1, "one is never given up"
+    assert learner_bytes(profile, 8, 1) + (fits - 1) * profile.memory.pass_bytes.value == pytest.approx(
+        learner_bytes(profile, 8, fits)
+    )
+
+
+def test_too_many_timesteps_are_refused() -> None:
+    require_memory(QWEN, rollout_gpus=[], learner_gpu="H100", ranks=8, timesteps_per_pass=7)
+    with pytest.raises(ConfigError, match=r"Lower workload\.timesteps_per_pass, which is 9"):
+        require_memory(QWEN, rollout_gpus=[], learner_gpu="H100", ranks=8, timesteps_per_pass=9)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "overrides", "per_pass"),
+    [
+        ("disaggregated", (), 1),
+        ("disaggregated+tsp", (), 8),
+        ("disaggregated+tsp", ("workload.trained_timesteps=4",), 4),
+        ("disaggregated+tsp", ("workload.timesteps_per_pass=3",), 3),
+        ("disaggregated+tsp+tag", ("workload.resident=true",), 1),
+    ],
+)
+def test_passes_of_a_strategy(strategy: str, overrides: tuple[str, ...], per_pass: int) -> None:
+    costs = scenario_of(prepared(strategy, *overrides), strategy_named(strategy)).costs
+    assert isinstance(costs, ProfileCosts)
+    assert costs.workload.timesteps_per_pass == per_pass
+    assert (Part.TSP in strategy_named(strategy).parts) or per_pass == 1
+
+
+# -- GPUs of several types ---------------------------------------------------------------------------------
+
+
+def test_leases_are_sized_for_the_gpu_that_asks() -> None:
+    flux = ProfileCosts(load_profile("flux1-12b"), Workload(512 * 512, 2, "H100"))
+    assert [flux.lease_size(gpu, 512 * 512, 1) for gpu in ("H100", "A100-80GB", "L40S")] == [4, 4, 2]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_slower_gpu_takes_longer_for_everything(name: str) -> None:
+    profile = load_profile(name)
+    costs = ProfileCosts(profile, Workload(480 * 832, 2, "H100"))
+    size = profile.gpus["H100"].train[0]
+    pixels = size.height * size.width
+    for ask in (
+        lambda gpu: costs.denoise_step_s(gpu, pixels, 1, 1),
+        lambda gpu: costs.train_s(gpu, pixels, 4, 1),
+        lambda gpu: costs.decode_s(gpu, pixels, 1),
+    ):
+        assert ask("A100-80GB") / ask("H100") == pytest.approx(989 / 312, rel=0.01)
+
+
+def test_fast_and_slow_gpus_share_the_rollouts_by_pulling() -> None:
+    """Each does as much as it is fast: four H100 and eight L40S, none idle for more than a lease."""
+    file = load_scenario("mixed-512", ["trace={kind: always_on}", "run.iterations=2", "run.noise=0"])
+    result = simulate(
+        scenario_of(
+            prepare(file, ("spot_rollout_only",), NOW), strategy_named("spot_rollout_only"), timelines=True
+        )
+    )
+    second = result.iterations[1]
+    worked = {"H100": 0.0, "L40S": 0.0}
+    ends = {"H100": 0.0, "L40S": 0.0}
+    for gpu in result.gpus:
+        for part in gpu.segments:
+            if part.phase is Phase.ROLLOUT and part.start_s >= second.start_s:
+                worked[gpu.gpu_type] += part.end_s - part.start_s
+                ends[gpu.gpu_type] = max(ends[gpu.gpu_type], part.end_s)
+    costs = ProfileCosts(load_profile("flux1-12b"), Workload(512 * 512, 4, "H100"))
+    lease_s = {
+        gpu: 20 * costs.denoise_step_s(gpu, 512 * 512, size, 1) for gpu, size in (("H100", 4), ("L40S", 2))
+    }
+    made = {gpu: worked[gpu] / lease_s[gpu] * (4 if gpu == "H100" else 2) for gpu in worked}
+    assert sum(made.values()) == pytest.approx(512, rel=0.03)
+    per_gpu = made["H100"] / 4 / (made["L40S"] / 8)
+    speed = (4 / lease_s["H100"]) / (2 / lease_s["L40S"])
+    assert per_gpu == pytest.approx(speed, rel=0.1)
+    assert abs(ends["H100"] - ends["L40S"]) <= max(lease_s.values()) + 1
