@@ -248,7 +248,7 @@ def test_the_learner_is_given_nothing_while_its_gpus_roll_out() -> None:
     first = only(room.pull(spot, capacity=2), ef.GrantLease)
     assert not of(finish(room, spot, first), ef.PrepareBatch), "a group is there, and no GPU to train it"
     assert of(finish(room, trainer, held), ef.PrepareBatch)
-    assert room.controller.cluster.trainers_may == 0
+    assert room.controller.cluster.serving.trainers_may == 0
 
 
 def test_what_no_schedule_can_do_is_refused() -> None:

@@ -21,7 +21,7 @@ Invariants
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict
+from collections import Counter
 from dataclasses import dataclass, field
 
 from spotlight.core import events as ev
@@ -37,12 +37,12 @@ from spotlight.core.effects import (
     StopGroup,
 )
 from spotlight.core.members import ABLE, Group, GroupState, Host, Worker, WorkerState, check_members
-from spotlight.core.pipeline.pace import Filler, Pace
+from spotlight.core.pipeline.pace import Pace
 from spotlight.core.plan import ClusterPlan
-from spotlight.core.queue import PullQueue, Value, first_epoch
+from spotlight.core.queue import PullQueue, first_epoch
 from spotlight.core.recovery import Recovery
-from spotlight.core.shares import Shares
-from spotlight.core.spare_time import SpareTime
+from spotlight.core.serving import Serving
+from spotlight.core.spare_time import Demand, SpareTime
 from spotlight.core.topology import choose_degree, form_groups
 from spotlight.core.types import (
     GroupKind,
@@ -57,8 +57,6 @@ from spotlight.core.types import (
 )
 from spotlight.core.weights import choose_source
 
-_FILLER = {Value.NEXT: Filler.NEXT, Value.EXPLORE: Filler.EXPLORATION}
-
 
 @dataclass(slots=True)
 class Cluster:
@@ -67,41 +65,40 @@ class Cluster:
     Attributes:
         target: the published policy version, which every worker is to hold.
         lineage: counts restarts of the learner.
-        trainers_may: pull so many rollouts, those whose GPUs train.
-        trainers_explore: these may be previews.
-        pace: how long groups take.
         effects: what to do, taken by the controller after each event.
         noticed: nodes that will be taken.
-        spare: previews beside other work.
-        shares: of groups in the work.
+        serving: who gets how much of the work.
     """
 
     plan: ClusterPlan
     queue: PullQueue
     lineage: int
     target: PolicyVersion
-    trainers_may: float = math.inf
-    trainers_explore: bool = False
-    pace: Pace = field(default_factory=Pace)
     recoveries: Counter[Recovery] = field(default_factory=Counter)
     effects: list[Effect] = field(default_factory=list)
     hosts: dict[NodeId, Host] = field(default_factory=dict)
     workers: dict[WorkerId, Worker] = field(default_factory=dict)
     groups: dict[WorkerId, Group] = field(default_factory=dict)
     noticed: set[NodeId] = field(default_factory=set)
-    spare: SpareTime = field(init=False)
-    shares: Shares = field(init=False)
+    serving: Serving = field(init=False)
     _now: float = 0.0
-    _idle: OrderedDict[WorkerId, None] = field(default_factory=OrderedDict)
-    _each_trainer: float = math.inf
     _capable: int = 0
     _commands: Commands = field(default_factory=Commands)
     _drains: Alarms[NodeId] = field(default_factory=Alarms)
     _epochs: dict[WorkerId, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.spare = SpareTime(self.queue, self.plan.answer_s)
-        self.shares = Shares(self.pace)
+        self.serving = Serving(self.queue, SpareTime(self.queue, self.plan.answer_s))
+
+    @property
+    def spare(self) -> SpareTime:
+        """Previews beside other work."""
+        return self.serving.spare
+
+    @property
+    def pace(self) -> Pace:
+        """How long groups take."""
+        return self.serving.pace
 
     # -- what happens ----------------------------------------------------------------------------------
 
@@ -167,7 +164,7 @@ class Cluster:
     def publish(self, version: PolicyVersion, now: float) -> None:
         """A new policy version: nobody gets work until it has it. Who holds work finishes that first."""
         self._now, self.target = now, version
-        self._idle.clear()
+        self.serving.idle.clear()
         for worker in self.workers.values():
             if worker.pull is not None and worker.pull.kind is WeightKind.ADAPTER:
                 self._forget_pull(worker)
@@ -177,7 +174,7 @@ class Cluster:
         """The learner went back to ``version``: later versions, and pulls under way, are void."""
         self._now, self.target = now, version
         self.lineage += 1
-        self._idle.clear()
+        self.serving.idle.clear()
         for worker in self.workers.values():
             # A pull under way may end after this: only a newer one makes sure of what the worker holds.
             if worker.pull is not None or (worker.version is not None and worker.version > version):
@@ -339,17 +336,25 @@ class Cluster:
         if host.draining or any(self.groups[leader].state is GroupState.STOPPING for leader in host.leaders):
             return
         free = [name for name in host.workers if self.workers[name].state is WorkerState.FREE]
-        for members in form_groups(free, self._degree_for(self.spare.contended), self.plan.degrees):
+        for members in self._divided(free):
             kind, trains = GroupKind(host.node.gpu_type, len(members)), host.node.trains
             group = Group(members[0], self.queue.admit(members[0]), node, members, kind, trains)
             self.groups[group.leader] = group
             host.leaders[group.leader] = None
-            self.shares.count(group, 1)
+            self.serving.shares.count(group, 1)
             for name in members:
                 self._set_state(self.workers[name], WorkerState.GROUPED)
                 self.workers[name].leader = group.leader
             form = FormGroup(group.leader, group.epoch, members)
             self._send(("form", group.leader), form, self.plan.answer_s)
+
+    def _divided(self, free: list[WorkerId]) -> list[tuple[WorkerId, ...]]:
+        """A node's free workers by group: as many as wait for better work than previews, then the others."""
+        demand, degrees = self.spare.demand(), self.plan.degrees
+        degree, previews = self._degree_for(demand.contended), self.queue.outstanding - demand.needed
+        first = len(free) if demand.previews or not previews else demand.pressing * degree
+        rest = form_groups(free[first:], self._degree_for(previews), degrees)
+        return [*form_groups(free[:first], degree, degrees), *rest]
 
     def _degree_for(self, rollouts: int) -> int:
         return choose_degree(self.plan, self._capable, rollouts)
@@ -373,9 +378,7 @@ class Cluster:
         if group.state is GroupState.STOPPING:
             return
         self._commands.done(("form", group.leader))
-        self.shares.count(group, -1)
-        self._idle.pop(group.leader, None)
-        self.spare.pulled(group.leader)
+        self.serving.parts(group)
         group.state, group.capacity = GroupState.STOPPING, 0
         stop = StopGroup(group.leader, group.epoch, group.members)
         self._send(("stop", group.leader), stop, self.plan.answer_s)
@@ -399,11 +402,7 @@ class Cluster:
 
     def _dissolve(self, group: Group, host: Host) -> None:
         del self.groups[group.leader], host.leaders[group.leader]
-        if group.state is not GroupState.STOPPING:
-            self.shares.count(group, -1)
-        self.pace.forget(group.leader)
-        self._idle.pop(group.leader, None)
-        self.spare.pulled(group.leader)
+        self.serving.dissolved(group)
         self._commands.done(("form", group.leader))
         self._commands.done(("stop", group.leader))
         self.queue.release(group.leader)
@@ -432,16 +431,16 @@ class Cluster:
                 return
             self._count(Recovery.LEASE_RENOUNCED)
             self.queue.renounce(lease.id)
-            self.pace.drop(lease.id)
+            self.serving.renounced(lease.id)
         group.capacity = event.capacity
         self.spare.pulled(group.leader)
         self._load_group(group)
         self._consider(group)
-        needed = self.spare.needed
-        if not self.spare.pressing and (needed or not self.queue.waiting):
+        demand = self.spare.demand()
+        if not demand.pressing and (demand.needed or not self.queue.waiting):
             # A neighbour may have long to go: with this group's workers it is done sooner.
-            degree = self._degree_for(needed or self.queue.outstanding)
-            self._grow(self.hosts[group.node], degree, self.plan.tail_steps, over_previews=needed > 0)
+            degree = self._degree_for(demand.needed or demand.contended)
+            self._grow(self.hosts[group.node], degree, self.plan.tail_steps, over_previews=demand.needed > 0)
 
     def finished(self, leader: WorkerId, lease: LeaseId, now: float) -> None:
         """A group finished rollouts of a lease."""
@@ -456,45 +455,49 @@ class Cluster:
         if not self.queue.waiting:
             return
         self._now = now
-        spare, sated = self.spare, list[WorkerId]()
-        while self._idle and self.queue.waiting:
-            leader, _ = self._idle.popitem(last=False)
-            group, wanted = self.groups[leader], self._degree_for(spare.contended)
-            host, pressing = self.hosts[group.node], spare.pressing > 0
-            room = self._room(group)
+        serving, sated = self.serving, list[WorkerId]()
+        demand = self.spare.demand()
+        wanted = self._degree_for(demand.contended)
+        while serving.idle and self.queue.waiting:
+            leader, _ = serving.idle.popitem(last=False)
+            group = self.groups[leader]
+            host, room = self.hosts[group.node], serving.room(group, demand)
             if len(group.members) > wanted and not self.queue.count_held_by(leader):
                 self._count(Recovery.TAIL_ENDED)
                 self._stop(group)
                 continue
-            if len(group.members) < wanted and self._grow(host, wanted, 0, over_previews=pressing):
+            if len(group.members) < wanted and self._grow(host, wanted, 0, over_previews=not demand.previews):
                 continue
             if room <= 0:
                 sated.append(leader)
                 continue
-            self._grant(group, room)
-            self._give_back(spare.crowded_out(leader) if pressing else [])
+            grant = serving.grant(group, room, now)
+            if grant.resume:
+                self._count(Recovery.RESUMED)
+            self.effects.append(grant)
+            self._give_back([] if demand.previews else self.spare.crowded_out(leader))
+            then, demand = demand, self.spare.demand()
+            if demand.previews != then.previews:
+                wanted = self._degree_for(demand.contended)
         # What others have not taken yet is theirs: groups with their share wait for it to be taken, or for
         # less work to be outstanding.
-        self._idle.update(dict.fromkeys(leader for leader in sated if self.groups[leader].capacity))
-        if spare.crowded:
-            able = {name: group for name, group in self.groups.items() if group.state is GroupState.READY}
-            share = max((self._share(group) for group in able.values()), default=1)
-            self._give_back(spare.give_way(math.ceil(spare.pressing / share), set(able), now))
+        serving.idle.update(dict.fromkeys(leader for leader in sated if self.groups[leader].capacity))
+        self._make_way(demand)
 
-    def _room(self, group: Group) -> int:
-        """How much of what is pulled next a group may take."""
-        if group.trains and not self._suits_trainers():
-            return 0
-        return self.spare.room(group.leader, group.trains and self.spare.explores, self._share(group))
-
-    def _share(self, group: Group) -> int:
-        trainers = self.spare.trainers_share() and self.trainers_may > 0
-        return self.shares.of(group, self.spare.contended, trainers=trainers)
+    def _make_way(self, demand: Demand) -> None:
+        """Have groups that hold previews take better work that waits."""
+        if not (self.spare.explores and demand.pressing and self.queue.previews_held):
+            return
+        ready = [group for group in self.groups.values() if group.state is GroupState.READY]
+        share = max((self.serving.share(group, demand) for group in ready), default=1)
+        able = {group.leader for group in ready}
+        given = self.spare.give_way(math.ceil(demand.pressing / share), able.__contains__, self._now)
+        self._give_back(given)
 
     @property
     def preview_capacity(self) -> int:
         """Previews that groups which wait for work would take at once."""
-        waiting = (self.groups[leader] for leader in self._idle)
+        waiting = (self.groups[leader] for leader in self.serving.idle)
         able = (group for group in waiting if not group.trains)
         return sum(g.capacity for g in able if not self.queue.count_held_by(g.leader, previews=False))
 
@@ -502,38 +505,16 @@ class Cluster:
         """Previews were requeued: who holds them stops at the next step boundary and pulls."""
         for lease in leases:
             self._count(Recovery.PREVIEWS_YIELDED)
-            self.pace.drop(lease.id)
+            self.serving.renounced(lease.id)
             self.abandon(lease.worker, lease.epoch, lease.id)
-
-    def _grant(self, group: Group, rollouts: int) -> None:
-        """Lease up to so many rollouts to a group that waits for them."""
-        limit, value = min(group.capacity, rollouts), self.queue.best
-        if group.trains:
-            limit = int(min(limit, self._each_trainer, self.trainers_may))
-        granted = self.queue.pull(group.leader, limit, self._now)
-        assert granted is not None, "rollouts wait, and the leader was admitted"
-        lease, taken, resume = granted
-        group.capacity = 0
-        if group.trains:
-            self.trainers_may -= len(taken)
-        if resume:
-            self._count(Recovery.RESUMED)
-        share = sum(1 - resume.get(rollout.id, 0) / rollout.steps for rollout in taken)
-        filler = Filler.TRAINERS if group.trains else _FILLER.get(value) if value is not None else None
-        self.pace.begin(lease.id, group.leader, group.kind, share, filler, self._now)
-        self.effects.append(GrantLease(*granted))
 
     # -- GPUs that train -------------------------------------------------------------------------------
 
     def let_trainers(self, rollouts: float, *, explore: bool) -> None:
         """How many rollouts GPUs that train may pull now; with ``explore`` previews too."""
-        changed = (rollouts > 0) != (self.trainers_may > 0)
-        self.trainers_may, self.trainers_explore = rollouts, explore
-        groups = self.trainers() if changed or math.isfinite(rollouts) else []
-        idle = sum(group.capacity > 0 for group in groups)
-        self._each_trainer = math.ceil(rollouts / max(1, idle)) if math.isfinite(rollouts) else rollouts
-        if changed:
-            for group in groups:
+        trainers = self.trainers()
+        if self.serving.let_trainers(rollouts, trainers, explore=explore):
+            for group in trainers:
                 self._consider(group)
 
     def trainers(self) -> list[Group]:
@@ -555,23 +536,16 @@ class Cluster:
             and all(self.workers[name].version == self.target for name in group.members)
         )
 
-    def _suits_trainers(self) -> bool:
-        """Whether what would be pulled now is worth a learner's time: an optimizer step waits for it."""
-        best = self.queue.best
-        if self.trainers_may <= 0 or best is None:
-            return False
-        return best in (Value.TRAIN, Value.EVAL) or (best is Value.EXPLORE and self.trainers_explore)
-
     def _load_group(self, group: Group) -> None:
         for name in group.members:
             self._load(self.workers[name])
 
     def _consider(self, group: Group) -> None:
         """A group that asked for work gets some, if it may have any."""
-        if self.willing(group) and not (group.trains and self.trainers_may <= 0):
-            self._idle[group.leader] = None
+        if self.willing(group) and not (group.trains and self.serving.trainers_may <= 0):
+            self.serving.idle[group.leader] = None
         else:
-            self._idle.pop(group.leader, None)
+            self.serving.idle.pop(group.leader, None)
 
     def _grow(self, host: Host, degree: int, steps_held: int, *, over_previews: bool) -> bool:
         """Stop a node's groups to form larger ones; with ``steps_held`` 0 only if none of them works.
@@ -628,6 +602,6 @@ class Cluster:
             assert (group.state is GroupState.STOPPING) == (("stop", group.leader) in self._commands)
         assert self._capable == sum(worker.state in ABLE for worker in self.workers.values())
         takers = [group for group in self.groups.values() if group.state is not GroupState.STOPPING]
-        self.shares.check(takers)
-        assert set(self._idle) <= {group.leader for group in self.groups.values() if group.capacity}
+        self.serving.shares.check(takers)
+        assert set(self.serving.idle) <= {group.leader for group in self.groups.values() if group.capacity}
         self._commands.check()

@@ -34,7 +34,8 @@ class Explorer:
         policy: decides how much to explore.
         window: open while there are previews to make.
         groups: what previews chose for the iteration that trains next, by slot.
-        report: what there is to tell of them so far; JSON-able.
+        report: what there is to tell of them so far; JSON-able. Of an open window nothing is told yet: those
+            chosen before may still be in the making.
     """
 
     def __init__(self, plan: Plan, exploration: ExplorationPlan, prompts: Sequence[Prompt]) -> None:
@@ -45,6 +46,7 @@ class Explorer:
         self._planned: list[Prompt] = []
         self.groups: Mapping[int, ExploredGroup] = {}
         self.report: dict[str, object] = {}
+        self._decided: dict[str, object] = {}
 
     # -- a window --------------------------------------------------------------------------------------
 
@@ -66,7 +68,7 @@ class Explorer:
         explored = {slot: prompt for slot, prompt in enumerate(prompts) if slot >= early}
         decision = self.policy.decide(Outlook(iteration, len(explored), workers))
         self._planned = list(prompts)
-        self.report = {"iteration": iteration, "decision": dict(decision.metrics)}
+        self._decided = {"iteration": iteration, "decision": dict(decision.metrics)}
         self.window = Window(iteration, decision.arm, version, now, workers, explored)
         self.window.scored_s = now
         return self.window
@@ -108,7 +110,7 @@ class Explorer:
             busy_s = open_s if cut_off else window.scored_s - window.opened_s
             scored = len(window.scores)
             self.policy.observe(WindowSeen(window.arm, open_s, busy_s, window.workers, scored, cut_off))
-        self.report |= {
+        self.report = self._decided | {
             "arm": window.arm and window.arm.name,
             "version": window.version,
             "window": {

@@ -11,10 +11,27 @@ Where exploration is on the critical path, the iteration waits for previews too,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from spotlight.core.queue import PullQueue
 from spotlight.core.types import Lease, Purpose, WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What there is to do.
+
+    Attributes:
+        needed: rollouts outstanding that the iteration waits for.
+        pressing: those of them that nobody holds.
+        contended: rollouts outstanding of the sort that is pulled next, needed or ``previews``.
+    """
+
+    needed: int
+    pressing: int
+    contended: int
+    previews: bool
 
 
 @dataclass(slots=True)
@@ -33,56 +50,37 @@ class SpareTime:
 
     # -- what there is to do ---------------------------------------------------------------------------
 
-    @property
-    def needed(self) -> int:
-        """Rollouts outstanding that the iteration waits for."""
-        previews = self.queue.outstanding_for(Purpose.EXPLORE) if self.explores else 0
-        return self.queue.outstanding - previews
-
-    @property
-    def pressing(self) -> int:
-        """Those of them that nobody holds."""
-        previews = self.queue.waiting_for(Purpose.EXPLORE) if self.explores else 0
-        return self.queue.waiting - previews
-
-    @property
-    def contended(self) -> int:
-        """Rollouts outstanding of the sort that is pulled next, needed or previews; or of what there is."""
-        needed = self.needed
-        previews_next = self.queue.waiting and not self.pressing
-        return self.queue.outstanding - needed if previews_next or not needed else needed
+    def demand(self) -> Demand:
+        """What waits now, and of how much."""
+        queue = self.queue
+        if not self.explores:
+            return Demand(queue.outstanding, queue.waiting, queue.outstanding, False)
+        previews = queue.outstanding_for(Purpose.EXPLORE)
+        needed = queue.outstanding - previews
+        pressing = queue.waiting - queue.waiting_for(Purpose.EXPLORE)
+        previews_next = previews > 0 and not pressing and (not needed or queue.waiting > 0)
+        return Demand(needed, pressing, previews if previews_next else needed, previews_next)
 
     # -- who may take it -------------------------------------------------------------------------------
 
-    def trainers_share(self) -> bool:
-        """Whether GPUs that train may take what is pulled next, while the learner idles."""
-        return not self.explores or self.pressing > 0
-
-    def room(self, leader: WorkerId, trains: bool, share: int) -> int:
-        """How much of what is pulled next a group may take; of everything it holds at most ``share``."""
-        needed = self.queue.count_held_by(leader, previews=not self.explores)
-        if self.pressing:
-            return share - needed
-        if trains or needed:
+    def room(self, leader: WorkerId, trains: bool, share: int, demand: Demand) -> int:
+        """How much of what is pulled next a group may take: it then holds ``share`` at most."""
+        if demand.previews and (trains or self.queue.count_held_by(leader, previews=False)):
             return 0
-        return share - self.queue.count_held_by(leader)
+        counts_all = demand.previews or not self.explores
+        return share - self.queue.count_held_by(leader, previews=counts_all)
 
     # -- giving way ------------------------------------------------------------------------------------
-
-    @property
-    def crowded(self) -> bool:
-        """Whether better work waits while groups hold previews."""
-        return self.explores and self.pressing > 0 and self.queue.previews_held > 0
 
     def pulled(self, leader: WorkerId) -> None:
         """A group asks for work, or is no more."""
         self._yielding.pop(leader, None)
 
-    def give_way(self, groups: int, able: set[WorkerId], now: float) -> list[Lease]:
+    def give_way(self, groups: int, able: Callable[[WorkerId], bool], now: float) -> list[Lease]:
         """Requeue previews that some groups hold, for better work that needs so many groups.
 
         Args:
-            able: leaders of groups that can stop and pull.
+            able: whether a leader's group can stop and pull.
 
         Returns:
             The leases that do not count any more.
@@ -90,7 +88,7 @@ class SpareTime:
         groups -= sum(told_s > now - self.patience_s for told_s in self._yielding.values())
         given: list[Lease] = []
         for lease in self.queue.previews() if groups > 0 else ():
-            if lease.worker not in able:
+            if not able(lease.worker):
                 continue
             groups -= lease.worker not in self._yielding
             if groups < 0:
@@ -103,7 +101,10 @@ class SpareTime:
 
     def crowded_out(self, leader: WorkerId) -> list[Lease]:
         """A group got better work: requeue the previews that it holds besides. Returns their leases."""
-        given = [lease for lease in self.queue.previews() if lease.worker == leader] if self.explores else []
+        if not self.explores:
+            return []
+        held = [lease for lease, _ in self.queue.held_by(leader)]
+        given = [lease for lease in held if self.queue.purpose_of(lease.id) is Purpose.EXPLORE]
         for lease in given:
             self.queue.renounce(lease.id)
         return given
