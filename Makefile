@@ -53,6 +53,7 @@ bench: env ## Compare rollouts with the pipeline, training steps with a plain lo
 	$(BIN)/python benchmarks/regroup.py --json build/regroup.json
 	$(BIN)/python benchmarks/newcomer.py --json build/newcomer.json
 	$(BIN)/python benchmarks/commit_overhead.py --json build/commit.json
+	$(BIN)/python benchmarks/cheap_previews.py --json build/cheap_previews.json
 
 soak: env ## Half an hour of training under SIGKILL and SIGSTOP on a local cluster, then the audit
 	$(BIN)/python benchmarks/soak.py --json build/soak.json

@@ -9,7 +9,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -18,7 +18,8 @@ import pytest
 from learner_job import Batch, config_of, inline_learning, make_batch
 
 from spotlight.config.load import dump_config
-from spotlight.core.types import PolicyVersion, RolloutId
+from spotlight.core.effects import PrepareBatch
+from spotlight.core.types import Baseline, Comparison, PolicyVersion, RolloutId
 from spotlight.runtime.ray.keeper_actor import start_keeper
 from spotlight.runtime.ray.learner.actor import CONDITION, NEGATIVE, WEIGHTS, Placement, RayLauncher
 from spotlight.runtime.ray.learner.group import Deadlines, LearnerGroup
@@ -30,6 +31,7 @@ from spotlight.weights.bundle import Manifest, read
 ray = pytest.importorskip("ray")
 
 ANSWER_S = 120.0
+SLICE = Comparison(Baseline.SLICE)
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +142,15 @@ class Head:
         return int(found[1])
 
 
+def in_parts(effect: PrepareBatch) -> tuple[PrepareBatch, PrepareBatch]:
+    """A group each, which is compared within itself, each sample left out."""
+    first, second = (
+        replace(effect, groups=(group,), micro_batches=(micro_batch,), partial=True, comparisons=(SLICE,))
+        for group, micro_batch in zip(effect.groups, effect.micro_batches, strict=True)
+    )
+    return first, second
+
+
 async def killed_and_restored(head: Head, batches: list[Batch]) -> None:
     state = head.paths.path / "state"
     async with head:
@@ -159,10 +170,14 @@ async def killed_and_restored(head: Head, batches: list[Batch]) -> None:
         undisturbed = await head.train(batches[1])
         digest = await head.ask("digest")
 
-        await head.ask("prepare", batches[2].effect, batches[2].rollouts, head.keep(batches[2]))
+        marks = head.keep(batches[2])
+        first_part, second_part = in_parts(batches[2].effect)
+        await head.ask("prepare", first_part, batches[2].rollouts, marks)
+        await head.ask("accumulate", first_part.micro_batches[0])
+        await head.ask("prepare", second_part, batches[2].rollouts, marks)
         assert head.group is not None
         answered: list[str] = []
-        head.group.accumulate(batches[2].effect.micro_batches[0], lambda: answered.append("accumulate"))
+        head.group.accumulate(second_part.micro_batches[0], lambda: answered.append("accumulate"))
         killed_at, first = time.monotonic(), head.process_of(0)
         os.kill(head.process_of(1), signal.SIGKILL)
         head.group.step(8, lambda *_: answered.append("step"))
@@ -186,9 +201,9 @@ async def killed_and_restored(head: Head, batches: list[Batch]) -> None:
         for sample in batches[2].finished.values():
             sample.final.fill_(float("nan"))
         marks = head.keep(batches[2], "another mark")
-        head.group.prepare(batches[2].effect, batches[2].rollouts, marks, lambda: None)
-        for micro_batch in batches[2].effect.micro_batches:
-            head.group.accumulate(micro_batch, lambda: None)
+        for part in in_parts(batches[2].effect):  # whose first was prepared in the life that was lost
+            head.group.prepare(part, batches[2].rollouts, marks, lambda: None)
+            head.group.accumulate(part.micro_batches[0], lambda: None)
         head.group.step(8, lambda *_: answered.append("step"))
         await head.until(lambda: bool(head.heard.failed_))
         (error,) = head.heard.failed_

@@ -20,6 +20,7 @@ from torch import Tensor
 
 import _measure
 import _saboteur
+import cheap_previews
 import commit_overhead
 import newcomer
 import regroup
@@ -57,6 +58,19 @@ def test_a_ratio_is_of_neighbours_and_says_its_spread() -> None:
     noisy = _measure.ratio([1.0, 2.0, 3.0, 4.0, 5.0], [2.0] * 5)
     assert (noisy.median, noisy.quartiles, noisy.rounds) == (1.5, (1.0, 2.0), 5)
     assert noisy.low < noisy.median < noisy.high
+
+
+def test_cheaper_previews_are_ranked_against_whole_rollouts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "made" / "cheap.json"
+    cheap_previews.main(["ode"], prompts=2, seeds=6, steps=4, json=path)  # of the testbed: noise has no rank
+    assert "Kendall's tau" in capsys.readouterr().out
+    rows = {row["setting"]: row for row in json.loads(path.read_text())["rows"]}
+    assert {"whole", "2 steps", "4 steps, step_cache 2", "4 steps, bfloat16"} <= rows.keys()
+    assert rows["whole"]["tau"] == [1.0, 1.0]  # a rollout ranks like itself: the same seeds were drawn
+    assert all(len(row["seconds"]) == len(row["tau"]) == 2 for row in rows.values())
+    assert any(tau != 1.0 for tau in rows["2 steps"]["tau"])
 
 
 def test_the_rollout_loop_is_compared_with_the_pipeline(

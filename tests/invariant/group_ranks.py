@@ -59,10 +59,19 @@ class Work:
     seeds: tuple[int, ...]
     size: tuple[int, int] = (16, 16)
     guidance: float = 1.0
+    step_cache: int = 1
+    """Above 1 they are previews."""
 
     @property
     def recipe(self) -> Recipe:
-        return Recipe(ImageSize(*self.size), FlowSDE(0.7), RandomWindow(2), self.guidance, "trajectory")
+        recipe = Recipe(ImageSize(*self.size), FlowSDE(0.7), RandomWindow(2), self.guidance, "trajectory")
+        if self.purpose is Purpose.TRAIN:
+            return recipe
+        return recipe.preview(STEPS, step_cache=self.step_cache)
+
+    @property
+    def purpose(self) -> Purpose:
+        return Purpose.EXPLORE if self.step_cache > 1 else Purpose.TRAIN
 
 
 @dataclass(frozen=True)
@@ -101,9 +110,7 @@ class Worker:
         """The rollouts at pure noise, in the leader; followers get them from it."""
         conditions = self.family.encode([PROMPTS[seed % 3] for seed in work.seeds])
         rollouts = [
-            Rollout(
-                RolloutId(f"r{s}"), Purpose.TRAIN, 3, PromptId(f"p{s % 3}"), s, s, STEPS, PolicyVersion(2)
-            )
+            Rollout(RolloutId(f"r{s}"), work.purpose, 3, PromptId(f"p{s % 3}"), s, s, STEPS, PolicyVersion(2))
             for s in work.seeds
         ]
         self.expect(work)
@@ -142,7 +149,7 @@ class Worker:
             assert slot == "policy"
             yield self.family.transformer
 
-        follower = Follower(self.engine, self.membership, {Purpose.TRAIN: self.work.recipe}, use)
+        follower = Follower(self.engine, self.membership, {self.work.purpose: self.work.recipe}, use)
         try:
             follower.run()
         finally:

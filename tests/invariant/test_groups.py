@@ -60,6 +60,7 @@ WORKS = {
     "alone": Work((5,)),
     "odd size": Work((0, 1, 2), size=(12, 20)),  # 15 image tokens
     "a token a rank": Work((2,), size=(4, 16)),
+    "step cache": Work((0, 1, 2), size=(12, 20), guidance=3.0, step_cache=2),
 }
 
 
@@ -100,6 +101,29 @@ def test_groups_shrink_and_grow_while_rollouts_go_on(
     assert {n: r for n, (_, r) in workers.denoise(PLAIN, "w2").items()}.keys() == undisturbed.keys()
     for name, latents in undisturbed.items():
         assert torch.equal(workers.ask("w2", "results")[name][1], latents)
+
+
+@pytest.mark.parametrize(
+    "rounds",
+    [
+        (("w3",), ("w3", "w1"), ("w3", "w0"), ("w3",), ALL[::-1]),
+        (("w3", "w1"), ("w1", "w2"), ("w1", "w3"), ("w3", "w0"), ("w3",)),
+    ],
+)
+def test_what_blocks_added_in_one_group_is_not_reused_in_another(
+    workers: Workers, undisturbed: dict[str, Tensor], rounds: tuple[tuple[str, ...], ...]
+) -> None:
+    """Previews that change groups after each step run all blocks at each, as if none were to be reused."""
+    cached = Work(PLAIN.seeds, step_cache=2)
+    workers.all(ALL, "expect", cached)
+    workers.ask("w3", "start", cached)
+    for members in rounds:
+        workers.form(*members)
+        assert workers.all(members, "denoise", 1) == [("", 0.0)] * len(members)
+    assert_same(workers.ask("w3", "results"), undisturbed)
+    workers.all(ALL, "part")
+    reused = {name: latents for name, (_, latents) in workers.denoise(cached, "w3").items()}
+    assert any((reused[name] - undisturbed[name]).abs().max() > 100 * TOLERANCE for name in reused)
 
 
 def kill_and_go_on(workers: Workers, undisturbed: dict[str, Tensor], victim: str, mishap: Mishap) -> None:

@@ -320,3 +320,54 @@ def test_finished_rollouts_leave_and_room_is_pulled_for(bodies: list[Body], home
     assert home.of(GroupPulled)[-1] == GroupPulled(WorkerId("w0"), 1, 4, LeaseId(2), ())
     assert len(home.of(GroupPulled)) == 4
     assert not worker.busy
+
+
+@pytest.mark.parametrize(("room", "taken"), [(1, 1), (2, 2), (3, 4)])
+def test_a_device_that_holds_fewer_takes_fewer_and_makes_the_same(
+    conditions: MemoryHome,
+    alone: Alone,
+    tmp_path: Path,
+    random_pipeline: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    room: int,
+    taken: int,
+) -> None:
+    """Leases follow the memory of the GPU they are for; what was rolled out before memory ran out stays."""
+    body = Body.build(random_pipeline, tmp_path)
+    forward, tried = body.family.velocity, []
+
+    def with_little_memory(model: object, latents: Tensor, *args: object, **kwargs: object) -> Tensor:
+        tried.append(len(latents))
+        if len(latents) > room:
+            raise torch.OutOfMemoryError("so much is not here")
+        return forward(model, latents, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(body.family, "velocity", with_little_memory)
+    home = MemoryHome(dict(conditions.values))
+    worker, _ = loop(body, home)
+    ready(worker, home)
+    rollouts = [rollout(seed, 4) for seed in range(8)]
+    worker.tell(grant(1, rollouts[:6]))
+    work_off(worker)
+    assert home.of(GroupPulled)[-1].capacity == body.engine.max_batch == taken
+    worker.tell(grant(2, rollouts[6:]))
+    tried.clear()
+    work_off(worker)
+    assert max(tried) <= room, "what does not fit is not tried twice"
+    for one in rollouts:
+        assert_same(home.sample(one.id, mark_of(0)), alone(one))
+
+
+def test_what_does_not_fit_alone_ends_the_worker(
+    bodies: list[Body], home: MemoryHome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_memory(*args: object, **kwargs: object) -> Tensor:
+        raise torch.OutOfMemoryError("nothing is left")
+
+    monkeypatch.setattr(bodies[1].family, "velocity", without_memory)
+    monkeypatch.setattr(bodies[1].engine, "max_batch", 4)
+    worker, _ = loop(bodies[1], home)
+    ready(worker, home)
+    worker.tell(grant(1, [rollout(1)]))
+    with pytest.raises(torch.OutOfMemoryError):
+        work_off(worker)

@@ -400,3 +400,50 @@ def test_without_a_home_or_after_the_unforeseen_the_loop_ends(body: Body, home: 
     assert "a bug" in worker.failure
     with pytest.raises(ValueError, match="commit_every is 0"):
         loop(body, home, commit_every=0)
+
+
+def test_rollouts_of_the_next_iteration_end_before_the_next_weights_are_loaded(
+    body: Body, home: MemoryHome
+) -> None:
+    """As the controller orders it: what began early is finished by its version, the rest made by the next."""
+    worker, loader = loop(body, home)
+    ready(worker, home)
+    early, late = (dataclasses.replace(rollout(seed, version=seed - 8), iteration=4) for seed in (8, 9))
+    worker.tell(grant(1, [rollout(7)]))
+    worker.tell(grant(2, [early]))
+    work_off(worker)
+    worker.tell(pull(1))
+    worker.tell(grant(3, [late]))
+    worker.tell(grant(4, [rollout(10)]))  # of the version before: too late
+    work_off(worker)
+    assert [pulled.version for pulled in loader.pulls] == [0, 1]
+    completed = home.of(LeaseCompleted)
+    assert [(done.rollouts, done.version) for done in completed] == [
+        ((rollout(7).id,), 0), ((early.id,), 0), ((late.id,), 1),
+    ]  # fmt: skip
+    assert home.of(WeightsPulled)[-1].version == 1
+    assert (home.of(GroupPulled)[-1].seen, home.of(GroupPulled)[-1].holds) == (4, ())
+    assert {key[2] for key in home.values if key[0] == "sample" and key[1] == early.id} == {mark_of(0)}
+
+
+def test_what_an_early_rollout_left_is_not_taken_for_one_of_the_next_weights(
+    body: Body, home: MemoryHome
+) -> None:
+    """Issued anew under the same name, as after the head's death: it starts from noise, not old latents."""
+    first, _ = loop(body, home)
+    ready(first, home)
+    early = rollout(8, 5)
+    first.tell(grant(1, [early]))
+    turns(first, 3)
+    assert home.step_of(early.id, mark_of(0)) == 3
+    second, _ = loop(body, home, "w1")
+    again = dataclasses.replace(early, version=PolicyVersion(1))
+    second.tell(pull(1, name="w1"))
+    second.tell(form(1, "w1"))
+    second.turn()
+    second.tell(grant(1, [again], leader="w1", **resume_of([again], 3)))
+    second.turn()
+    assert home.step_of(again.id, mark_of(1)) == 1
+    work_off(second)
+    assert home.step_of(early.id, mark_of(0)) == 3
+    assert ("sample", early.id, mark_of(0)) not in home.values

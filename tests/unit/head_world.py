@@ -52,6 +52,7 @@ SETTINGS = (
 )
 RESERVED = Node(NodeId("r"), NodeKind.RESERVED, 1, "cpu", 0.05, True, False)
 SPOT = Node(NodeId("s"), NodeKind.SPOT, 1, "cpu", 0.02, False, True)
+BOTH = Node(NodeId("b"), NodeKind.RESERVED, 1, "cpu", 0.05, True, True)
 DEADLINE_S = 20.0
 PICTURE = Kept(0, _pack("image", "any", {"image": torch.zeros(8, 8, 3, dtype=torch.uint8)}))
 
@@ -92,6 +93,7 @@ class FakeKeeper:
         self.asked: Reference | None = None
         self.broken: dict[str, Exception] = {}
         self.dropped: list[tuple[str, tuple[str, ...]]] = []
+        self.swept: list[tuple[str, set[str]]] = []
 
     def __getattr__(self, name: str) -> Method:
         def call(*args: Any) -> Reference:
@@ -126,6 +128,7 @@ class FakeKeeper:
         return answered(None)
 
     def _keep_only(self, kind: str, names: Sequence[str]) -> Reference:
+        self.swept.append((kind, set(names)))
         return answered(0)
 
     def _fetch(self, kind: str, names: Sequence[str], mark: str = "") -> Reference:
@@ -293,6 +296,8 @@ class World:
         scores = {
             each.id: {REWARD: (each.seed % 7) / 7, "jpeg_size": (each.seed % 7) / 7} for each in rollouts
         }
+        for name, row in scores.items():
+            self.head.loop.call_soon_threadsafe(self.head.scored, name, row)
         self.head.loop.call_soon_threadsafe(self.head.tell, ev.SamplesRewarded(scores, lineage))
 
     # -- what the tests do -----------------------------------------------------------------------------

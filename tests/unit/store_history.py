@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from spotlight.core.records import (
@@ -43,10 +44,10 @@ Transaction = list[Record]
 
 def history(seed: int, iterations: int) -> list[Transaction]:
     """What each append of a whole run writes, the same for the same arguments."""
-    return list(_transactions(random.Random(seed), iterations))
+    return list(_transactions(random.Random(seed), random.Random(f"{seed}/stale"), iterations))
 
 
-def _transactions(rng: random.Random, iterations: int) -> Iterator[Transaction]:
+def _transactions(rng: random.Random, stale: random.Random, iterations: int) -> Iterator[Transaction]:
     version = PolicyVersion(0)
     yield [VersionPublished(version)]
     prompts = [Prompt(PromptId(f"prompt-{i}"), f"déjà {i}", {"count": i, "of": ["red"]}) for i in range(4)]
@@ -54,6 +55,11 @@ def _transactions(rng: random.Random, iterations: int) -> Iterator[Transaction]:
     for iteration in range(iterations):
         issued = _issue(rng, iteration, version, prompts)
         yield [RolloutIssued(rollout) for rollout in issued]
+        for index, rollout in enumerate(issued):
+            if rollout.purpose is Purpose.TRAIN and stale.random() < 0.1:
+                issued[index] = replace(rollout, id=RolloutId(f"{rollout.id}r"))
+                dropped = SampleDropped(rollout.id, DropReason.STALE, "its holder is gone")
+                yield [dropped, RolloutIssued(issued[index])]
         trainable: list[Rollout] = []
         rng.shuffle(issued)
         for rollout in issued:

@@ -286,7 +286,7 @@ def test_gpus_that_train_give_nothing_to_workers_meanwhile() -> None:
     room.feed(done)
     effects = room.feed(ev.SamplesRewarded({name: {"reward": 1.0} for name in grant.lease.rollouts}))
     only(effects, ef.PrepareBatch)
-    assert room.controller.cluster.trainers_may == 0
+    assert room.controller.cluster.serving.trainers_may == 0
 
 
 def test_a_later_incarnation_believes_no_earlier_one() -> None:

@@ -82,6 +82,11 @@ WINDOW = (*GRPO, "rollout.sde_window.kind=random")
             "policy=proportional",
         ),
         (["exploration.guidance=2"], "exploration.guidance", "cheaper"),
+        (["exploration={step_cache: 4, steps: 3}"], "exploration.step_cache", "2 ranks best"),
+        (["exploration={step_cache: 7, planner: {}}"], "exploration.step_cache", "lower it"),
+        (["exploration.step_cache=1"], "exploration.step_cache", "default"),
+        (["exploration.dtype=bfloat16", "model.dtype=bfloat16"], "exploration.dtype", "leave it out"),
+        (["exploration.dtype=bfloat16", "learner.autocast=bfloat16"], "exploration.dtype", "leave it out"),
     ],
 )
 def test_a_contradiction_is_named_with_its_remedy(overrides: list[str], key: str, remedy: str) -> None:
@@ -108,6 +113,7 @@ def test_what_looks_odd_but_is_fine() -> None:
         ["exploration.where=idle", "fleet.driver=ray"],
         ["exploration={undo_selection: true, drawn_seeds: 0, policy: proportional}"],
         ["exploration.guidance=1", "rollout.true_cfg_scale=4"],
+        ["exploration={step_cache: 3, steps: 3, dtype: bfloat16}"],
         ["learner.micro_batch_size=1000"],
         ["rewards=[{name: shapes, weight: -1}, {name: ocr, weight: 0}]"],
     ):

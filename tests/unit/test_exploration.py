@@ -320,7 +320,7 @@ def test_a_restored_explorer_refuses_other_prompts() -> None:
     with pytest.raises(ValueError, match="explored group"):
         ExploredGroup.parse({"seeds": 3})
     explorer.load({})
-    assert explorer.open(0, PolicyVersion(0), [], 1, 0.0).arm is not None
+    assert explorer.open(0, PolicyVersion(0), [], 0, 1, 0.0).arm is not None
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -14,11 +15,13 @@ from typer.testing import CliRunner
 
 from spotlight.cli.main import app
 from spotlight.config.contradictions import trained_timesteps
+from spotlight.config.errors import ConfigError
 from spotlight.config.load import build_config, load_config
 from spotlight.config.schema import RunConfig
 from spotlight.models.errors import ModelError
 from spotlight.rewards.base import RewardSetupError
 from spotlight.rollout.limits import decode_batch
+from spotlight.runtime import plan_model
 from spotlight.runtime.disk import require_disk
 from spotlight.runtime.plan import RunPlan, count_passes, make_plan
 from spotlight.runtime.plan_memory import Estimate, peak_bytes, weight_copies
@@ -72,6 +75,24 @@ def pipeline(tmp_path: Path) -> Path:
     save_file({"w": np.zeros(100, np.float32)}, root / "vae" / "w.safetensors")
     save_file({"w": np.zeros(70, np.float32)}, root / "text_encoder" / "w.safetensors")
     return root
+
+
+def test_a_model_without_blocks_to_reuse_is_told_before_it_is_loaded(
+    pipeline: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sections = {"model": {"path": str(pipeline)}, "learner": {"lora": {"targets": ["to_q"]}}}
+    reuses = config(**sections, exploration={"step_cache": 2})
+    make_plan(reuses)
+    file = pipeline / "transformer" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_layers": 1}))
+    make_plan(config(**sections, exploration={}))
+    with pytest.raises(ConfigError, match=r"step_cache: found 2; expected nothing with .*has 1 transformer"):
+        make_plan(reuses)
+    (layout,) = plan_model.LAYOUTS.values()
+    without = {name: dataclasses.replace(layout, reuses_blocks=False) for name in plan_model.LAYOUTS}
+    monkeypatch.setattr(plan_model, "LAYOUTS", without)
+    with pytest.raises(ConfigError, match=r"no step cache for model\.family=qwen-image: leave it out"):
+        make_plan(reuses)
 
 
 def walk(settings: RunConfig, timesteps: int, per_timestep: int) -> int:
@@ -159,10 +180,10 @@ def test_the_start_every_so_many_iterations_and_the_end_are_evaluated(
     assert plan.evaluation_images == 5 * RunConfig().evaluation.images_per_prompt
 
 
-def plan_of(pipeline: Path, **sections: object) -> RunPlan:
+def plan_of(directory: Path, **sections: object) -> RunPlan:
     rollout = {**ROLLOUT, "height": 64, "width": 64}
     learner = {"lora": {"targets": ["to_q"], "rank": 4}}
-    merged = {"rollout": rollout, "learner": learner, "model": {"path": str(pipeline)}, **sections}
+    merged = {"rollout": rollout, "learner": learner, "model": {"path": str(directory)}, **sections}
     return make_plan(build_config(merged, "the test"))
 
 
@@ -186,6 +207,21 @@ def test_memory_by_part(pipeline: Path) -> None:
     always = sum(estimate.bytes for estimate in plan.memory if estimate.when == "always")
     training = sum(estimate.bytes for estimate in plan.memory if estimate.when == "training")
     assert peak_bytes(plan.memory) >= always + training
+
+
+def test_a_gpu_that_trains_and_rolls_out_holds_two_processes(pipeline: Path) -> None:
+    fleet = {"driver": "ray"}
+    apart = plan_of(pipeline, fleet=fleet)
+    shared = plan_of(pipeline, fleet=fleet, pipeline={"trainers_generate": True})
+    weights = [each for each in apart.memory if each.part in ("frozen DiT", "VAE", "trained adapters")]
+    for each in weights:
+        assert part(shared.memory, f"{each.part} (worker)").bytes == each.bytes
+    assert part(shared.memory, "denoising forward (worker)").when == "always"
+    assert not [each for each in shared.memory if "(worker)" in each.part and each.part.startswith("Adam")]
+    rolls_out = sum(each.bytes for each in apart.memory if each.when == "rollout")
+    trains = sum(each.bytes for each in apart.memory if each.when in ("always", "training"))
+    assert peak_bytes(shared.memory) >= trains + rolls_out + sum(each.bytes for each in weights)
+    assert peak_bytes(shared.memory) > peak_bytes(apart.memory)
 
 
 def test_full_fine_tuning_trains_everything_and_keeps_copies(pipeline: Path) -> None:

@@ -232,6 +232,23 @@ def test_a_grant_sent_again_and_a_completion_in_parts() -> None:
     assert hand.slot(A) == {Phase.ROLLOUT: 5, Phase.IDLE: 1}
 
 
+def test_parts_of_a_batch_leave_the_learner_idle_between_them() -> None:
+    hand = Hand()
+    hand.feed(ev.RunStarted(), after_s=4)
+    hand.bill()
+    part = ef.PrepareBatch(0, (), {}, (), partial=True)
+    micro_batch = ef.TrainMicroBatch(MicroBatch(0, 0, (), 4), 0)
+    for _ in range(2):
+        hand.feed(ev.TimePassed(), part, after_s=3)
+        hand.feed(ev.BatchPrepared(0), micro_batch, after_s=1)
+        hand.feed(ev.MicroBatchTrained(0, 0, 0), after_s=2)
+    hand.feed(ev.TimePassed(), ef.StepOptimizer(0, 0, 4), after_s=3)
+    hand.feed(ev.OptimizerStepped(0, 0, 0.0, 1.0), after_s=1)
+    assert {k: v for k, v in hand.bill().items() if k[0] == R} == {(R, Phase.IDLE): 9}
+    hand.feed(ev.LearnerLost("killed"))
+    assert {k: v for k, v in hand.bill().items() if k[0] == R} == {(R, Phase.LOST): 7}
+
+
 def test_training_counts_once_a_checkpoint_holds_it() -> None:
     hand = Hand()
     hand.feed(ev.RunStarted())
@@ -267,3 +284,71 @@ def test_a_node_that_returns_before_its_loss_was_told_loses_what_was_at_risk() -
     hand.feed(ev.NodeJoined(SPOT), after_s=4)
     hand.feed(progressed(1), after_s=1)
     assert hand.slot(A) == {Phase.LOST: 4, Phase.SETUP: 1}
+
+
+# -- a GPU that trains and rolls out -----------------------------------------------------------------------
+
+SHARED = Node(NodeId("b"), NodeKind.RESERVED, 1, "H100", 5.0, True, True)
+T = WorkerId("b/0")
+
+
+class SharedHand(Hand):
+    """A billing at work on one GPU that holds a learner rank and a worker, both up."""
+
+    def __init__(self) -> None:
+        self.billing, self.now = Billing(), 0.0
+        self.feed(ev.NodeJoined(SHARED))
+        self.feed(ev.RunStarted())
+        self.feed(ev.TimePassed(), ef.FormGroup(T, 1, (T,)))
+        self.feed(ev.GroupFormed(T, 1))
+
+    def rolls_out(self, lease: int, seconds: float) -> None:
+        granted = Lease(LeaseId(lease), T, 1, (RolloutId("x"),), 99.0)
+        self.feed(ev.TimePassed(), ef.GrantLease(granted, (rollout("x"),), {}))
+        self.feed(
+            ev.LeaseCompleted(T, LeaseId(lease), 1, (RolloutId("x"),), PolicyVersion(0)), after_s=seconds
+        )
+
+    def trains(self, seconds: float) -> None:
+        self.feed(ev.TimePassed(), ef.TrainMicroBatch(MicroBatch(0, 0, (), 0), 0))
+        self.feed(ev.MicroBatchTrained(0, 0, 0), after_s=seconds)
+
+
+def test_each_second_of_a_shared_gpu_is_one_process_s() -> None:
+    hand = SharedHand()
+    hand.rolls_out(1, 3)
+    hand.trains(4)
+    hand.rolls_out(2, 5)
+    hand.trains(6)
+    hand.feed(ev.TimePassed(), after_s=1)
+    hand.feed(ev.TimePassed(), ef.CommitCheckpoint(0, 0, {}))
+    hand.feed(ev.CheckpointCommitted(0), after_s=2)
+    assert hand.slot(T) == {
+        Phase.ROLLOUT: 8, Phase.TRAINING: 10, Phase.IDLE: 1, Phase.CHECKPOINT: 2
+    }  # fmt: skip
+
+
+def test_what_one_process_of_a_shared_gpu_loses_is_not_the_other_s() -> None:
+    hand = SharedHand()
+    hand.trains(4)
+    hand.feed(ev.WorkerCrashed(T, 1), after_s=1)  # idle for a second, then started anew
+    hand.feed(ev.WorkerStarted(T, 2), after_s=2)
+    hand.feed(ev.WeightsPulled(T, 2, PolicyVersion(0), 0), after_s=1)
+    hand.feed(ev.TimePassed(), ef.FormGroup(T, 1, (T,)))
+    hand.feed(ev.GroupFormed(T, 1))
+    hand.rolls_out(1, 3)
+    hand.feed(ev.LearnerLost("gone"))
+    hand.feed(ev.LearnerRestored(1), after_s=7)
+    assert hand.slot(T) == {Phase.LOST: 4, Phase.ROLLOUT: 3, Phase.IDLE: 1, Phase.SETUP: 10}
+
+
+def test_who_works_on_a_shared_gpu_has_it() -> None:
+    """A commit of the learner's, or its restart, while the worker denoises costs nothing besides."""
+    hand = SharedHand()
+    granted = Lease(LeaseId(1), T, 1, (RolloutId("x"),), 99.0)
+    hand.feed(ev.TimePassed(), ef.GrantLease(granted, (rollout("x"),), {}), ef.CommitCheckpoint(0, 0, {}))
+    hand.feed(ev.CheckpointCommitted(0), after_s=2)
+    hand.feed(ev.LeaseCompleted(T, LeaseId(1), 1, (RolloutId("x"),), PolicyVersion(0)), after_s=1)
+    hand.feed(ev.TimePassed(), ef.PublishWeights(PolicyVersion(1)))
+    hand.feed(ev.WeightsPublished(PolicyVersion(1)), after_s=4)
+    assert hand.slot(T) == {Phase.ROLLOUT: 3, Phase.WEIGHT_SYNC: 4}

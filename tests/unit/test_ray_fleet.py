@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spotlight.config.errors import ConfigError
-from spotlight.core.types import NodeId, NodeKind
+from spotlight.core.types import Node, NodeId, NodeKind
 from spotlight.runtime.ray.nodes.fleet import Fleet, Prices
-from spotlight.runtime.ray.nodes.listing import RayNode
+from spotlight.runtime.ray.nodes.listing import RayNode, train_only
 
 PRICES = Prices(reserved_usd_h=5.0, spot_usd_h=1.0)
 
@@ -18,13 +18,17 @@ def node(name: str, kind: NodeKind = NodeKind.RESERVED, slots: int = 1) -> RayNo
     return RayNode(name * 8, name, kind, slots, False, "cpu", "10.0.0.1", 1, "/tmp/ray/s")
 
 
+def join(fleet: Fleet, new: RayNode) -> tuple[Node, ...]:
+    return tuple(part.node for part in fleet.join(new))
+
+
 def ranks(fleet: Fleet) -> int:
     return sum(count for _, count in fleet.learner_slots.values())
 
 
 def test_spot_nodes_roll_out_at_their_price() -> None:
     fleet = Fleet.plan(1, PRICES, [node("r")])
-    (spot,) = fleet.join(node("s", NodeKind.SPOT, 2))
+    (spot,) = join(fleet, node("s", NodeKind.SPOT, 2))
     assert (spot.id, spot.gpus, spot.trains, spot.rolls_out) == ("s", 2, False, True)
     assert spot.price_usd_h == 2.0
 
@@ -32,7 +36,7 @@ def test_spot_nodes_roll_out_at_their_price() -> None:
 def test_a_node_with_slots_left_is_two() -> None:
     reserved = node("r", slots=3)
     fleet = Fleet.plan(1, PRICES, [reserved])
-    learner, rollout = fleet.join(reserved)
+    learner, rollout = join(fleet, reserved)
     assert (learner.id, learner.gpus, learner.trains, learner.rolls_out) == ("r/learner", 1, True, False)
     assert (rollout.id, rollout.gpus, rollout.trains, rollout.rolls_out) == ("r/rollout", 2, False, True)
     assert learner.price_usd_h + rollout.price_usd_h == 15.0
@@ -40,6 +44,21 @@ def test_a_node_with_slots_left_is_two() -> None:
     assert fleet.known(reserved.ray_id) == ("r/learner", "r/rollout") == fleet.lose(reserved.ray_id)
     assert fleet.known(reserved.ray_id) == ()
     assert fleet.host_of(NodeId("r/rollout")) is None
+
+
+def test_slots_of_ranks_roll_out_too_where_they_are_to() -> None:
+    """A rank and the worker beside it have the same slot: those of a node are counted once."""
+    reserved = node("r", slots=3)
+    fleet = Fleet.plan(2, PRICES, [reserved], ranks_roll_out=True)
+    learner, rollout = fleet.join(reserved)
+    assert (learner.node.gpus, learner.node.trains, learner.node.rolls_out) == (2, True, True)
+    assert (rollout.node.gpus, rollout.node.trains, rollout.node.rolls_out) == (1, False, True)
+    assert (learner.first_slot, rollout.first_slot) == (0, 2)
+    assert learner.node.price_usd_h + rollout.node.price_usd_h == 15.0
+    (alone,) = join(Fleet.plan(2, PRICES, [node("a", slots=2)], ranks_roll_out=True), node("a", slots=2))
+    assert (alone.id, alone.trains, alone.rolls_out) == ("a", True, True)
+    train_alone = train_only(learner)
+    assert (train_alone.node.trains, train_alone.node.rolls_out) == (True, False)
 
 
 def test_ranks_have_a_place_before_their_node_has_joined() -> None:
@@ -55,13 +74,13 @@ def test_too_few_reserved_slots_are_refused() -> None:
 def test_a_reserved_node_takes_the_ranks_of_one_that_was_lost() -> None:
     fleet = Fleet.plan(2, PRICES, [node("a", slots=2)])
     fleet.join(node("a", slots=2))
-    (other,) = fleet.join(node("b", slots=4))
+    (other,) = join(fleet, node("b", slots=4))
     assert not other.trains, "all ranks have a place"
     fleet.lose("a" * 8)
     assert ranks(fleet) == 0
-    (spot,) = fleet.join(node("s", NodeKind.SPOT, 2))
+    (spot,) = join(fleet, node("s", NodeKind.SPOT, 2))
     assert not spot.trains, "what may vanish does not train"
-    learner, rollout = fleet.join(node("c", slots=3))
+    learner, rollout = join(fleet, node("c", slots=3))
     assert (learner.gpus, rollout.gpus) == (2, 1)
     assert ranks(fleet) == 2
 
@@ -70,7 +89,7 @@ def test_one_that_is_lost_before_it_joined_leaves_its_ranks_to_the_next() -> Non
     fleet = Fleet.plan(1, PRICES, [node("a")])
     assert fleet.lose("a" * 8) == ()
     assert fleet.learner_slots == {}
-    assert [part.trains for part in fleet.join(node("b"))] == [True]
+    assert [part.trains for part in join(fleet, node("b"))] == [True]
 
 
 def test_a_node_nobody_knows_is_lost_quietly() -> None:
@@ -90,7 +109,7 @@ def test_never_more_ranks_than_there_are_and_never_on_spot_nodes(data: st.DataOb
             fleet.lose(there.pop(data.draw(st.sampled_from(sorted(there)))).ray_id)
         else:
             new = node(f"n{number}", data.draw(kinds), data.draw(st.integers(1, 4)))
-            parts = fleet.join(new)
+            parts = join(fleet, new)
             there[new.name] = new
             assert sum(part.gpus for part in parts) == new.slots
             assert sum(part.price_usd_h for part in parts) == new.slots * PRICES.of(new.kind)

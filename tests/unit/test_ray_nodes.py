@@ -16,12 +16,14 @@ from spotlight.runtime.ray.nodes.listing import (
     RayNode,
     View,
     diff,
+    gpus_told,
     mixed_gpus,
     place_learner,
     read_node,
     read_view,
     require_usable,
     split_node,
+    unlike,
 )
 
 FACTS = NodeFacts("1.0", "3.11.7", "2.13.0+cu128", "host", (), 1 << 30, "boot", 7)
@@ -224,17 +226,20 @@ def test_parts_of_a_node_share_its_slots_and_price(slots: int, ranks: int, roll_
 # -- facts --------------------------------------------------------------------------------------------------
 
 
-def test_gpus_of_two_kinds_are_told() -> None:
+def test_gpus_of_two_kinds_in_one_node_are_told() -> None:
     big, small, odd = Gpu("H100", 80 << 30), Gpu("H100", 40 << 30), Gpu("L4", 80 << 30)
-    same = replace(FACTS, gpus=(Gpu("H100", (80 << 30) - (1 << 28)),))
-    good = [(node("a"), replace(FACTS, gpus=(big, big))), (node("b"), same), (node("c"), FACTS)]
-    assert mixed_gpus(good) is None
+    nearly = Gpu("H100", (80 << 30) - (1 << 28))
+    for gpus in ((), (big,), (big, nearly, big)):
+        assert mixed_gpus(node("a"), replace(FACTS, gpus=gpus)) is None
     for other in (small, odd):
-        problem = mixed_gpus([*good, (node("d"), replace(FACTS, gpus=(other,)))])
+        facts = replace(FACTS, gpus=(big, other))
+        problem = mixed_gpus(node("d"), facts)
         assert problem is not None
         assert "'d'" in problem.key
         assert other.name in problem.found
-    assert mixed_gpus([*good, (node("d", gpus=False), replace(FACTS, gpus=(odd,)))]) is None
+        assert unlike(big, other)
+        assert gpus_told(facts) == f"H100 of 80 GiB and {other.name} of {other.memory_bytes >> 30} GiB"
+        assert mixed_gpus(node("d", gpus=False), facts) is None
 
 
 @pytest.mark.parametrize(

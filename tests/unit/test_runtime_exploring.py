@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from spotlight.algorithms.advantages import AdvantageParams, advantages
 from spotlight.config.load import load_config
@@ -83,6 +84,14 @@ def test_previews_follow_the_path_of_their_rollouts(sampler: tuple[str, ...], pa
     as_rollouts = load_config(None, ["exploration={}", "rollout.true_cfg_scale=4"])
     recipes = build.make_recipes(as_rollouts, build.make_algorithm(as_rollouts)).by_purpose()
     assert recipes[Purpose.EXPLORE].guidance_scale == 4
+
+
+def test_shortcuts_are_those_of_previews_alone() -> None:
+    config = load_config(None, [*SDE, "exploration={step_cache: 2, dtype: bfloat16}"])
+    recipes = build.make_recipes(config, build.make_algorithm(config)).by_purpose()
+    preview = recipes[Purpose.EXPLORE]
+    assert (preview.step_cache, preview.autocast) == (2, torch.bfloat16)
+    assert not any(recipes[purpose].approximate for purpose in (Purpose.TRAIN, Purpose.EVAL))
 
 
 def test_spare_prompts_are_among_those_that_a_run_prepares_for() -> None:

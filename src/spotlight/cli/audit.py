@@ -42,7 +42,9 @@ def audit(
     directory = find_run(run)
     with told_plainly(EXIT_NOT_STARTED):
         config = load_config(RunPaths(directory).config)
-        report = recount(directory, AuditLimits(group_size=config.rollout.group_size))
+        # Rollouts that begin early are one published version old: the optimizer steps of an iteration.
+        stale = config.learner.updates_per_batch if config.pipeline.next_share else 0
+        report = recount(directory, AuditLimits(config.rollout.group_size, stale))
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(report), indent=2))
     else:

@@ -22,7 +22,8 @@ def print_plan(console: Console, config: RunConfig, plan: RunPlan) -> None:
     _print(console, "Parameters", _parameters(plan))
     if plan.memory:
         peak = size(peak_bytes(plan.memory))
-        _print(console, f"Memory, estimated: {peak} on the device at the peak", _estimates(plan.memory))
+        where = "a GPU of the learner" if config.pipeline.trainers_generate else "the device"
+        _print(console, f"Memory, estimated: {peak} on {where} at the peak", _estimates(plan.memory))
     total = size(sum(part.bytes for part in plan.disk))
     known = "" if plan.parameters_trained is not None else " without checkpoints, which are unknown"
     _print(console, f"Disk at the end, estimated: {total}{known}", _estimates(plan.disk))
@@ -105,7 +106,8 @@ def _estimates(parts: tuple[Estimate, ...]) -> Iterator[tuple[str, str, str]]:
 
 def _fleet(config: RunConfig, fleet: FleetPlan) -> Iterator[tuple[str, str, str]]:
     spot, ranks = config.fleet.spot, config.fleet.learner_ranks
-    yield "reserved slots", count(fleet.reserved_slots), f"{ranks} of them train"
+    beside = " and roll out" if config.pipeline.trainers_generate else ""
+    yield "reserved slots", count(fleet.reserved_slots), f"{ranks} of them train{beside}"
     source = "at most" if spot.trace is not None else "from the beginning"
     yield "spot slots", count(fleet.spot_slots), source
     if spot.trace is not None:

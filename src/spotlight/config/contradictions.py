@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from spotlight.config.errors import Problem
 from spotlight.config.exploration_contradictions import exploration_problems
 from spotlight.config.fleet_contradictions import fleet_problems
+from spotlight.config.pipeline_contradictions import pipeline_problems
 from spotlight.config.schema import RewardConfig, RunConfig
 
 TOTAL = "reward"
@@ -32,7 +33,8 @@ def find_problems(config: RunConfig) -> list[Problem]:
         *_evaluation(config),
         *_rewards(config),
         *exploration_problems(config),
-        *fleet_problems(config.fleet),
+        *pipeline_problems(config),
+        *fleet_problems(config.fleet, trainers_generate=config.pipeline.trainers_generate),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -53,11 +54,19 @@ class ExplorationConfig(Section):
     before, on workers that would wait (``fleet.driver: ray``)."""
     seeds_per_prompt: PositiveInt | None = None
     """Previews of each prompt; default: twice ``rollout.group_size``. Not with a ``planner``."""
+    seeds_per_prompt_max: PositiveInt | None = None
+    """Workers that idle when all that was planned is made go on, up to so many seeds of a prompt; default: 16
+    times ``rollout.group_size``, or what is planned if that is more. Only with ``where: idle``."""
     steps: PositiveInt | None = None
     """Denoising steps of a preview; default: ``rollout.steps``. Fewer cost less and rank worse. Not with a
     ``planner``."""
     guidance: Annotated[float, Field(ge=1)] | None = None
     """True classifier-free guidance of previews; default: as the rollouts; 1: none, half the cost a step."""
+    step_cache: Annotated[int, Field(ge=2)] | None = None
+    """Of so many neighbouring steps of a preview the first runs all transformer blocks, the others the first
+    block alone and reuse what the rest added; default: every step runs all."""
+    dtype: Literal["bfloat16"] | None = None
+    """Type of the DiT's matrix products in previews (autocast); default: as in rollouts."""
     policy: Literal["max_variance", "top_and_bottom", "top", "random", "proportional"] = "max_variance"
     """Which previews form the group: the subset of the largest reward variance (PODS); half the best and half
     the worst; the best; any (the control); at random, likelier the farther from the mean."""
@@ -82,3 +91,17 @@ class ExplorationConfig(Section):
         if self.planner is not None:
             return self.planner.seed_counts, self.planner.step_counts
         return (self.seeds_per_prompt or 2 * group_size,), (self.steps or rollout_steps,)
+
+    def seeds_max(self, group_size: int, rollout_steps: int) -> int | None:
+        """Seeds that are previewed of a prompt at most; None: those that are planned."""
+        if self.where != "idle":
+            return None
+        return self.seeds_per_prompt_max or deepest_pool(group_size, self.arms(group_size, rollout_steps)[0])
+
+
+def deepest_pool(group_size: int, seed_counts: Iterable[int]) -> int:
+    """Where idle time deepens pools no more: the contrast of a group grows with the logarithm of its pool."""
+    return max(_DEEPEST * group_size, *seed_counts)
+
+
+_DEEPEST = 16

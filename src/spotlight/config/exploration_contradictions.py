@@ -27,6 +27,7 @@ def exploration_problems(config: RunConfig) -> Iterator[Problem]:
             "exploration.guidance", f"{guidance:g}", f"at most rollout.true_cfg_scale = {scale:g}",
             "Previews stand for rollouts and may only be cheaper: leave it out, or set 1 for none.",
         )  # fmt: skip
+    yield from _shortcuts(config, exploration)
 
 
 def _arms(config: RunConfig, exploration: ExplorationConfig) -> Iterator[Problem]:
@@ -51,11 +52,50 @@ def _arms(config: RunConfig, exploration: ExplorationConfig) -> Iterator[Problem
             "Of no more seeds than a group has members, none can be left out: preview more, twice as many or "
             "so.",
         )  # fmt: skip
+    limit = exploration.seeds_per_prompt_max
+    if limit is not None and exploration.where != "idle":
+        yield Problem(
+            "exploration.seeds_per_prompt_max", str(limit), "nothing with exploration.where=critical_path",
+            "Only idle time previews more seeds than were planned: leave it out.",
+        )  # fmt: skip
+    elif limit is not None and limit < max(seed_counts):
+        yield Problem(
+            "exploration.seeds_per_prompt_max", str(limit), f"at least {seeds_key} = {max(seed_counts)}",
+            "So many are planned: raise it, or leave it out.",
+        )  # fmt: skip
     if max(step_counts) > steps:
         yield Problem(
             steps_key, str(max(step_counts)), f"at most rollout.steps = {steps}",
             "Previews follow the noise path of the rollouts that they choose seeds for: lower it.",
         )  # fmt: skip
+
+
+def step_cache_problem(config: RunConfig, why: str) -> Problem | None:
+    """What to say where previews are to reuse blocks of a model that cannot; None where they are not to."""
+    if config.exploration is None or config.exploration.step_cache is None:
+        return None
+    return Problem(
+        "exploration.step_cache", str(config.exploration.step_cache),
+        f"nothing with model.path={config.model.path}",
+        f"{why}: leave it out; previews of fewer exploration.steps are cheaper with any model.",
+    )  # fmt: skip
+
+
+def _shortcuts(config: RunConfig, exploration: ExplorationConfig) -> Iterator[Problem]:
+    fewest = min(exploration.arms(config.rollout.group_size, config.rollout.steps)[1])
+    if exploration.step_cache is not None and exploration.step_cache > fewest:
+        yield Problem(
+            "exploration.step_cache", str(exploration.step_cache),
+            f"at most the fewest steps of a preview, {fewest}",
+            "Only the first of them would run all blocks: lower it, 2 ranks best.",
+        )  # fmt: skip
+    for key, value in (("model.dtype", config.model.dtype), ("learner.autocast", config.learner.autocast)):
+        if exploration.dtype == value:
+            yield Problem(
+                "exploration.dtype", f"'{exploration.dtype}'", f"a lower precision than {key}={value}",
+                "Rollouts are of that precision already, and so are their previews: leave it out.",
+            )  # fmt: skip
+            return
 
 
 def _drawn(config: RunConfig, exploration: ExplorationConfig) -> Iterator[Problem]:

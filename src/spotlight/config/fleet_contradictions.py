@@ -13,10 +13,14 @@ _BEATS_MIN = 3
 """A lease outlives so many heartbeats: one that is lost or late must not cost work."""
 
 
-def fleet_problems(fleet: FleetConfig) -> Iterator[Problem]:
-    """Every contradiction among the keys of ``fleet``."""
+def fleet_problems(fleet: FleetConfig, *, trainers_generate: bool = False) -> Iterator[Problem]:
+    """Every contradiction among the keys of ``fleet``.
+
+    Args:
+        trainers_generate: GPUs of the learner roll out too.
+    """
     yield from _where(fleet)
-    yield from _local(fleet)
+    yield from _local(fleet, trainers_generate)
     degrees = list(fleet.sequence_parallel.degrees)
     if degrees != sorted(set(degrees)):
         yield Problem(
@@ -64,7 +68,7 @@ def _where(fleet: FleetConfig) -> Iterator[Problem]:
             )  # fmt: skip
 
 
-def _local(fleet: FleetConfig) -> Iterator[Problem]:
+def _local(fleet: FleetConfig, trainers_generate: bool) -> Iterator[Problem]:
     spot = fleet.spot
     if spot.trace is not None and spot.nodes:
         yield Problem(
@@ -72,7 +76,7 @@ def _local(fleet: FleetConfig) -> Iterator[Problem]:
             "The trace says which nodes there are: leave one of the two keys out.",
         )  # fmt: skip
     alone = spot.trace is None and spot.nodes == 0 and fleet.local.rollout_slots == 0
-    if fleet.driver == "ray" and fleet.address is None and alone:
+    if fleet.driver == "ray" and fleet.address is None and alone and not trainers_generate:
         yield Problem(
             "fleet.spot.nodes",
             "0, with no other slot that rolls out",

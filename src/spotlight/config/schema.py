@@ -17,6 +17,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from spotlight.config.exploration import ExplorationConfig
 from spotlight.config.fleet import FleetConfig
+from spotlight.config.pipeline import PipelineConfig
 from spotlight.config.section import Section
 
 
@@ -445,6 +446,8 @@ class RunConfig(Section):
     """How the policy is updated."""
     exploration: ExplorationConfig | None = None
     """Which seeds are trained on; default: random ones."""
+    pipeline: PipelineConfig = PipelineConfig()
+    """What of generation and training overlaps."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """How progress is judged."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -459,7 +462,8 @@ RESUMABLE_KEYS = frozenset(
     {"iterations", "evaluation.every", "checkpoint.every", "checkpoint.keep", "fleet", "runs_dir",
      "cache_dir", "metrics.tensorboard", "metrics.wandb", "device", "rollout.batch_size",
      "learner.micro_batch_size", "learner.gradient_checkpointing", "learner.timesteps_per_pass",
-     "learner.pass_memory_gib", "reward_policy.workers", "reward_policy.start_deadline_s"}
+     "learner.pass_memory_gib", "pipeline.trainers_generate", "pipeline.switch_s", "reward_policy.workers",
+     "reward_policy.start_deadline_s"}
 )  # fmt: skip
 """Keys that may change between two attempts of a run without making it another run.
 

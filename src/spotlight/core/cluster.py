@@ -15,12 +15,13 @@ Invariants
     4. A group is granted work only while all its members hold the published version; they hold it until the
        work is finished.
     5. Answers under an old epoch, or to a command that is no longer open, change nothing.
+    6. Previews made in idle time give way to other work (see :class:`~spotlight.core.spare_time.SpareTime`).
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict
+from collections import Counter
 from dataclasses import dataclass, field
 
 from spotlight.core import events as ev
@@ -36,10 +37,12 @@ from spotlight.core.effects import (
     StopGroup,
 )
 from spotlight.core.members import ABLE, Group, GroupState, Host, Worker, WorkerState, check_members
-from spotlight.core.pipeline.pace import Filler, Pace
+from spotlight.core.pipeline.pace import Pace
 from spotlight.core.plan import ClusterPlan
-from spotlight.core.queue import PullQueue, Value, first_epoch
+from spotlight.core.queue import PullQueue, first_epoch
 from spotlight.core.recovery import Recovery
+from spotlight.core.serving import Serving
+from spotlight.core.spare_time import Demand, SpareTime
 from spotlight.core.topology import choose_degree, form_groups
 from spotlight.core.types import (
     GroupKind,
@@ -48,12 +51,11 @@ from spotlight.core.types import (
     Node,
     NodeId,
     PolicyVersion,
+    Purpose,
     WeightKind,
     WorkerId,
 )
 from spotlight.core.weights import choose_source
-
-_FILLER = {Value.NEXT: Filler.NEXT, Value.EXPLORE: Filler.EXPLORATION}
 
 
 @dataclass(slots=True)
@@ -63,35 +65,40 @@ class Cluster:
     Attributes:
         target: the published policy version, which every worker is to hold.
         lineage: counts restarts of the learner.
-        trainers_may: pull so many rollouts, those whose GPUs train.
-        trainers_explore: these may be previews.
-        pace: how long groups take.
         effects: what to do, taken by the controller after each event.
         noticed: nodes that will be taken.
-        _takers: groups that share the work, those that still form too; by whether they train, and kind.
+        serving: who gets how much of the work.
     """
 
     plan: ClusterPlan
     queue: PullQueue
     lineage: int
     target: PolicyVersion
-    trainers_may: float = math.inf
-    trainers_explore: bool = False
-    pace: Pace = field(default_factory=Pace)
     recoveries: Counter[Recovery] = field(default_factory=Counter)
     effects: list[Effect] = field(default_factory=list)
     hosts: dict[NodeId, Host] = field(default_factory=dict)
     workers: dict[WorkerId, Worker] = field(default_factory=dict)
     groups: dict[WorkerId, Group] = field(default_factory=dict)
     noticed: set[NodeId] = field(default_factory=set)
+    serving: Serving = field(init=False)
     _now: float = 0.0
-    _idle: OrderedDict[WorkerId, None] = field(default_factory=OrderedDict)
-    _takers: Counter[tuple[bool, GroupKind]] = field(default_factory=Counter)
-    _each_trainer: float = math.inf
     _capable: int = 0
     _commands: Commands = field(default_factory=Commands)
     _drains: Alarms[NodeId] = field(default_factory=Alarms)
     _epochs: dict[WorkerId, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.serving = Serving(self.queue, SpareTime(self.queue, self.plan.answer_s))
+
+    @property
+    def spare(self) -> SpareTime:
+        """Previews beside other work."""
+        return self.serving.spare
+
+    @property
+    def pace(self) -> Pace:
+        """How long groups take."""
+        return self.serving.pace
 
     # -- what happens ----------------------------------------------------------------------------------
 
@@ -157,7 +164,7 @@ class Cluster:
     def publish(self, version: PolicyVersion, now: float) -> None:
         """A new policy version: nobody gets work until it has it. Who holds work finishes that first."""
         self._now, self.target = now, version
-        self._idle.clear()
+        self.serving.idle.clear()
         for worker in self.workers.values():
             if worker.pull is not None and worker.pull.kind is WeightKind.ADAPTER:
                 self._forget_pull(worker)
@@ -167,7 +174,7 @@ class Cluster:
         """The learner went back to ``version``: later versions, and pulls under way, are void."""
         self._now, self.target = now, version
         self.lineage += 1
-        self._idle.clear()
+        self.serving.idle.clear()
         for worker in self.workers.values():
             # A pull under way may end after this: only a newer one makes sure of what the worker holds.
             if worker.pull is not None or (worker.version is not None and worker.version > version):
@@ -329,20 +336,28 @@ class Cluster:
         if host.draining or any(self.groups[leader].state is GroupState.STOPPING for leader in host.leaders):
             return
         free = [name for name in host.workers if self.workers[name].state is WorkerState.FREE]
-        for members in form_groups(free, self._wanted_degree(), self.plan.degrees):
+        for members in self._divided(free):
             kind, trains = GroupKind(host.node.gpu_type, len(members)), host.node.trains
             group = Group(members[0], self.queue.admit(members[0]), node, members, kind, trains)
             self.groups[group.leader] = group
             host.leaders[group.leader] = None
-            self._takers[trains, kind] += 1
+            self.serving.shares.count(group, 1)
             for name in members:
                 self._set_state(self.workers[name], WorkerState.GROUPED)
                 self.workers[name].leader = group.leader
             form = FormGroup(group.leader, group.epoch, members)
             self._send(("form", group.leader), form, self.plan.answer_s)
 
-    def _wanted_degree(self) -> int:
-        return choose_degree(self.plan, self._capable, self.queue.outstanding)
+    def _divided(self, free: list[WorkerId]) -> list[tuple[WorkerId, ...]]:
+        """A node's free workers by group: as many as wait for better work than previews, then the others."""
+        demand, degrees = self.spare.demand(), self.plan.degrees
+        degree, previews = self._degree_for(demand.contended), self.queue.outstanding - demand.needed
+        first = len(free) if demand.previews or not previews else demand.pressing * degree
+        rest = form_groups(free[first:], self._degree_for(previews), degrees)
+        return [*form_groups(free[:first], degree, degrees), *rest]
+
+    def _degree_for(self, rollouts: int) -> int:
+        return choose_degree(self.plan, self._capable, rollouts)
 
     def _group_answered(self, event: ev.GroupFormed | ev.GroupStopped) -> None:
         group = self.groups.get(event.leader)
@@ -363,8 +378,7 @@ class Cluster:
         if group.state is GroupState.STOPPING:
             return
         self._commands.done(("form", group.leader))
-        self._takers[group.trains, group.kind] -= 1
-        self._idle.pop(group.leader, None)
+        self.serving.parts(group)
         group.state, group.capacity = GroupState.STOPPING, 0
         stop = StopGroup(group.leader, group.epoch, group.members)
         self._send(("stop", group.leader), stop, self.plan.answer_s)
@@ -388,9 +402,7 @@ class Cluster:
 
     def _dissolve(self, group: Group, host: Host) -> None:
         del self.groups[group.leader], host.leaders[group.leader]
-        self._takers[group.trains, group.kind] -= group.state is not GroupState.STOPPING
-        self.pace.forget(group.leader)
-        self._idle.pop(group.leader, None)
+        self.serving.dissolved(group)
         self._commands.done(("form", group.leader))
         self._commands.done(("stop", group.leader))
         self.queue.release(group.leader)
@@ -419,12 +431,16 @@ class Cluster:
                 return
             self._count(Recovery.LEASE_RENOUNCED)
             self.queue.renounce(lease.id)
+            self.serving.renounced(lease.id)
         group.capacity = event.capacity
+        self.spare.pulled(group.leader)
         self._load_group(group)
         self._consider(group)
-        if not self.queue.waiting:
+        demand = self.spare.demand()
+        if not demand.pressing and (demand.needed or not self.queue.waiting):
             # A neighbour may have long to go: with this group's workers it is done sooner.
-            self._grow(self.hosts[group.node], self._wanted_degree(), self.plan.tail_steps)
+            degree = self._degree_for(demand.needed or demand.contended)
+            self._grow(self.hosts[group.node], degree, self.plan.tail_steps, over_previews=demand.needed > 0)
 
     def finished(self, leader: WorkerId, lease: LeaseId, now: float) -> None:
         """A group finished rollouts of a lease."""
@@ -436,77 +452,69 @@ class Cluster:
 
     def serve(self, now: float) -> None:
         """Grant waiting work to waiting groups: to each at most its share of all that is outstanding."""
-        if not self._idle or not self.queue.waiting:
+        if not self.queue.waiting:
             return
         self._now = now
-        outstanding, speeds = self.queue.outstanding, self._speeds()
-        all_speeds = sum(speeds[kind] * count for kind, count in self._sharing().items())
-        wanted = self._wanted_degree()
-        sated: list[WorkerId] = []
-        while self._idle and self.queue.waiting:
-            leader, _ = self._idle.popitem(last=False)
-            group, held = self.groups[leader], self.queue.count_held_by(leader)
-            if len(group.members) > wanted and not held:
+        serving, sated = self.serving, list[WorkerId]()
+        demand = self.spare.demand()
+        wanted = self._degree_for(demand.contended)
+        while serving.idle and self.queue.waiting:
+            leader, _ = serving.idle.popitem(last=False)
+            group = self.groups[leader]
+            host, room = self.hosts[group.node], serving.room(group, demand)
+            if len(group.members) > wanted and not self.queue.count_held_by(leader):
                 self._count(Recovery.TAIL_ENDED)
                 self._stop(group)
                 continue
-            if len(group.members) < wanted and self._grow(self.hosts[group.node], wanted, 0):
+            if len(group.members) < wanted and self._grow(host, wanted, 0, over_previews=not demand.previews):
                 continue
-            share = math.ceil(outstanding * speeds[group.kind] / max(all_speeds, speeds[group.kind]))
-            if held >= share or (group.trains and not self._suits_trainers()):
+            if room <= 0:
                 sated.append(leader)
                 continue
-            self._grant(group, share - held)
+            grant = serving.grant(group, room, now)
+            if grant.resume:
+                self._count(Recovery.RESUMED)
+            self.effects.append(grant)
+            self._give_back([] if demand.previews else self.spare.crowded_out(leader))
+            then, demand = demand, self.spare.demand()
+            if demand.previews != then.previews:
+                wanted = self._degree_for(demand.contended)
         # What others have not taken yet is theirs: groups with their share wait for it to be taken, or for
         # less work to be outstanding.
-        self._idle.update(dict.fromkeys(leader for leader in sated if self.groups[leader].capacity))
+        serving.idle.update(dict.fromkeys(leader for leader in sated if self.groups[leader].capacity))
+        self._make_way(demand)
 
-    def _grant(self, group: Group, rollouts: int) -> None:
-        """Lease up to so many rollouts to a group that waits for them."""
-        limit, value = min(group.capacity, rollouts), self.queue.best
-        if group.trains:
-            limit = int(min(limit, self._each_trainer, self.trainers_may))
-        granted = self.queue.pull(group.leader, limit, self._now)
-        assert granted is not None, "rollouts wait, and the leader was admitted"
-        lease, taken, resume = granted
-        group.capacity = 0
-        if group.trains:
-            self.trainers_may -= len(taken)
-        if resume:
-            self._count(Recovery.RESUMED)
-        share = sum(1 - resume.get(rollout.id, 0) / rollout.steps for rollout in taken)
-        filler = Filler.TRAINERS if group.trains else _FILLER.get(value) if value is not None else None
-        self.pace.begin(lease.id, group.leader, group.kind, share, filler, self._now)
-        self.effects.append(GrantLease(*granted))
+    def _make_way(self, demand: Demand) -> None:
+        """Have groups that hold previews take better work that waits."""
+        if not (self.spare.explores and demand.pressing and self.queue.previews_held):
+            return
+        ready = [group for group in self.groups.values() if group.state is GroupState.READY]
+        share = max((self.serving.share(group, demand) for group in ready), default=1)
+        able = {group.leader for group in ready}
+        given = self.spare.give_way(math.ceil(demand.pressing / share), able.__contains__, self._now)
+        self._give_back(given)
 
-    def _sharing(self) -> Counter[GroupKind]:
-        """Groups that share what is outstanding, by kind."""
-        sharing: Counter[GroupKind] = Counter()
-        for (trains, kind), count in self._takers.items():
-            if not trains or self.trainers_may > 0:
-                sharing[kind] += count
-        return sharing
+    @property
+    def preview_capacity(self) -> int:
+        """Previews that groups which wait for work would take at once."""
+        waiting = (self.groups[leader] for leader in self.serving.idle)
+        able = (group for group in waiting if not group.trains)
+        return sum(g.capacity for g in able if not self.queue.count_held_by(g.leader, previews=False))
 
-    def _speeds(self) -> dict[GroupKind, float]:
-        """Of all kinds of groups, relative to the first: a slow GPU's share of the work is smaller."""
-        kinds = list(dict.fromkeys(kind for _, kind in self._takers))
-        times_s = [self.pace.rollout_s(kind) for kind in kinds]
-        return {
-            kind: times_s[0] / each_s if each_s and times_s[0] else 1.0
-            for kind, each_s in zip(kinds, times_s, strict=True)
-        }
+    def _give_back(self, leases: list[Lease]) -> None:
+        """Previews were requeued: who holds them stops at the next step boundary and pulls."""
+        for lease in leases:
+            self._count(Recovery.PREVIEWS_YIELDED)
+            self.serving.renounced(lease.id)
+            self.abandon(lease.worker, lease.epoch, lease.id)
 
     # -- GPUs that train -------------------------------------------------------------------------------
 
     def let_trainers(self, rollouts: float, *, explore: bool) -> None:
         """How many rollouts GPUs that train may pull now; with ``explore`` previews too."""
-        changed = (rollouts > 0) != (self.trainers_may > 0)
-        self.trainers_may, self.trainers_explore = rollouts, explore
-        groups = self.trainers() if changed or math.isfinite(rollouts) else []
-        idle = sum(group.capacity > 0 for group in groups)
-        self._each_trainer = math.ceil(rollouts / max(1, idle)) if math.isfinite(rollouts) else rollouts
-        if changed:
-            for group in groups:
+        trainers = self.trainers()
+        if self.serving.let_trainers(rollouts, trainers, explore=explore):
+            for group in trainers:
                 self._consider(group)
 
     def trainers(self) -> list[Group]:
@@ -528,32 +536,29 @@ class Cluster:
             and all(self.workers[name].version == self.target for name in group.members)
         )
 
-    def _suits_trainers(self) -> bool:
-        """Whether what would be pulled now is worth a learner's time: an optimizer step waits for it."""
-        best = self.queue.best
-        if self.trainers_may <= 0 or best is None:
-            return False
-        return best in (Value.TRAIN, Value.EVAL) or (best is Value.EXPLORE and self.trainers_explore)
-
     def _load_group(self, group: Group) -> None:
         for name in group.members:
             self._load(self.workers[name])
 
     def _consider(self, group: Group) -> None:
         """A group that asked for work gets some, if it may have any."""
-        if self.willing(group) and not (group.trains and self.trainers_may <= 0):
-            self._idle[group.leader] = None
+        if self.willing(group) and not (group.trains and self.serving.trainers_may <= 0):
+            self.serving.idle[group.leader] = None
         else:
-            self._idle.pop(group.leader, None)
+            self.serving.idle.pop(group.leader, None)
 
-    def _grow(self, host: Host, degree: int, steps_held: int) -> bool:
+    def _grow(self, host: Host, degree: int, steps_held: int, *, over_previews: bool) -> bool:
         """Stop a node's groups to form larger ones; with ``steps_held`` 0 only if none of them works.
 
         Args:
             steps_held: else some group must have more steps than this to go.
+            over_previews: those made in idle time do not count as work.
         """
         groups = [self.groups[leader] for leader in host.leaders]
-        steps = max((steps for other in groups for _, steps in self.queue.held_by(other.leader)), default=0)
+        held = (one for other in groups for one in self.queue.held_by(other.leader))
+        if over_previews and self.spare.explores:
+            held = (one for one in held if self.queue.purpose_of(one[0].id) is not Purpose.EXPLORE)
+        steps = max((steps for _, steps in held), default=0)
         able = sum(self.workers[name].state in ABLE for name in host.workers)
         if (
             able < degree
@@ -597,6 +602,6 @@ class Cluster:
             assert (group.state is GroupState.STOPPING) == (("stop", group.leader) in self._commands)
         assert self._capable == sum(worker.state in ABLE for worker in self.workers.values())
         takers = [group for group in self.groups.values() if group.state is not GroupState.STOPPING]
-        assert +self._takers == Counter((group.trains, group.kind) for group in takers)
-        assert set(self._idle) <= {group.leader for group in self.groups.values() if group.capacity}
+        self.serving.shares.check(takers)
+        assert set(self.serving.idle) <= {group.leader for group in self.groups.values() if group.capacity}
         self._commands.check()

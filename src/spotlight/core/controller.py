@@ -47,7 +47,7 @@ from spotlight.core.effects import (
     TrainMicroBatch,
     WriteRecord,
 )
-from spotlight.core.iteration import LEARNER_IDLES
+from spotlight.core.iteration import LEARNER_IDLES, LOOKS_AHEAD
 from spotlight.core.iteration import Stage as Stage
 from spotlight.core.ledger import Ledger
 from spotlight.core.pipeline.takes import Backlog, rollouts_to_take
@@ -106,6 +106,8 @@ class Controller:
             self.work.renew(self.version)
             self._learn()
             self._let_trainers()
+            if self.stage in LOOKS_AHEAD:
+                self.work.explore_ahead(self.iteration, now)
             self.cluster.serve(now)
         # Records come first: drivers make them durable before any checkpoint that an effect asks for. What a
         # lost learner undoes is undone before it is recorded anew.
@@ -268,8 +270,6 @@ class Controller:
         if not self._learner_up:
             self.cluster.recoveries[Recovery.LEARNER_AWAITED] += 1
         self.work.learn_from_groups(self.iteration, self.version)
-        if self.work.explores_beside and self.iteration + 1 < self.plan.iterations:
-            self.work.open_window(self.iteration + 1, self.version, self._now)
 
     # -- training --------------------------------------------------------------------------------------
 

@@ -3,7 +3,8 @@
 A preview is a rollout like any other, of the lowest class of the queue. Losing one costs nothing but itself:
 what is not scored when the window closes is dropped, and a prompt left with fewer previews than its group
 has members keeps seeds of its own. So does a prompt whose previews show no contrast, unless a spare prompt
-takes its place.
+takes its place. Workers that are left with nothing to do deepen the pools, a preview of each prompt after the
+other: which previews a pool gets depends on time and never on rewards, so pools may differ in size.
 
 Of the previews only numbers stay, and training never sees them: what was chosen is generated anew, and
 advantages come from the new rewards alone.
@@ -126,7 +127,9 @@ class Window:
         opened_s: controller time; None: no window is open.
         workers: that could explore when it opened.
         prompts: by slot; slots after those of the iteration hold spare prompts.
-        unscored: previews neither scored nor dropped; ``open`` counts them by slot.
+        unscored: previews neither scored nor dropped; ``open`` counts those that the arm planned, by slot.
+        issued: previews so far, by slot; those that the arm did not plan are more than its seeds.
+        replaced: slots without contrast, for each of which a spare prompt is previewed.
         pools: seeds of scored previews, by slot.
         scored_s: when the last score came.
     """
@@ -143,6 +146,8 @@ class Window:
     unscored: set[RolloutId] = field(default_factory=set)
     finished: set[RolloutId] = field(default_factory=set)
     open: Counter[int] = field(default_factory=Counter)
+    issued: Counter[int] = field(default_factory=Counter)
+    replaced: set[int] = field(default_factory=set)
     pools: dict[int, dict[RolloutId, int]] = field(default_factory=dict)
     scored_s: float = 0.0
 
@@ -150,23 +155,40 @@ class Window:
         """A preview is wanted."""
         self.rollouts[rollout.id], self.slots[rollout.id] = rollout, slot
         self.unscored.add(rollout.id)
-        self.open[slot] += 1
+        self.issued[slot] += 1
+        self.open[slot] += self._planned(rollout)
 
     def score(self, rollout: RolloutId, scores: Mapping[str, float], now: float) -> None:
         """A preview has its rewards."""
         slot = self.slots[rollout]
         self.scores[rollout] = scores
         self.unscored.discard(rollout)
-        self.open[slot] -= 1
+        self.open[slot] -= self._planned(self.rollouts[rollout])
         self.pools.setdefault(slot, {})[rollout] = self.rollouts[rollout].seed
         self.scored_s = now
 
     def drop(self, rollout: RolloutId) -> None:
         """A preview will have none."""
         if rollout in self.unscored:
-            self.open[self.slots[rollout]] -= 1
+            self.open[self.slots[rollout]] -= self._planned(self.rollouts[rollout])
         self.unscored.discard(rollout)
         del self.rollouts[rollout], self.slots[rollout]
+
+    def round(self, limit: int) -> dict[int, range]:
+        """One more member of each slot that has the fewest; none where all have ``limit``."""
+        wanted = {slot: self.issued[slot] for slot in self.prompts if slot not in self.replaced}
+        fewest = min(wanted.values(), default=limit)
+        if fewest >= limit:
+            return {}
+        return {slot: range(made, made + 1) for slot, made in wanted.items() if made == fewest}
+
+    @property
+    def planned(self) -> int:
+        """Previews that the arm asks for."""
+        return 0 if self.arm is None else len(self.prompts) * self.arm.seeds_per_prompt
+
+    def _planned(self, rollout: Rollout) -> bool:
+        return self.arm is not None and rollout.member < self.arm.seeds_per_prompt
 
     def pool(self, slot: int) -> dict[RolloutId, int]:
         """The seeds of a slot's scored previews, in the order of their names: not of their coming."""
@@ -197,7 +219,7 @@ class Choice:
 
 
 def flat(window: Window, slot: int, plan: ExplorationPlan, group_size: int) -> bool:
-    """Whether all previews of a slot are there, and show no contrast."""
+    """Whether all previews planned for a slot are there, and show no contrast."""
     if window.open[slot]:
         return False
     return _select(window, slot, plan, group_size, 0, 0).verdict is SelectionVerdict.NO_CONTRAST

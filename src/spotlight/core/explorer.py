@@ -34,7 +34,8 @@ class Explorer:
         policy: decides how much to explore.
         window: open while there are previews to make.
         groups: what previews chose for the iteration that trains next, by slot.
-        report: what there is to tell of them so far; JSON-able.
+        report: what there is to tell of them so far; JSON-able. Of an open window nothing is told yet: those
+            chosen before may still be in the making.
     """
 
     def __init__(self, plan: Plan, exploration: ExplorationPlan, prompts: Sequence[Prompt]) -> None:
@@ -42,39 +43,57 @@ class Explorer:
         self._prompts = {prompt.id: prompt for prompt in prompts}
         self.policy = make_policy(exploration)
         self.window = Window(0)
+        self._planned: list[Prompt] = []
         self.groups: Mapping[int, ExploredGroup] = {}
         self.report: dict[str, object] = {}
+        self._decided: dict[str, object] = {}
 
     # -- a window --------------------------------------------------------------------------------------
 
     def open(
-        self, iteration: int, version: PolicyVersion, prompts: Sequence[Prompt], workers: int, now: float
+        self,
+        iteration: int,
+        version: PolicyVersion,
+        prompts: Sequence[Prompt],
+        early: int,
+        workers: int,
+        now: float,
     ) -> Window:
-        """Decide how much to explore for an iteration; ``window.arm`` is None for not at all."""
-        beside = self._exploration.where is Explore.IDLE
-        explored = len(prompts) - (self._plan.early_groups if beside else 0)
-        decision = self.policy.decide(Outlook(iteration, explored, workers))
-        self.report = {"iteration": iteration, "decision": dict(decision.metrics)}
-        self.window = Window(iteration, decision.arm, version, now, workers, dict(enumerate(prompts)))
+        """Decide how much to explore for an iteration; ``window.arm`` is None for not at all.
+
+        Args:
+            prompts: of the iteration's slots.
+            early: slots, from the first, that are not explored.
+        """
+        explored = {slot: prompt for slot, prompt in enumerate(prompts) if slot >= early}
+        decision = self.policy.decide(Outlook(iteration, len(explored), workers))
+        self._planned = list(prompts)
+        self._decided = {"iteration": iteration, "decision": dict(decision.metrics)}
+        self.window = Window(iteration, decision.arm, version, now, workers, explored)
         self.window.scored_s = now
         return self.window
 
     def spare(self, slot: int) -> tuple[int, Prompt] | None:
-        """A slot and a prompt to preview besides, if all of ``slot`` are there and show no contrast."""
+        """A slot and a prompt to preview besides, once ``slot`` is seen to have no contrast."""
         window, plan = self.window, self._plan
-        spares = len(window.prompts) - plan.prompts_per_iteration
-        if spares >= self._exploration.spare_prompts:
+        spares = sum(explored >= plan.prompts_per_iteration for explored in window.prompts)
+        if spares >= self._exploration.spare_prompts or slot in window.replaced:
             return None
         if not flat(window, slot, self._exploration, plan.group_size):
             return None
-        planned = [window.prompts[at] for at in range(plan.prompts_per_iteration)]
         prompts = list(self._prompts.values())
-        found = spares_of_iteration(prompts, plan.run_seed, window.iteration, planned, spares + 1)
+        found = spares_of_iteration(prompts, plan.run_seed, window.iteration, self._planned, spares + 1)
         if len(found) <= spares:
             return None
-        new = len(window.prompts)
+        new = plan.prompts_per_iteration + spares
         window.prompts[new] = found[spares]
+        window.replaced.add(slot)
         return new, found[spares]
+
+    def deepen(self) -> dict[int, range]:
+        """Members by slot to preview besides what was planned: the next round, empty when all is done."""
+        limit = self._exploration.seeds_per_prompt_max
+        return {} if limit is None or self.window.arm is None else self.window.round(limit)
 
     def close(self, now: float) -> tuple[Window, Choice]:
         """Choose seeds from what was scored; there is no open window then."""
@@ -91,12 +110,13 @@ class Explorer:
             busy_s = open_s if cut_off else window.scored_s - window.opened_s
             scored = len(window.scores)
             self.policy.observe(WindowSeen(window.arm, open_s, busy_s, window.workers, scored, cut_off))
-        self.report |= {
+        self.report = self._decided | {
             "arm": window.arm and window.arm.name,
             "version": window.version,
             "window": {
                 "open_s": open_s,
                 "workers": window.workers,
+                "planned": window.planned,
                 "issued": len(window.rollouts),
                 "scored": len(window.scores),
                 "cut_off": cut_off,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from spotlight.core.plan import Plan
-from spotlight.core.planner.arms import Arm
 from spotlight.core.seeds import derive_seed
 from spotlight.core.types import PolicyVersion, Prompt, Purpose, Rollout, RolloutId
 
@@ -55,19 +54,29 @@ def evaluation_rollouts(
 
 
 def preview_rollouts(
-    plan: Plan, arm: Arm, slots: Mapping[int, Prompt], iteration: int, version: PolicyVersion
+    plan: Plan,
+    members: Mapping[int, range],
+    prompts: Mapping[int, Prompt],
+    steps: int,
+    iteration: int,
+    version: PolicyVersion,
 ) -> Iterator[tuple[int, Prompt, Rollout]]:
-    """The previews that choose an iteration's seeds, one prompt after the other.
+    """Previews that choose an iteration's seeds, one prompt after the other.
 
     Not a round of all prompts after the other: when time is up before the end, some prompts are explored
     whole and some not at all, instead of all too little.
+
+    Args:
+        members: that are wanted, by slot.
+        prompts: by slot.
     """
-    for slot, prompt in slots.items():
-        for member in range(arm.seeds_per_prompt):
+    for slot, wanted in members.items():
+        prompt = prompts[slot]
+        for member in wanted:
             seed = derive_seed(plan.run_seed, "explore", iteration, slot, member)
             name = RolloutId(f"x{iteration:06d}-{slot:03d}-{member:03d}")
             yield (
                 slot,
                 prompt,
-                Rollout(name, Purpose.EXPLORE, iteration, prompt.id, member, seed, arm.steps, version),
+                Rollout(name, Purpose.EXPLORE, iteration, prompt.id, member, seed, steps, version),
             )

@@ -25,6 +25,9 @@ class Stage(StrEnum):
 LEARNER_IDLES = frozenset({Stage.IDLE, Stage.EXPLORING, Stage.ROLLING, Stage.REPORTING})
 """Stages in which the GPUs of the learner may roll out, while it has nothing to do."""
 
+LOOKS_AHEAD = frozenset(Stage) - {Stage.IDLE, Stage.EXPLORING, Stage.COMMITTING, Stage.OVER}
+"""Stages in which idle workers may explore for the next iteration: its version is not published yet."""
+
 
 @dataclass(slots=True)
 class Iteration:

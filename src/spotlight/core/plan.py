@@ -59,6 +59,8 @@ class ExplorationPlan:
         undo_selection: samples are weighted so that choosing seeds leaves no bias; every group keeps drawn
             seeds then, unless the policy itself draws.
         planner: None: every iteration explores the same.
+        seeds_per_prompt_max: idle workers preview up to so many seeds of a prompt beyond what was planned;
+            None: no more than that.
     """
 
     where: Explore
@@ -72,6 +74,7 @@ class ExplorationPlan:
     fidelity_min: float | None = None
     undo_selection: bool = False
     planner: PlannerPlan | None = None
+    seeds_per_prompt_max: int | None = None
 
     @property
     def arms(self) -> tuple[Arm, ...]:
@@ -220,6 +223,12 @@ def _require_exploration(plan: Plan, exploration: ExplorationPlan) -> None:
             )
         if arm.steps < 1:
             raise ValueError(f"previews of {arm.steps} denoising steps; expected at least 1")
+    most, limit = max(arm.seeds_per_prompt for arm in exploration.arms), exploration.seeds_per_prompt_max
+    if limit is not None and (exploration.where is not Explore.IDLE or limit < most):
+        raise ValueError(
+            f"idle workers are to preview up to {limit} seeds per prompt, where {most} are planned, with "
+            f"exploration.where {exploration.where.value}; expected no fewer than planned, and where idle"
+        )
     if not 0 <= exploration.drawn_seeds <= plan.group_size:
         raise ValueError(
             f"{exploration.drawn_seeds} of {plan.group_size} seeds are to be drawn at random; "

@@ -322,6 +322,10 @@ class PullQueue:
         """Rollouts of some classes that nobody holds."""
         return sum(self._waiting[value] for value in values)
 
+    def waiting_for(self, purpose: Purpose) -> int:
+        """Rollouts of one purpose, and of this iteration, that nobody holds."""
+        return self._waiting[_VALUE[purpose]]
+
     def waits(self, rollout: RolloutId) -> bool:
         """Whether a rollout is there, and nobody holds it."""
         return rollout in self._entries and self._entries[rollout].lease is None
@@ -355,9 +359,27 @@ class PullQueue:
         """Whether something of a lease is unfinished, and its holder not given up."""
         return lease in self._held
 
-    def count_held_by(self, worker: WorkerId) -> int:
-        """Open rollouts of all leases of a worker."""
-        return sum(len(self._held[lease].open) for lease in self._by_worker.get(worker, ()))
+    @property
+    def previews_held(self) -> int:
+        """Previews under way."""
+        return self._outstanding[Value.EXPLORE] - self._waiting[Value.EXPLORE]
+
+    def previews(self) -> list[Lease]:
+        """Open leases of previews, the youngest first: least is lost with them."""
+        if not self.previews_held:
+            return []
+        held = [one.lease for one in self._held.values() if self.purpose_of(one.lease.id) is Purpose.EXPLORE]
+        return sorted(held, key=lambda lease: -lease.id)
+
+    def purpose_of(self, lease: LeaseId) -> Purpose:
+        """Of all rollouts of an open lease."""
+        return self._entries[next(iter(self._held[lease].open))].rollout.purpose
+
+    def count_held_by(self, worker: WorkerId, *, previews: bool = True) -> int:
+        """Open rollouts of all leases of a worker; without ``previews`` only of the others."""
+        leases = self._by_worker.get(worker, ())
+        counted = [x for x in leases if previews or self.purpose_of(x) is not Purpose.EXPLORE]
+        return sum(len(self._held[lease].open) for lease in counted)
 
     def granted(self, lease: LeaseId) -> tuple[Lease, tuple[Rollout, ...], dict[RolloutId, int]]:
         """An open lease as it was granted, for a holder whom the grant did not reach.

@@ -40,3 +40,4 @@ class Recovery(StrEnum):
     SCORE_STALE = "score_stale"
     ROLLOUT_RENEWED = "rollout_renewed"
     PREVIEW_DROPPED = "preview_dropped"
+    PREVIEWS_YIELDED = "previews_yielded"

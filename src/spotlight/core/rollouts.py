@@ -59,6 +59,7 @@ class Rollouts:
         explores = plan.exploration
         self.explorer = Explorer(plan, explores, train) if explores else None
         self.ledger = Ledger()
+        cluster.spare.explores = explores is not None and explores.where is Explore.IDLE
         self.at, self.early, self.safe = Iteration(), Iteration(), Safe()
         self.early_samples = 0
         self.older: set[RolloutId] = set()
@@ -194,16 +195,38 @@ class Rollouts:
         """Queue the previews that choose the seeds of ``iteration``."""
         assert self.explorer is not None
         prompts = self._prompts_of(iteration)
-        self.explorer.open(iteration, version, prompts, self._explorers(), now)
         # Groups that are made early have the seeds that they have.
         early = self.plan.early_groups if self.explores_beside else 0
-        self._preview({slot: prompt for slot, prompt in enumerate(prompts) if slot >= early})
+        self.explorer.open(iteration, version, prompts, early, self._explorers(), now)
+        self._preview_whole(range(early, len(prompts)))
 
-    def _preview(self, slots: Mapping[int, Prompt]) -> None:
-        window = self.window
-        if window.arm is None:
+    def explore_ahead(self, iteration: int, now: float) -> None:
+        """See that workers that would idle find previews for what follows ``iteration``.
+
+        The window opens when none of the iteration's rollouts waits any more. Once all that was planned is
+        handed out, its pools are deepened as groups ask for work.
+        """
+        explores, window = self.plan.exploration, self.window
+        if explores is None or not self.explores_beside or iteration + 1 >= self.plan.iterations:
             return
-        previews = preview_rollouts(self.plan, window.arm, slots, window.iteration, window.version)
+        if window.opened_s is None and not self.queue.waiting:
+            self.open_window(iteration + 1, self.cluster.target, now)
+        if self.window.opened_s is None or explores.seeds_per_prompt_max is None:
+            return
+        wanted = self.cluster.preview_capacity if self.cluster.hosts else min(1, len(self.queue.workers))
+        while self.queue.waiting < wanted and self.explorer and (members := self.explorer.deepen()):
+            self._preview(members)
+
+    def _preview_whole(self, slots: Iterable[int]) -> None:
+        """What the arm plans for some slots."""
+        if (arm := self.window.arm) is not None:
+            self._preview({slot: range(arm.seeds_per_prompt) for slot in slots})
+
+    def _preview(self, members: Mapping[int, range]) -> None:
+        window = self.window
+        assert window.arm is not None, "previews without an arm"
+        steps, prompts = window.arm.steps, window.prompts
+        previews = preview_rollouts(self.plan, members, prompts, steps, window.iteration, window.version)
         for slot, prompt, rollout in previews:
             window.issue(slot, rollout)
             self.ledger.issue(rollout, prompt)
@@ -213,7 +236,7 @@ class Rollouts:
         """Once a prompt turns out to have no contrast, preview another in its place."""
         spare = self.explorer.spare(slot) if self.explorer else None
         if spare is not None:
-            self._preview(dict([spare]))
+            self._preview_whole([spare[0]])
 
     @property
     def explores_beside(self) -> bool:

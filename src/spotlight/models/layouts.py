@@ -21,6 +21,7 @@ class FamilyLayout:
         pipeline_class: the ``_class_name`` in ``model_index.json``.
         components: folder -> what must be there.
         lora_targets: ends of the names of the layers that LoRA adapts by default.
+        reuses_blocks: whether previews may reuse what its blocks added (``exploration.step_cache``).
         kept_lora: values that a layer keeps for the backward pass when only adapters are trained.
         kept_full: the same with all weights trained.
         kept_checkpointed: the same with recomputed activations: the inputs of the layer.
@@ -31,6 +32,7 @@ class FamilyLayout:
     pipeline_class: str
     components: Mapping[str, Component]
     lora_targets: tuple[str, ...]
+    reuses_blocks: bool
     kept_lora: float
     kept_full: float
     kept_checkpointed: float
@@ -53,6 +55,7 @@ LAYOUTS: Mapping[str, FamilyLayout] = {
             *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
             *("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2"),
         ),
+        reuses_blocks=True,
         kept_lora=20.0,
         kept_full=27.0,
         kept_checkpointed=1.5,

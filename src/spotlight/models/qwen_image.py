@@ -8,6 +8,7 @@ does here: guidance, noise levels and the VAE are float32.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -15,7 +16,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
+from diffusers import (
+    AutoencoderKLQwenImage,
+    CacheMixin,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImageTransformer2DModel,
+)
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.models import ModelMixin
 from numpy.typing import NDArray
@@ -183,10 +189,10 @@ class QwenImage:
 
         With guidance the sum is rescaled token by token to the length of the conditional prediction.
         """
-        prediction = self._predict(model, latents, sigma, condition, size)
+        prediction = self._predict(model, latents, sigma, condition, size, "cond")
         if guidance is None or guidance.scale <= 1:
             return prediction
-        negative = self._predict(model, latents, sigma, guidance.negative, size)
+        negative = self._predict(model, latents, sigma, guidance.negative, size, "uncond")
         combined = negative + guidance.scale * (prediction - negative)
         length = torch.norm(prediction, dim=-1, keepdim=True)
         rescaled: Tensor = combined * (length / torch.norm(combined, dim=-1, keepdim=True))
@@ -224,18 +230,25 @@ class QwenImage:
         return size.height // (2 * self._vae_scale), size.width // (2 * self._vae_scale)
 
     def _predict(
-        self, model: nn.Module, latents: Tensor, sigma: Tensor, condition: ConditionBatch, size: ImageSize
+        self,
+        model: nn.Module,
+        latents: Tensor,
+        sigma: Tensor,
+        condition: ConditionBatch,
+        size: ImageSize,
+        name: str,
     ) -> Tensor:
         # The pipeline's detour sigma -> timestep -> cast -> / 1000: each operation rounds.
         timestep = (sigma * self._scheduler.config.num_train_timesteps).to(self.device, self.dtype)
-        prediction: Tensor = model(
-            hidden_states=latents.to(self.device, self.dtype),
-            timestep=timestep / 1000,
-            encoder_hidden_states=condition.embeds,
-            encoder_hidden_states_mask=condition.mask,
-            img_shapes=[[(1, *self._patches(size))]] * latents.shape[0],
-            return_dict=False,
-        )[0]
+        with _named(model, name):
+            prediction: Tensor = model(
+                hidden_states=latents.to(self.device, self.dtype),
+                timestep=timestep / 1000,
+                encoder_hidden_states=condition.embeds,
+                encoder_hidden_states_mask=condition.mask,
+                img_shapes=[[(1, *self._patches(size))]] * latents.shape[0],
+                return_dict=False,
+            )[0]
         return prediction.float()
 
     def _visited_sigmas(self, steps: int, tokens: int) -> Tensor:
@@ -258,6 +271,14 @@ class QwenImage:
                 f"{self._files.root}; expected falling ones: use at least 2 steps"
             )
         return sigmas
+
+
+def _named(model: nn.Module, name: str) -> AbstractContextManager[None]:
+    """Tells diffusers' step cache, where one is on, which pass comes: it keeps them apart by name."""
+    if not isinstance(model, CacheMixin) or not model.is_cache_enabled:
+        return nullcontext()
+    context: AbstractContextManager[None] = CacheMixin.cache_context(model, name)
+    return context
 
 
 def shift(tokens: int, base: int, largest: int, base_shift: float, max_shift: float) -> float:

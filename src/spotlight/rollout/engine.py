@@ -9,13 +9,16 @@
 The engine holds no rollout: whoever calls it owns the states, may add or take away some between two steps,
 commit them, or resume them on another engine. Every step is one call of a few shared forwards: states of
 different prompts, seeds, step indices and numbers of steps go together when size and guidance agree.
-Results depend on batch mates only by the rounding of the kernels.
+Results depend on batch mates only by the rounding of the kernels: previews that reuse blocks do so by their
+own step, and of their own earlier steps.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from enum import StrEnum
 from typing import TypeVar
 
 import torch
@@ -26,10 +29,20 @@ from spotlight.diffusion import samplers
 from spotlight.diffusion.brownian import Kick, coarse_kicks, coarse_window, kick_batch
 from spotlight.diffusion.noise import INITIAL, noise_batch
 from spotlight.models.base import Condition, Guidance, ImageSize, ModelFamily
+from spotlight.rollout import step_cache
 from spotlight.rollout.limits import decode_batch
 from spotlight.rollout.state import FailedRollout, FinishedRollout, Recipe, RolloutState, Trajectory
+from spotlight.rollout.step_cache import Added
 
 Key = TypeVar("Key")
+
+
+class Blocks(StrEnum):
+    """What a step does with the transformer's blocks."""
+
+    RUN = "run"
+    RECORD = "record"
+    REUSE = "reuse"
 
 
 class Engine:
@@ -40,6 +53,7 @@ class Engine:
         max_batch: largest number of rollouts in one forward; large pictures are decoded fewer at a time.
         negative: embeddings of the negative prompt; needed by recipes with guidance.
         autocast: type of the DiT's matrix products, the learner's own, or replay would differ; None: none.
+            A recipe of previews may name another.
     """
 
     def __init__(
@@ -71,8 +85,8 @@ class Engine:
         Raises:
             ModelError: the size does not suit the family.
             ValueError: the SDE window does not fit a rollout's steps, a rollout without steps, a preview of
-                more steps than its rollouts have, guidance without a negative prompt, or not one condition a
-                rollout.
+                more steps than its rollouts have, guidance without a negative prompt, shortcuts of previews
+                for another rollout, or not one condition a rollout.
         """
         self._family.check_size(recipe.size)
         if recipe.guidance_scale > 1 and self._negative is None:
@@ -88,6 +102,7 @@ class Engine:
         schedules = {rollout.steps: self._sigmas(rollout, recipe.size) for rollout in rollouts}
         for rollout in rollouts:
             _require_path(recipe, rollout)
+            _require_preview(recipe, rollout)
         return [
             RolloutState(
                 rollout=rollout,
@@ -141,6 +156,12 @@ class Engine:
                     )
         return [result for result in results if result is not None]
 
+    def take_fewer(self) -> None:
+        """Half as many rollouts in a forward from now on: this device holds no more."""
+        self.max_batch = max(1, self.max_batch // 2)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def run(self, model: nn.Module, states: Sequence[RolloutState]) -> list[FinishedRollout | FailedRollout]:
         """Step until all are done, then finish: for callers that neither pause nor commit."""
         current = list(states)
@@ -156,14 +177,9 @@ class Engine:
             yield from _chunks(members, self.max_batch)
 
     def _step_batch(self, model: nn.Module, states: list[RolloutState]) -> list[RolloutState]:
-        recipe, device = states[0].recipe, self._family.device
         latents = torch.stack([state.latents for state in states])
-        sigma, sigma_next = _levels(states).to(device)
-        condition = self._family.collate([state.condition for state in states])
-        guidance = self._guidance(recipe, len(states))
-        enabled = self.autocast is not None
-        with torch.autocast(self._family.device.type, dtype=self.autocast, enabled=enabled):
-            velocity = self._family.velocity(model, latents, sigma, condition, guidance, recipe.size)
+        sigma, sigma_next = _levels(states).to(self._family.device)
+        velocity, added = self._velocity(model, latents, sigma, states)
         advanced = list(states)
         groups = _grouped((state.recipe.sampler, i) for i, state in enumerate(states))
         for sampler, members_at in groups:
@@ -180,8 +196,27 @@ class Engine:
             )
             new = zip(members_at, stepped.latents.unbind(0), stepped.log_prob.unbind(0), strict=True)
             for i, row, log_prob in new:
-                advanced[i] = _advance(states[i], row, log_prob)
+                advanced[i] = _advance(states[i], row, log_prob, added[i])
         return advanced
+
+    def _velocity(
+        self, model: nn.Module, latents: Tensor, sigma: Tensor, states: Sequence[RolloutState]
+    ) -> tuple[Tensor, Sequence[Added | None]]:
+        """Velocities like ``latents``, and what the blocks added to each, where that may be reused."""
+        recipe, device = states[0].recipe, self._family.device
+        condition = self._family.collate([state.condition for state in states])
+        guidance = self._guidance(recipe, len(states))
+        autocast = self.autocast if recipe.autocast is None else recipe.autocast
+        added: Sequence[Added | None] = [state.added for state in states]
+        with ExitStack() as contexts:
+            contexts.enter_context(torch.autocast(device.type, dtype=autocast, enabled=autocast is not None))
+            match _blocks(states[0]):
+                case Blocks.RECORD:
+                    added = contexts.enter_context(step_cache.recording(model))
+                case Blocks.REUSE:
+                    contexts.enter_context(step_cache.reusing(model, [row for row in added if row]))
+            velocity = self._family.velocity(model, latents, sigma, condition, guidance, recipe.size)
+        return velocity, added
 
     def _window(self, recipe: Recipe, rollout: Rollout, sigmas: Tensor) -> range:
         if recipe.window is None:
@@ -278,12 +313,33 @@ def _own_kicks(states: Sequence[RolloutState], shape: torch.Size, device: torch.
     return noise_batch(seeds, steps, shape, device)
 
 
-def _advance(state: RolloutState, latents: Tensor, log_prob: Tensor) -> RolloutState:
+def _require_preview(recipe: Recipe, rollout: Rollout) -> None:
+    if recipe.approximate and rollout.purpose is not Purpose.EXPLORE:
+        raise ValueError(
+            f"rollout {rollout.id} is to {rollout.purpose} with step_cache {recipe.step_cache} and autocast "
+            f"{recipe.autocast}: such shortcuts are for previews; expected 1 and None"
+        )
+
+
+def _blocks(state: RolloutState) -> Blocks:
+    """What the next step does with the blocks: by its index alone, but for lack of something to reuse."""
+    every, following = state.recipe.step_cache, state.step + 1
+    if state.step % every and state.added is not None:
+        return Blocks.REUSE
+    return Blocks.RECORD if following % every and following < state.rollout.steps else Blocks.RUN
+
+
+def _advance(state: RolloutState, latents: Tensor, log_prob: Tensor, added: Added | None) -> RolloutState:
+    following = state.step + 1
+    if following == state.rollout.steps or following % state.recipe.step_cache == 0:
+        added = None
     kept, log_probs = state.kept, state.log_probs
     if state.stochastic and state.recipe.keeps == "trajectory":
         kept = (*(kept or (state.latents,)), latents)
         log_probs = (*log_probs, log_prob)
-    return dataclasses.replace(state, step=state.step + 1, latents=latents, kept=kept, log_probs=log_probs)
+    return dataclasses.replace(
+        state, step=following, latents=latents, kept=kept, log_probs=log_probs, added=added
+    )
 
 
 def _trajectory(state: RolloutState) -> Trajectory | None:
@@ -304,8 +360,10 @@ def _failure(state: RolloutState) -> FailedRollout | None:
     return None
 
 
-def _forward_key(state: RolloutState) -> tuple[ImageSize, float]:
-    return (state.recipe.size, state.recipe.guidance_scale)
+def _forward_key(state: RolloutState) -> tuple[ImageSize, float, torch.dtype | None, int, Blocks]:
+    # Whatever takes a shortcut shares no forward with what takes none, so as not to change its rounding.
+    recipe = state.recipe
+    return (recipe.size, recipe.guidance_scale, recipe.autocast, recipe.step_cache, _blocks(state))
 
 
 def _grouped(items: Iterable[tuple[Key, int]]) -> list[tuple[Key, list[int]]]:

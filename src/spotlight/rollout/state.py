@@ -22,8 +22,9 @@ from spotlight.core.types import PolicyVersion, PromptId, Purpose, Rollout, Roll
 from spotlight.diffusion.samplers import Sampler
 from spotlight.diffusion.schedule import SdeWindow
 from spotlight.models.base import Condition, ImageSize
+from spotlight.rollout.step_cache import Added
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,9 @@ class Recipe:
         path_steps: steps of the rollouts that previews choose seeds for: a preview of fewer steps follows
             their noise path, coarsened (:mod:`spotlight.diffusion.brownian`). None: this is no recipe of
             previews, or the ODE, whose path is the initial noise.
+        step_cache: of so many neighbouring steps the first runs all blocks of the transformer, the others
+            reuse what its blocks added (:mod:`spotlight.rollout.step_cache`); 1: all do. Previews only.
+        autocast: type of the transformer's matrix products; None: the engine's. Previews only.
     """
 
     size: ImageSize
@@ -47,6 +51,8 @@ class Recipe:
     guidance_scale: float
     keeps: Literal["trajectory", "final"]
     path_steps: int | None = None
+    step_cache: int = 1
+    autocast: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.sampler.stochastic != (self.window is not None):
@@ -64,8 +70,25 @@ class Recipe:
                 f"path_steps {self.path_steps} with sampler {self.sampler}, keeps {self.keeps!r}: a "
                 "recipe of previews has a stochastic sampler and keeps 'final': no preview is trained on"
             )
+        if self.step_cache < 1 or (self.keeps == "trajectory" and self.approximate):
+            raise ValueError(
+                f"step_cache {self.step_cache}, autocast {self.autocast} with keeps {self.keeps!r}: expected "
+                "a step_cache of at least 1, and neither where a trajectory is kept: replay would differ"
+            )
 
-    def preview(self, steps: int, guidance_scale: float | None = None) -> Recipe:
+    @property
+    def approximate(self) -> bool:
+        """Whether velocities are not quite the model's: good for previews and nothing else."""
+        return self.step_cache > 1 or self.autocast is not None
+
+    def preview(
+        self,
+        steps: int,
+        guidance_scale: float | None = None,
+        *,
+        step_cache: int = 1,
+        autocast: torch.dtype | None = None,
+    ) -> Recipe:
         """The recipe of previews for rollouts of this one with so many steps.
 
         Args:
@@ -76,6 +99,8 @@ class Recipe:
             guidance_scale=self.guidance_scale if guidance_scale is None else guidance_scale,
             keeps="final",
             path_steps=None if self.window is None else steps,
+            step_cache=step_cache,
+            autocast=autocast,
         )
 
     def describe(self) -> dict[str, str]:
@@ -96,6 +121,8 @@ class RolloutState:
         kept: latents before the first stochastic step and after each one so far; empty when the recipe
             keeps the final latents only.
         log_probs: of the stochastic steps so far, each a scalar tensor; as long as ``kept`` less one.
+        added: what blocks added at an earlier step, for the next to reuse; None: it runs all. Good on this
+            rank and in this group only: no part of what is written.
     """
 
     rollout: Rollout
@@ -107,6 +134,7 @@ class RolloutState:
     window: range
     kept: tuple[Tensor, ...] = ()
     log_probs: tuple[Tensor, ...] = ()
+    added: Added | None = None
 
     @property
     def done(self) -> bool:

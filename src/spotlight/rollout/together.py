@@ -22,6 +22,7 @@ Invariants:
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -157,7 +158,7 @@ class Lead:
             GroupLostError: ``states`` are still good.
         """
         if self._membership.group.degree == 1:
-            return self._engine.step(model, states)
+            return self._engine.step(model, [_whole(state) for state in states])
         running = [state for state in states if not state.done]
         if not running:
             return list(states)  # nothing to order: what the followers hold stays theirs
@@ -170,6 +171,10 @@ class Lead:
             for state in (*running, *others)
             if self._held.get(state.rollout.id) == (state.step, claimed[state.rollout.id])
         }
+        # What blocks added is each rank's own, and so good only where all have it.
+        states = [
+            state if state.rollout.id in known else dataclasses.replace(state, added=None) for state in states
+        ]
         order = Order(
             slot,
             self._mark,
@@ -279,3 +284,10 @@ class Follower:
         rollout = header["rollout"]
         assert isinstance(rollout, Mapping)
         return self._recipes[Purpose(str(rollout["purpose"]))]
+
+
+def _whole(state: RolloutState) -> RolloutState:
+    """Without what blocks added to a part of its tokens, in a group that is no more."""
+    if state.added is None or all(len(rows) == len(state.latents) for rows in state.added.values()):
+        return state
+    return dataclasses.replace(state, added=None)

@@ -23,12 +23,14 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
 import time
 import traceback
 from collections.abc import Sequence
 from typing import assert_never
 
 import torch
+from torch import nn
 
 from spotlight.core.effects import AbandonLease, FormGroup, GrantLease, PullWeights, StopGroup
 from spotlight.core.events import (
@@ -61,6 +63,8 @@ from spotlight.rollout.post import Post
 from spotlight.rollout.starting import Starter
 from spotlight.rollout.state import FailedRollout, FinishedRollout, RolloutState
 from spotlight.rollout.together import Follower, Lead
+
+log = logging.getLogger("spotlight.rollout")
 
 
 class WorkerLoop:
@@ -375,7 +379,7 @@ class WorkerLoop:
         for slot, states in by_slot(running, self._hands.slot_of, self._model.slot):
             model = self._model.use(slot)
             if post.degree == 1:
-                held.advance(engine.step(model, states))
+                held.advance(self._stepped(model, states))
                 continue
             if post.lead is None:
                 assert self._membership is not None
@@ -383,6 +387,18 @@ class WorkerLoop:
             names = {state.rollout.id for state in states}
             others = [state for state in held.states if state.rollout.id not in names]
             held.advance(post.lead.step(slot, model, states, others=others, claims=held.claims))
+
+    def _stepped(self, model: nn.Module, states: Sequence[RolloutState]) -> list[RolloutState]:
+        """A device with less memory than others finds out here how many rollouts it holds."""
+        engine = self._hands.engine
+        while True:
+            try:
+                return engine.step(model, states)
+            except torch.OutOfMemoryError as error:
+                if engine.max_batch == 1:
+                    raise
+                log.warning("%d rollouts at once are too many here: %s", engine.max_batch, error)
+            engine.take_fewer()
 
     def _finish(self, post: Post) -> None:
         """Rollouts whose steps are all taken leave at once."""
@@ -448,7 +464,8 @@ class WorkerLoop:
 
     def _pull_work(self) -> None:
         if self._post is not None:
-            pull = self._post.pull(self._capacity, self._patience.ask_again_s)
+            capacity = min(self._capacity, self._hands.engine.max_batch)
+            pull = self._post.pull(capacity, self._patience.ask_again_s)
             if pull is not None:
                 self._outbox.tell(pull)
 

@@ -18,9 +18,9 @@ from spotlight.algorithms import Algorithm, build_algorithm
 from spotlight.algorithms.advantages import AdvantageParams
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.schema import DiffusionNFTConfig, RunConfig
-from spotlight.core.plan import ClusterPlan, Plan
+from spotlight.core.plan import Axis, ClusterPlan, PipelinePlan, Plan
 from spotlight.core.seeds import derive_seed
-from spotlight.core.types import Purpose, WeightKind
+from spotlight.core.types import Baseline, Purpose, WeightKind
 from spotlight.diffusion.samplers import ODE, Sampler, build_sampler
 from spotlight.diffusion.schedule import AllSteps, RandomWindow, SdeWindow, SlidingWindow
 from spotlight.models import family_loader
@@ -61,6 +61,20 @@ def plan_of(config: RunConfig, ranks: int = 1) -> Plan:
         max_drop_share=policy.max_drop_share if policy.on_failure == "drop" else None,
         ranks=ranks,
         exploration=exploration_plan_of(config),
+        pipeline=pipeline_plan_of(config),
+    )
+
+
+def pipeline_plan_of(config: RunConfig) -> PipelinePlan:
+    """What the controller needs of ``pipeline``."""
+    pipeline = config.pipeline
+    return PipelinePlan(
+        axis=None if pipeline.axis == "none" else Axis(pipeline.axis),
+        slice_size=pipeline.slice_size,
+        baseline=Baseline(pipeline.baseline),
+        bounded=True,
+        switch_s=pipeline.switch_s,
+        next_share=pipeline.next_share,
     )
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import torch
+
 from spotlight.config.exploration import ExplorationConfig, PlannerConfig
 from spotlight.config.schema import RunConfig
 from spotlight.core.plan import ExplorationPlan, Explore, PlannerPlan
@@ -38,6 +40,7 @@ def exploration_plan_of(config: RunConfig) -> ExplorationPlan | None:
         fidelity_min=exploration.fidelity_min,
         undo_selection=exploration.undo_selection,
         planner=None if exploration.planner is None else _planner_plan(exploration.planner),
+        seeds_per_prompt_max=exploration.seeds_max(config.rollout.group_size, config.rollout.steps),
     )
 
 
@@ -49,7 +52,12 @@ def _planner_plan(planner: PlannerConfig) -> PlannerPlan:
 def preview_recipe(config: RunConfig, train: Recipe) -> Recipe:
     """How previews of rollouts made by ``train`` are denoised, whatever their number of steps."""
     exploration = config.exploration or ExplorationConfig()
-    return train.preview(config.rollout.steps, exploration.guidance)
+    return train.preview(
+        config.rollout.steps,
+        exploration.guidance,
+        step_cache=exploration.step_cache or 1,
+        autocast=None if exploration.dtype is None else torch.bfloat16,
+    )
 
 
 def preview_steps(config: RunConfig) -> tuple[int, ...]:

@@ -12,10 +12,12 @@ import torch
 
 from spotlight.algorithms import Algorithm
 from spotlight.config.errors import ConfigError, Problem
+from spotlight.config.exploration_contradictions import step_cache_problem
 from spotlight.config.schema import RunConfig
 from spotlight.core.types import Prompt
 from spotlight.models.base import Condition, ImageSize, ModelFamily
 from spotlight.models.slots import Slot, WeightSlots
+from spotlight.rollout import step_cache
 from spotlight.rollout.sequence_parallel import SequenceParallel, SequenceParallelError
 from spotlight.runtime import build
 from spotlight.runtime.conditions import Conditions
@@ -60,7 +62,8 @@ def prepare_model(config: RunConfig, device: torch.device) -> Model:
 
     Raises:
         ModelError: it cannot be loaded, or does not suit the picture's size or the number of steps.
-        ConfigError: its attention heads do not divide by a degree of sequence parallelism.
+        ConfigError: its attention heads do not divide by a degree of sequence parallelism, or it or the
+            device cannot take the shortcuts that previews are to take.
     """
     size = _size(config)
     family = build.load_family(config, device)
@@ -69,6 +72,7 @@ def prepare_model(config: RunConfig, device: torch.device) -> Model:
     for steps in {config.rollout.steps, config.evaluation.steps, *preview_steps(config)}:
         family.sigmas(steps, size)  # raises where the schedule has no such number of steps
     _require_degrees(config, family)
+    _require_shortcuts(config, family)
     algorithm = build.make_algorithm(config)
     return Model(family, algorithm, build.make_recipes(config, algorithm))
 
@@ -120,6 +124,30 @@ def _require_degrees(config: RunConfig, family: ModelFamily) -> None:
             "fleet.sequence_parallel.degrees", str(list(degrees)), "degrees that suit the model", str(error)
         )
         raise ConfigError("the configuration", [problem]) from error
+
+
+def _require_shortcuts(config: RunConfig, family: ModelFamily) -> None:
+    if (exploration := config.exploration) is None:
+        return
+    problems: list[Problem] = []
+    if exploration.step_cache is not None:
+        try:
+            step_cache.require(family.transformer)
+        except step_cache.StepCacheError as error:
+            problems += filter(None, [step_cache_problem(config, str(error))])
+    cuda = family.device.type == "cuda"
+    if exploration.dtype is not None and cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
+        name = torch.cuda.get_device_name(family.device)
+        problems.append(
+            Problem(
+                "exploration.dtype",
+                f"'{exploration.dtype}'",
+                f"a type that {name} computes in",
+                "It would be emulated, and slower than float32: leave it out.",
+            )
+        )
+    if problems:
+        raise ConfigError("the configuration", problems)
 
 
 def _size(config: RunConfig) -> ImageSize:

@@ -11,6 +11,8 @@ from itertools import pairwise
 from statistics import median
 
 from spotlight.config.contradictions import trained_timesteps
+from spotlight.config.errors import ConfigError
+from spotlight.config.exploration_contradictions import step_cache_problem
 from spotlight.config.schema import RunConfig
 from spotlight.runtime.plan_fleet import FleetPlan, plan_fleet
 from spotlight.runtime.plan_memory import Estimate, disk_parts, memory_parts
@@ -34,7 +36,7 @@ class Passes:
     Attributes:
         rollout: forwards of the denoising steps.
         previews: forwards of all previews that exploration may ask for, spare prompts aside; a planner asks
-            for fewer.
+            for fewer. Those that reuse blocks (``exploration.step_cache``) count as whole ones.
         policy: forwards of the trained weights that build a graph.
         backward: backwards; each costs about two forwards.
         recomputed: forwards repeated in the backward pass by ``learner.gradient_checkpointing``.
@@ -104,7 +106,8 @@ def make_plan(config: RunConfig) -> RunPlan:
     """Plan a run.
 
     Raises:
-        ConfigError: a prompts file that cannot be read, or has too few held-out prompts.
+        ConfigError: a prompts file that cannot be read, or has too few held-out prompts; previews that are to
+            reuse blocks of a model that cannot.
         PromptFileError: prompts missing or malformed.
         RewardSetupError: a reward's name is none, or reserved; imports nothing.
         ModelError: the model directory is unusable, a LoRA target matches nothing, or the size does not suit.
@@ -112,6 +115,7 @@ def make_plan(config: RunConfig) -> RunPlan:
     make_reward_specs(config)  # raises
     prompts = load_prompts(config)
     model = read_sizes(config)
+    _require_step_cache(config, model)
     trained = None if isinstance(model, NotHere) else _parameters_trained(config, model)
     images = len(prompts.test) * config.evaluation.images_per_prompt
     evaluations = 1 + math.ceil(config.iterations / config.evaluation.every)
@@ -174,6 +178,17 @@ def text_tokens(config: RunConfig, prompts: Prompts) -> int:
     """A guess at the longest prompt's tokens: two a word and the template's tail, at most those kept."""
     words = max(len(prompt.text.split()) for prompt in (*prompts.train, *prompts.test))
     return min(2 * words + 6, config.model.max_text_tokens)
+
+
+def _require_step_cache(config: RunConfig, model: ModelSizes | NotHere) -> None:
+    why = ""
+    if not layout_of(config).reuses_blocks:
+        why = f"diffusers has no step cache for model.family={config.model.family}"
+    elif isinstance(model, ModelSizes) and model.layers < 2:
+        why = f"it has {model.layers} transformer blocks, of which the first always runs"
+    problem = step_cache_problem(config, why) if why else None
+    if problem is not None:
+        raise ConfigError("the configuration", [problem])
 
 
 def _parameters_trained(config: RunConfig, model: ModelSizes) -> int:

@@ -7,8 +7,8 @@ bfloat16).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from spotlight.config.contradictions import kept_steps, trained_timesteps
@@ -41,15 +41,29 @@ class Estimate:
 def memory_parts(
     config: RunConfig, model: ModelSizes, layout: FamilyLayout, trained: int, text_tokens: int
 ) -> tuple[Estimate, ...]:
-    """Memory of one process that holds everything (FSDP shards weights, gradients and Adam over ranks)."""
+    """Memory of one process that holds everything (FSDP shards weights, gradients and Adam over ranks).
+
+    With ``pipeline.trainers_generate`` of a learner's GPU: that of a rank and of the worker beside it.
+    """
     tokens = model.image_tokens(config.rollout.height, config.rollout.width) + text_tokens
-    return (
-        *_weights(config, model, trained),
+    weights = tuple(_weights(config, model, trained))
+    parts = (
+        *weights,
         *_merged(config, model, layout),
         *_optimizer(config, trained),
         *_activations(config, model, layout, tokens),
         *_samples(config, model),
     )
+    return _with_worker(parts, weights) if config.pipeline.trainers_generate else parts
+
+
+def _with_worker(parts: Sequence[Estimate], weights: Sequence[Estimate]) -> tuple[Estimate, ...]:
+    """Both stay on the GPU: neither process gives the other what it has allocated once."""
+    mine = [part for part in parts if part.when != "rollout"]
+    held = [part for part in weights if part.when == "always"]
+    rolls_out = [part for part in parts if part.when == "rollout"]
+    worker = [replace(part, part=f"{part.part} (worker)", when="always") for part in (*held, *rolls_out)]
+    return (*mine, *worker)
 
 
 def peak_bytes(parts: tuple[Estimate, ...]) -> float:

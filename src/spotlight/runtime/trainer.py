@@ -40,6 +40,7 @@ class IterationLog:
     _sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     _counts: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     _once: dict[str, float] = field(default_factory=dict)
+    _scores: dict[RolloutId, tuple[int, Mapping[str, float]]] = field(default_factory=dict)
 
     def add(self, name: str, value: float) -> None:
         """One more value of a curve; the row holds the mean."""
@@ -52,17 +53,25 @@ class IterationLog:
             self.add(name, value)
 
     def scored(self, rollout: Rollout, scores: Mapping[str, float]) -> None:
-        """The rewards of a train sample."""
+        """The rewards of a train sample, of this iteration or early ones of the next; the last told count."""
         if rollout.purpose is Purpose.TRAIN:
-            for name, value in scores.items():
-                self.add("rollout/reward" if name == REWARD else f"rollout/{name}", value)
+            self._scores[rollout.id] = rollout.iteration, scores
 
     def put(self, row: Mapping[str, float]) -> None:
         """Values that an iteration has one of; those of an earlier try at it are forgotten."""
         self._once.update(row)
 
-    def take(self) -> dict[str, float]:
-        """What there is since the last call: means, and what was put."""
+    def take(self, iteration: int | None = None) -> dict[str, float]:
+        """What there is since the last call: means, and what was put.
+
+        Args:
+            iteration: rewards of later ones are left for their own rows; None: there are none.
+        """
+        for name, (of, scores) in list(self._scores.items()):
+            if iteration is None or of <= iteration:
+                del self._scores[name]
+                for reward, value in scores.items():
+                    self.add("rollout/reward" if reward == REWARD else f"rollout/{reward}", value)
         row = {name: total / self._counts[name] for name, total in self._sums.items()} | self._once
         self._sums.clear()
         self._counts.clear()

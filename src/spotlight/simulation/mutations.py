@@ -135,7 +135,7 @@ def _keeps_the_ledger(
 
 def _grants_before_weights(self: Cluster, group: Group) -> None:
     if group.capacity:
-        self._idle[group.leader] = None
+        self.serving.idle[group.leader] = None
 
 
 def _waits_for_ever(self: Commands, now: float) -> Iterator[tuple[CommandEffect, bool]]:
@@ -147,7 +147,7 @@ def _overlooks_a_lost_member(self: Cluster, worker: Worker) -> None:
 
 
 def _leases_busy_learners(self: Cluster, rollouts: float, *, explore: bool) -> None:
-    self.trainers_may, self.trainers_explore = math.inf, True
+    self.serving.trainers_may, self.serving.trainers_explore = math.inf, True
 
 
 def _leaves_windows_open(self: Rollouts, now: float) -> None:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 
 from spotlight.config.errors import ConfigError, Problem
+from spotlight.config.exploration import deepest_pool
 from spotlight.core.events import NodeJoined
-from spotlight.core.plan import Axis, ClusterPlan, ExplorationPlan, PipelinePlan, Plan, PlannerPlan
+from spotlight.core.plan import Axis, ClusterPlan, ExplorationPlan, Explore, PipelinePlan, Plan, PlannerPlan
 from spotlight.core.planner.budget import PreviewCosts
 from spotlight.core.types import Baseline, Node, NodeId, NodeKind, WeightKind
 from spotlight.fleet.traces.events import Trace, TraceEvent, TraceEventKind
@@ -29,7 +30,14 @@ from spotlight.simulation.profile import (
 from spotlight.simulation.profile_costs import ProfileCosts, Workload, sp_degrees
 from spotlight.simulation.rewards import RewardModel
 from spotlight.simulation.scenario import NodeEvent, Scenario
-from spotlight.simulation.scenario_file import AlwaysOn, GeneratedTrace, PipelineSection, Pool, ScenarioFile
+from spotlight.simulation.scenario_file import (
+    AlwaysOn,
+    Exploration,
+    GeneratedTrace,
+    PipelineSection,
+    Pool,
+    ScenarioFile,
+)
 from spotlight.simulation.strategies import Part, SpotPlaces, Strategy, strategy_named
 from spotlight.simulation.tariff import PriceTag, Tariff, tariff_of
 
@@ -269,7 +277,16 @@ def _exploration(
         drawn_seeds=section.drawn_seeds,
         fidelity_min=section.fidelity_min,
         planner=planner,
+        seeds_per_prompt_max=_seeds_max(section, file.workload.group_size, strategy.explore),
     )
+
+
+def _seeds_max(section: Exploration, group_size: int, where: Explore) -> int | None:
+    """As a run's configuration has it."""
+    if where is not Explore.IDLE:
+        return None
+    counts = section.planner.seed_counts if section.planner else (section.seeds_per_prompt,)
+    return section.seeds_per_prompt_max or deepest_pool(group_size, counts)
 
 
 def _preview_costs(file: ScenarioFile, costs: ProfileCosts, gpu: str, ranks: int) -> PreviewCosts:

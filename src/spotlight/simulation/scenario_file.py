@@ -209,6 +209,9 @@ class Exploration(_Section):
 
     seeds_per_prompt: PositiveInt
     """Previews of a prompt; at least the group size."""
+    seeds_per_prompt_max: PositiveInt | None = None
+    """Previews of a prompt at most, where spot GPUs still idle when what was planned is made; null: 16 times
+    the group size, or what is planned if that is more."""
     steps: PositiveInt
     """Denoising steps of a preview."""
     policy: SelectionPolicy = SelectionPolicy.MAX_VARIANCE

@@ -219,6 +219,11 @@ def _exploration(explore: Exploration, group: int, steps: int) -> Iterator[Probl
         if found > steps:
             expected = f"at most workload.steps, {steps}"
             yield Problem(key, str(found), expected, "A preview is no longer than a rollout.")
+    planned = explore.planner.seed_counts if explore.planner else (explore.seeds_per_prompt,)
+    limit = explore.seeds_per_prompt_max
+    if limit is not None and limit < max(planned):
+        expected, remedy = f"at least what is planned, {max(planned)}", "Raise it, or leave it out."
+        yield Problem("exploration.seeds_per_prompt_max", str(limit), expected, remedy)
     if explore.drawn_seeds > group:
         found, remedy = explore.drawn_seeds, "They are part of the group."
         yield Problem("exploration.drawn_seeds", str(found), f"at most the group size, {group}", remedy)

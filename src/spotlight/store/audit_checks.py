@@ -141,10 +141,13 @@ CHECKS = (
     ),
     Check(
         "group-size",
-        "groups of train rollouts with members missing or surplus (a prompt drawn twice counts twice)",
+        "groups of train rollouts with members missing or surplus (a prompt drawn twice counts twice; one"
+        " dropped as stale was issued anew)",
         """
         WITH members AS (SELECT iteration, prompt, member, COUNT(*) AS times FROM rollouts
-            WHERE purpose = 'train' GROUP BY iteration, prompt, member),
+            LEFT JOIN outcomes ON outcomes.rollout = rollouts.id
+            WHERE rollouts.purpose = 'train' AND outcomes.reason IS NOT 'stale'
+            GROUP BY iteration, prompt, member),
         found AS (SELECT iteration, prompt, COUNT(*) AS size, MAX(member) + 1 AS expected,
             MIN(times) AS least, MAX(times) AS most FROM members GROUP BY iteration, prompt)
         SELECT iteration || '/' || prompt FROM found WHERE size <> expected OR least <> most

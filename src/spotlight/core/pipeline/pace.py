@@ -78,6 +78,10 @@ class Pace:
             known_s = self._rollout_s.get(running.kind, seen_s)
             self._rollout_s[running.kind] = known_s + _NEWS * (seen_s - known_s)
 
+    def drop(self, lease: LeaseId) -> None:
+        """A lease ends without having been finished."""
+        self._running.pop(lease, None)
+
     def forget(self, leader: WorkerId) -> None:
         """A group is no more: its leases end without having been finished."""
         self._free_s.pop(leader, None)

@@ -7,7 +7,8 @@ Invariants
        the segment is LOST. So whatever dies or is fenced off is lost without anybody having to notice.
     3. :meth:`Billing.take` gives each second once, and keeps those back that may still be either.
 
-A group that works on several leases is in the phase of the oldest.
+A group that works on several leases is in the phase of the oldest. A GPU that both trains and rolls out has
+two processes, and each of its seconds belongs to one of them: see :meth:`_Slot.active`.
 """
 
 from __future__ import annotations
@@ -39,26 +40,39 @@ def slots_of(node: Node) -> tuple[WorkerId, ...]:
 
 
 @dataclass(slots=True)
+class _Tenant:
+    """What a process on a slot does. ``at_risk_s``: denoised or trained, and not accepted yet."""
+
+    phase: Phase = Phase.SETUP
+    works: bool = False
+    at_risk_s: float = 0.0
+
+
+@dataclass(slots=True)
 class _Slot:
-    """One GPU, or what stands for one. ``at_risk_s``: denoised or trained, and not accepted yet."""
+    """One GPU, or what stands for one. ``tenants``: a learner rank, a worker, or the two in this order."""
 
     price_usd_h: float
     since_s: float
-    phase: Phase
-    works: bool = False
-    at_risk_s: float = 0.0
+    tenants: tuple[_Tenant, ...]
     spent: defaultdict[Phase, float] = field(default_factory=lambda: defaultdict(float))
+
+    @property
+    def active(self) -> _Tenant:
+        """Whose this moment is: who works, else who is at least not idle; of two such the rank."""
+        return min(self.tenants, key=lambda tenant: (not tenant.works, tenant.phase is Phase.IDLE))
 
     def close(self, now: float) -> None:
         seconds, self.since_s = max(0.0, now - self.since_s), max(now, self.since_s)
-        if self.works:
-            self.at_risk_s += seconds
+        tenant = self.active
+        if tenant.works:
+            tenant.at_risk_s += seconds
         else:
-            self.spent[self.phase] += seconds
+            self.spent[tenant.phase] += seconds
 
-    def settle(self, phase: Phase) -> None:
-        self.spent[phase] += self.at_risk_s
-        self.at_risk_s = 0.0
+    def settle(self, tenant: _Tenant, phase: Phase) -> None:
+        self.spent[phase] += tenant.at_risk_s
+        tenant.at_risk_s = 0.0
 
 
 @dataclass(slots=True)
@@ -171,36 +185,37 @@ class Billing:
             self._lose(node.id, now)
         self._nodes[node.id] = node
         for name in slots_of(node):
-            self._slots[name] = _Slot(node.price_usd_h / node.gpus, now, Phase.SETUP)
+            tenants = tuple(_Tenant() for there in (node.trains, node.rolls_out) if there)
+            self._slots[name] = _Slot(node.price_usd_h / node.gpus, now, tenants)
 
     def _lose(self, node_id: NodeId, now: float) -> None:
         node = self._nodes.pop(node_id, None)
         for name in slots_of(node) if node is not None else ():
             slot = self._slots.pop(name)
             slot.close(now)
-            slot.settle(Phase.LOST)
+            for tenant in slot.tenants:
+                slot.settle(tenant, Phase.LOST)
             self._gone += _spent(name, slot)
 
     # -- workers ---------------------------------------------------------------------------------------
 
-    def _known(self, workers: Iterable[WorkerId]) -> Iterator[_Slot]:
+    def _known(self, workers: Iterable[WorkerId]) -> Iterator[tuple[_Slot, _Tenant]]:
         for name in workers:
             if name in self._slots:
-                yield self._slots[name]
+                yield self._slots[name], self._slots[name].tenants[-1]
 
     def _turn(self, workers: Iterable[WorkerId], phase: Phase, now: float) -> None:
         """To something that is not work at risk; what was at risk until now is lost."""
-        for slot in self._known(workers):
+        for slot, worker in self._known(workers):
             slot.close(now)
-            slot.settle(Phase.LOST)
-            slot.phase, slot.works = phase, False
+            slot.settle(worker, Phase.LOST)
+            worker.phase, worker.works = phase, False
 
     def _rest(self, workers: Iterable[WorkerId], now: float) -> None:
         self._turn([name for name in workers if not self._busy(name)], Phase.IDLE, now)
 
     def _busy(self, worker: WorkerId) -> bool:
-        slot = self._slots.get(worker)
-        return slot is not None and slot.works
+        return any(known.works for _, known in self._known([worker]))
 
     def _crash(self, worker: WorkerId, now: float) -> None:
         self._turn([worker], Phase.SETUP, now)
@@ -224,9 +239,9 @@ class Billing:
     def _work(self, group: _Group, now: float) -> None:
         """Go on with the oldest lease."""
         phase, _ = next(iter(group.leases.values()))
-        for slot in self._known(group.members):
+        for slot, worker in self._known(group.members):
             slot.close(now)
-            slot.phase, slot.works = phase, True
+            worker.phase, worker.works = phase, True
 
     def _made(
         self,
@@ -240,9 +255,9 @@ class Billing:
             return
         if any(isinstance(effect, ef.AbandonLease) and effect.lease == event.lease for effect in effects):
             return
-        for slot in self._known(group.members):
+        for slot, worker in self._known(group.members):
             slot.close(now)
-            slot.settle(slot.phase)
+            slot.settle(worker, worker.phase)
         _, left = group.leases[event.lease]
         match event:
             case ev.LeaseCompleted(rollouts=rollouts):
@@ -261,21 +276,21 @@ class Billing:
 
     # -- the learner -----------------------------------------------------------------------------------
 
-    def _ranks(self) -> Iterator[_Slot]:
+    def _ranks(self) -> Iterator[tuple[_Slot, _Tenant]]:
         for node in self._nodes.values():
-            if node.trains:
-                yield from self._known(slots_of(node))
+            for name in slots_of(node) if node.trains else ():
+                yield self._slots[name], self._slots[name].tenants[0]
 
     def _train(self, phase: Phase, now: float) -> None:
-        for slot in self._ranks():
+        for slot, rank in self._ranks():
             slot.close(now)
-            slot.phase, slot.works = phase, phase is Phase.TRAINING
+            rank.phase, rank.works = phase, phase is Phase.TRAINING
 
     def _settle_training(self, phase: Phase, now: float) -> None:
-        for slot in self._ranks():
+        for slot, rank in self._ranks():
             slot.close(now)
-            slot.settle(phase)
-            slot.phase, slot.works = Phase.IDLE, False
+            slot.settle(rank, phase)
+            rank.phase, rank.works = Phase.IDLE, False
 
 
 def _spent(name: WorkerId, slot: _Slot) -> Iterator[Spent]:

@@ -22,7 +22,7 @@ from spotlight.config.load import dump_config
 from spotlight.config.schema import RunConfig
 from spotlight.core import events as ev
 from spotlight.core.controller import Controller
-from spotlight.core.types import Node, NodeId, Prompt, PromptId
+from spotlight.core.types import NodeId, Prompt, PromptId
 from spotlight.rewards.pool import RewardPool
 from spotlight.rollout.rendezvous import Address
 from spotlight.runtime import build
@@ -37,9 +37,18 @@ from spotlight.runtime.ray.learner.rank import write_token
 from spotlight.runtime.ray.local.cluster import LocalCluster
 from spotlight.runtime.ray.local.emulation import SIGTERM_GRACE_S
 from spotlight.runtime.ray.loop import Calls
-from spotlight.runtime.ray.nodes.facts import NodeFacts, gather
+from spotlight.runtime.ray.nodes.facts import Gpu, NodeFacts, gather
 from spotlight.runtime.ray.nodes.fleet import Fleet, Prices
-from spotlight.runtime.ray.nodes.listing import SLOT, RayNode, mixed_gpus
+from spotlight.runtime.ray.nodes.listing import (
+    SHARE,
+    SLOT,
+    Part,
+    RayNode,
+    gpus_told,
+    mixed_gpus,
+    train_only,
+    unlike,
+)
 from spotlight.runtime.ray.nodes.membership import Membership, MembershipSettings
 from spotlight.runtime.ray.nodes.notice_watch import NoticeSettings
 from spotlight.runtime.ray.scoring import Scoring
@@ -89,15 +98,6 @@ class Site:
     threads: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A node whose free slots roll out, or would if their GPUs were like the others'."""
-
-    node: RayNode
-    facts: NodeFacts
-    parts: Sequence[Node]
-
-
 class Control:
     """Puts the parts of the head together, and tells it of nodes. The head's thread but for the listener."""
 
@@ -115,12 +115,13 @@ class Control:
         self._config, self._site, self._head, self._attempt = config, site, head, attempt
         self._observer, self._prompts = materials.observer, materials.by_id
         prices = Prices(fleet.price_usd_h, fleet.spot.price_usd_h)
-        self._fleet = Fleet.plan(fleet.learner_ranks, prices, site.nodes)
+        ranks_roll_out = config.pipeline.trainers_generate
+        self._fleet = Fleet.plan(fleet.learner_ranks, prices, site.nodes, ranks_roll_out=ranks_roll_out)
         # Read in the launcher's thread, hence replaced as a whole and never changed.
         self._learner_slots = self._fleet.learner_slots
         self._berths: dict[NodeId, Berth] = {}
-        self._rolling: dict[str, _Waiting] = {}
-        self._waiting: dict[str, _Waiting] = {}
+        self._rolling: set[NodeId] = set()
+        self._gpu: Gpu | None = None
         run = secrets.token_hex(4)
         token = secrets.token_hex(16)
         self._token_file = write_token(config, token)
@@ -233,38 +234,38 @@ class Control:
     def _join(self, node: RayNode, facts: NodeFacts) -> None:
         parts = self._fleet.join(node)
         self._learner_slots = self._fleet.learner_slots
-        self._admit(node, [part for part in parts if part.trains])
-        if rolling := [part for part in parts if not part.trains]:
-            self._waiting[node.ray_id] = _Waiting(node, facts, rolling)
-            if (problem := self._admit_fitting(node.ray_id)) is not None:
-                self._observer.note(f"the slots of a node do not roll out for now: {problem}")
-        elif not self._rolling:
+        if self._config.fleet.sequence_parallel.degrees[-1] > 1 and (problem := mixed_gpus(node, facts)):
+            self._observer.note(f"the slots of a node do not roll out: {problem}")
+            parts = tuple(train_only(part) for part in parts if part.node.trains)
+        self._note_type(node, facts)
+        for part in parts:
+            self._berths[part.node.id] = self._berth(node, part)
+            if part.node.rolls_out:
+                self._rolling.add(part.node.id)
+            self._head.tell(ev.NodeJoined(part.node))
+        if not self._rolling:
             self._observer.note("waiting for nodes that roll out")
 
-    def _admit_fitting(self, ray_id: str) -> Problem | None:
-        """Let a waiting node roll out, unless its GPUs are others than those that do."""
-        waiting = self._waiting[ray_id]
-        known = [(other.node, other.facts) for other in self._rolling.values()]
-        if (problem := mixed_gpus([*known, (waiting.node, waiting.facts)])) is not None:
-            return problem
-        self._rolling[ray_id] = self._waiting.pop(ray_id)
-        self._admit(waiting.node, waiting.parts)
-        return None
+    def _berth(self, node: RayNode, part: Part) -> Berth:
+        shared = part.node.trains and part.node.rolls_out
+        # Ray gives a process whichever GPU has room; a rank and the worker beside it must have the same.
+        first_gpu = part.first_slot if node.gpus and self._fleet.ranks_roll_out else None
+        return Berth(node.ray_id, node.gpus, self._site.threads, SHARE if shared else 1.0, first_gpu)
 
-    def _admit(self, node: RayNode, parts: Sequence[Node]) -> None:
-        for part in parts:
-            self._berths[part.id] = Berth(node.ray_id, node.gpus, self._site.threads)
-            self._head.tell(ev.NodeJoined(part))
+    def _note_type(self, node: RayNode, facts: NodeFacts) -> None:
+        """Results on another type of GPU differ by rounding, and it may hold less: people should know."""
+        if not (node.gpus and facts.gpus):
+            return
+        self._gpu = self._gpu or facts.gpus[0]
+        if any(unlike(gpu, self._gpu) for gpu in facts.gpus):
+            self._observer.note(f"{node.name} brings {gpus_told(facts)}: it takes what its memory holds")
 
     def _lose(self, node: RayNode) -> None:
-        self._rolling.pop(node.ray_id, None)
-        self._waiting.pop(node.ray_id, None)
         for name in self._fleet.lose(node.ray_id):
+            self._rolling.discard(name)
             self._berths.pop(name, None)
             self._head.tell(ev.NodeLost(name))
         self._learner_slots = self._fleet.learner_slots
-        for ray_id in list(self._waiting):
-            self._admit_fitting(ray_id)
 
     def _tell_all(self, node: RayNode, event: Callable[[NodeId], ev.Event]) -> None:
         for name in self._fleet.known(node.ray_id):
@@ -277,16 +278,19 @@ class Control:
 
     def _placements(self) -> list[Placement]:
         """Where the learner's ranks go now; called in the launcher's thread."""
+        beside = self._fleet.ranks_roll_out
+        share = SHARE if beside else 1.0
         placements = [
             Placement(
                 ray_id,
                 LOOPBACK if self._site.emulated else node.address,
-                1.0 if node.gpus else 0.0,
-                {} if node.gpus else {SLOT: 1.0},
+                share if node.gpus else 0.0,
+                {} if node.gpus else {SLOT: share},
                 None if self._site.threads is None else max(1, self._learner_threads()),
+                slot if node.gpus and beside else None,
             )
             for ray_id, (node, count) in self._learner_slots.items()
-            for _ in range(count)
+            for slot in range(count)
         ]
         if len(placements) < self._fleet.ranks:
             raise LookupError(f"room for {len(placements)} of {self._fleet.ranks} learner ranks")

@@ -203,7 +203,8 @@ class Head:
 
     def scored(self, rollout: RolloutId, scores: Mapping[str, float]) -> None:
         """A sample has its curves."""
-        issued = self.parts.controller.rollouts.get(rollout)
+        controller = self.parts.controller
+        issued = controller.rollouts.get(rollout) or controller.work.early.rollouts.get(rollout)
         if issued is not None:
             self.log.scored(issued, scores)
 
@@ -546,7 +547,7 @@ class Head:
     def _iteration_done(self, trained: Mapping[str, float]) -> None:
         controller, book, own = self.parts.controller, self.parts.book, self._own
         self.accounts.write(book)
-        row = self.log.take() | dict(trained)
+        row = self.log.take(controller.iteration) | dict(trained)
         row |= {f"seconds/{phase.value}": spent for phase, spent in self.accounts.take_seconds().items()}
         row |= {
             "head/events": float(own.events),
@@ -589,7 +590,8 @@ class Head:
 
     def _sweep(self, then: Callable[[], None]) -> None:
         """Have the keeper drop what late reports left behind, before new rollouts are issued; then go on."""
-        known = {*self.parts.controller.rollouts, *self.parts.controller.work.window.rollouts, *self._marks}
+        work = self.parts.controller.work
+        known = {*work.at.rollouts, *work.early.rollouts, *work.window.rollouts, *self._marks}
         waiting = set(VALUES)
 
         def swept(kind: str) -> None:

@@ -132,7 +132,8 @@ def _threads(config: RunConfig) -> int:
     local = config.fleet.local
     if local.threads is not None:
         return local.threads
-    return max(1, (os.cpu_count() or 1) // max(1, local.rollout_slots + spot_slots(config.fleet)))
+    beside = config.fleet.learner_ranks if config.pipeline.trainers_generate else 0
+    return max(1, (os.cpu_count() or 1) // max(1, local.rollout_slots + spot_slots(config.fleet) + beside))
 
 
 # -- the run -------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from spotlight.core.types import PromptId, Rollout, RolloutId
 from spotlight.runtime.ray.keeper import NEGATIVE
 from spotlight.runtime.ray.learner.group import Process
 from spotlight.runtime.ray.learner.rank import LOOPBACK, LearnerRank, RankPlace, share_of
+from spotlight.runtime.ray.nodes.listing import ALL_GPUS_VISIBLE
 from spotlight.weights.bundle import Manifest
 
 if TYPE_CHECKING:
@@ -46,9 +47,10 @@ class Placement:
     Attributes:
         node: Ray's id of the node.
         host: the node's address.
-        gpus: whole GPUs of the rank, 0 or 1.
+        gpus: how much of a GPU the rank takes: 0, 1, or a share of one where a worker is beside it.
         resources: custom resources that it takes.
         threads: of its CPU work; None: one, which is what Ray gives to an actor that reserves no CPU.
+        gpu: which GPU of the node; None: the one that Ray gives it.
     """
 
     node: str
@@ -56,6 +58,7 @@ class Placement:
     gpus: float = 0.0
     resources: Mapping[str, float] = field(default_factory=dict)
     threads: int | None = None
+    gpu: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +272,7 @@ class RayLauncher:
 
         order = RankOrder(
             config=self._config,
-            place=RankPlace(rank, self.world, self._exchange_s),
+            place=RankPlace(rank, self.world, self._exchange_s, placement.gpu),
             token=self._token,
             directory=str(Path.cwd()),
             log=str(self._log(life, rank)),
@@ -284,6 +287,7 @@ class RayLauncher:
                 num_cpus=0,
                 num_gpus=placement.gpus,
                 resources=dict(placement.resources),
+                runtime_env=None if placement.gpu is None else ALL_GPUS_VISIBLE,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(placement.node, soft=False),
                 max_restarts=0,
                 max_task_retries=0,

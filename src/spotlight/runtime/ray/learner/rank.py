@@ -19,6 +19,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
@@ -67,11 +68,13 @@ class RankPlace:
 
     Attributes:
         timeout_s: how long it waits for the others in one exchange.
+        gpu: of those it sees; None: the only one.
     """
 
     rank: int
     world: int
     timeout_s: float = 1800.0
+    gpu: int | None = None
 
 
 def share_of(effect: PrepareBatch, rank: int, world: int) -> tuple[RolloutId, ...]:
@@ -106,6 +109,8 @@ class LearnerRank:
         self._loaded: tuple[Model, Conditions] | None = None
         self._learning: Learning | None = None
         self._device = build.pick_device(self.config)
+        if place.gpu is not None and self._device.type == "cuda":
+            self._device = torch.device("cuda", place.gpu)
 
     # -- beginning -------------------------------------------------------------------------------------
 

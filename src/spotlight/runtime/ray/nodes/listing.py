@@ -17,9 +17,13 @@ from types import MappingProxyType
 
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.core.types import Node, NodeId, NodeKind
-from spotlight.runtime.ray.nodes.facts import NodeFacts
+from spotlight.runtime.ray.nodes.facts import Gpu, NodeFacts
 
 SLOT = "spotlight_slot"
+SHARE = 0.5
+"""Of a slot, for each of a learner rank and the worker beside it."""
+ALL_GPUS_VISIBLE = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
+"""Runtime environment of a process that sees all GPUs of its node, and takes one by its number."""
 KIND_RESOURCES: Mapping[NodeKind, str] = MappingProxyType(
     {NodeKind.RESERVED: "spotlight_reserved", NodeKind.SPOT: "spotlight_spot"}
 )
@@ -196,26 +200,33 @@ def require_usable(view: View, learner_ranks: int, source: str) -> None:
         raise ConfigError(source, problems)
 
 
-def mixed_gpus(nodes: Sequence[tuple[RayNode, NodeFacts]]) -> Problem | None:
-    """What differs between the GPUs of nodes that roll out; nodes that told of none are left out.
-
-    One model and one batch must fit everywhere: work moves between all of them.
-    """
-    told = [(node.name, gpu) for node, facts in nodes if node.gpus for gpu in facts.gpus]
-    if not told:
-        return None
-    first_name, first = told[0]
-    for name, gpu in told[1:]:
-        spread = abs(gpu.memory_bytes - first.memory_bytes) / max(gpu.memory_bytes, first.memory_bytes)
-        if gpu.name != first.name or spread > _MEMORY_TOLERANCE:
+def mixed_gpus(node: RayNode, facts: NodeFacts) -> Problem | None:
+    """What differs between the GPUs of a node whose workers form groups: a group is as slow, and has as
+    little memory, as its weakest member. Nodes may differ: each pulls what it can."""
+    for gpu in facts.gpus[1:] if node.gpus else ():
+        if unlike(gpu, facts.gpus[0]):
             return Problem(
-                f"node {name!r}",
-                f"a GPU {gpu.name} of {gpu.memory_bytes / 2**30:.0f} GiB beside {first.name} of "
-                f"{first.memory_bytes / 2**30:.0f} GiB (node {first_name!r})",
-                "GPUs of one type and memory on all nodes that roll out",
-                "Start the others without a spotlight resource or label, or as a cluster of their own.",
+                f"node {node.name!r}", f"{_told(gpu)} beside {_told(facts.gpus[0])}",
+                "GPUs of one type and memory on a node with fleet.sequence_parallel.degrees above 1",
+                "Set fleet.sequence_parallel.degrees=[1], or start Ray once for each type of GPU there "
+                "(CUDA_VISIBLE_DEVICES).",
             )  # fmt: skip
     return None
+
+
+def unlike(one: Gpu, other: Gpu) -> bool:
+    """Whether two GPUs are of different types or memory."""
+    spread = abs(one.memory_bytes - other.memory_bytes) / max(one.memory_bytes, other.memory_bytes)
+    return one.name != other.name or spread > _MEMORY_TOLERANCE
+
+
+def gpus_told(facts: NodeFacts) -> str:
+    """A node's types of GPUs, for people: ``NVIDIA L4 of 22 GiB``; empty where it told none."""
+    return " and ".join(dict.fromkeys(_told(gpu) for gpu in facts.gpus))
+
+
+def _told(gpu: Gpu) -> str:
+    return f"{gpu.name} of {gpu.memory_bytes / 2**30:.0f} GiB"
 
 
 def place_learner(nodes: Sequence[RayNode], ranks: int) -> Mapping[str, int]:
@@ -263,7 +274,7 @@ def split_node(node: RayNode, ranks: int, slot_usd_h: float, ranks_roll_out: boo
 
     Args:
         slot_usd_h: price of one slot.
-        ranks_roll_out: while the learner waits, its slots roll out.
+        ranks_roll_out: its slots roll out too, while the learner waits.
 
     Returns:
         A part that trains and a part that rolls out, whichever there are; a node of one part keeps its name.
@@ -280,6 +291,11 @@ def split_node(node: RayNode, ranks: int, slot_usd_h: float, ranks_roll_out: boo
 
     parts = [part("learner", ranks, 0, True)] if ranks else []
     return (*parts, part("rollout", free, ranks, False)) if free else tuple(parts)
+
+
+def train_only(part: Part) -> Part:
+    """The same slots, without workers."""
+    return replace(part, node=replace(part.node, rolls_out=False))
 
 
 def _gpu_type(resources: Mapping[str, float], labels: Mapping[str, str]) -> str:

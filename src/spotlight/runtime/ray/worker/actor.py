@@ -23,14 +23,12 @@ from spotlight.rollout.ports import Command, HomeLostError
 from spotlight.rollout.rendezvous import Address
 from spotlight.rollout.reports import Report
 from spotlight.runtime.process import prepare_process
-from spotlight.runtime.ray.nodes.listing import SLOT
+from spotlight.runtime.ray.nodes.listing import ALL_GPUS_VISIBLE, SLOT
 from spotlight.runtime.ray.worker.process import WorkerPlace, WorkerProcess
 from spotlight.store.vault import Kept
 
 _GROUPS = {"tell": 1, "watch": 1}
 """Commands keep their order in a group of one thread; watching waits in another."""
-_VISIBLE = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
-"""Every worker of a node sees all its GPUs: weights are copied between them."""
 
 
 class KeeperHome:
@@ -72,6 +70,8 @@ class WorkerOrder:
 
     Attributes:
         config: the resolved configuration as YAML.
+        on_gpu: whether its slot is a GPU.
+        gpu: which of the node's; None: the one that Ray gave.
         run: name that the processes of one run on a node share.
         threads: of its CPU work; None leaves it to torch.
     """
@@ -79,7 +79,8 @@ class WorkerOrder:
     config: str
     worker: WorkerId
     epoch: int
-    gpu: bool
+    on_gpu: bool
+    gpu: int | None
     meeting: Address
     run: str
     working_directory: str
@@ -95,7 +96,7 @@ class WorkerActor:
             os.chdir(order.working_directory)
         if order.threads is not None:
             torch.set_num_threads(order.threads)
-        device = torch.device("cuda", int(ray.get_gpu_ids()[0])) if order.gpu else torch.device("cpu")
+        device = _device(order)
         prepare_process(device, config.deterministic)
         place = WorkerPlace(order.worker, order.epoch, device, order.meeting, order.run)
         self._process = WorkerProcess(config, place, KeeperHome(keeper, config.fleet.start_s))
@@ -125,6 +126,13 @@ class WorkerActor:
             self._ended.set()
 
 
+def _device(order: WorkerOrder) -> torch.device:
+    """Every worker of a node sees all its GPUs: weights are copied between them."""
+    if not order.on_gpu:
+        return torch.device("cpu")
+    return torch.device("cuda", int(ray.get_gpu_ids()[0]) if order.gpu is None else order.gpu)
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerHandle:
     """A worker's actor, seen by the head: every call returns Ray's reference to the answer, at once."""
@@ -152,11 +160,15 @@ class Berth:
         ray_id: of Ray's node.
         gpus: whether a slot is a GPU.
         threads: of each worker on a CPU slot.
+        share: of a slot that a worker takes; less than 1 beside a learner rank.
+        first_gpu: number of the first worker's GPU, which the others' follow; None: Ray gives each its own.
     """
 
     ray_id: str
     gpus: bool
     threads: int | None
+    share: float = 1.0
+    first_gpu: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +196,7 @@ class ActorStarter:
             order.worker,
             order.epoch,
             berth.gpus,
+            None if berth.first_gpu is None else berth.first_gpu + order.gpu,
             self.meeting,
             self.run,
             str(Path.cwd()),
@@ -192,11 +205,11 @@ class ActorStarter:
         make = ray.remote(concurrency_groups=_GROUPS)(WorkerActor).options(
             name=self._name(order),
             num_cpus=0,
-            num_gpus=1 if berth.gpus else 0,
-            resources=None if berth.gpus else {SLOT: 1},
+            num_gpus=berth.share if berth.gpus else 0,
+            resources=None if berth.gpus else {SLOT: berth.share},
             max_restarts=0,
             max_task_retries=0,
-            runtime_env={"env_vars": {_VISIBLE: "1"}} if berth.gpus else None,
+            runtime_env=ALL_GPUS_VISIBLE if berth.gpus else None,
             scheduling_strategy=NodeAffinitySchedulingStrategy(berth.ray_id, soft=False),
         )
         return WorkerHandle(make.remote(told, self.keeper))

@@ -1,0 +1,114 @@
+"""How much of the work that waits a group gets. Part of the cluster.
+
+Invariants
+    1. What is granted to groups on GPUs that train is what an optimizer step waits for, and no more of it
+       than the controller lets them take.
+    2. Of work for which groups compete, each holds its share at most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from spotlight.core.effects import GrantLease
+from spotlight.core.members import Group, GroupState
+from spotlight.core.pipeline.pace import Filler, Pace
+from spotlight.core.queue import PullQueue, Value
+from spotlight.core.shares import Shares
+from spotlight.core.spare_time import Demand, SpareTime
+from spotlight.core.types import LeaseId, WorkerId
+
+_FILLER = {Value.NEXT: Filler.NEXT, Value.EXPLORE: Filler.EXPLORATION}
+
+
+@dataclass(slots=True)
+class Serving:
+    """See the module's docstring.
+
+    Attributes:
+        spare: previews beside other work.
+        pace: how long groups take.
+        idle: leaders of groups that wait for work and may have some.
+        trainers_may: pull so many rollouts, the groups on GPUs that train.
+        trainers_explore: these may be previews.
+    """
+
+    queue: PullQueue
+    spare: SpareTime
+    pace: Pace = field(default_factory=Pace)
+    idle: OrderedDict[WorkerId, None] = field(default_factory=OrderedDict)
+    trainers_may: float = math.inf
+    trainers_explore: bool = False
+    shares: Shares = field(init=False)
+    _each_trainer: float = math.inf
+
+    def __post_init__(self) -> None:
+        self.shares = Shares(self.pace)
+
+    # -- groups ----------------------------------------------------------------------------------------
+
+    def parts(self, group: Group) -> None:
+        """A group takes no more work."""
+        self.shares.count(group, -1)
+        self.idle.pop(group.leader, None)
+        self.spare.pulled(group.leader)
+
+    def dissolved(self, group: Group) -> None:
+        """A group is no more."""
+        if group.state is not GroupState.STOPPING:
+            self.parts(group)
+        self.pace.forget(group.leader)
+
+    # -- work ------------------------------------------------------------------------------------------
+
+    def room(self, group: Group, demand: Demand) -> int:
+        """How much of what is pulled next a group may take."""
+        if group.trains and not self._suits_trainers():
+            return 0
+        trains = group.trains and self.spare.explores
+        return self.spare.room(group.leader, trains, self.share(group, demand), demand)
+
+    def share(self, group: Group, demand: Demand) -> int:
+        """A group's share of what is pulled next."""
+        trainers = not demand.previews and self.trainers_may > 0
+        return self.shares.of(group, demand.contended, trainers=trainers)
+
+    def grant(self, group: Group, rollouts: int, now: float) -> GrantLease:
+        """Lease up to so many rollouts to a group that waits for them."""
+        limit, value = min(group.capacity, rollouts), self.queue.best
+        if group.trains:
+            limit = int(min(limit, self._each_trainer, self.trainers_may))
+        granted = self.queue.pull(group.leader, limit, now)
+        assert granted is not None, "rollouts wait, and the leader was admitted"
+        lease, taken, resume = granted
+        group.capacity = 0
+        if group.trains:
+            self.trainers_may -= len(taken)
+        share = sum(1 - resume.get(rollout.id, 0) / rollout.steps for rollout in taken)
+        filler = Filler.TRAINERS if group.trains else None if value is None else _FILLER.get(value)
+        self.pace.begin(lease.id, group.leader, group.kind, share, filler, now)
+        return GrantLease(*granted)
+
+    def renounced(self, lease: LeaseId) -> None:
+        """A lease went back to the queue unfinished, and its group goes on."""
+        self.pace.drop(lease)
+
+    # -- GPUs that train -------------------------------------------------------------------------------
+
+    def let_trainers(self, rollouts: float, trainers: Sequence[Group], *, explore: bool) -> bool:
+        """How many rollouts GPUs that train may pull now; returns whether that lets some, or stops all."""
+        changed = (rollouts > 0) != (self.trainers_may > 0)
+        self.trainers_may, self.trainers_explore = rollouts, explore
+        waiting = sum(group.capacity > 0 for group in trainers)
+        self._each_trainer = math.ceil(rollouts / max(1, waiting)) if math.isfinite(rollouts) else rollouts
+        return changed
+
+    def _suits_trainers(self) -> bool:
+        """Whether what would be pulled now is worth a learner's time."""
+        best = self.queue.best
+        if self.trainers_may <= 0 or best is None:
+            return False
+        return best in (Value.TRAIN, Value.EVAL) or (best is Value.EXPLORE and self.trainers_explore)

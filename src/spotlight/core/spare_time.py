@@ -1,0 +1,110 @@
+"""Previews made in idle time: what they may take, and when they give way. Part of the cluster.
+
+Invariants
+    1. A group that holds work which the iteration waits for is given no previews, nor is a GPU that trains:
+       denoised beside them, that work would take longer.
+    2. While such work waits and nobody can take it, as many groups as it takes were told to give back the
+       previews that they hold, as far as there are any. A group that does not pull in time is not counted on.
+
+Where exploration is on the critical path, the iteration waits for previews too, and none of this holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from spotlight.core.queue import PullQueue
+from spotlight.core.types import Lease, Purpose, WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What there is to do.
+
+    Attributes:
+        needed: rollouts outstanding that the iteration waits for.
+        pressing: those of them that nobody holds.
+        contended: rollouts outstanding of the sort that is pulled next, needed or ``previews``.
+    """
+
+    needed: int
+    pressing: int
+    contended: int
+    previews: bool
+
+
+@dataclass(slots=True)
+class SpareTime:
+    """See the module's docstring.
+
+    Attributes:
+        explores: previews are made in idle time.
+        patience_s: how long a group that was told to give way is counted on.
+    """
+
+    queue: PullQueue
+    patience_s: float
+    explores: bool = False
+    _yielding: dict[WorkerId, float] = field(default_factory=dict)
+
+    # -- what there is to do ---------------------------------------------------------------------------
+
+    def demand(self) -> Demand:
+        """What waits now, and of how much."""
+        queue = self.queue
+        if not self.explores:
+            return Demand(queue.outstanding, queue.waiting, queue.outstanding, False)
+        previews = queue.outstanding_for(Purpose.EXPLORE)
+        needed = queue.outstanding - previews
+        pressing = queue.waiting - queue.waiting_for(Purpose.EXPLORE)
+        previews_next = previews > 0 and not pressing and (not needed or queue.waiting > 0)
+        return Demand(needed, pressing, previews if previews_next else needed, previews_next)
+
+    # -- who may take it -------------------------------------------------------------------------------
+
+    def room(self, leader: WorkerId, trains: bool, share: int, demand: Demand) -> int:
+        """How much of what is pulled next a group may take: it then holds ``share`` at most."""
+        if demand.previews and (trains or self.queue.count_held_by(leader, previews=False)):
+            return 0
+        counts_all = demand.previews or not self.explores
+        return share - self.queue.count_held_by(leader, previews=counts_all)
+
+    # -- giving way ------------------------------------------------------------------------------------
+
+    def pulled(self, leader: WorkerId) -> None:
+        """A group asks for work, or is no more."""
+        self._yielding.pop(leader, None)
+
+    def give_way(self, groups: int, able: Callable[[WorkerId], bool], now: float) -> list[Lease]:
+        """Requeue previews that some groups hold, for better work that needs so many groups.
+
+        Args:
+            able: whether a leader's group can stop and pull.
+
+        Returns:
+            The leases that do not count any more.
+        """
+        groups -= sum(told_s > now - self.patience_s for told_s in self._yielding.values())
+        given: list[Lease] = []
+        for lease in self.queue.previews() if groups > 0 else ():
+            if not able(lease.worker):
+                continue
+            groups -= lease.worker not in self._yielding
+            if groups < 0:
+                break
+            self._yielding[lease.worker] = now
+            given.append(lease)
+        for lease in given:
+            self.queue.renounce(lease.id)
+        return given
+
+    def crowded_out(self, leader: WorkerId) -> list[Lease]:
+        """A group got better work: requeue the previews that it holds besides. Returns their leases."""
+        if not self.explores:
+            return []
+        held = [lease for lease, _ in self.queue.held_by(leader)]
+        given = [lease for lease in held if self.queue.purpose_of(lease.id) is Purpose.EXPLORE]
+        for lease in given:
+            self.queue.renounce(lease.id)
+        return given

@@ -1,0 +1,167 @@
+"""Reuse of a transformer's blocks between neighbouring denoising steps, over diffusers' First Block Cache.
+
+    with recording(model) as added:       # whole forwards, which also tell what the blocks added
+        family.velocity(model, ...)
+    with reusing(model, added):           # the first block runs; the others add what they added before
+        family.velocity(model, ...)
+
+diffusers itself decides when to reuse, by a threshold on a mean over the batch. A rollout would depend on its
+batch mates then, and the ranks of a sequence-parallel group, each with tokens of its own, could decide
+differently and wait for each other for ever. So here the caller decides, and keeps what was added by rollout.
+
+Invariants:
+- Outside of the two contexts nothing of this is in the module: no hook, no attribute.
+- Forwards reuse what the caller hands in and nothing else: a cache of diffusers lives for one context.
+- The passes of classifier-free guidance are kept apart by the names that the family gives them, with
+  ``cache_context``; diffusers raises where a family gives none.
+
+Every private interface of diffusers' caches that is used is in this file; contract test:
+``tests/contract/test_step_cache.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeAlias
+
+import torch
+from diffusers import CacheMixin, FirstBlockCacheConfig
+from diffusers import __version__ as diffusers_version
+from diffusers.hooks import _common, _helpers, first_block_cache, hooks
+from torch import Tensor, nn
+
+Added: TypeAlias = Mapping[str, Tensor]
+"""What the blocks after the first added to one rollout's image tokens, [tokens, width], by pass."""
+
+_USED = (
+    (_common, ("_ALL_TRANSFORMER_BLOCK_IDENTIFIERS",)),
+    (_helpers, ("TransformerBlockRegistry",)),
+    (first_block_cache, ("FBCSharedBlockState", "_FBC_LEADER_BLOCK_HOOK")),
+    (hooks, ("StateManager",)),
+)
+_STATE = ("head_block_residual", "tail_block_residuals")
+_REGISTRY = "_diffusers_hook"
+_LEFT = frozenset({"forward", "_cache_config", _REGISTRY})
+"""What diffusers leaves in modules whose cache is disabled."""
+
+
+class StepCacheError(ValueError):
+    """A transformer whose blocks cannot be reused, or a diffusers that does it otherwise."""
+
+
+@contextmanager
+def recording(model: nn.Module) -> Iterator[list[Added]]:
+    """Whole forwards within; after the context the list says what the blocks added, row by row.
+
+    Raises:
+        StepCacheError: see :func:`require`.
+    """
+    found: list[Added] = []
+    with _cache(model) as states:
+        yield found
+        # Rows of their own: a view would keep the memory of its batch mates.
+        added = {
+            name: [row.clone() for row in state.tail_block_residuals[0]] for name, state in states.items()
+        }
+    found += [dict(zip(added, rows, strict=True)) for rows in zip(*added.values(), strict=True)]
+
+
+@contextmanager
+def reusing(model: nn.Module, added: Sequence[Added]) -> Iterator[None]:
+    """Forwards within run the first block, and take what the others add from ``added``, row by row.
+
+    Raises:
+        StepCacheError: see :func:`require`.
+    """
+    with _cache(model) as states:
+        for name in added[0]:
+            residual = torch.stack([row[name] for row in added])
+            state = first_block_cache.FBCSharedBlockState()
+            # Of the text nothing is read after the last block, so it may stay as the first leaves it.
+            state.tail_block_residuals = (residual, residual.new_zeros(()))
+            state.head_block_residual = residual.new_ones(())  # compared with an infinite threshold
+            states[name] = state
+        yield
+
+
+def require(model: nn.Module) -> None:
+    """Raise :class:`StepCacheError`, saying why, unless the blocks of ``model`` can be reused."""
+    require_interface()
+    kind = type(model).__name__
+    if not isinstance(model, CacheMixin):
+        raise StepCacheError(f"{kind} has no caches in diffusers {diffusers_version}")
+    if model.is_cache_enabled:
+        raise StepCacheError(f"{kind} has another cache on: call its disable_cache first")
+    blocks = _blocks(model)
+    if len(blocks) < 2:
+        raise StepCacheError(f"{kind} has {len(blocks)} transformer blocks, of which the first always runs")
+    for block in blocks:
+        _introduce(type(block))
+
+
+def require_interface() -> None:
+    """Raise StepCacheError, naming what is gone, unless diffusers is as this file expects it."""
+    gone = [
+        f"{module.__name__}.{name}" for module, names in _USED for name in names if not hasattr(module, name)
+    ]
+    if not gone:
+        state = vars(first_block_cache.FBCSharedBlockState())
+        gone += [f"FBCSharedBlockState.{name}" for name in _STATE if name not in state]
+        if "_state_cache" not in vars(hooks.StateManager(first_block_cache.FBCSharedBlockState)):
+            gone.append("StateManager._state_cache")
+        if not hasattr(_helpers.TransformerBlockRegistry, "_registry"):
+            gone.append("TransformerBlockRegistry._registry")
+    if gone:
+        raise StepCacheError(
+            f"diffusers {diffusers_version} lacks {', '.join(gone)}; expected the interface of 0.42: install "
+            "diffusers>=0.42,<0.43, or adapt spotlight/rollout/step_cache.py"
+        )
+
+
+@contextmanager
+def _cache(model: nn.Module) -> Iterator[dict[str, first_block_cache.FBCSharedBlockState]]:
+    """diffusers' First Block Cache, on for as long as the context lasts: its states by pass, none yet."""
+    require(model)
+    touched = [model, *_blocks(model)]
+    before = [_LEFT & vars(part).keys() for part in touched]
+    CacheMixin.enable_cache(model, FirstBlockCacheConfig(threshold=math.inf))
+    try:
+        leader = getattr(touched[1], _REGISTRY).get_hook(first_block_cache._FBC_LEADER_BLOCK_HOOK)
+        yield leader.state_manager._state_cache
+    finally:
+        CacheMixin.disable_cache(model)
+        for part, had in zip(touched, before, strict=True):
+            for name in _LEFT - had:
+                vars(part).pop(name, None)
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The transformer blocks, in the order in which they run."""
+    names = _common._ALL_TRANSFORMER_BLOCK_IDENTIFIERS
+    lists = [
+        part for name, part in model.named_children() if name in names and isinstance(part, nn.ModuleList)
+    ]
+    return [block for part in lists for block in part]
+
+
+def _introduce(kind: type[nn.Module]) -> None:
+    """Have diffusers know a class of blocks: sharding (FSDP2) makes a subclass of each.
+
+    Raises:
+        StepCacheError: it knows none of its bases.
+    """
+    registry = _helpers.TransformerBlockRegistry
+    for base in kind.__mro__:
+        try:
+            known = registry.get(base)
+        except ValueError:
+            continue
+        if base is not kind:
+            registry.register(kind, dataclasses.replace(known))
+        return
+    raise StepCacheError(
+        f"diffusers {diffusers_version} does not know how {kind.__name__} hands on its tokens"
+    )

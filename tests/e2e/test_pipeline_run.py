@@ -1,0 +1,63 @@
+"""A run on a local Ray with everything overlapping ends, is accounted for, and each mechanism did something."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+from main_job import Job, clean_audit, lora
+from ray_job import running
+
+from spotlight.core.types import Phase
+from spotlight.store import ledger_queries as queries
+from spotlight.store.audit import AuditLimits
+from spotlight.store.metrics import read_metrics
+from spotlight.store.run_directory import RunPaths
+from spotlight.store.summary import read_summary
+
+OVERLAPPED = (
+    "iterations=4",
+    "algorithm={name: diffusion-nft, train_timesteps: 1, advantage: {std: group}}",
+    "rollout={steps: 8, prompts_per_iteration: 4, group_size: 6, batch_size: 4}",
+    "learner={micro_batch_size: 3, learning_rate: 0.001}",
+    "evaluation={every: 9, grid_prompts: 2, images_per_prompt: 2, grid_images: 2}",
+    "exploration={where: idle, seeds_per_prompt: 8, steps: 2}",
+    "pipeline={axis: generation, slice_size: 3, baseline: slice, trainers_generate: true, next_share: 0.5}",
+    "fleet={driver: ray, learner_ranks: 2, local: {rollout_slots: 1, threads: 1}}",
+    "fleet.spot.nodes=0",
+)
+SAMPLES = 4 * 4 * 6
+
+
+def count(job: Job, query: str) -> int:
+    with closing(queries.open_readonly(RunPaths(job.root / "overlapped").ledger)) as connection:
+        return int(connection.execute(query).fetchone()[0])
+
+
+@pytest.mark.timeout(600)
+def test_with_every_switch_on_each_mechanism_does_its_part(job: Job) -> None:
+    run = job.root / "overlapped"
+    with running(run, job.arguments("overlapped", *OVERLAPPED)) as it:
+        assert it.end() == 0, it.told
+        told = it.told
+    report = clean_audit(run, AuditLimits(group_size=6, staleness_max=1))
+    assert report.counts.trained == SAMPLES
+    assert report.counts.optimizer_steps == 4
+    assert read_summary(run / "summary.json").samples.trained == SAMPLES
+    assert lora(run)
+    made = "FROM samples JOIN rollouts ON id = rollout WHERE purpose = 'train'"
+    # One optimizer step an iteration: versions are numbers of iterations.
+    assert count(job, f"SELECT COUNT(*) {made} AND rollouts.version = iteration - 1") > 0, told
+    assert count(job, f"SELECT COUNT(*) {made} AND worker LIKE 'reserved-0/learner/%'") > 0, told
+    assert count(job, f"SELECT COUNT(*) {made} AND worker LIKE 'reserved-0/rollout/%'") > 0, told
+    rows = [row.values for row in read_metrics(run) if "train/loss" in row.values]
+    assert sum(row["pipeline/overlapped_samples"] for row in rows) > 0
+    assert sum(row["pipeline/early_samples"] for row in rows) > 0
+    assert sum(row["pipeline/trainers_s"] for row in rows if "pipeline/trainers_s" in row) > 0
+    assert [row["train/samples"] for row in rows] == [SAMPLES / 4] * 4
+    # Two slots train and one does not; each second of each is in one phase.
+    phases = report.gpu_seconds_by_phase
+    (bill,) = report.attempts
+    assert sum(phases.values()) == pytest.approx(bill.billed_s, abs=0.5)
+    assert phases[Phase.TRAINING] > 0
+    assert phases[Phase.ROLLOUT] > 0

@@ -1,0 +1,147 @@
+"""The pipeline's settings: contradictions are told with values that work, and the plan says what was set."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from spotlight.algorithms.advantages import AdvantageParams
+from spotlight.algorithms.baselines import exploration_advantages, slice_advantages
+from spotlight.config.errors import ConfigError
+from spotlight.config.load import load_config
+from spotlight.core.plan import Axis, PipelinePlan, require_usable
+from spotlight.core.types import Baseline, Prompt, PromptId
+from spotlight.runtime.build import cluster_plan_of, plan_of
+
+BASE = (
+    "algorithm={name: diffusion-nft, advantage: {std: group}}",
+    "rollout={sampler: ode, steps: 10, prompts_per_iteration: 12, group_size: 16}",
+    "learner={updates_per_batch: 1, micro_batch_size: 64}",
+    "evaluation.images_per_prompt=16",
+)
+"""What these tests count on, whatever the embedded default becomes."""
+SLICES = "pipeline={axis: generation, slice_size: 4, baseline: slice}"
+BY_EXPLORATION = "pipeline={axis: generation, slice_size: 4, baseline: exploration}"
+RAY = "fleet.driver=ray"
+IDLE = "exploration.where=idle"
+PROMPT = Prompt(PromptId("p"), "one red circle", {})
+GRPO = ("algorithm={name: flow-grpo, advantage: {std: group}}", "rollout.sampler=flow-sde")
+GUARD = ("algorithm={name: grpo-guard, advantage: {std: group}}", "rollout.sampler=flow-sde")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "remedy"),
+    [
+        (
+            ["pipeline.axis=prompt", "algorithm.advantage.std=global"],
+            "algorithm.advantage.std",
+            "advantage.std=group",
+        ),
+        (
+            ["pipeline.axis=generation", "algorithm.advantage.std=global"],
+            "algorithm.advantage.std",
+            "pipeline.axis=none",
+        ),
+        (
+            [BY_EXPLORATION, "exploration={}", "algorithm.advantage.std=global"],
+            "algorithm.advantage.std",
+            "without explored",
+        ),
+        (["pipeline.axis=prompt", "learner.micro_batch_size=192"], "learner.micro_batch_size", "lower it"),
+        (
+            [SLICES, RAY, "fleet.learner_ranks=3", "learner.micro_batch_size=64"],
+            "learner.micro_batch_size",
+            "pipeline.axis=none",
+        ),
+        (["pipeline={axis: generation, slice_size: 16}"], "pipeline.slice_size", "pipeline.axis=prompt"),
+        (["pipeline={axis: prompt, baseline: slice}"], "pipeline.baseline", "pipeline.axis=generation"),
+        (["pipeline.baseline=exploration", "exploration={}"], "pipeline.baseline", "leave it out"),
+        ([SLICES, "pipeline.slice_size=2"], "pipeline.slice_size", "raise it"),
+        ([BY_EXPLORATION], "pipeline.baseline", "pipeline.baseline=slice"),
+        (
+            [BY_EXPLORATION, "exploration.seeds_per_prompt=17"],
+            "exploration.seeds_per_prompt",
+            "preview more",
+        ),
+        (
+            [BY_EXPLORATION, "exploration.planner.seed_counts=[17, 32]"],
+            "exploration.planner.seed_counts",
+            "preview more",
+        ),
+        ([SLICES, "exploration.undo_selection=true"], "exploration.undo_selection", "pipeline.axis=prompt"),
+        (["pipeline.trainers_generate=true"], "pipeline.trainers_generate", "fleet.driver=ray"),
+        (["pipeline.switch_s=1.5"], "pipeline.switch_s", "trainers_generate=true"),
+        (["pipeline.next_share=0.5"], "pipeline.next_share", "fleet.driver=ray"),
+        ([RAY, "pipeline.next_share=.05"], "pipeline.next_share", "no whole group"),
+        ([RAY, "pipeline.next_share=.5", "exploration={}"], "pipeline.next_share", "exploration.where=idle"),
+        ([RAY, "pipeline.next_share=1", IDLE], "pipeline.next_share", "lower it"),
+        ([*GUARD, RAY, "pipeline.next_share=.5"], "pipeline.next_share", "take flow-grpo"),
+        ([*GRPO, RAY, "pipeline.next_share=.5"], "algorithm.old_log_probs", "only the rollout has"),
+        (
+            [*GRPO, RAY, "pipeline.next_share=.5", "algorithm.old_log_probs=stop_gradient"],
+            "algorithm.old_log_probs",
+            "pipeline.next_share=0",
+        ),
+        (["pipeline.next_share=1.5"], "pipeline.next_share", "default"),
+        (["pipeline.axis=time"], "pipeline.axis", "default"),
+    ],
+)
+def test_a_contradiction_is_named_with_its_remedy(overrides: list[str], key: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*BASE, *overrides])
+    (problem,) = caught.value.problems
+    assert problem.key == key
+    assert remedy in problem.remedy
+    assert problem.found
+    assert problem.expected
+
+
+def test_every_switch_works_alone_and_with_all_others() -> None:
+    switches = (
+        ["pipeline={axis: prompt}", SLICES, BY_EXPLORATION],
+        ["pipeline.trainers_generate=true", "pipeline.switch_s=0"],
+        ["pipeline.next_share=0.5", "pipeline.next_share=0"],
+        ["exploration={where: idle}", "exploration={where: idle, planner: {}}"],
+    )
+    for overrides in itertools.product(*switches):
+        config = load_config(None, [*BASE, RAY, *overrides])
+        require_usable(cluster_plan_of(config), [PROMPT], [PROMPT])
+    for overrides in (["pipeline.axis=prompt"], [SLICES], [SLICES, "algorithm.advantage.std=global"]):
+        load_config(None, [*BASE, *overrides])
+    load_config(None, [*BASE, *GRPO, RAY, "pipeline.next_share=1", "algorithm.old_log_probs=rollout"])
+    load_config(None, [*BASE, "pipeline.axis=prompt", "exploration.undo_selection=true"])
+
+
+def test_the_smallest_that_is_allowed_is_what_baselines_need() -> None:
+    """The limits told to people are those of the maths."""
+    params, weights = AdvantageParams(), {"r": 1.0}
+    rewards = [{"r": float(value)} for value in range(3)]
+    assert len(slice_advantages(rewards, [], weights, params)) == 3
+    with pytest.raises(ValueError, match="first slice"):
+        slice_advantages(rewards[:2], [], weights, params)
+    assert len(exploration_advantages(rewards[:1], rewards[1:], weights, params)) == 1
+    with pytest.raises(ValueError, match="explore"):
+        exploration_advantages(rewards[:1], rewards[2:], weights, params)
+
+
+def test_learner_nodes_alone_can_roll_out() -> None:
+    alone = [*BASE, RAY, "fleet.spot.nodes=0", "fleet.local.rollout_slots=0"]
+    with pytest.raises(ConfigError, match="slot that rolls out"):
+        load_config(None, alone)
+    load_config(None, [*alone, "pipeline.trainers_generate=true"])
+
+
+def test_the_plan_says_what_was_set() -> None:
+    assert plan_of(load_config(None, BASE)).pipeline == PipelinePlan(bounded=True)
+    config = load_config(
+        None,
+        [
+            *BASE,
+            RAY,
+            "pipeline={axis: generation, slice_size: 5, baseline: slice, trainers_generate: true,"
+            " switch_s: 1.5, next_share: .25}",
+        ],
+    )
+    expected = PipelinePlan(Axis.GENERATION, 5, Baseline.SLICE, True, 1.5, 0.25)
+    assert cluster_plan_of(config).pipeline == expected

@@ -1,0 +1,261 @@
+"""Slices, the pace of groups, and a cluster on which more than one iteration is under way."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_cluster import PLAN, SPOT, V0, Room, of, only
+
+from spotlight.core import effects as ef
+from spotlight.core import events as ev
+from spotlight.core.pipeline.pace import Filler, Pace
+from spotlight.core.pipeline.slices import COMPARED_MIN, Slice, slices
+from spotlight.core.plan import Axis, ClusterPlan, PipelinePlan, Plan
+from spotlight.core.recovery import Recovery
+from spotlight.core.types import (
+    Baseline,
+    DropReason,
+    GroupKind,
+    LeaseId,
+    Node,
+    NodeId,
+    NodeKind,
+    PolicyVersion,
+    PromptId,
+    RolloutId,
+    WorkerId,
+)
+
+PROMPT = PromptId("p")
+V1 = PolicyVersion(1)
+FAST, SLOW = GroupKind("H100", 1), GroupKind("L40S", 1)
+
+
+# -- slices ------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def fates(draw: st.DrawFn) -> tuple[PipelinePlan, list[RolloutId], dict[RolloutId, bool], list[RolloutId]]:
+    """A pipeline, a group's members, whether each is scored (or dropped), and the order in which it shows."""
+    baseline = draw(st.sampled_from(list(Baseline)))
+    least = 3 if baseline is Baseline.SLICE else 1
+    pipeline = PipelinePlan(draw(st.sampled_from(list(Axis))), draw(st.integers(least, 6)), baseline)
+    members = [RolloutId(f"m{number}") for number in range(draw(st.integers(2, 13)))]
+    scored = {member: draw(st.booleans()) for member in members}
+    return pipeline, members, scored, draw(st.permutations(members))
+
+
+@given(fates(), st.integers(0, 3))
+def test_slices_depend_on_what_became_of_members_and_not_on_when(
+    fate: tuple[PipelinePlan, list[RolloutId], dict[RolloutId, bool], list[RolloutId]], explored: int
+) -> None:
+    pipeline, members, scored, order = fate
+    previews = [{"reward": float(number)} for number in range(explored)]
+
+    def cut(resolved: set[RolloutId]) -> list[Slice]:
+        scores = {member: {"reward": 1.0} for member in resolved if scored[member]}
+        return list(slices(pipeline, 0, PROMPT, members, scores, resolved.__contains__, previews))
+
+    final = cut(set(members))
+    for count in range(len(order)):
+        so_far = cut(set(order[:count]))
+        assert so_far == final[: len(so_far)], "a slice changed after it was ready"
+    trained = [rollout for part in final for rollout in part.group.rollouts]
+    assert len(trained) == len(set(trained))
+    assert all(scored[rollout] for rollout in trained)
+    for number, part in enumerate(final):
+        seen = sum(len(earlier.group.rollouts) for earlier in final[:number])
+        match part.comparison.baseline:
+            case Baseline.SLICE:
+                assert len(part.comparison.others) == seen
+                assert seen + len(part.group.rollouts) - 1 >= COMPARED_MIN
+            case Baseline.EXPLORATION:
+                assert list(part.comparison.others) == previews
+                assert explored >= COMPARED_MIN
+            case Baseline.GROUP:
+                assert len(final) == 1
+                assert part.comparison.others == ()
+    left = sum(scored.values()) - len(trained)
+    assert left < 3 or pipeline.baseline is Baseline.GROUP, "samples that could be compared were left out"
+
+
+# -- pace --------------------------------------------------------------------------------------------------
+
+
+def test_a_group_that_pulled_ahead_began_when_it_had_finished_the_lease_before() -> None:
+    pace = Pace()
+    one, two, leader = LeaseId(1), LeaseId(2), WorkerId("w")
+    pace.begin(one, leader, FAST, 4, None, 0.0)
+    pace.begin(two, leader, FAST, 2, Filler.NEXT, 1.0)
+    pace.end(one, 8.0)
+    assert pace.rollout_s(FAST) == pytest.approx(2.0)
+    assert pace.left_s([two], 9.0) == pytest.approx(3.0)
+    pace.end(two, 12.0)
+    assert pace.rollout_s(FAST) == pytest.approx(2.0)
+    assert pace.filled_s == {Filler.NEXT: pytest.approx(4.0)}
+
+
+def test_what_was_lost_says_nothing_of_the_pace() -> None:
+    pace = Pace()
+    pace.begin(LeaseId(1), WorkerId("w"), FAST, 4, None, 0.0)
+    pace.begin(LeaseId(2), WorkerId("v"), FAST, 4, None, 0.0)
+    pace.forget(WorkerId("w"))
+    pace.drop(LeaseId(2))
+    pace.end(LeaseId(1), 100.0)
+    pace.end(LeaseId(2), 100.0)
+    assert pace.rollout_s(FAST) is None
+    pace.begin(LeaseId(3), WorkerId("w"), FAST, 1, None, 200.0)
+    pace.end(LeaseId(3), 203.0)
+    assert pace.rollout_s(SLOW) == pytest.approx(3.0), "expected to be like the others until it is seen"
+
+
+# -- the cluster -------------------------------------------------------------------------------------------
+
+SINGLE = dataclasses.replace(PLAN, cluster=dataclasses.replace(PLAN.cluster, degrees=(1,)))
+
+
+def pipelined(**changes: object) -> Plan:
+    return dataclasses.replace(SINGLE, pipeline=PipelinePlan(**changes))  # type: ignore[arg-type]
+
+
+def finish(room: Room, group: ef.FormGroup, grant: ef.GrantLease) -> list[ef.Effect]:
+    version = grant.rollouts[0].version
+    done = ev.LeaseCompleted(group.leader, grant.lease.id, group.epoch, grant.lease.rollouts, version)
+    return room.feed(done) + room.feed(
+        ev.SamplesRewarded({name: {"reward": float(n)} for n, name in enumerate(grant.lease.rollouts)})
+    )
+
+
+def learn(room: Room, effects: list[ef.Effect]) -> list[ef.Effect]:
+    """Let the learner do all it is told; returns every effect that came."""
+    came = list(effects)
+    todo = list(effects)
+    while todo:
+        match todo.pop(0):
+            case ef.PrepareBatch(iteration):
+                answer: ev.Event = ev.BatchPrepared(iteration)
+            case ef.TrainMicroBatch(batch, index):
+                answer = ev.MicroBatchTrained(batch.iteration, batch.update, index)
+            case ef.StepOptimizer(iteration, update):
+                answer = ev.OptimizerStepped(iteration, update, 0.0, 1.0)
+            case ef.FinishBatch(iteration):
+                answer = ev.BatchFinished(iteration)
+            case ef.PublishWeights(version):
+                answer = ev.WeightsPublished(version)
+            case ef.CommitCheckpoint(iteration):
+                answer = ev.CheckpointCommitted(iteration)
+            case _:
+                continue
+        more = room.feed(answer)
+        came += more
+        todo += more
+    return came
+
+
+def test_who_holds_early_work_finishes_it_before_it_gets_new_weights() -> None:
+    room = Room(pipelined(next_share=1.0))
+    one, two = room.bring_up()
+    first, second = (only(room.pull(group, capacity=2), ef.GrantLease) for group in (one, two))
+    finish(room, one, first)
+    early = only(room.pull(one, capacity=2, seen=first.lease.id), ef.GrantLease)
+    assert {rollout.iteration for rollout in early.rollouts} == {1}
+    assert {rollout.version for rollout in early.rollouts} == {V0}
+    effects = learn(room, finish(room, two, second))
+    assert [pull.worker for pull in of(effects, ef.PullWeights)] == [two.leader]
+    assert room.controller.iteration == 1
+    pull = only(finish(room, one, early), ef.PullWeights)
+    assert (pull.worker, pull.version) == (one.leader, V1)
+    rollouts = room.controller.rollouts.values()
+    assert sorted(rollout.version for rollout in rollouts) == [V0, V0, V1, V1], "not begun early: new weights"
+    assert not room.pull(one, capacity=2, seen=early.lease.id), "no work before it has them"
+
+
+def test_early_work_whose_holder_is_lost_starts_anew_with_the_new_weights() -> None:
+    room = Room(pipelined(next_share=1.0))
+    one, two = room.bring_up()
+    (other,) = room.bring_up(Node(NodeId("t"), NodeKind.SPOT, 1, "H100", 6.0, False, True))
+    grants = [only(room.pull(group, capacity=2), ef.GrantLease) for group in (one, two)]
+    early = only(room.pull(other, capacity=2), ef.GrantLease)
+    assert {rollout.iteration for rollout in early.rollouts} == {1}
+    room.feed(ev.LeaseProgressed(other.leader, early.lease.id, other.epoch, 3))
+    finish(room, one, grants[0])
+    learn(room, finish(room, two, grants[1]))
+    ledger = room.controller.ledger
+    assert ledger.issued.total() == 8
+    room.feed(ev.NodeLost(NodeId("t")))
+    assert ledger.dropped == {DropReason.STALE: 2}
+    assert room.count(Recovery.ROLLOUT_RENEWED) == 2
+    assert ledger.issued.total() == 10
+    assert {rollout.version for rollout in room.controller.rollouts.values()} == {V1}
+    assert room.controller.queue.waiting == 4
+
+
+def test_a_slow_gpu_s_share_is_smaller() -> None:
+    room = Room(dataclasses.replace(SINGLE, prompts_per_iteration=10, iterations=1))
+    (fast,) = room.bring_up(dataclasses.replace(SPOT, gpus=1))
+    (slow,) = room.bring_up(Node(NodeId("t"), NodeKind.SPOT, 1, "L40S", 1.0, False, True))
+    grants = [only(room.pull(group), ef.GrantLease) for group in (fast, slow)]
+    room.now = 1.0
+    finish(room, fast, grants[0])
+    room.now = 4.0
+    finish(room, slow, grants[1])
+    share = only(room.pull(slow, capacity=20, seen=grants[1].lease.id), ef.GrantLease)
+    assert len(share.rollouts) == 4, "18 are left for one GPU and one of a fourth of its speed"
+
+
+TRAINER = Node(NodeId("r"), NodeKind.RESERVED, 1, "H100", 8.0, True, True)
+
+
+def seen_pace(room: Room, rollout_s: float, train_s: float) -> None:
+    pace = room.controller.cluster.pace
+    pace.begin(LeaseId(10**6), WorkerId("before"), FAST, 1, None, room.now - rollout_s)
+    pace.end(LeaseId(10**6), room.now)
+    pace.trained(1, train_s)
+
+
+def test_trainers_take_what_is_then_done_sooner_and_no_more() -> None:
+    plan = dataclasses.replace(
+        SINGLE, prompts_per_iteration=8, pipeline=PipelinePlan(Axis.PROMPT, bounded=True, switch_s=1.0)
+    )
+    room = Room(plan)
+    room.now = 10.0
+    seen_pace(room, rollout_s=4.0, train_s=0.5)
+    (spot,) = room.bring_up(dataclasses.replace(SPOT, gpus=1))
+    room.pull(spot, capacity=8)
+    (trainer,) = room.bring_up(TRAINER)
+    taken = only(room.pull(trainer, capacity=8), ef.GrantLease)
+    assert 1 <= len(taken.rollouts) <= 8
+    # Nearly all is made: what is left is sooner done by the one who makes it already.
+    late = Room(dataclasses.replace(plan, prompts_per_iteration=1))
+    seen_pace(late, rollout_s=4.0, train_s=0.5)
+    late.bring_up(dataclasses.replace(SPOT, gpus=2))
+    for name in ("s/0", "s/1"):
+        group = late.controller.cluster.groups[WorkerId(name)]
+        late.feed(ev.GroupPulled(group.leader, group.epoch, 1, LeaseId(0)))
+    (trainer,) = late.bring_up(TRAINER)
+    assert not of(late.pull(trainer, capacity=8), ef.GrantLease)
+
+
+def test_the_learner_is_given_nothing_while_its_gpus_roll_out() -> None:
+    plan = dataclasses.replace(SINGLE, pipeline=PipelinePlan(Axis.PROMPT), micro_batch_size=2)
+    room = Room(plan)
+    (spot,) = room.bring_up(dataclasses.replace(SPOT, gpus=1))
+    (trainer,) = room.bring_up(TRAINER)
+    held = only(room.pull(trainer, capacity=2), ef.GrantLease)
+    first = only(room.pull(spot, capacity=2), ef.GrantLease)
+    assert not of(finish(room, spot, first), ef.PrepareBatch), "a group is there, and no GPU to train it"
+    assert of(finish(room, trainer, held), ef.PrepareBatch)
+    assert room.controller.cluster.serving.trainers_may == 0
+
+
+def test_what_no_schedule_can_do_is_refused() -> None:
+    for pipeline, told in (
+        (PipelinePlan(next_share=1.5), "next_share is 1.5"),
+        (PipelinePlan(Axis.GENERATION, 2, Baseline.SLICE), "slices of 2"),
+        (PipelinePlan(Axis.GENERATION, 4, Baseline.EXPLORATION), "needs previews"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            Room(dataclasses.replace(PLAN, pipeline=pipeline, cluster=ClusterPlan()))
