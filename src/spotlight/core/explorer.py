@@ -34,7 +34,8 @@ class Explorer:
         policy: decides how much to explore.
         window: open while there are previews to make.
         groups: what previews chose for the iteration that trains next, by slot.
-        report: what there is to tell of them so far; JSON-able.
+        report: what there is to tell of them so far; JSON-able. That of the open window is kept apart: it may
+            open before these groups are all made and learnt from.
     """
 
     def __init__(self, plan: Plan, exploration: ExplorationPlan, prompts: Sequence[Prompt]) -> None:
@@ -44,6 +45,7 @@ class Explorer:
         self.window = Window(0)
         self.groups: Mapping[int, ExploredGroup] = {}
         self.report: dict[str, object] = {}
+        self._opened: dict[str, object] = {}
 
     # -- a window --------------------------------------------------------------------------------------
 
@@ -52,7 +54,7 @@ class Explorer:
     ) -> Window:
         """Decide how much to explore for an iteration; ``window.arm`` is None for not at all."""
         decision = self.policy.decide(Outlook(iteration, len(prompts), workers))
-        self.report = {"iteration": iteration, "decision": dict(decision.metrics)}
+        self._opened = {"iteration": iteration, "decision": dict(decision.metrics)}
         self.window = Window(iteration, decision.arm, version, now, workers, dict(enumerate(prompts)))
         self.window.scored_s = now
         return self.window
@@ -84,7 +86,7 @@ class Explorer:
         """Choose seeds from what was scored; there is no open window then."""
         window, self.window = self.window, Window(self.window.iteration)
         if window.opened_s is None:
-            self.groups = {}
+            self.groups, self.report = {}, {}
             return window, Choice()
         plan, exploration = self._plan, self._exploration
         choice = choose(window, exploration, plan.group_size, plan.prompts_per_iteration, plan.run_seed)
@@ -95,7 +97,7 @@ class Explorer:
             busy_s = open_s if cut_off else window.scored_s - window.opened_s
             scored = len(window.scores)
             self.policy.observe(WindowSeen(window.arm, open_s, busy_s, window.workers, scored, cut_off))
-        self.report |= {
+        self.report = self._opened | {
             "arm": window.arm and window.arm.name,
             "version": window.version,
             "window": {
