@@ -44,7 +44,7 @@ def test_a_failing_seed_shrinks_to_a_line_that_replays_it(capsys: pytest.Capture
         assert small.faults[0].kind in kinds
         arguments = replay_command(small).split()[3:]
         assert main(arguments) == 1
-        assert "awaiting_learner" in capsys.readouterr().out
+        assert "after the last fault: learning" in capsys.readouterr().out
     assert main(arguments) == 0, "the bug is gone, and so is the failure"
 
 
