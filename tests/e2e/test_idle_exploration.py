@@ -18,11 +18,11 @@ from spotlight.store.run_directory import RunPaths
 OVERRIDES = (
     "algorithm.name=diffusion-nft",
     "algorithm.train_timesteps=2",
-    "iterations=3",
+    "iterations=2",
     "rollout.prompts_per_iteration=2",
     "rollout.group_size=4",
     "evaluation.every=9",
-    "learner.micro_batch_size=1",
+    "learner.micro_batch_size=2",
     "rewards=[{name: 'reward_functions:moody'}]",
     "fleet.driver=ray",
     "fleet.spot.nodes=2",
@@ -57,11 +57,11 @@ def test_spot_workers_explore_while_the_learner_trains(job: Job) -> None:
     with running(run, job.arguments("beside", *OVERRIDES)) as it:
         assert it.end() == 0, it.told
     report = clean_audit(run, AuditLimits(group_size=4))
-    assert report.counts.trained == 3 * 2 * 4
+    assert report.counts.trained == 2 * 2 * 4
     assert report.gpu_seconds_by_phase[Phase.EXPLORATION] > 0
 
     made = dict(read(run, WHILE_TRAINING))
-    assert set(made) == {0, 1}, "while the last iteration trains, nothing is left to explore for"
+    assert set(made) == {0}, "while the last iteration trains, nothing is left to explore for"
     makers = read(
         run, "SELECT DISTINCT worker FROM samples JOIN rollouts ON id = rollout WHERE purpose = 'explore'"
     )
@@ -77,9 +77,9 @@ def test_spot_workers_explore_while_the_learner_trains(job: Job) -> None:
             previews.setdefault((iteration, prompt), {})[seed] = value
         elif purpose == "train":
             trained.setdefault((iteration, prompt), set()).add(seed)
-    assert {iteration for iteration, _ in previews} == {1, 2}
+    assert {iteration for iteration, _ in previews} == {1}
     for key, pool in previews.items():
         assert 4 < len(pool) <= 12
         assert trained[key] == set(select(pool, 4, SelectionPolicy.MAX_VARIANCE).seeds)
     rows = [row.values for row in read_metrics(run) if "exploration/staleness" in row.values]
-    assert [row["exploration/staleness"] for row in rows] == [1, 1]
+    assert [row["exploration/staleness"] for row in rows] == [1]
