@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from rich.table import Table
@@ -38,7 +37,7 @@ class Spread:
 
     def as_json(self) -> dict[str, float | int | None]:
         """What is not a number is null."""
-        return {"mean": _finite(self.mean), "stderr": _finite(self.stderr), "runs": self.runs}
+        return {"mean": finite(self.mean), "stderr": finite(self.stderr), "runs": self.runs}
 
 
 def spread(values: Iterable[float | None]) -> Spread:
@@ -50,7 +49,8 @@ def spread(values: Iterable[float | None]) -> Spread:
     return Spread(statistics.fmean(known), deviation / math.sqrt(len(known)), len(known))
 
 
-def _finite(value: float) -> float | None:
+def finite(value: float) -> float | None:
+    """For JSON, which has neither NaN nor infinity."""
     return value if math.isfinite(value) else None
 
 
@@ -115,61 +115,6 @@ def _pairs(previews: Scores, realised: Scores) -> Iterable[tuple[list[float], li
             yield [x[at] for at in sound], [y[at] for at in sound]
 
 
-# -- curves ------------------------------------------------------------------------------------------------
-
-
-def smoothed(curve: Mapping[int, float]) -> dict[int, float]:
-    """Mean of each evaluation and its neighbours, the middle counting twice; ends have one neighbour."""
-    at = sorted(curve)
-    result: dict[int, float] = {}
-    for place, iteration in enumerate(at):
-        near = [(2.0 if other == place else 1.0, curve[at[other]]) for other in range(len(at))
-                if abs(other - place) <= 1]  # fmt: skip
-        result[iteration] = sum(weight * value for weight, value in near) / sum(weight for weight, _ in near)
-    return result
-
-
-def iterations_to(target: float, curve: Mapping[int, float]) -> float | None:
-    """Where a curve first reaches the target, between evaluations on a straight line; None: it does not."""
-    before: tuple[int, float] | None = None
-    for iteration, value in sorted(curve.items()):
-        if value >= target:
-            if before is None or value == before[1]:
-                return float(iteration)
-            share = (target - before[1]) / (value - before[1])
-            return before[0] + share * (iteration - before[0])
-        before = iteration, value
-    return None
-
-
-def seconds_at(iterations: float, ends_s: Sequence[float]) -> float | None:
-    """When so many iterations are done; beyond those simulated, as fast as they were on the average."""
-    if not ends_s:
-        return None
-    ends = [0.0, *ends_s]
-    whole = min(int(iterations), len(ends_s) - 1)
-    if iterations <= len(ends_s):
-        return ends[whole] + (iterations - whole) * (ends[whole + 1] - ends[whole])
-    return ends_s[-1] * iterations / len(ends_s)
-
-
-def areas(curve: Mapping[int, float]) -> float:
-    """Mean height of a curve (trapezoids): one number for how fast a run learnt."""
-    at = sorted(curve)
-    if len(at) < 2:
-        return curve[at[0]] if at else math.nan
-    area = sum((b - a) * (curve[a] + curve[b]) / 2 for a, b in pairwise(at))
-    return area / (at[-1] - at[0])
-
-
-def by_iteration(
-    curves: Sequence[Mapping[int, float]], change: Callable[[Mapping[int, float]], Mapping[int, float]]
-) -> dict[int, Spread]:
-    """Every evaluation's spread over runs, each run's curve changed first."""
-    changed = [change(curve) for curve in curves]
-    return {at: spread(curve.get(at) for curve in changed) for at in sorted({i for c in changed for i in c})}
-
-
 # -- tables ------------------------------------------------------------------------------------------------
 
 
@@ -184,28 +129,15 @@ def table_of(title: str, rows: Sequence[Tree]) -> Table:
 
 
 def _cell(value: object) -> str:
+    if isinstance(value, Mapping) and "low" in value:
+        low, high = (_number(value[key]) for key in ("low", "high"))
+        return f"{_number(value['value'])} [{low}, {high}]"
     if isinstance(value, Mapping):
         mean, error = value["mean"], value["stderr"]
         return "" if mean is None else f"{mean:.4g}" + ("" if error is None else f" ± {error:.2g}")
     return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
 
 
-def curve_tables(figures: Tree) -> list[Table]:
-    """Scores by iteration, and what the target takes."""
-    conditions = figures["conditions"]
-    steps = sorted({int(at) for one in conditions.values() for at in one["curve"]})
-    curves = [
-        {"iteration": at, **{name: one["curve"].get(str(at)) for name, one in conditions.items()}}
-        for at in steps
-    ]
-    to_target = [
-        {
-            "condition": name,
-            "reached": f"{one['reached']} of {one['runs']}",
-            "mean height": one["mean_height"],
-        }
-        | {kind: one[f"{kind}_to_target"] for kind in ("iterations", "seconds", "dollars")}
-        for name, one in conditions.items()
-    ]
-    title = f"To a held-out score of {figures['target']:.3f} (seconds and dollars: emulated cluster)"
-    return [table_of("Held-out score, smoothed", curves), table_of(title, to_target)]
+def _number(value: float | None) -> str:
+    """Args: value: of an interval; None: beyond what was measured."""
+    return "more" if value is None else f"{value:.3g}"

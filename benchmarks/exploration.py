@@ -28,6 +28,8 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -40,19 +42,17 @@ import torch
 import typer
 from rich.console import Console
 
-from _exploration_figures import (
-    Tree,
+from _exploration_curves import (
+    Runs,
     areas,
+    at_equal_score,
     by_iteration,
     curve_tables,
-    fidelity_figures,
-    iterations_to,
+    paired,
     seconds_at,
     smoothed,
-    spread,
-    table_of,
-    variance_figures,
 )
+from _exploration_figures import Tree, fidelity_figures, spread, table_of, variance_figures
 from _exploration_lab import Weights, laboratory
 from _measure import machine, wide_console
 from spotlight.config.load import load_config
@@ -83,6 +83,8 @@ CONDITIONS: Mapping[str, Explore | None] = {
 """How curves are made, and where previews are made."""
 STRATEGY = {"none": "spot_rollout_only", "critical_path": "critical_path", "idle": "spotlight"}
 """What the simulator calls them."""
+SHARES = (0.5, 0.75, 1.0)
+"""Of the iterations: the scores that runs without exploration have then are those to be reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +162,8 @@ class Record:
         """What the file has under ``name``, made and written if there is nothing."""
         kept: dict[str, Tree] = self.tree[kind]
         if name not in kept:
-            kept[name] = make()
+            started_s = time.process_time()
+            kept[name] = make() | {"cpu_s": time.process_time() - started_s}
             self.write()
         return kept[name]
 
@@ -317,37 +320,28 @@ def _previews(pool: Tree, age: int, steps: int) -> list[list[float]]:
 
 
 def curve_figures(
-    curves: Mapping[str, Mapping[int, Tree]],
-    simulated: Mapping[str, Tree],
-    sizes: Sizes,
-    target: float | None,
+    curves: Mapping[str, Mapping[int, Tree]], simulated: Mapping[str, Tree], sizes: Sizes
 ) -> Tree:
-    """(c): smoothed curves, and what the target takes."""
-    plain = {
-        condition: [_curve(run) for _, run in sorted(runs.items())] for condition, runs in curves.items()
-    }
-    if target is None:
-        last = spread(smoothed(curve)[max(curve)] for curve in plain["none"])
-        target = last.mean
-    figures: Tree = {"target": target, "conditions": {}}
-    for condition, runs in plain.items():
-        clock = simulated[condition]
-        needed = [iterations_to(target, smoothed(curve)) for curve in runs]
-        seconds = [None if n is None else seconds_at(n, clock["iteration_ends_s"]) for n in needed]
-        samples = sizes.prompts * sizes.group_size
+    """(c): smoothed curves, and what equal scores take."""
+    runs: Runs = {name: {seed: _curve(run) for seed, run in each.items()} for name, each in curves.items()}
+    figures: Tree = {"samples": sizes.prompts * sizes.group_size, "conditions": {}}
+    for condition, each in curves.items():
+        plain, clock = list(runs[condition].values()), simulated[condition]
         figures["conditions"][condition] = {
-            "curve": {str(at): one.as_json() for at, one in by_iteration(runs, smoothed).items()},
-            "samples": {str(at): at * samples for at in by_iteration(runs, dict)},
-            "wall_s": {str(at): seconds_at(at, clock["iteration_ends_s"]) for at in by_iteration(runs, dict)},
-            "mean_height": spread(areas(curve) for curve in runs).as_json(),
-            "reached": sum(n is not None for n in needed),
-            "runs": len(runs),
-            "iterations_to_target": spread(needed).as_json(),
-            "seconds_to_target": spread(seconds).as_json(),
-            "dollars_to_target": spread(
-                None if n is None else n * clock["iteration_usd"] for n in needed
+            "curve": {str(at): one.as_json() for at, one in by_iteration(plain, smoothed).items()},
+            "wall_s": {
+                str(at): seconds_at(at, clock["iteration_ends_s"]) for at in by_iteration(plain, dict)
+            },
+            "mean_height": spread(areas(curve) for curve in plain).as_json(),
+            "height_gain": paired(runs, condition, areas).as_json(),
+            "contrast": spread(_contrast(run) for run in each.values()).as_json(),
+            "tau": spread(
+                _mean(run, "exploration/fidelity/reward/tau_by_slope") for run in each.values()
             ).as_json(),
+            "grad_norm": spread(_known_mean(run["grad_norm"]) for run in each.values()).as_json(),
+            "previews_in_time": clock["preview_share"],
         }
+    figures["equal_scores"] = [at_equal_score(runs, simulated, share * sizes.iterations) for share in SHARES]
     return figures
 
 
@@ -356,10 +350,25 @@ def _curve(run: Tree) -> dict[int, float]:
     return {int(at): row.get("strict", row["graded"]) for at, row in run["validation"].items()}
 
 
+def _contrast(run: Tree) -> float | None:
+    """Variance of regenerated groups over that of random ones."""
+    realised, random = (_mean(run, f"exploration/contrast/{name}") for name in ("realised", "random"))
+    return realised / random if realised is not None and random else None
+
+
+def _mean(run: Tree, name: str) -> float | None:
+    return _known_mean([row.get(name) for row in run["exploration"]])
+
+
+def _known_mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
 # -- the program -------------------------------------------------------------------------------------------
 
 
-def run_parts(parts: Sequence[Part], seeds: int, sizes: Sizes, record: Record, target: float | None) -> None:
+def run_parts(parts: Sequence[Part], seeds: int, sizes: Sizes, record: Record) -> None:
     """Measure what is missing, and print every part."""
     console = wide_console()
     figures: Tree = record.tree.setdefault("figures", {})
@@ -375,7 +384,7 @@ def run_parts(parts: Sequence[Part], seeds: int, sizes: Sizes, record: Record, t
             figures["variance"] = variance_rows(pools, sizes)
             console.print(table_of("Variance of regenerated groups", figures["variance"]))
     if Part.CURVES in parts:
-        figures["curves"] = _curves(seeds, sizes, record, target, console)
+        figures["curves"] = _curves(seeds, sizes, record, console)
         for table in curve_tables(figures["curves"]):
             console.print(table)
     if Part.IDLE in parts:
@@ -384,7 +393,7 @@ def run_parts(parts: Sequence[Part], seeds: int, sizes: Sizes, record: Record, t
     record.write()
 
 
-def _curves(seeds: int, sizes: Sizes, record: Record, target: float | None, console: Console) -> Tree:
+def _curves(seeds: int, sizes: Sizes, record: Record, console: Console) -> Tree:
     curves: dict[str, dict[int, Tree]] = {condition: {} for condition in CONDITIONS}
     for seed in range(seeds):  # conditions take turns: an interrupted measurement has as many of each
         for condition in CONDITIONS:
@@ -395,7 +404,7 @@ def _curves(seeds: int, sizes: Sizes, record: Record, target: float | None, cons
                 partial(measure_curve, sizes, condition, seed),
             )
     simulated = {condition: _simulated(sizes, record, condition) for condition in CONDITIONS}
-    return curve_figures(curves, simulated, sizes, target)
+    return curve_figures(curves, simulated, sizes)
 
 
 def _simulated(sizes: Sizes, record: Record, condition: str, seeds: int | None = -1) -> Tree:
@@ -444,7 +453,6 @@ def main(
     reserved: Annotated[int, typer.Option(min=1, help="Reserved slots of the emulated cluster.")] = 1,
     spot: Annotated[int, typer.Option(min=1, help="Its spot slots.")] = 4,
     uptime_min: Annotated[float, typer.Option(min=0, help="Of a spot slot; 0: they stay.")] = 6.0,
-    target: Annotated[float | None, typer.Option(help="Held-out score to reach.")] = None,
 ) -> None:
     """Measure exploration on the testbed."""
     sizes = Sizes(
@@ -466,7 +474,7 @@ def main(
         overrides=tuple(overrides or ()),
     )
     sizes.config(0, iterations)  # what contradicts itself shows before anything is measured
-    run_parts(list(part or Part), seeds, sizes, Record(json_file, sizes), target)
+    run_parts(list(part or Part), seeds, sizes, Record(json_file, sizes))
 
 
 if __name__ == "__main__":

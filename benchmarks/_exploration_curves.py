@@ -1,0 +1,214 @@
+"""Learning curves of the exploration benchmark: smoothed, compared at equal scores, with their spread.
+
+How many iterations a score takes is read off the mean curve over run seeds, because single runs of few
+samples cross it by luck, early or never. Intervals are of run seeds drawn anew (bootstrap): the same ones for
+all conditions, which share their prompts and evaluation seeds; the score to reach is that of the drawn runs.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from rich.table import Table
+
+from _exploration_figures import Spread, Tree, finite, spread, table_of
+
+Curve = Mapping[int, float]
+"""Held-out score by iteration."""
+Runs = Mapping[str, Mapping[int, Curve]]
+"""By condition and run seed."""
+
+CONTROL = "none"
+_RESAMPLES = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A figure of the mean curves.
+
+    Attributes:
+        value: of the runs; infinite: not reached.
+        low: 5 % quantile over run seeds drawn anew.
+        high: 95 % quantile.
+    """
+
+    value: float
+    low: float
+    high: float
+
+    def as_json(self) -> dict[str, float | None]:
+        """What was not reached is null."""
+        return {"value": finite(self.value), "low": finite(self.low), "high": finite(self.high)}
+
+
+def smoothed(curve: Curve) -> dict[int, float]:
+    """Mean of each evaluation and its neighbours, the middle counting twice; ends have one neighbour."""
+    at = sorted(curve)
+    result: dict[int, float] = {}
+    for place, iteration in enumerate(at):
+        near = [(2.0 if other == place else 1.0, curve[at[other]]) for other in range(len(at))
+                if abs(other - place) <= 1]  # fmt: skip
+        result[iteration] = sum(weight * value for weight, value in near) / sum(weight for weight, _ in near)
+    return result
+
+
+def iterations_to(target: float, curve: Curve) -> float | None:
+    """Where a curve first reaches the target, between evaluations on a straight line; None: it does not."""
+    before: tuple[int, float] | None = None
+    for iteration, value in sorted(curve.items()):
+        if value >= target:
+            if before is None or value == before[1]:
+                return float(iteration)
+            share = (target - before[1]) / (value - before[1])
+            return before[0] + share * (iteration - before[0])
+        before = iteration, value
+    return None
+
+
+def seconds_at(iterations: float, ends_s: Sequence[float]) -> float | None:
+    """When so many iterations are done; beyond those simulated, as fast as they were on the average."""
+    if not ends_s:
+        return None
+    ends = [0.0, *ends_s]
+    whole = min(int(iterations), len(ends_s) - 1)
+    if iterations <= len(ends_s):
+        return ends[whole] + (iterations - whole) * (ends[whole + 1] - ends[whole])
+    return ends_s[-1] * iterations / len(ends_s)
+
+
+def areas(curve: Curve) -> float:
+    """Mean height of a curve (trapezoids): one number for how fast a run learnt."""
+    at = sorted(curve)
+    if len(at) < 2:
+        return curve[at[0]] if at else math.nan
+    area = sum((b - a) * (curve[a] + curve[b]) / 2 for a, b in pairwise(at))
+    return area / (at[-1] - at[0])
+
+
+def by_iteration(curves: Sequence[Curve], change: Callable[[Curve], Curve]) -> dict[int, Spread]:
+    """Every evaluation's spread over runs, each run's curve changed first."""
+    changed = [change(curve) for curve in curves]
+    return {at: spread(curve.get(at) for curve in changed) for at in sorted({i for c in changed for i in c})}
+
+
+def mean_curve(curves: Sequence[Curve]) -> dict[int, float]:
+    """Smoothed mean over runs, at the evaluations that all of them have."""
+    common = set.intersection(*(set(curve) for curve in curves))
+    return smoothed({at: sum(curve[at] for curve in curves) / len(curves) for at in common})
+
+
+def paired(runs: Runs, condition: str, figure: Callable[[Curve], float]) -> Spread:
+    """A figure's difference to the control, of the same run seeds."""
+    both = sorted(set(runs[CONTROL]) & set(runs[condition]))
+    return spread(figure(runs[condition][seed]) - figure(runs[CONTROL][seed]) for seed in both)
+
+
+# -- equal scores ------------------------------------------------------------------------------------------
+
+
+def needed(runs: Runs, after: float) -> tuple[float, dict[str, float]]:
+    """The control's score after so many iterations, and how many it takes each condition; inf: more."""
+    curves = {name: mean_curve(list(those.values())) for name, those in runs.items()}
+    target = _height(curves[CONTROL], after)
+    reached = {name: iterations_to(target, curve) for name, curve in curves.items()}
+    return target, {name: math.inf if at is None else at for name, at in reached.items()}
+
+
+def _height(curve: Curve, at: float) -> float:
+    points = sorted(curve)
+    right = next(point for point in points if point >= at)
+    left = max((point for point in points if point <= at), default=right)
+    share = 0.0 if right == left else (at - left) / (right - left)
+    return curve[left] + share * (curve[right] - curve[left])
+
+
+def resampled(runs: Runs, after: float) -> dict[str, list[float]]:
+    """What :func:`needed` says of run seeds drawn anew, the same for all conditions."""
+    seeds = sorted(set.intersection(*(set(those) for those in runs.values())))
+    draw = random.Random(0)
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(_RESAMPLES):
+        drawn = draw.choices(seeds, k=len(seeds))
+        sample = {name: {n: those[seed] for n, seed in enumerate(drawn)} for name, those in runs.items()}
+        for name, iterations in needed(sample, after)[1].items():
+            found[name].append(iterations)
+    return found
+
+
+def interval(value: float, draws: Sequence[float]) -> Interval:
+    """Its 5 % and 95 % quantiles among the draws."""
+    ranked = sorted(draws)
+    return Interval(value, ranked[round(0.05 * (len(ranked) - 1))], ranked[round(0.95 * (len(ranked) - 1))])
+
+
+def at_equal_score(runs: Runs, clocks: Mapping[str, Tree], after: float) -> Tree:
+    """Iterations, seconds and dollars of each condition to the score of the control after so many iterations.
+
+    Args:
+        clocks: of each condition, ``iteration_ends_s`` and ``iteration_usd`` of the emulated cluster.
+    """
+    target, found = needed(runs, after)
+    draws = resampled(runs, after)
+    conditions: Tree = {}
+    for name, iterations in found.items():
+        clock = clocks[name]
+
+        def seconds(n: float, ends: Sequence[float] = clock["iteration_ends_s"]) -> float:
+            at = seconds_at(n, ends) if math.isfinite(n) else None
+            return math.inf if at is None else at
+
+        # A ratio within each draw: what the drawn seeds have in common cancels.
+        ratios = [_ratio(control, own) for control, own in zip(draws[CONTROL], draws[name], strict=True)]
+        usd = clock["iteration_usd"]
+        conditions[name] = {
+            "reached": sum(iterations_to(target, smoothed(run)) is not None for run in runs[name].values()),
+            "runs": len(runs[name]),
+            "iterations": interval(iterations, draws[name]).as_json(),
+            "fewer": interval(_ratio(found[CONTROL], iterations), ratios).as_json(),
+            "seconds": interval(seconds(iterations), [seconds(n) for n in draws[name]]).as_json(),
+            "dollars": interval(iterations * usd, [n * usd for n in draws[name]]).as_json(),
+        }
+    return {"after": after, "target": target, "conditions": conditions}
+
+
+def _ratio(control: float, own: float) -> float:
+    """How many times fewer iterations; 0 where the condition did not get there."""
+    if math.isinf(own):
+        return 0.0
+    return control / own if own > 0 else math.inf
+
+
+# -- tables ------------------------------------------------------------------------------------------------
+
+
+def curve_tables(figures: Tree) -> list[Table]:
+    """Scores by iteration, what exploration brought in the runs, and what equal scores take."""
+    conditions = figures["conditions"]
+    at = sorted({int(at) for one in conditions.values() for at in one["curve"]})
+    curves = [
+        {"iteration": n, "samples": n * figures["samples"]}
+        | {name: one["curve"].get(str(n)) for name, one in conditions.items()}
+        for n in at
+    ]
+    brought = [
+        {"condition": name, "mean height": one["mean_height"], "over none": one["height_gain"]}
+        | {key: one[key] for key in ("contrast", "tau", "grad_norm", "previews_in_time")}
+        for name, one in conditions.items()
+    ]
+    tables = [table_of("Held-out score, smoothed", curves), table_of("Of the runs", brought)]
+    for one in figures["equal_scores"]:
+        rows = [
+            {
+                "condition": name,
+                "reached": f"{row['reached']} of {row['runs']}",
+                **{key: row[key] for key in ("iterations", "fewer", "seconds", "dollars")},
+            }
+            for name, row in one["conditions"].items()
+        ]
+        title = f"To {one['target']:.3f}, where none is after {one['after']:g} iterations [90 % interval]"
+        tables.append(table_of(title, rows))
+    return tables
