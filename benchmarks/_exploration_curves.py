@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from rich.table import Table
 
-from _exploration_figures import Spread, Tree, finite, spread, table_of
+from _exploration_figures import Spread, finite, spread, table_of
+from _exploration_settings import SHARES, Sizes, Tree
 
 Curve = Mapping[int, float]
 """Held-out score by iteration."""
@@ -180,6 +182,53 @@ def _ratio(control: float, own: float) -> float:
     if math.isinf(own):
         return 0.0
     return control / own if own > 0 else math.inf
+
+
+def curve_figures(
+    curves: Mapping[str, Mapping[int, Tree]], simulated: Mapping[str, Tree], sizes: Sizes, kind: str
+) -> Tree:
+    """(c): smoothed curves of the ``graded`` or ``strict`` score, and what equal scores take."""
+    runs: Runs = {
+        name: {seed: _curve(run, kind) for seed, run in each.items()} for name, each in curves.items()
+    }
+    figures: Tree = {"samples": sizes.prompts * sizes.group_size, "conditions": {}}
+    for condition, each in curves.items():
+        plain, clock = list(runs[condition].values()), simulated[condition]
+        figures["conditions"][condition] = {
+            "curve": {str(at): one.as_json() for at, one in by_iteration(plain, smoothed).items()},
+            "wall_s": {
+                str(at): seconds_at(at, clock["iteration_ends_s"]) for at in by_iteration(plain, dict)
+            },
+            "mean_height": spread(areas(curve) for curve in plain).as_json(),
+            "height_gain": paired(runs, condition, areas).as_json(),
+            "contrast": spread(_contrast(run) for run in each.values()).as_json(),
+            "tau": spread(
+                _mean(run, "exploration/fidelity/reward/tau_by_slope") for run in each.values()
+            ).as_json(),
+            "grad_norm": spread(_known_mean(run["grad_norm"]) for run in each.values()).as_json(),
+            "previews_in_time": clock["preview_share"],
+        }
+    figures["equal_scores"] = [at_equal_score(runs, simulated, share * sizes.iterations) for share in SHARES]
+    return figures
+
+
+def _curve(run: Tree, kind: str) -> dict[int, float]:
+    return {int(at): row[kind] for at, row in run["validation"].items() if kind in row}
+
+
+def _contrast(run: Tree) -> float | None:
+    """Variance of regenerated groups over that of random ones."""
+    realised, random = (_mean(run, f"exploration/contrast/{name}") for name in ("realised", "random"))
+    return realised / random if realised is not None and random else None
+
+
+def _mean(run: Tree, name: str) -> float | None:
+    return _known_mean([row.get(name) for row in run["exploration"]])
+
+
+def _known_mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
 
 
 # -- tables ------------------------------------------------------------------------------------------------

@@ -6,17 +6,16 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import product
 
 from rich.table import Table
 
+from _exploration_settings import REWARD, SUCCESS, Sizes, Tree
 from spotlight.core.fidelity import hit_rate, kendall_tau, spearman_rho
 from spotlight.core.selection import SelectionPolicy, SelectionVerdict, sample_variance, select
 
 Scores = Sequence[Sequence[float]]
 """Rewards of a pool, [prompts][seeds]."""
-Tree = dict[str, Any]
-"""Part of the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +112,71 @@ def _pairs(previews: Scores, realised: Scores) -> Iterable[tuple[list[float], li
         sound = [at for at in range(len(x)) if math.isfinite(x[at]) and math.isfinite(y[at])]
         if len(sound) >= 2:
             yield [x[at] for at in sound], [y[at] for at in sound]
+
+
+def fidelity_rows(pools: Sequence[Tree]) -> list[Tree]:
+    """(a): by age of the weights and steps, over run seeds."""
+    rows = []
+    for age, steps in _cells(pools):
+        each = [
+            fidelity_figures(_previews(pool, age, steps)[REWARD], pool["realised"][REWARD]) for pool in pools
+        ]
+        rows.append({"stale": age, "steps": steps, **_spreads(each)})
+    return rows
+
+
+def variance_rows(pools: Sequence[Tree], sizes: Sizes) -> list[Tree]:
+    """(b): by previews and steps, of the ages that exploration has."""
+    counts = [n * sizes.group_size for n in (1.5, 2, 3, 4, 6, 8, 12) if n * sizes.group_size <= sizes.pool]
+    policy, group, rows = SelectionPolicy(sizes.policy), sizes.group_size, []
+    for age, steps in _cells(pools):
+        if age > 1:
+            continue
+        for count in dict.fromkeys([*map(int, counts), sizes.pool]):
+            each = [
+                variance_figures(
+                    _previews(pool, age, steps)[REWARD], pool["realised"][REWARD], count, group, policy
+                )
+                for pool in pools
+            ]
+            rows.append({"stale": age, "steps": steps, "seeds": count, **_spreads(each)})
+    return rows
+
+
+def condition_rows(pools: Sequence[Tree], sizes: Sizes) -> list[Tree]:
+    """(b): with all previews of full length, one version stale: by group size, and by kind of reward and how
+    many of a prompt's pictures succeed."""
+    policy, rows = SelectionPolicy(sizes.policy), []
+    age, full = max(age for age in sizes.stale if age <= 1), sizes.rollout_steps
+    groups = [size for factor in (0.5, 1, 2) if 2 <= (size := int(factor * sizes.group_size)) < sizes.pool]
+    for group, kind, (low, high) in product(groups, pools[0]["realised"], SUCCESS):
+        each = []
+        for pool in pools:
+            previews, realised = _previews(pool, age, full), pool["realised"]
+            shares = [statistics.fmean(row) for row in realised.get("strict", realised[REWARD])]
+            kept = [at for at, share in enumerate(shares) if low <= share <= high]
+            x, y = ([scores[kind][at] for at in kept] for scores in (previews, realised))
+            if kept:
+                each.append(variance_figures(x, y, sizes.pool, group, policy) | {"prompts": len(kept)})
+        if each:
+            row = {"group": group, "reward": kind, "success": f"{low:g} to {high:g}"}
+            rows.append({**row, **_spreads(each)})
+    return rows
+
+
+def _spreads(each: Sequence[Mapping[str, float]]) -> Tree:
+    names = dict.fromkeys(name for one in each for name in one)
+    return {name: spread(one.get(name) for one in each).as_json() for name in names}
+
+
+def _cells(pools: Sequence[Tree]) -> list[tuple[int, int]]:
+    return sorted({(one["stale"], one["steps"]) for pool in pools for one in pool["previews"]})
+
+
+def _previews(pool: Tree, age: int, steps: int) -> dict[str, list[list[float]]]:
+    found: dict[str, list[list[float]]]
+    (found,) = (one["rewards"] for one in pool["previews"] if (one["stale"], one["steps"]) == (age, steps))
+    return found
 
 
 # -- tables ------------------------------------------------------------------------------------------------

@@ -70,7 +70,25 @@ def test_curves_are_smoothed_and_reach_targets_between_evaluations() -> None:
 
 
 SIZES = exploration.Sizes(
-    4, 2, 2, 2, 1, 4, 5, "max_variance", 2, (0, 1), (5,), 4, reserved=1, spot=1, uptime_min=0.0, overrides=()
+    iterations=4,
+    prompts=2,
+    group_size=2,
+    rollout_steps=5,
+    learning_rate=1e-3,
+    evaluate_every=2,
+    evaluation_images=1,
+    seeds_per_prompt=4,
+    preview_steps=5,
+    policy="max_variance",
+    warmup=2,
+    stale=(0, 1),
+    steps=(4,),
+    pool=4,
+    pool_prompts=2,
+    reserved=1,
+    spot=1,
+    uptime_min=0.0,
+    overrides=(),
 )
 
 
@@ -85,7 +103,7 @@ def test_conditions_are_compared_where_they_are_as_good_as_the_control() -> None
         "critical_path": {0: run(0.2, 0.6, 1.0), 1: run(0.2, 0.6, 1.0)},
         "idle": {0: run(0.2, 0.2, 0.2), 1: run(0.2, 0.2, 0.2)},
     }
-    found = exploration.curve_figures(curves, dict.fromkeys(curves, clock), SIZES)
+    found = exploration.curve_figures(curves, dict.fromkeys(curves, clock), SIZES, "graded")
     assert found["conditions"]["critical_path"]["height_gain"]["mean"] == pytest.approx(0.2)
     whole = found["equal_scores"][-1]
     assert (whole["after"], whole["target"]) == (
