@@ -274,13 +274,13 @@ def main(
     part: Annotated[list[Part] | None, typer.Option(help="Only these parts.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Run seeds 0, 1, ...")] = 5,
     iterations: Annotated[int, typer.Option(min=1, help="Of a curve.")] = 16,
-    prompts: Annotated[int, typer.Option(min=1, help="Of an iteration.")] = 4,
-    group_size: Annotated[int, typer.Option(min=2, help="Pictures trained of a prompt.")] = 8,
+    prompts: Annotated[int, typer.Option(min=1, help="Of an iteration.")] = 8,
+    group_size: Annotated[int, typer.Option(min=2, help="Pictures trained of a prompt.")] = 4,
     rollout_steps: Annotated[int, typer.Option(min=2, help="Denoising steps of a picture.")] = 6,
-    learning_rate: Annotated[float, typer.Option(help="Of the adapter.")] = 2.5e-3,
+    learning_rate: Annotated[float, typer.Option(help="Of the adapter.")] = 2e-3,
     evaluate_every: Annotated[int, typer.Option(min=1, help="Iterations.")] = 4,
     evaluation_images: Annotated[int, typer.Option(min=1, help="Of each held-out prompt.")] = 8,
-    seeds_per_prompt: Annotated[int, typer.Option(min=2, help="Previews of a prompt.")] = 32,
+    seeds_per_prompt: Annotated[int, typer.Option(min=2, help="Previews of a prompt.")] = 16,
     preview_steps: Annotated[int, typer.Option(min=1, help="Denoising steps of a preview.")] = 6,
     policy: Annotated[SelectionPolicy, typer.Option(help="Which previews are chosen.")] = (
         SelectionPolicy.MAX_VARIANCE
