@@ -1,7 +1,7 @@
 """Learning curves of the exploration benchmark: smoothed, compared at equal scores, with their spread.
 
 How many iterations a score takes is read off the mean curve over run seeds, because single runs of few
-samples cross it by luck, early or never. Intervals are of run seeds drawn anew (bootstrap): the same ones for
+samples cross it by luck or never. Intervals are of run seeds drawn anew (bootstrap): the same ones for
 all conditions, which share their prompts and evaluation seeds; the score to reach is that of the drawn runs.
 """
 
@@ -59,16 +59,15 @@ def smoothed(curve: Curve) -> dict[int, float]:
 
 
 def iterations_to(target: float, curve: Curve) -> float | None:
-    """Where a curve first reaches the target, between evaluations on a straight line; None: it does not."""
-    before: tuple[int, float] | None = None
-    for iteration, value in sorted(curve.items()):
-        if value >= target:
-            if before is None or value == before[1]:
-                return float(iteration)
-            share = (target - before[1]) / (value - before[1])
-            return before[0] + share * (iteration - before[0])
-        before = iteration, value
-    return None
+    """From when on a curve stays at the target or above, between evaluations on a straight line; None: it
+    ends below. The first crossing would be an early one by luck."""
+    points = sorted(curve.items(), reverse=True)
+    if points[0][1] < target:
+        return None
+    for (right, high), (left, low) in pairwise(points):
+        if low < target:
+            return left + (target - low) / (high - low) * (right - left)
+    return float(points[-1][0])
 
 
 def seconds_at(iterations: float, ends_s: Sequence[float]) -> float | None:
@@ -117,7 +116,8 @@ def needed(runs: Runs, after: float) -> tuple[float, dict[str, float]]:
     curves = {name: mean_curve(list(those.values())) for name, those in runs.items()}
     target = _height(curves[CONTROL], after)
     reached = {name: iterations_to(target, curve) for name, curve in curves.items()}
-    return target, {name: math.inf if at is None else at for name, at in reached.items()}
+    found = {name: math.inf if at is None else at for name, at in reached.items()}
+    return target, found | {CONTROL: after}
 
 
 def _height(curve: Curve, at: float) -> float:
@@ -163,14 +163,13 @@ def at_equal_score(runs: Runs, clocks: Mapping[str, Tree], after: float) -> Tree
             at = seconds_at(n, ends) if math.isfinite(n) else None
             return math.inf if at is None else at
 
-        # A ratio within each draw: what the drawn seeds have in common cancels.
-        ratios = [_ratio(control, own) for control, own in zip(draws[CONTROL], draws[name], strict=True)]
+        ratios = [_ratio(after, own) for own in draws[name]]
         usd = clock["iteration_usd"]
         conditions[name] = {
             "reached": sum(iterations_to(target, smoothed(run)) is not None for run in runs[name].values()),
             "runs": len(runs[name]),
             "iterations": interval(iterations, draws[name]).as_json(),
-            "fewer": interval(_ratio(found[CONTROL], iterations), ratios).as_json(),
+            "fewer": interval(_ratio(after, iterations), ratios).as_json(),
             "seconds": interval(seconds(iterations), [seconds(n) for n in draws[name]]).as_json(),
             "dollars": interval(iterations * usd, [n * usd for n in draws[name]]).as_json(),
         }
@@ -201,6 +200,7 @@ def curve_figures(
             },
             "mean_height": spread(areas(curve) for curve in plain).as_json(),
             "height_gain": paired(runs, condition, areas).as_json(),
+            "end_gain": paired(runs, condition, _end).as_json(),
             "contrast": spread(_contrast(run) for run in each.values()).as_json(),
             "tau": spread(
                 _mean(run, "exploration/fidelity/reward/tau_by_slope") for run in each.values()
@@ -214,6 +214,10 @@ def curve_figures(
 
 def _curve(run: Tree, kind: str) -> dict[int, float]:
     return {int(at): row[kind] for at, row in run["validation"].items() if kind in row}
+
+
+def _end(curve: Curve) -> float:
+    return smoothed(curve)[max(curve)]
 
 
 def _contrast(run: Tree) -> float | None:
@@ -244,8 +248,9 @@ def curve_tables(figures: Tree) -> list[Table]:
         for n in at
     ]
     brought = [
-        {"condition": name, "mean height": one["mean_height"], "over none": one["height_gain"]}
-        | {key: one[key] for key in ("contrast", "tau", "grad_norm", "previews_in_time")}
+        {"condition": name, "mean over none's": one["height_gain"], "end over none's": one["end_gain"]}
+        | {key: one[key] for key in ("contrast", "tau", "grad_norm")}
+        | {"in time": one["previews_in_time"]}
         for name, one in conditions.items()
     ]
     tables = [table_of("Held-out score, smoothed", curves), table_of("Of the runs", brought)]

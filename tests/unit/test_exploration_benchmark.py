@@ -62,6 +62,7 @@ def test_curves_are_smoothed_and_reach_targets_between_evaluations() -> None:
     assert lines.iterations_to(0.7, curve) == pytest.approx(7.5)
     assert lines.iterations_to(0.3, curve) == 0
     assert lines.iterations_to(0.9, curve) is None
+    assert lines.iterations_to(0.5, {0: 0.6, 5: 0.4, 10: 0.6}) == pytest.approx(7.5), "it stays from there on"
     assert lines.areas({0: 0.0, 10: 1.0}) == 0.5
     assert lines.seconds_at(0, [3.0, 5.0]) == 0
     assert lines.seconds_at(1.5, [3.0, 5.0]) == 4
