@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from itertools import product
 
 from rich.table import Table
 
+from _exploration_settings import REWARD, SUCCESS, Sizes, Tree
 from spotlight.core.fidelity import hit_rate, kendall_tau, spearman_rho
 from spotlight.core.selection import SelectionPolicy, SelectionVerdict, sample_variance, select
 
 Scores = Sequence[Sequence[float]]
 """Rewards of a pool, [prompts][seeds]."""
-Tree = dict[str, Any]
-"""Part of the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +36,7 @@ class Spread:
 
     def as_json(self) -> dict[str, float | int | None]:
         """What is not a number is null."""
-        return {"mean": _finite(self.mean), "stderr": _finite(self.stderr), "runs": self.runs}
+        return {"mean": finite(self.mean), "stderr": finite(self.stderr), "runs": self.runs}
 
 
 def spread(values: Iterable[float | None]) -> Spread:
@@ -50,7 +48,8 @@ def spread(values: Iterable[float | None]) -> Spread:
     return Spread(statistics.fmean(known), deviation / math.sqrt(len(known)), len(known))
 
 
-def _finite(value: float) -> float | None:
+def finite(value: float) -> float | None:
+    """For JSON, which has neither NaN nor infinity."""
     return value if math.isfinite(value) else None
 
 
@@ -115,59 +114,69 @@ def _pairs(previews: Scores, realised: Scores) -> Iterable[tuple[list[float], li
             yield [x[at] for at in sound], [y[at] for at in sound]
 
 
-# -- curves ------------------------------------------------------------------------------------------------
+def fidelity_rows(pools: Sequence[Tree]) -> list[Tree]:
+    """(a): by age of the weights and steps, over run seeds."""
+    rows = []
+    for age, steps in _cells(pools):
+        each = [
+            fidelity_figures(_previews(pool, age, steps)[REWARD], pool["realised"][REWARD]) for pool in pools
+        ]
+        rows.append({"stale": age, "steps": steps, **_spreads(each)})
+    return rows
 
 
-def smoothed(curve: Mapping[int, float]) -> dict[int, float]:
-    """Mean of each evaluation and its neighbours, the middle counting twice; ends have one neighbour."""
-    at = sorted(curve)
-    result: dict[int, float] = {}
-    for place, iteration in enumerate(at):
-        near = [(2.0 if other == place else 1.0, curve[at[other]]) for other in range(len(at))
-                if abs(other - place) <= 1]  # fmt: skip
-        result[iteration] = sum(weight * value for weight, value in near) / sum(weight for weight, _ in near)
-    return result
+def variance_rows(pools: Sequence[Tree], sizes: Sizes) -> list[Tree]:
+    """(b): by previews and steps, of the ages that exploration has."""
+    counts = [n * sizes.group_size for n in (1.5, 2, 3, 4, 6, 8, 12) if n * sizes.group_size <= sizes.pool]
+    policy, group, rows = SelectionPolicy(sizes.policy), sizes.group_size, []
+    for age, steps in _cells(pools):
+        if age > 1:
+            continue
+        for count in dict.fromkeys([*map(int, counts), sizes.pool]):
+            each = [
+                variance_figures(
+                    _previews(pool, age, steps)[REWARD], pool["realised"][REWARD], count, group, policy
+                )
+                for pool in pools
+            ]
+            rows.append({"stale": age, "steps": steps, "seeds": count, **_spreads(each)})
+    return rows
 
 
-def iterations_to(target: float, curve: Mapping[int, float]) -> float | None:
-    """Where a curve first reaches the target, between evaluations on a straight line; None: it does not."""
-    before: tuple[int, float] | None = None
-    for iteration, value in sorted(curve.items()):
-        if value >= target:
-            if before is None or value == before[1]:
-                return float(iteration)
-            share = (target - before[1]) / (value - before[1])
-            return before[0] + share * (iteration - before[0])
-        before = iteration, value
-    return None
+def condition_rows(pools: Sequence[Tree], sizes: Sizes) -> list[Tree]:
+    """(b): with all previews of full length, one version stale: by group size, and by kind of reward and how
+    many of a prompt's pictures succeed."""
+    policy, rows = SelectionPolicy(sizes.policy), []
+    age, full = max(age for age in sizes.stale if age <= 1), sizes.rollout_steps
+    groups = [size for factor in (0.5, 1, 2) if 2 <= (size := int(factor * sizes.group_size)) < sizes.pool]
+    for group, kind, (low, high) in product(groups, pools[0]["realised"], SUCCESS):
+        each = []
+        for pool in pools:
+            previews, realised = _previews(pool, age, full), pool["realised"]
+            shares = [statistics.fmean(row) for row in realised.get("strict", realised[REWARD])]
+            kept = [at for at, share in enumerate(shares) if low <= share <= high]
+            x, y = ([scores[kind][at] for at in kept] for scores in (previews, realised))
+            if kept:
+                each.append(variance_figures(x, y, sizes.pool, group, policy) | {"prompts": len(kept)})
+        if each:
+            row = {"group": group, "reward": kind, "success": f"{low:g} to {high:g}"}
+            rows.append({**row, **_spreads(each)})
+    return rows
 
 
-def seconds_at(iterations: float, ends_s: Sequence[float]) -> float | None:
-    """When so many iterations are done; beyond those simulated, as fast as they were on the average."""
-    if not ends_s:
-        return None
-    ends = [0.0, *ends_s]
-    whole = min(int(iterations), len(ends_s) - 1)
-    if iterations <= len(ends_s):
-        return ends[whole] + (iterations - whole) * (ends[whole + 1] - ends[whole])
-    return ends_s[-1] * iterations / len(ends_s)
+def _spreads(each: Sequence[Mapping[str, float]]) -> Tree:
+    names = dict.fromkeys(name for one in each for name in one)
+    return {name: spread(one.get(name) for one in each).as_json() for name in names}
 
 
-def areas(curve: Mapping[int, float]) -> float:
-    """Mean height of a curve (trapezoids): one number for how fast a run learnt."""
-    at = sorted(curve)
-    if len(at) < 2:
-        return curve[at[0]] if at else math.nan
-    area = sum((b - a) * (curve[a] + curve[b]) / 2 for a, b in pairwise(at))
-    return area / (at[-1] - at[0])
+def _cells(pools: Sequence[Tree]) -> list[tuple[int, int]]:
+    return sorted({(one["stale"], one["steps"]) for pool in pools for one in pool["previews"]})
 
 
-def by_iteration(
-    curves: Sequence[Mapping[int, float]], change: Callable[[Mapping[int, float]], Mapping[int, float]]
-) -> dict[int, Spread]:
-    """Every evaluation's spread over runs, each run's curve changed first."""
-    changed = [change(curve) for curve in curves]
-    return {at: spread(curve.get(at) for curve in changed) for at in sorted({i for c in changed for i in c})}
+def _previews(pool: Tree, age: int, steps: int) -> dict[str, list[list[float]]]:
+    found: dict[str, list[list[float]]]
+    (found,) = (one["rewards"] for one in pool["previews"] if (one["stale"], one["steps"]) == (age, steps))
+    return found
 
 
 # -- tables ------------------------------------------------------------------------------------------------
@@ -184,28 +193,15 @@ def table_of(title: str, rows: Sequence[Tree]) -> Table:
 
 
 def _cell(value: object) -> str:
+    if isinstance(value, Mapping) and "low" in value:
+        low, high = (_number(value[key]) for key in ("low", "high"))
+        return f"{_number(value['value'])} [{low}, {high}]"
     if isinstance(value, Mapping):
         mean, error = value["mean"], value["stderr"]
         return "" if mean is None else f"{mean:.4g}" + ("" if error is None else f" ± {error:.2g}")
     return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
 
 
-def curve_tables(figures: Tree) -> list[Table]:
-    """Scores by iteration, and what the target takes."""
-    conditions = figures["conditions"]
-    steps = sorted({int(at) for one in conditions.values() for at in one["curve"]})
-    curves = [
-        {"iteration": at, **{name: one["curve"].get(str(at)) for name, one in conditions.items()}}
-        for at in steps
-    ]
-    to_target = [
-        {
-            "condition": name,
-            "reached": f"{one['reached']} of {one['runs']}",
-            "mean height": one["mean_height"],
-        }
-        | {kind: one[f"{kind}_to_target"] for kind in ("iterations", "seconds", "dollars")}
-        for name, one in conditions.items()
-    ]
-    title = f"To a held-out score of {figures['target']:.3f} (seconds and dollars: emulated cluster)"
-    return [table_of("Held-out score, smoothed", curves), table_of(title, to_target)]
+def _number(value: float | None) -> str:
+    """Args: value: of an interval; None: beyond what was measured."""
+    return "more" if value is None else f"{value:.3g}"

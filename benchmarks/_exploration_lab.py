@@ -10,6 +10,7 @@ where slots are beside the learner is the simulator's to say.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,7 +37,7 @@ from spotlight.runtime.inline.driver import WORKER, InlineDriver, Parts
 from spotlight.runtime.learning import Learning, assemble, fill_embeddings, prepare_model
 from spotlight.runtime.observer import Silent
 from spotlight.runtime.process import prepare_process
-from spotlight.runtime.validation import summarise
+from spotlight.runtime.validation import strict_curve, summarise
 from spotlight.training.learner import Learner
 from spotlight.training.sharding import Ranks
 
@@ -165,8 +166,9 @@ class Lab:
         weights: Weights,
         purpose: Purpose,
         iteration: int,
-    ) -> list[list[float]]:
-        """Reward of every prompt's seeds, [prompts][seeds], under ``weights``; NaN where there is none."""
+    ) -> dict[str, list[list[float]]]:
+        """``reward``, and ``strict`` if there is such a curve, of every prompt's seeds under ``weights``:
+        [prompts][seeds]; NaN where there is none."""
         self.learning.slots.load_state(self.denoiser.train_slot, weights)
         rollouts = [
             Rollout(
@@ -192,12 +194,18 @@ class Lab:
             [prompt.metadata for prompt in asked],
         )
         told = {
-            result.rollout.id: sample.curves()["reward"]
+            result.rollout.id: sample.curves()
             for result, sample in zip(finished, batch.samples, strict=True)
             if isinstance(sample, ScoredSample)
         }
-        values = [told.get(rollout.id, float("nan")) for rollout in rollouts]
-        return [values[start : start + seeds] for start in range(0, len(values), seeds)]
+        names = next(iter(told.values()), {})
+        kinds = {"reward": "reward", "strict": strict_curve(self.config.evaluation.strict, names)}
+        scores: dict[str, list[list[float]]] = {}
+        for kind, curve in kinds.items():
+            if curve is not None:
+                values = [told[one.id][curve] if one.id in told else math.nan for one in rollouts]
+                scores[kind] = [values[start : start + seeds] for start in range(0, len(values), seeds)]
+        return scores
 
 
 @contextmanager

@@ -18,7 +18,8 @@ curves      Training without exploration, with it on the critical path, and in i
 idle        From the simulator: how much of the spot slots' time is idle, without and with exploration.
 
 Figures are means over run seeds with their standard errors. Curves are smoothed over neighbouring
-evaluations. The target, unless given, is the mean last smoothed score without exploration.
+evaluations, and compared at equal scores: those that runs without exploration have after a half, three
+quarters and all of their iterations.
 
 Extra arguments are overrides of the demo's configuration for all parts; they, and all sizes, are written
 into the file, and a file of other settings is refused.
@@ -28,8 +29,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import partial
@@ -40,24 +41,11 @@ import torch
 import typer
 from rich.console import Console
 
-from _exploration_figures import (
-    Tree,
-    areas,
-    by_iteration,
-    curve_tables,
-    fidelity_figures,
-    iterations_to,
-    seconds_at,
-    smoothed,
-    spread,
-    table_of,
-    variance_figures,
-)
+from _exploration_curves import curve_figures, curve_tables
+from _exploration_figures import condition_rows, fidelity_rows, table_of, variance_rows
 from _exploration_lab import Weights, laboratory
+from _exploration_settings import CONDITIONS, KINDS, STRATEGY, Sizes, Tree
 from _measure import machine, wide_console
-from spotlight.config.load import load_config
-from spotlight.config.schema import RunConfig
-from spotlight.core.plan import Explore
 from spotlight.core.seeds import prompts_of_iteration
 from spotlight.core.selection import SelectionPolicy
 from spotlight.core.types import Purpose
@@ -73,72 +61,6 @@ class Part(StrEnum):
     VARIANCE = "variance"
     CURVES = "curves"
     IDLE = "idle"
-
-
-CONDITIONS: Mapping[str, Explore | None] = {
-    "none": None,
-    "critical_path": Explore.CRITICAL_PATH,
-    "idle": Explore.IDLE,
-}
-"""How curves are made, and where previews are made."""
-STRATEGY = {"none": "spot_rollout_only", "critical_path": "critical_path", "idle": "spotlight"}
-"""What the simulator calls them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """What is measured, as the file says it.
-
-    Attributes:
-        warmup: iterations of training before pools are made.
-        stale: ages of weights, in iterations.
-        steps: of pools' previews, besides those of a rollout.
-        pool: seeds of a pool's prompt; counts of seeds up to it are compared.
-        uptime_min: of a spot slot, on the average; 0: they stay.
-    """
-
-    iterations: int
-    prompts: int
-    group_size: int
-    evaluate_every: int
-    evaluation_images: int
-    seeds_per_prompt: int
-    preview_steps: int
-    policy: str
-    warmup: int
-    stale: tuple[int, ...]
-    steps: tuple[int, ...]
-    pool: int
-    reserved: int
-    spot: int
-    uptime_min: float
-    overrides: tuple[str, ...]
-
-    def config(self, seed: int, iterations: int) -> RunConfig:
-        """A run's configuration. Raises ConfigError."""
-        return load_config(
-            None,
-            [
-                f"run_seed={seed}",
-                f"iterations={iterations}",
-                f"rollout.prompts_per_iteration={self.prompts}",
-                f"rollout.group_size={self.group_size}",
-                f"learner.decay_iterations={max(self.iterations, self.warmup)}",
-                f"learner.warmup_steps={min(5, self.iterations // 4)}",
-                f"learner.micro_batch_size={self.prompts * self.group_size}",
-                f"evaluation.every={self.evaluate_every}",
-                f"evaluation.images_per_prompt={self.evaluation_images}",
-                "evaluation.grid_images=1",
-                f"exploration={{seeds_per_prompt: {self.seeds_per_prompt}, steps: {self.preview_steps}, "
-                f"policy: {self.policy}}}",
-                *self.overrides,
-            ],
-        )
-
-    def as_json(self) -> Tree:
-        """For the file."""
-        tree: Tree = json.loads(json.dumps(asdict(self)))  # lists for tuples, as in the file
-        return tree
 
 
 class Record:
@@ -160,7 +82,8 @@ class Record:
         """What the file has under ``name``, made and written if there is nothing."""
         kept: dict[str, Tree] = self.tree[kind]
         if name not in kept:
-            kept[name] = make()
+            started_s = time.process_time()
+            kept[name] = make() | {"cpu_s": time.process_time() - started_s}
             self.write()
         return kept[name]
 
@@ -189,11 +112,13 @@ def measure_pools(sizes: Sizes, seed: int) -> Tree:
         lab.train(None, lambda iteration: history.update({iteration + 1: lab.weights()}))
         newest = max(history)
         prompts = list(
-            {p.id: p for p in prompts_of_iteration(lab.prompts.train, seed, newest, sizes.prompts)}.values()
+            {
+                p.id: p for p in prompts_of_iteration(lab.prompts.train, seed, newest, sizes.pool_prompts)
+            }.values()
         )
         full = config.rollout.steps
 
-        def rewards(age: int, steps: int, purpose: Purpose) -> list[list[float]]:
+        def rewards(age: int, steps: int, purpose: Purpose) -> Tree:
             return lab.scores(prompts, sizes.pool, steps, history[newest - age], purpose, newest)
 
         realised = rewards(0, full, Purpose.TRAIN)
@@ -273,93 +198,10 @@ def simulate_strategy(sizes: Sizes, condition: str, seeds_per_prompt: int | None
     }
 
 
-# -- figures -----------------------------------------------------------------------------------------------
-
-
-def fidelity_rows(pools: Sequence[Tree]) -> list[Tree]:
-    """(a): by age of the weights and steps, over run seeds."""
-    rows = []
-    for age, steps in _cells(pools):
-        each = [fidelity_figures(_previews(pool, age, steps), pool["realised"]) for pool in pools]
-        names = dict.fromkeys(name for one in each for name in one)
-        row = {name: spread(one.get(name) for one in each).as_json() for name in names}
-        rows.append({"stale": age, "steps": steps, **row})
-    return rows
-
-
-def variance_rows(pools: Sequence[Tree], sizes: Sizes) -> list[Tree]:
-    """(b): by previews and steps, of the age that idle exploration has."""
-    counts = [n * sizes.group_size for n in (1.5, 2, 3, 4, 6, 8, 12) if n * sizes.group_size <= sizes.pool]
-    policy, rows = SelectionPolicy(sizes.policy), []
-    for age, steps in _cells(pools):
-        if age > 1:
-            continue
-        for count in dict.fromkeys([*map(int, counts), sizes.pool]):
-            each = [
-                variance_figures(
-                    _previews(pool, age, steps), pool["realised"], count, sizes.group_size, policy
-                )
-                for pool in pools
-            ]
-            row = {name: spread(one[name] for one in each).as_json() for name in each[0]}
-            rows.append({"stale": age, "steps": steps, "seeds": count, **row})
-    return rows
-
-
-def _cells(pools: Sequence[Tree]) -> list[tuple[int, int]]:
-    return sorted({(one["stale"], one["steps"]) for pool in pools for one in pool["previews"]})
-
-
-def _previews(pool: Tree, age: int, steps: int) -> list[list[float]]:
-    found: list[list[float]]
-    (found,) = (one["rewards"] for one in pool["previews"] if (one["stale"], one["steps"]) == (age, steps))
-    return found
-
-
-def curve_figures(
-    curves: Mapping[str, Mapping[int, Tree]],
-    simulated: Mapping[str, Tree],
-    sizes: Sizes,
-    target: float | None,
-) -> Tree:
-    """(c): smoothed curves, and what the target takes."""
-    plain = {
-        condition: [_curve(run) for _, run in sorted(runs.items())] for condition, runs in curves.items()
-    }
-    if target is None:
-        last = spread(smoothed(curve)[max(curve)] for curve in plain["none"])
-        target = last.mean
-    figures: Tree = {"target": target, "conditions": {}}
-    for condition, runs in plain.items():
-        clock = simulated[condition]
-        needed = [iterations_to(target, smoothed(curve)) for curve in runs]
-        seconds = [None if n is None else seconds_at(n, clock["iteration_ends_s"]) for n in needed]
-        samples = sizes.prompts * sizes.group_size
-        figures["conditions"][condition] = {
-            "curve": {str(at): one.as_json() for at, one in by_iteration(runs, smoothed).items()},
-            "samples": {str(at): at * samples for at in by_iteration(runs, dict)},
-            "wall_s": {str(at): seconds_at(at, clock["iteration_ends_s"]) for at in by_iteration(runs, dict)},
-            "mean_height": spread(areas(curve) for curve in runs).as_json(),
-            "reached": sum(n is not None for n in needed),
-            "runs": len(runs),
-            "iterations_to_target": spread(needed).as_json(),
-            "seconds_to_target": spread(seconds).as_json(),
-            "dollars_to_target": spread(
-                None if n is None else n * clock["iteration_usd"] for n in needed
-            ).as_json(),
-        }
-    return figures
-
-
-def _curve(run: Tree) -> dict[int, float]:
-    """The strict score where there is one."""
-    return {int(at): row.get("strict", row["graded"]) for at, row in run["validation"].items()}
-
-
 # -- the program -------------------------------------------------------------------------------------------
 
 
-def run_parts(parts: Sequence[Part], seeds: int, sizes: Sizes, record: Record, target: float | None) -> None:
+def run_parts(parts: Sequence[Part], seeds: int, sizes: Sizes, record: Record) -> None:
     """Measure what is missing, and print every part."""
     console = wide_console()
     figures: Tree = record.tree.setdefault("figures", {})
@@ -374,17 +216,21 @@ def run_parts(parts: Sequence[Part], seeds: int, sizes: Sizes, record: Record, t
         if Part.VARIANCE in parts:
             figures["variance"] = variance_rows(pools, sizes)
             console.print(table_of("Variance of regenerated groups", figures["variance"]))
+            figures["variance_by_condition"] = condition_rows(pools, sizes)
+            console.print(table_of("All previews, full length", figures["variance_by_condition"]))
     if Part.CURVES in parts:
-        figures["curves"] = _curves(seeds, sizes, record, target, console)
-        for table in curve_tables(figures["curves"]):
-            console.print(table)
+        figures["curves"] = _curves(seeds, sizes, record, console)
+        for kind, found in figures["curves"].items():
+            console.print(f"Held-out score: {kind}", style="bold")
+            for table in curve_tables(found):
+                console.print(table)
     if Part.IDLE in parts:
         figures["idle"] = _idle(sizes, record)
         console.print(table_of("Spot slots' time (simulated)", figures["idle"]))
     record.write()
 
 
-def _curves(seeds: int, sizes: Sizes, record: Record, target: float | None, console: Console) -> Tree:
+def _curves(seeds: int, sizes: Sizes, record: Record, console: Console) -> Tree:
     curves: dict[str, dict[int, Tree]] = {condition: {} for condition in CONDITIONS}
     for seed in range(seeds):  # conditions take turns: an interrupted measurement has as many of each
         for condition in CONDITIONS:
@@ -395,7 +241,7 @@ def _curves(seeds: int, sizes: Sizes, record: Record, target: float | None, cons
                 partial(measure_curve, sizes, condition, seed),
             )
     simulated = {condition: _simulated(sizes, record, condition) for condition in CONDITIONS}
-    return curve_figures(curves, simulated, sizes, target)
+    return {kind: curve_figures(curves, simulated, sizes, kind) for kind in KINDS}
 
 
 def _simulated(sizes: Sizes, record: Record, condition: str, seeds: int | None = -1) -> Tree:
@@ -427,30 +273,34 @@ def main(
     ),
     part: Annotated[list[Part] | None, typer.Option(help="Only these parts.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Run seeds 0, 1, ...")] = 5,
-    iterations: Annotated[int, typer.Option(min=1, help="Of a curve.")] = 20,
-    prompts: Annotated[int, typer.Option(min=1, help="Of an iteration, and of a pool.")] = 8,
-    group_size: Annotated[int, typer.Option(min=2, help="Pictures trained of a prompt.")] = 8,
+    iterations: Annotated[int, typer.Option(min=1, help="Of a curve.")] = 16,
+    prompts: Annotated[int, typer.Option(min=1, help="Of an iteration.")] = 8,
+    group_size: Annotated[int, typer.Option(min=2, help="Pictures trained of a prompt.")] = 4,
+    rollout_steps: Annotated[int, typer.Option(min=2, help="Denoising steps of a picture.")] = 6,
+    learning_rate: Annotated[float, typer.Option(help="Of the adapter.")] = 2e-3,
     evaluate_every: Annotated[int, typer.Option(min=1, help="Iterations.")] = 4,
-    evaluation_images: Annotated[int, typer.Option(min=1, help="Of each held-out prompt.")] = 16,
-    seeds_per_prompt: Annotated[int, typer.Option(min=2, help="Previews of a prompt.")] = 32,
-    preview_steps: Annotated[int, typer.Option(min=1, help="Denoising steps of a preview.")] = 8,
+    evaluation_images: Annotated[int, typer.Option(min=1, help="Of each held-out prompt.")] = 8,
+    seeds_per_prompt: Annotated[int, typer.Option(min=2, help="Previews of a prompt.")] = 16,
+    preview_steps: Annotated[int, typer.Option(min=1, help="Denoising steps of a preview.")] = 6,
     policy: Annotated[SelectionPolicy, typer.Option(help="Which previews are chosen.")] = (
         SelectionPolicy.MAX_VARIANCE
     ),
     warmup: Annotated[int, typer.Option(min=1, help="Iterations trained before pools are made.")] = 6,
     stale: Annotated[list[int] | None, typer.Option(help="Ages of weights (0, 1, 2, 4).")] = None,
-    steps: Annotated[list[int] | None, typer.Option(help="Steps of pools' previews (4, 5, 6, 8).")] = None,
+    steps: Annotated[list[int] | None, typer.Option(help="Steps of pools' previews (3, 4, 5).")] = None,
     pool: Annotated[int, typer.Option(min=2, help="Seeds of a pool's prompt.")] = 32,
+    pool_prompts: Annotated[int, typer.Option(min=1, help="Of a run seed's pool.")] = 8,
     reserved: Annotated[int, typer.Option(min=1, help="Reserved slots of the emulated cluster.")] = 1,
     spot: Annotated[int, typer.Option(min=1, help="Its spot slots.")] = 4,
-    uptime_min: Annotated[float, typer.Option(min=0, help="Of a spot slot; 0: they stay.")] = 6.0,
-    target: Annotated[float | None, typer.Option(help="Held-out score to reach.")] = None,
+    uptime_min: Annotated[float, typer.Option(min=0, help="Of a spot slot; 0: they stay.")] = 1.0,
 ) -> None:
     """Measure exploration on the testbed."""
     sizes = Sizes(
         iterations=iterations,
         prompts=prompts,
         group_size=group_size,
+        rollout_steps=rollout_steps,
+        learning_rate=learning_rate,
         evaluate_every=evaluate_every,
         evaluation_images=evaluation_images,
         seeds_per_prompt=seeds_per_prompt,
@@ -458,15 +308,16 @@ def main(
         policy=policy.value,
         warmup=warmup,
         stale=tuple(stale or (0, 1, 2, 4)),
-        steps=tuple(steps or (4, 5, 6, 8)),
+        steps=tuple(steps or (3, 4, 5)),
         pool=pool,
+        pool_prompts=pool_prompts,
         reserved=reserved,
         spot=spot,
         uptime_min=uptime_min,
         overrides=tuple(overrides or ()),
     )
     sizes.config(0, iterations)  # what contradicts itself shows before anything is measured
-    run_parts(list(part or Part), seeds, sizes, Record(json_file, sizes), target)
+    run_parts(list(part or Part), seeds, sizes, Record(json_file, sizes))
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def test_simulating_writes_table_page_and_figures(tmp_path: Path) -> None:
         "work lost",
         "exploration",
         "Iterations to target: an input, not a result",
-        "assumed: 200 / 1.3",
+        "derived: 200 / 1.84",
         "arXiv 2606.19004",
         "figures are assumed",
         "gpus.H100.batch_slope = 0.9: nearly bound by arithmetic",

@@ -13,6 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import _exploration_curves as lines
 import _exploration_figures as figures
 import exploration
 from spotlight.core.selection import SelectionPolicy
@@ -57,50 +58,103 @@ def test_prompts_without_contrast_take_random_seeds_and_count_as_such() -> None:
 
 def test_curves_are_smoothed_and_reach_targets_between_evaluations() -> None:
     curve = {0: 0.4, 5: 0.6, 10: 0.8, 15: 0.8}
-    assert figures.smoothed(curve) == pytest.approx({0: 1.4 / 3, 5: 0.6, 10: 0.75, 15: 0.8})
-    assert figures.iterations_to(0.7, curve) == pytest.approx(7.5)
-    assert figures.iterations_to(0.3, curve) == 0
-    assert figures.iterations_to(0.9, curve) is None
-    assert figures.areas({0: 0.0, 10: 1.0}) == 0.5
-    assert figures.seconds_at(0, [3.0, 5.0]) == 0
-    assert figures.seconds_at(1.5, [3.0, 5.0]) == 4
-    assert figures.seconds_at(2, [3.0, 5.0]) == 5
-    assert figures.seconds_at(4, [3.0, 5.0]) == 10
+    assert lines.smoothed(curve) == pytest.approx({0: 1.4 / 3, 5: 0.6, 10: 0.75, 15: 0.8})
+    assert lines.iterations_to(0.7, curve) == pytest.approx(7.5)
+    assert lines.iterations_to(0.3, curve) == 0
+    assert lines.iterations_to(0.9, curve) is None
+    assert lines.iterations_to(0.5, {0: 0.6, 5: 0.4, 10: 0.6}) == pytest.approx(7.5), "it stays from there on"
+    assert lines.areas({0: 0.0, 10: 1.0}) == 0.5
+    assert lines.seconds_at(0, [3.0, 5.0]) == 0
+    assert lines.seconds_at(1.5, [3.0, 5.0]) == 4
+    assert lines.seconds_at(2, [3.0, 5.0]) == 5
+    assert lines.seconds_at(4, [3.0, 5.0]) == 10
 
 
 SIZES = exploration.Sizes(
-    4, 2, 2, 2, 1, 4, 5, "max_variance", 2, (0, 1), (5,), 4, reserved=1, spot=1, uptime_min=0.0, overrides=()
+    iterations=4,
+    prompts=2,
+    group_size=2,
+    rollout_steps=5,
+    learning_rate=1e-3,
+    evaluate_every=2,
+    evaluation_images=1,
+    seeds_per_prompt=4,
+    preview_steps=5,
+    policy="max_variance",
+    warmup=2,
+    stale=(0, 1),
+    steps=(4,),
+    pool=4,
+    pool_prompts=2,
+    reserved=1,
+    spot=1,
+    uptime_min=0.0,
+    overrides=(),
 )
 
 
-def test_the_figures_compare_conditions_on_one_target() -> None:
+def test_conditions_are_compared_where_they_are_as_good_as_the_control() -> None:
     def run(*scores: float) -> figures.Tree:
-        return {"validation": {str(2 * at): {"graded": score} for at, score in enumerate(scores)}}
+        validation = {str(2 * at): {"graded": score} for at, score in enumerate(scores)}
+        return {"validation": validation, "exploration": [], "grad_norm": [None, 1.0]}
 
-    clock = {"iteration_ends_s": [10.0, 20.0, 30.0, 40.0], "iteration_usd": 0.5}
+    clock = {"iteration_ends_s": [10.0, 20.0, 30.0, 40.0], "iteration_usd": 0.5, "preview_share": None}
     curves = {
         "none": {0: run(0.2, 0.4, 0.6), 1: run(0.2, 0.4, 0.6)},
-        "critical_path": {0: run(0.2, 0.6, 0.6), 1: run(0.2, 0.8, 0.8)},
-        "idle": {0: run(0.2, 0.2, 0.2), 1: run(0.2, 0.4, 0.6)},
+        "critical_path": {0: run(0.2, 0.6, 1.0), 1: run(0.2, 0.6, 1.0)},
+        "idle": {0: run(0.2, 0.2, 0.2), 1: run(0.2, 0.2, 0.2)},
     }
-    found = exploration.curve_figures(curves, dict.fromkeys(curves, clock), SIZES, None)
-    plain, idle = found["conditions"]["none"], found["conditions"]["idle"]
-    assert found["target"] == pytest.approx(figures.smoothed({0: 0.2, 2: 0.4, 4: 0.6})[4])
-    assert plain["iterations_to_target"]["mean"] == pytest.approx(4)
-    assert plain["seconds_to_target"]["mean"] == pytest.approx(40)
-    assert plain["dollars_to_target"]["mean"] == pytest.approx(2)
-    assert (idle["reached"], idle["runs"]) == (1, 2)
-    sooner = found["conditions"]["critical_path"]["iterations_to_target"]["mean"]
-    assert sooner < 4
-    assert all(table.row_count for table in figures.curve_tables(found))
+    found = exploration.curve_figures(curves, dict.fromkeys(curves, clock), SIZES, "graded")
+    assert found["conditions"]["critical_path"]["height_gain"]["mean"] == pytest.approx(0.2)
+    whole = found["equal_scores"][-1]
+    assert (whole["after"], whole["target"]) == (
+        4,
+        pytest.approx(lines.smoothed({0: 0.2, 2: 0.4, 4: 0.6})[4]),
+    )
+    plain, sooner, idle = whole["conditions"].values()
+    assert plain["iterations"] == pytest.approx({"value": 4, "low": 4, "high": 4})
+    assert plain["seconds"]["value"] == pytest.approx(40)
+    assert plain["dollars"]["value"] == pytest.approx(2)
+    assert sooner["fewer"]["value"] == pytest.approx(4 / sooner["iterations"]["value"])
+    assert sooner["fewer"]["low"] > 1
+    assert (idle["reached"], idle["runs"], idle["iterations"]["value"], idle["fewer"]["value"]) == (
+        0,
+        2,
+        None,
+        0,
+    )
+    assert all(table.row_count for table in lines.curve_tables(found))
+
+
+def test_intervals_widen_with_the_spread_of_runs() -> None:
+    def fewer(noise: float) -> float:
+        draw = random.Random(1)
+        slopes = {
+            name: {seed: rate + draw.gauss(0, noise) for seed in range(6)} for name, rate in RATES.items()
+        }
+        runs = {
+            name: {seed: {at: at * slope for at in range(0, 21, 5)} for seed, slope in each.items()}
+            for name, each in slopes.items()
+        }
+        clocks = {name: {"iteration_ends_s": [1.0], "iteration_usd": 1.0} for name in runs}
+        found = lines.at_equal_score(runs, clocks, 10.0)["conditions"]["idle"]["fewer"]
+        assert found["low"] <= found["value"] <= found["high"]
+        return float(found["high"] - found["low"])
+
+    assert fewer(0.0) == pytest.approx(0)
+    assert fewer(0.002) > 0.05
+
+
+RATES = {"none": 0.01, "idle": 0.02}
 
 
 def test_the_file_keeps_what_is_measured_and_refuses_other_settings(tmp_path: Path) -> None:
     path = tmp_path / "made" / "exploration.json"
     record = exploration.Record(path, SIZES)
-    assert record.once("pools", "0", lambda: {"made": 1}) == {"made": 1}
+    made = record.once("pools", "0", lambda: {"made": 1})
+    assert made["made"] == 1
     again = exploration.Record(path, SIZES)
-    assert again.once("pools", "0", lambda: {"made": 2}) == {"made": 1}
+    assert again.once("pools", "0", lambda: {"made": 2}) == made
     content = json.loads(path.read_text())
     content["settings"]["pool"] = 9
     path.write_text(json.dumps(content))

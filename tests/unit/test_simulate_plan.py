@@ -159,7 +159,7 @@ def test_too_short_a_span_for_preemptions_is_warned_of(strategy: str, uptime_h: 
     told = [line for note in notes_of(prep, [outcome], NOW) for line in note.lines if "hardly show" in line]
     assert len(told) == warned
     if warned:
-        assert told[0].endswith("hardly show: set run.iterations=154 to simulate to the target.")
+        assert told[0].endswith("hardly show: set run.iterations=109 to simulate to the target.")
 
 
 def test_uneven_ranks_are_told() -> None:
