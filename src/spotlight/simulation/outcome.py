@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from spotlight.core.pipeline.pace import Filler
 from spotlight.core.types import NodeKind, Phase
 from spotlight.simulation.result import SimulationResult
 from spotlight.simulation.scenario import Scenario
@@ -36,6 +37,9 @@ class Outcome:
         spot_idle_share: of the GPU-seconds of spot nodes; NaN without any.
         preview_share: previews that seeds were chosen among, of those that full exploration makes (that the
             planner asked for, where there is one); NaN without exploration.
+        filled_s: GPU-seconds by what filled them, that a GPU would have waited for.
+        overlapped_share, early_share: of the samples trained, those given to the learner before all were
+            there, and those begun before their iteration.
         dropped_share: samples left out, of those made to be trained on.
     """
 
@@ -53,6 +57,9 @@ class Outcome:
     gpu_s: Mapping[tuple[NodeKind, Phase], float]
     spot_idle_share: float
     preview_share: float
+    filled_s: Mapping[Filler, float]
+    overlapped_share: float
+    early_share: float
     dropped_share: float
     preemptions: int
     notices: int
@@ -101,12 +108,24 @@ def outcome_of(strategy: str, scenario: Scenario, result: SimulationResult, targ
         gpu_s=dict(result.phase_s),
         spot_idle_share=spot.get(Phase.IDLE, 0.0) / sum(spot.values()) if sum(spot.values()) else math.nan,
         preview_share=_preview_share(scenario, result),
+        filled_s=_filled(result),
+        overlapped_share=_reported(result, "overlapped_samples") / max(1, result.trained),
+        early_share=_reported(result, "early_samples") / max(1, result.trained),
         dropped_share=max(0.0, 1 - result.trained / made) if made else math.nan,
         preemptions=result.preemptions,
         notices=result.notices,
         trained=result.trained,
         events=result.events,
     )
+
+
+def _filled(result: SimulationResult) -> dict[Filler, float]:
+    filled = {filler: _reported(result, f"{filler.value}_s") for filler in Filler}
+    return {filler: seconds for filler, seconds in filled.items() if seconds}
+
+
+def _reported(result: SimulationResult, name: str) -> float:
+    return sum(report.get(name, 0.0) for report in result.overlaps)
 
 
 def _problem(scenario: Scenario, result: SimulationResult) -> str | None:

@@ -51,7 +51,7 @@ def record_of(prepared: Prepared, outcomes: Sequence[Outcome], now: datetime) ->
 
 def outcome_record(outcome: Outcome) -> dict[str, object]:
     """One strategy's figures; what is unknown is null."""
-    names = set(Outcome.__slots__) - {"gpu_s", "target"}
+    names = set(Outcome.__slots__) - {"gpu_s", "target", "filled_s"}
     record = _finite({name: getattr(outcome, name) for name in Outcome.__slots__ if name in names})
     target = outcome.target
     record["iterations_to_target"] = target.model_dump() if target is not None else None
@@ -59,6 +59,7 @@ def outcome_record(outcome: Outcome) -> dict[str, object]:
         kind.value: {phase.value: outcome.gpu_s.get((kind, phase), 0.0) for phase in Phase}
         for kind in NodeKind
     }
+    record["filled_s"] = {filler.value: seconds for filler, seconds in outcome.filled_s.items()}
     return record
 
 

@@ -58,6 +58,7 @@ class SimulationResult:
         events: what the controller was told.
         explorations: reports of :class:`~spotlight.core.effects.ReportExploration`, in order; one undone is
             here, too.
+        overlaps: reports of :class:`~spotlight.core.effects.ReportPipeline`, likewise.
         log_hash: of all these events with their times; equal runs have equal hashes.
     """
 
@@ -78,3 +79,4 @@ class SimulationResult:
     gpu_hours: float
     log_hash: str
     explorations: tuple[Mapping[str, object], ...] = ()
+    overlaps: tuple[Mapping[str, float], ...] = ()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from spotlight.core.pipeline.pace import Filler
 from spotlight.core.types import NodeKind, Phase
 from spotlight.fleet.traces.statistics import statistics
 from spotlight.simulation.outcome import PREVIEWS_WANTED, Outcome
@@ -15,6 +16,11 @@ from spotlight.simulation.record import assumed_of, prices_of
 from spotlight.simulation.strategies import SpotPlaces, strategy_named
 
 _DROPPED_TOLD = 0.01
+_FILLERS = {
+    Filler.TRAINERS: "rollouts by trainers",
+    Filler.NEXT: "next iteration's rollouts",
+    Filler.EXPLORATION: "previews",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +65,25 @@ def _lines(outcomes: Sequence[Outcome]) -> Iterator[Line]:
             cells = tuple(_spent(one, phase) for one in outcomes)
             yield Line(f"  {phase.value.replace('_', ' ')}", cells)
     yield line("  together", lambda one: _three(one.total_s / 3600))
+    yield from _overlaps(outcomes)
     yield line("iterations simulated", lambda one: str(one.iterations))
+
+
+def _overlaps(outcomes: Sequence[Outcome]) -> Iterator[Line]:
+    """What filled GPU-hours in which somebody would have waited; nothing where nothing did."""
+    fillers = [filler for filler in Filler if any(filler in one.filled_s for one in outcomes)]
+    if fillers:
+        yield Line("GPU-hours that would have been idle")
+    for filler in fillers:
+        yield Line(f"  {_FILLERS[filler]}", tuple(_filled(one, filler) for one in outcomes))
+    if any(one.overlapped_share for one in outcomes):
+        yield Line("trained before all were there", tuple(percent(one.overlapped_share) for one in outcomes))
+    if any(one.early_share for one in outcomes):
+        yield Line("begun an iteration early", tuple(percent(one.early_share) for one in outcomes))
+
+
+def _filled(one: Outcome, filler: Filler) -> str:
+    return _three(one.filled_s[filler] / 3600) if filler in one.filled_s else "-"
 
 
 def _spent(one: Outcome, phase: Phase) -> str:

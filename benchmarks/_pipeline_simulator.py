@@ -1,0 +1,214 @@
+"""The pipeline in the simulator: four published models on 16 and 32 H100, parts alone and one after another.
+
+Beside each mode stands its ceiling: the throughput, over the disaggregated synchronous one, if nothing but
+rollouts and training took time and every overlap were perfect. With G the seconds that the GPUs that only
+roll out take for all samples, and T those of the learner: (G + T)/max(G, T), as published; where trainers
+roll out too, G + T over the larger of T and the time in which all GPUs together do both. ``colocated``: all
+GPUs roll out, then all train; its ceiling is that of no other work. T is shorter with several timesteps a
+pass. ``--resident``: a GPU turns from one to the other at no cost, else at the profile's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from math import ceil
+
+from rich.console import Console
+from rich.table import Table
+
+from spotlight.core.events import NodeJoined
+from spotlight.core.types import Phase
+from spotlight.simulation.compare import Task, run_tasks
+from spotlight.simulation.outcome import Outcome
+from spotlight.simulation.prepare import Prepared, prepare, scenario_of
+from spotlight.simulation.scenario_load import load_scenario
+from spotlight.simulation.strategies import Part, strategy_named
+
+MODELS = {
+    "HunyuanVideo": "pipeline-hunyuanvideo",
+    "Wan2.1": "pipeline-wan",
+    "FLUX.1": "pipeline-flux",
+    "Qwen-Image": "pipeline-qwen-image",
+}
+ITERATIONS = 5
+COLOCATED, DISAGGREGATED = "colocated", "disaggregated"
+ALL_ON = "gap+tsp+tag+tcss"
+MODES = {
+    COLOCATED: "all_on_demand",
+    DISAGGREGATED: DISAGGREGATED,
+    **{
+        f"+{parts}": f"{DISAGGREGATED}+{parts}"
+        for parts in (
+            "gap",
+            "gap+tsp",
+            "gap+tsp+tag",
+            ALL_ON,
+            f"{ALL_ON}+exploration",
+            "slices",
+            "tsp",
+            "tag",
+            "tcss",
+            "exploration",
+            "gap+tsp+steal",
+            "gap+tsp+steal+tcss",
+        )
+    },
+}
+"""Strategies by the name in the table: one part after the other, each alone, and stealing without bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is trained on how many GPUs.
+
+    Attributes:
+        training: GPUs that train where not all do; a multiple of 4, as ``gpus``.
+        fraction: of the denoising steps that are trained.
+        resident: GPUs that do both turn at no cost.
+    """
+
+    model: str
+    gpus: int
+    training: int
+    steps: int
+    fraction: float
+    resident: bool
+
+    def prepared(self) -> Prepared:
+        """The scenario of it."""
+        overrides = [
+            f"cluster.reserved.nodes={self.training // 4}",
+            f"cluster.spot.nodes={(self.gpus - self.training) // 4}",
+            f"workload.steps={self.steps}",
+            f"workload.trained_timesteps={round(self.fraction * self.steps)}",
+            f"workload.resident={str(self.resident).lower()}",
+            f"run.iterations={ITERATIONS}",
+            "run.until_h=10000",
+        ]
+        return prepare(load_scenario(MODELS[self.model], overrides), tuple(MODES.values()), datetime.now(UTC))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One mode in one setting.
+
+    Attributes:
+        samples_per_s: trained, without the first iteration.
+        over_colocated, over_disaggregated: throughput divided by theirs, both synchronous.
+        ceiling: of ``over_disaggregated``.
+        of_ceiling: share of it that is reached.
+        filled_gpu_h: GPU-hours of all iterations by what filled them.
+    """
+
+    mode: str
+    samples_per_s: float
+    over_colocated: float
+    over_disaggregated: float
+    ceiling: float
+    of_ceiling: float
+    idle_share: float
+    filled_gpu_h: dict[str, float]
+
+
+def shortest_s(prepared: Prepared, name: str) -> float:
+    """Seconds of an iteration of nothing but rollouts and training, all overlaps of the strategy perfect."""
+    strategy = strategy_named(name)
+    scenario = scenario_of(prepared, strategy)
+    costs, plan, file = scenario.costs, scenario.plan, prepared.file
+    nodes = [event.node for _, event in scenario.nodes if isinstance(event, NodeJoined)]
+    gpu, pixels, samples = file.cluster.reserved.gpu_type, file.pixels, file.samples
+    lease = costs.lease_size(gpu, pixels, 1)
+    lease_s = plan.rollout_steps * costs.denoise_step_s(gpu, pixels, lease, 1)
+    generation_gpu_s = samples * (lease_s + costs.decode_s(gpu, pixels, lease)) / lease
+    batches = ceil(samples / plan.micro_batch_size)
+    training_s = batches * costs.train_s(gpu, pixels, plan.micro_batch_size, plan.ranks)
+    apart = sum(node.gpus for node in nodes if node.rolls_out and not node.trains)
+    rolling = sum(node.gpus for node in nodes if node.rolls_out)
+    if not strategy.parts & {Part.GAP, Part.SLICES, Part.TCSS}:
+        return generation_gpu_s / rolling + training_s
+    together = sum(node.gpus for node in nodes)
+    if rolling > apart:
+        return max(training_s, (generation_gpu_s + training_s * plan.ranks) / together)
+    return max(training_s, generation_gpu_s / apart)
+
+
+def rows_of(prepared: Prepared, outcomes: dict[str, Outcome]) -> list[Row]:
+    """All modes of a setting."""
+    synchronous_s = shortest_s(prepared, MODES[DISAGGREGATED])
+    rows = []
+    for mode, outcome in outcomes.items():
+        over = outcomes[DISAGGREGATED].iteration_s / outcome.iteration_s
+        least_s = shortest_s(prepared, MODES[mode])
+        rows.append(
+            Row(
+                mode=mode,
+                samples_per_s=prepared.file.samples / outcome.iteration_s,
+                over_colocated=outcomes[COLOCATED].iteration_s / outcome.iteration_s,
+                over_disaggregated=over,
+                ceiling=synchronous_s / least_s,
+                of_ceiling=least_s / outcome.iteration_s,
+                idle_share=outcome.seconds([Phase.IDLE]) / outcome.total_s,
+                filled_gpu_h={filler.value: s / 3600 for filler, s in outcome.filled_s.items()},
+            )
+        )
+    return rows
+
+
+def measure(setting: Setting, jobs: int) -> list[Row]:
+    """Simulate all modes of a setting. Raises SystemExit if one does not come to its end."""
+    prepared = setting.prepared()
+    compared = run_tasks([Task(prepared, name) for name in MODES.values()], jobs)
+    outcomes = {mode: one.outcome for mode, one in zip(MODES, compared, strict=True)}
+    for mode, outcome in outcomes.items():
+        if outcome.problem is not None:
+            raise SystemExit(f"{setting}, {mode}: {outcome.problem}")
+    return rows_of(prepared, outcomes)
+
+
+def run_simulator(settings: Sequence[Setting], jobs: int) -> list[dict[str, object]]:
+    """Measure and show every setting; returns all figures, JSON-able."""
+    found: list[dict[str, object]] = []
+    for setting in settings:
+        rows = measure(setting, jobs)
+        show(setting, rows)
+        found.append(asdict(setting) | {"modes": [asdict(row) for row in rows]})
+    return found
+
+
+def show(setting: Setting, rows: Sequence[Row]) -> None:
+    """Print a table."""
+    turns = "at no cost" if setting.resident else "at the profile's cost"
+    title = (
+        f"{setting.model}, {setting.training} + {setting.gpus - setting.training} H100, "
+        f"{setting.steps} steps, {setting.fraction:g} of them trained, GPUs turn {turns}"
+    )
+    table = Table(title=title)
+    table.add_column("mode")
+    for column in (
+        "samples/s",
+        "x colocated",
+        "x disaggregated",
+        "ceiling",
+        "of ceiling",
+        "idle",
+        "by trainers",
+        "next",
+        "previews",
+    ):
+        table.add_column(column, justify="right")
+    for row in rows:
+        filled = (row.filled_gpu_h.get(name) for name in ("trainers", "next", "exploration"))
+        table.add_row(
+            row.mode,
+            f"{row.samples_per_s:.3g}",
+            f"{row.over_colocated:.2f}",
+            f"{row.over_disaggregated:.2f}",
+            f"{row.ceiling:.2f}",
+            f"{row.of_ceiling:.0%}",
+            f"{row.idle_share:.0%}",
+            *("" if hours is None else f"{hours:.2f} h" for hours in filled),
+        )
+    console = Console()
+    (console if console.is_terminal else Console(width=140)).print(table)
