@@ -1,0 +1,68 @@
+"""The arithmetic of ``benchmarks/_pipeline_ray.py``, and that its modes are configurations."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import itertools
+
+import _pipeline_ray as bench
+from spotlight.config.contradictions import batch_problems
+from spotlight.config.load import load_config
+from spotlight.core.types import Phase
+
+SECONDS = st.floats(0.1, 1000)
+RUN = bench.RayRun(bench.SYNCHRONOUS, 0, 4.0, 6.0, 2.0, 0.5, (0.7, 0.05), 0, 0, 0, 40.0)
+
+
+@given(SECONDS, SECONDS)
+def test_no_overlap_beats_the_ceiling(generation_s: float, training_s: float) -> None:
+    apart, together = (bench.ceiling(generation_s, training_s, trainers) for trainers in (False, True))
+    assert 1 <= apart <= 2
+    assert together >= apart - 1e-9, "more slots that generate take no longer"
+    # No more work is done in a second than all slots do.
+    slots = bench.ROLLOUT_SLOTS + bench.RANKS
+    synchronous_s = generation_s / bench.ROLLOUT_SLOTS + training_s / bench.RANKS
+    assert synchronous_s / together * slots >= (generation_s + training_s) * (1 - 1e-9)
+
+
+def test_the_ceiling_of_equal_phases_is_two() -> None:
+    assert bench.ceiling(2.0 * bench.ROLLOUT_SLOTS, 2.0 * bench.RANKS, False) == pytest.approx(2)
+
+
+def test_modes_add_up_and_are_configurations() -> None:
+    modes = bench.modes()
+    assert [mode.name for mode in modes] == ["synchronous", "+GAP", "+TSP", "+TAG", "+TCSS", "+exploration"]
+    for before, after in itertools.pairwise(modes):
+        assert after.overrides[: len(before.overrides)] == before.overrides
+    for mode in modes:
+        config = load_config(None, [*bench.SETTINGS, *mode.overrides])
+        assert list(batch_problems(config, bench.RANKS)) == []
+        assert config.pipeline.trainers_generate == mode.trainers
+    assert config.pipeline.next_share > 0
+    assert config.exploration is not None
+
+
+def test_ratios_are_of_the_same_seed() -> None:
+    runs = [
+        RUN,
+        replace(RUN, run_seed=1, samples_per_s=2.0),
+        replace(RUN, mode="+GAP", samples_per_s=6.0),
+        replace(RUN, mode="+GAP", run_seed=1, samples_per_s=3.0, validation=(0.8, 0.05)),
+    ]
+    synchronous, gap = bench.summarise(runs)
+    assert (synchronous["ratio"], gap["ratio"], gap["ratio_stderr"]) == (1.0, 1.5, 0.0)
+    assert gap["samples_per_s"] == 4.5
+    assert gap["validation"] == pytest.approx(0.75)
+    assert gap["validation_stderr"] == pytest.approx(0.05)
+    assert Phase.ROLLOUT.value == "rollout"
+    assert Phase.TRAINING.value == "training"
+    assert Phase.IDLE.value == "idle"
