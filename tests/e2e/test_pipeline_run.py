@@ -1,4 +1,4 @@
-"""A run on a local Ray with everything overlapping ends, is accounted for, and each switch did something."""
+"""A run on a local Ray with everything overlapping ends, is accounted for, and each mechanism had work."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from spotlight.core.plan import Plan
+from spotlight.core.plan import Axis, Plan
 from spotlight.core.seeds import derive_seed
 from spotlight.core.types import PolicyVersion, Prompt, Purpose, Rollout, RolloutId
 
@@ -16,23 +16,28 @@ def train_rollouts(
     version: PolicyVersion,
     chosen: Mapping[int, Sequence[int]],
 ) -> Iterator[tuple[int, Prompt, Rollout]]:
-    """The groups of an iteration, each rollout with its slot and prompt.
+    """The groups of an iteration, each rollout with its slot and prompt, in the order they are to be made.
+
+    That is group after group, or slice after slice of all groups where slices are trained as they come.
 
     Args:
         prompts: one a slot.
         chosen: seeds by slot, where exploration chose them; other slots get seeds of their own.
     """
-    for slot, prompt in enumerate(prompts):
-        seeds = chosen.get(slot) or [
-            derive_seed(plan.run_seed, "train", iteration, slot, member) for member in range(plan.group_size)
-        ]
-        for member, seed in enumerate(seeds):
-            name = RolloutId(f"t{iteration:06d}-{slot:03d}-{member:03d}")
-            yield (
-                slot,
-                prompt,
-                Rollout(name, Purpose.TRAIN, iteration, prompt.id, member, seed, plan.rollout_steps, version),
-            )
+    pipeline, size = plan.pipeline, plan.group_size
+    members = range(size)
+    step = pipeline.slice_size if pipeline.axis is Axis.GENERATION else size
+    seeds = [
+        chosen.get(slot) or [derive_seed(plan.run_seed, "train", iteration, slot, one) for one in members]
+        for slot in range(len(prompts))
+    ]
+    for start in range(0, size, step):
+        for slot, prompt in enumerate(prompts):
+            for member in members[start : start + step]:
+                name = RolloutId(f"t{iteration:06d}-{slot:03d}-{member:03d}")
+                seed, steps = seeds[slot][member], plan.rollout_steps
+                rollout = Rollout(name, Purpose.TRAIN, iteration, prompt.id, member, seed, steps, version)
+                yield slot, prompt, rollout
 
 
 def evaluation_rollouts(

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from spotlight.core import effects as ef
 from spotlight.core import events as ev
+from spotlight.core.pipeline.pace import Filler
 from spotlight.core.recovery import Recovery
 from spotlight.core.types import Node
 from spotlight.simulation.driver import Simulation
@@ -35,6 +36,8 @@ PATIENCE_S = 3000.0
 """After the last fault has healed, a run must end within this time (a trial takes some hundred seconds)."""
 EVENTS_MAX = 30_000
 SHRINK_RUNS = 60
+OVERLAPS = (*(f"{filler.value}_s" for filler in Filler), "overlapped_samples", "early_samples")
+"""What an iteration's pipeline reports, counted by iterations in which there was some."""
 PROGRAM = "python -m spotlight.simulation.check"
 
 
@@ -119,6 +122,8 @@ def run_trial(trial: Trial) -> Outcome:
     branches = Counter(simulation.branches)
     branches.update(simulation.controller.cluster.recoveries)
     branches.update(simulation.injector.happened)
+    for overlap in simulation.overlaps:
+        branches.update(name for name, much in overlap.report.items() if much)
     digest = simulation.log_hash()
     hours = sum(simulation.accounts.seconds.values()) / 3600
     return Outcome(failure, digest, branches, simulation.events, hours, kind)
@@ -171,8 +176,8 @@ def replay_command(trial: Trial) -> str:
 
 
 def missing_branches(branches: Counter[str]) -> list[str]:
-    """Recoveries never taken, and faults that never happened."""
-    return [name.value for name in (*Recovery, *FaultKind) if not branches[name]]
+    """Recoveries never taken, faults that never happened, and parts of the pipeline that did nothing."""
+    return [str(name) for name in (*Recovery, *FaultKind, *OVERLAPS) if not branches[name]]
 
 
 def check_seeds(first: int, count: int, *, twice: bool) -> int:
@@ -193,8 +198,8 @@ def check_seeds(first: int, count: int, *, twice: bool) -> int:
             print(f"  {replay_command(shrink(trial))}", flush=True)
     seconds = time.monotonic() - started_s
     print(f"{count} seeds, {failures} failed; {events} events, {gpu_hours:.0f} GPU-hours, {seconds:.0f} s")
-    for name in (*FaultKind, *Recovery):
-        print(f"  {name.value:20} {branches[name]}")
+    for name in (*FaultKind, *Recovery, *OVERLAPS):
+        print(f"  {name:20} {branches[name]}")
     if missing := missing_branches(branches):
         print(f"never taken: {', '.join(missing)}")
         failures += 1

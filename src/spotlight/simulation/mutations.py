@@ -48,7 +48,7 @@ class Mutation:
     """A planted bug: what is wrong then, and the functions that are replaced (owner, name, replacement)."""
 
     bug: str
-    patches: tuple[tuple[object, str, Callable[..., object]], ...]
+    patches: tuple[tuple[object, str, Callable[..., object] | property], ...]
 
     @contextmanager
     def planted(self) -> Iterator[None]:
@@ -181,6 +181,18 @@ def _books_work_as_idle(self: Accounts, segments: Iterable[Spent], phase: Phase)
     _confirm(self, segments, Phase.LOST if phase is Phase.LOST else Phase.IDLE)
 
 
+def _keeps_older_work(self: Rollouts, version: PolicyVersion) -> None:
+    pass
+
+
+def _adopts_nothing(self: Rollouts, prompt: Prompt, name: RolloutId) -> bool:
+    return False
+
+
+_ALL_GROUPS = property(lambda self: self.prompts_per_iteration if self.pipeline.next_share else 0)
+_NEVER = property(lambda self: False)
+
+
 MUTATIONS = (
     Mutation("a second completion counts", ((PullQueue, "complete", _completes_twice),)),
     Mutation("what a lost group held is not requeued", ((PullQueue, "_revoke", _forgets_requeued),)),
@@ -202,6 +214,10 @@ MUTATIONS = (
     Mutation("GPUs that train are leased meanwhile", ((Cluster, "let_trainers", _leases_busy_learners),)),
     Mutation("exploration windows are never closed", ((Rollouts, "close_window", _leaves_windows_open),)),
     Mutation("workers keep weights that were undone", ((Cluster, "roll_back", _keeps_newer_weights),)),
+    Mutation("rollouts of the version before last are begun", ((Rollouts, "renew", _keeps_older_work),)),
+    Mutation("more groups than allowed begin early", ((Plan, "early_groups", _ALL_GROUPS),)),
+    Mutation("what was begun early is issued anew", ((Rollouts, "_adopt", _adopts_nothing),)),
+    Mutation("the learner trains while its GPUs roll out", ((Cluster, "trainers_work", _NEVER),)),
     Mutation(
         "several updates train the same samples",
         ((training_module, "split_updates", _trains_every_group_every_time),),

@@ -6,10 +6,19 @@ import random
 from dataclasses import dataclass
 
 from spotlight.core.events import NodeJoined
-from spotlight.core.plan import ClusterPlan, ExplorationPlan, Explore, Plan, PlannerPlan, divisors
+from spotlight.core.plan import (
+    Axis,
+    ClusterPlan,
+    ExplorationPlan,
+    Explore,
+    PipelinePlan,
+    Plan,
+    PlannerPlan,
+    divisors,
+)
 from spotlight.core.planner.budget import PreviewCosts
 from spotlight.core.selection import SelectionPolicy
-from spotlight.core.types import Node, NodeId, NodeKind, WeightKind
+from spotlight.core.types import Baseline, Node, NodeId, NodeKind, WeightKind
 from spotlight.simulation.costs import ConstantCosts
 from spotlight.simulation.faults import Fault, FaultKind, draw_faults
 from spotlight.simulation.rewards import RewardModel
@@ -121,6 +130,26 @@ def _draw_plan(seed: int, source: random.Random, ranks: int, degree_min: int) ->
             publishes=source.choice([WeightKind.ADAPTER, WeightKind.FULL]),
         ),
         exploration=None if explore is None else _draw_exploration(seed, explore, group_size, more, steps),
+        pipeline=_draw_pipeline(seed, explore),
+    )
+
+
+def _draw_pipeline(seed: int, explore: Explore | None) -> PipelinePlan:
+    """What overlaps; drawn apart, so that it changes nothing else of a trial."""
+    source = random.Random(f"pipeline {seed}")
+    if source.random() < 0.3:
+        return PipelinePlan()
+    baselines = [Baseline.GROUP, Baseline.SLICE] + [Baseline.EXPLORATION] * (explore is not None)
+    baseline = source.choice(baselines)
+    share = source.choice([0.0, 0.5, 1.0])
+    return PipelinePlan(
+        axis=source.choice([None, *Axis]),
+        slice_size=source.choice([3, 4] if baseline is Baseline.SLICE else [1, 2, 3]),
+        baseline=baseline,
+        bounded=source.random() < 0.6,
+        switch_s=source.choice([0.0, 0.7, 5.0]),
+        # Early rollouts need their seeds before previews on the critical path have chosen them.
+        next_share=0.0 if explore is Explore.CRITICAL_PATH else share,
     )
 
 

@@ -5,6 +5,7 @@ It believes effects and records only, and knows what the simulated workers and t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -31,8 +32,15 @@ from spotlight.simulation.workers import Receipt
 
 @dataclass(slots=True)
 class Books:
-    """The durable ledger, counted anew from its records."""
+    """The durable ledger, counted anew from its records.
 
+    Attributes:
+        stale: samples of an iteration that may be one published version old.
+        older: the version published before ``published``.
+        begun: samples of each iteration that were issued, and are one published version old.
+    """
+
+    stale: int
     records: list[Record] = field(default_factory=list)
     issued: dict[RolloutId, Rollout] = field(default_factory=dict)
     finished: set[RolloutId] = field(default_factory=set)
@@ -41,6 +49,8 @@ class Books:
     stepped: dict[int, int] = field(default_factory=dict)
     trained: dict[int, int] = field(default_factory=dict)
     published: int = 0
+    older: int = 0
+    begun: Counter[int] = field(default_factory=Counter)
 
     def write(self, position: int, record: Record) -> None:
         """Append; raises AssertionError for a record that may not follow."""
@@ -49,7 +59,8 @@ class Books:
         match record:
             case RolloutIssued(rollout):
                 assert rollout.id not in self.issued, f"{rollout.id} is issued twice"
-                assert rollout.version == self.published, f"{rollout} asks for other weights than published"
+                if rollout.version != self.published:
+                    self._may_be_stale(rollout)
                 self.issued[rollout.id] = rollout
             case SampleFinished(rollout, version):
                 assert rollout in self.issued, f"{rollout} is finished without being issued"
@@ -62,7 +73,8 @@ class Books:
                 assert rollout not in self.scored, f"{rollout} is scored twice"
                 self.scored.add(rollout)
             case SampleTrained(rollout, step):
-                assert self.issued[rollout].version == self.published, f"{rollout} is stale"
+                made_by = self.issued[rollout].version
+                assert made_by in (self.published, self.older), f"{rollout} is stale: made by {made_by}"
                 self._end(rollout, Purpose.TRAIN)
                 self.trained[step] = self.trained.get(step, 0) + 1
             case SampleEvaluated(rollout):
@@ -79,7 +91,14 @@ class Books:
                 self.stepped[version] = samples
             case VersionPublished(version):
                 assert version == len(self.stepped), "a version is published that was not made"
-                self.published = version
+                self.older, self.published = self.published, version
+
+    def _may_be_stale(self, rollout: Rollout) -> None:
+        """Begun before the iteration it is of, as far as that is allowed."""
+        assert rollout.version == self.older, f"{rollout} asks for other weights than published"
+        assert rollout.purpose is Purpose.TRAIN, f"{rollout} is one version old"
+        self.begun[rollout.iteration] += 1
+        assert self.begun[rollout.iteration] <= self.stale, f"more samples than allowed are old: {rollout}"
 
     def _end(self, rollout: RolloutId, purpose: Purpose) -> None:
         assert rollout in self.scored, f"{rollout} is used without a score"
@@ -88,9 +107,9 @@ class Books:
         self.ended[rollout] = purpose.value
 
     @classmethod
-    def until(cls, records: Sequence[Record]) -> Books:
+    def until(cls, records: Sequence[Record], stale: int) -> Books:
         """Books with these records only."""
-        books = cls()
+        books = cls(stale)
         for position, record in enumerate(records, start=1):
             books.write(position, record)
         return books
@@ -98,15 +117,31 @@ class Books:
 
 @dataclass(slots=True)
 class Witness:
-    """Checks a simulation after every event."""
+    """Checks a simulation after every event.
+
+    Attributes:
+        early: rollouts of the next iteration that were granted; records tell of them when it begins.
+        made: those of them whose samples count.
+    """
 
     simulation: Simulation
-    books: Books = field(default_factory=Books)
+    books: Books = field(init=False)
+    early: dict[RolloutId, Rollout] = field(default_factory=dict)
+    made: set[RolloutId] = field(default_factory=set)
     leases: dict[LeaseId, tuple[Lease, float]] = field(default_factory=dict)
     meant: dict[LeaseId, ProcessGroup] = field(default_factory=dict)
     holder: dict[RolloutId, tuple[LeaseId, int]] = field(default_factory=dict)
     bill: Bill = field(default_factory=Bill)
     over: bool = False
+
+    def __post_init__(self) -> None:
+        """Begin with empty books."""
+        self.books = Books(self._stale)
+
+    @property
+    def _stale(self) -> int:
+        plan = self.simulation.scenario.plan
+        return int(plan.pipeline.next_share * plan.prompts_per_iteration) * plan.group_size
 
     def see(self, event: ev.Event, effects: Sequence[ef.Effect], receipt: Receipt | None) -> None:
         """Raise AssertionError where the controller's effects disagree with what is known."""
@@ -117,9 +152,13 @@ class Witness:
             match effect:
                 case ef.RollBack(position):
                     assert position <= len(self.books.records), "undone is more than was recorded"
-                    self.books = Books.until(self.books.records[:position])
+                    self.books = Books.until(self.books.records[:position], self._stale)
+                    self.early.clear()
+                    self.made.clear()
                 case ef.WriteRecord(position, record):
                     self.books.write(position, record)
+                    if isinstance(record, RolloutIssued):
+                        self._see_issue(record.rollout)
                     if isinstance(record, SampleScored):
                         made_by = self.simulation.store.samples[record.rollout]
                         assert record.scores[CONTENT] == made_by.content, f"{record} is of another sample"
@@ -131,6 +170,9 @@ class Witness:
                     for group in groups:
                         for rollout in group.rollouts:
                             self._see_sample(self.books.issued[rollout])
+                    self._see_trainers_free()
+                case ef.TrainMicroBatch():
+                    self._see_trainers_free()
                 case ef.CommitCheckpoint(_, position):
                     assert position == len(self.books.records), "a checkpoint stands for other records"
                 case ef.FinishRun():
@@ -140,7 +182,9 @@ class Witness:
 
     def head_restarted(self, position: int) -> None:
         """The durable ledger is cut to the checkpoint's position; what was in memory is gone."""
-        self.books = Books.until(self.books.records[:position])
+        self.books = Books.until(self.books.records[:position], self._stale)
+        self.early.clear()
+        self.made.clear()
         self.leases.clear()
         self.meant.clear()
         self.holder.clear()
@@ -173,11 +217,31 @@ class Witness:
                     self._in_time(event, self.leases[event.lease], now)
                     self._from_holder(event.lease, receipt)
                     self._accept(rollout.id, receipt)
+                    if rollout.id in self.early:
+                        self.made.add(rollout.id)
 
     def _accept(self, rollout: RolloutId, receipt: Receipt | None) -> None:
         """What was spent on work that counts is no loss."""
         assert receipt is not None
-        self.bill.accept(receipt.segments, PHASE_OF[self.books.issued[rollout].purpose])
+        self.bill.accept(receipt.segments, PHASE_OF[self._known(rollout).purpose])
+
+    def _known(self, rollout: RolloutId) -> Rollout:
+        return self.early[rollout] if rollout in self.early else self.books.issued[rollout]
+
+    def _see_issue(self, rollout: Rollout) -> None:
+        """What was begun early is issued as it was begun, or anew if nobody made it."""
+        early = self.early.pop(rollout.id, None)
+        if rollout.id in self.made or rollout.version != self.books.published:
+            assert rollout == early, f"{rollout} is issued, and {early} was begun"
+        self.made.discard(rollout.id)
+
+    def _see_early(self, rollout: Rollout) -> None:
+        """A rollout is granted that no record told of yet."""
+        self.early[rollout.id] = rollout
+        assert rollout.purpose is Purpose.TRAIN, f"{rollout} is begun early"
+        assert rollout.iteration == self.simulation.controller.iteration + 1, f"{rollout} is too early"
+        begun = [one for one in self.early.values() if one.iteration == rollout.iteration]
+        assert len(begun) <= self._stale, f"more is begun early than allowed: {rollout}"
 
     def _from_holder(self, lease: LeaseId, receipt: Receipt | None) -> None:
         """The group that sent it is made of the processes that were meant, not of a namesake of theirs."""
@@ -196,7 +260,11 @@ class Witness:
         lease, simulation = grant.lease, self.simulation
         again = lease.id in self.leases
         for rollout in grant.rollouts:
-            assert rollout.id in self.books.issued
+            if rollout.id not in self.books.issued and rollout.id not in self.early:
+                self._see_early(rollout)
+            assert rollout == self._known(rollout.id), f"granted is {rollout}"
+            assert again or rollout.version == self.books.published, f"{rollout} is begun with old weights"
+            assert rollout.id not in self.made, f"{rollout.id} is made again after it was finished"
             assert rollout.id not in self.books.ended
             assert rollout.id not in self.books.finished, f"{rollout.id} is made again after it was finished"
             if not again:
@@ -225,6 +293,13 @@ class Witness:
         made_by = self.simulation.store.samples.get(rollout.id)
         real = self.simulation.store.versions[rollout.version]
         assert made_by == real, f"{rollout.id} was made by {made_by}, and is trained as {real}"
+
+    def _see_trainers_free(self) -> None:
+        """The learner is given nothing to train while its GPUs roll out."""
+        controller = self.simulation.controller
+        for leader, group in controller.cluster.groups.items():
+            if controller.cluster.hosts[group.node].node.trains:
+                assert not controller.queue.holds(leader), f"the learner trains, and {leader} rolls out"
 
     def at_the_end(self) -> None:
         """The run is over: everything ended, every second is accounted for."""
