@@ -74,7 +74,7 @@ def test_groups_are_what_previews_beside_training_chose(tmp_path: Path, loses_le
     assert {iteration for iteration, _ in previews} == {1, 2}  # nothing idles before the first
     assert len(previews) == 4
     for key, rewards in previews.items():
-        assert len(rewards) == 5
+        assert 5 <= len(rewards) <= 16 * 2, "idle workers go on beyond what was planned, with an end"
         assert trained[key] == set(select(rewards, 2, SelectionPolicy.MAX_VARIANCE).seeds)
 
     rows = {
@@ -104,4 +104,5 @@ def test_previews_that_are_not_scored_in_time_are_dropped_and_seeds_are_random(t
     assert report.ok, report.violations
     assert report.counts.trained == 3 * 2 * 2
     assert report.counts.explored == 0
-    assert report.counts.dropped == {DropReason.EXPLORATION_OVER: 2 * 2 * 5}
+    assert set(report.counts.dropped) == {DropReason.EXPLORATION_OVER}
+    assert report.counts.dropped[DropReason.EXPLORATION_OVER] >= 2 * 2 * 5

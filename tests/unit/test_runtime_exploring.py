@@ -59,6 +59,7 @@ def test_every_key_reaches_the_plan() -> None:
         "exploration.drawn_seeds=4",
         "exploration.fidelity_min=0.2",
         "exploration.undo_selection=true",
+        "exploration.seeds_per_prompt_max=50",
         "exploration.planner={seed_counts: [20, 40], step_counts: [5], alpha: 1, discount: 0.9, sharing: 0}",
         "exploration.planner.caution=2",
         "exploration.planner.costs={step_s: 0.1, fixed_s: 0.2, reward_s: 0.3, window_s: 4}",
@@ -67,7 +68,7 @@ def test_every_key_reaches_the_plan() -> None:
     costs = PreviewCosts(0.1, 0.2, 0.3, 4.0)
     assert found == ExplorationPlan(
         Explore.IDLE, 20, 5, SelectionPolicy.PROPORTIONAL, 0.1, 3, 0, 4, 0.2, True,
-        PlannerPlan((20, 40), (5,), 1.0, 0.9, 0.0, 2.0, costs),
+        PlannerPlan((20, 40), (5,), 1.0, 0.9, 0.0, 2.0, costs), 50,
     )  # fmt: skip
 
 

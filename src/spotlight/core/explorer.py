@@ -99,7 +99,7 @@ class Explorer:
         """Choose seeds from what was scored; there is no open window then."""
         window, self.window = self.window, Window(self.window.iteration)
         if window.opened_s is None:
-            self.groups = {}
+            self.groups, self.report = {}, {}
             return window, Choice()
         plan, exploration = self._plan, self._exploration
         choice = choose(window, exploration, plan.group_size, plan.prompts_per_iteration, plan.run_seed)

@@ -85,7 +85,7 @@ class SpareTime:
         Returns:
             The leases that do not count any more.
         """
-        groups -= sum(told_s > now - self.patience_s for told_s in self._yielding.values())
+        groups -= self.awaited(now)
         given: list[Lease] = []
         for lease in self.queue.previews() if groups > 0 else ():
             if not able(lease.worker):
@@ -98,6 +98,10 @@ class SpareTime:
         for lease in given:
             self.queue.renounce(lease.id)
         return given
+
+    def awaited(self, now: float) -> int:
+        """Groups that were told to give way, and are counted on."""
+        return sum(told_s > now - self.patience_s for told_s in self._yielding.values())
 
     def crowded_out(self, leader: WorkerId) -> list[Lease]:
         """A group got better work: requeue the previews that it holds besides. Returns their leases."""

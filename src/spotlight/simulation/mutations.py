@@ -18,9 +18,10 @@ from spotlight.core.commands import CommandEffect, Commands
 from spotlight.core.controller import Controller
 from spotlight.core.members import Group, Worker
 from spotlight.core.pipeline import training as training_module
-from spotlight.core.plan import Plan
+from spotlight.core.plan import Explore, Plan
 from spotlight.core.queue import PullQueue, Verdict, _Held
 from spotlight.core.rollouts import Rollouts
+from spotlight.core.spare_time import SpareTime
 from spotlight.core.types import (
     Group as SampleGroup,
 )
@@ -150,6 +151,19 @@ def _leases_busy_learners(self: Cluster, rollouts: float, *, explore: bool) -> N
     self.serving.trainers_may, self.serving.trainers_explore = math.inf, True
 
 
+def _never_gives_way(
+    self: SpareTime, groups: int, able: Callable[[WorkerId], bool], now: float
+) -> list[Lease]:
+    return []
+
+
+def _looks_ahead_at_once(self: Rollouts, iteration: int, now: float) -> None:
+    explores = self.plan.exploration
+    idle = explores is not None and explores.where is Explore.IDLE and iteration + 1 < self.plan.iterations
+    if idle and self.window.opened_s is None:
+        self.open_window(iteration + 1, self.cluster.target, now)
+
+
 def _leaves_windows_open(self: Rollouts, now: float) -> None:
     pass
 
@@ -212,6 +226,8 @@ MUTATIONS = (
     Mutation("unanswered commands are not repeated", ((Commands, "overdue", _waits_for_ever),)),
     Mutation("a lost member of a group is overlooked", ((Cluster, "_leave", _overlooks_a_lost_member),)),
     Mutation("GPUs that train are leased meanwhile", ((Cluster, "let_trainers", _leases_busy_learners),)),
+    Mutation("previews do not give way", ((SpareTime, "give_way", _never_gives_way),)),
+    Mutation("previews begin while rollouts wait", ((Rollouts, "explore_ahead", _looks_ahead_at_once),)),
     Mutation("exploration windows are never closed", ((Rollouts, "close_window", _leaves_windows_open),)),
     Mutation("workers keep weights that were undone", ((Cluster, "roll_back", _keeps_newer_weights),)),
     Mutation("rollouts of the version before last are begun", ((Rollouts, "renew", _keeps_older_work),)),

@@ -164,6 +164,7 @@ def _draw_exploration(seed: int, where: Explore, group_size: int, more: int, ste
             counts, (2, 3), source.choice([0.0, 1.0]), caution=source.choice([0.0, 1.0]), costs=costs
         )
     policy = source.choice(list(SelectionPolicy))
+    deepest = source.choice([None, 2, 12]) if where is Explore.IDLE else None
     return ExplorationPlan(
         where,
         group_size + more,
@@ -174,4 +175,5 @@ def _draw_exploration(seed: int, where: Explore, group_size: int, more: int, ste
         fidelity_min=source.choice([None, None, 0.95]),
         undo_selection=source.random() < 0.3,
         planner=planner,
+        seeds_per_prompt_max=None if deepest is None else group_size + 4 + deepest,
     )

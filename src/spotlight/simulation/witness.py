@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 from spotlight.core import effects as ef
 from spotlight.core import events as ev
+from spotlight.core.exploration import Window
+from spotlight.core.members import GroupState
 from spotlight.core.records import (
     Record,
     RolloutIssued,
@@ -132,6 +134,7 @@ class Witness:
     meant: dict[LeaseId, ProcessGroup] = field(default_factory=dict)
     holder: dict[RolloutId, tuple[LeaseId, int]] = field(default_factory=dict)
     bill: Bill = field(default_factory=Bill)
+    window: Window | None = None
     over: bool = False
 
     def __post_init__(self) -> None:
@@ -177,6 +180,7 @@ class Witness:
                     assert position == len(self.books.records), "a checkpoint stands for other records"
                 case ef.FinishRun():
                     self.over = True
+        self._see_spare_time()
         self._balance()
         self.bill.compare(self.simulation.accounts, self.simulation.now)
 
@@ -288,6 +292,27 @@ class Witness:
         assert host is None or not (host.node.trains and simulation.learner.busy), (
             "the learner's GPU is leased"
         )
+
+    def _see_spare_time(self) -> None:
+        """Previews made in idle time take nothing from an iteration: see :mod:`spotlight.core.spare_time`."""
+        controller = self.simulation.controller
+        queue, cluster = controller.queue, controller.cluster
+        if not cluster.spare.explores:
+            return
+        pressing = queue.waiting - queue.waiting_for(Purpose.EXPLORE)
+        opens = controller.work.window is not self.window and controller.work.window.opened_s is not None
+        assert not (opens and pressing), "a window opens while rollouts of the iteration wait"
+        self.window = controller.work.window
+        able = [lease for lease in queue.previews() if cluster.groups[lease.worker].state is GroupState.READY]
+        assert not pressing or not able or cluster.spare.awaited(self.simulation.now), (
+            f"{pressing} rollouts wait, {len(able)} groups make previews, and nobody gives way"
+        )
+        for lease in able:
+            host = cluster.hosts[cluster.groups[lease.worker].node]
+            assert not host.node.trains, "a GPU that trains makes previews in idle time"
+            assert not queue.count_held_by(lease.worker, previews=False), (
+                "previews are made beside better work"
+            )
 
     def _see_sample(self, rollout: Rollout) -> None:
         made_by = self.simulation.store.samples.get(rollout.id)

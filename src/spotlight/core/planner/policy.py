@@ -127,8 +127,11 @@ class Planner:
     iterations: rewards of easy and hard times are comparable, and the unit is fixed before the reward is
     seen, so it does not bias it. An arm that explored nothing brought nothing.
 
+    A window may open before the groups of the one before are made: what was played then is learnt later.
+
     Attributes:
         limited: windows end with training; else the previews are waited for, and every arm fits.
+        _awaited: the arm played last, unless it was learnt from.
     """
 
     bandit: DiscountedUCB
@@ -136,6 +139,7 @@ class Planner:
     trust: Trust
     limited: bool = True
     _unit: Fading = field(default_factory=Fading)
+    _awaited: Arm | None = None
 
     def decide(self, outlook: Outlook) -> Decision:
         """See :class:`ArmPolicy`."""
@@ -152,13 +156,14 @@ class Planner:
         elif not fits & trusted:
             arm, why = cheapest, "no arm fits the window: the cheapest, for as many prompts as it lasts"
         else:
-            arm = self.bandit.choose(fits & trusted, estimates)
+            arm = self.bandit.choose(self._worth_trying(fits & trusted, estimates), estimates)
             tried = estimates[arm].mean is not None
             why = "the largest index of those that fit" if tried else "fits, and was not tried yet"
         arms = {
             one.name: self._explain(one, work_s[one], one in fits, one in trusted, estimates[one])
             for one in self.bandit.arms
         }
+        self._awaited = arm
         metrics = {"iteration": outlook.iteration, "chosen": arm and arm.name, "why": why}
         return Decision(arm, why, metrics | {"capacity": capacity.as_metrics(), "arms": arms})
 
@@ -171,6 +176,7 @@ class Planner:
         _learn_trust(self.trust, lesson)
         if lesson.arm is None:
             return
+        self._awaited = None if self._awaited == lesson.arm else self._awaited
         if lesson.contrast is None:
             self.bandit.learn(lesson.arm, 0.0)
             return
@@ -188,6 +194,7 @@ class Planner:
             "forecast": self.forecast.snapshot(),
             "trust": self.trust.snapshot(),
             "unit": self._unit.as_json(),
+            "awaited": self._awaited and self._awaited.name,
         }
 
     def load(self, state: Mapping[str, object]) -> None:
@@ -196,6 +203,13 @@ class Planner:
         self.forecast.load(section(state, "forecast"))
         self.trust.load(section(state, "trust"))
         self._unit = Fading.parse(state.get("unit"))
+        awaited = state.get("awaited")
+        self._awaited = None if awaited is None else Arm.parse(str(awaited))
+
+    def _worth_trying(self, arms: set[Arm], estimates: Mapping[Arm, Estimate]) -> set[Arm]:
+        """Without an arm whose first play is not learnt from yet: a second would tell nothing sooner."""
+        first = self._awaited is not None and estimates[self._awaited].mean is None
+        return arms - {self._awaited} or arms if first else arms
 
     def _work_s(self, arm: Arm, prompts: int) -> float:
         return self.forecast.costs.work_s(arm, prompts * arm.seeds_per_prompt)
