@@ -71,6 +71,11 @@ GUARD = ("algorithm={name: grpo-guard, advantage: {std: group}}", "rollout.sampl
         ),
         ([SLICES, "exploration.undo_selection=true"], "exploration.undo_selection", "pipeline.axis=prompt"),
         (["pipeline.trainers_generate=true"], "pipeline.trainers_generate", "fleet.driver=ray"),
+        (
+            [RAY, "pipeline.trainers_generate=true", "learner.timesteps_per_pass=auto"],
+            "learner.pass_memory_gib",
+            "to a number",
+        ),
         (["pipeline.switch_s=1.5"], "pipeline.switch_s", "trainers_generate=true"),
         (["pipeline.next_share=0.5"], "pipeline.next_share", "fleet.driver=ray"),
         ([RAY, "pipeline.next_share=.05"], "pipeline.next_share", "no whole group"),

@@ -1,69 +1,68 @@
-"""The simulator's half of the pipeline benchmark: ceilings are ceilings, and all figures are left."""
+"""The arithmetic of ``benchmarks/_pipeline_ray.py``, and that its modes are configurations."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-PROGRAM = Path(__file__).parents[2] / "benchmarks" / "_pipeline_simulator.py"
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import itertools
 
-@pytest.fixture(scope="module")
-def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("_pipeline_simulator", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["_pipeline_simulator"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+import _pipeline_ray as bench
+from spotlight.config.contradictions import batch_problems
+from spotlight.config.load import load_config
+from spotlight.core.types import Phase
 
-
-def test_the_ceiling_is_the_published_one(bench: ModuleType) -> None:
-    prepared = bench.Setting("Wan2.1", 16, 8, 20, 0.4, True).prepared()
-    both_s = bench.shortest_s(prepared, "disaggregated")
-    overlapped_s = bench.shortest_s(prepared, "disaggregated+gap")
-    training_s = 192 * 8 * 14.5 / 8
-    generation_s = 192 * (20 * 3.63 + 12.0 * 480 * 832 / 1e6) / 8
-    assert both_s == pytest.approx(generation_s + training_s)
-    assert both_s / overlapped_s == pytest.approx(both_s / max(generation_s, training_s))
-    helped_s = bench.shortest_s(prepared, "disaggregated+gap+tag")
-    assert helped_s == pytest.approx(max(training_s, both_s / 2)), "as many GPUs train as roll out"
-    assert bench.shortest_s(prepared, "all_on_demand") == pytest.approx(both_s / 2)
+SECONDS = st.floats(0.1, 1000)
+RUN = bench.RayRun(bench.SYNCHRONOUS, 0, 4.0, 6.0, 2.0, 0.5, (0.7, 0.05), 0, 0, 0, 40.0)
 
 
-@pytest.mark.parametrize("model", ["FLUX.1", "HunyuanVideo"])
-def test_no_mode_beats_its_ceiling(
-    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
-) -> None:
-    chosen = ("colocated", "disaggregated", "+gap", "+gap+tsp+tag+tcss", "tsp")
-    modes = {name: made for name, made in bench.MODES.items() if name in chosen}
-    monkeypatch.setattr(bench, "MODES", modes)
-    monkeypatch.setattr(bench, "ITERATIONS", 3)
-    setting = bench.Setting(model, 16, 12, 20, 0.4, False)
-    (found,) = bench.run_simulator([setting], 1)
-    assert {key: found[key] for key in asdict(setting)} == asdict(setting)
-    rows = {row["mode"]: row for row in json.loads(json.dumps(found))["modes"]}
-    assert set(rows) == set(modes)
-    assert all(row["of_ceiling"] < 1.02 for row in rows.values()), "noise aside"
-    assert rows["disaggregated"]["over_disaggregated"] == rows["colocated"]["over_colocated"] == 1
-    assert rows["+gap"]["over_disaggregated"] > 1.2
-    for row in rows.values():
-        assert row["of_ceiling"] == pytest.approx(row["over_disaggregated"] / row["ceiling"], rel=0.15)
-    assert f"{model}, 12 + 4 H100" in capsys.readouterr().out
+@given(SECONDS, SECONDS)
+def test_no_overlap_beats_the_ceiling(generation_s: float, training_s: float) -> None:
+    apart, together = (bench.ceiling(generation_s, training_s, trainers) for trainers in (False, True))
+    assert 1 <= apart <= 2
+    assert together >= apart - 1e-9, "more slots that generate take no longer"
+    # No more work is done in a second than all slots do.
+    slots = bench.ROLLOUT_SLOTS + bench.RANKS
+    synchronous_s = generation_s / bench.ROLLOUT_SLOTS + training_s / bench.RANKS
+    assert synchronous_s / together * slots >= (generation_s + training_s) * (1 - 1e-9)
 
 
-def test_settings_are_what_they_say(bench: ModuleType) -> None:
-    setting = bench.Setting("Qwen-Image", 32, 24, 40, 0.6, False)
-    file = setting.prepared().file
-    assert file.cluster.reserved.nodes * file.cluster.reserved.gpus_per_node == 24
-    assert file.cluster.spot.nodes * file.cluster.spot.gpus_per_node == 8
-    assert (file.workload.steps, file.workload.trained_timesteps) == (40, 24)
-    assert not file.workload.resident
-    assert replace(setting, resident=True).prepared().file.workload.resident
+def test_the_ceiling_of_equal_phases_is_two() -> None:
+    assert bench.ceiling(2.0 * bench.ROLLOUT_SLOTS, 2.0 * bench.RANKS, False) == pytest.approx(2)
+
+
+def test_modes_add_up_and_are_configurations() -> None:
+    modes = bench.modes()
+    assert [mode.name for mode in modes] == ["synchronous", "+GAP", "+TSP", "+TAG", "+TCSS", "+exploration"]
+    for before, after in itertools.pairwise(modes):
+        assert after.overrides[: len(before.overrides)] == before.overrides
+    for mode in modes:
+        config = load_config(None, [*bench.SETTINGS, *mode.overrides])
+        assert list(batch_problems(config, bench.RANKS)) == []
+        assert config.pipeline.trainers_generate == mode.trainers
+    assert config.pipeline.next_share > 0
+    assert config.exploration is not None
+
+
+def test_ratios_are_of_the_same_seed() -> None:
+    runs = [
+        RUN,
+        replace(RUN, run_seed=1, samples_per_s=2.0),
+        replace(RUN, mode="+GAP", samples_per_s=6.0),
+        replace(RUN, mode="+GAP", run_seed=1, samples_per_s=3.0, validation=(0.8, 0.05)),
+    ]
+    synchronous, gap = bench.summarise(runs)
+    assert (synchronous["ratio"], gap["ratio"], gap["ratio_stderr"]) == (1.0, 1.5, 0.0)
+    assert gap["samples_per_s"] == 4.5
+    assert gap["validation"] == pytest.approx(0.75)
+    assert gap["validation_stderr"] == pytest.approx(0.05)
+    assert Phase.ROLLOUT.value == "rollout"
+    assert Phase.TRAINING.value == "training"
+    assert Phase.IDLE.value == "idle"

@@ -23,6 +23,7 @@ from spotlight.runtime.ray.nodes.listing import (
     read_view,
     require_usable,
     split_node,
+    typed,
     unlike,
 )
 
@@ -224,6 +225,15 @@ def test_parts_of_a_node_share_its_slots_and_price(slots: int, ranks: int, roll_
 
 
 # -- facts --------------------------------------------------------------------------------------------------
+
+
+def test_a_type_that_nobody_names_is_that_of_the_driver() -> None:
+    told, facts = node("a"), replace(FACTS, gpus=(Gpu("L4", 22 << 30),))
+    unknown = replace(told, gpu_type="")
+    assert typed(unknown, facts).gpu_type == "L4"
+    assert typed(unknown, FACTS) == unknown
+    assert typed(replace(told, gpu_type="H100"), facts).gpu_type == "H100"
+    assert typed(replace(unknown, gpus=False), facts).gpu_type == ""
 
 
 def test_gpus_of_two_kinds_in_one_node_are_told() -> None:

@@ -104,6 +104,15 @@ def _trainers(config: RunConfig) -> Iterator[Problem]:
             "pipeline.trainers_generate", "true", "false with fleet.driver=inline",
             "One process trains and denoises in turn already: set fleet.driver=ray, or leave it out.",
         )  # fmt: skip
+    learner = config.learner
+    measures = learner.timesteps_per_pass == "auto" and learner.pass_memory_gib is None
+    if pipeline.trainers_generate and measures:
+        yield Problem(
+            "learner.pass_memory_gib", "null",
+            "a number with pipeline.trainers_generate and learner.timesteps_per_pass=auto",
+            "A worker has memory of the same GPU, and later more than when a pass is measured: set what "
+            "passes may take, or learner.timesteps_per_pass to a number.",
+        )  # fmt: skip
     if pipeline.switch_s and not pipeline.trainers_generate:
         yield Problem(
             "pipeline.switch_s", f"{pipeline.switch_s:g}", "0 with pipeline.trainers_generate=false",

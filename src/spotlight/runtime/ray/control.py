@@ -47,6 +47,7 @@ from spotlight.runtime.ray.nodes.listing import (
     gpus_told,
     mixed_gpus,
     train_only,
+    typed,
     unlike,
 )
 from spotlight.runtime.ray.nodes.membership import Membership, MembershipSettings
@@ -232,6 +233,7 @@ class Control:
     # -- nodes: the head's thread ----------------------------------------------------------------------
 
     def _join(self, node: RayNode, facts: NodeFacts) -> None:
+        node = typed(node, facts)
         parts = self._fleet.join(node)
         self._learner_slots = self._fleet.learner_slots
         if self._config.fleet.sequence_parallel.degrees[-1] > 1 and (problem := mixed_gpus(node, facts)):

@@ -214,6 +214,12 @@ def mixed_gpus(node: RayNode, facts: NodeFacts) -> Problem | None:
     return None
 
 
+def typed(node: RayNode, facts: NodeFacts) -> RayNode:
+    """The node with the type that its driver tells, where neither its flags nor Ray do: paces go by types."""
+    unknown = node.gpus and not node.gpu_type and facts.gpus
+    return replace(node, gpu_type=facts.gpus[0].name) if unknown else node
+
+
 def unlike(one: Gpu, other: Gpu) -> bool:
     """Whether two GPUs are of different types or memory."""
     spread = abs(one.memory_bytes - other.memory_bytes) / max(one.memory_bytes, other.memory_bytes)

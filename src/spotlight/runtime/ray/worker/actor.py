@@ -170,6 +170,10 @@ class Berth:
     share: float = 1.0
     first_gpu: int | None = None
 
+    def number_of(self, order: StartWorker) -> int | None:
+        """Of a worker's GPU; None: Ray gives it one."""
+        return None if self.first_gpu is None else self.first_gpu + order.gpu
+
 
 @dataclass(frozen=True, slots=True)
 class ActorStarter:
@@ -196,7 +200,7 @@ class ActorStarter:
             order.worker,
             order.epoch,
             berth.gpus,
-            None if berth.first_gpu is None else berth.first_gpu + order.gpu,
+            berth.number_of(order),
             self.meeting,
             self.run,
             str(Path.cwd()),
