@@ -56,7 +56,6 @@ class Sizes:
     stale: tuple[int, ...]
     steps: tuple[int, ...]
     pool: int
-    pool_prompts: int
     reserved: int
     spot: int
     uptime_min: float

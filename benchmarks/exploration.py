@@ -112,9 +112,7 @@ def measure_pools(sizes: Sizes, seed: int) -> Tree:
         lab.train(None, lambda iteration: history.update({iteration + 1: lab.weights()}))
         newest = max(history)
         prompts = list(
-            {
-                p.id: p for p in prompts_of_iteration(lab.prompts.train, seed, newest, sizes.pool_prompts)
-            }.values()
+            {p.id: p for p in prompts_of_iteration(lab.prompts.train, seed, newest, sizes.prompts)}.values()
         )
         full = config.rollout.steps
 
@@ -274,7 +272,7 @@ def main(
     part: Annotated[list[Part] | None, typer.Option(help="Only these parts.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Run seeds 0, 1, ...")] = 5,
     iterations: Annotated[int, typer.Option(min=1, help="Of a curve.")] = 16,
-    prompts: Annotated[int, typer.Option(min=1, help="Of an iteration.")] = 8,
+    prompts: Annotated[int, typer.Option(min=1, help="Of an iteration, and of a pool.")] = 8,
     group_size: Annotated[int, typer.Option(min=2, help="Pictures trained of a prompt.")] = 4,
     rollout_steps: Annotated[int, typer.Option(min=2, help="Denoising steps of a picture.")] = 6,
     learning_rate: Annotated[float, typer.Option(help="Of the adapter.")] = 2e-3,
@@ -289,7 +287,6 @@ def main(
     stale: Annotated[list[int] | None, typer.Option(help="Ages of weights (0, 1, 2, 4).")] = None,
     steps: Annotated[list[int] | None, typer.Option(help="Steps of pools' previews (3, 4, 5).")] = None,
     pool: Annotated[int, typer.Option(min=2, help="Seeds of a pool's prompt.")] = 32,
-    pool_prompts: Annotated[int, typer.Option(min=1, help="Of a run seed's pool.")] = 8,
     reserved: Annotated[int, typer.Option(min=1, help="Reserved slots of the emulated cluster.")] = 1,
     spot: Annotated[int, typer.Option(min=1, help="Its spot slots.")] = 4,
     uptime_min: Annotated[float, typer.Option(min=0, help="Of a spot slot; 0: they stay.")] = 1.0,
@@ -310,7 +307,6 @@ def main(
         stale=tuple(stale or (0, 1, 2, 4)),
         steps=tuple(steps or (3, 4, 5)),
         pool=pool,
-        pool_prompts=pool_prompts,
         reserved=reserved,
         spot=spot,
         uptime_min=uptime_min,

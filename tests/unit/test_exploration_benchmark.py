@@ -85,7 +85,6 @@ SIZES = exploration.Sizes(
     stale=(0, 1),
     steps=(4,),
     pool=4,
-    pool_prompts=2,
     reserved=1,
     spot=1,
     uptime_min=0.0,

@@ -28,7 +28,9 @@ def train_rollouts(
     members = range(size)
     step = pipeline.slice_size if pipeline.axis is Axis.GENERATION else size
     seeds = [
-        chosen.get(slot) or [derive_seed(plan.run_seed, "train", iteration, slot, one) for one in members]
+        _mixed(plan, iteration, chosen[slot])
+        if slot in chosen
+        else [derive_seed(plan.run_seed, "train", iteration, slot, one) for one in members]
         for slot in range(len(prompts))
     ]
     for start in range(0, size, step):
@@ -38,6 +40,14 @@ def train_rollouts(
                 seed, steps = seeds[slot][member], plan.rollout_steps
                 rollout = Rollout(name, Purpose.TRAIN, iteration, prompt.id, member, seed, steps, version)
                 yield slot, prompt, rollout
+
+
+def _mixed(plan: Plan, iteration: int, seeds: Sequence[int]) -> list[int]:
+    """Chosen seeds in an order that says nothing of their previews, which they come sorted by.
+
+    Else the first slice of a group would be its best samples, compared with each other alone.
+    """
+    return sorted(seeds, key=lambda seed: derive_seed(plan.run_seed, "order", iteration, seed))
 
 
 def evaluation_rollouts(
