@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 from main_job import Job, clean_audit, lora
-from ray_job import running
+from ray_job import PATIENCE_S, running
 
 from spotlight.core.types import Phase
 from spotlight.store import ledger_queries as queries
@@ -38,7 +38,7 @@ def count(job: Job, query: str) -> int:
 def test_with_every_switch_on_each_mechanism_does_its_part(job: Job) -> None:
     run = job.root / "overlapped"
     with running(run, job.arguments("overlapped", *OVERLAPPED)) as it:
-        assert it.end() == 0, it.told
+        assert it.end(2 * PATIENCE_S) == 0, it.told
         told = it.told
     report = clean_audit(run, AuditLimits(group_size=6, staleness_max=1))
     assert report.counts.trained == SAMPLES
