@@ -54,10 +54,10 @@ class Running:
             time.sleep(LOOK_S)
         return found
 
-    def end(self) -> int:
+    def end(self, patience_s: float = PATIENCE_S) -> int:
         """Its exit status, once it has ended."""
         try:
-            return self.process.wait(PATIENCE_S)
+            return self.process.wait(patience_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"does not end:\n{self.told}") from None
 

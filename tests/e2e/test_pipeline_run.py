@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 from main_job import Job, clean_audit, lora
-from ray_job import running
+from ray_job import PATIENCE_S, running
 
 from spotlight.core.types import Phase
 from spotlight.store import ledger_queries as queries
@@ -18,7 +18,7 @@ from spotlight.store.summary import read_summary
 OVERLAPPED = (
     "iterations=4",
     "algorithm={name: diffusion-nft, train_timesteps: 1, advantage: {std: group}}",
-    "rollout={steps: 8, prompts_per_iteration: 4, group_size: 6, batch_size: 4}",
+    "rollout={steps: 32, prompts_per_iteration: 4, group_size: 6, batch_size: 4}",
     "learner={micro_batch_size: 3, learning_rate: 0.001}",
     "evaluation={every: 9, grid_prompts: 2, images_per_prompt: 2, grid_images: 2}",
     "exploration={where: idle, seeds_per_prompt: 8, steps: 2}",
@@ -26,6 +26,7 @@ OVERLAPPED = (
     "fleet={driver: ray, learner_ranks: 2, local: {rollout_slots: 1, threads: 1}}",
     "fleet.spot.nodes=0",
 )
+"""Many steps and one trained timestep: generation takes so much longer that the learner's slots must help."""
 SAMPLES = 4 * 4 * 6
 
 
@@ -38,7 +39,7 @@ def count(job: Job, query: str) -> int:
 def test_with_every_switch_on_each_mechanism_does_its_part(job: Job) -> None:
     run = job.root / "overlapped"
     with running(run, job.arguments("overlapped", *OVERLAPPED)) as it:
-        assert it.end() == 0, it.told
+        assert it.end(2 * PATIENCE_S) == 0, it.told
         told = it.told
     report = clean_audit(run, AuditLimits(group_size=6, staleness_max=1))
     assert report.counts.trained == SAMPLES
