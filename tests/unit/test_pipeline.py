@@ -91,10 +91,9 @@ def test_a_group_that_pulled_ahead_began_when_it_had_finished_the_lease_before()
     pace.begin(one, leader, FAST, 4, None, 0.0)
     pace.begin(two, leader, FAST, 2, Filler.NEXT, 1.0)
     pace.end(one, 8.0)
-    assert pace.rollout_s(FAST) == pytest.approx(2.0)
-    assert pace.left_s([two], 9.0) == pytest.approx(3.0)
+    assert pace.step_s(FAST) == pytest.approx(2.0)
     pace.end(two, 12.0)
-    assert pace.rollout_s(FAST) == pytest.approx(2.0)
+    assert pace.step_s(FAST) == pytest.approx(2.0)
     assert pace.filled_s == {Filler.NEXT: pytest.approx(4.0)}
 
 
@@ -103,13 +102,13 @@ def test_what_was_lost_says_nothing_of_the_pace() -> None:
     pace.begin(LeaseId(1), WorkerId("w"), FAST, 4, None, 0.0)
     pace.begin(LeaseId(2), WorkerId("v"), FAST, 4, None, 0.0)
     pace.forget(WorkerId("w"))
-    pace.drop(LeaseId(2))
+    pace.cut(LeaseId(2), 50.0)
     pace.end(LeaseId(1), 100.0)
     pace.end(LeaseId(2), 100.0)
-    assert pace.rollout_s(FAST) is None
+    assert pace.step_s(FAST) is None
     pace.begin(LeaseId(3), WorkerId("w"), FAST, 1, None, 200.0)
     pace.end(LeaseId(3), 203.0)
-    assert pace.rollout_s(SLOW) == pytest.approx(3.0), "expected to be like the others until it is seen"
+    assert pace.step_s(SLOW) == pytest.approx(3.0), "expected to be like the others until it is seen"
 
 
 # -- the cluster -------------------------------------------------------------------------------------------
@@ -211,7 +210,7 @@ TRAINER = Node(NodeId("r"), NodeKind.RESERVED, 1, "H100", 8.0, True, True)
 
 def seen_pace(room: Room, rollout_s: float, train_s: float) -> None:
     pace = room.controller.cluster.pace
-    pace.begin(LeaseId(10**6), WorkerId("before"), FAST, 1, None, room.now - rollout_s)
+    pace.begin(LeaseId(10**6), WorkerId("before"), FAST, 8, None, room.now - rollout_s)
     pace.end(LeaseId(10**6), room.now)
     pace.trained(1, train_s)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from spotlight.config.errors import Problem
@@ -26,13 +27,12 @@ def _parts(config: RunConfig) -> Iterator[Problem]:
     pipeline, group = config.pipeline, config.rollout.group_size
     if pipeline.axis == "none":
         return
-    slices_alone = pipeline.axis == "generation" and pipeline.baseline == "slice"
-    if config.algorithm.advantage.std == "global" and not slices_alone:
+    if config.algorithm.advantage.std == "global":
         yield Problem(
             "algorithm.advantage.std", "'global'",
             f"'group' with pipeline.axis={pipeline.axis} and baseline={pipeline.baseline}",
-            "The spread of the whole batch is known when all of it is there, and groups without explored "
-            "seeds are compared within themselves: set algorithm.advantage.std=group, or pipeline.axis=none.",
+            "The spread of the whole batch is known only when all of it is there: set "
+            "algorithm.advantage.std=group, or pipeline.axis=none.",
         )  # fmt: skip
     ranks, learner, rollout = config.fleet.learner_ranks, config.learner, config.rollout
     share = rollout.prompts_per_iteration * group // learner.updates_per_batch // ranks
@@ -132,10 +132,10 @@ def _early(config: RunConfig) -> Iterator[Problem]:
             "One process trains and denoises in turn, so nothing idles meanwhile: set fleet.driver=ray, or "
             "leave it out.",
         )  # fmt: skip
-    if int(pipeline.next_share * config.rollout.prompts_per_iteration) == 0:
+    if pipeline.next_share * config.rollout.prompts_per_iteration < 1 - 1e-9:
         yield Problem(
             "pipeline.next_share", share,
-            f"at least {1 / config.rollout.prompts_per_iteration:.3g}, one of "
+            f"at least {math.ceil(1e4 / config.rollout.prompts_per_iteration) / 1e4:g}, one of "
             f"{config.rollout.prompts_per_iteration} groups",
             "This is no whole group: raise it, or set 0.",
         )  # fmt: skip

@@ -140,6 +140,7 @@ class Cluster:
 
     def revoked(self, lease: Lease) -> None:
         """Work was taken back: tell the holder, if it is a group of this cluster."""
+        self.pace.cut(lease.id, self._now)
         if lease.worker in self.workers:
             self.abandon(lease.worker, lease.epoch, lease.id)
 
@@ -431,7 +432,7 @@ class Cluster:
                 return
             self._count(Recovery.LEASE_RENOUNCED)
             self.queue.renounce(lease.id)
-            self.serving.renounced(lease.id)
+            self.pace.cut(lease.id, self._now)
         group.capacity = event.capacity
         self.spare.pulled(group.leader)
         self._load_group(group)
@@ -505,7 +506,7 @@ class Cluster:
         """Previews were requeued: who holds them stops at the next step boundary and pulls."""
         for lease in leases:
             self._count(Recovery.PREVIEWS_YIELDED)
-            self.serving.renounced(lease.id)
+            self.pace.cut(lease.id, self._now)
             self.abandon(lease.worker, lease.epoch, lease.id)
 
     # -- GPUs that train -------------------------------------------------------------------------------
@@ -555,6 +556,8 @@ class Cluster:
             over_previews: those made in idle time do not count as work.
         """
         groups = [self.groups[leader] for leader in host.leaders]
+        if any(self.queue.holds_other_than(other.leader, self.target) for other in groups):
+            return False  # nobody else could finish what is made by older weights
         held = (one for other in groups for one in self.queue.held_by(other.leader))
         if over_previews and self.spare.explores:
             held = (one for one in held if self.queue.purpose_of(one[0].id) is not Purpose.EXPLORE)

@@ -82,7 +82,7 @@ class Controller:
         self.work = Rollouts(plan, train, test, self.queue, self.cluster)
         self.training = Training(plan, self.work, 0)
         self._now = self._task_s = 0.0
-        self._takes = 0
+        self._takes, self._takes_until_s, self._generating = 0.0, 0.0, False
         self._committed = self._to_commit = self._snapshot()
         self._learner_up, self._restore_due = True, False
         self._undo: list[Effect] = []
@@ -105,10 +105,11 @@ class Controller:
         if self.stage is not Stage.OVER:
             self.work.renew(self.version)
             self._learn()
+        if self.stage is not Stage.OVER:
             self._let_trainers()
             if self.stage in LOOKS_AHEAD:
                 self.work.explore_ahead(self.iteration, now)
-            self.cluster.serve(now)
+            self._serve()
         # Records come first: drivers make them durable before any checkpoint that an effect asks for. What a
         # lost learner undoes is undone before it is recorded anew.
         records = [WriteRecord(*numbered) for numbered in self.ledger.take_records()]
@@ -182,7 +183,9 @@ class Controller:
     @property
     def wake_s(self) -> float | None:
         """When a :class:`~spotlight.core.events.TimePassed` must come, unless something else happens."""
-        times = [at_s for at_s in (self.queue.next_deadline_s, self.cluster.next_s) if at_s is not None]
+        takes_s = self._takes_until_s if self._takes and not self.cluster.trainers_work else None
+        alarms = (self.queue.next_deadline_s, self.cluster.next_s, takes_s)
+        times = [at_s for at_s in alarms if at_s is not None]
         return min(times, default=None)
 
     def check(self) -> None:
@@ -275,30 +278,41 @@ class Controller:
 
     def _learn(self) -> None:
         """Give the learner its next task, if it has none, and the GPUs for it."""
-        self._takes = 0
         there, training = self.stage is Stage.LEARNING, self.training
         rolls = self.stage in (Stage.ROLLING, Stage.REPORTING)
-        if training.task or not self._learner_up or not (there or rolls) or self.cluster.trainers_work:
+        if training.task or not self._learner_up or not (there or rolls):
+            self._takes = 0
             return
-        if rolls and self.plan.pipeline.bounded:
-            self._takes = self._rollouts_to_take()
-        if self._takes:
+        if self.cluster.trainers_work:
+            self._generating = True
             return
+        if rolls and self.plan.pipeline.bounded and self.cluster.trainers():
+            self._plan_takes()
+            if self._takes:
+                return
         task = training.next(there)
         if task is not None:
-            self._task_s = self._now
+            self._task_s, self._generating = self._now, False
             self.work.effects.append(task)
         elif there:
             self._stop(
                 f"iteration {self.iteration}: no group kept two scored samples, nothing can be learnt from it"
             )
 
-    def _rollouts_to_take(self) -> int:
+    def _plan_takes(self) -> None:
+        """How much the learner's GPUs should generate now; what is left of a plan is waited for a while."""
         pipeline, pace = self.plan.pipeline, self.cluster.pace
         overlaps = pipeline.axis is not None
         trainable = self.training.ready() if overlaps else 0
-        backlog = Backlog(trainable, pace.train_s if overlaps else 0.0, pipeline.switch_s)
-        return rollouts_to_take(self.cluster, backlog, self._now)
+        made = self.training.untrained - trainable if overlaps else 0
+        train_s = pace.train_s if overlaps else 0.0
+        steps = self.plan.rollout_steps
+        backlog = Backlog(steps, trainable, made, train_s, pipeline.switch_s, self._generating)
+        takes = rollouts_to_take(self.cluster, backlog)
+        if takes:
+            self._takes, self._takes_until_s = takes, self._now + self.plan.cluster.answer_s
+        elif self._now >= self._takes_until_s or not self.queue.waiting:
+            self._takes = 0
 
     def _let_trainers(self) -> None:
         """GPUs of the learner roll out only while it has nothing to do, and perhaps no more than pays."""
@@ -311,6 +325,11 @@ class Controller:
         elif waits and not (self.plan.pipeline.axis and self.training.ready()):
             rollouts = math.inf
         self.cluster.let_trainers(rollouts, explore=self.stage is Stage.EXPLORING)
+
+    def _serve(self) -> None:
+        self.cluster.serve(self._now)
+        if math.isfinite(self.cluster.serving.trainers_may):
+            self._takes = self.cluster.serving.trainers_may
 
     def _trained(
         self, event: ev.BatchPrepared | ev.MicroBatchTrained | ev.OptimizerStepped | ev.BatchFinished

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -185,7 +186,8 @@ class Plan:
     @property
     def early_groups(self) -> int:
         """So many groups of an iteration may be rolled out while the one before is trained."""
-        return int(self.pipeline.next_share * self.prompts_per_iteration)
+        # .29 of 100 groups are 29, though .29 times 100 is a little less in binary.
+        return math.floor(self.pipeline.next_share * self.prompts_per_iteration + 1e-9)
 
 
 def require_usable(plan: Plan, train: Sequence[Prompt], test: Sequence[Prompt]) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 
-from spotlight.core.types import Lease, LeaseId, Purpose, Rollout, RolloutId, WorkerId
+from spotlight.core.types import Lease, LeaseId, PolicyVersion, Purpose, Rollout, RolloutId, WorkerId
 
 
 class Value(IntEnum):
@@ -326,6 +326,10 @@ class PullQueue:
         """Rollouts of one purpose, and of this iteration, that nobody holds."""
         return self._waiting[_VALUE[purpose]]
 
+    def step_of(self, rollout: RolloutId) -> int:
+        """At which a rollout would go on."""
+        return self._entries[rollout].step
+
     def waits(self, rollout: RolloutId) -> bool:
         """Whether a rollout is there, and nobody holds it."""
         return rollout in self._entries and self._entries[rollout].lease is None
@@ -354,6 +358,11 @@ class PullQueue:
     def holds(self, worker: WorkerId) -> bool:
         """Whether a worker has an open lease."""
         return worker in self._by_worker
+
+    def holds_other_than(self, worker: WorkerId, but: PolicyVersion) -> bool:
+        """Whether a worker holds rollouts of another version."""
+        leases = (self._held[lease] for lease in self._by_worker.get(worker, ()))
+        return any(self._entries[next(iter(held.open))].rollout.version != but for held in leases)
 
     def is_open(self, lease: LeaseId) -> bool:
         """Whether something of a lease is unfinished, and its holder not given up."""

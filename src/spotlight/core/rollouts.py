@@ -97,14 +97,15 @@ class Rollouts:
             adopted = self._adopt(prompt, rollout.id)
             name = rollout.id if adopted else self._issue(prompt, rollout)
             self.at.groups.setdefault((slot, prompt.id), []).append(name)
-        self.early = Iteration()
+        lost, self.early = self.early.lost, Iteration()
+        for name, why in lost.items():
+            self._drop(name, *why)
 
     def issue_early(self, iteration: int, version: PolicyVersion) -> None:
         """Queue the first groups of the next iteration behind those of this one."""
         prompts = self._prompts_of(iteration)[: self.plan.early_groups]
-        for slot, prompt, rollout in train_rollouts(self.plan, prompts, iteration, version, {}):
+        for _, _, rollout in train_rollouts(self.plan, prompts, iteration, version, {}):
             self.early.rollouts[rollout.id] = rollout
-            self.early.groups.setdefault((slot, prompt.id), []).append(rollout.id)
             self.early.unscored.add(rollout.id)
             self.queue.add([rollout], value=Value.NEXT)
 
@@ -122,9 +123,7 @@ class Rollouts:
             at.finished.add(name)
             at.makers[name] = early.makers[name]
             self.ledger.finish(rollout, *early.makers[name])
-        if name in early.lost:
-            self._drop(name, *early.lost[name])
-        elif name in early.scores:
+        if name in early.scores:
             self._scored(at, name, early.scores[name])
         return True
 
@@ -140,10 +139,13 @@ class Rollouts:
         """Rollouts of an older version that nobody makes (any more) start anew with the one published."""
         for name in sorted(name for name in self.older if self.queue.waits(name)):
             self.older.discard(name)
+            begun = self.queue.step_of(name) > 0
             self.queue.cancel([name])
             if name in self.early.rollouts:
                 self.early.unscored.discard(name)
                 del self.early.rollouts[name]  # issued with its iteration, as if it had not been early
+                if begun:
+                    self.cluster.recoveries[Recovery.ROLLOUT_RENEWED] += 1
             else:
                 self._replace(name, version)
 

@@ -19,7 +19,7 @@ from spotlight.core.pipeline.pace import Filler, Pace
 from spotlight.core.queue import PullQueue, Value
 from spotlight.core.shares import Shares
 from spotlight.core.spare_time import Demand, SpareTime
-from spotlight.core.types import LeaseId, WorkerId
+from spotlight.core.types import WorkerId
 
 _FILLER = {Value.NEXT: Filler.NEXT, Value.EXPLORE: Filler.EXPLORATION}
 
@@ -73,7 +73,8 @@ class Serving:
 
     def share(self, group: Group, demand: Demand) -> int:
         """A group's share of what is pulled next."""
-        trainers = not demand.previews and self.trainers_may > 0
+        # A few rollouts for the trainers are taken from what is left, not from anybody's share.
+        trainers = not demand.previews and math.isinf(self.trainers_may)
         return self.shares.of(group, demand.contended, trainers=trainers)
 
     def grant(self, group: Group, rollouts: int, now: float) -> GrantLease:
@@ -87,14 +88,10 @@ class Serving:
         group.capacity = 0
         if group.trains:
             self.trainers_may -= len(taken)
-        share = sum(1 - resume.get(rollout.id, 0) / rollout.steps for rollout in taken)
+        steps = sum(rollout.steps - resume.get(rollout.id, 0) for rollout in taken)
         filler = Filler.TRAINERS if group.trains else None if value is None else _FILLER.get(value)
-        self.pace.begin(lease.id, group.leader, group.kind, share, filler, now)
+        self.pace.begin(lease.id, group.leader, group.kind, steps, filler, now)
         return GrantLease(*granted)
-
-    def renounced(self, lease: LeaseId) -> None:
-        """A lease went back to the queue unfinished, and its group goes on."""
-        self.pace.drop(lease)
 
     # -- GPUs that train -------------------------------------------------------------------------------
 
@@ -102,8 +99,8 @@ class Serving:
         """How many rollouts GPUs that train may pull now; returns whether that lets some, or stops all."""
         changed = (rollouts > 0) != (self.trainers_may > 0)
         self.trainers_may, self.trainers_explore = rollouts, explore
-        waiting = sum(group.capacity > 0 for group in trainers)
-        self._each_trainer = math.ceil(rollouts / max(1, waiting)) if math.isfinite(rollouts) else rollouts
+        able = sum(group.state is GroupState.READY for group in trainers)
+        self._each_trainer = math.ceil(rollouts / max(1, able)) if math.isfinite(rollouts) else rollouts
         return changed
 
     def _suits_trainers(self) -> bool:

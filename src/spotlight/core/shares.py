@@ -38,7 +38,7 @@ class Shares:
     def _speeds(self) -> dict[GroupKind, float]:
         """Of all kinds of groups, relative to the first; 1 until a kind's pace is known."""
         kinds = list(dict.fromkeys(kind for _, kind in self.takers))
-        times_s = [self.pace.rollout_s(kind) for kind in kinds]
+        times_s = [self.pace.step_s(kind) for kind in kinds]
         return {
             kind: times_s[0] / each_s if each_s and times_s[0] else 1.0
             for kind, each_s in zip(kinds, times_s, strict=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from spotlight.core.queue import PullQueue
+from spotlight.core.queue import PullQueue, Value
 from spotlight.core.types import Lease, Purpose, WorkerId
 
 
@@ -23,7 +23,7 @@ class Demand:
     """What there is to do.
 
     Attributes:
-        needed: rollouts outstanding that the iteration waits for.
+        needed: rollouts outstanding but previews made in idle time.
         pressing: those of them that nobody holds.
         contended: rollouts outstanding of the sort that is pulled next, needed or ``previews``.
     """
@@ -53,13 +53,15 @@ class SpareTime:
     def demand(self) -> Demand:
         """What waits now, and of how much."""
         queue = self.queue
-        if not self.explores:
-            return Demand(queue.outstanding, queue.waiting, queue.outstanding, False)
-        previews = queue.outstanding_for(Purpose.EXPLORE)
+        previews = queue.outstanding_for(Purpose.EXPLORE) if self.explores else 0
         needed = queue.outstanding - previews
-        pressing = queue.waiting - queue.waiting_for(Purpose.EXPLORE)
+        pressing = queue.waiting - (queue.waiting_for(Purpose.EXPLORE) if self.explores else 0)
         previews_next = previews > 0 and not pressing and (not needed or queue.waiting > 0)
-        return Demand(needed, pressing, previews if previews_next else needed, previews_next)
+        if previews_next:
+            return Demand(needed, pressing, previews, True)
+        # Rollouts of the next iteration are shared once nothing of this one waits.
+        first = queue.waiting_of(Value.TRAIN, Value.EVAL) > 0
+        return Demand(needed, pressing, needed - queue.outstanding_of(Value.NEXT) * first, False)
 
     # -- who may take it -------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ It believes effects and records only, and knows what the simulated workers and t
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -144,7 +145,7 @@ class Witness:
     @property
     def _stale(self) -> int:
         plan = self.simulation.scenario.plan
-        return int(plan.pipeline.next_share * plan.prompts_per_iteration) * plan.group_size
+        return math.floor(round(plan.pipeline.next_share * plan.prompts_per_iteration, 6)) * plan.group_size
 
     def see(self, event: ev.Event, effects: Sequence[ef.Effect], receipt: Receipt | None) -> None:
         """Raise AssertionError where the controller's effects disagree with what is known."""

@@ -59,6 +59,7 @@ class Timeline:
         enter_s: they switch from training to generating.
         leave_s: they switch back.
         generating: they are in generating mode now.
+        coming: seconds from now until further generated units can be trained.
     """
 
     ready: int
@@ -69,6 +70,7 @@ class Timeline:
     enter_s: float
     leave_s: float
     generating: bool = False
+    coming: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.ready < 0 or self.waiting < 0:
@@ -81,7 +83,8 @@ class Timeline:
     @property
     def units(self) -> int:
         """That are still to be trained."""
-        return self.ready + self.waiting + sum(generator.busy for generator in self.generators)
+        busy = sum(generator.busy for generator in self.generators)
+        return self.ready + self.waiting + len(self.coming) + busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +170,10 @@ def _pulls(timeline: Timeline) -> tuple[list[_Claim], list[float]]:
         ready_s = at_s + timeline.generators[i].unit_s
         claims.append(_Claim(at_s, ready_s))
         heapq.heapreplace(heap, (ready_s, i))
-    return claims, [generator.free_s for generator in timeline.generators if generator.busy]
+    return claims, [
+        *timeline.coming,
+        *(generator.free_s for generator in timeline.generators if generator.busy),
+    ]
 
 
 def _trained(timeline: Timeline, rows: Sequence[_Row], finished: Sequence[float], taken: int) -> list[_Row]:

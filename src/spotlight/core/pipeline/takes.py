@@ -1,12 +1,12 @@
-"""How many rollouts the learner's GPUs should make while it could wait: ``bts`` on what was seen.
+"""How many rollouts the learner's GPUs should make while it could wait: ``bts``, on what was seen.
 
-All trainers together are one there: they train together, so the last of them to finish its rollouts decides.
+All trainers together are one there, since they train together: the last of them to finish decides. So are all
+groups beside them, at the sum of their paces: leases are small beside what is left.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from spotlight.core.cluster import Cluster
@@ -16,6 +16,8 @@ from spotlight.core.queue import Value
 
 _UNITS = 32
 """So many units the work that waits is cut into: the search takes the square of it."""
+_CERTAIN = 0.05
+"""A plan has to be better by this share of the time it takes: predictions are not exact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,63 +25,72 @@ class Backlog:
     """What is left of an iteration.
 
     Attributes:
+        rollout_steps: of a train rollout.
         trainable: samples that could be trained now.
+        made: others that are not trained yet: at the rewards, or in groups that lack some.
         train_s: seconds that the learner takes for one; 0 where it trains nothing before all is there.
         switch_s: that trainers take from training to generating, or back.
+        generating: they generated last.
     """
 
+    rollout_steps: int
     trainable: int
+    made: int
     train_s: float
     switch_s: float
+    generating: bool
 
 
-def rollouts_to_take(cluster: Cluster, backlog: Backlog, now: float) -> int:
-    """Rollouts that trainers' groups should take, one after the other, before they train.
+def rollouts_to_take(cluster: Cluster, backlog: Backlog) -> int:
+    """Rollouts that trainers' groups should take, together and before they train again.
 
     Nothing is taken that would be finished later than if it were left, nor what would delay the end of
     training. As long as nobody's pace is known, each group takes one lease, to find out.
     """
     queue, pace = cluster.queue, cluster.pace
     waiting = queue.waiting_of(Value.TRAIN, Value.EVAL)
-    trainers = [group for group in cluster.trainers() if cluster.willing(group)]
-    if not waiting or not trainers:
+    trainers = [group for group in cluster.trainers() if _works(cluster, group)]
+    willing = [group for group in trainers if cluster.willing(group)]
+    if not waiting or not willing:
         return 0
-    paces = [pace.rollout_s(group.kind) for group in trainers]
-    each_s = max((seconds for seconds in paces if seconds is not None), default=None)
-    if not each_s:
-        return min(waiting, sum(group.capacity for group in trainers))
-    unit = min(waiting, len(trainers) * max(1, math.ceil(waiting / (_UNITS * len(trainers)))))
-    found = plan_takes(
-        Timeline(
-            ready=backlog.trainable // unit,
-            waiting=waiting // unit,
-            generators=_generators(cluster, unit, now),
-            generate_s=math.ceil(unit / len(trainers)) * each_s,
-            train_s=unit * backlog.train_s,
-            enter_s=backlog.switch_s,
-            leave_s=backlog.switch_s,
-        )
+    times_s = [pace.step_s(group.kind) for group in trainers]
+    step_s = max((seconds for seconds in times_s if seconds is not None), default=None)
+    if not step_s:
+        return min(waiting, sum(group.capacity for group in willing))
+    each_s = step_s * backlog.rollout_steps
+    count = len(trainers)
+    unit = min(waiting, count * max(1, math.ceil(waiting / (_UNITS * count))))
+    held = queue.outstanding_of(Value.TRAIN, Value.EVAL) - waiting
+    rate = _rate(cluster, backlog.rollout_steps)
+    timeline = Timeline(
+        ready=backlog.trainable // unit,
+        waiting=waiting // unit,
+        generators=(Generator(held / rate, unit / rate, busy=held > 0),) if rate else (),
+        generate_s=math.ceil(unit / count) * each_s,
+        train_s=unit * backlog.train_s,
+        enter_s=backlog.switch_s,
+        leave_s=backlog.switch_s,
+        generating=backlog.generating,
+        # All but the last unit of what is held; what was made waits for some of it, or for scores.
+        coming=tuple(
+            unit * max(1, number) / rate
+            for number in range(-(backlog.made // unit) + 1, held // unit)
+            if rate
+        ),
     )
+    found = plan_takes(timeline)
+    gain_s = found.finish_without_s - found.finish_s
+    if found.now and gain_s < _CERTAIN * found.finish_s:
+        return 0
     return min(waiting, found.now * unit)
 
 
-def _generators(cluster: Cluster, unit: int, now: float) -> tuple[Generator, ...]:
-    """Groups beside the trainers, as far as their pace is known."""
-    found = []
-    for group in _others(list(cluster.groups.values()), cluster):
-        each_s = cluster.pace.rollout_s(group.kind)
-        if each_s:
-            leases = [lease.id for lease, _ in cluster.queue.held_by(group.leader)]
-            found.append(Generator(cluster.pace.left_s(leases, now), unit * each_s, busy=bool(leases)))
-    return tuple(found)
+def _rate(cluster: Cluster, rollout_steps: int) -> float:
+    """Rollouts a second of all groups beside the trainers; 0 where there are none, or nothing is known."""
+    groups = [group for group in cluster.groups.values() if not group.trains and _works(cluster, group)]
+    times_s = [cluster.pace.step_s(group.kind) for group in groups]
+    return sum(1 / (step_s * rollout_steps) for step_s in times_s if step_s)
 
 
-def _others(groups: Sequence[Group], cluster: Cluster) -> list[Group]:
-    return [
-        group
-        for group in groups
-        if not group.trains
-        and group.state is GroupState.READY
-        and not cluster.hosts[group.node].draining
-        and (group.capacity or cluster.queue.holds(group.leader))
-    ]
+def _works(cluster: Cluster, group: Group) -> bool:
+    return group.state is GroupState.READY and not cluster.hosts[group.node].draining

@@ -56,6 +56,8 @@ class Training:
         self._trained: dict[int, list[RolloutId]] = {}
         self._announced: dict[int, int] = {}
         self._updates = 1
+        self._seen: tuple[int, ...] = ()
+        self._found: list[Slice] = []
         self._whole = False
 
     @property
@@ -68,6 +70,13 @@ class Training:
         """Samples that could be trained now, before all of the batch is there."""
         pending = sum(len(micro_batch.rollouts) for micro_batch in self._pending)
         return pending + sum(len(part.group.rollouts) for part in self._next_slices())
+
+    @property
+    def untrained(self) -> int:
+        """Samples that were made, scored or not, and not trained."""
+        at = self._at
+        made = sum(len(members) for members in at.groups.values()) - len(at.unscored - at.finished)
+        return max(0, made - sum(len(trained) for trained in self._trained.values()))
 
     def next(self, all_there: bool) -> Task | None:
         """The next task, which is under way then; None: there is none yet, or (all there) nothing at all."""
@@ -139,6 +148,13 @@ class Training:
         """The longest run of ready slices that divides by the ranks; none, if it fills no micro-batch."""
         if self._plan.pipeline.axis is None or self._whole:
             return []
+        # Asked at every event, and only scores and drops change the answer.
+        seen = (len(self._at.scores), len(self._at.unscored), sum(self._sliced.values()))
+        if seen != self._seen:
+            self._seen, self._found = seen, self._find_slices()
+        return self._found
+
+    def _find_slices(self) -> list[Slice]:
         ready = sorted(self._ready(self._slots_of(0)), key=lambda part: (part.members, part.slot))
         total = longest = samples = 0
         for count, part in enumerate(ready, start=1):
