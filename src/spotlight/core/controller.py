@@ -292,7 +292,9 @@ class Controller:
                 return
         task = training.next(there)
         if task is not None:
-            self._task_s, self._generating = self._now, False
+            # What the learner's GPUs take to turn is no part of its pace.
+            turn_s = self.plan.pipeline.switch_s if self._generating else 0.0
+            self._task_s, self._generating = self._now + turn_s, False
             self.work.effects.append(task)
         elif there:
             self._stop(
@@ -324,6 +326,7 @@ class Controller:
             rollouts = self._takes
         elif waits and not (self.plan.pipeline.axis and self.training.ready()):
             rollouts = math.inf
+        self.cluster.serving.turn_s = 0.0 if self._generating else self.plan.pipeline.switch_s
         self.cluster.let_trainers(rollouts, explore=self.stage is Stage.EXPLORING)
 
     def _serve(self) -> None:
@@ -341,7 +344,8 @@ class Controller:
                 pass
             case ev.MicroBatchTrained():
                 assert isinstance(task, TrainMicroBatch)
-                self.cluster.pace.trained(len(task.micro_batch.rollouts), self._now - self._task_s)
+                spent_s = max(0.0, self._now - self._task_s)
+                self.cluster.pace.trained(len(task.micro_batch.rollouts), spent_s)
             case ev.OptimizerStepped(_, update, loss, grad_norm):
                 self._stepped(update, loss, grad_norm)
             case ev.BatchFinished():

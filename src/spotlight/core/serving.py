@@ -34,6 +34,7 @@ class Serving:
         idle: leaders of groups that wait for work and may have some.
         trainers_may: pull so many rollouts, the groups on GPUs that train.
         trainers_explore: these may be previews.
+        turn_s: that they take before they begin.
     """
 
     queue: PullQueue
@@ -42,6 +43,7 @@ class Serving:
     idle: OrderedDict[WorkerId, None] = field(default_factory=OrderedDict)
     trainers_may: float = math.inf
     trainers_explore: bool = False
+    turn_s: float = 0.0
     shares: Shares = field(init=False)
     _each_trainer: float = math.inf
 
@@ -90,7 +92,8 @@ class Serving:
             self.trainers_may -= len(taken)
         steps = sum(rollout.steps - resume.get(rollout.id, 0) for rollout in taken)
         filler = Filler.TRAINERS if group.trains else None if value is None else _FILLER.get(value)
-        self.pace.begin(lease.id, group.leader, group.kind, steps, filler, now)
+        begins_s = now + (self.turn_s if group.trains else 0.0)
+        self.pace.begin(lease.id, group.leader, group.kind, steps, filler, begins_s)
         return GrantLease(*granted)
 
     # -- GPUs that train -------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from spotlight.core.queue import Value
 
 _UNITS = 32
 """So many units the work that waits is cut into: the search takes the square of it."""
-_CERTAIN = 0.05
-"""A plan has to be better by this share of the time it takes: predictions are not exact."""
+_GAIN_MIN, _TURNS_MIN = 0.05, 0.3
+"""A plan has to gain these shares of the time that is left, and of its turns: predictions are not exact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,8 @@ def rollouts_to_take(cluster: Cluster, backlog: Backlog) -> int:
     )
     found = plan_takes(timeline)
     gain_s = found.finish_without_s - found.finish_s
-    if found.now and gain_s < _CERTAIN * found.finish_s:
+    turns_s = timeline.leave_s + (0.0 if timeline.generating else timeline.enter_s)
+    if found.now and gain_s < max(_GAIN_MIN * found.finish_s, _TURNS_MIN * turns_s):
         return 0
     return min(waiting, found.now * unit)
 
