@@ -46,7 +46,12 @@ GUARD = ("algorithm={name: grpo-guard, advantage: {std: group}}", "rollout.sampl
         (
             [BY_EXPLORATION, "exploration={}", "algorithm.advantage.std=global"],
             "algorithm.advantage.std",
-            "without explored",
+            "only when all of it is there",
+        ),
+        (
+            [SLICES, "algorithm.advantage.std=global"],
+            "algorithm.advantage.std",
+            "only when all of it is there",
         ),
         (["pipeline.axis=prompt", "learner.micro_batch_size=192"], "learner.micro_batch_size", "lower it"),
         (
@@ -112,7 +117,7 @@ def test_every_switch_works_alone_and_with_all_others() -> None:
     for overrides in itertools.product(*switches):
         config = load_config(None, [*BASE, RAY, *overrides])
         require_usable(cluster_plan_of(config), [PROMPT], [PROMPT])
-    for overrides in (["pipeline.axis=prompt"], [SLICES], [SLICES, "algorithm.advantage.std=global"]):
+    for overrides in (["pipeline.axis=prompt"], [SLICES]):
         load_config(None, [*BASE, *overrides])
     load_config(None, [*BASE, *GRPO, RAY, "pipeline.next_share=1", "algorithm.old_log_probs=rollout"])
     load_config(None, [*BASE, "pipeline.axis=prompt", "exploration.undo_selection=true"])

@@ -57,7 +57,8 @@ def test_slices_depend_on_what_became_of_members_and_not_on_when(
 
     def cut(resolved: set[RolloutId]) -> list[Slice]:
         scores = {member: {"reward": 1.0} for member in resolved if scored[member]}
-        return list(slices(pipeline, 0, PROMPT, members, scores, resolved.__contains__, previews))
+        found = slices(pipeline, 0, PROMPT, members, scores, resolved.__contains__, lambda _: previews)
+        return list(found)
 
     final = cut(set(members))
     for count in range(len(order)):

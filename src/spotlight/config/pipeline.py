@@ -19,7 +19,7 @@ class PipelineConfig(Section):
     """Samples of a group that form a slice. Unused without ``axis: generation``."""
     baseline: Literal["group", "slice", "exploration"] = "group"
     """What rewards are compared with: their whole group, which a slice then waits for; what is there of the
-    group, each sample itself left out; or the prompt's explored seeds that were not chosen."""
+    group, each sample itself left out; or previews of the prompt at other seeds."""
     trainers_generate: bool = False
     """GPUs of the learner roll out while it has nothing to train, as far as all is then trained earlier. They
     hold both models (``fleet.driver: ray``)."""

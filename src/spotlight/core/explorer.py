@@ -9,7 +9,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import cast
 
 from spotlight.core.exploration import Choice, ExploredGroup, Window, choose, flat
@@ -144,9 +144,17 @@ class Explorer:
             for slot, prompt in enumerate(planned)
         ]
 
-    def unchosen(self, slot: int) -> tuple[Mapping[str, float], ...]:
-        """Preview scores of the seeds that were not chosen for a group."""
-        return self.groups[slot].unchosen if slot in self.groups else ()
+    def explored_beside(self, slot: int, seeds: Set[int]) -> tuple[Mapping[str, float], ...]:
+        """Scores of the previews of a slot's pool, but for some seeds of its group.
+
+        With the group's other seeds, which rank first and last, the spread is the pool's; without them it
+        would be that of its middle.
+        """
+        if slot not in self.groups:
+            return ()
+        group = self.groups[slot]
+        chosen = zip(group.seeds, group.previews, strict=True)
+        return (*group.unchosen, *(scores for seed, scores in chosen if seed not in seeds))
 
     def weight(self, slot: int, seed: int) -> float:
         """Factor by which a sample counts, so that the choice of its seed leaves no bias; else 1."""

@@ -287,9 +287,12 @@ class Rollouts:
         if report is not None:
             self.effects.append(ReportExploration(iteration, report))
 
-    def unchosen(self, slot: int) -> Sequence[Mapping[str, float]]:
-        """Preview scores of the seeds that were not chosen for a group of the iteration."""
-        return self.explorer.unchosen(slot) if self.explorer else ()
+    def explored_beside(self, slot: int, members: Sequence[RolloutId]) -> Sequence[Mapping[str, float]]:
+        """Preview scores of a group's prompt at other seeds than those of some of its members."""
+        if self.explorer is None:
+            return ()
+        named = (self.at.rollouts.get(name) for name in members)
+        return self.explorer.explored_beside(slot, {rollout.seed for rollout in named if rollout is not None})
 
     def weights(self, rollouts: Iterable[RolloutId]) -> dict[RolloutId, float]:
         """Factors that undo the choice of seeds, where they are not 1."""

@@ -41,16 +41,16 @@ def slices(
     members: Sequence[RolloutId],
     scores: Mapping[RolloutId, Scores],
     resolved: Callable[[RolloutId], bool],
-    explored: Sequence[Scores],
+    explored: Callable[[Sequence[RolloutId]], Sequence[Scores]],
 ) -> Iterator[Slice]:
     """The slices of a group, in order, as far as they are there.
 
     Args:
         resolved: whether a member is scored or dropped.
-        explored: scores of the prompt's previews at seeds that are not the group's.
+        explored: scores of the prompt's previews at other seeds than those of some members.
     """
     baseline = pipeline.baseline if pipeline.axis is Axis.GENERATION else Baseline.GROUP
-    if baseline is Baseline.EXPLORATION and len(explored) < COMPARED_MIN:
+    if baseline is Baseline.EXPLORATION and len(explored(members[: pipeline.slice_size])) < COMPARED_MIN:
         baseline = Baseline.GROUP
     if baseline is Baseline.GROUP:
         if all(resolved(member) for member in members):
@@ -68,7 +68,7 @@ def slices(
         sliced += len(chunk)
         arrived += [member for member in chunk if member in scores]
         if baseline is Baseline.EXPLORATION:
-            comparison = Comparison(baseline, tuple(explored))
+            comparison = Comparison(baseline, tuple(explored(chunk)))
         elif len(seen) + len(arrived) - 1 >= COMPARED_MIN:
             comparison = Comparison(baseline, tuple(scores[member] for member in seen))
         else:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -246,7 +247,7 @@ class Training:
                 members,
                 at.scores,
                 lambda rollout: rollout not in at.unscored,
-                self._work.unchosen(slot),
+                partial(self._work.explored_beside, slot),
             )
             yield from (part for part in found if part.members > sliced)
 
