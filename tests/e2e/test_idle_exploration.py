@@ -52,6 +52,7 @@ def read(run: Path, query: str) -> list[tuple[object, ...]]:
         return list(connection.execute(query))
 
 
+@pytest.mark.slow  # it starts a Ray, and trains on it for a while
 def test_spot_workers_explore_while_the_learner_trains(job: Job) -> None:
     run = job.root / "beside"
     with running(run, job.arguments("beside", *OVERRIDES)) as it:
