@@ -81,6 +81,11 @@ WINDOW = (*GRPO, "rollout.sde_window.kind=random")
             "exploration.undo_selection",
             "policy=proportional",
         ),
+        (
+            ["exploration={undo_selection: true, spare_prompts: 1}"],
+            "exploration.spare_prompts",
+            "leave one of the two",
+        ),
         (["exploration.guidance=2"], "exploration.guidance", "cheaper"),
         (["exploration={step_cache: 4, steps: 3}"], "exploration.step_cache", "2 ranks best"),
         (["exploration={step_cache: 7, planner: {}}"], "exploration.step_cache", "lower it"),

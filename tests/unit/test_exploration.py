@@ -263,6 +263,19 @@ def test_weights_undo_the_choice_only_where_asked(policy: SelectionPolicy) -> No
         assert {round(one, 6) for one in found} == {round(6 / 16, 6), round(6 / 16 * 6, 6)}
 
 
+def test_where_the_choice_is_undone_a_flat_pool_trains_seeds_of_its_own() -> None:
+    flat_world = RewardModel(flat_share=1.0)
+    for undo in (False, True):
+        run = ran(dataclasses.replace(CRITICAL, undo_selection=undo), flat_world, iterations=2)
+        for iteration in range(2):
+            previews = {one.seed for one in of_iteration(run.issued, Purpose.EXPLORE, iteration)}
+            trained = {one.seed for one in of_iteration(run.issued, Purpose.TRAIN, iteration)}
+            assert len(trained) == 24
+            assert trained <= previews if undo else not trained & previews
+        assert run.reports[1]["selection"]["no_contrast"] == 4
+        assert not any(one.weights for one in run.seen if isinstance(one, ef.PrepareBatch)), "all weigh 1"
+
+
 class Restarted(Watched):
     """The head dies some time after a checkpoint, and starts anew from the last one; three times."""
 
@@ -331,6 +344,7 @@ def test_a_restored_explorer_refuses_other_prompts() -> None:
         ({"planner": PlannerPlan((), ())}, "no arms"),
         ({"drawn_seeds": 7}, "expected 0 to 6"),
         ({"undo_selection": True, "drawn_seeds": 0}, "proportional"),
+        ({"undo_selection": True, "spare_prompts": 1}, "spare_prompts is 1"),
         ({"steps": 0}, "at least 1"),
     ],
 )

@@ -82,7 +82,8 @@ class ExplorationConfig(Section):
     """Kendall's tau between preview and regenerated rewards below which seeds are not chosen by previews (a
     planner spends more steps first); default: they always are."""
     undo_selection: bool = False
-    """Weight samples so that choosing their seeds leaves no bias in the gradient."""
+    """Weight samples so that choosing their seeds leaves no bias in the gradient; prompts whose previews show
+    no contrast then train any of the previewed seeds. Not with ``spare_prompts``."""
     planner: PlannerConfig | None = None
     """Decides how much to explore; default: every iteration explores the same."""
 

@@ -124,3 +124,8 @@ def _drawn(config: RunConfig, exploration: ExplorationConfig) -> Iterator[Proble
             "Seeds that are never chosen cannot be weighted: set exploration.drawn_seeds=2 or "
             "exploration.policy=proportional.",
         )  # fmt: skip
+    if exploration.undo_selection and exploration.spare_prompts:
+        yield Problem(
+            "exploration.spare_prompts", str(exploration.spare_prompts), "0 with exploration.undo_selection",
+            "No weights undo that a prompt is replaced for its rewards: leave one of the two keys out.",
+        )  # fmt: skip

@@ -3,8 +3,9 @@
 A preview is a rollout like any other, of the lowest class of the queue. Losing one costs nothing but itself:
 what is not scored when the window closes is dropped, and a prompt left with fewer previews than its group
 has members keeps seeds of its own. So does a prompt whose previews show no contrast, unless a spare prompt
-takes its place. Workers that are left with nothing to do deepen the pools, a preview of each prompt after the
-other: which previews a pool gets depends on time and never on rewards, so pools may differ in size.
+takes its place, or the choice is to be undone: then it keeps any of its previewed seeds. Workers that are
+left with nothing to do deepen the pools, a preview of each prompt after the other: which previews a pool
+gets depends on time and never on rewards, so pools may differ in size.
 
 Of the previews only numbers stay, and training never sees them: what was chosen is generated anew, and
 advantages come from the new rewards alone.
@@ -239,11 +240,7 @@ def choose(window: Window, plan: ExplorationPlan, group_size: int, slots: int, r
         draw_seed = derive_seed(run_seed, "select", window.iteration, slot)
         drawn = plan.drawn_seeds if slot in drawing else 0
         found[slot] = _select(window, slot, plan, group_size, drawn, draw_seed)
-    groups = {
-        slot: _group(window, slot, selection)
-        for slot, selection in found.items()
-        if selection.verdict is SelectionVerdict.CHOSEN
-    }
+    groups = {slot: _group(window, slot, selection) for slot, selection in found.items() if selection.seeds}
     contrasts = [group.pool_variance[REWARD] for group in groups.values()]
     spares = [slot for slot in groups if slot >= slots]
     empty = [
@@ -282,6 +279,7 @@ def _select(
         draw_seed=draw_seed,
         kept_at_random=drawn,
         contrast_min=plan.contrast_min,
+        draw_flat=plan.undo_selection,
     )
 
 

@@ -57,7 +57,7 @@ class ExplorationPlan:
         fidelity_min: Kendall's tau between preview and regenerated rewards below which previews do not
             choose; None: they always do.
         undo_selection: samples are weighted so that choosing seeds leaves no bias; every group keeps drawn
-            seeds then, unless the policy itself draws.
+            seeds then, unless the policy itself draws, and no prompt is replaced.
         planner: None: every iteration explores the same.
         seeds_per_prompt_max: idle workers preview up to so many seeds of a prompt beyond what was planned;
             None: no more than that.
@@ -239,6 +239,12 @@ def _require_exploration(plan: Plan, exploration: ExplorationPlan) -> None:
         raise ValueError(
             f"no weights undo a selection by {exploration.policy.value}: some seeds are never chosen; "
             "let every group draw a seed or two (drawn_seeds), or choose by the policy proportional"
+        )
+
+    if exploration.undo_selection and exploration.spare_prompts:
+        raise ValueError(
+            f"no weights undo that prompts without contrast are replaced, and spare_prompts is "
+            f"{exploration.spare_prompts}; set it to 0, or leave out undo_selection"
         )
 
 
