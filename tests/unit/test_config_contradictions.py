@@ -77,6 +77,11 @@ WINDOW = (*GRPO, "rollout.sde_window.kind=random")
             "leave it out",
         ),
         (
+            ["exploration={sampled_prompts: 1, drawn_seeds: 1}"],
+            "exploration.sampled_prompts",
+            "drawn_seeds=2",
+        ),
+        (
             ["exploration={undo_selection: true, drawn_seeds: 0}"],
             "exploration.undo_selection",
             "policy=proportional",
@@ -117,6 +122,7 @@ def test_what_looks_odd_but_is_fine() -> None:
         ["exploration.planner={}"],
         ["exploration.where=idle", "fleet.driver=ray"],
         ["exploration={undo_selection: true, drawn_seeds: 0, policy: proportional}"],
+        ["exploration={undo_selection: true, drawn_seeds: 1}"],
         ["exploration.guidance=1", "rollout.true_cfg_scale=4"],
         ["exploration={step_cache: 3, steps: 3, dtype: bfloat16}"],
         ["learner.micro_batch_size=1000"],

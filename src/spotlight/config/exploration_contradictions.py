@@ -111,11 +111,11 @@ def _drawn(config: RunConfig, exploration: ExplorationConfig) -> Iterator[Proble
             "exploration.sampled_prompts", str(exploration.sampled_prompts),
             f"at most rollout.prompts_per_iteration = {prompts}", "Lower it.",
         )  # fmt: skip
-    if exploration.sampled_prompts and (draws or exploration.drawn_seeds == 0):
+    if exploration.sampled_prompts and (draws or exploration.drawn_seeds < 2):
         yield Problem(
             "exploration.sampled_prompts", str(exploration.sampled_prompts),
-            "0 with exploration.drawn_seeds=0, or with a policy that draws by itself",
-            "Set exploration.drawn_seeds=2, or leave it out.",
+            "0 with exploration.drawn_seeds below 2, or with a policy that draws by itself",
+            "What a group measures it measures by pairs: set exploration.drawn_seeds=2, or leave it out.",
         )  # fmt: skip
     if exploration.undo_selection and not draws and exploration.drawn_seeds == 0:
         yield Problem(

@@ -53,7 +53,7 @@ class ExplorationPlan:
         contrast_min: previews of a prompt whose rewards lie within this range of each other choose nothing.
         spare_prompts: so many prompts an iteration without contrast may be replaced.
         sampled_prompts: groups an iteration that keep seeds drawn at random, to measure ranking fidelity.
-        drawn_seeds: so many each.
+        drawn_seeds: so many each; a single one makes nothing measurable.
         fidelity_min: Kendall's tau between preview and regenerated rewards below which previews do not
             choose; None: they always do.
         undo_selection: samples are weighted so that choosing seeds leaves no bias; every group keeps drawn
@@ -233,6 +233,11 @@ def _require_exploration(plan: Plan, exploration: ExplorationPlan) -> None:
         raise ValueError(
             f"{exploration.drawn_seeds} of {plan.group_size} seeds are to be drawn at random; "
             f"expected 0 to {plan.group_size}"
+        )
+    if exploration.sampled_prompts and exploration.drawn_seeds < 2:
+        raise ValueError(
+            f"{exploration.sampled_prompts} prompts are to measure ranking fidelity with "
+            f"{exploration.drawn_seeds} drawn seeds each; expected at least 2, of which a pair is made"
         )
     draws = exploration.policy in (SelectionPolicy.RANDOM, SelectionPolicy.PROPORTIONAL)
     if exploration.undo_selection and not draws and exploration.drawn_seeds == 0:
