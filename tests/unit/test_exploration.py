@@ -131,19 +131,21 @@ def test_seeds_are_made_anew_and_previews_are_never_trained() -> None:
         assert {one.steps for one in members} == {PLAN.rollout_steps}
 
 
-def gains(policy: SelectionPolicy, rewards: RewardModel) -> list[float]:
+def contrasts(policy: SelectionPolicy, rewards: RewardModel) -> list[Tree]:
     run = ran(dataclasses.replace(CRITICAL, policy=policy), rewards, iterations=40)
-    return [report["contrast"]["gain"] for report in run.reports]
+    return [report["contrast"] for report in run.reports]
 
 
 def test_the_gain_is_that_of_choosing() -> None:
     flat_world = RewardModel(variety=0.0)  # every prompt's rewards have variance 0.04
     chosen, random = (
-        gains(policy, flat_world) for policy in (SelectionPolicy.MAX_VARIANCE, SelectionPolicy.RANDOM)
+        contrasts(policy, flat_world) for policy in (SelectionPolicy.MAX_VARIANCE, SelectionPolicy.RANDOM)
     )
-    error = statistics.stdev(random) / math.sqrt(len(random))
-    assert abs(statistics.mean(random)) < 4 * error
-    assert statistics.mean(chosen) > 0.4 * 0.04
+    assert {one["gain"] for one in random} == {0.0}, "by design"
+    by_slope = [one["realised"] - one["random_of_sampled"] for one in random]
+    error = statistics.stdev(by_slope) / math.sqrt(len(by_slope))
+    assert abs(statistics.mean(by_slope)) < 4 * error
+    assert statistics.mean(one["gain"] for one in chosen) > 0.4 * 0.04
 
 
 @pytest.mark.parametrize("steps", [3, 8])
@@ -343,6 +345,7 @@ def test_a_restored_explorer_refuses_other_prompts() -> None:
         ({"planner": PlannerPlan((4, 8), (2,))}, "cannot choose 6"),
         ({"planner": PlannerPlan((), ())}, "no arms"),
         ({"drawn_seeds": 7}, "expected 0 to 6"),
+        ({"sampled_prompts": 1, "drawn_seeds": 1}, "at least 2"),
         ({"undo_selection": True, "drawn_seeds": 0}, "proportional"),
         ({"undo_selection": True, "spare_prompts": 1}, "spare_prompts is 1"),
         ({"steps": 0}, "at least 1"),
