@@ -17,6 +17,8 @@ from spotlight.core.plan import ClusterPlan, ExplorationPlan, Explore, Plan, req
 from spotlight.core.records import SampleExplored
 from spotlight.core.recovery import Recovery
 from spotlight.core.types import Node, NodeId, NodeKind, Prompt, PromptId, Purpose
+from spotlight.simulation.outcome import outcome_of
+from spotlight.simulation.result import SimulationResult
 from spotlight.simulation.rewards import RewardModel
 
 EXPLORES = ExplorationPlan(Explore.IDLE, seeds_per_prompt=6, steps=4, seeds_per_prompt_max=9)
@@ -148,8 +150,28 @@ def test_idle_time_deepens_the_pools_evenly_and_with_an_end() -> None:
     assert len({one.seed for one in of_iteration(deep.issued, Purpose.EXPLORE, 3)}) == len(
         of_iteration(deep.issued, Purpose.EXPLORE, 3)
     )
+    for run in (plain, bounded, deep):
+        report = run.reports[-1]
+        assert not report["window"]["cut_off"], "what was planned is scored"
+        sizes = pools(run, report["iteration"])
+        assert report["selection"]["pool_size"] == sum(sizes) / len(sizes)
     ends = [run.iterations[-1].end_s for run in (plain, deep)]
     assert ends[1] <= ends[0] * 1.02, "at no cost in time"
+
+
+def test_deep_pools_of_one_window_do_not_make_up_for_another() -> None:
+    run = ran(dataclasses.replace(IDLE, seeds_per_prompt_max=32), learns_s=12.0)
+
+    def share(result: SimulationResult) -> float:
+        return outcome_of("spotlight", run.scenario, result, None).preview_share
+
+    whole = run.result()
+    assert share(whole) == 1.0
+    first, *others = whole.explorations
+    assert all(one["window"]["scored"] > one["window"]["planned"] for one in whole.explorations)  # type: ignore[index]
+    half = {**first, "window": {"planned": 64, "scored": 32}}
+    assert share(dataclasses.replace(whole, explorations=(half, *others))) == 1 - 0.5 / 5
+    assert share(dataclasses.replace(whole, explorations=tuple(others))) == 1 - 1 / 5, "one was left out"
 
 
 def test_a_deeper_pool_is_judged_by_its_real_size() -> None:

@@ -188,6 +188,11 @@ class Window:
         """Previews that the arm asks for."""
         return 0 if self.arm is None else len(self.prompts) * self.arm.seeds_per_prompt
 
+    @property
+    def cut_off(self) -> bool:
+        """Whether previews that the arm asks for are not scored yet; deeper pools are a bonus."""
+        return any(self.open.values())
+
     def _planned(self, rollout: Rollout) -> bool:
         return self.arm is not None and rollout.member < self.arm.seeds_per_prompt
 
@@ -210,6 +215,7 @@ class Choice:
         verdicts: of the slots, spare ones included.
         replaced: slots that a spare prompt took.
         pool_contrast: mean variance of the pools that groups were chosen from.
+        pool_size: mean number of previews in these.
     """
 
     groups: Mapping[int, ExploredGroup] = field(default_factory=dict)
@@ -217,6 +223,7 @@ class Choice:
     verdicts: Mapping[SelectionVerdict, int] = field(default_factory=dict)
     replaced: int = 0
     pool_contrast: float | None = None
+    pool_size: float | None = None
 
 
 def flat(window: Window, slot: int, plan: ExplorationPlan, group_size: int) -> bool:
@@ -256,6 +263,7 @@ def choose(window: Window, plan: ExplorationPlan, group_size: int, slots: int, r
         verdicts=Counter(selection.verdict for selection in found.values()),
         replaced=len(taken),
         pool_contrast=math.fsum(contrasts) / len(contrasts) if contrasts else None,
+        pool_size=sum(group.pool for group in groups.values()) / len(groups) if groups else None,
     )
 
 
