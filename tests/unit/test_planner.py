@@ -173,6 +173,16 @@ def test_a_restored_planner_decides_as_the_old_one(seed: int, cut: int) -> None:
             plan.learn(result)
 
 
+def test_a_planner_resumes_with_another_grid() -> None:
+    old = planner(limited=False)
+    awaited = old.decide(outlook()).arm
+    assert awaited is not None
+    left = [arm for arm in GRID if arm != awaited]
+    new = Planner(DiscountedUCB(left, alpha=0.5), Forecast(COSTS, 1.0), Trust(None), limited=False)
+    new.load(json.loads(json.dumps(old.snapshot())))
+    assert new.decide(outlook(2)).arm in left
+
+
 def test_a_broken_snapshot_is_refused() -> None:
     with pytest.raises(ValueError, match="bandit"):
         planner().load({})

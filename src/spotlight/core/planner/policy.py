@@ -206,7 +206,8 @@ class Planner:
         self.trust.load(section(state, "trust"))
         self._unit = Fading.parse(state.get("unit"))
         awaited = state.get("awaited")
-        self._awaited = None if awaited is None else Arm.parse(str(awaited))
+        arm = None if awaited is None else Arm.parse(str(awaited))
+        self._awaited = arm if arm in self.bandit.arms else None  # the grid may be another by now
 
     def _worth_trying(self, arms: set[Arm], estimates: Mapping[Arm, Estimate]) -> set[Arm]:
         """Without an arm whose first play is not learnt from yet: a second would tell nothing sooner."""
