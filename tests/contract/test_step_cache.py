@@ -160,6 +160,25 @@ def test_nothing_is_left_behind_even_by_a_failure(model: QwenImageTransformer2DM
     assert torch.equal(forward(model, 0), plain)
 
 
+def test_a_cache_that_fails_half_way_is_taken_off(
+    model: QwenImageTransformer2DModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where blocks have a registry of hooks from elsewhere."""
+    hooks.HookRegistry.check_if_exists_or_initialize(model.transformer_blocks[0])
+    before = [(module, set(vars(module))) for module in model.modules()]
+
+    def fails(block: nn.Module, manager: object, **settings: object) -> None:
+        raise RuntimeError("no hook")
+
+    monkeypatch.setattr(first_block_cache, "_apply_fbc_block_hook", fails)
+    with pytest.raises(RuntimeError, match="no hook"), recording(model):
+        pass
+    for module, attributes in before:
+        assert set(vars(module)) == attributes, type(module).__name__
+    assert not model.transformer_blocks[0]._diffusers_hook.hooks
+    assert not model.is_cache_enabled
+
+
 def test_a_sharded_block_is_known_by_its_base(model: QwenImageTransformer2DModel) -> None:
     """FSDP2 gives every block a class of its own, a subclass."""
     plain = forward(model, 0)

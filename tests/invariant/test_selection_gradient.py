@@ -99,6 +99,21 @@ def test_weights_by_inclusion_give_the_true_gradient(policy: SelectionPolicy, dr
     assert estimate(policy, drawn=drawn, undo=True, centred=False).equals(TRUTH)
 
 
+@pytest.mark.parametrize("pool", [4, 8, 32])
+@pytest.mark.parametrize(("policy", "drawn"), [*RANDOMISED[:2], (SelectionPolicy.MAX_VARIANCE, 2)])
+def test_weights_hold_where_pools_are_flat(policy: SelectionPolicy, drawn: int, pool: int) -> None:
+    """Rewards of 0 or 1, mostly 0: many pools are flat, and flat ones are low."""
+    chance, size, means = 0.1, 4, []
+    for seed in range(6000):
+        source = random.Random(seed)
+        rewards = {place: float(source.random() < chance) for place in range(pool)}
+        chosen = select(rewards, size, policy, draw_seed=seed, kept_at_random=drawn, draw_flat=True)
+        assert chosen.inclusion is not None
+        weights = [size / pool / inclusion for inclusion in chosen.inclusion]
+        means.append(sum(w * rewards[place] for w, place in zip(weights, chosen.seeds, strict=True)) / size)
+    assert abs(statistics.mean(means) - chance) < 4 * statistics.stdev(means) / math.sqrt(len(means))
+
+
 def test_random_groups_shrink_it_by_the_baseline_alone() -> None:
     """A baseline that holds the sample itself: (K - 1) / K, as in GRPO."""
     assert estimate(SelectionPolicy.RANDOM).equals(TRUTH, (GROUP - 1) / GROUP)

@@ -77,9 +77,19 @@ WINDOW = (*GRPO, "rollout.sde_window.kind=random")
             "leave it out",
         ),
         (
+            ["exploration={sampled_prompts: 1, drawn_seeds: 1}"],
+            "exploration.sampled_prompts",
+            "drawn_seeds=2",
+        ),
+        (
             ["exploration={undo_selection: true, drawn_seeds: 0}"],
             "exploration.undo_selection",
             "policy=proportional",
+        ),
+        (
+            ["exploration={undo_selection: true, spare_prompts: 1}"],
+            "exploration.spare_prompts",
+            "leave one of the two",
         ),
         (["exploration.guidance=2"], "exploration.guidance", "cheaper"),
         (["exploration={step_cache: 4, steps: 3}"], "exploration.step_cache", "2 ranks best"),
@@ -112,6 +122,7 @@ def test_what_looks_odd_but_is_fine() -> None:
         ["exploration.planner={}"],
         ["exploration.where=idle", "fleet.driver=ray"],
         ["exploration={undo_selection: true, drawn_seeds: 0, policy: proportional}"],
+        ["exploration={undo_selection: true, drawn_seeds: 1}"],
         ["exploration.guidance=1", "rollout.true_cfg_scale=4"],
         ["exploration={step_cache: 3, steps: 3, dtype: bfloat16}"],
         ["learner.micro_batch_size=1000"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import combinations
 
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotlight.core.evidence import GroupEvidence, fit_lines, sampled_variance
-from spotlight.core.planner.contrast import contrast
+from spotlight.core.planner.contrast import Contrast, contrast
 from spotlight.core.selection import SelectionPolicy, sample_variance, select
 
 POOL, GROUP = 24, 6
@@ -28,6 +28,10 @@ def unrelated(x: float, source: random.Random) -> float:
     return source.gauss(0, 1)
 
 
+def same(x: float, source: random.Random) -> float:
+    return x
+
+
 def bent(x: float, source: random.Random) -> float:
     """Beyond a point better previews are no better, and the spread is largest in the middle."""
     return min(x, 0.3) + source.gauss(0, 0.2 if abs(x) > 0.8 else 0.9)
@@ -39,12 +43,19 @@ def draw(
     policy: SelectionPolicy = SelectionPolicy.MAX_VARIANCE,
     drawn: int = 0,
     size: int = GROUP,
+    chance: float | None = None,
 ) -> tuple[GroupEvidence, list[float]]:
-    """A group chosen from a pool by preview rewards, and the regenerated rewards of the whole pool."""
+    """A group chosen from a pool by preview rewards, and the regenerated rewards of the whole pool.
+
+    With a ``chance`` previews score 1 with that probability, else 0.
+    """
     source = random.Random(seed)
-    previews = {place: source.gauss(0, 1) for place in range(POOL)}
+    previews = {
+        place: source.gauss(0, 1) if chance is None else float(source.random() < chance)
+        for place in range(POOL)
+    }
     realised = {place: law(x, source) for place, x in previews.items()}
-    chosen = select(previews, size, policy, draw_seed=seed, kept_at_random=drawn)
+    chosen = select(previews, size, policy, draw_seed=seed, kept_at_random=drawn, draw_flat=True)
     x = tuple(previews[place] for place in chosen.seeds)
     y = tuple(realised[place] for place in chosen.seeds)
     variance = sample_variance(list(previews.values()))
@@ -83,6 +94,65 @@ def test_the_gain_of_an_iteration_is_unbiased_also_for_groups_of_two() -> None:
             chosen += [sample_variance(group.realised) for group in groups]
         close_to(found, statistics.mean(chosen) - 1.0)
         assert statistics.mean(found) > 0.3, "and choosing did bring something"
+
+
+CHANCES = (0.05, 0.1, 0.25, 0.5)
+"""Of previews of an iteration's prompts to score 1: some groups chosen are all alike, or their pools are."""
+
+
+def scored_0_or_1(
+    law: Law, policy: SelectionPolicy, drawn: int = 0
+) -> Iterator[tuple[Contrast | None, float]]:
+    """What iterations are told, and the gain that they had."""
+    for seed in range(0, 6400, 16):
+        drawings = [draw(law, seed + at, policy, drawn, chance=CHANCES[at % 4]) for at in range(16)]
+        true = [sample_variance(group.realised) - sample_variance(pool) for group, pool in drawings]
+        yield contrast([group for group, _ in drawings]), statistics.mean(true)
+
+
+@pytest.mark.parametrize("law", [same, line])
+@pytest.mark.parametrize(
+    ("policy", "drawn"),
+    [
+        (SelectionPolicy.MAX_VARIANCE, 0),
+        (SelectionPolicy.TOP_AND_BOTTOM, 2),
+        (SelectionPolicy.TOP, 0),
+        (SelectionPolicy.PROPORTIONAL, 0),
+    ],
+)
+def test_groups_whose_previews_are_all_alike_count(law: Law, policy: SelectionPolicy, drawn: int) -> None:
+    errors = []
+    for told, true in scored_0_or_1(law, policy, drawn):
+        assert told is not None
+        assert told.groups == 16, "none is left out for its rewards"
+        errors.append(told.gain - true)
+    if law is same:
+        assert max(abs(error) for error in errors) < 1e-9
+    else:
+        close_to(errors, 0.0)
+
+
+@pytest.mark.parametrize("law", [same, line])
+def test_the_control_gains_nothing_by_design_nor_by_slope(law: Law) -> None:
+    by_slope = []
+    for told, _ in scored_0_or_1(law, SelectionPolicy.RANDOM):
+        assert told is not None
+        assert (told.gain, told.sampled) == (0.0, 16)
+        assert told.random_of_sampled is not None
+        by_slope.append(told.realised - told.random_of_sampled)
+    close_to(by_slope, 0.0)
+
+
+def test_a_group_that_lost_seeds_leaves_the_others_their_lines() -> None:
+    """Prompts whose lines differ: one line for all would be wrong for each."""
+
+    def steep(x: float, source: random.Random) -> float:
+        return 2 * x
+
+    whole = [draw(law, seed)[0] for seed, law in enumerate((steep, unrelated, steep))]
+    (short,) = [draw(unrelated, 9, size=2)[0]]
+    assert fit_lines([*whole, short]) == [*fit_lines(whole), None]
+    assert contrast([short, *whole]) == contrast(whole)
 
 
 def test_previews_that_tell_nothing_bring_nothing() -> None:
@@ -131,6 +201,11 @@ def test_without_drawn_seeds_or_contrast_nothing_is_made_up() -> None:
     assert sampled_variance(GroupEvidence(8, 1.0, (0.0, 1.0), (0.0, 1.0))) is None
     assert sampled_variance(GroupEvidence(8, 1.0, (0.0, 1.0), (0.0, 1.0), 1)) is None
     assert contrast([]) is None
-    assert contrast([GroupEvidence(8, 0.0, (1.0, 1.0, 1.0), (0.0, 1.0, 2.0))]) is None
+    alike, flat = (
+        contrast([GroupEvidence(8, variance, (1.0, 1.0, 1.0), (0.0, 1.0, 2.0))]) for variance in (0.3, 0.0)
+    )
+    assert alike is None, "what seeds of other previews would have had is unknown"
+    assert flat is not None
+    assert flat.gain == 0.0
     with pytest.raises(ValueError, match="pool no smaller"):
         GroupEvidence(1, 0.0, (0.0, 1.0), (0.0, 1.0))

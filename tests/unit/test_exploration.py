@@ -131,19 +131,21 @@ def test_seeds_are_made_anew_and_previews_are_never_trained() -> None:
         assert {one.steps for one in members} == {PLAN.rollout_steps}
 
 
-def gains(policy: SelectionPolicy, rewards: RewardModel) -> list[float]:
+def contrasts(policy: SelectionPolicy, rewards: RewardModel) -> list[Tree]:
     run = ran(dataclasses.replace(CRITICAL, policy=policy), rewards, iterations=40)
-    return [report["contrast"]["gain"] for report in run.reports]
+    return [report["contrast"] for report in run.reports]
 
 
 def test_the_gain_is_that_of_choosing() -> None:
     flat_world = RewardModel(variety=0.0)  # every prompt's rewards have variance 0.04
     chosen, random = (
-        gains(policy, flat_world) for policy in (SelectionPolicy.MAX_VARIANCE, SelectionPolicy.RANDOM)
+        contrasts(policy, flat_world) for policy in (SelectionPolicy.MAX_VARIANCE, SelectionPolicy.RANDOM)
     )
-    error = statistics.stdev(random) / math.sqrt(len(random))
-    assert abs(statistics.mean(random)) < 4 * error
-    assert statistics.mean(chosen) > 0.4 * 0.04
+    assert {one["gain"] for one in random} == {0.0}, "by design"
+    by_slope = [one["realised"] - one["random_of_sampled"] for one in random]
+    error = statistics.stdev(by_slope) / math.sqrt(len(by_slope))
+    assert abs(statistics.mean(by_slope)) < 4 * error
+    assert statistics.mean(one["gain"] for one in chosen) > 0.4 * 0.04
 
 
 @pytest.mark.parametrize("steps", [3, 8])
@@ -263,6 +265,19 @@ def test_weights_undo_the_choice_only_where_asked(policy: SelectionPolicy) -> No
         assert {round(one, 6) for one in found} == {round(6 / 16, 6), round(6 / 16 * 6, 6)}
 
 
+def test_where_the_choice_is_undone_a_flat_pool_trains_seeds_of_its_own() -> None:
+    flat_world = RewardModel(flat_share=1.0)
+    for undo in (False, True):
+        run = ran(dataclasses.replace(CRITICAL, undo_selection=undo), flat_world, iterations=2)
+        for iteration in range(2):
+            previews = {one.seed for one in of_iteration(run.issued, Purpose.EXPLORE, iteration)}
+            trained = {one.seed for one in of_iteration(run.issued, Purpose.TRAIN, iteration)}
+            assert len(trained) == 24
+            assert trained <= previews if undo else not trained & previews
+        assert run.reports[1]["selection"]["no_contrast"] == 4
+        assert not any(one.weights for one in run.seen if isinstance(one, ef.PrepareBatch)), "all weigh 1"
+
+
 class Restarted(Watched):
     """The head dies some time after a checkpoint, and starts anew from the last one; three times."""
 
@@ -330,7 +345,9 @@ def test_a_restored_explorer_refuses_other_prompts() -> None:
         ({"planner": PlannerPlan((4, 8), (2,))}, "cannot choose 6"),
         ({"planner": PlannerPlan((), ())}, "no arms"),
         ({"drawn_seeds": 7}, "expected 0 to 6"),
+        ({"sampled_prompts": 1, "drawn_seeds": 1}, "at least 2"),
         ({"undo_selection": True, "drawn_seeds": 0}, "proportional"),
+        ({"undo_selection": True, "spare_prompts": 1}, "spare_prompts is 1"),
         ({"steps": 0}, "at least 1"),
     ],
 )

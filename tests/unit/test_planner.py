@@ -33,7 +33,7 @@ def outlook(iteration: int = 1, workers: int = WORKERS) -> Outlook:
 def window(arm: Arm, open_s: float, share: float = 1.0) -> WindowSeen:
     """A window at full yield, of which a share was delivered."""
     scored = round(share * PROMPTS * arm.seeds_per_prompt)
-    return WindowSeen(arm, open_s, open_s, WORKERS, scored, cut_off=True)
+    return WindowSeen(arm, open_s, open_s, WORKERS, scored)
 
 
 def told(tau: float) -> Fidelity:
@@ -44,12 +44,17 @@ def brought(gain: float, random_contrast: float = 1.0) -> Contrast:
     return Contrast(4, random_contrast + gain, random_contrast)
 
 
+def lesson(arm: Arm | None, contrast: Contrast | None, fidelity: Fidelity | None = None) -> Lesson:
+    """Of previews that chose every group."""
+    return Lesson(arm, contrast, fidelity, PROMPTS, PROMPTS)
+
+
 def test_only_arms_that_fit_are_taken() -> None:
     plan = planner(caution=0.0)
     first = plan.decide(outlook())
     assert (first.arm, first.metrics["capacity"]["cautious_s"]) == (Arm(16, 4), None)  # type: ignore[index]
     # 16x8 takes 4 * 16 * 9 = 576 worker-seconds, 32x4 takes 640; 8 workers deliver 600 in 2 + 75 s.
-    plan.forecast.observe(WindowSeen(Arm(16, 4), 77.0, 77.0, WORKERS, 120, cut_off=True))
+    plan.forecast.observe(WindowSeen(Arm(16, 4), 77.0, 77.0, WORKERS, 120))
     fits = {name for name, one in arms_of(plan).items() if one["fits"]}
     assert fits == {"16x4", "16x8"}
     assert all(one["fits"] for one in arms_of(plan, 2 * WORKERS).values())
@@ -80,7 +85,7 @@ def test_an_unsteady_market_is_trusted_less() -> None:
 
 def test_what_ended_early_tells_the_yield_all_the_same() -> None:
     plan = planner()
-    plan.observe(WindowSeen(Arm(16, 4), 200.0, 42.0, WORKERS, 64, cut_off=False))
+    plan.observe(WindowSeen(Arm(16, 4), 200.0, 42.0, WORKERS, 64))
     found = plan.forecast.capacity(WORKERS)
     assert found.yields == pytest.approx(1.0)  # 64 * 5 in 40 s of 8 workers
     assert found.expected_s == pytest.approx(8 * 198)
@@ -96,20 +101,20 @@ def test_realised_gain_decides_and_prompts_do_not() -> None:
         assert arm is not None
         noise = source.gauss(0, 0.1)
         prompts = 0.5 if arm == Arm(32, 8) else source.uniform(2, 5)
-        plan.learn(Lesson(arm, brought(worth[arm] + noise, prompts), None))
+        plan.learn(lesson(arm, brought(worth[arm] + noise, prompts)))
         taken.append(arm)
     assert taken[-30:].count(Arm(32, 8)) > 20
 
 
-def test_an_arm_that_finds_no_contrast_is_worth_nothing() -> None:
+def test_an_arm_is_judged_by_all_prompts_it_was_to_explore() -> None:
     """Neither tried again and again because nothing was learnt, nor judged by the prompts it served alone."""
     plan = planner(limited=False)
     first = plan.decide(outlook()).arm
     assert first is not None
-    plan.learn(Lesson(first, None, None, explored=4))
+    plan.learn(Lesson(first, None, None, chosen=0, prompts=PROMPTS))
     assert plan.decide(outlook()).arm != first
-    for arm, explored in ((Arm(16, 8), 4), (Arm(32, 8), 16)):
-        plan.learn(Lesson(arm, brought(0.5), None, explored))
+    for arm, chosen in ((Arm(16, 8), 4), (Arm(32, 8), 1)):
+        plan.learn(Lesson(arm, brought(0.5), None, chosen, PROMPTS))
     found = arms_of(plan)
     assert found["16x8"]["mean"] == pytest.approx(4 * found["32x8"]["mean"])
 
@@ -117,19 +122,19 @@ def test_an_arm_that_finds_no_contrast_is_worth_nothing() -> None:
 def test_bad_ranking_costs_steps_and_at_last_exploration() -> None:
     plan = planner(0.4, limited=False)
     for _ in range(2):
-        plan.learn(Lesson(Arm(16, 4), brought(0.1), told(0.1)))
+        plan.learn(lesson(Arm(16, 4), brought(0.1), told(0.1)))
     found = plan.decide(outlook())
     assert found.arm is not None
     assert found.arm.steps == 8
     assert not arms_of(plan)["32x4"]["trusted"]
     for _ in range(2):
-        plan.learn(Lesson(Arm(16, 8), brought(0.1), told(0.2)))
+        plan.learn(lesson(Arm(16, 8), brought(0.1), told(0.2)))
     found = plan.decide(outlook())
     assert (found.arm, found.metrics["chosen"]) == (None, None)
     assert "random seeds" in found.why
     waited = 0
     while plan.decide(outlook()).arm is None:
-        plan.learn(Lesson(None, None, None))
+        plan.learn(lesson(None, None))
         waited += 1
     assert 0 < waited < 20, "it is tried again"
 
@@ -138,7 +143,7 @@ def test_a_fixed_arm_is_left_out_while_it_ranks_badly() -> None:
     fixed = FixedArm(Arm(16, 4), Trust(0.4))
     assert fixed.decide(outlook()).arm == Arm(16, 4)
     for _ in range(2):
-        fixed.learn(Lesson(Arm(16, 4), None, told(0.0)))
+        fixed.learn(lesson(Arm(16, 4), None, told(0.0)))
     assert fixed.decide(outlook()).arm is None
     again = FixedArm(Arm(16, 4), Trust(0.4))
     again.load(json.loads(json.dumps(fixed.snapshot())))
@@ -158,14 +163,24 @@ def test_a_restored_planner_decides_as_the_old_one(seed: int, cut: int) -> None:
         assert one == other
         json.dumps(one.metrics, allow_nan=False)
         seen = WindowSeen(
-            one.arm or GRID[0], source.uniform(40, 300), 40.0, source.randrange(9), source.randrange(64), True
+            one.arm or GRID[0], source.uniform(40, 300), 40.0, source.randrange(9), source.randrange(64)
         )
-        lesson = Lesson(
+        result = lesson(
             one.arm, brought(source.gauss(0.3, 0.3), source.random()), told(source.uniform(-0.2, 1))
         )
         for plan in (straight, resumed):
             plan.observe(seen)
-            plan.learn(lesson)
+            plan.learn(result)
+
+
+def test_a_planner_resumes_with_another_grid() -> None:
+    old = planner(limited=False)
+    awaited = old.decide(outlook()).arm
+    assert awaited is not None
+    left = [arm for arm in GRID if arm != awaited]
+    new = Planner(DiscountedUCB(left, alpha=0.5), Forecast(COSTS, 1.0), Trust(None), limited=False)
+    new.load(json.loads(json.dumps(old.snapshot())))
+    assert new.decide(outlook(2)).arm in left
 
 
 def test_a_broken_snapshot_is_refused() -> None:

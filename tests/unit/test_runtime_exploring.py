@@ -58,7 +58,6 @@ def test_every_key_reaches_the_plan() -> None:
         "exploration={where: idle, policy: proportional, contrast_min: 0.1, spare_prompts: 3}",
         "exploration.drawn_seeds=4",
         "exploration.fidelity_min=0.2",
-        "exploration.undo_selection=true",
         "exploration.seeds_per_prompt_max=50",
         "exploration.planner={seed_counts: [20, 40], step_counts: [5], alpha: 1, discount: 0.9, sharing: 0}",
         "exploration.planner.caution=2",
@@ -67,9 +66,12 @@ def test_every_key_reaches_the_plan() -> None:
     found = build.cluster_plan_of(load_config(None, overrides)).exploration
     costs = PreviewCosts(0.1, 0.2, 0.3, 4.0)
     assert found == ExplorationPlan(
-        Explore.IDLE, 20, 5, SelectionPolicy.PROPORTIONAL, 0.1, 3, 0, 4, 0.2, True,
+        Explore.IDLE, 20, 5, SelectionPolicy.PROPORTIONAL, 0.1, 3, 0, 4, 0.2, False,
         PlannerPlan((20, 40), (5,), 1.0, 0.9, 0.0, 2.0, costs), 50,
     )  # fmt: skip
+    undone = exploration_plan_of(load_config(None, ["exploration.undo_selection=true"]))
+    assert undone is not None
+    assert undone.undo_selection
 
 
 @pytest.mark.parametrize(("sampler", "path"), [((), None), (SDE, 10)])

@@ -352,6 +352,10 @@ def test_a_planner_of_a_scenario_knows_what_previews_cost() -> None:
         ),
         ("exploration.planner={seed_counts: [], step_counts: [8]}", ("exploration.planner.seed_counts",)),
         ("exploration.drawn_seeds=17", ("exploration.drawn_seeds", "17", "group size, 16")),
+        (
+            "exploration={sampled_prompts: 1, drawn_seeds: 1}",
+            ("exploration.drawn_seeds", "1", "at least 2"),
+        ),
         ("exploration.policy=best", ("exploration.policy", "max_variance")),
     ],
 )

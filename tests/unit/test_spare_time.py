@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 import pytest
+from queue_machine import make_rollout
 from test_cluster import PLAN as CLUSTERED
 from test_cluster import SPOT, V0, Room, of, only
 from test_exploration import IDLE, PLAN, Watched, of_iteration, ran
@@ -14,9 +15,13 @@ from test_exploration import IDLE, PLAN, Watched, of_iteration, ran
 from spotlight.core import effects as ef
 from spotlight.core import events as ev
 from spotlight.core.plan import ClusterPlan, ExplorationPlan, Explore, Plan, require_usable
+from spotlight.core.queue import PullQueue
 from spotlight.core.records import SampleExplored
 from spotlight.core.recovery import Recovery
-from spotlight.core.types import Node, NodeId, NodeKind, Prompt, PromptId, Purpose
+from spotlight.core.spare_time import SpareTime
+from spotlight.core.types import Node, NodeId, NodeKind, Prompt, PromptId, Purpose, WorkerId
+from spotlight.simulation.outcome import outcome_of
+from spotlight.simulation.result import SimulationResult
 from spotlight.simulation.rewards import RewardModel
 
 EXPLORES = ExplorationPlan(Explore.IDLE, seeds_per_prompt=6, steps=4, seeds_per_prompt_max=9)
@@ -76,6 +81,22 @@ def test_as_many_give_way_as_it_takes_and_one_that_does_not_pull_is_not_counted_
     assert not of(room.wait(SMALL.cluster.answer_s / 2), ef.AbandonLease)
     later = of(room.wait(SMALL.cluster.answer_s), ef.AbandonLease)
     assert [one.lease for one in later] == [grants[-2].lease.id]
+
+
+def test_who_gives_way_gives_back_all_its_previews() -> None:
+    queue = PullQueue(10.0)
+    queue.add(make_rollout(n, Purpose.EXPLORE) for n in range(4))
+    one, other, lost = (WorkerId(name) for name in "abc")
+    for worker in (one, other, lost):
+        queue.admit(worker)
+    for worker in (one, other, one, lost):
+        assert queue.pull(worker, 1, 0.0) is not None
+    spare = SpareTime(queue, 5.0, explores=True)
+    given = spare.give_way(1, lambda worker: worker != lost, 1.0)
+    assert [lease.worker for lease in given] == [one, one]
+    assert spare.awaited(1.0) == 1
+    assert not spare.give_way(1, lambda worker: worker != lost, 2.0), "one is counted on"
+    assert [lease.worker for lease in spare.give_way(1, lambda worker: worker != lost, 9.0)] == [other]
 
 
 def test_a_group_makes_no_previews_beside_better_work() -> None:
@@ -148,8 +169,28 @@ def test_idle_time_deepens_the_pools_evenly_and_with_an_end() -> None:
     assert len({one.seed for one in of_iteration(deep.issued, Purpose.EXPLORE, 3)}) == len(
         of_iteration(deep.issued, Purpose.EXPLORE, 3)
     )
+    for run in (plain, bounded, deep):
+        report = run.reports[-1]
+        assert not report["window"]["cut_off"], "what was planned is scored"
+        sizes = pools(run, report["iteration"])
+        assert report["selection"]["pool_size"] == sum(sizes) / len(sizes)
     ends = [run.iterations[-1].end_s for run in (plain, deep)]
     assert ends[1] <= ends[0] * 1.02, "at no cost in time"
+
+
+def test_deep_pools_of_one_window_do_not_make_up_for_another() -> None:
+    run = ran(dataclasses.replace(IDLE, seeds_per_prompt_max=32), learns_s=12.0)
+
+    def share(result: SimulationResult) -> float:
+        return outcome_of("spotlight", run.scenario, result, None).preview_share
+
+    whole = run.result()
+    assert share(whole) == 1.0
+    first, *others = whole.explorations
+    assert all(one["window"]["scored"] > one["window"]["planned"] for one in whole.explorations)  # type: ignore[index]
+    half = {**first, "window": {"planned": 64, "scored": 32}}
+    assert share(dataclasses.replace(whole, explorations=(half, *others))) == 1 - 0.5 / 5
+    assert share(dataclasses.replace(whole, explorations=tuple(others))) == 1 - 1 / 5, "one was left out"
 
 
 def test_a_deeper_pool_is_judged_by_its_real_size() -> None:

@@ -77,12 +77,13 @@ class ExplorationConfig(Section):
     sampled_prompts: Annotated[int, Field(ge=0)] = 0
     """Groups an iteration that keep some seeds drawn at random, to measure how well previews rank."""
     drawn_seeds: Annotated[int, Field(ge=0)] = 2
-    """So many each; with ``undo_selection`` in every group."""
+    """So many each, 2 or more to measure with; with ``undo_selection`` 1 or more, in every group."""
     fidelity_min: Annotated[float, Field(ge=-1, le=1)] | None = None
     """Kendall's tau between preview and regenerated rewards below which seeds are not chosen by previews (a
     planner spends more steps first); default: they always are."""
     undo_selection: bool = False
-    """Weight samples so that choosing their seeds leaves no bias in the gradient."""
+    """Weight samples so that choosing their seeds leaves no bias in the gradient; prompts whose previews show
+    no contrast then train any of the previewed seeds. Not with ``spare_prompts``."""
     planner: PlannerConfig | None = None
     """Decides how much to explore; default: every iteration explores the same."""
 

@@ -111,11 +111,11 @@ def _drawn(config: RunConfig, exploration: ExplorationConfig) -> Iterator[Proble
             "exploration.sampled_prompts", str(exploration.sampled_prompts),
             f"at most rollout.prompts_per_iteration = {prompts}", "Lower it.",
         )  # fmt: skip
-    if exploration.sampled_prompts and (draws or exploration.drawn_seeds == 0):
+    if exploration.sampled_prompts and (draws or exploration.drawn_seeds < 2):
         yield Problem(
             "exploration.sampled_prompts", str(exploration.sampled_prompts),
-            "0 with exploration.drawn_seeds=0, or with a policy that draws by itself",
-            "Set exploration.drawn_seeds=2, or leave it out.",
+            "0 with exploration.drawn_seeds below 2, or with a policy that draws by itself",
+            "What a group measures it measures by pairs: set exploration.drawn_seeds=2, or leave it out.",
         )  # fmt: skip
     if exploration.undo_selection and not draws and exploration.drawn_seeds == 0:
         yield Problem(
@@ -123,4 +123,9 @@ def _drawn(config: RunConfig, exploration: ExplorationConfig) -> Iterator[Proble
             f"false with exploration.policy={exploration.policy} and drawn_seeds=0",
             "Seeds that are never chosen cannot be weighted: set exploration.drawn_seeds=2 or "
             "exploration.policy=proportional.",
+        )  # fmt: skip
+    if exploration.undo_selection and exploration.spare_prompts:
+        yield Problem(
+            "exploration.spare_prompts", str(exploration.spare_prompts), "0 with exploration.undo_selection",
+            "No weights undo that a prompt is replaced for its rewards: leave one of the two keys out.",
         )  # fmt: skip

@@ -8,6 +8,8 @@ without bias, and the pool's variance is b² var(x) + var(y - a - b x), with var
 correction for selection of Pearson and Lawley). The square of a fitted slope is too large by its own
 variance, s²/Sxx, which is taken off. Unbiased if y given x is linear with a constant spread; if the spread
 differs between middle and ends, or the line bends, it is biased by that, and nothing in the group shows it.
+A group whose chosen previews are all equal has no line, and to leave it out for that would be biased: it
+borrows the mean of the others', which is right as far as prompts are alike in their lines.
 
 By design. Where some of the group were drawn at random among the seeds that rank left, every pair of the pool
 has a known probability to be in the group, and sums over pairs are weighted with its inverse (Horvitz and
@@ -49,6 +51,11 @@ class GroupEvidence:
             )
 
     @property
+    def random(self) -> bool:
+        """Whether rank chose none of the group, or had nothing to choose by."""
+        return self.drawn == len(self.previews) or self.pool_variance <= 0.0
+
+    @property
     def by_design(self) -> bool:
         """Whether every pair of the pool could have been in the group."""
         ranked = len(self.previews) - self.drawn
@@ -73,11 +80,13 @@ class Line:
         slope: b.
         squared: b² without the bias of squaring; negative where it is indistinguishable from 0.
         spread: variance about the line.
+        certainty: what it rests on, Sxx: the slope's variance is ``spread / certainty``.
     """
 
     slope: float
     squared: float
     spread: float
+    certainty: float
 
     def pool_variance(self, group: GroupEvidence) -> float:
         """Of regenerated rewards over the whole pool: what a random group would have had."""
@@ -85,10 +94,17 @@ class Line:
 
 
 def fit_lines(groups: Sequence[GroupEvidence]) -> list[Line | None]:
-    """A line for each group; one for all if some group has fewer than three seeds; None without contrast."""
-    if all(len(group.previews) >= _LINE_POINTS for group in groups):
-        return [_fit([group]) for group in groups]
-    return [_fit(groups)] * len(groups)
+    """A line for each group, its own if it can be; None where nothing can be said.
+
+    Of three seeds or more without contrast: the mean of the others' lines. Of two: none, as lost seeds are
+    lost by chance; if no group has more, one line is fitted to all.
+    """
+    if all(len(group.previews) < _LINE_POINTS for group in groups):
+        return [_fit(groups)] * len(groups)
+    whole = [group if len(group.previews) >= _LINE_POINTS else None for group in groups]
+    own = [None if group is None else _fit([group]) for group in whole]
+    mean = _mean_line(own)
+    return [line or (None if group is None else mean) for group, line in zip(whole, own, strict=True)]
 
 
 def sampled_variance(group: GroupEvidence) -> float | None:
@@ -117,4 +133,18 @@ def _fit(groups: Sequence[GroupEvidence]) -> Line | None:
         return None
     slope = sxy / sxx
     spread = max(0.0, syy - slope * sxy) / freedom
-    return Line(slope, slope * slope - spread / sxx, spread)
+    return Line(slope, slope * slope - spread / sxx, spread, sxx)
+
+
+def _mean_line(lines: Sequence[Line | None]) -> Line | None:
+    """By certainty. Of squares too: where slopes differ, the square of their mean would be too small."""
+    known = [line for line in lines if line is not None]
+    total = sum(line.certainty for line in known)
+    if total <= 0.0:
+        return None
+    shares = [line.certainty / total for line in known]
+    slope, squared, spread = (
+        sum(share * value for share, value in zip(shares, values, strict=True))
+        for values in zip(*((line.slope, line.squared, line.spread) for line in known), strict=True)
+    )
+    return Line(slope, squared, spread, total)

@@ -3,8 +3,9 @@
 A preview is a rollout like any other, of the lowest class of the queue. Losing one costs nothing but itself:
 what is not scored when the window closes is dropped, and a prompt left with fewer previews than its group
 has members keeps seeds of its own. So does a prompt whose previews show no contrast, unless a spare prompt
-takes its place. Workers that are left with nothing to do deepen the pools, a preview of each prompt after the
-other: which previews a pool gets depends on time and never on rewards, so pools may differ in size.
+takes its place, or the choice is to be undone: then it keeps any of its previewed seeds. Workers that are
+left with nothing to do deepen the pools, a preview of each prompt after the other: which previews a pool
+gets depends on time and never on rewards, so pools may differ in size.
 
 Of the previews only numbers stay, and training never sees them: what was chosen is generated anew, and
 advantages come from the new rewards alone.
@@ -187,6 +188,11 @@ class Window:
         """Previews that the arm asks for."""
         return 0 if self.arm is None else len(self.prompts) * self.arm.seeds_per_prompt
 
+    @property
+    def cut_off(self) -> bool:
+        """Whether previews that the arm asks for are not scored yet; deeper pools are a bonus."""
+        return any(self.open.values())
+
     def _planned(self, rollout: Rollout) -> bool:
         return self.arm is not None and rollout.member < self.arm.seeds_per_prompt
 
@@ -209,6 +215,7 @@ class Choice:
         verdicts: of the slots, spare ones included.
         replaced: slots that a spare prompt took.
         pool_contrast: mean variance of the pools that groups were chosen from.
+        pool_size: mean number of previews in these.
     """
 
     groups: Mapping[int, ExploredGroup] = field(default_factory=dict)
@@ -216,6 +223,7 @@ class Choice:
     verdicts: Mapping[SelectionVerdict, int] = field(default_factory=dict)
     replaced: int = 0
     pool_contrast: float | None = None
+    pool_size: float | None = None
 
 
 def flat(window: Window, slot: int, plan: ExplorationPlan, group_size: int) -> bool:
@@ -239,11 +247,7 @@ def choose(window: Window, plan: ExplorationPlan, group_size: int, slots: int, r
         draw_seed = derive_seed(run_seed, "select", window.iteration, slot)
         drawn = plan.drawn_seeds if slot in drawing else 0
         found[slot] = _select(window, slot, plan, group_size, drawn, draw_seed)
-    groups = {
-        slot: _group(window, slot, selection)
-        for slot, selection in found.items()
-        if selection.verdict is SelectionVerdict.CHOSEN
-    }
+    groups = {slot: _group(window, slot, selection) for slot, selection in found.items() if selection.seeds}
     contrasts = [group.pool_variance[REWARD] for group in groups.values()]
     spares = [slot for slot in groups if slot >= slots]
     empty = [
@@ -259,6 +263,7 @@ def choose(window: Window, plan: ExplorationPlan, group_size: int, slots: int, r
         verdicts=Counter(selection.verdict for selection in found.values()),
         replaced=len(taken),
         pool_contrast=math.fsum(contrasts) / len(contrasts) if contrasts else None,
+        pool_size=sum(group.pool for group in groups.values()) / len(groups) if groups else None,
     )
 
 
@@ -282,6 +287,7 @@ def _select(
         draw_seed=draw_seed,
         kept_at_random=drawn,
         contrast_min=plan.contrast_min,
+        draw_flat=plan.undo_selection,
     )
 
 

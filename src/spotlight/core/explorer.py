@@ -23,7 +23,6 @@ from spotlight.core.planner.memory import section
 from spotlight.core.planner.policy import ArmPolicy, FixedArm, Lesson, Outlook, Planner
 from spotlight.core.records import REWARD
 from spotlight.core.seeds import spares_of_iteration
-from spotlight.core.selection import SelectionVerdict
 from spotlight.core.types import PolicyVersion, Prompt
 
 
@@ -104,27 +103,29 @@ class Explorer:
         plan, exploration = self._plan, self._exploration
         choice = choose(window, exploration, plan.group_size, plan.prompts_per_iteration, plan.run_seed)
         self.groups = choice.groups
-        cut_off = bool(window.unscored)
         open_s = now - window.opened_s
         if window.arm is not None:
-            busy_s = open_s if cut_off else window.scored_s - window.opened_s
+            # Workers that deepen pools are as busy as with what was planned.
+            busy_s = open_s if window.unscored else window.scored_s - window.opened_s
             scored = len(window.scores)
-            self.policy.observe(WindowSeen(window.arm, open_s, busy_s, window.workers, scored, cut_off))
+            self.policy.observe(WindowSeen(window.arm, open_s, busy_s, window.workers, scored))
         self.report = self._decided | {
             "arm": window.arm and window.arm.name,
             "version": window.version,
             "window": {
                 "open_s": open_s,
                 "workers": window.workers,
+                "prompts": sum(slot < plan.prompts_per_iteration for slot in window.prompts),
                 "planned": window.planned,
                 "issued": len(window.rollouts),
                 "scored": len(window.scores),
-                "cut_off": cut_off,
+                "cut_off": window.cut_off,
             },
             "selection": {
                 "policy": exploration.policy.value,
                 "replaced_prompts": choice.replaced,
                 "pool_contrast": choice.pool_contrast,
+                "pool_size": choice.pool_size,
                 **{verdict.value: count for verdict, count in sorted(choice.verdicts.items())},
             },
         }
@@ -187,10 +188,8 @@ class Explorer:
         ranked = {name: fidelity(groups) for name, groups in evidence.items()}
         gained = contrast(evidence[REWARD])
         arm = Arm.parse(str(report["arm"])) if report["arm"] is not None else None
-        counted = section(report, "selection")
-        verdicts = (SelectionVerdict.CHOSEN, SelectionVerdict.NO_CONTRAST)
-        explored = sum(cast("int", counted.get(verdict.value, 0)) for verdict in verdicts)
-        self.policy.learn(Lesson(arm, gained, ranked[REWARD], explored))
+        prompts = cast("int", section(report, "window")["prompts"])
+        self.policy.learn(Lesson(arm, gained, ranked[REWARD], len(self.groups), prompts))
         report["staleness"] = version - cast("int", report.pop("version"))
         report["contrast"] = dict(gained.as_metrics()) if gained is not None else {}
         report["fidelity"] = {name: dict(one.as_metrics()) for name, one in ranked.items()}

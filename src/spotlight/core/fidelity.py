@@ -86,7 +86,7 @@ class Fidelity:
 
 def fidelity(groups: Sequence[GroupEvidence]) -> Fidelity:
     """Of an iteration's explored groups."""
-    told = [group for group in groups if len(group.previews) >= 2]
+    told = [group for group in groups if len(group.previews) >= 2 and group.pool_variance > 0.0]
     sampled = [group for group in told if group.by_design]
     quarters = [(group, max(1, len(group.previews) // 4)) for group in told]
     return Fidelity(

@@ -54,11 +54,11 @@ class ExplorationPlan:
         contrast_min: previews of a prompt whose rewards lie within this range of each other choose nothing.
         spare_prompts: so many prompts an iteration without contrast may be replaced.
         sampled_prompts: groups an iteration that keep seeds drawn at random, to measure ranking fidelity.
-        drawn_seeds: so many each.
+        drawn_seeds: so many each; a single one makes nothing measurable.
         fidelity_min: Kendall's tau between preview and regenerated rewards below which previews do not
             choose; None: they always do.
         undo_selection: samples are weighted so that choosing seeds leaves no bias; every group keeps drawn
-            seeds then, unless the policy itself draws.
+            seeds then, unless the policy itself draws, and no prompt is replaced.
         planner: None: every iteration explores the same.
         seeds_per_prompt_max: idle workers preview up to so many seeds of a prompt beyond what was planned;
             None: no more than that.
@@ -236,11 +236,22 @@ def _require_exploration(plan: Plan, exploration: ExplorationPlan) -> None:
             f"{exploration.drawn_seeds} of {plan.group_size} seeds are to be drawn at random; "
             f"expected 0 to {plan.group_size}"
         )
+    if exploration.sampled_prompts and exploration.drawn_seeds < 2:
+        raise ValueError(
+            f"{exploration.sampled_prompts} prompts are to measure ranking fidelity with "
+            f"{exploration.drawn_seeds} drawn seeds each; expected at least 2, of which a pair is made"
+        )
     draws = exploration.policy in (SelectionPolicy.RANDOM, SelectionPolicy.PROPORTIONAL)
     if exploration.undo_selection and not draws and exploration.drawn_seeds == 0:
         raise ValueError(
             f"no weights undo a selection by {exploration.policy.value}: some seeds are never chosen; "
             "let every group draw a seed or two (drawn_seeds), or choose by the policy proportional"
+        )
+
+    if exploration.undo_selection and exploration.spare_prompts:
+        raise ValueError(
+            f"no weights undo that prompts without contrast are replaced, and spare_prompts is "
+            f"{exploration.spare_prompts}; set it to 0, or leave out undo_selection"
         )
 
 

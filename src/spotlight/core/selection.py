@@ -4,8 +4,9 @@ Invariants
     1. What is chosen depends on preview rewards, seeds and ``draw_seed`` only: never on the order in which
        previews came, nor on regenerated rewards. Equal rewards rank by seed; seeds are hashes, so the rank
        among equals is random, and the same everywhere.
-    2. Previews without contrast choose nothing: the group then takes unexplored seeds of its own, which can
-       still differ, and the verdict says so.
+    2. Previews without contrast choose nothing, and the verdict says so: the group then takes unexplored
+       seeds of its own, which can still differ. Where the choice is to be undone it takes any seeds of its
+       pool: a pool drawn anew for being flat, which it is more often where rewards are low, is biased.
     3. ``inclusion`` is exact: given the previews, seed i is chosen with that probability over ``draw_seed``.
 """
 
@@ -55,11 +56,12 @@ class Selection:
     """Seeds chosen among previews.
 
     Attributes:
-        seeds: empty unless the verdict is CHOSEN; those kept at random come last.
+        seeds: those kept at random come last; none of too few previews, nor of those without contrast unless
+            they were asked for.
         inclusion: probability with which each was chosen, given the previews; None where some seed of the
             pool had probability 0: then no weights undo the choice.
         kept_at_random: how many of ``seeds``, from the end, were drawn, each equally likely, among those that
-            rank left: all of them under RANDOM, none under PROPORTIONAL.
+            rank left: all of them under RANDOM or without contrast, none under PROPORTIONAL.
     """
 
     verdict: SelectionVerdict
@@ -76,6 +78,7 @@ def select(
     draw_seed: int = 0,
     kept_at_random: int = 0,
     contrast_min: float = 0.0,
+    draw_flat: bool = False,
 ) -> Selection:
     """Choose ``count`` seeds.
 
@@ -86,6 +89,7 @@ def select(
             left; they make ranking fidelity and a random group's contrast measurable. RANDOM and
             PROPORTIONAL choose at random anyhow.
         contrast_min: rewards that all lie within this range of each other have no contrast.
+        draw_flat: seeds without contrast are drawn, each equally likely; else there are none.
 
     Raises:
         ValueError: ``count`` below 1, or ``kept_at_random`` outside 0..count.
@@ -98,15 +102,14 @@ def select(
     if len(rewards) < count:
         return Selection(SelectionVerdict.TOO_FEW)
     if max(rewards.values()) - min(rewards.values()) <= contrast_min:
-        return Selection(SelectionVerdict.NO_CONTRAST)
+        verdict = SelectionVerdict.NO_CONTRAST
+        return _drawn(verdict, rewards, count, draw_seed) if draw_flat else Selection(verdict)
     if len(rewards) == count:
         return Selection(SelectionVerdict.CHOSEN, tuple(sorted(rewards)), (1.0,) * count)
     ranked = sorted(rewards, key=lambda seed: (rewards[seed], seed))
     match policy:
         case SelectionPolicy.RANDOM:
-            drawn = _shuffled(ranked, draw_seed)[:count]
-            share = count / len(ranked)
-            return Selection(SelectionVerdict.CHOSEN, tuple(drawn), (share,) * count, count)
+            return _drawn(SelectionVerdict.CHOSEN, rewards, count, draw_seed)
         case SelectionPolicy.PROPORTIONAL:
             return _proportional(rewards, count, draw_seed)
         case _:
@@ -144,6 +147,11 @@ def sample_variance(values: Sequence[float]) -> float:
         return 0.0
     mean = values[0] + sum(value - values[0] for value in values) / len(values)
     return sum((value - mean) ** 2 for value in values) / (len(values) - 1)
+
+
+def _drawn(verdict: SelectionVerdict, rewards: Mapping[int, float], count: int, draw_seed: int) -> Selection:
+    drawn = _shuffled(list(rewards), draw_seed)[:count]
+    return Selection(verdict, tuple(drawn), (count / len(rewards),) * count, count)
 
 
 def _by_rank(

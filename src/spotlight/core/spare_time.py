@@ -88,15 +88,12 @@ class SpareTime:
             The leases that do not count any more.
         """
         groups -= self.awaited(now)
-        given: list[Lease] = []
-        for lease in self.queue.previews() if groups > 0 else ():
-            if not able(lease.worker):
-                continue
-            groups -= lease.worker not in self._yielding
-            if groups < 0:
-                break
-            self._yielding[lease.worker] = now
-            given.append(lease)
+        if groups <= 0:
+            return []
+        previews = self.queue.previews()
+        told = list(dict.fromkeys(lease.worker for lease in previews if able(lease.worker)))[:groups]
+        given = [lease for lease in previews if lease.worker in told]  # all that it holds, or it cannot pull
+        self._yielding |= dict.fromkeys(told, now)
         for lease in given:
             self.queue.renounce(lease.id)
         return given

@@ -127,11 +127,13 @@ def _cache(model: nn.Module) -> Iterator[dict[str, first_block_cache.FBCSharedBl
     require(model)
     touched = [model, *_blocks(model)]
     before = [_LEFT & vars(part).keys() for part in touched]
-    CacheMixin.enable_cache(model, FirstBlockCacheConfig(threshold=math.inf))
+    config = FirstBlockCacheConfig(threshold=math.inf)
     try:
+        CacheMixin.enable_cache(model, config)
         leader = getattr(touched[1], _REGISTRY).get_hook(first_block_cache._FBC_LEADER_BLOCK_HOOK)
         yield leader.state_manager._state_cache
     finally:
+        vars(model)["_cache_config"] = config  # or nothing is disabled, where enabling failed on its way
         CacheMixin.disable_cache(model)
         for part, had in zip(touched, before, strict=True):
             for name in _LEFT - had:

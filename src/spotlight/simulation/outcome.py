@@ -35,8 +35,9 @@ class Outcome:
         simulated_h, simulated_usd: of the whole simulation.
         gpu_s: GPU-seconds by kind of node and phase.
         spot_idle_share: of the GPU-seconds of spot nodes; NaN without any.
-        preview_share: previews that seeds were chosen among, of those that full exploration makes (that the
-            planner asked for, where there is one); NaN without exploration.
+        preview_share: mean over the windows of the previews that were scored, of those that full exploration
+            makes (that the planner asked for, where there is one); what deepened pools besides counts for no
+            other window. NaN without exploration.
         filled_s: GPU-seconds by what filled them, that a GPU would have waited for.
         overlapped_share, early_share: of the samples trained, those given to the learner before all were
             there, and those begun before their iteration.
@@ -142,18 +143,20 @@ def _preview_share(scenario: Scenario, result: SimulationResult) -> float:
     arm = scenario.plan.exploration
     if arm is None or not result.iterations:
         return math.nan
-    windows = len(result.iterations) - (arm.where.value == "idle")
-    if arm.planner is not None:
-        wanted = sum(_issued(report) for report in result.explorations)
-        return min(1.0, result.explored / wanted) if wanted else math.nan
-    wanted = windows * arm.seeds_per_prompt * scenario.plan.prompts_per_iteration
-    return min(1.0, result.explored / wanted) if wanted else math.nan
+    shares = dict(_scored_share(report) for report in result.explorations)
+    found = [share for share in shares.values() if share is not None]
+    windows = len(found)
+    if arm.planner is None:  # then one that was given up was wanted all the same
+        windows = max(windows, len(result.iterations) - (arm.where.value == "idle"))
+    return sum(found) / windows if windows else math.nan
 
 
-def _issued(report: Mapping[str, object]) -> int:
+def _scored_share(report: Mapping[str, object]) -> tuple[object, float | None]:
+    """A window's iteration, and its share of what was planned; None where nothing was."""
     window = report["window"]
     assert isinstance(window, Mapping), "a report tells of its window"
-    return int(window["issued"])
+    planned = int(window["planned"])
+    return report["iteration"], min(int(window["scored"]), planned) / planned if planned else None
 
 
 def _to(iterations: int, first: float, later: float) -> float:

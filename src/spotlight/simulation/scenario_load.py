@@ -227,6 +227,10 @@ def _exploration(explore: Exploration, group: int, steps: int) -> Iterator[Probl
     if explore.drawn_seeds > group:
         found, remedy = explore.drawn_seeds, "They are part of the group."
         yield Problem("exploration.drawn_seeds", str(found), f"at most the group size, {group}", remedy)
+    if explore.sampled_prompts and explore.drawn_seeds < 2:
+        expected = "at least 2 with exploration.sampled_prompts"
+        remedy = "Groups measure by pairs of drawn seeds: raise it, or set sampled_prompts to 0."
+        yield Problem("exploration.drawn_seeds", str(explore.drawn_seeds), expected, remedy)
 
 
 def _cluster(scenario: ScenarioFile) -> Iterator[Problem]:

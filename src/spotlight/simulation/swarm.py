@@ -164,16 +164,18 @@ def _draw_exploration(seed: int, where: Explore, group_size: int, more: int, ste
             counts, (2, 3), source.choice([0.0, 1.0]), caution=source.choice([0.0, 1.0]), costs=costs
         )
     policy = source.choice(list(SelectionPolicy))
+    spares, sampled = source.choice([0, 0, 1, 3]), source.choice([0, 1, 2])
+    fidelity_min, undo = source.choice([None, None, 0.95]), source.random() < 0.3
     deepest = source.choice([None, 2, 12]) if where is Explore.IDLE else None
     return ExplorationPlan(
         where,
         group_size + more,
         steps,
         policy=policy,
-        spare_prompts=source.choice([0, 0, 1, 3]),
-        sampled_prompts=source.choice([0, 1, 2]),
-        fidelity_min=source.choice([None, None, 0.95]),
-        undo_selection=source.random() < 0.3,
+        spare_prompts=0 if undo else spares,
+        sampled_prompts=sampled,
+        fidelity_min=fidelity_min,
+        undo_selection=undo,
         planner=planner,
         seeds_per_prompt_max=None if deepest is None else group_size + 4 + deepest,
     )

@@ -48,8 +48,7 @@ class WindowSeen:
         open_s: from its opening to its end.
         busy_s: until all its previews were scored; else ``open_s``.
         workers: that could explore when it opened.
-        scored: previews that were scored.
-        cut_off: it ended before all were.
+        scored: previews that were scored, those that deepened pools included.
     """
 
     arm: Arm
@@ -57,7 +56,6 @@ class WindowSeen:
     busy_s: float
     workers: int
     scored: int
-    cut_off: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,13 @@ like the worth of an arm. By slope, the gain comes to
 
     (b² without bias) * (variance of the chosen previews - variance of the pool's previews).
 
-Every group explored counts, also one with little gain; so do groups of which some seeds were drawn.
+A group drawn at random as a whole (the control, or from a pool without contrast) has gain 0 by design.
+
+Every group explored counts, also one with little gain; so do groups of which some seeds were drawn, and
+groups whose chosen previews are all equal, of which the gain is negative. Of these the slope is the mean of
+the other groups'. Choices by max_variance and top_and_bottom have contrast where the pool has, so nothing is
+borrowed; for top and proportional the gain is unbiased if the prompts share their slope, and unknown in an
+iteration in which no group has one.
 """
 
 from __future__ import annotations
@@ -29,7 +35,8 @@ class Contrast:
         random: what random groups of the same prompts would have had, by slope.
         gain: ``realised - random``.
         random_sampled: the same by design, over ``sampled`` groups with drawn seeds; None without any.
-        random_of_sampled: by slope, over the same groups: the two differ by what the line misses, and noise.
+        random_of_sampled: by slope, over the same groups: the two differ by what the line misses, and noise;
+            None if no group has a line.
     """
 
     groups: int
@@ -65,16 +72,18 @@ def contrast(groups: Sequence[GroupEvidence]) -> Contrast | None:
     by_design: list[float] = []
     by_slope: list[float] = []
     for group, line in zip(groups, fit_lines(groups), strict=True):
-        if line is None:
+        if line is None and not group.random:
             continue
+        variance = sample_variance(group.realised)
         chosen = sample_variance(group.previews)
-        gain = line.squared * (chosen - group.pool_variance)
-        realised.append(sample_variance(group.realised))
-        random.append(realised[-1] - gain)
+        gain = 0.0 if line is None else line.squared * (chosen - group.pool_variance)
+        realised.append(variance)
+        random.append(variance if group.random else variance - gain)
         sampled = sampled_variance(group)
         if sampled is not None:
             by_design.append(sampled)
-            by_slope.append(random[-1])
+        if sampled is not None and line is not None:
+            by_slope.append(variance - gain)
     if not realised:
         return None
     return Contrast(

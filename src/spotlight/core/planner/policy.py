@@ -54,13 +54,14 @@ class Lesson:
     """What became of an iteration's exploration; None: no arm was played, or nothing can be said.
 
     Attributes:
-        explored: prompts with previews enough to choose among, those that showed no contrast included.
+        chosen: groups whose seeds previews chose, of ``prompts`` that were to be explored.
     """
 
     arm: Arm | None
     contrast: Contrast | None
     fidelity: Fidelity | None
-    explored: int = 0
+    chosen: int
+    prompts: int
 
 
 class ArmPolicy(Protocol):
@@ -122,10 +123,10 @@ class FixedArm:
 class Planner:
     """The arm with the largest upper confidence bound among those that fit the window and are trusted.
 
-    An arm's reward is the mean gain of the prompts it explored (see :mod:`spotlight.core.planner.contrast`),
-    0 for those in which it found no contrast, in units of the contrast that random groups had in EARLIER
-    iterations: rewards of easy and hard times are comparable, and the unit is fixed before the reward is
-    seen, so it does not bias it. An arm that explored nothing brought nothing.
+    An arm's reward is the mean gain (see :mod:`spotlight.core.planner.contrast`) of the prompts that it was
+    to explore, 0 for those left with random seeds because they showed no contrast or because time was up. It
+    is in units of the contrast that random groups had in EARLIER iterations: rewards of easy and hard times
+    are comparable, and the unit is fixed before the reward is seen, so it does not bias it.
 
     A window may open before the groups of the one before are made: what was played then is learnt later.
 
@@ -184,7 +185,8 @@ class Planner:
         if lesson.contrast.random > _NO_CONTRAST:
             self._unit.forget(self.bandit.discount)
             self._unit.add(lesson.contrast.random)
-        share = lesson.contrast.groups / max(lesson.explored, lesson.contrast.groups)
+        # Groups that lost their samples count as the others: it is not the arm's doing.
+        share = lesson.chosen / lesson.prompts
         self.bandit.learn(lesson.arm, share * lesson.contrast.gain / unit if unit > _NO_CONTRAST else 0.0)
 
     def snapshot(self) -> dict[str, object]:
@@ -204,7 +206,8 @@ class Planner:
         self.trust.load(section(state, "trust"))
         self._unit = Fading.parse(state.get("unit"))
         awaited = state.get("awaited")
-        self._awaited = None if awaited is None else Arm.parse(str(awaited))
+        arm = None if awaited is None else Arm.parse(str(awaited))
+        self._awaited = arm if arm in self.bandit.arms else None  # the grid may be another by now
 
     def _worth_trying(self, arms: set[Arm], estimates: Mapping[Arm, Estimate]) -> set[Arm]:
         """Without an arm whose first play is not learnt from yet: a second would tell nothing sooner."""
