@@ -91,6 +91,11 @@ WINDOW = (*GRPO, "rollout.sde_window.kind=random")
             "exploration.spare_prompts",
             "leave one of the two",
         ),
+        (
+            ["exploration={where: idle, undo_selection: true, seeds_per_prompt_max: 64}", "fleet.driver=ray"],
+            "exploration.seeds_per_prompt_max",
+            "policy=proportional",
+        ),
         (["exploration.guidance=2"], "exploration.guidance", "cheaper"),
         (["exploration={step_cache: 4, steps: 3}"], "exploration.step_cache", "2 ranks best"),
         (["exploration={step_cache: 7, planner: {}}"], "exploration.step_cache", "lower it"),

@@ -213,7 +213,10 @@ def test_a_prompt_without_contrast_is_replaced_once_and_not_deepened() -> None:
         assert len(members) <= PLAN.prompts_per_iteration + 2
 
 
-@pytest.mark.parametrize("changes", [{"seeds_per_prompt_max": 5}, {"where": Explore.CRITICAL_PATH}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"seeds_per_prompt_max": 5}, {"where": Explore.CRITICAL_PATH}, {"undo_selection": True}],
+)
 def test_plans_that_cannot_be_deepened_are_refused(changes: dict[str, object]) -> None:
     plan: Plan = dataclasses.replace(SMALL, exploration=dataclasses.replace(EXPLORES, **changes))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="idle workers"):

@@ -56,7 +56,8 @@ class ExplorationConfig(Section):
     """Previews of each prompt; default: twice ``rollout.group_size``. Not with a ``planner``."""
     seeds_per_prompt_max: PositiveInt | None = None
     """Workers that idle when all that was planned is made go on, up to so many seeds of a prompt; default: 16
-    times ``rollout.group_size``, or what is planned if that is more. Only with ``where: idle``."""
+    times ``rollout.group_size``, or what is planned if that is more. Only with ``where: idle``, and not with
+    ``undo_selection`` unless ``policy`` draws."""
     steps: PositiveInt | None = None
     """Denoising steps of a preview; default: ``rollout.steps``. Fewer cost less and rank worse. Not with a
     ``planner``."""
@@ -87,6 +88,11 @@ class ExplorationConfig(Section):
     planner: PlannerConfig | None = None
     """Decides how much to explore; default: every iteration explores the same."""
 
+    @property
+    def draws(self) -> bool:
+        """Whether ``policy`` chooses by chance; else by rank."""
+        return self.policy in ("random", "proportional")
+
     def arms(self, group_size: int, rollout_steps: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(previews of a prompt, steps of a preview) that may be asked for, defaults filled in."""
         if self.planner is not None:
@@ -95,7 +101,7 @@ class ExplorationConfig(Section):
 
     def seeds_max(self, group_size: int, rollout_steps: int) -> int | None:
         """Seeds that are previewed of a prompt at most; None: those that are planned."""
-        if self.where != "idle":
+        if self.where != "idle" or (self.undo_selection and not self.draws):
             return None
         return self.seeds_per_prompt_max or deepest_pool(group_size, self.arms(group_size, rollout_steps)[0])
 

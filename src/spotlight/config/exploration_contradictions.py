@@ -58,6 +58,13 @@ def _arms(config: RunConfig, exploration: ExplorationConfig) -> Iterator[Problem
             "exploration.seeds_per_prompt_max", str(limit), "nothing with exploration.where=critical_path",
             "Only idle time previews more seeds than were planned: leave it out.",
         )  # fmt: skip
+    elif limit is not None and exploration.undo_selection and not exploration.draws:
+        yield Problem(
+            "exploration.seeds_per_prompt_max", str(limit),
+            f"nothing with exploration.undo_selection and policy={exploration.policy}",
+            "The few drawn seeds stand for the pool, and weigh the more, the deeper it is: leave it out, or set "
+            "exploration.policy=proportional.",
+        )  # fmt: skip
     elif limit is not None and limit < max(seed_counts):
         yield Problem(
             "exploration.seeds_per_prompt_max", str(limit), f"at least {seeds_key} = {max(seed_counts)}",
@@ -100,7 +107,7 @@ def _shortcuts(config: RunConfig, exploration: ExplorationConfig) -> Iterator[Pr
 
 def _drawn(config: RunConfig, exploration: ExplorationConfig) -> Iterator[Problem]:
     group, prompts = config.rollout.group_size, config.rollout.prompts_per_iteration
-    draws = exploration.policy in ("random", "proportional")
+    draws = exploration.draws
     if exploration.drawn_seeds > group:
         yield Problem(
             "exploration.drawn_seeds", str(exploration.drawn_seeds), f"at most rollout.group_size = {group}",
