@@ -69,6 +69,8 @@ WINDOW = (*GRPO, "rollout.sde_window.kind=random")
             "exploration.seeds_per_prompt",
             "planner decides",
         ),
+        (["exploration.planner.caution=2"], "exploration.planner.caution", "leave it out"),
+        (["exploration.planner.costs.step_s=0.1"], "exploration.planner.costs", "leave it out"),
         (["exploration.drawn_seeds=17"], "exploration.drawn_seeds", "Two are enough"),
         (["exploration.sampled_prompts=13"], "exploration.sampled_prompts", "Lower it"),
         (

@@ -25,7 +25,11 @@ class PreviewCostsConfig(Section):
 
 
 class PlannerConfig(Section):
-    """A bandit that decides every iteration how many seeds to preview with how many steps."""
+    """A bandit that decides every iteration how many seeds to preview with how many steps.
+
+    In idle time it weighs what fits the time that training leaves. On the critical path previews are waited
+    for and every choice fits: it seeks the largest contrast, whatever that takes.
+    """
 
     seed_counts: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (24, 32, 48)
     """Previews of a prompt to choose among."""
@@ -38,9 +42,10 @@ class PlannerConfig(Section):
     sharing: Annotated[float, Field(ge=0, lt=1)] = 0.3
     """Evidence that a choice gives of its neighbours on the grid: 0 none, towards 1 nearly all."""
     caution: Annotated[float, Field(ge=0)] = 1.0
-    """Standard deviations by which the time that training leaves is taken smaller."""
+    """Standard deviations by which the time that training leaves is taken smaller. Only with
+    ``where: idle``."""
     costs: PreviewCostsConfig = PreviewCostsConfig()
-    """What previews take."""
+    """What previews take. Only with ``where: idle``."""
 
 
 class ExplorationConfig(Section):
