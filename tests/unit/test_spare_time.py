@@ -210,7 +210,11 @@ def test_a_prompt_without_contrast_is_replaced_once_and_not_deepened() -> None:
     run = ran(exploration, RewardModel(flat_share=0.4), learns_s=12.0)
     for iteration in range(2, PLAN.iterations):
         members = Counter(one.prompt_id for one in of_iteration(run.issued, Purpose.EXPLORE, iteration))
-        assert len(members) <= PLAN.prompts_per_iteration + 2
+        replaced = len(members) - PLAN.prompts_per_iteration
+        counts = sorted(members.values())
+        assert 0 < replaced <= 2
+        assert max(counts[:replaced], default=0) <= 20, "deepened only until its last previews were scored"
+        assert counts[replaced:] == [40] * PLAN.prompts_per_iteration, "and the spare ones in its place"
 
 
 @pytest.mark.parametrize(
