@@ -69,6 +69,8 @@ WINDOW = (*GRPO, "rollout.sde_window.kind=random")
             "exploration.seeds_per_prompt",
             "planner decides",
         ),
+        (["exploration.planner.caution=2"], "exploration.planner.caution", "leave it out"),
+        (["exploration.planner.costs.step_s=0.1"], "exploration.planner.costs", "leave it out"),
         (["exploration.drawn_seeds=17"], "exploration.drawn_seeds", "Two are enough"),
         (["exploration.sampled_prompts=13"], "exploration.sampled_prompts", "Lower it"),
         (
@@ -90,6 +92,11 @@ WINDOW = (*GRPO, "rollout.sde_window.kind=random")
             ["exploration={undo_selection: true, spare_prompts: 1}"],
             "exploration.spare_prompts",
             "leave one of the two",
+        ),
+        (
+            ["exploration={where: idle, undo_selection: true, seeds_per_prompt_max: 64}", "fleet.driver=ray"],
+            "exploration.seeds_per_prompt_max",
+            "policy=proportional",
         ),
         (["exploration.guidance=2"], "exploration.guidance", "cheaper"),
         (["exploration={step_cache: 4, steps: 3}"], "exploration.step_cache", "2 ranks best"),

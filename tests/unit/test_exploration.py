@@ -311,6 +311,21 @@ def test_a_restarted_run_decides_and_learns_as_one_that_was_not(policy: Selectio
     assert told(restarted) == told(whole)
 
 
+def test_a_restarted_run_makes_the_groups_that_idle_time_had_chosen() -> None:
+    """Those chosen while the iteration before was trained are in its checkpoint; windows are long enough."""
+    plan = dataclasses.replace(IDLE, sampled_prompts=2, spare_prompts=2, fidelity_min=0.2)
+    rewards = RewardModel(flat_share=0.2)
+    whole, restarted = (ran(plan, rewards, kind=kind, iterations=12) for kind in (Watched, Restarted))
+    assert restarted.head_life >= 3
+
+    def made(run: Watched) -> dict[str, tuple[str, int]]:
+        """The last time."""
+        return {one.id: (one.prompt_id, one.seed) for one in run.issued if one.purpose is Purpose.TRAIN}
+
+    assert len([one for one in restarted.issued if one.purpose is Purpose.TRAIN]) > len(made(whole))
+    assert made(restarted) == made(whole)
+
+
 def test_the_state_is_json_between_two_iterations() -> None:
     plan = dataclasses.replace(PLAN, exploration=planned(), iterations=12)
     run = ran(dataclasses.replace(planned(), where=Explore.IDLE), iterations=12)

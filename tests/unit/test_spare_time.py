@@ -210,10 +210,17 @@ def test_a_prompt_without_contrast_is_replaced_once_and_not_deepened() -> None:
     run = ran(exploration, RewardModel(flat_share=0.4), learns_s=12.0)
     for iteration in range(2, PLAN.iterations):
         members = Counter(one.prompt_id for one in of_iteration(run.issued, Purpose.EXPLORE, iteration))
-        assert len(members) <= PLAN.prompts_per_iteration + 2
+        replaced = len(members) - PLAN.prompts_per_iteration
+        counts = sorted(members.values())
+        assert 0 < replaced <= 2
+        assert max(counts[:replaced], default=0) <= 20, "deepened only until its last previews were scored"
+        assert counts[replaced:] == [40] * PLAN.prompts_per_iteration, "and the spare ones in its place"
 
 
-@pytest.mark.parametrize("changes", [{"seeds_per_prompt_max": 5}, {"where": Explore.CRITICAL_PATH}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"seeds_per_prompt_max": 5}, {"where": Explore.CRITICAL_PATH}, {"undo_selection": True}],
+)
 def test_plans_that_cannot_be_deepened_are_refused(changes: dict[str, object]) -> None:
     plan: Plan = dataclasses.replace(SMALL, exploration=dataclasses.replace(EXPLORES, **changes))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="idle workers"):

@@ -25,7 +25,11 @@ class PreviewCostsConfig(Section):
 
 
 class PlannerConfig(Section):
-    """A bandit that decides every iteration how many seeds to preview with how many steps."""
+    """A bandit that decides every iteration how many seeds to preview with how many steps.
+
+    In idle time it weighs what fits the time that training leaves. On the critical path previews are waited
+    for and every choice fits: it seeks the largest contrast, whatever that takes.
+    """
 
     seed_counts: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (24, 32, 48)
     """Previews of a prompt to choose among."""
@@ -38,9 +42,10 @@ class PlannerConfig(Section):
     sharing: Annotated[float, Field(ge=0, lt=1)] = 0.3
     """Evidence that a choice gives of its neighbours on the grid: 0 none, towards 1 nearly all."""
     caution: Annotated[float, Field(ge=0)] = 1.0
-    """Standard deviations by which the time that training leaves is taken smaller."""
+    """Standard deviations by which the time that training leaves is taken smaller. Only with
+    ``where: idle``."""
     costs: PreviewCostsConfig = PreviewCostsConfig()
-    """What previews take."""
+    """What previews take. Only with ``where: idle``."""
 
 
 class ExplorationConfig(Section):
@@ -56,7 +61,8 @@ class ExplorationConfig(Section):
     """Previews of each prompt; default: twice ``rollout.group_size``. Not with a ``planner``."""
     seeds_per_prompt_max: PositiveInt | None = None
     """Workers that idle when all that was planned is made go on, up to so many seeds of a prompt; default: 16
-    times ``rollout.group_size``, or what is planned if that is more. Only with ``where: idle``."""
+    times ``rollout.group_size``, or what is planned if that is more. Only with ``where: idle``, and not with
+    ``undo_selection`` unless ``policy`` draws."""
     steps: PositiveInt | None = None
     """Denoising steps of a preview; default: ``rollout.steps``. Fewer cost less and rank worse. Not with a
     ``planner``."""
@@ -87,6 +93,11 @@ class ExplorationConfig(Section):
     planner: PlannerConfig | None = None
     """Decides how much to explore; default: every iteration explores the same."""
 
+    @property
+    def draws(self) -> bool:
+        """Whether ``policy`` chooses by chance; else by rank."""
+        return self.policy in ("random", "proportional")
+
     def arms(self, group_size: int, rollout_steps: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(previews of a prompt, steps of a preview) that may be asked for, defaults filled in."""
         if self.planner is not None:
@@ -95,7 +106,7 @@ class ExplorationConfig(Section):
 
     def seeds_max(self, group_size: int, rollout_steps: int) -> int | None:
         """Seeds that are previewed of a prompt at most; None: those that are planned."""
-        if self.where != "idle":
+        if self.where != "idle" or (self.undo_selection and not self.draws):
             return None
         return self.seeds_per_prompt_max or deepest_pool(group_size, self.arms(group_size, rollout_steps)[0])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from spotlight.config.errors import Problem
-from spotlight.config.exploration import ExplorationConfig
+from spotlight.config.exploration import ExplorationConfig, PlannerConfig
 from spotlight.config.schema import RunConfig
 
 
@@ -40,6 +40,7 @@ def _arms(config: RunConfig, exploration: ExplorationConfig) -> Iterator[Problem
                     f"exploration.{name}", str(value), "nothing with exploration.planner",
                     "The planner decides: leave one of the two keys out.",
                 )  # fmt: skip
+        yield from _unread(exploration)
     seeds_key, steps_key = (
         ("exploration.planner.seed_counts", "exploration.planner.step_counts")
         if planned
@@ -58,6 +59,13 @@ def _arms(config: RunConfig, exploration: ExplorationConfig) -> Iterator[Problem
             "exploration.seeds_per_prompt_max", str(limit), "nothing with exploration.where=critical_path",
             "Only idle time previews more seeds than were planned: leave it out.",
         )  # fmt: skip
+    elif limit is not None and exploration.undo_selection and not exploration.draws:
+        yield Problem(
+            "exploration.seeds_per_prompt_max", str(limit),
+            f"nothing with exploration.undo_selection and policy={exploration.policy}",
+            "Drawn seeds stand for most of the pool, and weigh the more, the deeper it is: leave it out, or "
+            "set exploration.policy=proportional.",
+        )  # fmt: skip
     elif limit is not None and limit < max(seed_counts):
         yield Problem(
             "exploration.seeds_per_prompt_max", str(limit), f"at least {seeds_key} = {max(seed_counts)}",
@@ -68,6 +76,20 @@ def _arms(config: RunConfig, exploration: ExplorationConfig) -> Iterator[Problem
             steps_key, str(max(step_counts)), f"at most rollout.steps = {steps}",
             "Previews follow the noise path of the rollouts that they choose seeds for: lower it.",
         )  # fmt: skip
+
+
+def _unread(exploration: ExplorationConfig) -> Iterator[Problem]:
+    """What the planner reads only where time is short."""
+    planner, default = exploration.planner, PlannerConfig()
+    if planner is None or exploration.where == "idle":
+        return
+    for name in ("caution", "costs"):
+        if (value := getattr(planner, name)) != getattr(default, name):
+            yield Problem(
+                f"exploration.planner.{name}", str(value), "nothing with exploration.where=critical_path",
+                "Previews are waited for there, and nothing has to fit: leave it out, and name only "
+                "seed_counts and step_counts whose time you would spend.",
+            )  # fmt: skip
 
 
 def step_cache_problem(config: RunConfig, why: str) -> Problem | None:
@@ -100,7 +122,7 @@ def _shortcuts(config: RunConfig, exploration: ExplorationConfig) -> Iterator[Pr
 
 def _drawn(config: RunConfig, exploration: ExplorationConfig) -> Iterator[Problem]:
     group, prompts = config.rollout.group_size, config.rollout.prompts_per_iteration
-    draws = exploration.policy in ("random", "proportional")
+    draws = exploration.draws
     if exploration.drawn_seeds > group:
         yield Problem(
             "exploration.drawn_seeds", str(exploration.drawn_seeds), f"at most rollout.group_size = {group}",

@@ -61,7 +61,8 @@ class ExplorationPlan:
             seeds then, unless the policy itself draws, and no prompt is replaced.
         planner: None: every iteration explores the same.
         seeds_per_prompt_max: idle workers preview up to so many seeds of a prompt beyond what was planned;
-            None: no more than that.
+            None: no more than that, as where a choice by rank is undone (drawn seeds weigh the more, the
+            deeper the pool).
     """
 
     where: Explore
@@ -241,8 +242,14 @@ def _require_exploration(plan: Plan, exploration: ExplorationPlan) -> None:
             f"{exploration.sampled_prompts} prompts are to measure ranking fidelity with "
             f"{exploration.drawn_seeds} drawn seeds each; expected at least 2, of which a pair is made"
         )
-    draws = exploration.policy in (SelectionPolicy.RANDOM, SelectionPolicy.PROPORTIONAL)
-    if exploration.undo_selection and not draws and exploration.drawn_seeds == 0:
+    by_rank = not exploration.policy.draws
+    if exploration.undo_selection and by_rank and limit is not None:
+        raise ValueError(
+            f"idle workers are to preview up to {limit} seeds per prompt, of which few drawn ones stand for "
+            "most: weights that undo a choice by rank waste deeper pools; leave seeds_per_prompt_max out, or "
+            "choose by the policy proportional"
+        )
+    if exploration.undo_selection and by_rank and exploration.drawn_seeds == 0:
         raise ValueError(
             f"no weights undo a selection by {exploration.policy.value}: some seeds are never chosen; "
             "let every group draw a seed or two (drawn_seeds), or choose by the policy proportional"

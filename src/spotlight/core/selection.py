@@ -42,6 +42,11 @@ class SelectionPolicy(StrEnum):
     RANDOM = "random"
     PROPORTIONAL = "proportional"
 
+    @property
+    def draws(self) -> bool:
+        """Whether it chooses by chance; else by rank."""
+        return self in (SelectionPolicy.RANDOM, SelectionPolicy.PROPORTIONAL)
+
 
 class SelectionVerdict(StrEnum):
     """What became of a pool of previews."""

@@ -164,9 +164,11 @@ def _draw_exploration(seed: int, where: Explore, group_size: int, more: int, ste
             counts, (2, 3), source.choice([0.0, 1.0]), caution=source.choice([0.0, 1.0]), costs=costs
         )
     policy = source.choice(list(SelectionPolicy))
+    deepest = source.choice([None, 2, 12]) if where is Explore.IDLE else None
     spares, sampled = source.choice([0, 0, 1, 3]), source.choice([0, 1, 2])
     fidelity_min, undo = source.choice([None, None, 0.95]), source.random() < 0.3
-    deepest = source.choice([None, 2, 12]) if where is Explore.IDLE else None
+    if undo and not policy.draws:
+        deepest = None  # pools are not deepened then
     return ExplorationPlan(
         where,
         group_size + more,
