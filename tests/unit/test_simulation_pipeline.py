@@ -358,7 +358,8 @@ def test_a_plan_has_the_parts_that_pay_and_no_other() -> None:
     assert Part.TSP not in parts
     times = {one.candidate.strategy: one.outcome.iteration_s for one in found.evaluated}
     for part in parts:
-        assert times[kept] < times[without_part(kept, part)] * (1 - GAIN_MIN)
+        # Beside parts that were tried after it, one may gain less than it had to when it was.
+        assert times[kept] < times[without_part(kept, part)]
     (told,) = found.parts
     assert f"{kept} pays; left off: " in told
     assert "+tsp" in told
