@@ -25,7 +25,7 @@ from spotlight.simulation.record import outcome_record
 from spotlight.simulation.result import SimulationResult
 from spotlight.simulation.scenario import Scenario
 from spotlight.simulation.scenario_load import load_scenario
-from spotlight.simulation.search import GAIN_MIN, Found, Goal, grid, search
+from spotlight.simulation.search import Found, Goal, grid, search
 from spotlight.simulation.strategies import Part, UnknownStrategyError, strategy_named, without_part
 from spotlight.simulation.summary import table_of
 
