@@ -102,6 +102,7 @@ def test_the_shipped_scenarios_are_listed() -> None:
         assert name in said
 
 
+@pytest.mark.slow  # many simulations
 def test_planning_recommends_and_draws_the_curve(tmp_path: Path) -> None:
     page, figures = tmp_path / "plan.html", tmp_path / "plan.json"
     words = ("plan", "paper-512", *SMALL, "--jobs", "1", "--deadline-h", "1", "--html", str(page))

@@ -349,6 +349,7 @@ def planned(*overrides: str) -> Found:
     return search(file, Goal(budget_usd=1e6), NOW)
 
 
+@pytest.mark.slow  # many simulations
 def test_a_plan_has_the_parts_that_pay_and_no_other() -> None:
     found = planned("workload.trained_timesteps=1")  # with one timestep there is nothing for TSP to join
     assert found.answer is not None

@@ -183,7 +183,8 @@ class Controller:
     @property
     def wake_s(self) -> float | None:
         """When a :class:`~spotlight.core.events.TimePassed` must come, unless something else happens."""
-        takes_s = self._takes_until_s if self._takes and not self.cluster.trainers_work else None
+        waited_for = self._takes and self._takes_until_s > self._now and not self.cluster.trainers_work
+        takes_s = self._takes_until_s if waited_for else None
         alarms = (self.queue.next_deadline_s, self.cluster.next_s, takes_s)
         times = [at_s for at_s in alarms if at_s is not None]
         return min(times, default=None)
@@ -331,7 +332,7 @@ class Controller:
 
     def _serve(self) -> None:
         self.cluster.serve(self._now)
-        if math.isfinite(self.cluster.serving.trainers_may):
+        if self._takes:
             self._takes = self.cluster.serving.trainers_may
 
     def _trained(
