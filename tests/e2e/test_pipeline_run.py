@@ -35,7 +35,6 @@ def count(job: Job, query: str) -> int:
         return int(connection.execute(query).fetchone()[0])
 
 
-@pytest.mark.slow  # five processes on two cores
 @pytest.mark.timeout(600)
 def test_with_every_switch_on_each_mechanism_does_its_part(job: Job) -> None:
     run = job.root / "overlapped"

@@ -25,7 +25,7 @@ from spotlight.simulation.record import outcome_record
 from spotlight.simulation.result import SimulationResult
 from spotlight.simulation.scenario import Scenario
 from spotlight.simulation.scenario_load import load_scenario
-from spotlight.simulation.search import Found, Goal, grid, search
+from spotlight.simulation.search import GAIN_MIN, Found, Goal, grid, search
 from spotlight.simulation.strategies import Part, UnknownStrategyError, strategy_named, without_part
 from spotlight.simulation.summary import table_of
 
@@ -349,18 +349,16 @@ def planned(*overrides: str) -> Found:
     return search(file, Goal(budget_usd=1e6), NOW)
 
 
-@pytest.mark.slow  # many simulations
 def test_a_plan_has_the_parts_that_pay_and_no_other() -> None:
     found = planned("workload.trained_timesteps=1")  # with one timestep there is nothing for TSP to join
     assert found.answer is not None
     kept = found.answer.candidate.strategy
     parts = strategy_named(kept).parts
-    assert {Part.GAP, Part.TAG} <= parts
+    assert Part.TAG in parts, "generation takes most of the time"
     assert Part.TSP not in parts
     times = {one.candidate.strategy: one.outcome.iteration_s for one in found.evaluated}
     for part in parts:
-        # Beside parts that were tried after it, one may gain less than it had to when it was.
-        assert times[kept] < times[without_part(kept, part)]
+        assert times[kept] < times[without_part(kept, part)] * (1 - GAIN_MIN)
     (told,) = found.parts
     assert f"{kept} pays; left off: " in told
     assert "+tsp" in told

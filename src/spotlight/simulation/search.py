@@ -133,6 +133,8 @@ class _Search:
     done: dict[Candidate, Evaluated] = field(default_factory=dict)
     tried: set[Candidate] = field(default_factory=set)
     left_out: dict[str, list[str]] = field(default_factory=dict)
+    refuted: set[str] = field(default_factory=set)
+    """Strategies with a part that does not pay: simulated to find that out, never recommended."""
 
     def simulate(self, candidates: Sequence[Candidate]) -> None:
         """Simulate those that are new and possible, as far as the bound allows."""
@@ -168,8 +170,9 @@ class _Search:
         )
 
     def best(self) -> list[Evaluated]:
-        """Best first."""
-        return sorted(self.done.values(), key=lambda one: (*self.goal.rank(one.outcome), one.candidate))
+        """Those that may be recommended, best first."""
+        able = (one for one in self.done.values() if one.candidate.strategy not in self.refuted)
+        return sorted(able, key=lambda one: (*self.goal.rank(one.outcome), one.candidate))
 
     def gains(self, one: Candidate, other: Candidate) -> bool:
         """Whether iterations of ``one`` are shorter than those of ``other`` beyond the noise."""
@@ -220,7 +223,7 @@ def search(
     answer, rejected = _checked(state)
     everything = tuple(state.done[candidate] for candidate in sorted(state.done))
     parts = tuple(filter(None, told_parts))
-    return Found(goal, everything, pareto(everything), answer, rejected, parts, state.reasons())
+    return Found(goal, everything, pareto(state.best()), answer, rejected, parts, state.reasons())
 
 
 def _refine(state: _Search) -> None:
@@ -243,6 +246,7 @@ def _pipeline(state: _Search, strategy: str) -> str:
         for part in reversed(Part):
             less = without_part(kept, part)
             if less != kept and not state.gains(_as(own[0], kept), _as(own[0], less)):
+                state.refuted.add(kept)
                 kept = less
     if kept != strategy:
         state.simulate([_as(one, kept) for one in state.done if _kind(one) == _kind(own[0])])
