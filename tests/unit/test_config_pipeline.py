@@ -64,16 +64,6 @@ GUARD = ("algorithm={name: grpo-guard, advantage: {std: group}}", "rollout.sampl
         (["pipeline.baseline=exploration", "exploration={}"], "pipeline.baseline", "leave it out"),
         ([SLICES, "pipeline.slice_size=2"], "pipeline.slice_size", "raise it"),
         ([BY_EXPLORATION], "pipeline.baseline", "pipeline.baseline=slice"),
-        (
-            [BY_EXPLORATION, "exploration.seeds_per_prompt=17"],
-            "exploration.seeds_per_prompt",
-            "preview more",
-        ),
-        (
-            [BY_EXPLORATION, "exploration.planner.seed_counts=[17, 32]"],
-            "exploration.planner.seed_counts",
-            "preview more",
-        ),
         ([SLICES, "exploration.undo_selection=true"], "exploration.undo_selection", "pipeline.axis=prompt"),
         (["pipeline.trainers_generate=true"], "pipeline.trainers_generate", "fleet.driver=ray"),
         (
@@ -121,6 +111,8 @@ def test_every_switch_works_alone_and_with_all_others() -> None:
         load_config(None, [*BASE, *overrides])
     load_config(None, [*BASE, *GRPO, RAY, "pipeline.next_share=1", "algorithm.old_log_probs=rollout"])
     load_config(None, [*BASE, "pipeline.axis=prompt", "exploration.undo_selection=true"])
+    # A pool just above the group: a slice is compared with the rest of the group too.
+    load_config(None, [*BASE, BY_EXPLORATION, "exploration.seeds_per_prompt=17"])
 
 
 def test_the_smallest_that_is_allowed_is_what_baselines_need() -> None:

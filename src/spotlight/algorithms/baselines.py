@@ -7,13 +7,13 @@ Three choices of the baseline b and the spread s; ``docs/maths.md`` has the bias
 - ``exploration``: other seeds of the prompt, explored before: no waiting (:func:`exploration_advantages`).
 
 Invariants: b and s of a sample are functions of other samples alone, so the gradient has the direction of
-the true one in expectation (before clipping), whatever they are; the order of samples changes not a bit.
+the true one in expectation (before clipping), whatever they are, unless seeds were chosen by what b and s are
+made of (``docs/maths.md``); the order of samples changes not a bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 from spotlight.algorithms.advantages import (
     AdvantageParams,
@@ -23,7 +23,6 @@ from spotlight.algorithms.advantages import (
     weighted_sum,
 )
 
-Baseline = Literal["group", "slice", "exploration"]
 Rewards = Mapping[str, float]
 """A sample's value of each reward."""
 TOTAL = "reward"

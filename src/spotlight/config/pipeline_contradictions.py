@@ -10,8 +10,6 @@ from spotlight.config.schema import FlowGRPOConfig, RunConfig
 
 _SLICE_MIN = 3
 """Of the first slice's samples, each is compared with the mean and the spread of two others."""
-_EXPLORED_MIN = 2
-"""Seeds that are explored and not chosen: a mean and a spread of them."""
 
 
 def pipeline_problems(config: RunConfig) -> Iterator[Problem]:
@@ -74,26 +72,10 @@ def _baseline(config: RunConfig) -> Iterator[Problem]:
             f"at least {_SLICE_MIN} with pipeline.baseline=slice",
             "A sample of the first slice is compared with the mean and spread of the others in it: raise it.",
         )  # fmt: skip
-    if pipeline.baseline == "exploration":
-        yield from _explored(config)
-
-
-def _explored(config: RunConfig) -> Iterator[Problem]:
-    group, exploration = config.rollout.group_size, config.exploration
-    if exploration is None:
+    if pipeline.baseline == "exploration" and exploration is None:
         yield Problem(
             "pipeline.baseline", "'exploration'", "'group' or 'slice' without exploration",
             "No seeds are explored to compare with: set exploration={}, or pipeline.baseline=slice.",
-        )  # fmt: skip
-        return
-    planned = exploration.planner is not None
-    seeds, _ = exploration.arms(group, config.rollout.steps)
-    if group < min(seeds) < group + _EXPLORED_MIN:  # not above the group at all: exploration's own problem
-        yield Problem(
-            "exploration.planner.seed_counts" if planned else "exploration.seeds_per_prompt",
-            str(min(seeds)), f"at least {group + _EXPLORED_MIN} with pipeline.baseline=exploration",
-            f"Samples are compared with previews that were not chosen, {_EXPLORED_MIN} or more of them: "
-            "preview more.",
         )  # fmt: skip
 
 

@@ -67,6 +67,7 @@ class Cluster:
         lineage: counts restarts of the learner.
         effects: what to do, taken by the controller after each event.
         noticed: nodes that will be taken.
+        helpers: nodes whose GPUs train and roll out.
         serving: who gets how much of the work.
     """
 
@@ -80,6 +81,7 @@ class Cluster:
     workers: dict[WorkerId, Worker] = field(default_factory=dict)
     groups: dict[WorkerId, Group] = field(default_factory=dict)
     noticed: set[NodeId] = field(default_factory=set)
+    helpers: dict[NodeId, Host] = field(default_factory=dict)
     serving: Serving = field(init=False)
     _now: float = 0.0
     _capable: int = 0
@@ -238,6 +240,8 @@ class Cluster:
             self._count(Recovery.NODE_RETURNED)
             self._lose(node.id)
         host = self.hosts[node.id] = Host(node)
+        if node.trains and node.rolls_out:
+            self.helpers[node.id] = host
         if node.rolls_out:
             for gpu in range(node.gpus):
                 worker = Worker(WorkerId(f"{node.id}/{gpu}"), node.id, gpu, 0)
@@ -252,6 +256,7 @@ class Cluster:
         self._count(Recovery.NODE_LOST)
         self._drains.cancel(node)
         self.noticed.discard(node)
+        self.helpers.pop(node, None)
         for leader in list(host.leaders):
             self._dissolve(self.groups[leader], host)
         for name in host.workers:
@@ -520,8 +525,7 @@ class Cluster:
 
     def trainers(self) -> list[Group]:
         """Groups of GPUs that train."""
-        hosts = (host for host in self.hosts.values() if host.node.trains)
-        return [self.groups[leader] for host in hosts for leader in host.leaders]
+        return [self.groups[leader] for host in self.helpers.values() for leader in host.leaders]
 
     @property
     def trainers_work(self) -> bool:
@@ -607,4 +611,6 @@ class Cluster:
         takers = [group for group in self.groups.values() if group.state is not GroupState.STOPPING]
         self.serving.shares.check(takers)
         assert set(self.serving.idle) <= {group.leader for group in self.groups.values() if group.capacity}
+        helping = {name for name, host in self.hosts.items() if host.node.trains and host.node.rolls_out}
+        assert self.helpers.keys() == helping
         self._commands.check()

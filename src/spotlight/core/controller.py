@@ -100,10 +100,10 @@ class Controller:
         for lease in self.queue.expire(now):
             self.cluster.suspect(lease)
         self.cluster.ring(now)
-        self.work.renew(self.version)
+        self.work.renew()
         self._dispatch(_after_the_end(event) if self.stage is Stage.OVER else event)
         if self.stage is not Stage.OVER:
-            self.work.renew(self.version)
+            self.work.renew()
             self._learn()
         if self.stage is not Stage.OVER:
             self._let_trainers()
@@ -369,9 +369,9 @@ class Controller:
             return
         self.ledger.publish(version)
         self.work.close_window(self._now)
-        self.work.published(version, self._published_before)
-        self._published_before = version
         self.cluster.publish(version, self._now)
+        self.work.published(self._published_before)
+        self._published_before = version
         self.iteration += 1
         if self.iteration % self.plan.checkpoint_every and self.iteration < self.plan.iterations:
             self._start_iteration()

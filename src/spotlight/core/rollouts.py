@@ -73,6 +73,15 @@ class Rollouts:
         """Previews, for this iteration or the next."""
         return self.explorer.window if self.explorer else self._no_window
 
+    def find(self, name: RolloutId) -> Rollout | None:
+        """A rollout of this iteration, of the next one, or a preview."""
+        return self._work_of(name).rollouts.get(name)
+
+    @property
+    def names(self) -> set[RolloutId]:
+        """Of all that :meth:`find` finds."""
+        return {*self.at.rollouts, *self.early.rollouts, *self.window.rollouts}
+
     # -- issue -----------------------------------------------------------------------------------------
 
     def begin(self) -> None:
@@ -129,13 +138,13 @@ class Rollouts:
 
     # -- older versions --------------------------------------------------------------------------------
 
-    def published(self, version: PolicyVersion, before: PolicyVersion) -> None:
-        """Workers may pull ``version``: only rollouts under way may still be made by the one before."""
+    def published(self, before: PolicyVersion) -> None:
+        """Workers may pull a new version: only rollouts under way may still be made by the one before."""
         self._oldest = before
         self.older = self.early.unscored - self.early.finished
-        self.renew(version)
+        self.renew()
 
-    def renew(self, version: PolicyVersion) -> None:
+    def renew(self) -> None:
         """Rollouts of an older version that nobody makes (any more) start anew with the one published."""
         for name in sorted(name for name in self.older if self.queue.waits(name)):
             self.older.discard(name)
@@ -147,15 +156,15 @@ class Rollouts:
                 if begun:
                     self.cluster.recoveries[Recovery.ROLLOUT_RENEWED] += 1
             else:
-                self._replace(name, version)
+                self._replace(name)
 
-    def _replace(self, name: RolloutId, version: PolicyVersion) -> None:
+    def _replace(self, name: RolloutId) -> None:
         at = self.at
         old = at.rollouts.pop(name)
         at.unscored.discard(name)
         self.cluster.recoveries[Recovery.ROLLOUT_RENEWED] += 1
         self.drop_quietly(name, DropReason.STALE, f"its holder is gone, and so is version {old.version}")
-        new = replace(old, id=RolloutId(f"{name}r"), version=version)
+        new = replace(old, id=RolloutId(f"{name}r"), version=self.cluster.target)
         for members in at.groups.values():
             if name in members:
                 members[members.index(name)] = new.id

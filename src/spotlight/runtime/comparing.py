@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 from spotlight.algorithms.advantages import AdvantageParams, advantages
 from spotlight.algorithms.baselines import Rewards, exploration_advantages, slice_advantages
 from spotlight.core.effects import PrepareBatch
+from spotlight.core.pipeline.slices import COMPARED_MIN
 from spotlight.core.types import Baseline, Comparison
-
-_OTHERS_MIN = 2
-"""A mean and a spread of fewer others would be noise alone."""
 
 
 def part_advantages(
@@ -56,10 +54,10 @@ def _values(
             if params.std == "global":
                 raise ValueError(
                     "advantage.std is 'global', the spread of the whole batch, which a part does not know: "
-                    "set it to 'group', or pipeline.baseline to 'slice' or 'exploration'"
+                    "set it to 'group', or pipeline.axis to 'none'"
                 )
             return advantages([rewards], weights, params, [factors])[0]
-        case Baseline.SLICE if len(rewards) + len(others) - 1 < _OTHERS_MIN:
+        case Baseline.SLICE if len(rewards) + len(others) - 1 < COMPARED_MIN:
             return [0.0] * len(rewards)
         case Baseline.SLICE:
             values = slice_advantages(rewards, others, weights, params)

@@ -16,7 +16,7 @@ from spotlight.core.types import Baseline, Comparison, Group, PromptId, RolloutI
 Scores = Mapping[str, float]
 
 COMPARED_MIN = 2
-"""Others that a sample needs, for their mean and spread, unless the whole group is there."""
+"""Others that a sample needs, unless the whole group is there: a mean and spread of fewer is noise alone."""
 
 
 @dataclass(frozen=True, slots=True)

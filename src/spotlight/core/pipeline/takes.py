@@ -78,10 +78,9 @@ def rollouts_to_take(cluster: Cluster, backlog: Backlog) -> int:
             if rate
         ),
     )
-    found = plan_takes(timeline)
-    gain_s = found.finish_without_s - found.finish_s
     turns_s = timeline.leave_s + (0.0 if timeline.generating else timeline.enter_s)
-    if found.now and gain_s < max(_GAIN_MIN * found.finish_s, _TURNS_MIN * turns_s):
+    found = plan_takes(timeline, gain_min_s=_TURNS_MIN * turns_s)
+    if found.finish_without_s - found.finish_s < _GAIN_MIN * found.finish_s:
         return 0
     return min(waiting, found.now * unit)
 

@@ -203,8 +203,7 @@ class Head:
 
     def scored(self, rollout: RolloutId, scores: Mapping[str, float]) -> None:
         """A sample has its curves."""
-        controller = self.parts.controller
-        issued = controller.rollouts.get(rollout) or controller.work.early.rollouts.get(rollout)
+        issued = self.parts.controller.work.find(rollout)
         if issued is not None:
             self.log.scored(issued, scores)
 
@@ -590,8 +589,7 @@ class Head:
 
     def _sweep(self, then: Callable[[], None]) -> None:
         """Have the keeper drop what late reports left behind, before new rollouts are issued; then go on."""
-        work = self.parts.controller.work
-        known = {*work.at.rollouts, *work.early.rollouts, *work.window.rollouts, *self._marks}
+        known = {*self.parts.controller.work.names, *self._marks}
         waiting = set(VALUES)
 
         def swept(kind: str) -> None:
