@@ -21,7 +21,7 @@ from torch import Tensor
 from spotlight.config.schema import RunConfig
 from spotlight.core import events as ev
 from spotlight.core.controller import Controller
-from spotlight.core.effects import CommitCheckpoint, ReportEvaluation
+from spotlight.core.effects import CommitCheckpoint, ReportEvaluation, ReportPipeline
 from spotlight.core.plan import Explore
 from spotlight.core.records import Record
 from spotlight.core.seeds import derive_seed
@@ -76,6 +76,9 @@ class Notebook:
         row = summarise(effect.rollouts, effect.scores, self.prompts, self.strict).row()
         self.validations[effect.iteration] = row
         return row
+
+    def pipeline(self, effect: ReportPipeline) -> None:
+        """Nothing."""
 
     def iteration(self, iteration: int, samples_trained: int, row: Mapping[str, float]) -> None:
         """Keep the row."""

@@ -406,9 +406,10 @@ def test_a_trace_is_played(cluster: LocalCluster, heard: Heard) -> None:
 def test_nothing_is_left_of_an_owner_that_is_ended(end: signal.Signals) -> None:
     program = textwrap.dedent(
         """
-        import subprocess, time
+        import signal, subprocess, time
         from spotlight.core.types import NodeKind
         from spotlight.runtime.ray.local.cluster import local_cluster
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
         with local_cluster(1) as cluster:
             print(cluster.id, cluster.session, flush=True)
             cluster.add_node("x", NodeKind.SPOT, 1)

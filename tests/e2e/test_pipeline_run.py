@@ -8,7 +8,7 @@ import pytest
 from main_job import Job, clean_audit, lora
 from ray_job import PATIENCE_S, running
 
-from spotlight.core.types import Phase
+from spotlight.core.types import Filler, Phase
 from spotlight.store import ledger_queries as queries
 from spotlight.store.audit import AuditLimits
 from spotlight.store.metrics import read_metrics
@@ -62,3 +62,7 @@ def test_with_every_switch_on_each_mechanism_does_its_part(job: Job) -> None:
     assert sum(phases.values()) == pytest.approx(bill.billed_s, abs=0.5)
     assert phases[Phase.TRAINING] > 0
     assert phases[Phase.ROLLOUT] > 0
+    filled = report.filled_s
+    assert {Filler.TRAINING, Filler.NEXT} <= set(filled)
+    assert 0 < filled[Filler.TRAINING] <= phases[Phase.TRAINING] + 0.5
+    assert 0 < filled[Filler.TRAINERS] + filled[Filler.NEXT] <= phases[Phase.ROLLOUT] + 0.5

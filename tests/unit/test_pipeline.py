@@ -11,13 +11,14 @@ from test_cluster import PLAN, SPOT, V0, Room, of, only
 
 from spotlight.core import effects as ef
 from spotlight.core import events as ev
-from spotlight.core.pipeline.pace import Filler, Pace
+from spotlight.core.pipeline.pace import Pace
 from spotlight.core.pipeline.slices import COMPARED_MIN, Slice, slices
 from spotlight.core.plan import Axis, ClusterPlan, PipelinePlan, Plan
 from spotlight.core.recovery import Recovery
 from spotlight.core.types import (
     Baseline,
     DropReason,
+    Filler,
     GroupKind,
     LeaseId,
     Node,

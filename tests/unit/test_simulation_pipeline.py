@@ -11,9 +11,8 @@ import pytest
 
 from spotlight.config.errors import ConfigError
 from spotlight.core.events import NodeJoined
-from spotlight.core.pipeline.pace import Filler
 from spotlight.core.plan import Axis, Explore, PipelinePlan, Plan
-from spotlight.core.types import Baseline, Node, NodeId, NodeKind, Phase
+from spotlight.core.types import Baseline, Filler, Node, NodeId, NodeKind, Phase
 from spotlight.simulation.compare import Task, run_task
 from spotlight.simulation.costs import ConstantCosts
 from spotlight.simulation.driver import simulate
@@ -304,20 +303,22 @@ def test_every_part_shortens_an_iteration_that_waits_for_rollouts() -> None:
 
 
 def test_the_table_says_what_filled_idle_time() -> None:
-    names = ("disaggregated", "disaggregated+gap+tag", "disaggregated+tcss", "disaggregated+exploration")
-    found = [outcome(name) for name in names]
+    names = ("", "+gap+tag", "+tcss", "+exploration", "+gap")
+    found = [outcome(f"disaggregated{name}") for name in names]
     cells = {line.label.strip(): line.cells for line in table_of(found)}
     filled = [
         [cell != "-" for cell in cells[label]]
         for label in ("rollouts by trainers", "next iteration's rollouts", "previews")
     ]
-    assert filled == [[i == n for i in range(4)] for n in (1, 2, 3)]
+    assert filled == [[i == n for i in range(5)] for n in (1, 2, 3)]
+    assert cells["training beside rollouts"][4] != "-"
     assert cells["trained before all were there"][1] != "0 %"
     assert cells["begun an iteration early"][2] != "0 %"
     plain = {line.label.strip() for line in table_of(found[:1])}
     assert plain.isdisjoint({"GPU-hours that would have been idle", "trained before all were there"})
     record = outcome_record(found[1])
     assert record["filled_s"] == {"trainers": found[1].filled_s[Filler.TRAINERS]}
+    assert 0 < found[4].filled_s[Filler.TRAINING] < found[4].seconds([Phase.TRAINING])
 
 
 def test_bounded_help_of_trainers_never_loses_to_none_where_turns_are_free() -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_history import SCRATCH
 
-from spotlight.core.types import Phase, WorkerId
+from spotlight.core.types import Filler, Phase, WorkerId
 from spotlight.store.audit import AuditLimits, audit
 from spotlight.store.errors import LedgerError
 from spotlight.store.history import read_history
@@ -196,6 +196,38 @@ def test_prices_are_those_that_were_paid(run: Path) -> None:
         spend(ledger, "b", 1.0, T0 + 2, price=1.0)
         spend(ledger, "c", 0.0, T0 + 2, price=9.0)
     assert read_history(run).prices_usd_h == (1.0, 3.0)
+
+
+def test_what_filled_idle_time_adds_up_over_iterations_and_attempts(run: Path) -> None:
+    with Ledger(run / "ledger.sqlite") as ledger:
+        begin(ledger)
+        ledger.fill(0, {Filler.NEXT: 2.0, Filler.TRAINING: 1.5})
+        ledger.fill(1, {Filler.NEXT: 3.0})
+        ledger.rollback(0, 1)
+    with Ledger(run / "ledger.sqlite") as ledger:
+        begin(ledger)
+        ledger.fill(1, {Filler.NEXT: 0.5})
+        ledger.fill(2, {})
+        with pytest.raises(LedgerError, match="what filled GPUs in iteration 3"):
+            ledger.fill(3, {Filler.NEXT: -1.0})
+    told = {Filler.TRAINING: 1.5, Filler.NEXT: 5.5}
+    assert read_history(run).filled_s == told
+    assert audit(run, AuditLimits()).filled_s == told
+
+
+def test_a_ledger_of_the_version_before_is_read_as_it_is_and_upgraded_to_be_written(run: Path) -> None:
+    with Ledger(run / "ledger.sqlite") as ledger:
+        begin(ledger)
+    with closing(sqlite3.connect(run / "ledger.sqlite")) as connection:
+        connection.executescript("DROP TABLE filled_seconds; PRAGMA user_version = 2;")
+    before = read_history(run)
+    assert before.filled_s == {}
+    with Ledger(run / "ledger.sqlite") as ledger:
+        begin(ledger)
+        ledger.fill(0, {Filler.NEXT: 1.0})
+    after = read_history(run)
+    assert after.filled_s == {Filler.NEXT: 1.0}
+    assert after.attempts[0].started_at == before.attempts[0].started_at
 
 
 def test_a_ledger_of_another_version_is_refused_by_name(run: Path) -> None:

@@ -60,6 +60,7 @@ def _print(report: AuditReport) -> None:
     console = Console(highlight=False)
     counts = report.counts
     dropped = ", ".join(f"{number} {reason.value}" for reason, number in counts.train_dropped.items()) or "0"
+    filled = ", ".join(f"{by.words} {seconds:,.1f}" for by, seconds in report.filled_s.items())
     lines = (
         ("state", "finished" if report.finished else "not finished"),
         ("train samples", f"{count(counts.issued[Purpose.TRAIN])} issued"),
@@ -71,6 +72,7 @@ def _print(report: AuditReport) -> None:
         ("refused commits", count(counts.rejected)),
         ("attempts", ", ".join(f"{bill.attempt}: {bill.ended or 'open'}" for bill in report.attempts)),
         ("worker seconds", f"{sum(report.gpu_seconds_by_phase.values()):,.1f}, {money(report.cost_usd)}"),
+        ("  not idle thanks to", filled or "nothing"),
         ("last record", f"{report.position} (checkpoint at {report.checkpoint_position})"),
         ("digest", report.digest),
     )

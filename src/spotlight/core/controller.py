@@ -60,6 +60,7 @@ from spotlight.core.recovery import Recovery
 from spotlight.core.rollouts import Rollouts
 from spotlight.core.snapshot import Snapshot
 from spotlight.core.types import (
+    Filler,
     PolicyVersion,
     Prompt,
     Rollout,
@@ -79,10 +80,12 @@ class Controller:
         self.iteration = 0
         self.version = self._published_before = PolicyVersion(0)
         self.cluster = Cluster(plan.cluster, self.queue, first_epoch(term), self.version)
+        self.cluster.serving.switch_s = plan.pipeline.switch_s
         self.work = Rollouts(plan, train, test, self.queue, self.cluster)
         self.training = Training(plan, self.work, 0)
         self._now = self._task_s = 0.0
-        self._takes, self._takes_until_s, self._generating = 0.0, 0.0, False
+        self._task_overlaps = False
+        self._takes = self._takes_until_s = 0.0
         self._committed = self._to_commit = self._snapshot()
         self._learner_up, self._restore_due = True, False
         self._undo: list[Effect] = []
@@ -285,7 +288,6 @@ class Controller:
             self._takes = 0
             return
         if self.cluster.trainers_work:
-            self._generating = True
             return
         if rolls and self.plan.pipeline.bounded and self.cluster.trainers():
             self._plan_takes()
@@ -294,8 +296,8 @@ class Controller:
         task = training.next(there)
         if task is not None:
             # What the learner's GPUs take to turn is no part of its pace.
-            turn_s = self.plan.pipeline.switch_s if self._generating else 0.0
-            self._task_s, self._generating = self._now + turn_s, False
+            self._task_s = self._now + self.cluster.serving.learner_turns()
+            self._task_overlaps = not there
             self.work.effects.append(task)
         elif there:
             self._stop(
@@ -310,7 +312,8 @@ class Controller:
         made = self.training.untrained - trainable if overlaps else 0
         train_s = pace.train_s if overlaps else 0.0
         steps = self.plan.rollout_steps
-        backlog = Backlog(steps, trainable, made, train_s, pipeline.switch_s, self._generating)
+        generating = bool(self.cluster.serving.turned)
+        backlog = Backlog(steps, trainable, made, train_s, pipeline.switch_s, generating)
         takes = rollouts_to_take(self.cluster, backlog)
         if takes:
             self._takes, self._takes_until_s = takes, self._now + self.plan.cluster.answer_s
@@ -327,7 +330,6 @@ class Controller:
             rollouts = self._takes
         elif waits and not (self.plan.pipeline.axis and self.training.ready()):
             rollouts = math.inf
-        self.cluster.serving.turn_s = 0.0 if self._generating else self.plan.pipeline.switch_s
         self.cluster.let_trainers(rollouts, explore=self.stage is Stage.EXPLORING)
 
     def _serve(self) -> None:
@@ -347,6 +349,8 @@ class Controller:
                 assert isinstance(task, TrainMicroBatch)
                 spent_s = max(0.0, self._now - self._task_s)
                 self.cluster.pace.trained(len(task.micro_batch.rollouts), spent_s)
+                if self._task_overlaps:
+                    self.cluster.pace.fill(Filler.TRAINING, spent_s * self.plan.ranks)
             case ev.OptimizerStepped(_, update, loss, grad_norm):
                 self._stepped(update, loss, grad_norm)
             case ev.BatchFinished():
@@ -384,15 +388,13 @@ class Controller:
 
     def _report_pipeline(self) -> None:
         """What filled time in which GPUs would have waited."""
-        filled = self.cluster.pace.filled_s
-        report = {f"{filler.value}_s": seconds for filler, seconds in sorted(filled.items())}
-        if self.plan.pipeline.axis is not None:
-            report["overlapped_samples"] = self.training.overlapped
-        if self.plan.pipeline.next_share:
-            report["early_samples"] = self.work.early_samples
+        pipeline, filled = self.plan.pipeline, self.cluster.pace.filled_s
+        overlapped = self.training.overlapped if pipeline.axis is not None else None
+        early = self.work.early_samples if pipeline.next_share else None
+        if filled or overlapped is not None or early is not None:
+            report = ReportPipeline(self.iteration, dict(sorted(filled.items())), overlapped, early)
+            self.work.effects.append(report)
         filled.clear()
-        if report:
-            self.work.effects.append(ReportPipeline(self.iteration, report))
 
     # -- a lost learner --------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import TypeAlias
 from spotlight.core.records import Record
 from spotlight.core.types import (
     Comparison,
+    Filler,
     Group,
     Lease,
     LeaseId,
@@ -132,13 +133,21 @@ class ReportPipeline:
     """Write what overlapped in an iteration.
 
     Attributes:
-        report: GPU seconds by what filled them (``trainers_s``, ``next_s``, ``exploration_s``),
-            ``overlapped_samples`` trained before all were there, ``early_samples`` made before their
-            iteration began; what there was none of is absent.
+        filled_s: GPU seconds by what filled them; what filled none is absent.
+        overlapped_samples: trained before all were there; None where the learner waits for all.
+        early_samples: made before their iteration began; None where none may be.
     """
 
     iteration: int
-    report: Mapping[str, float]
+    filled_s: Mapping[Filler, float]
+    overlapped_samples: int | None = None
+    early_samples: int | None = None
+
+    def row(self) -> dict[str, float]:
+        """As metrics."""
+        found: dict[str, float | None] = {f"{filler}_s": seconds for filler, seconds in self.filled_s.items()}
+        found |= {"overlapped_samples": self.overlapped_samples, "early_samples": self.early_samples}
+        return {f"pipeline/{name}": value for name, value in found.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)

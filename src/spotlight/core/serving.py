@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 
 from spotlight.core.effects import GrantLease
 from spotlight.core.members import Group, GroupState
-from spotlight.core.pipeline.pace import Filler, Pace
+from spotlight.core.pipeline.pace import Pace
 from spotlight.core.queue import PullQueue, Value
 from spotlight.core.shares import Shares
 from spotlight.core.spare_time import Demand, SpareTime
-from spotlight.core.types import WorkerId
+from spotlight.core.types import Filler, WorkerId
 
 _FILLER = {Value.NEXT: Filler.NEXT, Value.EXPLORE: Filler.EXPLORATION}
 
@@ -34,7 +34,8 @@ class Serving:
         idle: leaders of groups that wait for work and may have some.
         trainers_may: pull so many rollouts, the groups on GPUs that train.
         trainers_explore: these may be previews.
-        turn_s: that they take before they begin.
+        switch_s: that they take to turn from training to rollouts, or back.
+        turned: leaders of those that were given rollouts since they trained.
     """
 
     queue: PullQueue
@@ -43,7 +44,8 @@ class Serving:
     idle: OrderedDict[WorkerId, None] = field(default_factory=OrderedDict)
     trainers_may: float = math.inf
     trainers_explore: bool = False
-    turn_s: float = 0.0
+    switch_s: float = 0.0
+    turned: set[WorkerId] = field(default_factory=set)
     shares: Shares = field(init=False)
     _each_trainer: float = math.inf
 
@@ -63,6 +65,7 @@ class Serving:
         if group.state is not GroupState.STOPPING:
             self.parts(group)
         self.pace.forget(group.leader)
+        self.turned.discard(group.leader)
 
     # -- work ------------------------------------------------------------------------------------------
 
@@ -92,8 +95,7 @@ class Serving:
             self.trainers_may -= len(taken)
         steps = sum(rollout.steps - resume.get(rollout.id, 0) for rollout in taken)
         filler = Filler.TRAINERS if group.trains else None if value is None else _FILLER.get(value)
-        begins_s = now + (self.turn_s if group.trains else 0.0)
-        self.pace.begin(lease.id, group.leader, group.kind, steps, filler, begins_s)
+        self.pace.begin(lease.id, group.leader, group.kind, steps, filler, now + self._turn(group))
         return GrantLease(*granted)
 
     # -- GPUs that train -------------------------------------------------------------------------------
@@ -105,6 +107,19 @@ class Serving:
         able = sum(group.state is GroupState.READY for group in trainers)
         self._each_trainer = math.ceil(rollouts / max(1, able)) if math.isfinite(rollouts) else rollouts
         return changed
+
+    def learner_turns(self) -> float:
+        """The learner is given work: seconds until its GPUs can train."""
+        turn_s = self.switch_s if self.turned else 0.0
+        self.turned.clear()
+        return turn_s
+
+    def _turn(self, group: Group) -> float:
+        """A group is given work: seconds until it begins."""
+        if not group.trains or group.leader in self.turned:
+            return 0.0
+        self.turned.add(group.leader)
+        return self.switch_s
 
     def _suits_trainers(self) -> bool:
         """Whether what would be pulled now is worth a learner's time."""

@@ -44,6 +44,32 @@ class Phase(StrEnum):
     LOST = "lost"
 
 
+class Filler(StrEnum):
+    """What fills time in which a GPU would otherwise wait."""
+
+    TRAINING = "training"
+    """The learner trains what is there, while other samples of the iteration are made."""
+    TRAINERS = "trainers"
+    """GPUs of the learner roll out."""
+    NEXT = "next"
+    """Rollouts of the next iteration, before this one is trained."""
+    EXPLORATION = "exploration"
+    """Previews."""
+
+    @property
+    def words(self) -> str:
+        """What the GPUs did."""
+        return _FILLER_WORDS[self]
+
+
+_FILLER_WORDS = {
+    Filler.TRAINING: "training beside rollouts",
+    Filler.TRAINERS: "rollouts by trainers",
+    Filler.NEXT: "next iteration's rollouts",
+    Filler.EXPLORATION: "previews",
+}
+
+
 class DropReason(StrEnum):
     """Why the sample of a rollout is not used."""
 

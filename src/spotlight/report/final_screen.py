@@ -118,6 +118,12 @@ def spent_table(run: RunRecord) -> Table:
     return table
 
 
+def filled(run: RunRecord) -> str:
+    """What GPUs did in time in which they would have waited; empty where nothing overlapped."""
+    told = [f"{by.words} {seconds:,.1f} s" for by, seconds in run.history.filled_s.items() if seconds]
+    return f"Not idle thanks to {', '.join(told)}" if told else ""
+
+
 def _title(text: str) -> Text:
     return Text(f" {text}", style="bold")
 
@@ -130,8 +136,9 @@ def _samples(run: RunRecord) -> Text:
     if counts.in_flight[Purpose.TRAIN]:
         parts.append(f"{count(counts.in_flight[Purpose.TRAIN])} in flight")
     text = Text.assemble(("Samples ", "bold"), f"{count(issued)} issued = {' + '.join(parts)}")
-    if told := survived(run):
-        text.append(f"\n{told}")
+    for told in (filled(run), survived(run)):
+        if told:
+            text.append(f"\n{told}")
     return text
 
 

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from spotlight.core.effects import CommitCheckpoint, ReportEvaluation
+from spotlight.core.effects import CommitCheckpoint, ReportEvaluation, ReportPipeline
 from spotlight.core.records import REWARD, Record
 from spotlight.core.types import Phase, Prompt, PromptId, Rollout, WorkerId
 from spotlight.runtime.validation import Validation, summarise
@@ -50,6 +50,9 @@ class Book(Protocol):
         self, effect: ReportEvaluation, samples_trained: int, pictures: Mapping[Rollout, Picture]
     ) -> dict[str, float]:
         """Write validation scores and pictures; returns the row."""
+
+    def pipeline(self, effect: ReportPipeline) -> None:
+        """Account for time in which GPUs would have waited."""
 
     def iteration(self, iteration: int, samples_trained: int, row: Mapping[str, float]) -> None:
         """Write an iteration's metrics."""
@@ -127,6 +130,10 @@ class RunBook:
         self._draw(effect, pictures, validation)
         return row
 
+    def pipeline(self, effect: ReportPipeline) -> None:
+        """See :class:`Book`."""
+        self.ledger.fill(effect.iteration, effect.filled_s)
+
     def iteration(self, iteration: int, samples_trained: int, row: Mapping[str, float]) -> None:
         """See :class:`Book`."""
         self.metrics.write(MetricsRow(iteration, samples_trained, self.wall_s, row))
@@ -189,6 +196,9 @@ class Bystander:
     ) -> dict[str, float]:
         """The row alone."""
         return summarise(effect.rollouts, effect.scores, self.prompts, self.strict).row()
+
+    def pipeline(self, effect: ReportPipeline) -> None:
+        """Nothing."""
 
     def iteration(self, iteration: int, samples_trained: int, row: Mapping[str, float]) -> None:
         """Nothing."""

@@ -22,9 +22,8 @@ from dataclasses import dataclass
 
 from spotlight.core import effects as ef
 from spotlight.core import events as ev
-from spotlight.core.pipeline.pace import Filler
 from spotlight.core.recovery import Recovery
-from spotlight.core.types import Node
+from spotlight.core.types import Filler, Node
 from spotlight.simulation.driver import Simulation
 from spotlight.simulation.faults import FaultKind, Injector
 from spotlight.simulation.scenario import NodeEvent
@@ -36,7 +35,11 @@ PATIENCE_S = 3000.0
 """After the last fault has healed, a run must end within this time (a trial takes some hundred seconds)."""
 EVENTS_MAX = 30_000
 SHRINK_RUNS = 60
-OVERLAPS = (*(f"{filler.value}_s" for filler in Filler), "overlapped_samples", "early_samples")
+OVERLAPS = (
+    *(f"pipeline/{filler}_s" for filler in Filler),
+    "pipeline/overlapped_samples",
+    "pipeline/early_samples",
+)
 """What an iteration's pipeline reports, counted by iterations in which there was some."""
 PROGRAM = "python -m spotlight.simulation.check"
 
@@ -123,7 +126,7 @@ def run_trial(trial: Trial) -> Outcome:
     branches.update(simulation.controller.cluster.recoveries)
     branches.update(simulation.injector.happened)
     for overlap in simulation.overlaps:
-        branches.update(name for name, much in overlap.report.items() if much)
+        branches.update(name for name, much in overlap.row().items() if much)
     digest = simulation.log_hash()
     hours = sum(simulation.accounts.seconds.values()) / 3600
     return Outcome(failure, digest, branches, simulation.events, hours, kind)
@@ -199,7 +202,7 @@ def check_seeds(first: int, count: int, *, twice: bool) -> int:
     seconds = time.monotonic() - started_s
     print(f"{count} seeds, {failures} failed; {events} events, {gpu_hours:.0f} GPU-hours, {seconds:.0f} s")
     for name in (*FaultKind, *Recovery, *OVERLAPS):
-        print(f"  {name:20} {branches[name]}")
+        print(f"  {name:28} {branches[name]}")
     if missing := missing_branches(branches):
         print(f"never taken: {', '.join(missing)}")
         failures += 1

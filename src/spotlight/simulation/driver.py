@@ -441,7 +441,7 @@ class Simulation:
             evaluated=ledger.evaluated,
             explored=ledger.explored,
             explorations=tuple(effect.report for effect in self.explorations),
-            overlaps=tuple(effect.report for effect in self.overlaps),
+            overlaps=tuple(self.overlaps),
             dropped=ledger.dropped.total(),
             events=self.events,
             gpu_hours=sum(self.accounts.seconds.values()) / 3600,

@@ -11,8 +11,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from spotlight.core.pipeline.pace import Filler
-from spotlight.core.types import NodeKind, Phase
+from spotlight.core.types import Filler, NodeKind, Phase
 from spotlight.simulation.result import SimulationResult
 from spotlight.simulation.scenario import Scenario
 from spotlight.simulation.scenario_file import Target
@@ -110,8 +109,8 @@ def outcome_of(strategy: str, scenario: Scenario, result: SimulationResult, targ
         spot_idle_share=spot.get(Phase.IDLE, 0.0) / sum(spot.values()) if sum(spot.values()) else math.nan,
         preview_share=_preview_share(scenario, result),
         filled_s=_filled(result),
-        overlapped_share=_reported(result, "overlapped_samples") / max(1, result.trained),
-        early_share=_reported(result, "early_samples") / max(1, result.trained),
+        overlapped_share=sum(one.overlapped_samples or 0 for one in result.overlaps) / max(1, result.trained),
+        early_share=sum(one.early_samples or 0 for one in result.overlaps) / max(1, result.trained),
         dropped_share=max(0.0, 1 - result.trained / made) if made else math.nan,
         preemptions=result.preemptions,
         notices=result.notices,
@@ -121,12 +120,8 @@ def outcome_of(strategy: str, scenario: Scenario, result: SimulationResult, targ
 
 
 def _filled(result: SimulationResult) -> dict[Filler, float]:
-    filled = {filler: _reported(result, f"{filler.value}_s") for filler in Filler}
+    filled = {filler: sum(one.filled_s.get(filler, 0.0) for one in result.overlaps) for filler in Filler}
     return {filler: seconds for filler, seconds in filled.items() if seconds}
-
-
-def _reported(result: SimulationResult, name: str) -> float:
-    return sum(report.get(name, 0.0) for report in result.overlaps)
 
 
 def _problem(scenario: Scenario, result: SimulationResult) -> str | None:

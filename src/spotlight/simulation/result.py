@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from spotlight.core.effects import ReportPipeline
 from spotlight.core.types import NodeId, NodeKind, Phase
 
 
@@ -79,4 +80,4 @@ class SimulationResult:
     gpu_hours: float
     log_hash: str
     explorations: tuple[Mapping[str, object], ...] = ()
-    overlaps: tuple[Mapping[str, float], ...] = ()
+    overlaps: tuple[ReportPipeline, ...] = ()

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from spotlight.core.pipeline.pace import Filler
-from spotlight.core.types import NodeKind, Phase
+from spotlight.core.types import Filler, NodeKind, Phase
 from spotlight.fleet.traces.statistics import statistics
 from spotlight.simulation.outcome import PREVIEWS_WANTED, Outcome
 from spotlight.simulation.prepare import Prepared
@@ -16,11 +15,6 @@ from spotlight.simulation.record import assumed_of, prices_of
 from spotlight.simulation.strategies import SpotPlaces, strategy_named
 
 _DROPPED_TOLD = 0.01
-_FILLERS = {
-    Filler.TRAINERS: "rollouts by trainers",
-    Filler.NEXT: "next iteration's rollouts",
-    Filler.EXPLORATION: "previews",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +69,7 @@ def _overlaps(outcomes: Sequence[Outcome]) -> Iterator[Line]:
     if fillers:
         yield Line("GPU-hours that would have been idle")
     for filler in fillers:
-        yield Line(f"  {_FILLERS[filler]}", tuple(_filled(one, filler) for one in outcomes))
+        yield Line(f"  {filler.words}", tuple(_filled(one, filler) for one in outcomes))
     if any(one.overlapped_share for one in outcomes):
         yield Line("trained before all were there", tuple(percent(one.overlapped_share) for one in outcomes))
     if any(one.early_share for one in outcomes):

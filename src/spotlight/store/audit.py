@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from spotlight.core.types import Phase
+from spotlight.core.types import Filler, Phase
 from spotlight.store import ledger_queries as queries
 from spotlight.store.audit_checks import CHECKS
 from spotlight.store.checkpoints import Checkpoint, CheckpointStore
@@ -84,6 +84,7 @@ class AuditReport:
         finished: whether the last attempt finished the run; otherwise rollouts may be in flight.
         position: number of the ledger's last record.
         checkpoint_position: the newest whole checkpoint's position in the ledger; None without one.
+        filled_s: GPU-seconds by what filled them, that a GPU would have waited for.
         checks: names of all checks made.
     """
 
@@ -94,6 +95,7 @@ class AuditReport:
     counts: queries.LedgerCounts
     attempts: tuple[AttemptBill, ...]
     gpu_seconds_by_phase: Mapping[Phase, float]
+    filled_s: Mapping[Filler, float]
     cost_usd: float
     checks: tuple[str, ...]
     violations: tuple[Violation, ...]
@@ -149,6 +151,7 @@ def _audit(connection: sqlite3.Connection, paths: RunPaths, limits: AuditLimits)
             counts=queries.counts(connection),
             attempts=attempts,
             gpu_seconds_by_phase=queries.gpu_seconds_by_phase(connection),
+            filled_s=queries.filled_s(connection),
             cost_usd=queries.cost_usd(connection),
             checks=tuple(violation.check for violation in found),
             violations=tuple(violation for violation in found if violation.ids),

@@ -9,6 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from spotlight.core.types import Filler
 from spotlight.store import ledger_queries as queries
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.schema import Ending, Incident
@@ -57,6 +58,7 @@ class History:
         preemptions: spot nodes that were taken.
         noticed: those among them that were announced.
         prices_usd_h: of a worker's hour, ascending.
+        filled_s: GPU-seconds by what filled them, that a GPU would have waited for.
         incidents: everything that befell the cluster, by kind and whether it befell a spot node.
     """
 
@@ -69,6 +71,7 @@ class History:
     preemptions: int
     noticed: int
     prices_usd_h: tuple[float, ...]
+    filled_s: Mapping[Filler, float]
     incidents: Mapping[tuple[Incident, bool], int]
 
     @property
@@ -123,5 +126,6 @@ def read_history(run: Path) -> History:
             preemptions=preemptions,
             noticed=noticed,
             prices_usd_h=queries.prices_usd_h(connection),
+            filled_s=queries.filled_s(connection),
             incidents=queries.incidents(connection),
         )

@@ -35,10 +35,10 @@ from spotlight.core.records import (
     StepApplied,
     VersionPublished,
 )
-from spotlight.core.types import Phase, WorkerId
+from spotlight.core.types import Filler, Phase, WorkerId
 from spotlight.store import ledger_queries as queries
 from spotlight.store.errors import LedgerError, storage_error
-from spotlight.store.schema import RECORD_TABLES, SCHEMA, Ending, Incident, Outcome
+from spotlight.store.schema import RECORD_TABLES, SCHEMA, SCHEMA_VERSION, UPGRADE, Ending, Incident, Outcome
 
 _Values: TypeAlias = tuple[str | int | float | None, ...]
 
@@ -86,8 +86,9 @@ class Ledger:
 
     def _prepare(self) -> None:
         is_new = queries.is_empty_database(self._connection, self._path)
+        version = SCHEMA_VERSION
         if not is_new:
-            queries.check_identity(self._connection, self._path)
+            version = queries.check_identity(self._connection, self._path)
         for pragma in (
             "journal_mode = WAL",
             "synchronous = FULL",
@@ -97,6 +98,8 @@ class Ledger:
             self._connection.execute(f"PRAGMA {pragma}")
         if is_new:
             self._connection.executescript(f"BEGIN IMMEDIATE;\n{SCHEMA}\nCOMMIT;")
+        elif version < SCHEMA_VERSION:
+            self._connection.executescript(f"BEGIN IMMEDIATE;\n{UPGRADE}\nCOMMIT;")
 
     def append(self, records: Sequence[tuple[int, Record]]) -> None:
         """Write numbered records in one transaction: all of them are on the disk on return, or none is.
@@ -225,6 +228,15 @@ class Ledger:
             )
             self._connection.execute(
                 "UPDATE attempts SET seen_at = MAX(seen_at, ?) WHERE number = ?", (now_s, attempt)
+            )
+
+    def fill(self, iteration: int, filled_s: Mapping[Filler, float]) -> None:
+        """Note GPU seconds, billed in their phases too, by what filled them: else a GPU would have waited."""
+        attempt = self._current_attempt()
+        with self._transaction(f"what filled GPUs in iteration {iteration}"):
+            self._connection.executemany(
+                "INSERT INTO filled_seconds (attempt, iteration, filler, seconds) VALUES (?, ?, ?, ?)",
+                [(attempt, iteration, filler, seconds) for filler, seconds in filled_s.items()],
             )
 
     def end_attempt(self, ending: Ending, now_s: float = 0.0) -> None:

@@ -17,9 +17,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from spotlight.core.types import DropReason, Phase, Purpose
+from spotlight.core.types import DropReason, Filler, Phase, Purpose
 from spotlight.store.errors import LedgerError
-from spotlight.store.schema import APPLICATION_ID, RECORD_TABLES, SCHEMA_VERSION, Ending, Incident
+from spotlight.store.schema import (
+    APPLICATION_ID,
+    RECORD_TABLES,
+    SCHEMA_VERSION,
+    UPGRADABLE_VERSION,
+    Ending,
+    Incident,
+)
 
 _DIGESTED = (
     ("prompts", "id, text, metadata"),
@@ -85,18 +92,17 @@ def is_empty_database(connection: sqlite3.Connection, path: Path) -> bool:
     return _header_integer(connection, path, "SELECT COUNT(*) FROM sqlite_master") == 0
 
 
-def check_identity(connection: sqlite3.Connection, path: Path) -> None:
-    """Raise :class:`LedgerError` unless the database is a ledger of this version."""
-    found = (
-        _header_integer(connection, path, "PRAGMA application_id"),
-        _header_integer(connection, path, "PRAGMA user_version"),
-    )
-    expected = (APPLICATION_ID, SCHEMA_VERSION)
-    if found != expected:
+def check_identity(connection: sqlite3.Connection, path: Path) -> int:
+    """The version of a ledger's schema. Raises :class:`LedgerError` unless this Spotlight can read it."""
+    application = _header_integer(connection, path, "PRAGMA application_id")
+    version = _header_integer(connection, path, "PRAGMA user_version")
+    if application != APPLICATION_ID or not UPGRADABLE_VERSION <= version <= SCHEMA_VERSION:
         raise LedgerError(
-            f"{path}: no ledger of this Spotlight: (application id, schema version) is {found}, "
-            f"expected {expected}. Use the version that made it, or start a run of another name."
+            f"{path}: no ledger of this Spotlight: (application id, schema version) is "
+            f"{(application, version)}, expected {(APPLICATION_ID, SCHEMA_VERSION)}. "
+            "Use the version that made it, or start a run of another name."
         )
+    return version
 
 
 @contextmanager
@@ -165,6 +171,16 @@ def gpu_seconds_by_phase(connection: sqlite3.Connection) -> dict[Phase, float]:
     """GPU-seconds of all attempts, every phase present."""
     spent = dict(connection.execute("SELECT phase, SUM(seconds) FROM gpu_seconds GROUP BY phase"))
     return {phase: float(spent.get(phase.value, 0.0)) for phase in Phase}
+
+
+def filled_s(connection: sqlite3.Connection) -> dict[Filler, float]:
+    """GPU-seconds by what filled them while a GPU would have waited, of all attempts; what filled none is
+    absent."""
+    if _integer(connection, "SELECT COUNT(*) FROM sqlite_master WHERE name = 'filled_seconds'") == 0:
+        return {}  # a ledger of the version before, which nobody wrote to since
+    rows = connection.execute("SELECT filler, SUM(seconds) FROM filled_seconds GROUP BY filler")
+    found = dict(rows)
+    return {filler: float(found[filler]) for filler in Filler if filler in found}
 
 
 def worked_s(connection: sqlite3.Connection) -> float:

@@ -9,18 +9,18 @@ the controller's record that made it. What must not happen is a database error r
 - a sample was made by the version its rollout needs, and is finished once; each of its scores is given once.
 
 The tables below them (attempts, workers, GPU seconds, incidents, rollbacks) say how the work went, not what
-was
-decided:
-they are outside the numbering, and survive a rollback.
+was decided: they are outside the numbering, and survive a rollback.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
 
-from spotlight.core.types import DropReason, Phase, Purpose
+from spotlight.core.types import DropReason, Filler, Phase, Purpose
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+UPGRADABLE_VERSION = 2
+"""The oldest that is read, and upgraded when it is written to: it has no ``filled_seconds``."""
 APPLICATION_ID = 0x53504F54
 """Marks the file as ours (``SPOT``), so that another database is refused by name."""
 
@@ -215,6 +215,17 @@ CREATE TABLE rollbacks (
 ) STRICT;
 """
 
+_FILLED = f"""
+-- GPU seconds by what filled them: billed in their phases too, they are those a GPU would have waited for.
+CREATE TABLE filled_seconds (
+    id INTEGER PRIMARY KEY,
+    attempt INTEGER NOT NULL REFERENCES attempts (number),
+    iteration INTEGER NOT NULL CHECK (iteration >= 0),
+    filler TEXT NOT NULL CHECK (filler IN ({_one_of(Filler)})),
+    seconds REAL NOT NULL CHECK (seconds >= 0)
+) STRICT;
+"""
+
 _INSERT_ONLY = "\n".join(
     f"CREATE TRIGGER {table}_insert_only BEFORE UPDATE ON {table} "
     f"BEGIN SELECT RAISE(ABORT, '{table} is insert-only'); END;"
@@ -225,8 +236,11 @@ SCHEMA = "\n".join(
     (
         _RECORDS,
         _WORK,
+        _FILLED,
         _INSERT_ONLY,
         f"PRAGMA application_id = {APPLICATION_ID};",
         f"PRAGMA user_version = {SCHEMA_VERSION};",
     )
 )
+UPGRADE = "\n".join((_FILLED, f"PRAGMA user_version = {SCHEMA_VERSION};"))
+"""From :data:`UPGRADABLE_VERSION`."""

@@ -7,23 +7,11 @@ the others.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 
-from spotlight.core.types import GroupKind, LeaseId, WorkerId
+from spotlight.core.types import Filler, GroupKind, LeaseId, WorkerId
 
 _NEWS = 0.3
 """Weight of the latest observation in a moving average."""
-
-
-class Filler(StrEnum):
-    """What fills time in which a GPU would otherwise wait."""
-
-    TRAINERS = "trainers"
-    """GPUs of the learner roll out."""
-    NEXT = "next"
-    """Rollouts of the next iteration, before this one is trained."""
-    EXPLORATION = "exploration"
-    """Previews."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +34,7 @@ class Pace:
 
     train_s: float = 0.0
     filled_s: dict[Filler, float] = field(default_factory=dict)
-    _step_s: dict[GroupKind, float] = field(default_factory=dict)
+    _step_s: dict[tuple[GroupKind, bool], float] = field(default_factory=dict)
     _running: dict[LeaseId, _Running] = field(default_factory=dict)
     _free_s: dict[WorkerId, float] = field(default_factory=dict)
 
@@ -67,8 +55,9 @@ class Pace:
         running, spent_s = self._stop(lease, now)
         if running is not None and running.filler is not Filler.EXPLORATION and running.steps > 0:
             seen_s = spent_s / running.steps
-            known_s = self._step_s.get(running.kind, seen_s)
-            self._step_s[running.kind] = known_s + _NEWS * (seen_s - known_s)
+            of = running.kind, running.filler is Filler.TRAINERS
+            known_s = self._step_s.get(of, seen_s)
+            self._step_s[of] = known_s + _NEWS * (seen_s - known_s)
 
     def cut(self, lease: LeaseId, now: float) -> None:
         """A lease ends unfinished, while its group goes on: time was filled, but nothing is learnt of it."""
@@ -83,9 +72,12 @@ class Pace:
         spent_s = max(0.0, now - began_s)
         self._free_s[running.leader] = now
         if running.filler is not None:
-            known_s = self.filled_s.get(running.filler, 0.0)
-            self.filled_s[running.filler] = known_s + spent_s * running.kind.degree
+            self.fill(running.filler, spent_s * running.kind.degree)
         return running, spent_s
+
+    def fill(self, filler: Filler, gpu_s: float) -> None:
+        """So many GPU seconds were filled."""
+        self.filled_s[filler] = self.filled_s.get(filler, 0.0) + gpu_s
 
     def forget(self, leader: WorkerId) -> None:
         """A group is no more: its leases end without having been finished."""
@@ -98,9 +90,14 @@ class Pace:
         seen_s = seconds / samples
         self.train_s += (_NEWS if self.train_s else 1.0) * (seen_s - self.train_s)
 
-    def step_s(self, kind: GroupKind) -> float | None:
-        """Seconds that a group of a kind takes for a step of one rollout; None before any was seen."""
+    def step_s(self, kind: GroupKind, *, trains: bool = False) -> float | None:
+        """Seconds that a group takes for a step of one rollout; None before any was seen.
+
+        Args:
+            trains: its GPUs train, too: leases are smaller there, and so are batches.
+        """
         known = self._step_s
-        if kind in known:
-            return known[kind]
+        for of in ((kind, trains), (kind, not trains)):
+            if of in known:
+                return known[of]
         return sum(known.values()) / len(known) if known else None

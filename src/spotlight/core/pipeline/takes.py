@@ -16,7 +16,7 @@ from spotlight.core.queue import Value
 
 _UNITS = 32
 """So many units the work that waits is cut into: the search takes the square of it."""
-_GAIN_MIN, _TURNS_MIN = 0.05, 0.3
+_GAIN_MIN, _TURNS_MIN = 0.03, 0.1
 """A plan has to gain these shares of the time that is left, and of its turns: predictions are not exact."""
 
 
@@ -53,7 +53,7 @@ def rollouts_to_take(cluster: Cluster, backlog: Backlog) -> int:
     willing = [group for group in trainers if cluster.willing(group)]
     if not waiting or not willing:
         return 0
-    times_s = [pace.step_s(group.kind) for group in trainers]
+    times_s = [pace.step_s(group.kind, trains=True) for group in trainers]
     step_s = max((seconds for seconds in times_s if seconds is not None), default=None)
     if not step_s:
         return min(waiting, sum(group.capacity for group in willing))

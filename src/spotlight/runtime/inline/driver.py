@@ -148,8 +148,9 @@ class InlineDriver:
                 self.parts.trainer.log.put(report_row(report))
                 if note := report_note(report):
                     self.parts.observer.note(note)
-            case ef.ReportPipeline(_, report):
-                self.parts.trainer.log.put({f"pipeline/{name}": value for name, value in report.items()})
+            case ef.ReportPipeline():
+                self.parts.book.pipeline(effect)
+                self.parts.trainer.log.put(effect.row())
             case ef.PrepareBatch() | ef.TrainMicroBatch() | ef.StepOptimizer() | ef.FinishBatch():
                 self._train(effect)
             case ef.PublishWeights(version):

@@ -318,8 +318,9 @@ class Head:
                 self.log.put(report_row(report))
                 if said := report_note(report):
                     self.note(said)
-            case ef.ReportPipeline(_, report):
-                self.log.put({f"pipeline/{name}": value for name, value in report.items()})
+            case ef.ReportPipeline():
+                parts.book.pipeline(effect)
+                self.log.put(effect.row())
             case ef.PrepareBatch() | ef.TrainMicroBatch() | ef.StepOptimizer() | ef.FinishBatch():
                 self._train(effect)
             case ef.PublishWeights(version):
