@@ -1,8 +1,9 @@
 """The pipeline on the real Ray driver: CPU slots of this machine, the tiny testbed, two FSDP ranks.
 
-One switch after the other is added, and every mode is run with several run seeds. Told are samples trained a
-second over the iterations after the first (which has the evaluation of the start, and warms up), and the
-validation score at the end with its standard error.
+One switch after the other is added, then each is on alone; every mode is run with several run seeds. Told are
+samples trained a second over the iterations after the first (which has the evaluation of the start, and warms
+up), the validation score at the end with its standard error, how many validations on the way lie outside
+twice the standard error around the synchronous ones, and which mode had the same losses to all digits.
 
 Slots share this machine's cores, so each is made to take its time asleep (``_paced/sitecustomize.py``):
 otherwise slots that overlap would only slow each other down. The ceiling beside each mode follows from the
@@ -13,6 +14,7 @@ that leaves no slot idle.
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import subprocess
@@ -36,7 +38,7 @@ ROLLOUT_SLOTS = 2
 STEP_S, TRAIN_S = 0.010, 0.100
 """Seconds that a slot takes for a denoising step of a sample, and for training one, besides computing."""
 SETTINGS = (
-    "iterations=6",
+    "iterations=10",
     "rollout.prompts_per_iteration=6",
     "rollout.group_size=8",
     "rollout.batch_size=8",
@@ -47,7 +49,7 @@ SETTINGS = (
     "learner.warmup_steps=0",
     "learner.decay_iterations=null",
     "learner.learning_rate=1e-3",
-    "evaluation.every=1000",
+    "evaluation.every=2",
     "evaluation.steps=8",
     "evaluation.prompts=8",
     "evaluation.images_per_prompt=8",
@@ -67,7 +69,7 @@ SWITCHES = (
     ("TCSS", ("pipeline.next_share=0.5",)),
     ("exploration", ("exploration={where: idle, seeds_per_prompt: 12, steps: 8}",)),
 )
-"""In the order in which they are added."""
+"""In the order in which they are added, and alone."""
 SYNCHRONOUS = "synchronous"
 SECONDS = "seconds/"
 
@@ -90,7 +92,8 @@ class RayRun:
         generation_s: seconds of all slots on train rollouts, an iteration (median).
         training_s: seconds of all ranks on training, an iteration (median).
         idle_share: of all slots' seconds, over the iterations after the first.
-        validation: strict score at the end, and its standard error.
+        validations: strict scores, first to last.
+        losses: of the iterations.
         early: samples made by the version before that of their iteration.
         by_trainers: samples made by the learner's slots.
         explored: previews scored.
@@ -102,7 +105,8 @@ class RayRun:
     generation_s: float
     training_s: float
     idle_share: float
-    validation: tuple[float, float]
+    validations: tuple[float, ...]
+    losses: tuple[float, ...]
     early: int
     by_trainers: int
     explored: int
@@ -110,12 +114,13 @@ class RayRun:
 
 
 def modes() -> tuple[Mode, ...]:
-    """Synchronous, and with one switch more each."""
+    """Synchronous, with one switch more each (``+TSP``), and with one alone (``TSP``)."""
     found, overrides, trainers = [Mode(SYNCHRONOUS, (), False)], (), False
     for name, more in SWITCHES:
         overrides, trainers = (*overrides, *more), trainers or name == "TAG"
         found.append(Mode(f"+{name}", overrides, trainers))
-    return tuple(found)
+    alone = [Mode(name, more, name == "TAG") for name, more in SWITCHES[1:]]
+    return (*found, *alone)
 
 
 def run_ray(
@@ -140,7 +145,7 @@ def run_ray(
 
 def run(mode: Mode, seed: int, runs_dir: Path, overrides: Sequence[str]) -> RayRun:
     """Train through the command line, unless that run is finished, and read what it left."""
-    name = f"{mode.name.strip('+')}-{seed}"
+    name = f"{mode.name.replace('+', 'with-')}-{seed}"
     directory = runs_dir / name
     try:
         read_summary(directory / "summary.json")
@@ -177,7 +182,6 @@ def collect(mode: str, seed: int, directory: Path) -> RayRun:
         for row in later
     ]
     spent = sum(sum(row.values()) for row in seconds)
-    final = record.validations[-1].scores["strict"]
     counts = _counts(directory)
     return RayRun(
         mode=mode,
@@ -186,7 +190,8 @@ def collect(mode: str, seed: int, directory: Path) -> RayRun:
         generation_s=statistics.median(row.get("rollout", 0.0) for row in seconds),
         training_s=statistics.median(row.get("training", 0.0) for row in seconds),
         idle_share=sum(row.get("idle", 0.0) for row in seconds) / spent,
-        validation=(final.mean, final.stderr),
+        validations=tuple(row.scores["strict"].mean for row in record.validations),
+        losses=tuple(row.values["train/loss"] for row in record.rows),
         early=counts["early"],
         by_trainers=counts["by_trainers"],
         explored=counts["explored"],
@@ -239,7 +244,7 @@ def summarise(runs: Sequence[RayRun]) -> list[dict[str, object]]:
         ratios = [
             one.samples_per_s / base[one.run_seed].samples_per_s for one in mine if one.run_seed in base
         ]
-        scores = [one.validation[0] for one in mine]
+        scores = [one.validations[-1] for one in mine]
         rows.append(
             {
                 "mode": mode.name,
@@ -254,6 +259,9 @@ def summarise(runs: Sequence[RayRun]) -> list[dict[str, object]]:
                 else None,
                 "validation": statistics.mean(scores),
                 "validation_stderr": standard_error(scores),
+                "outside": outside(mine, list(base.values())),
+                "validations": len(mine[0].validations),
+                "learns_as": learns_as(mode.name, runs),
                 "idle_share": statistics.mean(one.idle_share for one in mine),
                 "early": statistics.mean(one.early for one in mine),
                 "by_trainers": statistics.mean(one.by_trainers for one in mine),
@@ -262,6 +270,30 @@ def summarise(runs: Sequence[RayRun]) -> list[dict[str, object]]:
             }
         )
     return rows
+
+
+def outside(mine: Sequence[RayRun], base: Sequence[RayRun]) -> int:
+    """Validations whose means over seeds differ by more than twice the standard error of the difference."""
+    count = 0
+    for ours, theirs in zip(
+        zip(*(one.validations for one in mine), strict=True),
+        zip(*(one.validations for one in base), strict=True),
+        strict=True,
+    ):
+        errors = (standard_error(ours) or 0.0, standard_error(theirs) or 0.0)
+        count += abs(statistics.mean(ours) - statistics.mean(theirs)) > 2 * math.hypot(*errors)
+    return count
+
+
+def learns_as(name: str, runs: Sequence[RayRun]) -> str:
+    """The first mode with the same losses, to all digits, with every seed that both have."""
+    losses = {(one.mode, one.run_seed): one.losses for one in runs}
+    seeds = [seed for mode, seed in losses if mode == name]
+    for mode in modes():
+        shared = [seed for seed in seeds if (mode.name, seed) in losses]
+        if shared and all(losses[mode.name, seed] == losses[name, seed] for seed in shared):
+            return mode.name
+    return name
 
 
 def standard_error(values: Sequence[float]) -> float | None:
@@ -278,6 +310,8 @@ def show_ray(runs: Sequence[RayRun]) -> None:
         "x sync",
         "ceiling",
         "validation",
+        "outside",
+        "learns as",
         "idle",
         "early",
         "by trainers",
@@ -291,6 +325,8 @@ def show_ray(runs: Sequence[RayRun]) -> None:
             _told(row["ratio"], row["ratio_stderr"], 3),
             _told(row["ceiling"], None, 2),
             _told(row["validation"], row["validation_stderr"], 3),
+            f"{row['outside']} of {row['validations']}",
+            str(row["learns_as"]),
             f"{row['idle_share']:.0%}",
             f"{row['early']:.0f}",
             f"{row['by_trainers']:.0f}",

@@ -1,11 +1,12 @@
 """The pipeline in the simulator: four published models on 16 and 32 H100, parts alone and one after another.
 
-Beside each mode stands its ceiling: the throughput, over the disaggregated synchronous one, if nothing but
-rollouts and training took time and every overlap were perfect. With G the seconds that the GPUs that only
-roll out take for all samples, and T those of the learner: (G + T)/max(G, T), as published; where trainers
-roll out too, G + T over the larger of T and the time in which all GPUs together do both. ``colocated``: all
-GPUs roll out, then all train; its ceiling is that of no other work. T is shorter with several timesteps a
-pass. ``--resident``: a GPU turns from one to the other at no cost, else at the profile's.
+Beside each mode stand two ceilings of its throughput over the disaggregated synchronous one. With G the
+seconds that the GPUs that only roll out take for all samples, and T those of the learner, one is
+(G + T)/max(G, T), as published: two phases overlap perfectly, and nothing else takes time. The other is the
+mode's own, if rollouts, training and turns alone took time: T is shorter with several timesteps a pass,
+trainers may roll out and turn, at best once in two iterations where rollouts begin early. ``colocated``: all
+GPUs roll out, then all train. ``--resident``: a GPU turns from one to the other at no cost, else at the
+profile's.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from math import ceil
+from math import ceil, inf
 
 from rich.console import Console
 from rich.table import Table
@@ -97,8 +98,10 @@ class Row:
     Attributes:
         samples_per_s: trained, without the first iteration.
         over_colocated, over_disaggregated: throughput divided by theirs, both synchronous.
-        ceiling: of ``over_disaggregated``.
-        of_ceiling: share of it that is reached.
+        published: ceiling of ``over_disaggregated``: (G + T)/max(G, T).
+        of_published: what is reached of it: above 1 where trainers roll out.
+        ceiling: the mode's own.
+        of_ceiling: what is reached of it.
         filled_gpu_h: GPU-hours of all iterations by what filled them.
     """
 
@@ -106,14 +109,53 @@ class Row:
     samples_per_s: float
     over_colocated: float
     over_disaggregated: float
+    published: float
+    of_published: float
     ceiling: float
     of_ceiling: float
     idle_share: float
     filled_gpu_h: dict[str, float]
 
 
-def shortest_s(prepared: Prepared, name: str) -> float:
-    """Seconds of an iteration of nothing but rollouts and training, all overlaps of the strategy perfect."""
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What an iteration is made of, as a strategy has it.
+
+    Attributes:
+        generation_gpu_s: GPU-seconds of its rollouts.
+        training_s: of the learner, all ranks together.
+        turn_s: of a GPU, from training to rollouts or back.
+        ranks: GPUs that train; ``apart``: that only roll out; ``rolling``: that roll out.
+    """
+
+    generation_gpu_s: float
+    training_s: float
+    turn_s: float
+    ranks: int
+    apart: int
+    rolling: int
+
+    def synchronous_s(self) -> float:
+        """Seconds of all rollouts, and then all training."""
+        alone = self.generation_gpu_s / self.apart if self.apart else inf
+        helped = 2 * self.turn_s + (self.generation_gpu_s - self.apart * self.turn_s) / self.rolling
+        return (
+            min(alone, max(helped, 2 * self.turn_s) if self.rolling > self.apart else inf) + self.training_s
+        )
+
+    def overlapping_s(self, turns: float) -> float:
+        """Seconds of an iteration in which both overlap, with so many turns of each GPU that does both."""
+        alone = max(self.training_s, self.generation_gpu_s / self.apart)
+        if self.rolling == self.apart:
+            return alone
+        busy_s = self.training_s + turns * self.turn_s
+        return min(
+            alone, max(busy_s, (self.generation_gpu_s + busy_s * self.ranks) / (self.apart + self.ranks))
+        )
+
+
+def work_of(prepared: Prepared, name: str) -> Work:
+    """An iteration of a strategy."""
     strategy = strategy_named(name)
     scenario = scenario_of(prepared, strategy)
     costs, plan, file = scenario.costs, scenario.plan, prepared.file
@@ -124,19 +166,28 @@ def shortest_s(prepared: Prepared, name: str) -> float:
     generation_gpu_s = samples * (lease_s + costs.decode_s(gpu, pixels, lease)) / lease
     batches = ceil(samples / plan.micro_batch_size)
     training_s = batches * costs.train_s(gpu, pixels, plan.micro_batch_size, plan.ranks)
-    apart = sum(node.gpus for node in nodes if node.rolls_out and not node.trains)
-    rolling = sum(node.gpus for node in nodes if node.rolls_out)
-    if not strategy.parts & {Part.GAP, Part.SLICES, Part.TCSS}:
-        return generation_gpu_s / rolling + training_s
-    together = sum(node.gpus for node in nodes)
-    if rolling > apart:
-        return max(training_s, (generation_gpu_s + training_s * plan.ranks) / together)
-    return max(training_s, generation_gpu_s / apart)
+    return Work(
+        generation_gpu_s,
+        training_s,
+        costs.switch_s(),
+        plan.ranks,
+        apart=sum(node.gpus for node in nodes if node.rolls_out and not node.trains),
+        rolling=sum(node.gpus for node in nodes if node.rolls_out),
+    )
+
+
+def shortest_s(prepared: Prepared, name: str) -> float:
+    """Seconds of an iteration of nothing but rollouts, training and turns, all overlaps perfect."""
+    parts, work = strategy_named(name).parts, work_of(prepared, name)
+    if not parts & {Part.GAP, Part.SLICES, Part.TCSS}:
+        return work.synchronous_s()
+    return work.overlapping_s(turns=1 if Part.TCSS in parts else 2)
 
 
 def rows_of(prepared: Prepared, outcomes: dict[str, Outcome]) -> list[Row]:
     """All modes of a setting."""
     synchronous_s = shortest_s(prepared, MODES[DISAGGREGATED])
+    published = synchronous_s / work_of(prepared, MODES[DISAGGREGATED]).overlapping_s(turns=0)
     rows = []
     for mode, outcome in outcomes.items():
         over = outcomes[DISAGGREGATED].iteration_s / outcome.iteration_s
@@ -147,6 +198,8 @@ def rows_of(prepared: Prepared, outcomes: dict[str, Outcome]) -> list[Row]:
                 samples_per_s=prepared.file.samples / outcome.iteration_s,
                 over_colocated=outcomes[COLOCATED].iteration_s / outcome.iteration_s,
                 over_disaggregated=over,
+                published=published,
+                of_published=over / published,
                 ceiling=synchronous_s / least_s,
                 of_ceiling=least_s / outcome.iteration_s,
                 idle_share=outcome.seconds([Phase.IDLE]) / outcome.total_s,
@@ -190,8 +243,10 @@ def show(setting: Setting, rows: Sequence[Row]) -> None:
         "samples/s",
         "x colocated",
         "x disaggregated",
+        "(G+T)/max",
+        "of it",
         "ceiling",
-        "of ceiling",
+        "of it",
         "idle",
         "by trainers",
         "next",
@@ -205,6 +260,8 @@ def show(setting: Setting, rows: Sequence[Row]) -> None:
             f"{row.samples_per_s:.3g}",
             f"{row.over_colocated:.2f}",
             f"{row.over_disaggregated:.2f}",
+            f"{row.published:.2f}",
+            f"{row.of_published:.0%}",
             f"{row.ceiling:.2f}",
             f"{row.of_ceiling:.0%}",
             f"{row.idle_share:.0%}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from pathlib import Path
 
@@ -17,6 +18,11 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 # Before torch is imported: tiny tensors on several threads mostly wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
+
+# Ranks and workers of tests are forked from one server, which imports once what each would take seconds for.
+multiprocessing.set_forkserver_preload(
+    ["spotlight.runtime.train", "spotlight.models.qwen_image", "spotlight.rollout.together"]
+)
 
 
 @pytest.fixture(scope="session")

@@ -134,7 +134,8 @@ def test_two_ranks_equal_one(random_pipeline: Path, tmp_path: Path) -> None:
         batches = [make_batch(config, rank.learning, iteration, iteration) for iteration in range(2)]
         told[algorithm] = [train_rank(rank, batch, batch.packed) for batch in batches]
         torch.save(batches, tmp_path / f"{algorithm}-batches.pt")
-    mp.spawn(one_of_two, (tmp_path, random_pipeline, free_ports(len(ALGORITHMS))), nprocs=2)
+    arguments = (tmp_path, random_pipeline, free_ports(len(ALGORITHMS)))
+    mp.start_processes(one_of_two, arguments, nprocs=2, start_method="forkserver")
 
     for algorithm, rank in ranks.items():
         others, digest, packed = torch.load(tmp_path / f"{algorithm}-two.pt", weights_only=False)

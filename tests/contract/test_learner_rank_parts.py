@@ -178,7 +178,8 @@ def test_two_ranks_in_parts_equal_one_with_the_whole_batch(random_pipeline: Path
             batches.append(make_batch(config, rank.learning, iteration, iteration))
             told[algorithm].append(train_rank(rank, batches[-1], batches[-1].packed))
         torch.save(batches, tmp_path / f"{algorithm}-batches.pt")
-    mp.spawn(one_of_two, (tmp_path, random_pipeline, free_ports(len(ALGORITHMS))), nprocs=2)
+    arguments = (tmp_path, random_pipeline, free_ports(len(ALGORITHMS)))
+    mp.start_processes(one_of_two, arguments, nprocs=2, start_method="forkserver")
     for algorithm, rank in ranks.items():
         others, packed = torch.load(tmp_path / f"{algorithm}-two.pt", weights_only=False)
         for mine, theirs in zip(told[algorithm], others, strict=True):

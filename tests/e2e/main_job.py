@@ -72,10 +72,6 @@ CHECKPOINTED = AuditLimits(group_size=3)
 PROCESS_DEADLINE_S = 280
 _MAY_NOT_MOUNT = 77
 _processes = multiprocessing.get_context("forkserver")
-# One server for all tests: what tests of groups fork from it, too.
-_processes.set_forkserver_preload(
-    ["spotlight.runtime.train", "spotlight.models.qwen_image", "spotlight.rollout.together"]
-)
 
 
 @dataclass(frozen=True)

@@ -47,9 +47,6 @@ PATIENCE_S = 120.0
 """No test waits longer for an answer; a busy machine is slow now and then."""
 
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(
-    ["spotlight.runtime.train", "spotlight.models.qwen_image", "spotlight.rollout.together"]
-)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class Both:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        mp.spawn(main, (2, port, pipeline, directory), nprocs=2)
+        mp.start_processes(main, (2, port, pipeline, directory), nprocs=2, start_method="forkserver")
         self.two = {case: torch.load(directory / f"{case}-ranks.pt") for case in CASES}
 
 

@@ -40,7 +40,6 @@ PATIENCE_S = 90.0
 """No test waits longer for anything; a busy machine is slow now and then."""
 
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["spotlight.models.qwen_image", "spotlight.rollout.worker", "worker_world"])
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from spotlight.config.load import load_config
 from spotlight.core.types import Phase
 
 SECONDS = st.floats(0.1, 1000)
-RUN = bench.RayRun(bench.SYNCHRONOUS, 0, 4.0, 6.0, 2.0, 0.5, (0.7, 0.05), 0, 0, 0, 40.0)
+RUN = bench.RayRun(bench.SYNCHRONOUS, 0, 4.0, 6.0, 2.0, 0.5, (0.5, 0.7), (0.9, 0.8), 0, 0, 0, 40.0)
 
 
 @given(SECONDS, SECONDS)
@@ -40,15 +40,18 @@ def test_the_ceiling_of_equal_phases_is_two() -> None:
 
 def test_modes_add_up_and_are_configurations() -> None:
     modes = bench.modes()
-    assert [mode.name for mode in modes] == ["synchronous", "+GAP", "+TSP", "+TAG", "+TCSS", "+exploration"]
-    for before, after in itertools.pairwise(modes):
+    added, alone = modes[:6], modes[6:]
+    assert [mode.name for mode in added] == ["synchronous", "+GAP", "+TSP", "+TAG", "+TCSS", "+exploration"]
+    assert [mode.name for mode in alone] == ["TSP", "TAG", "TCSS", "exploration"]
+    for before, after in itertools.pairwise(added):
         assert after.overrides[: len(before.overrides)] == before.overrides
     for mode in modes:
         config = load_config(None, [*bench.SETTINGS, *mode.overrides])
         assert list(batch_problems(config, bench.RANKS)) == []
         assert config.pipeline.trainers_generate == mode.trainers
-    assert config.pipeline.next_share > 0
-    assert config.exploration is not None
+        if mode is added[-1]:
+            assert config.pipeline.next_share > 0
+            assert config.exploration is not None
 
 
 def test_ratios_are_of_the_same_seed() -> None:
@@ -56,7 +59,7 @@ def test_ratios_are_of_the_same_seed() -> None:
         RUN,
         replace(RUN, run_seed=1, samples_per_s=2.0),
         replace(RUN, mode="+GAP", samples_per_s=6.0),
-        replace(RUN, mode="+GAP", run_seed=1, samples_per_s=3.0, validation=(0.8, 0.05)),
+        replace(RUN, mode="+GAP", run_seed=1, samples_per_s=3.0, validations=(0.5, 0.8)),
     ]
     synchronous, gap = bench.summarise(runs)
     assert (synchronous["ratio"], gap["ratio"], gap["ratio_stderr"]) == (1.0, 1.5, 0.0)
@@ -66,3 +69,15 @@ def test_ratios_are_of_the_same_seed() -> None:
     assert Phase.ROLLOUT.value == "rollout"
     assert Phase.TRAINING.value == "training"
     assert Phase.IDLE.value == "idle"
+
+
+def test_learning_is_compared_validation_by_validation_and_loss_by_loss() -> None:
+    base = [replace(RUN, run_seed=seed, validations=(0.5, 0.7 + seed / 10)) for seed in range(3)]
+    same = [replace(one, mode="+GAP") for one in base]
+    assert bench.outside(same, base) == 0
+    near = [replace(one, mode="+TSP", validations=(0.5, one.validations[1] - 0.1)) for one in base]
+    far = [replace(one, mode="+TAG", validations=(0.5, one.validations[1] - 0.4)) for one in base]
+    assert (bench.outside(near, base), bench.outside(far, base)) == (0, 1)
+    other = [replace(one, mode="+TCSS", losses=(0.9, one.run_seed / 10)) for one in base]
+    runs = [*base, *same, *other]
+    assert [bench.learns_as(mode, runs) for mode in ("+GAP", "+TCSS")] == [bench.SYNCHRONOUS, "+TCSS"]

@@ -38,6 +38,18 @@ def test_the_ceiling_is_the_published_one(bench: ModuleType) -> None:
     assert bench.shortest_s(prepared, "all_on_demand") == pytest.approx(both_s / 2)
 
 
+def test_turns_take_time_and_are_not_taken_where_they_take_more_than_they_bring(bench: ModuleType) -> None:
+    work = bench.Work(generation_gpu_s=80.0, training_s=4.0, turn_s=1.0, ranks=6, apart=2, rolling=8)
+    assert work.overlapping_s(turns=0) == pytest.approx((80 + 6 * 4) / 8)
+    assert work.overlapping_s(turns=2) == pytest.approx((80 + 6 * 6) / 8)
+    assert work.synchronous_s() == pytest.approx(2 * 1 + (80 - 2 * 1) / 8 + 4)
+    dear = replace(work, turn_s=1000.0)
+    assert dear.overlapping_s(turns=1) == pytest.approx(80 / 2)
+    assert dear.synchronous_s() == pytest.approx(80 / 2 + 4)
+    colocated = replace(work, ranks=8, apart=0)
+    assert colocated.synchronous_s() == pytest.approx(2 * 1 + 80 / 8 + 4)
+
+
 @pytest.mark.parametrize("model", ["FLUX.1", "HunyuanVideo"])
 def test_no_mode_beats_its_ceiling(
     bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
