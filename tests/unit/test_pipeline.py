@@ -208,7 +208,7 @@ def test_a_slow_gpu_s_share_is_smaller() -> None:
     room.now = 4.0
     finish(room, slow, grants[1])
     share = only(room.pull(slow, capacity=20, seen=grants[1].lease.id), ef.GrantLease)
-    assert len(share.rollouts) == 4, "18 are left for one GPU and one of a fourth of its speed"
+    assert len(share.rollouts) == 3, "of 18 the other does 15 while this one, of a fourth of its speed, does 4"
 
 
 TRAINER = Node(NodeId("r"), NodeKind.RESERVED, 1, "H100", 8.0, True, True)

@@ -1,7 +1,8 @@
 """How work that waits is divided among the groups that pull. Pure.
 
 Each gets at most its share of what is outstanding, so that all are done at about the same time: a group on a
-slow GPU gets less. Work is still pulled: a share is a bound, not an assignment.
+slow GPU gets less, and near the end nothing, if faster ones have it all done before it had one more rollout
+done. The fastest always get some. Work is still pulled: a share is a bound, not an assignment.
 """
 
 from __future__ import annotations
@@ -29,11 +30,15 @@ class Shares:
     def of(self, group: Group, rollouts: int, *, trainers: bool) -> int:
         """A group's share of ``rollouts``; ``trainers``: GPUs that train share too."""
         speeds = self._speeds()
-        all_speeds = sum(
-            speeds[kind] * count for (trains, kind), count in self.takers.items() if trainers or not trains
-        )
         speed = speeds[group.kind]
-        return math.ceil(rollouts * speed / max(all_speeds, speed))
+        counted = [
+            (speeds[kind], count) for (trains, kind), count in self.takers.items() if trainers or not trains
+        ]
+        all_speeds = sum(each * count for each, count in counted)
+        share = math.ceil(rollouts * speed / max(all_speeds, speed))
+        # Whole rollouts that faster groups have done before this one has done its share.
+        faster = sum(math.floor(share * each / speed) * count for each, count in counted if each > speed)
+        return share - 1 if faster > rollouts - share else share
 
     def _speeds(self) -> dict[GroupKind, float]:
         """Of all kinds of groups, relative to the first; 1 until a kind's pace is known."""
