@@ -238,7 +238,7 @@ def show(setting: Setting, rows: Sequence[Row]) -> None:
         f"{setting.steps} steps, {setting.fraction:g} of them trained, GPUs turn {turns}"
     )
     table = Table(title=title)
-    table.add_column("mode")
+    table.add_column("mode", no_wrap=True)
     for column in (
         "samples/s",
         "x colocated",
@@ -268,4 +268,4 @@ def show(setting: Setting, rows: Sequence[Row]) -> None:
             *("" if hours is None else f"{hours:.2f} h" for hours in filled),
         )
     console = Console()
-    (console if console.is_terminal else Console(width=140)).print(table)
+    (console if console.is_terminal else Console(width=170)).print(table)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# No deadlines: a busy machine is slow now and then. `make test` draws the same examples everywhere, so it
-# passes or fails for all; `make test-long` draws new ones each time, to find what nobody has seen.
-settings.register_profile("same", deadline=None, derandomize=True)
+# No deadlines: a busy machine is slow now and then. `make test` draws the same few examples everywhere, so it
+# passes or fails for all; `make test-long` draws new ones each time, and more, to find what nobody has seen.
+settings.register_profile("same", deadline=None, derandomize=True, max_examples=50)
 settings.register_profile("new", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 

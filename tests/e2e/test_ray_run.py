@@ -137,10 +137,12 @@ def test_where_it_ran_changes_rounding_only(job: Job, survivor: Finished, report
     assert report.counts == clean_audit(job.root / "inline", LIMITS).counts
 
 
-def test_the_head_is_killed_then_told_to_stop_and_the_same_command_finishes(job: Job) -> None:
+LOCAL = ("fleet.spot.nodes=0", "fleet.local.rollout_slots=1")
+
+
+def test_the_head_is_killed_and_the_same_command_finishes(job: Job) -> None:
     run = job.root / "headless"
-    local = ("fleet.spot.nodes=0", "fleet.local.rollout_slots=1")
-    arguments = job.arguments("headless", *SMALL, *RAY, *local, "iterations=6")
+    arguments = job.arguments("headless", *SMALL, *RAY, *LOCAL)
     with running(run, arguments) as it:
         it.wait_for(
             "SELECT 1 FROM samples JOIN rollouts ON id = rollout WHERE purpose = 'train' AND iteration = 1"
@@ -148,25 +150,36 @@ def test_the_head_is_killed_then_told_to_stop_and_the_same_command_finishes(job:
         it.process.kill()
         it.process.wait()
         gone(it)
+    assert not (run / "summary.json").exists()
     with running(run, arguments) as it:
-        it.wait_for(
-            "SELECT 1 FROM samples JOIN attempts ON number = 2 JOIN rollouts ON id = rollout "
-            "WHERE iteration >= 2"
-        )
+        assert it.end() == 0, it.told
+        assert "resuming after iteration" in it.told
+        gone(it)
+    report = clean_audit(run, LIMITS)
+    assert [bill.ended for bill in report.attempts] == [Ending.KILLED, Ending.FINISHED]
+    assert report.gpu_seconds_by_phase[Phase.LOST] > 0
+    assert read_summary(run / "summary.json").samples.trained == 32
+    assert not list(run.rglob(".writing-*"))
+
+
+@pytest.mark.slow
+def test_the_head_is_told_to_stop_and_the_same_command_finishes(job: Job) -> None:
+    run = job.root / "stopped"
+    arguments = job.arguments("stopped", *SMALL, *RAY, *LOCAL)
+    with running(run, arguments) as it:
+        it.wait_for("SELECT 1 FROM samples JOIN rollouts ON id = rollout WHERE iteration >= 1")
         it.process.send_signal(signal.SIGTERM)
         assert it.end() == 130, it.told
-        assert "resuming after iteration" in it.told
         assert "stopping after the next checkpoint" in it.told
         gone(it)
     assert not (run / "summary.json").exists()
     with running(run, arguments) as it:
         assert it.end() == 0, it.told
+        assert "resuming after iteration" in it.told
         gone(it)
     report = clean_audit(run, LIMITS)
-    assert [bill.ended for bill in report.attempts] == [Ending.KILLED, Ending.STOPPED, Ending.FINISHED]
-    assert report.gpu_seconds_by_phase[Phase.LOST] > 0
-    assert read_summary(run / "summary.json").samples.trained == 48
-    assert not list(run.rglob(".writing-*"))
+    assert [bill.ended for bill in report.attempts] == [Ending.STOPPED, Ending.FINISHED]
+    assert read_summary(run / "summary.json").samples.trained == 32
 
 
 def gone(it: Running) -> None:

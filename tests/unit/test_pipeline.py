@@ -198,6 +198,24 @@ def test_early_work_whose_holder_is_lost_starts_anew_with_the_new_weights() -> N
     assert room.controller.queue.waiting == 4
 
 
+def test_what_older_weights_began_is_discarded_before_the_same_rollout_is_issued_for_the_new() -> None:
+    room = Room(pipelined(next_share=1.0))
+    one, two = room.bring_up()
+    (other,) = room.bring_up(Node(NodeId("t"), NodeKind.SPOT, 1, "H100", 6.0, False, True))
+    grants = [only(room.pull(group, capacity=2), ef.GrantLease) for group in (one, two)]
+    early = only(room.pull(other, capacity=2), ef.GrantLease)
+    room.feed(ev.LeaseProgressed(other.leader, early.lease.id, other.epoch, 3))
+    room.feed(ev.NodeLost(NodeId("t")))
+    finish(room, one, grants[0])
+    effects = learn(room, finish(room, two, grants[1]))
+    begun = {rollout.id for rollout in early.rollouts}
+    discarded = {name for effect in of(effects, ef.DiscardSamples) for name in effect.rollouts}
+    assert begun <= discarded
+    again = {rollout.id: rollout.version for rollout in room.controller.rollouts.values()}
+    assert {again[name] for name in begun} == {V1}
+    assert not any(room.controller.queue.step_of(name) for name in begun)
+
+
 def test_a_slow_gpu_s_share_is_smaller() -> None:
     room = Room(dataclasses.replace(SINGLE, prompts_per_iteration=10, iterations=1))
     (fast,) = room.bring_up(dataclasses.replace(SPOT, gpus=1))
@@ -208,7 +226,9 @@ def test_a_slow_gpu_s_share_is_smaller() -> None:
     room.now = 4.0
     finish(room, slow, grants[1])
     share = only(room.pull(slow, capacity=20, seen=grants[1].lease.id), ef.GrantLease)
-    assert len(share.rollouts) == 3, "of 18 the other does 15 while this one, of a fourth of its speed, does 4"
+    assert len(share.rollouts) == 3, (
+        "of 18 the other does 15 while this one, of a fourth of its speed, does 4"
+    )
 
 
 TRAINER = Node(NodeId("r"), NodeKind.RESERVED, 1, "H100", 8.0, True, True)

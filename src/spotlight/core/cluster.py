@@ -495,7 +495,7 @@ class Cluster:
         if not (self.spare.explores and demand.pressing and self.queue.previews_held):
             return
         ready = [group for group in self.groups.values() if group.state is GroupState.READY]
-        share = max((self.serving.share(group, demand) for group in ready), default=1)
+        share = max((1, *(self.serving.share(group, demand) for group in ready)))  # the fast may not be ready
         able = {group.leader for group in ready}
         given = self.spare.give_way(math.ceil(demand.pressing / share), able.__contains__, self._now)
         self._give_back(given)

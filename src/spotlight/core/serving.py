@@ -78,6 +78,8 @@ class Serving:
 
     def share(self, group: Group, demand: Demand) -> int:
         """A group's share of what is pulled next."""
+        if group.trains and math.isfinite(self.trainers_may):
+            return demand.contended  # they take what was planned for them
         # A few rollouts for the trainers are taken from what is left, not from anybody's share.
         trainers = not demand.previews and math.isinf(self.trainers_may)
         return self.shares.of(group, demand.contended, trainers=trainers)
@@ -89,12 +91,13 @@ class Serving:
             limit = int(min(limit, self._each_trainer, self.trainers_may))
         granted = self.queue.pull(group.leader, limit, now)
         assert granted is not None, "rollouts wait, and the leader was admitted"
+        assert value is not None, "rollouts wait"
         lease, taken, resume = granted
         group.capacity = 0
         if group.trains:
             self.trainers_may -= len(taken)
         steps = sum(rollout.steps - resume.get(rollout.id, 0) for rollout in taken)
-        filler = Filler.TRAINERS if group.trains else None if value is None else _FILLER.get(value)
+        filler = Filler.TRAINERS if group.trains else _FILLER.get(value)
         self.pace.begin(lease.id, group.leader, group.kind, steps, filler, now + self._turn(group))
         return GrantLease(*granted)
 
