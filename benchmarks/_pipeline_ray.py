@@ -35,11 +35,11 @@ from spotlight.store.summary import read_summary
 
 RANKS = 2
 ROLLOUT_SLOTS = 2
-STEP_S, TRAIN_S = 0.010, 0.100
+STEP_S, TRAIN_S = 0.040, 0.200
 """Seconds that a slot takes for a denoising step of a sample, and for training one, besides computing."""
 SETTINGS = (
     "iterations=10",
-    "rollout.prompts_per_iteration=6",
+    "rollout.prompts_per_iteration=4",
     "rollout.group_size=8",
     "rollout.batch_size=8",
     "rollout.steps=8",
@@ -49,7 +49,7 @@ SETTINGS = (
     "learner.warmup_steps=0",
     "learner.decay_iterations=null",
     "learner.learning_rate=1e-3",
-    "evaluation.every=2",
+    "evaluation.every=5",
     "evaluation.steps=8",
     "evaluation.prompts=8",
     "evaluation.images_per_prompt=8",
@@ -61,7 +61,7 @@ SETTINGS = (
     "fleet.spot.nodes=0",
     f"fleet.local={{rollout_slots: {ROLLOUT_SLOTS}, threads: 1}}",
 )
-"""Generation and training of an iteration take about as long: 6 x 8 samples, 8 steps or 2 timesteps each."""
+"""Generation and training of an iteration take about as long: 4 x 8 samples, 8 steps or 2 timesteps each."""
 SWITCHES = (
     ("GAP", ("pipeline={axis: generation, slice_size: 4, baseline: slice}",)),
     ("TSP", ("learner.timesteps_per_pass=2",)),
