@@ -34,6 +34,11 @@ RANKS = (
     "learner.learning_rate=0.001",
     "rewards=[{name: 'reward_functions:moody'}]",
 )
+ONE_AT_ONCE = [
+    pytest.param(name, marks=() if parameters is NFT else pytest.mark.slow)
+    for name, parameters in ALGORITHMS.items()
+]
+"""The learner's own tests compare ranks with every algorithm: here one will do, but for the longer tier."""
 WEIGHT_TOLERANCE = 1e-5
 """Largest difference of a LoRA weight after the run; measured: 7e-7, of weights up to 2e-3."""
 SCORE_TOLERANCE = 1e-5
@@ -51,7 +56,7 @@ def assert_close(first: Outcome, second: Outcome) -> None:
         assert one[2] == pytest.approx(two[2], abs=SCORE_TOLERANCE)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ONE_AT_ONCE)
 def test_two_ranks_do_what_one_does(job: Job, algorithm: str) -> None:
     overrides = [*ALGORITHMS[algorithm], *RANKS]
     one, two = job.root / f"one-{len(overrides)}", job.root / f"two-{len(overrides)}"
@@ -66,7 +71,7 @@ def test_two_ranks_do_what_one_does(job: Job, algorithm: str) -> None:
     assert max(float(tensor.abs().max()) for name, tensor in lora(two).items() if "lora_B" in name) > 5e-4
 
 
-@pytest.mark.parametrize("first", [1, 2])
+@pytest.mark.parametrize("first", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_checkpoints_are_taken_up_by_another_number_of_ranks(job: Job, first: int) -> None:
     overrides = [*NFT, *RANKS]
     straight, name = job.root / f"one-{len(overrides)}", f"from-{first}-ranks"
@@ -83,7 +88,7 @@ def test_checkpoints_are_taken_up_by_another_number_of_ranks(job: Job, first: in
     assert largest_difference(run, straight) <= WEIGHT_TOLERANCE
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ONE_AT_ONCE)
 def test_a_rank_left_without_samples_trains_the_others(job: Job, algorithm: str) -> None:
     """All that the second rank made is dropped, and of the single evaluation picture it makes none."""
     overrides = moody_arguments(job, "nan on rank 1", "nan on rank 1")

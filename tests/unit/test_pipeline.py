@@ -13,6 +13,7 @@ from spotlight.core import effects as ef
 from spotlight.core import events as ev
 from spotlight.core.pipeline.pace import Pace
 from spotlight.core.pipeline.slices import COMPARED_MIN, Slice, slices
+from spotlight.core.pipeline.takes import groups_soon
 from spotlight.core.plan import Axis, ClusterPlan, PipelinePlan, Plan
 from spotlight.core.recovery import Recovery
 from spotlight.core.types import (
@@ -304,3 +305,24 @@ def test_what_no_schedule_can_do_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=told):
             Room(dataclasses.replace(PLAN, pipeline=pipeline, cluster=ClusterPlan()))
+
+
+def test_groups_of_a_tail_count_as_what_they_part_into() -> None:
+    """When an iteration begins, the paces of the tail's few large groups say nothing of what will be made."""
+    room = Room(dataclasses.replace(PLAN, prompts_per_iteration=1, group_size=2))
+    todo: list[ef.Effect] = []
+    for group in room.bring_up(dataclasses.replace(SPOT, gpus=4)):
+        todo += of(room.pull(group), ef.StopGroup)
+    while todo:
+        match todo.pop():
+            case ef.StopGroup(leader, epoch):
+                todo += room.feed(ev.GroupStopped(leader, epoch))
+            case ef.FormGroup(leader, epoch):
+                todo += room.feed(ev.GroupFormed(leader, epoch))
+    cluster = room.controller.cluster
+    assert {len(group.members) for group in cluster.groups.values()} == {2}, "two rollouts, four GPUs"
+    soon = {degree: list(groups_soon(cluster, degree, trains=False)) for degree in (1, 2)}
+    assert soon == {degree: [GroupKind("H100", degree)] * (4 // degree) for degree in (1, 2)}
+    assert not list(groups_soon(cluster, 1, trains=True))
+    room.feed(ev.NodeNoticed(SPOT.id, room.now + 1.0))
+    assert not list(groups_soon(cluster, 1, trains=False)), "it drains"

@@ -357,12 +357,13 @@ class Cluster:
     def _divided(self, free: list[WorkerId]) -> list[tuple[WorkerId, ...]]:
         """A node's free workers by group: as many as wait for better work than previews, then the others."""
         demand, degrees = self.spare.demand(), self.plan.degrees
-        degree, previews = self._degree_for(demand.contended), self.queue.outstanding - demand.needed
+        degree, previews = self.degree_for(demand.contended), self.queue.outstanding - demand.needed
         first = len(free) if demand.previews or not previews else demand.pressing * degree
-        rest = form_groups(free[first:], self._degree_for(previews), degrees)
+        rest = form_groups(free[first:], self.degree_for(previews), degrees)
         return [*form_groups(free[:first], degree, degrees), *rest]
 
-    def _degree_for(self, rollouts: int) -> int:
+    def degree_for(self, rollouts: int) -> int:
+        """GPUs of a group, where so many rollouts are outstanding."""
         return choose_degree(self.plan, self._capable, rollouts)
 
     def _group_answered(self, event: ev.GroupFormed | ev.GroupStopped) -> None:
@@ -445,7 +446,7 @@ class Cluster:
         demand = self.spare.demand()
         if not demand.pressing and (demand.needed or not self.queue.waiting):
             # A neighbour may have long to go: with this group's workers it is done sooner.
-            degree = self._degree_for(demand.needed or demand.contended)
+            degree = self.degree_for(demand.needed or demand.contended)
             self._grow(self.hosts[group.node], degree, self.plan.tail_steps, over_previews=demand.needed > 0)
 
     def finished(self, leader: WorkerId, lease: LeaseId, now: float) -> None:
@@ -463,7 +464,7 @@ class Cluster:
         self._now = now
         serving, sated = self.serving, list[WorkerId]()
         demand = self.spare.demand()
-        wanted = self._degree_for(demand.contended)
+        wanted = self.degree_for(demand.contended)
         while serving.idle and self.queue.waiting:
             leader, _ = serving.idle.popitem(last=False)
             group = self.groups[leader]
@@ -484,7 +485,7 @@ class Cluster:
             self._give_back([] if demand.previews else self.spare.crowded_out(leader))
             then, demand = demand, self.spare.demand()
             if demand.previews != then.previews:
-                wanted = self._degree_for(demand.contended)
+                wanted = self.degree_for(demand.contended)
         # What others have not taken yet is theirs: groups with their share wait for it to be taken, or for
         # less work to be outstanding.
         serving.idle.update(dict.fromkeys(leader for leader in sated if self.groups[leader].capacity))

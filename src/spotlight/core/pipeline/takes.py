@@ -7,12 +7,14 @@ groups beside them, at the sum of their paces: leases are small beside what is l
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from spotlight.core.cluster import Cluster
-from spotlight.core.members import Group, GroupState
+from spotlight.core.members import ABLE, GroupState
 from spotlight.core.pipeline.bts import Generator, Timeline, plan_takes
 from spotlight.core.queue import Value
+from spotlight.core.types import GroupKind
 
 _UNITS = 32
 """So many units the work that waits is cut into: the search takes the square of it."""
@@ -49,19 +51,21 @@ def rollouts_to_take(cluster: Cluster, backlog: Backlog) -> int:
     """
     queue, pace = cluster.queue, cluster.pace
     waiting = queue.waiting_of(Value.TRAIN, Value.EVAL)
-    trainers = [group for group in cluster.trainers() if _works(cluster, group)]
-    willing = [group for group in trainers if cluster.willing(group)]
+    willing = [group for group in cluster.trainers() if cluster.willing(group)]
     if not waiting or not willing:
         return 0
-    times_s = [pace.step_s(group.kind, trains=True) for group in trainers]
+    outstanding = queue.outstanding_of(Value.TRAIN, Value.EVAL)
+    degree = cluster.degree_for(outstanding)
+    trainers = list(groups_soon(cluster, degree, trains=True))
+    times_s = [pace.step_s(kind, trains=True) for kind in trainers]
     step_s = max((seconds for seconds in times_s if seconds is not None), default=None)
     if not step_s:
         return min(waiting, sum(group.capacity for group in willing))
     each_s = step_s * backlog.rollout_steps
     count = len(trainers)
     unit = min(waiting, count * max(1, math.ceil(waiting / (_UNITS * count))))
-    held = queue.outstanding_of(Value.TRAIN, Value.EVAL) - waiting
-    rate = _rate(cluster, backlog.rollout_steps)
+    held = outstanding - waiting
+    rate = _rate(cluster, backlog.rollout_steps, degree)
     timeline = Timeline(
         ready=backlog.trainable // unit,
         waiting=waiting // unit,
@@ -85,12 +89,22 @@ def rollouts_to_take(cluster: Cluster, backlog: Backlog) -> int:
     return min(waiting, found.now * unit)
 
 
-def _rate(cluster: Cluster, rollout_steps: int) -> float:
-    """Rollouts a second of all groups beside the trainers; 0 where there are none, or nothing is known."""
-    groups = [group for group in cluster.groups.values() if not group.trains and _works(cluster, group)]
-    times_s = [cluster.pace.step_s(group.kind) for group in groups]
+def _rate(cluster: Cluster, rollout_steps: int, degree: int) -> float:
+    """Rollouts a second of all workers beside the trainers; 0 where there are none, or nothing is known."""
+    times_s = [cluster.pace.step_s(kind) for kind in groups_soon(cluster, degree, trains=False)]
     return sum(1 / (step_s * rollout_steps) for step_s in times_s if step_s)
 
 
-def _works(cluster: Cluster, group: Group) -> bool:
-    return group.state is GroupState.READY and not cluster.hosts[group.node].draining
+def groups_soon(cluster: Cluster, degree: int, *, trains: bool) -> Iterator[GroupKind]:
+    """The groups that workers are in or soon will be: those of the tail part when an iteration begins."""
+    for host in cluster.hosts.values():
+        if host.node.trains is not trains or host.draining:
+            continue
+        apart = sum(cluster.workers[name].state in ABLE for name in host.workers)
+        for leader in host.leaders:
+            group = cluster.groups[leader]
+            if group.state is not GroupState.STOPPING and len(group.members) <= degree:
+                apart -= len(group.members)
+                yield group.kind
+        for _ in range(math.ceil(apart / degree)):
+            yield GroupKind(host.node.gpu_type, min(apart, degree))
