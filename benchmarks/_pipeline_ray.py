@@ -27,6 +27,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from spotlight.config.load import load_config
 from spotlight.report.record import read_run
 from spotlight.store import ledger_queries as queries
 from spotlight.store.errors import StoreError
@@ -147,15 +148,21 @@ def run(mode: Mode, seed: int, runs_dir: Path, overrides: Sequence[str]) -> RayR
     """Train through the command line, unless that run is finished, and read what it left."""
     name = f"{mode.name.replace('+', 'with-')}-{seed}"
     directory = runs_dir / name
+    keys = [
+        f"name={name}",
+        f"run_seed={seed}",
+        f"runs_dir={runs_dir}",
+        *SETTINGS,
+        *mode.overrides,
+        *overrides,
+    ]
     try:
         read_summary(directory / "summary.json")
     except StoreError:
-        command = [
-            *(sys.executable, "-m", "spotlight.cli", "train", "--plain"),
-            *(f"name={name}", f"run_seed={seed}", f"runs_dir={runs_dir}"),
-            *(*SETTINGS, *mode.overrides, *overrides),
-        ]
+        command = (sys.executable, "-m", "spotlight.cli", "train", "--plain", *keys)
         subprocess.run(command, check=True, env=paced_environment())
+    if load_config(RunPaths(directory).config) != load_config(None, keys):
+        raise SystemExit(f"{directory}: made with other settings; remove it, or take another --runs-dir.")
     return collect(mode.name, seed, directory)
 
 
@@ -272,8 +279,13 @@ def summarise(runs: Sequence[RayRun]) -> list[dict[str, object]]:
     return rows
 
 
-def outside(mine: Sequence[RayRun], base: Sequence[RayRun]) -> int:
-    """Validations whose means over seeds differ by more than twice the standard error of the difference."""
+def outside(mine: Sequence[RayRun], base: Sequence[RayRun]) -> int | None:
+    """Validations whose means over seeds differ by more than twice the standard error of the difference.
+
+    None where either has fewer than two seeds.
+    """
+    if min(len(mine), len(base)) < 2:
+        return None
     count = 0
     for ours, theirs in zip(
         zip(*(one.validations for one in mine), strict=True),
@@ -325,7 +337,7 @@ def show_ray(runs: Sequence[RayRun]) -> None:
             _told(row["ratio"], row["ratio_stderr"], 3),
             _told(row["ceiling"], None, 2),
             _told(row["validation"], row["validation_stderr"], 3),
-            f"{row['outside']} of {row['validations']}",
+            "" if row["outside"] is None else f"{row['outside']} of {row['validations']}",
             str(row["learns_as"]),
             f"{row['idle_share']:.0%}",
             f"{row['early']:.0f}",

@@ -99,7 +99,7 @@ class Row:
         samples_per_s: trained, without the first iteration.
         over_colocated, over_disaggregated: throughput divided by theirs, both synchronous.
         published: ceiling of ``over_disaggregated``: (G + T)/max(G, T).
-        of_published: what is reached of it: above 1 where trainers roll out.
+        of_published: what is reached of it: above 1 where trainers roll out, or T is shorter.
         ceiling: the mode's own.
         of_ceiling: what is reached of it.
         filled_gpu_h: GPU-hours of all iterations by what filled them.
@@ -138,13 +138,16 @@ class Work:
     def synchronous_s(self) -> float:
         """Seconds of all rollouts, and then all training."""
         alone = self.generation_gpu_s / self.apart if self.apart else inf
-        helped = 2 * self.turn_s + (self.generation_gpu_s - self.apart * self.turn_s) / self.rolling
-        return (
-            min(alone, max(helped, 2 * self.turn_s) if self.rolling > self.apart else inf) + self.training_s
-        )
+        turns_s = 2 * self.turn_s
+        helped = max(turns_s, (self.generation_gpu_s + turns_s * self.ranks) / self.rolling)
+        return min(alone, helped if self.rolling > self.apart else inf) + self.training_s
 
     def overlapping_s(self, turns: float) -> float:
-        """Seconds of an iteration in which both overlap, with so many turns of each GPU that does both."""
+        """Seconds of an iteration in which both overlap, with so many turns of each GPU that does both.
+
+        Where rollouts begin early, trainers may help every other iteration: one turn each on average. Helping
+        more seldom still could beat that, as far as samples may be made in advance.
+        """
         alone = max(self.training_s, self.generation_gpu_s / self.apart)
         if self.rolling == self.apart:
             return alone

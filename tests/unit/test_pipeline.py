@@ -226,10 +226,10 @@ def test_a_slow_gpu_s_share_is_smaller() -> None:
     finish(room, fast, grants[0])
     room.now = 4.0
     finish(room, slow, grants[1])
+    share = only(room.pull(fast, capacity=20, seen=grants[0].lease.id), ef.GrantLease)
+    assert len(share.rollouts) == 15, "18 are left for one GPU and one of a fourth of its speed"
     share = only(room.pull(slow, capacity=20, seen=grants[1].lease.id), ef.GrantLease)
-    assert len(share.rollouts) == 3, (
-        "of 18 the other does 15 while this one, of a fourth of its speed, does 4"
-    )
+    assert len(share.rollouts) == 3, "a fourth would be done after all the others"
 
 
 TRAINER = Node(NodeId("r"), NodeKind.RESERVED, 1, "H100", 8.0, True, True)
@@ -326,3 +326,49 @@ def test_groups_of_a_tail_count_as_what_they_part_into() -> None:
     assert not list(groups_soon(cluster, 1, trains=True))
     room.feed(ev.NodeNoticed(SPOT.id, room.now + 1.0))
     assert not list(groups_soon(cluster, 1, trains=False)), "it drains"
+
+
+def test_the_last_rollout_goes_to_a_slow_gpu_if_the_fast_one_cannot_take_it() -> None:
+    room = Room(dataclasses.replace(SINGLE, prompts_per_iteration=1, iterations=1))
+    pace = room.controller.cluster.pace
+    for number, (kind, rollout_s) in enumerate(((FAST, 1.0), (SLOW, 4.0))):
+        pace.begin(LeaseId(10**6 + number), WorkerId("before"), kind, 8, None, 100.0 * number)
+        pace.end(LeaseId(10**6 + number), 100.0 * number + rollout_s)
+    room.now = 200.0
+    (fast,) = room.bring_up(dataclasses.replace(SPOT, gpus=1))
+    (slow,) = room.bring_up(Node(NodeId("t"), NodeKind.SPOT, 1, "L40S", 1.0, False, True))
+    first = only(room.pull(fast), ef.GrantLease)
+    assert not of(room.pull(slow), ef.GrantLease), "the fast one works, and has the second done sooner"
+    grants = of(room.feed(ev.NodeLost(SPOT.id)), ef.GrantLease)
+    assert [grant.lease.worker for grant in grants] == [slow.leader]
+    assert first.lease.worker == fast.leader
+
+
+def test_each_gpu_of_the_learner_turns_once_and_what_turning_takes_is_no_pace() -> None:
+    trainers = dataclasses.replace(TRAINER, gpus=2)
+    changes = {"pipeline": PipelinePlan(bounded=True, switch_s=17.5), "ranks": 2}
+    room = Room(dataclasses.replace(SINGLE, prompts_per_iteration=8, **changes))  # type: ignore[arg-type]
+    serving = room.controller.cluster.serving
+    room.now = 10.0
+    seen_pace(room, rollout_s=8.0, train_s=0.5)
+    one, two = room.bring_up(trainers)
+    grants = [only(room.pull(group), ef.GrantLease) for group in (one, two)]
+    assert serving.turned == {one.leader, two.leader}
+    room.now += 17.5 + 8.0
+    for group, grant in zip((one, two), grants, strict=True):
+        finish(room, group, grant)
+    pace = room.controller.cluster.pace
+    assert pace.step_s(FAST, trains=True) == pytest.approx(1.0), "8 s for the 8 steps of each"
+    assert serving.learner_turns() == 17.5
+    assert serving.learner_turns() == 0.0, "its GPUs have turned"
+
+
+def test_a_trainer_that_was_slow_once_is_not_given_up() -> None:
+    pace = Pace()
+    for lease, (filler, seconds) in enumerate(
+        ((None, 8.0), (Filler.TRAINERS, 80.0), (Filler.TRAINERS, 80.0))
+    ):
+        pace.begin(LeaseId(lease), WorkerId(f"w{lease}"), FAST, 8, filler, 0.0)
+        pace.end(LeaseId(lease), seconds)
+    assert pace.step_s(FAST) == pytest.approx(1.0), "each is on its own"
+    assert pace.step_s(FAST, trains=True) == pytest.approx(1.5)

@@ -78,6 +78,8 @@ def test_learning_is_compared_validation_by_validation_and_loss_by_loss() -> Non
     near = [replace(one, mode="+TSP", validations=(0.5, one.validations[1] - 0.1)) for one in base]
     far = [replace(one, mode="+TAG", validations=(0.5, one.validations[1] - 0.4)) for one in base]
     assert (bench.outside(near, base), bench.outside(far, base)) == (0, 1)
+    assert bench.outside(far, []) is None
+    assert bench.outside(far[:1], base) is None
     other = [replace(one, mode="+TCSS", losses=(0.9, one.run_seed / 10)) for one in base]
     runs = [*base, *same, *other]
     assert [bench.learns_as(mode, runs) for mode in ("+GAP", "+TCSS")] == [bench.SYNCHRONOUS, "+TCSS"]

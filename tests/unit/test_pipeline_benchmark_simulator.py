@@ -42,7 +42,7 @@ def test_turns_take_time_and_are_not_taken_where_they_take_more_than_they_bring(
     work = bench.Work(generation_gpu_s=80.0, training_s=4.0, turn_s=1.0, ranks=6, apart=2, rolling=8)
     assert work.overlapping_s(turns=0) == pytest.approx((80 + 6 * 4) / 8)
     assert work.overlapping_s(turns=2) == pytest.approx((80 + 6 * 6) / 8)
-    assert work.synchronous_s() == pytest.approx(2 * 1 + (80 - 2 * 1) / 8 + 4)
+    assert work.synchronous_s() == pytest.approx((80 + 6 * 2 * 1) / 8 + 4)
     dear = replace(work, turn_s=1000.0)
     assert dear.overlapping_s(turns=1) == pytest.approx(80 / 2)
     assert dear.synchronous_s() == pytest.approx(80 / 2 + 4)
@@ -54,8 +54,8 @@ def test_turns_take_time_and_are_not_taken_where_they_take_more_than_they_bring(
 def test_no_mode_beats_its_ceiling(
     bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
 ) -> None:
-    chosen = ("colocated", "disaggregated", "+gap", "+gap+tsp+tag+tcss", "tsp")
-    modes = {name: made for name, made in bench.MODES.items() if name in chosen}
+    chosen = ("colocated", "disaggregated", "+gap", "+gap+tsp+tag+tcss", "+tsp", "+tag")
+    modes = {name: bench.MODES[name] for name in chosen}
     monkeypatch.setattr(bench, "MODES", modes)
     monkeypatch.setattr(bench, "ITERATIONS", 3)
     setting = bench.Setting(model, 16, 12, 20, 0.4, False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import json
 import math
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -29,6 +30,7 @@ from spotlight.core.records import (
 )
 from spotlight.core.types import (
     DropReason,
+    Filler,
     Phase,
     PolicyVersion,
     Prompt,
@@ -87,6 +89,7 @@ def write_ledger(run: RunDirectory) -> None:
             ledger.spend(
                 [GpuSpend(WORKER, phase, s, 0.05) for phase, s in spent.items()], 1000.0 * attempt + 90
             )
+            ledger.fill(attempt - 1, {Filler.TRAINING: 10.0, Filler.NEXT: 2.25})
         ledger.end_attempt(Ending.FINISHED, 2090.0)
 
 
@@ -147,6 +150,7 @@ def test_the_final_screen_says_what_was_gained_and_what_it_cost(run: RunRecord) 
         "graded 0.834 ± 0.006 0.940 ± 0.006",
         "rollout 120.0 s 67%",
         "180.0 worker seconds at $0.05 an hour: $0.0025",
+        "Not idle thanks to training beside rollouts 20.0 s, next iteration's rollouts 4.5 s",
         "Samples 8 issued = 6 trained + 2 dropped (reward_timeout)",
         "Survived 1 interruption in 2 attempts",
         f"LoRA {run.paths.path / 'lora'}",
@@ -190,6 +194,14 @@ def test_the_audit_tells_the_digest_in_one_line(run: RunRecord) -> None:
     told = CliRunner().invoke(app, ["audit", str(run.paths.path)])
     digests = [line.split()[1] for line in told.output.splitlines() if line.startswith("digest")]
     assert [len(digest) for digest in digests] == [64]
+
+
+def test_the_audit_tells_what_filled_idle_time(run: RunRecord) -> None:
+    told = CliRunner().invoke(app, ["audit", str(run.paths.path)])
+    (line,) = [line for line in told.output.splitlines() if "not idle thanks to" in line]
+    assert line.split("to ", 1)[1] == "training beside rollouts 20.0, next iteration's rollouts 4.5"
+    as_json = CliRunner().invoke(app, ["audit", str(run.paths.path), "--json"])
+    assert json.loads(as_json.output)["filled_s"] == {"training": 20.0, "next": 4.5}
 
 
 def test_the_card_is_a_folder_of_its_own_with_all_it_shows(run: RunRecord) -> None:

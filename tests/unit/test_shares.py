@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from hypothesis import given
@@ -37,42 +38,44 @@ def cluster(seconds: Sequence[int], counts: Sequence[int]) -> tuple[Shares, list
 KINDS = st.lists(st.tuples(st.integers(1, 8), st.integers(1, 4)), min_size=1, max_size=3)
 
 
-@given(KINDS, st.integers(1, 200))
-def test_the_fastest_always_take_some_and_a_share_is_never_more_than_proportional(
-    kinds: list[tuple[int, int]], rollouts: int
-) -> None:
-    seconds, counts = zip(*kinds, strict=True)
-    shares, groups = cluster(seconds, counts)
-    speeds = {one.leader: 1 / seconds[int(one.kind.gpu_type.removeprefix("gpu"))] for one in groups}
-    together = sum(speeds.values())
-    for one in groups:
-        share = shares.of(one, rollouts, trainers=False)
-        assert 0 <= share < rollouts * speeds[one.leader] / together + 1
-        if speeds[one.leader] == max(speeds.values()):
-            assert share >= 1
+def step_s(one: Group, seconds: Sequence[int]) -> int:
+    return seconds[int(one.kind.gpu_type.removeprefix("gpu"))]
 
 
 @given(KINDS, st.integers(1, 200))
-def test_nobody_takes_a_rollout_that_faster_groups_finish_sooner_besides_their_own(
-    kinds: list[tuple[int, int]], rollouts: int
-) -> None:
+def test_a_share_is_proportional_to_the_pace(kinds: list[tuple[int, int]], rollouts: int) -> None:
     seconds, counts = zip(*kinds, strict=True)
     shares, groups = cluster(seconds, counts)
+    together = sum(1 / step_s(one, seconds) for one in groups)
     for one in groups:
-        own_s = seconds[int(one.kind.gpu_type.removeprefix("gpu"))]
-        share = shares.of(one, rollouts, trainers=False)
-        if share:
-            others = sum((share * own_s) // each_s * count for each_s, count in kinds if each_s < own_s)
-            assert others <= rollouts - share
+        exact = rollouts / step_s(one, seconds) / together
+        assert exact - 1e-6 <= shares.of(one, rollouts, trainers=False) < exact + 1 + 1e-6
+
+
+@given(KINDS, st.integers(1, 200), st.integers(1, 4))
+def test_what_is_sooner_done_by_faster_groups_is_left_to_them(
+    kinds: list[tuple[int, int]], rollouts: int, share: int
+) -> None:
+    seconds, counts = zip(*kinds, strict=True)
+    share = min(share, rollouts)
+    shares, groups = cluster(seconds, counts)
+    able = Counter(one.kind for one in groups)
+    for one in groups:
+        own_s = step_s(one, seconds)
+        done = sum(share * own_s // each_s * count for each_s, count in kinds if each_s < own_s)
+        sooner = shares.is_sooner_done(one, share, rollouts, lambda: able)
+        assert sooner == (done > rollouts - share)
+        assert not sooner or own_s > min(seconds), "the fastest leave nothing"
+        assert not shares.is_sooner_done(one, share, rollouts, Counter), "others cannot work"
 
 
 def test_the_last_rollouts_are_left_to_the_fast() -> None:
     shares, groups = cluster([1, 4], [4, 1])
-    slow = groups[-1]
-    assert [shares.of(slow, rollouts, trainers=False) for rollouts in (16, 17, 40)] == [0, 1, 2]
-    for fast in groups[:-1]:
-        shares.count(fast, -1)
-    assert shares.of(slow, 1, trainers=False) == 1, "nobody else is left"
+    *fast, slow = groups
+    able = Counter(one.kind for one in groups)
+    assert [shares.of(slow, rollouts, trainers=False) for rollouts in (16, 17)] == [1, 1]
+    assert [shares.is_sooner_done(slow, 1, rollouts, lambda: able) for rollouts in (16, 17)] == [True, False]
+    assert not shares.is_sooner_done(fast[0], 1, 1, lambda: able)
 
 
 def test_gpus_that_train_count_where_they_share() -> None:

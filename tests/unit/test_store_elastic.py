@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_history import SCRATCH
 
-from spotlight.core.types import Filler, Phase, WorkerId
+from spotlight.core.records import VersionPublished
+from spotlight.core.types import Filler, Phase, PolicyVersion, WorkerId
 from spotlight.store.audit import AuditLimits, audit
 from spotlight.store.errors import LedgerError
 from spotlight.store.history import read_history
@@ -198,11 +199,13 @@ def test_prices_are_those_that_were_paid(run: Path) -> None:
     assert read_history(run).prices_usd_h == (1.0, 3.0)
 
 
-def test_what_filled_idle_time_adds_up_over_iterations_and_attempts(run: Path) -> None:
+def test_what_filled_idle_time_adds_up_without_what_is_undone(run: Path) -> None:
     with Ledger(run / "ledger.sqlite") as ledger:
         begin(ledger)
         ledger.fill(0, {Filler.NEXT: 2.0, Filler.TRAINING: 1.5})
         ledger.fill(1, {Filler.NEXT: 3.0})
+        ledger.append([(1, VersionPublished(PolicyVersion(0)))])
+        ledger.fill(2, {Filler.NEXT: 50.0})
         ledger.rollback(0, 1)
     with Ledger(run / "ledger.sqlite") as ledger:
         begin(ledger)

@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cache
 
 from spotlight.core import events as ev
 from spotlight.core.alarms import Alarms
@@ -465,10 +466,11 @@ class Cluster:
         serving, sated = self.serving, list[WorkerId]()
         demand = self.spare.demand()
         wanted = self.degree_for(demand.contended)
+        able = cache(self._able)
         while serving.idle and self.queue.waiting:
             leader, _ = serving.idle.popitem(last=False)
             group = self.groups[leader]
-            host, room = self.hosts[group.node], serving.room(group, demand)
+            host, room = self.hosts[group.node], serving.room(group, demand, able)
             if len(group.members) > wanted and not self.queue.count_held_by(leader):
                 self._count(Recovery.TAIL_ENDED)
                 self._stop(group)
@@ -491,12 +493,19 @@ class Cluster:
         serving.idle.update(dict.fromkeys(leader for leader in sated if self.groups[leader].capacity))
         self._make_way(demand)
 
+    def _able(self) -> Counter[GroupKind]:
+        """Groups beside trainers that work, or wait for work."""
+        groups = (group for group in self.groups.values() if not group.trains)
+        return Counter(
+            group.kind for group in groups if self.queue.holds(group.leader) or self.willing(group)
+        )
+
     def _make_way(self, demand: Demand) -> None:
         """Have groups that hold previews take better work that waits."""
         if not (self.spare.explores and demand.pressing and self.queue.previews_held):
             return
         ready = [group for group in self.groups.values() if group.state is GroupState.READY]
-        share = max((1, *(self.serving.share(group, demand) for group in ready)))  # the fast may not be ready
+        share = max((self.serving.share(group, demand) for group in ready), default=1)
         able = {group.leader for group in ready}
         given = self.spare.give_way(math.ceil(demand.pressing / share), able.__contains__, self._now)
         self._give_back(given)

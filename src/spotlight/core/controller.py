@@ -297,7 +297,8 @@ class Controller:
         if task is not None:
             # What the learner's GPUs take to turn is no part of its pace.
             self._task_s = self._now + self.cluster.serving.learner_turns()
-            self._task_overlaps = not there
+            held = self.queue.outstanding - self.queue.waiting
+            self._task_overlaps = not there and held > 0 and bool(self.cluster.hosts)
             self.work.effects.append(task)
         elif there:
             self._stop(
@@ -416,6 +417,7 @@ class Controller:
         self.work.roll_back(self._committed.ledger, self._committed.exploration)
         self._undo.append(RollBack(self.ledger.position))
         self.cluster.roll_back(self.version, self._now)
+        self.cluster.serving.turned.clear()  # its GPUs are another process's now
         self._learner_up, self._restore_due = False, True
         self._restore_learner()
         self._start_iteration()
@@ -428,6 +430,8 @@ class Controller:
 
     def _finish(self) -> None:
         self.stage = Stage.OVER
+        if self.cluster.pace.filled_s:
+            self._report_pipeline()
         self.work.effects.append(FinishRun(None))
 
     def _stop(self, error: str) -> None:

@@ -3,7 +3,8 @@
 Invariants
     1. What is granted to groups on GPUs that train is what an optimizer step waits for, and no more of it
        than the controller lets them take.
-    2. Of work for which groups compete, each holds its share at most.
+    2. Of work for which groups compete, each holds its share at most; what was planned for GPUs that train is
+       not competed for.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from spotlight.core.effects import GrantLease
 from spotlight.core.members import Group, GroupState
 from spotlight.core.pipeline.pace import Pace
 from spotlight.core.queue import PullQueue, Value
-from spotlight.core.shares import Shares
+from spotlight.core.shares import Able, Shares
 from spotlight.core.spare_time import Demand, SpareTime
 from spotlight.core.types import Filler, WorkerId
 
@@ -35,7 +36,7 @@ class Serving:
         trainers_may: pull so many rollouts, the groups on GPUs that train.
         trainers_explore: these may be previews.
         switch_s: that they take to turn from training to rollouts, or back.
-        turned: leaders of those that were given rollouts since they trained.
+        turned: workers of those that were given rollouts since they trained.
     """
 
     queue: PullQueue
@@ -65,21 +66,23 @@ class Serving:
         if group.state is not GroupState.STOPPING:
             self.parts(group)
         self.pace.forget(group.leader)
-        self.turned.discard(group.leader)
 
     # -- work ------------------------------------------------------------------------------------------
 
-    def room(self, group: Group, demand: Demand) -> int:
-        """How much of what is pulled next a group may take."""
+    def room(self, group: Group, demand: Demand, able: Able) -> int:
+        """How much of what is pulled next a group may take; ``able``: groups that work, or wait for work."""
         if group.trains and not self._suits_trainers():
             return 0
+        if group.trains and math.isfinite(self.trainers_may):
+            share = demand.contended  # of which they take what was planned for them
+        else:
+            share = self.share(group, demand)
+            share -= self.shares.is_sooner_done(group, share, demand.contended, able)
         trains = group.trains and self.spare.explores
-        return self.spare.room(group.leader, trains, self.share(group, demand), demand)
+        return self.spare.room(group.leader, trains, share, demand)
 
     def share(self, group: Group, demand: Demand) -> int:
         """A group's share of what is pulled next."""
-        if group.trains and math.isfinite(self.trainers_may):
-            return demand.contended  # they take what was planned for them
         # A few rollouts for the trainers are taken from what is left, not from anybody's share.
         trainers = not demand.previews and math.isinf(self.trainers_may)
         return self.shares.of(group, demand.contended, trainers=trainers)
@@ -119,9 +122,9 @@ class Serving:
 
     def _turn(self, group: Group) -> float:
         """A group is given work: seconds until it begins."""
-        if not group.trains or group.leader in self.turned:
+        if not group.trains or self.turned.issuperset(group.members):
             return 0.0
-        self.turned.add(group.leader)
+        self.turned.update(group.members)
         return self.switch_s
 
     def _suits_trainers(self) -> bool:

@@ -132,6 +132,7 @@ class RunBook:
 
     def pipeline(self, effect: ReportPipeline) -> None:
         """See :class:`Book`."""
+        self.flush()
         self.ledger.fill(effect.iteration, effect.filled_s)
 
     def iteration(self, iteration: int, samples_trained: int, row: Mapping[str, float]) -> None:

@@ -231,12 +231,19 @@ class Ledger:
             )
 
     def fill(self, iteration: int, filled_s: Mapping[Filler, float]) -> None:
-        """Note GPU seconds, billed in their phases too, by what filled them: else a GPU would have waited."""
+        """Note GPU seconds, billed in their phases too, by what filled them: else a GPU would have waited.
+
+        Call it after appending the records that the work made.
+        """
         attempt = self._current_attempt()
         with self._transaction(f"what filled GPUs in iteration {iteration}"):
             self._connection.executemany(
-                "INSERT INTO filled_seconds (attempt, iteration, filler, seconds) VALUES (?, ?, ?, ?)",
-                [(attempt, iteration, filler, seconds) for filler, seconds in filled_s.items()],
+                "INSERT INTO filled_seconds (attempt, position, iteration, filler, seconds) "
+                "VALUES (?, ?, ?, ?, ?)",
+                [
+                    (attempt, self._position, iteration, filler, seconds)
+                    for filler, seconds in filled_s.items()
+                ],
             )
 
     def end_attempt(self, ending: Ending, now_s: float = 0.0) -> None:
@@ -286,6 +293,7 @@ class Ledger:
                 "WHERE position > ? AND attempt <> ? AND phase <> 'lost'",
                 (position, attempt),
             )
+            self._connection.execute("DELETE FROM filled_seconds WHERE position > ?", (position,))
             self._connection.execute(
                 "UPDATE gpu_seconds SET position = ?1 WHERE position > ?1 AND attempt = ?2",
                 (position, attempt),

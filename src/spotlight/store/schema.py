@@ -8,8 +8,8 @@ the controller's record that made it. What must not happen is a database error r
 - what is trained was finished, and names an optimizer step that exists when the transaction ends;
 - a sample was made by the version its rollout needs, and is finished once; each of its scores is given once.
 
-The tables below them (attempts, workers, GPU seconds, incidents, rollbacks) say how the work went, not what
-was decided: they are outside the numbering, and survive a rollback.
+The tables below them (attempts, workers, GPU seconds, incidents, rollbacks, filled seconds) say how the work
+went, not what was decided: they are outside the numbering, and survive a rollback, but for filled seconds.
 """
 
 from __future__ import annotations
@@ -217,9 +217,11 @@ CREATE TABLE rollbacks (
 
 _FILLED = f"""
 -- GPU seconds by what filled them: billed in their phases too, they are those a GPU would have waited for.
+-- position: the ledger's position when they were noted; a rollback takes back those of what it undoes.
 CREATE TABLE filled_seconds (
     id INTEGER PRIMARY KEY,
     attempt INTEGER NOT NULL REFERENCES attempts (number),
+    position INTEGER NOT NULL CHECK (position >= 0),
     iteration INTEGER NOT NULL CHECK (iteration >= 0),
     filler TEXT NOT NULL CHECK (filler IN ({_one_of(Filler)})),
     seconds REAL NOT NULL CHECK (seconds >= 0)

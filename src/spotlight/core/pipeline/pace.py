@@ -12,6 +12,8 @@ from spotlight.core.types import Filler, GroupKind, LeaseId, WorkerId
 
 _NEWS = 0.3
 """Weight of the latest observation in a moving average."""
+_TRAINERS_SLOWER_MAX = 1.5
+"""A GPU that trains, too, is expected to take at most so many times as long as one that does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +57,9 @@ class Pace:
         running, spent_s = self._stop(lease, now)
         if running is not None and running.filler is not Filler.EXPLORATION and running.steps > 0:
             seen_s = spent_s / running.steps
-            of = running.kind, running.filler is Filler.TRAINERS
-            known_s = self._step_s.get(of, seen_s)
+            trains = running.filler is Filler.TRAINERS
+            of, like = (running.kind, trains), (running.kind, not trains)
+            known_s = self._step_s.get(of, self._step_s.get(like, seen_s))
             self._step_s[of] = known_s + _NEWS * (seen_s - known_s)
 
     def cut(self, lease: LeaseId, now: float) -> None:
@@ -97,7 +100,8 @@ class Pace:
             trains: its GPUs train, too: leases are smaller there, and so are batches.
         """
         known = self._step_s
-        for of in ((kind, trains), (kind, not trains)):
-            if of in known:
-                return known[of]
-        return sum(known.values()) / len(known) if known else None
+        own_s, like_s = known.get((kind, trains)), known.get((kind, not trains))
+        if own_s is None:
+            return like_s if like_s is not None or not known else sum(known.values()) / len(known)
+        # Trainers that look too slow are given no work, and would look so for ever.
+        return min(own_s, _TRAINERS_SLOWER_MAX * like_s) if trains and like_s is not None else own_s
