@@ -50,23 +50,21 @@ class World:
                 free[i] += self.timeline.generators[i].unit_s
         return replace(self, now_s=at_s, free_s=tuple(free), holds=tuple(holds), waiting=waiting, ready=ready)
 
-    def choices(self) -> list[World]:
-        """Train a unit, take one, or wait for the next that becomes ready."""
-        t, found = self.timeline, []
-        if self.ready:
+    def choices(self) -> list[tuple[World, bool]]:
+        """Train a unit, take one (True), or wait for the next that becomes ready."""
+        t, found = self.timeline, list[tuple[World, bool]]()
+        if self.ready and (not t.whole or self.ready + self.trained == t.units):
             switch_s = t.leave_s if self.generating else 0.0
             later = replace(self, ready=self.ready - 1).until(self.now_s + switch_s + t.train_s)
-            found.append(replace(later, trained=self.trained + 1, generating=False))
-        elif self.generating:  # switch back while waiting
-            found.append(replace(self.until(self.now_s + t.leave_s), generating=False))
+            found.append((replace(later, trained=self.trained + 1, generating=False), False))
         if self.waiting:
             switch_s = 0.0 if self.generating else t.enter_s
             later = replace(self, waiting=self.waiting - 1).until(self.now_s + switch_s + t.generate_s)
-            found.append(replace(later, ready=later.ready + 1, generating=True))
+            found.append((replace(later, ready=later.ready + 1, generating=True), True))
         busy = zip(self.free_s, self.holds, strict=True)
         events = [free for free, holds in busy if free > self.now_s and (holds or self.waiting)]
-        if events and not self.generating:
-            found.append(self.until(min(events)))
+        if events:
+            found.append((self.until(min(events)), False))
         return found
 
 
@@ -75,8 +73,7 @@ def best_of_all(world: World, takes: int | None = None) -> float:
     if world.trained == world.timeline.units:
         return world.now_s
     ends = [math.inf]
-    for choice in world.choices():
-        took = choice.generating and choice.trained == world.trained
+    for choice, took in world.choices():
         if took and takes == 0:
             continue
         ends.append(best_of_all(choice, None if takes is None else takes - took))
@@ -99,6 +96,7 @@ def timelines(draw: st.DrawFn, waiting_max: int = 3) -> Timeline:
         enter_s=draw(SECONDS),
         leave_s=draw(SECONDS),
         generating=draw(st.booleans()),
+        whole=draw(st.booleans()),
     )
 
 
@@ -169,8 +167,8 @@ def test_bounded_stealing_beats_taking_everything_one_can() -> None:
     world = World.of(timeline)
     while world.trained < timeline.units:
         choices = world.choices()
-        took = [choice for choice in choices if choice.generating and choice.trained == world.trained]
-        world = took[0] if took else choices[0]
+        took = [choice for choice, taken in choices if taken]
+        world = took[0] if took else choices[0][0]
     assert world.now_s > 1.2 * plan.finish_s
 
 

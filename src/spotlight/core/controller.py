@@ -311,10 +311,9 @@ class Controller:
         overlaps = pipeline.axis is not None
         trainable = self.training.ready() if overlaps else 0
         made = self.training.untrained - trainable if overlaps else 0
-        train_s = pace.train_s if overlaps else 0.0
         steps = self.plan.rollout_steps
         generating = bool(self.cluster.serving.turned)
-        backlog = Backlog(steps, trainable, made, train_s, pipeline.switch_s, generating)
+        backlog = Backlog(steps, trainable, made, pace.train_s, not overlaps, pipeline.switch_s, generating)
         takes = rollouts_to_take(self.cluster, backlog)
         if takes:
             self._takes, self._takes_until_s = takes, self._now + self.plan.cluster.answer_s

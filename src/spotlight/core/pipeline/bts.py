@@ -9,6 +9,8 @@ Why that is exact: generators pull in a fixed order at fixed times, of which uni
 cut off the last; so of two ways to the same (taken, trained, mode) the earlier one can wait for the later,
 and dominates it.
 
+Trainers switch back once there is something to train, not before.
+
 Why it is bounded: a unit that trainers would finish after generators had finished everything is never
 taken. Left alone, all training could start by then at the latest; taken, it would start later still.
 
@@ -57,9 +59,10 @@ class Timeline:
         generate_s: all trainers together generate a unit.
         train_s: they train one.
         enter_s: they switch from training to generating.
-        leave_s: they switch back.
+        leave_s: they switch back, once a unit can be trained.
         generating: they are in generating mode now.
         coming: seconds from now until further generated units can be trained.
+        whole: nothing is trained before all is generated.
     """
 
     ready: int
@@ -71,6 +74,7 @@ class Timeline:
     leave_s: float
     generating: bool = False
     coming: tuple[float, ...] = ()
+    whole: bool = False
 
     def __post_init__(self) -> None:
         if self.ready < 0 or self.waiting < 0:
@@ -121,8 +125,11 @@ def plan_takes(timeline: Timeline, *, gain_min_s: float = 0.0) -> TakePlan:
     for taken in range(timeline.waiting + 1):
         left = timeline.waiting - taken
         finished = sorted([*held, *(claim.ready_s for claim in claims[:left])])
-        rows = _trained(timeline, rows, finished, taken)
-        end = min(at for at in (*rows[-1], _At(math.inf, 0)) if at is not None)
+        if timeline.whole:
+            end = _end_of_whole(timeline, rows[0], finished, taken)
+        else:
+            rows = _trained(timeline, rows, finished, taken)
+            end = min((at for at in rows[-1] if at is not None), default=_At(math.inf, 0))
         if taken == 0:
             best = without = end
         elif end.at_s < best.at_s * (1 - _ROUNDING):
@@ -185,13 +192,31 @@ def _trained(timeline: Timeline, rows: Sequence[_Row], finished: Sequence[float]
             break
         ready_s = finished[of_generators - 1] if of_generators > 0 else 0.0
         training, generating = found[trained]
-        ways = [training] if training else []
+        ways = [(training, 0.0)] if training else []
         if generating:
-            ways.append(_At(generating.at_s + timeline.leave_s, generating.first))
+            ways.append((generating, timeline.leave_s))
         if ways:
-            at = min(_At(max(way.at_s, ready_s) + timeline.train_s, way.first) for way in ways)
+            at = min(
+                _At(max(way.at_s, ready_s) + turn_s + timeline.train_s, way.first) for way, turn_s in ways
+            )
             found[trained + 1] = _Row(at, found[trained + 1].generating)
     return found
+
+
+def _end_of_whole(timeline: Timeline, row: _Row, finished: Sequence[float], taken: int) -> _At:
+    """The end, if nothing is trained before all is there. ``row``: nothing is trained."""
+    if timeline.ready + taken + len(finished) < timeline.units:
+        return _At(math.inf, 0)  # nobody generates the rest
+    ready_s = max(finished, default=0.0)
+    training, generating = row
+    ways = [(training, 0.0)] if training else []
+    if generating:
+        ways.append((generating, timeline.leave_s))
+    train_s = timeline.units * timeline.train_s
+    return min(
+        (_At(max(way.at_s, ready_s) + turn_s + train_s, way.first) for way, turn_s in ways),
+        default=_At(math.inf, 0),
+    )
 
 
 def _taken(

@@ -30,7 +30,8 @@ class Backlog:
         rollout_steps: of a train rollout.
         trainable: samples that could be trained now.
         made: others that are not trained yet: at the rewards, or in groups that lack some.
-        train_s: seconds that the learner takes for one; 0 where it trains nothing before all is there.
+        train_s: seconds that the learner takes for one.
+        whole: it trains nothing before all is there.
         switch_s: that trainers take from training to generating, or back.
         generating: they generated last.
     """
@@ -39,6 +40,7 @@ class Backlog:
     trainable: int
     made: int
     train_s: float
+    whole: bool
     switch_s: float
     generating: bool
 
@@ -81,6 +83,7 @@ def rollouts_to_take(cluster: Cluster, backlog: Backlog) -> int:
             for number in range(-(backlog.made // unit) + 1, held // unit)
             if rate
         ),
+        whole=backlog.whole,
     )
     turns_s = timeline.leave_s + (0.0 if timeline.generating else timeline.enter_s)
     found = plan_takes(timeline, gain_min_s=_TURNS_MIN * turns_s)
