@@ -155,7 +155,6 @@ class Rollouts:
                 del self.early.rollouts[name]  # issued with its iteration, as if it had not been early
                 if begun:
                     self.cluster.recoveries[Recovery.ROLLOUT_RENEWED] += 1
-                    self.discard([name])  # it comes again under this name, made by other weights
             else:
                 self._replace(name)
 
