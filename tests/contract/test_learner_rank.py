@@ -124,6 +124,7 @@ def one_of_two(number: int, root: Path, pipeline: Path, ports: tuple[int, ...]) 
         rank.close()
 
 
+@pytest.mark.slow  # the learner's own tests compare ranks, and test_learner_rank_parts does it through actors
 def test_two_ranks_equal_one(random_pipeline: Path, tmp_path: Path) -> None:
     ranks, told = {}, {}
     for algorithm in ALGORITHMS:

@@ -16,7 +16,7 @@ from spotlight.runtime.ray.nodes.listing import SHARE
 from spotlight.runtime.ray.worker.actor import Berth
 
 SCRIPT = """
-import json, random, sys
+import json, random, sys, time
 from spotlight.runtime.ray.local.node_processes import prepare_environment
 prepare_environment()
 import ray
@@ -30,7 +30,7 @@ class Process:
 
 shares = {"rank 0": share, "rank 1": share, "worker 0": share, "worker 1": share, "worker 2": 1.0}
 alive, dice = {}, random.Random(0)
-for _ in range(3):
+for _ in range(2):
     coming = [name for name in shares if name not in alive]
     dice.shuffle(coming)
     for name in coming:
@@ -38,6 +38,10 @@ for _ in range(3):
     assert ray.get([actor.gpus.remote() for actor in alive.values()], timeout=120) == [1] * 5
     for name in dice.sample(sorted(alive), 3):
         ray.kill(alive.pop(name))
+    # Until Ray has seen it: what is placed before goes to another GPU, and two halves hold no whole worker.
+    free = 3 - sum(shares[name] for name in alive)
+    while ray.available_resources().get("GPU", 0.0) < free:
+        time.sleep(0.05)
 print(json.dumps("all had room"))
 ray.shutdown()
 """
