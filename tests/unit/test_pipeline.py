@@ -343,6 +343,19 @@ def test_the_last_rollout_goes_to_a_slow_gpu_if_the_fast_one_cannot_take_it() ->
     assert first.lease.worker == fast.leader
 
 
+def test_the_last_rollout_is_left_to_a_fast_gpu_that_trains_too_if_that_rolls_out_at_will() -> None:
+    room = Room(dataclasses.replace(SINGLE, prompts_per_iteration=1, iterations=1))
+    pace = room.controller.cluster.pace
+    for number, (kind, rollout_s) in enumerate(((FAST, 1.0), (SLOW, 4.0))):
+        pace.begin(LeaseId(10**6 + number), WorkerId("before"), kind, 8, None, 100.0 * number)
+        pace.end(LeaseId(10**6 + number), 100.0 * number + rollout_s)
+    room.now = 200.0
+    (fast,) = room.bring_up(TRAINER)
+    (slow,) = room.bring_up(Node(NodeId("t"), NodeKind.SPOT, 1, "L40S", 1.0, False, True))
+    only(room.pull(fast), ef.GrantLease)
+    assert not of(room.pull(slow), ef.GrantLease)
+
+
 def test_each_gpu_of_the_learner_turns_once_and_what_turning_takes_is_no_pace() -> None:
     trainers = dataclasses.replace(TRAINER, gpus=2)
     changes = {"pipeline": PipelinePlan(bounded=True, switch_s=17.5), "ranks": 2}

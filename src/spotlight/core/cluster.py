@@ -494,8 +494,8 @@ class Cluster:
         self._make_way(demand)
 
     def _able(self) -> Counter[GroupKind]:
-        """Groups beside trainers that work, or wait for work."""
-        groups = (group for group in self.groups.values() if not group.trains)
+        """Groups that work, or wait for work, and compete for what is pulled next."""
+        groups = (group for group in self.groups.values() if self.serving.competes(group))
         return Counter(
             group.kind for group in groups if self.queue.holds(group.leader) or self.willing(group)
         )

@@ -77,9 +77,14 @@ class Serving:
             share = demand.contended  # of which they take what was planned for them
         else:
             share = self.share(group, demand)
-            share -= self.shares.is_sooner_done(group, share, demand.contended, able)
+            if self.shares.is_sooner_done(group, share, demand.contended, able):
+                share -= 1
         trains = group.trains and self.spare.explores
         return self.spare.room(group.leader, trains, share, demand)
+
+    def competes(self, group: Group) -> bool:
+        """Whether a group may take of what is pulled next: not where trainers have work planned for them."""
+        return not group.trains or (math.isinf(self.trainers_may) and self._suits_trainers())
 
     def share(self, group: Group, demand: Demand) -> int:
         """A group's share of what is pulled next."""
