@@ -22,7 +22,7 @@ from spotlight.core.rollouts import Rollouts
 from spotlight.core.types import Baseline, Comparison, DropReason, Group, RolloutId
 from spotlight.simulation.mutations import MUTATIONS, Mutation
 
-SETTINGS = settings(max_examples=40, deadline=None)
+SETTINGS = settings(max_examples=60, deadline=None)
 FAILING = 0.05
 
 

@@ -191,14 +191,8 @@ def _trained(timeline: Timeline, rows: Sequence[_Row], finished: Sequence[float]
         if of_generators > len(finished):
             break
         ready_s = finished[of_generators - 1] if of_generators > 0 else 0.0
-        training, generating = found[trained]
-        ways = [(training, 0.0)] if training else []
-        if generating:
-            ways.append((generating, timeline.leave_s))
-        if ways:
-            at = min(
-                _At(max(way.at_s, ready_s) + turn_s + timeline.train_s, way.first) for way, turn_s in ways
-            )
+        at = _earliest(timeline, found[trained], ready_s, timeline.train_s)
+        if at is not None:
             found[trained + 1] = _Row(at, found[trained + 1].generating)
     return found
 
@@ -207,15 +201,15 @@ def _end_of_whole(timeline: Timeline, row: _Row, finished: Sequence[float], take
     """The end, if nothing is trained before all is there. ``row``: nothing is trained."""
     if timeline.ready + taken + len(finished) < timeline.units:
         return _At(math.inf, 0)  # nobody generates the rest
-    ready_s = max(finished, default=0.0)
-    training, generating = row
-    ways = [(training, 0.0)] if training else []
-    if generating:
-        ways.append((generating, timeline.leave_s))
-    train_s = timeline.units * timeline.train_s
+    at = _earliest(timeline, row, max(finished, default=0.0), timeline.units * timeline.train_s)
+    return at or _At(math.inf, 0)
+
+
+def _earliest(timeline: Timeline, row: _Row, ready_s: float, train_s: float) -> _At | None:
+    """When trainers have trained, in either mode, for ``train_s`` what is ready at ``ready_s``."""
+    ways = [(way, turn_s) for way, turn_s in zip(row, (0.0, timeline.leave_s), strict=True) if way]
     return min(
-        (_At(max(way.at_s, ready_s) + turn_s + train_s, way.first) for way, turn_s in ways),
-        default=_At(math.inf, 0),
+        (_At(max(way.at_s, ready_s) + turn_s + train_s, way.first) for way, turn_s in ways), default=None
     )
 
 
