@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -179,16 +180,26 @@ def test_who_holds_early_work_finishes_it_before_it_gets_new_weights() -> None:
     assert not room.pull(one, capacity=2, seen=early.lease.id), "no work before it has them"
 
 
-def test_early_work_whose_holder_is_lost_starts_anew_with_the_new_weights() -> None:
+def begun_early() -> tuple[Room, ef.GrantLease, Callable[[], None]]:
+    """Two groups hold an iteration, a third on node t is at step 3 of the next; and what ends the iteration."""
     room = Room(pipelined(next_share=1.0))
     one, two = room.bring_up()
     (other,) = room.bring_up(Node(NodeId("t"), NodeKind.SPOT, 1, "H100", 6.0, False, True))
     grants = [only(room.pull(group, capacity=2), ef.GrantLease) for group in (one, two)]
     early = only(room.pull(other, capacity=2), ef.GrantLease)
-    assert {rollout.iteration for rollout in early.rollouts} == {1}
     room.feed(ev.LeaseProgressed(other.leader, early.lease.id, other.epoch, 3))
-    finish(room, one, grants[0])
-    learn(room, finish(room, two, grants[1]))
+
+    def learn_all() -> None:
+        finish(room, one, grants[0])
+        learn(room, finish(room, two, grants[1]))
+
+    return room, early, learn_all
+
+
+def test_early_work_whose_holder_is_lost_starts_anew_with_the_new_weights() -> None:
+    room, early, learn_all = begun_early()
+    assert {rollout.iteration for rollout in early.rollouts} == {1}
+    learn_all()
     ledger = room.controller.ledger
     assert ledger.issued.total() == 8
     room.feed(ev.NodeLost(NodeId("t")))
@@ -200,17 +211,11 @@ def test_early_work_whose_holder_is_lost_starts_anew_with_the_new_weights() -> N
 
 
 def test_what_older_weights_began_is_begun_anew_by_the_new() -> None:
-    room = Room(pipelined(next_share=1.0))
-    one, two = room.bring_up()
-    (other,) = room.bring_up(Node(NodeId("t"), NodeKind.SPOT, 1, "H100", 6.0, False, True))
-    grants = [only(room.pull(group, capacity=2), ef.GrantLease) for group in (one, two)]
-    early = only(room.pull(other, capacity=2), ef.GrantLease)
-    room.feed(ev.LeaseProgressed(other.leader, early.lease.id, other.epoch, 3))
+    room, early, learn_all = begun_early()
     room.feed(ev.NodeLost(NodeId("t")))
     queue, begun = room.controller.queue, {rollout.id for rollout in early.rollouts}
     assert {queue.step_of(name) for name in begun} == {3}
-    finish(room, one, grants[0])
-    learn(room, finish(room, two, grants[1]))
+    learn_all()
     again = {rollout.id: rollout.version for rollout in room.controller.rollouts.values()}
     assert {again[name] for name in begun} == {V1}
     assert {queue.step_of(name) for name in begun} == {0}
@@ -327,13 +332,18 @@ def test_groups_of_a_tail_count_as_what_they_part_into() -> None:
     assert not list(groups_soon(cluster, 1, trains=False)), "it drains"
 
 
-def test_the_last_rollout_goes_to_a_slow_gpu_if_the_fast_one_cannot_take_it() -> None:
-    room = Room(dataclasses.replace(SINGLE, prompts_per_iteration=1, iterations=1))
+def seen_paces(room: Room) -> None:
+    """The fast GPU makes four rollouts while the slow one makes one."""
     pace = room.controller.cluster.pace
     for number, (kind, rollout_s) in enumerate(((FAST, 1.0), (SLOW, 4.0))):
         pace.begin(LeaseId(10**6 + number), WorkerId("before"), kind, 8, None, 100.0 * number)
         pace.end(LeaseId(10**6 + number), 100.0 * number + rollout_s)
     room.now = 200.0
+
+
+def test_the_last_rollout_goes_to_a_slow_gpu_if_the_fast_one_cannot_take_it() -> None:
+    room = Room(dataclasses.replace(SINGLE, prompts_per_iteration=1, iterations=1))
+    seen_paces(room)
     (fast,) = room.bring_up(dataclasses.replace(SPOT, gpus=1))
     (slow,) = room.bring_up(Node(NodeId("t"), NodeKind.SPOT, 1, "L40S", 1.0, False, True))
     first = only(room.pull(fast), ef.GrantLease)
@@ -345,11 +355,7 @@ def test_the_last_rollout_goes_to_a_slow_gpu_if_the_fast_one_cannot_take_it() ->
 
 def test_the_last_rollout_is_left_to_a_fast_gpu_that_trains_too_if_that_rolls_out_at_will() -> None:
     room = Room(dataclasses.replace(SINGLE, prompts_per_iteration=1, iterations=1))
-    pace = room.controller.cluster.pace
-    for number, (kind, rollout_s) in enumerate(((FAST, 1.0), (SLOW, 4.0))):
-        pace.begin(LeaseId(10**6 + number), WorkerId("before"), kind, 8, None, 100.0 * number)
-        pace.end(LeaseId(10**6 + number), 100.0 * number + rollout_s)
-    room.now = 200.0
+    seen_paces(room)
     (fast,) = room.bring_up(TRAINER)
     (slow,) = room.bring_up(Node(NodeId("t"), NodeKind.SPOT, 1, "L40S", 1.0, False, True))
     only(room.pull(fast), ef.GrantLease)
