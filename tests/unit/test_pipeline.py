@@ -181,7 +181,7 @@ def test_who_holds_early_work_finishes_it_before_it_gets_new_weights() -> None:
 
 
 def begun_early() -> tuple[Room, ef.GrantLease, Callable[[], None]]:
-    """Two groups hold an iteration, a third on node t is at step 3 of the next; and what ends the iteration."""
+    """Two groups hold an iteration, a third on node t is at step 3 of the next; and what learns from it."""
     room = Room(pipelined(next_share=1.0))
     one, two = room.bring_up()
     (other,) = room.bring_up(Node(NodeId("t"), NodeKind.SPOT, 1, "H100", 6.0, False, True))
