@@ -1,9 +1,10 @@
 """The pipeline on the real Ray driver: CPU slots of this machine, the tiny testbed, two FSDP ranks.
 
-One switch after the other is added, then each is on alone; every mode is run with several run seeds. Told are
-samples trained a second over the iterations after the first (which has the evaluation of the start, and warms
-up), the validation score at the end with its standard error, how many validations on the way lie outside
-twice the standard error around the synchronous ones, and which mode had the same losses to all digits.
+One switch after the other is added, then each is on alone; and as many slots as there are train and roll out
+in turn, each all of them (*colocated*). Every mode is run with several run seeds. Told are samples trained a
+second over the iterations after the first (which has the evaluation of the start, and warms up), the
+validation score at the end with its standard error, how many validations on the way lie outside twice the
+standard error around the synchronous ones, and which mode had the same losses to all digits.
 
 Slots share this machine's cores, so each is made to take its time asleep (``_paced/sitecustomize.py``):
 otherwise slots that overlap would only slow each other down. The ceiling beside each mode follows from the
@@ -71,17 +72,24 @@ SWITCHES = (
     ("exploration", ("exploration={where: idle, seeds_per_prompt: 12, steps: 8}",)),
 )
 """In the order in which they are added, and alone."""
-SYNCHRONOUS = "synchronous"
+SYNCHRONOUS, COLOCATED = "synchronous", "colocated"
+SLOTS = ROLLOUT_SLOTS + RANKS
+TOGETHER = (
+    f"fleet.learner_ranks={SLOTS}",
+    "fleet.local={rollout_slots: 0, threads: 1}",
+    "pipeline={trainers_generate: true, switch_s: 0.05}",
+)
 SECONDS = "seconds/"
 
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """What is switched on. ``trainers``: the learner's slots generate too."""
+    """What is switched on. ``trainers``: the learner's slots, of which there are ``ranks``, generate too."""
 
     name: str
     overrides: tuple[str, ...]
     trainers: bool
+    ranks: int = RANKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +123,9 @@ class RayRun:
 
 
 def modes() -> tuple[Mode, ...]:
-    """Synchronous, with one switch more each (``+TSP``), and with one alone (``TSP``)."""
-    found, overrides, trainers = [Mode(SYNCHRONOUS, (), False)], (), False
+    """Colocated, synchronous, with one switch more each (``+TSP``), and with one alone (``TSP``)."""
+    together = Mode(COLOCATED, TOGETHER, True, SLOTS)
+    found, overrides, trainers = [together, Mode(SYNCHRONOUS, (), False)], (), False
     for name, more in SWITCHES:
         overrides, trainers = (*overrides, *more), trainers or name == "TAG"
         found.append(Mode(f"+{name}", overrides, trainers))
@@ -224,18 +233,19 @@ def _counts(directory: Path) -> dict[str, int]:
 # -- figures -----------------------------------------------------------------------------------------------
 
 
-def ceiling(generation_s: float, training_s: float, trainers: bool) -> float:
+def ceiling(generation_s: float, training_s: float, trainers: bool, ranks: int = RANKS) -> float:
     """Best throughput of any overlap over the synchronous one.
 
     Args:
         generation_s: seconds of all slots an iteration.
         training_s: seconds of all ranks an iteration.
         trainers: ranks generate while they do not train.
+        ranks: of the slots, those that train.
     """
     generation, training = generation_s / ROLLOUT_SLOTS, training_s / RANKS
     shortest = max(generation, training)
     if trainers:
-        shortest = max(training, (generation_s + training_s) / (ROLLOUT_SLOTS + RANKS))
+        shortest = max(training_s / ranks, (generation_s + training_s) / SLOTS)
     return (generation + training) / shortest
 
 
@@ -260,7 +270,8 @@ def summarise(runs: Sequence[RayRun]) -> list[dict[str, object]]:
                 "ratio": statistics.mean(ratios) if ratios else None,
                 "ratio_stderr": standard_error(ratios),
                 "ceiling": statistics.mean(
-                    ceiling(one.generation_s, one.training_s, mode.trainers) for one in base.values()
+                    ceiling(one.generation_s, one.training_s, mode.trainers, mode.ranks)
+                    for one in base.values()
                 )
                 if base
                 else None,

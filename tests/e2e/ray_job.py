@@ -88,6 +88,19 @@ class Running:
         assert guard.marked(self._mark(node)), f"node {node} has no process"
         assert not guard.end(self._mark(node))
 
+    def kill_head(self) -> None:
+        """SIGKILL the process itself; its Ray ends with it."""
+        self.process.kill()
+        self.process.wait()
+        self.require_nothing_left()
+
+    def require_nothing_left(self) -> None:
+        """Nothing of its Ray lives, or will in a moment."""
+        end_s = time.monotonic() + 10
+        while self.left and time.monotonic() < end_s:
+            time.sleep(0.1)
+        assert not self.left
+
     def _mark(self, node: int) -> str:
         return f"{self.owner}.0/{node}"
 

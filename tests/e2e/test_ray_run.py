@@ -6,7 +6,6 @@ Where work is done, and how often it had to be done again, must show in the acco
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -140,6 +139,7 @@ def test_where_it_ran_changes_rounding_only(job: Job, survivor: Finished, report
 LOCAL = ("fleet.spot.nodes=0", "fleet.local.rollout_slots=1")
 
 
+@pytest.mark.slow  # with every switch on: test_pipeline_run.py
 def test_the_head_is_killed_and_the_same_command_finishes(job: Job) -> None:
     run = job.root / "headless"
     arguments = job.arguments("headless", *SMALL, *RAY, *LOCAL)
@@ -147,14 +147,12 @@ def test_the_head_is_killed_and_the_same_command_finishes(job: Job) -> None:
         it.wait_for(
             "SELECT 1 FROM samples JOIN rollouts ON id = rollout WHERE purpose = 'train' AND iteration = 1"
         )
-        it.process.kill()
-        it.process.wait()
-        gone(it)
+        it.kill_head()
     assert not (run / "summary.json").exists()
     with running(run, arguments) as it:
         assert it.end() == 0, it.told
         assert "resuming after iteration" in it.told
-        gone(it)
+        it.require_nothing_left()
     report = clean_audit(run, LIMITS)
     assert [bill.ended for bill in report.attempts] == [Ending.KILLED, Ending.FINISHED]
     assert report.gpu_seconds_by_phase[Phase.LOST] > 0
@@ -171,23 +169,15 @@ def test_the_head_is_told_to_stop_and_the_same_command_finishes(job: Job) -> Non
         it.process.send_signal(signal.SIGTERM)
         assert it.end() == 130, it.told
         assert "stopping after the next checkpoint" in it.told
-        gone(it)
+        it.require_nothing_left()
     assert not (run / "summary.json").exists()
     with running(run, arguments) as it:
         assert it.end() == 0, it.told
         assert "resuming after iteration" in it.told
-        gone(it)
+        it.require_nothing_left()
     report = clean_audit(run, LIMITS)
     assert [bill.ended for bill in report.attempts] == [Ending.STOPPED, Ending.FINISHED]
     assert read_summary(run / "summary.json").samples.trained == 32
-
-
-def gone(it: Running) -> None:
-    """Nothing of its Ray lives."""
-    end_s = time.monotonic() + 10
-    while it.left and time.monotonic() < end_s:
-        time.sleep(0.1)
-    assert not it.left
 
 
 def read(run: Path, query: str) -> list[tuple[object, ...]]:

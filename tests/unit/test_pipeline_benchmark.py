@@ -38,16 +38,24 @@ def test_the_ceiling_of_equal_phases_is_two() -> None:
     assert bench.ceiling(2.0 * bench.ROLLOUT_SLOTS, 2.0 * bench.RANKS, False) == pytest.approx(2)
 
 
+@given(SECONDS, SECONDS)
+def test_slots_that_all_do_both_in_turn_are_never_idle(generation_s: float, training_s: float) -> None:
+    together = bench.ceiling(generation_s, training_s, True, bench.SLOTS)
+    assert together == pytest.approx(2), "half of the slots wait in each of the synchronous phases"
+
+
 def test_modes_add_up_and_are_configurations() -> None:
     modes = bench.modes()
-    added, alone = modes[:6], modes[6:]
+    together, added, alone = modes[0], modes[1:7], modes[7:]
+    assert (together.name, together.ranks) == ("colocated", bench.SLOTS)
     assert [mode.name for mode in added] == ["synchronous", "+GAP", "+TSP", "+TAG", "+TCSS", "+exploration"]
     assert [mode.name for mode in alone] == ["TSP", "TAG", "TCSS", "exploration"]
     for before, after in itertools.pairwise(added):
         assert after.overrides[: len(before.overrides)] == before.overrides
     for mode in modes:
         config = load_config(None, [*bench.SETTINGS, *mode.overrides])
-        assert list(batch_problems(config, bench.RANKS)) == []
+        assert list(batch_problems(config, mode.ranks)) == []
+        assert config.fleet.learner_ranks == mode.ranks
         assert config.pipeline.trainers_generate == mode.trainers
         if mode is added[-1]:
             assert config.pipeline.next_share > 0
