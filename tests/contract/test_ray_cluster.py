@@ -402,7 +402,7 @@ def test_a_trace_is_played(cluster: LocalCluster, heard: Heard) -> None:
 # -- nothing is left ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("end", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
 def test_nothing_is_left_of_an_owner_that_is_ended(end: signal.Signals) -> None:
     program = textwrap.dedent(
         """

@@ -67,6 +67,11 @@ GRPO = (
     "learner.updates_per_batch=2",
 )
 ALGORITHMS = {"diffusion-nft with EMA": NFT, "flow-grpo, 2 updates": GRPO}
+ONE_AT_ONCE = [
+    pytest.param(name, marks=() if parameters is NFT else pytest.mark.slow)
+    for name, parameters in ALGORITHMS.items()
+]
+"""For whole runs that compare what the learner's own tests compare with every algorithm."""
 CHECKPOINTED = AuditLimits(group_size=3)
 
 PROCESS_DEADLINE_S = 280

@@ -92,7 +92,11 @@ def test_the_rollout_loop_is_compared_with_the_pipeline(
         assert set(row["ratios"]) == {"ours / pipeline", "ours, LoRA / pipeline"}
 
 
-@pytest.mark.parametrize("case", [("flow-grpo", "full"), ("diffusion-nft", "lora")], ids="-".join)
+@pytest.mark.parametrize(
+    "case",
+    [("flow-grpo", "full"), pytest.param(("diffusion-nft", "lora"), marks=pytest.mark.slow)],
+    ids="-".join,
+)
 def test_the_training_step_is_compared_with_a_plain_loop(
     case: tuple[str, str], random_pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

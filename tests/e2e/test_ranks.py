@@ -13,6 +13,7 @@ from main_job import (
     ALGORITHMS,
     GRPO,
     NFT,
+    ONE_AT_ONCE,
     Job,
     Outcome,
     clean_audit,
@@ -34,11 +35,6 @@ RANKS = (
     "learner.learning_rate=0.001",
     "rewards=[{name: 'reward_functions:moody'}]",
 )
-ONE_AT_ONCE = [
-    pytest.param(name, marks=() if parameters is NFT else pytest.mark.slow)
-    for name, parameters in ALGORITHMS.items()
-]
-"""The learner's own tests compare ranks with every algorithm: here one will do, but for the longer tier."""
 WEIGHT_TOLERANCE = 1e-5
 """Largest difference of a LoRA weight after the run; measured: 7e-7, of weights up to 2e-3."""
 SCORE_TOLERANCE = 1e-5

@@ -9,7 +9,17 @@ import time
 from pathlib import Path
 
 import pytest
-from main_job import ALGORITHMS, NFT, At, Job, clean_audit, newest_checkpoint, outcome, run_process
+from main_job import (
+    ALGORITHMS,
+    NFT,
+    ONE_AT_ONCE,
+    At,
+    Job,
+    clean_audit,
+    newest_checkpoint,
+    outcome,
+    run_process,
+)
 
 from conftest import Straight
 from spotlight.core.types import Phase
@@ -36,7 +46,7 @@ def kills(algorithm: str, moments: tuple[str, ...]) -> list[At]:
     return [*(STAGES if ALGORITHMS[algorithm] is NFT else STAGES[2:3]), *map(At, labels)]
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ONE_AT_ONCE)
 def test_killed_at_any_moment_a_resumed_run_equals_the_uninterrupted_one(
     job: Job, straight: Straight, algorithm: str
 ) -> None:

@@ -212,18 +212,21 @@ def test_the_bugs_shared_with_the_simulation_are_there() -> None:
     assert PLANTED.keys() >= set(ALSO_IN_SIMULATION)
 
 
-@pytest.mark.parametrize("bug", sorted(PLANTED))
-def test_planted_bugs_are_caught(bug: str) -> None:
+def run_some_worlds() -> None:
     plan = Plan(
         run_seed=0, iterations=3, prompts_per_iteration=3, group_size=5, rollout_steps=4, evaluation_steps=4,
         evaluation_images=2, evaluate_every=2, updates_per_batch=2, micro_batch_size=4, checkpoint_every=1,
         lease_s=20.0, max_drop_share=1.0, ranks=2,
     )  # fmt: skip
+    for seed in range(20):
+        World(start(plan), seed, calm=False, failing=FAILING).run()
 
-    def run_all() -> None:
-        for seed in range(20):
-            World(start(plan), seed, calm=False, failing=FAILING).run()
 
-    run_all()
+def test_without_a_bug_nothing_is_caught() -> None:
+    run_some_worlds()
+
+
+@pytest.mark.parametrize("bug", sorted(PLANTED))
+def test_planted_bugs_are_caught(bug: str) -> None:
     with PLANTED[bug].planted(), pytest.raises((AssertionError, LedgerError)):
-        run_all()
+        run_some_worlds()
