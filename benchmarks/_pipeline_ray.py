@@ -219,7 +219,7 @@ _COUNTED = {
     "early": "SELECT COUNT(*) FROM rollouts JOIN outcomes ON outcomes.rollout = id"
     " WHERE kind = 'trained' AND rollouts.version < iteration",
     "by_trainers": "SELECT COUNT(*) FROM samples JOIN rollouts ON id = rollout"
-    " WHERE purpose = 'train' AND worker LIKE '%/learner/%'",
+    " WHERE purpose = 'train' AND worker NOT LIKE '%/rollout/%'",
     "explored": "SELECT COUNT(*) FROM outcomes WHERE kind = 'explored'",
 }
 """One optimizer step an iteration: a rollout's version is the number of its iteration, unless it is early."""
