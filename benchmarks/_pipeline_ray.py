@@ -123,14 +123,13 @@ class RayRun:
 
 
 def modes() -> tuple[Mode, ...]:
-    """Colocated, synchronous, with one switch more each (``+TSP``), and with one alone (``TSP``)."""
-    together = Mode(COLOCATED, TOGETHER, True, SLOTS)
-    found, overrides, trainers = [together, Mode(SYNCHRONOUS, (), False)], (), False
+    """Synchronous, with one switch more each (``+TSP``), with one alone (``TSP``), and colocated."""
+    found, overrides, trainers = [Mode(SYNCHRONOUS, (), False)], (), False
     for name, more in SWITCHES:
         overrides, trainers = (*overrides, *more), trainers or name == "TAG"
         found.append(Mode(f"+{name}", overrides, trainers))
     alone = [Mode(name, more, name == "TAG") for name, more in SWITCHES[1:]]
-    return (*found, *alone)
+    return (*found, *alone, Mode(COLOCATED, TOGETHER, True, SLOTS))
 
 
 def run_ray(
@@ -326,7 +325,9 @@ def standard_error(values: Sequence[float]) -> float | None:
 
 def show_ray(runs: Sequence[RayRun]) -> None:
     """Print a row a mode."""
-    table = Table(title=f"Ray on CPU slots: {ROLLOUT_SLOTS} roll out, {RANKS} train")
+    table = Table(
+        title=f"Ray on {SLOTS} CPU slots: {RANKS} train, {ROLLOUT_SLOTS} roll out; colocated: all do both"
+    )
     table.add_column("mode")
     for column in (
         "samples/s",

@@ -71,7 +71,7 @@ ONE_AT_ONCE = [
     pytest.param(name, marks=() if parameters is NFT else pytest.mark.slow)
     for name, parameters in ALGORITHMS.items()
 ]
-"""For whole runs that compare what the learner's own tests compare with every algorithm."""
+"""For whole runs of which one will do, but for the longer tier; parts are tested with every one."""
 CHECKPOINTED = AuditLimits(group_size=3)
 
 PROCESS_DEADLINE_S = 280

@@ -46,7 +46,8 @@ def test_with_every_switch_on_the_head_is_killed_and_each_mechanism_did_its_part
     run = job.root / f"overlapped-{ranks}"
     arguments = job.arguments(run.name, *OVERLAPPED, f"fleet.learner_ranks={ranks}")
     with running(run, arguments) as it:
-        it.wait_for(f"SELECT 1 {MADE} AND iteration = 1")
+        # Not one that began early: there would be nothing to lose yet.
+        it.wait_for(f"SELECT 1 {MADE} AND iteration = 1 AND rollouts.version = 1")
         it.kill_head()
     assert not (run / "summary.json").exists()
     with running(run, arguments) as it:
@@ -72,6 +73,7 @@ def test_with_every_switch_on_the_head_is_killed_and_each_mechanism_did_its_part
     phases = report.gpu_seconds_by_phase
     assert [bill.ended for bill in report.attempts] == [Ending.KILLED, Ending.FINISHED]
     assert sum(phases.values()) == pytest.approx(sum(bill.billed_s for bill in report.attempts), abs=0.5)
+    assert phases[Phase.LOST] > 0
     assert phases[Phase.TRAINING] > 0
     assert phases[Phase.ROLLOUT] > 0
     filled = report.filled_s

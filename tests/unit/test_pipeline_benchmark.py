@@ -46,7 +46,7 @@ def test_slots_that_all_do_both_in_turn_are_never_idle(generation_s: float, trai
 
 def test_modes_add_up_and_are_configurations() -> None:
     modes = bench.modes()
-    together, added, alone = modes[0], modes[1:7], modes[7:]
+    added, alone, together = modes[:6], modes[6:-1], modes[-1]
     assert (together.name, together.ranks) == ("colocated", bench.SLOTS)
     assert [mode.name for mode in added] == ["synchronous", "+GAP", "+TSP", "+TAG", "+TCSS", "+exploration"]
     assert [mode.name for mode in alone] == ["TSP", "TAG", "TCSS", "exploration"]
