@@ -79,6 +79,7 @@ TOGETHER = (
     "fleet.local={rollout_slots: 0, threads: 1}",
     "pipeline={trainers_generate: true, switch_s: 0.05}",
 )
+"""Nobody else rolls out, and nothing is trained before all is there: the slots do one after the other."""
 SECONDS = "seconds/"
 
 

@@ -60,6 +60,7 @@ def test_with_every_switch_on_the_head_is_killed_and_each_mechanism_did_its_part
     assert report.counts.optimizer_steps == 3
     assert read_summary(run / "summary.json").samples.trained == SAMPLES
     assert lora(run)
+    assert not list(run.rglob(".writing-*"))
     # One optimizer step an iteration: versions are numbers of iterations.
     assert count(run, f"SELECT COUNT(*) {MADE} AND rollouts.version = iteration - 1") > 0, told
     assert count(run, f"SELECT COUNT(*) {MADE} AND worker LIKE 'reserved-0/learner/%'") > 0, told
@@ -79,5 +80,4 @@ def test_with_every_switch_on_the_head_is_killed_and_each_mechanism_did_its_part
     filled = report.filled_s
     assert {Filler.TRAINING, Filler.NEXT} <= set(filled)
     assert 0 < filled[Filler.TRAINING] <= phases[Phase.TRAINING] + 0.5
-    assert not list(run.rglob(".writing-*"))
     assert 0 < filled[Filler.TRAINERS] + filled[Filler.NEXT] <= phases[Phase.ROLLOUT] + 0.5

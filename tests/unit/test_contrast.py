@@ -75,7 +75,7 @@ def test_by_slope_the_random_groups_variance_is_unbiased(
     law: Law, truth: float, policy: SelectionPolicy
 ) -> None:
     found = []
-    for seed in range(800):
+    for seed in range(1500):
         group, _ = draw(law, seed, policy)
         (fitted,) = fit_lines([group])
         assert fitted is not None
@@ -86,7 +86,7 @@ def test_by_slope_the_random_groups_variance_is_unbiased(
 def test_the_gain_of_an_iteration_is_unbiased_also_for_groups_of_two() -> None:
     for size in (2, GROUP):
         found, chosen = [], []
-        for seed in range(0, 2000, 8):
+        for seed in range(0, 4000, 8):
             groups = [draw(line, seed + slot, size=size)[0] for slot in range(8)]
             result = contrast(groups)
             assert result is not None
@@ -104,7 +104,7 @@ def scored_0_or_1(
     law: Law, policy: SelectionPolicy, drawn: int = 0
 ) -> Iterator[tuple[Contrast | None, float]]:
     """What iterations are told, and the gain that they had."""
-    for seed in range(0, 3200, 16):
+    for seed in range(0, 6400, 16):
         drawings = [draw(law, seed + at, policy, drawn, chance=CHANCES[at % 4]) for at in range(16)]
         true = [sample_variance(group.realised) - sample_variance(pool) for group, pool in drawings]
         yield contrast([group for group, _ in drawings]), statistics.mean(true)
@@ -156,13 +156,13 @@ def test_a_group_that_lost_seeds_leaves_the_others_their_lines() -> None:
 
 
 def test_previews_that_tell_nothing_bring_nothing() -> None:
-    close_to([contrast([draw(unrelated, seed)[0]]).gain for seed in range(800)], 0.0)  # type: ignore[union-attr]
+    close_to([contrast([draw(unrelated, seed)[0]]).gain for seed in range(1500)], 0.0)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("law", [line, bent])
 def test_by_design_it_is_unbiased_whatever_the_law(law: Law) -> None:
     errors = []
-    for seed in range(1000):
+    for seed in range(2000):
         group, pool = draw(law, seed, drawn=2)
         found = sampled_variance(group)
         assert found is not None
@@ -171,10 +171,10 @@ def test_by_design_it_is_unbiased_whatever_the_law(law: Law) -> None:
 
 
 def test_what_the_line_misses_shows_beside_the_drawn_seeds() -> None:
-    results = [contrast([draw(bent, seed, drawn=2)[0]]) for seed in range(800)]
+    results = [contrast([draw(bent, seed, drawn=2)[0]]) for seed in range(1500)]
     by_slope = statistics.mean(result.random_of_sampled for result in results if result)  # type: ignore[misc]
     by_design = statistics.mean(result.random_sampled for result in results if result)  # type: ignore[misc]
-    truth = statistics.mean(sample_variance(draw(bent, seed)[1]) for seed in range(800))
+    truth = statistics.mean(sample_variance(draw(bent, seed)[1]) for seed in range(1500))
     assert by_design == pytest.approx(truth, rel=0.05)
     assert abs(by_slope - truth) > 0.05 * truth, "a bent law is where the slope is biased"
 
