@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TypeVar
 
 import pytest
@@ -43,8 +44,8 @@ E = TypeVar("E")
 class Room:
     """Events in, effects out, with the time."""
 
-    def __init__(self, plan: Plan = PLAN) -> None:
-        self.controller = Controller(plan, [Prompt(PromptId("p"), "a circle", {})], [])
+    def __init__(self, plan: Plan = PLAN, test: Sequence[Prompt] = ()) -> None:
+        self.controller = Controller(plan, [Prompt(PromptId("p"), "a circle", {})], test)
         self.now = 0.0
         self.feed(ev.RunStarted())
 
@@ -144,7 +145,7 @@ def test_busy_learner_nodes_and_groups_that_part_have_no_share() -> None:
     one, two = room.bring_up()
     cluster = room.controller.cluster
     room.feed(ev.WorkerCrashed(two.leader, cluster.workers[two.leader].epoch))
-    cluster.let_trainers(0, explore=False)
+    cluster.let_trainers(0, 0, explore=False)
     cluster.pulled(ev.GroupPulled(one.leader, one.epoch, 4, LeaseId(0)), room.now)
     cluster.serve(room.now)
     assert len(only(cluster.effects, ef.GrantLease).rollouts) == 4, "nobody else could take any"

@@ -16,6 +16,7 @@ from spotlight.core.pipeline.pace import Pace
 from spotlight.core.pipeline.slices import COMPARED_MIN, Slice, slices
 from spotlight.core.pipeline.takes import groups_soon
 from spotlight.core.plan import Axis, ClusterPlan, PipelinePlan, Plan
+from spotlight.core.queue import Value
 from spotlight.core.recovery import Recovery
 from spotlight.core.types import (
     Baseline,
@@ -27,7 +28,9 @@ from spotlight.core.types import (
     NodeId,
     NodeKind,
     PolicyVersion,
+    Prompt,
     PromptId,
+    Purpose,
     RolloutId,
     WorkerId,
 )
@@ -103,6 +106,19 @@ def test_a_group_that_pulled_ahead_began_when_it_had_finished_the_lease_before()
     pace.end(two, 12.0)
     assert pace.step_s(FAST) == pytest.approx(2.0)
     assert pace.filled_s == {Filler.NEXT: pytest.approx(4.0)}
+
+
+def test_early_work_fills_time_until_its_iteration_begins() -> None:
+    pace = Pace()
+    one, two, leader = LeaseId(1), LeaseId(2), WorkerId("w")
+    pace.begin(one, leader, FAST, 4, Filler.NEXT, 0.0)
+    pace.begin(two, leader, FAST, 4, Filler.NEXT, 1.0)
+    pace.begin(LeaseId(3), WorkerId("v"), FAST, 4, Filler.EXPLORATION, 0.0)
+    pace.promote(6.0)
+    pace.end(one, 8.0)
+    pace.end(two, 20.0)
+    assert pace.filled_s == {Filler.NEXT: pytest.approx(6.0)}
+    assert pace.step_s(FAST) == pytest.approx(2.0 + 0.3 * (3.0 - 2.0)), "the pace is that of whole leases"
 
 
 def test_what_was_lost_says_nothing_of_the_pace() -> None:
@@ -287,6 +303,78 @@ def test_all_trainers_get_their_part_of_what_they_take() -> None:
     effects = finish(room, one, first)
     assert not of(effects, ef.PrepareBatch), "the second still rolls out"
     assert of(room.pull(one, capacity=4, seen=second.lease.id), ef.GrantLease)
+
+
+def test_the_parts_of_trainers_are_even_whenever_they_ask() -> None:
+    """The last of them to finish decides when they can train."""
+    plan = dataclasses.replace(
+        SINGLE, prompts_per_iteration=16, pipeline=PipelinePlan(Axis.PROMPT, bounded=True, switch_s=0.1)
+    )
+    room = Room(plan)
+    room.now = 100.0
+    seen_pace(room, rollout_s=4.0, train_s=0.5)
+    (spot,) = room.bring_up(dataclasses.replace(SPOT, gpus=1))
+    room.pull(spot, capacity=4)
+    trainers = room.bring_up(dataclasses.replace(TRAINER, gpus=3))
+    parts = [len(only(room.pull(group, capacity=32), ef.GrantLease).rollouts) for group in trainers]
+    assert max(parts) - min(parts) <= 1
+    assert max(parts) >= 3, "otherwise this says nothing"
+    assert room.controller.cluster.serving.trainers_may == 0
+
+
+def test_the_learner_does_not_wait_for_what_is_no_longer_worth_while() -> None:
+    """Others took what had been planned for a trainer that did not ask; early work waits, too."""
+    pipeline = PipelinePlan(Axis.PROMPT, bounded=True, switch_s=0.1, next_share=0.5)
+    room = Room(dataclasses.replace(SINGLE, prompts_per_iteration=8, micro_batch_size=2, pipeline=pipeline))
+    room.now = 100.0
+    seen_pace(room, rollout_s=4.0, train_s=0.5)
+    (spot,) = room.bring_up(dataclasses.replace(SPOT, gpus=1))
+    first = only(room.pull(spot, capacity=2), ef.GrantLease)
+    one, _ = room.bring_up(dataclasses.replace(TRAINER, gpus=2))
+    mine = only(room.pull(one, capacity=16), ef.GrantLease)
+    assert room.controller.cluster.serving.trainers_may > 0, "as much is left for the other"
+    finish(room, spot, first)
+    only(room.pull(spot, capacity=16, seen=first.lease.id), ef.GrantLease)
+    assert room.controller.queue.waiting == room.controller.queue.waiting_of(Value.NEXT) > 0
+    assert of(finish(room, one, mine), ef.PrepareBatch)
+
+
+def test_a_new_plan_to_take_nothing_ends_the_one_before() -> None:
+    pipeline = PipelinePlan(Axis.PROMPT, bounded=True, switch_s=0.1)
+    room = Room(dataclasses.replace(SINGLE, prompts_per_iteration=8, micro_batch_size=2, pipeline=pipeline))
+    room.now = 100.0
+    seen_pace(room, rollout_s=4.0, train_s=0.5)
+    (spot,) = room.bring_up(dataclasses.replace(SPOT, gpus=1))
+    room.pull(spot, capacity=2)
+    one, _ = room.bring_up(dataclasses.replace(TRAINER, gpus=2))
+    mine = only(room.pull(one, capacity=16), ef.GrantLease)
+    assert not of(finish(room, one, mine), ef.PrepareBatch), "the other may ask for its part"
+    room.bring_up(Node(NodeId("t"), NodeKind.SPOT, 8, "H100", 6.0, False, True))
+    for gpu in range(8):
+        room.controller.cluster.pace.trained(1, 60.0)  # by now the learner is what everything waits for
+        group = room.controller.cluster.groups[WorkerId(f"t/{gpu}")]
+        if gpu < 4:
+            room.feed(ev.GroupPulled(group.leader, group.epoch, 1, LeaseId(0)))
+    assert room.controller.queue.waiting_of(Value.TRAIN) > 0
+    assert of(room.pull(one, capacity=16, seen=mine.lease.id), ef.PrepareBatch)
+
+
+def test_evaluation_is_not_expected_to_be_trained() -> None:
+    """Training lasts long: where all that waits were trained, making it sooner would hardly show."""
+    plan = dataclasses.replace(
+        SINGLE, evaluate_every=1, evaluation_images=16, pipeline=PipelinePlan(bounded=True, switch_s=0.1)
+    )
+    room = Room(plan, [Prompt(PromptId("t"), "a square", {})])
+    room.now = 100.0
+    seen_pace(room, rollout_s=4.0, train_s=50.0)
+    (spot,) = room.bring_up(dataclasses.replace(SPOT, gpus=1))
+    assert {rollout.purpose for rollout in only(room.pull(spot, capacity=4), ef.GrantLease).rollouts} == {
+        Purpose.TRAIN
+    }
+    (trainer,) = room.bring_up(TRAINER)
+    taken = only(room.pull(trainer, capacity=16), ef.GrantLease)
+    assert {rollout.purpose for rollout in taken.rollouts} == {Purpose.EVAL}
+    assert 4 <= len(taken.rollouts) <= 12, "about half of it"
 
 
 def test_the_learner_is_given_nothing_while_its_gpus_roll_out() -> None:

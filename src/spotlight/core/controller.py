@@ -54,7 +54,7 @@ from spotlight.core.pipeline.takes import Backlog, rollouts_to_take
 from spotlight.core.pipeline.training import Training
 from spotlight.core.plan import Explore, require_usable
 from spotlight.core.plan import Plan as Plan
-from spotlight.core.queue import PullQueue, first_epoch
+from spotlight.core.queue import PullQueue, Value, first_epoch
 from spotlight.core.records import StepApplied
 from spotlight.core.recovery import Recovery
 from spotlight.core.rollouts import Rollouts
@@ -85,7 +85,7 @@ class Controller:
         self.training = Training(plan, self.work, 0)
         self._now = self._task_s = 0.0
         self._task_overlaps = False
-        self._takes = self._takes_until_s = 0.0
+        self._takes = self._planned = self._takes_until_s = 0.0
         self._committed = self._to_commit = self._snapshot()
         self._learner_up, self._restore_due = True, False
         self._undo: list[Effect] = []
@@ -208,7 +208,7 @@ class Controller:
 
     def _start_iteration(self) -> None:
         work = self.work
-        work.begin()
+        work.begin(self._now)
         self.training = Training(self.plan, work, self.iteration)
         last = self.iteration >= self.plan.iterations
         explores = self.plan.exploration
@@ -297,7 +297,8 @@ class Controller:
         if task is not None:
             # What the learner's GPUs take to turn is no part of its pace.
             self._task_s = self._now + self.cluster.serving.learner_turns()
-            held = self.queue.outstanding - self.queue.waiting
+            made = (Value.TRAIN, Value.EVAL)
+            held = self.queue.outstanding_of(*made) - self.queue.waiting_of(*made)
             self._task_overlaps = not there and held > 0 and bool(self.cluster.hosts)
             self.work.effects.append(task)
         elif there:
@@ -311,26 +312,35 @@ class Controller:
         overlaps = pipeline.axis is not None
         trainable = self.training.ready() if overlaps else 0
         made = self.training.untrained - trainable if overlaps else 0
-        steps = self.plan.rollout_steps
-        generating = bool(self.cluster.serving.turned)
-        backlog = Backlog(steps, trainable, made, pace.train_s, not overlaps, pipeline.switch_s, generating)
+        backlog = Backlog(
+            self.plan.rollout_steps,
+            self.plan.evaluation_steps,
+            trainable,
+            made,
+            pace.train_s,
+            whole=not overlaps,
+            switch_s=pipeline.switch_s,
+            generating=bool(self.cluster.serving.turned),
+        )
         takes = rollouts_to_take(self.cluster, backlog)
-        if takes:
-            self._takes, self._takes_until_s = takes, self._now + self.plan.cluster.answer_s
-        elif self._now >= self._takes_until_s or not self.queue.waiting:
-            self._takes = 0
+        if takes is None:  # nobody is asked now: what was planned stays for who is about to ask
+            if self._now >= self._takes_until_s:
+                self._takes = 0
+        else:
+            self._takes = self._planned = takes
+            self._takes_until_s = self._now + self.plan.cluster.answer_s
 
     def _let_trainers(self) -> None:
         """GPUs of the learner roll out only while it has nothing to do, and perhaps no more than pays."""
         if not self.cluster.trainers():
             return
         waits = self._learner_up and self.stage in LEARNER_IDLES and self.training.task is None
-        rollouts: float = 0.0
+        rollouts = planned = 0.0
         if waits and self.plan.pipeline.bounded and self.stage is not Stage.EXPLORING:
-            rollouts = self._takes
+            rollouts, planned = self._takes, self._planned
         elif waits and not (self.plan.pipeline.axis and self.training.ready()):
-            rollouts = math.inf
-        self.cluster.let_trainers(rollouts, explore=self.stage is Stage.EXPLORING)
+            rollouts = planned = math.inf
+        self.cluster.let_trainers(rollouts, planned, explore=self.stage is Stage.EXPLORING)
 
     def _serve(self) -> None:
         self.cluster.serve(self._now)

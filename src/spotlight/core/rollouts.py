@@ -84,11 +84,12 @@ class Rollouts:
 
     # -- issue -----------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def begin(self, now: float) -> None:
         """A new iteration, without rollouts yet but those that were made early."""
         self.at, self.early_samples = Iteration(), 0
         self.queue.forget_done()
         self.queue.promote()
+        self.cluster.pace.promote(now)
 
     def issue_evaluation(self, iteration: int, version: PolicyVersion) -> None:
         """Queue the validation images."""

@@ -6,7 +6,7 @@ the others.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from spotlight.core.types import Filler, GroupKind, LeaseId, WorkerId
 
@@ -66,17 +66,31 @@ class Pace:
         """A lease ends unfinished, while its group goes on: time was filled, but nothing is learnt of it."""
         self._stop(lease, now)
 
+    def promote(self, now: float) -> None:
+        """The next iteration begins: until now its rollouts filled time, and from now on they are its work."""
+        working: set[WorkerId] = set()
+        for lease, running in self._running.items():
+            if running.filler is Filler.NEXT:
+                if running.leader not in working:  # else it was pulled ahead
+                    self._fill(running, now)
+                self._running[lease] = replace(running, filler=None)
+            working.add(running.leader)
+
     def _stop(self, lease: LeaseId, now: float) -> tuple[_Running | None, float]:
         running = self._running.pop(lease, None)
         if running is None:
             return None, 0.0
-        # A group that pulled ahead began this lease when it had finished the one before.
-        began_s = max(running.since_s, self._free_s.get(running.leader, 0.0))
-        spent_s = max(0.0, now - began_s)
+        spent_s = self._fill(running, now)
         self._free_s[running.leader] = now
+        return running, spent_s
+
+    def _fill(self, running: _Running, now: float) -> float:
+        """Count what a lease filled so far; returns how long it ran."""
+        # A group that pulled ahead began this lease when it had finished the one before.
+        spent_s = max(0.0, now - max(running.since_s, self._free_s.get(running.leader, 0.0)))
         if running.filler is not None:
             self.fill(running.filler, spent_s * running.kind.degree)
-        return running, spent_s
+        return spent_s
 
     def fill(self, filler: Filler, gpu_s: float) -> None:
         """So many GPU seconds were filled."""

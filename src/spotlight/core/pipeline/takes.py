@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from spotlight.core.cluster import Cluster
 from spotlight.core.members import ABLE, GroupState
 from spotlight.core.pipeline.bts import Generator, Timeline, plan_takes
-from spotlight.core.queue import Value
+from spotlight.core.queue import PullQueue, Value
 from spotlight.core.types import GroupKind
 
 _UNITS = 32
@@ -28,6 +28,7 @@ class Backlog:
 
     Attributes:
         rollout_steps: of a train rollout.
+        evaluation_steps: of one that is only judged, and never trained.
         trainable: samples that could be trained now.
         made: others that are not trained yet: at the rewards, or in groups that lack some.
         train_s: seconds that the learner takes for one.
@@ -37,6 +38,7 @@ class Backlog:
     """
 
     rollout_steps: int
+    evaluation_steps: int
     trainable: int
     made: int
     train_s: float
@@ -45,42 +47,41 @@ class Backlog:
     generating: bool
 
 
-def rollouts_to_take(cluster: Cluster, backlog: Backlog) -> int:
+def rollouts_to_take(cluster: Cluster, backlog: Backlog) -> int | None:
     """Rollouts that trainers' groups should take, together and before they train again.
 
-    Nothing is taken that would be finished later than if it were left, nor what would delay the end of
+    None: there are some to take, but no trainer asks for any now. Nothing is taken that would be finished later than if it were left, nor what would delay the end of
     training. As long as nobody's pace is known, each group takes one lease, to find out.
     """
     queue, pace = cluster.queue, cluster.pace
     waiting = queue.waiting_of(Value.TRAIN, Value.EVAL)
     willing = [group for group in cluster.trainers() if cluster.willing(group)]
-    if not waiting or not willing:
+    if not waiting:
         return 0
-    outstanding = queue.outstanding_of(Value.TRAIN, Value.EVAL)
-    degree = cluster.degree_for(outstanding)
+    if not willing:
+        return None
+    degree = cluster.degree_for(queue.outstanding_of(Value.TRAIN, Value.EVAL))
     trainers = list(groups_soon(cluster, degree, trains=True))
     times_s = [pace.step_s(kind, trains=True) for kind in trainers]
     step_s = max((seconds for seconds in times_s if seconds is not None), default=None)
     if not step_s:
         return min(waiting, sum(group.capacity for group in willing))
-    each_s = step_s * backlog.rollout_steps
-    count = len(trainers)
-    unit = min(waiting, count * max(1, math.ceil(waiting / (_UNITS * count))))
-    held = outstanding - waiting
     rate = _rate(cluster, backlog.rollout_steps, degree)
+    todo = _Todo(queue, backlog)
+    unit = min(todo.waiting, len(trainers) * max(1, math.ceil(todo.waiting / (_UNITS * len(trainers)))))
     timeline = Timeline(
         ready=backlog.trainable // unit,
-        waiting=waiting // unit,
-        generators=(Generator(held / rate, unit / rate, busy=held > 0),) if rate else (),
-        generate_s=math.ceil(unit / count) * each_s,
-        train_s=unit * backlog.train_s,
+        waiting=todo.waiting // unit,
+        generators=(Generator(todo.held / rate, unit / rate, busy=todo.held > 0),) if rate else (),
+        generate_s=math.ceil(unit / len(trainers)) * step_s * backlog.rollout_steps,
+        train_s=unit * backlog.train_s * todo.trained_share,
         enter_s=backlog.switch_s,
         leave_s=backlog.switch_s,
         generating=backlog.generating,
         # All but the last unit of what is held; what was made waits for some of it, or for scores.
         coming=tuple(
             unit * max(1, number) / rate
-            for number in range(-(backlog.made // unit) + 1, held // unit)
+            for number in range(-(backlog.made // unit) + 1, todo.held // unit)
             if rate
         ),
         whole=backlog.whole,
@@ -89,7 +90,32 @@ def rollouts_to_take(cluster: Cluster, backlog: Backlog) -> int:
     found = plan_takes(timeline, gain_min_s=_TURNS_MIN * turns_s)
     if found.finish_without_s - found.finish_s < _GAIN_MIN * found.finish_s:
         return 0
-    return min(waiting, found.now * unit)
+    return todo.rollouts(found.now * unit)
+
+
+class _Todo:
+    """Rollouts of an iteration counted as train rollouts, by their steps.
+
+    Attributes:
+        waiting: that nobody makes yet.
+        held: under way.
+        trained_share: of all that is left, what will be trained; the rest is only judged.
+    """
+
+    def __init__(self, queue: PullQueue, backlog: Backlog) -> None:
+        self._weight = backlog.evaluation_steps / backlog.rollout_steps
+        self._train, evaluation = (queue.waiting_of(value) for value in (Value.TRAIN, Value.EVAL))
+        self._all = self._train + evaluation
+        train, judged = (queue.outstanding_of(value) for value in (Value.TRAIN, Value.EVAL))
+        self.waiting = self._train + math.ceil(evaluation * self._weight)
+        self.held = train - self._train + math.ceil((judged - evaluation) * self._weight)
+        trained = backlog.trainable + backlog.made + train
+        self.trained_share = trained / (trained + judged * self._weight)
+
+    def rollouts(self, counted: int) -> int:
+        """How many rollouts that is of those waiting: train rollouts are taken first."""
+        beyond = max(0, counted - self._train)
+        return min(self._all, counted - beyond + math.ceil(beyond / self._weight))
 
 
 def _rate(cluster: Cluster, rollout_steps: int, degree: int) -> float:

@@ -29,7 +29,7 @@ from spotlight.core.iteration import Iteration
 from spotlight.core.pipeline.slices import Slice, slices
 from spotlight.core.plan import Plan
 from spotlight.core.rollouts import Rollouts
-from spotlight.core.types import Comparison, DropReason, Group, MicroBatch, RolloutId
+from spotlight.core.types import Comparison, DropReason, Group, MicroBatch, Purpose, RolloutId
 
 Task: TypeAlias = PrepareBatch | TrainMicroBatch | StepOptimizer | FinishBatch
 Answer: TypeAlias = ev.BatchPrepared | ev.MicroBatchTrained | ev.OptimizerStepped | ev.BatchFinished
@@ -76,8 +76,9 @@ class Training:
     def untrained(self) -> int:
         """Samples that were made, scored or not, and not trained."""
         at = self._at
-        made = sum(len(members) for members in at.groups.values()) - len(at.unscored - at.finished)
-        return max(0, made - sum(len(trained) for trained in self._trained.values()))
+        members = sum(len(group) for group in at.groups.values())
+        making = sum(at.rollouts[name].purpose is Purpose.TRAIN for name in at.unscored - at.finished)
+        return max(0, members - making - sum(len(trained) for trained in self._trained.values()))
 
     def next(self, all_there: bool) -> Task | None:
         """The next task, which is under way then; None: there is none yet, or (all there) nothing at all."""
