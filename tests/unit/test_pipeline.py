@@ -366,7 +366,7 @@ def test_evaluation_is_not_expected_to_be_trained() -> None:
     )
     room = Room(plan, [Prompt(PromptId("t"), "a square", {})])
     room.now = 100.0
-    seen_pace(room, rollout_s=4.0, train_s=50.0)
+    seen_pace(room, rollout_s=4.0, train_s=75.0)
     (spot,) = room.bring_up(dataclasses.replace(SPOT, gpus=1))
     assert {rollout.purpose for rollout in only(room.pull(spot, capacity=4), ef.GrantLease).rollouts} == {
         Purpose.TRAIN
