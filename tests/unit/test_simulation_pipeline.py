@@ -26,7 +26,7 @@ from spotlight.simulation.scenario import Scenario
 from spotlight.simulation.scenario_load import load_scenario
 from spotlight.simulation.search import GAIN_MIN, Found, Goal, grid, search
 from spotlight.simulation.strategies import Part, UnknownStrategyError, strategy_named, without_part
-from spotlight.simulation.summary import table_of
+from spotlight.simulation.summary import notes_of, table_of
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 MODELS = ("qwen-image-20b", "flux1-12b", "hunyuanvideo-13b", "wan21-14b")
@@ -300,6 +300,22 @@ def test_every_part_shortens_an_iteration_that_waits_for_rollouts() -> None:
     seconds = [outcome(f"disaggregated{name}").iteration_s for name in names]
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[-1] < 0.6 * seconds[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "crowded"),
+    [
+        ("pipeline-qwen-image", "disaggregated+gap+tag", False),
+        ("pipeline-wan", "disaggregated+gap+tag", True),
+        ("pipeline-wan", "disaggregated+gap+tcss", False),
+        ("pipeline-wan", "all_on_demand", True),
+    ],
+)
+def test_gpus_that_cannot_hold_both_of_their_tasks_are_told(name: str, strategy: str, crowded: bool) -> None:
+    one = dataclasses.replace(outcome("disaggregated"), strategy=strategy)
+    notes = notes_of(prepared(strategy, name=name), [one], NOW)
+    told = [line for note in notes if note.heading == "Mind" for line in note.lines if strategy in line]
+    assert any("would hold, for both" in line for line in told) is crowded
 
 
 def test_the_table_says_what_filled_idle_time() -> None:

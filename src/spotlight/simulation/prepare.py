@@ -22,6 +22,7 @@ from spotlight.fleet.traces.transforms import cut, limit, repeat, with_notices
 from spotlight.simulation.fleet_events import SpotOffer, spot_events
 from spotlight.simulation.profile import (
     Profile,
+    learner_bytes,
     load_profile,
     require_memory,
     require_size,
@@ -154,6 +155,16 @@ def scenario_of(prepared: Prepared, strategy: Strategy, *, timelines: bool = Fal
         rewards=RewardModel(**model.model_dump()) if model else RewardModel(),
         timelines=timelines,
     )
+
+
+def bytes_of_both(prepared: Prepared, strategy: Strategy) -> float:
+    """What a GPU that trains and rolls out holds if both processes stay there; 0 where none does both."""
+    nodes = [event.node for _, event in node_events(prepared, strategy) if isinstance(event, NodeJoined)]
+    if not any(node.trains and node.rolls_out for node in nodes):
+        return 0.0
+    ranks = sum(node.gpus for node in nodes if node.trains)
+    per_pass = timesteps_per_pass(prepared, strategy, ranks)
+    return prepared.profile.memory.rollout_bytes.value + learner_bytes(prepared.profile, ranks, per_pass)
 
 
 def timesteps_per_pass(prepared: Prepared, strategy: Strategy, ranks: int) -> int:

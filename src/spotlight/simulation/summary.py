@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from spotlight.core.types import Filler, NodeKind, Phase
+from spotlight.fleet.gpus import GPU_TYPES
 from spotlight.fleet.traces.statistics import statistics
 from spotlight.simulation.outcome import PREVIEWS_WANTED, Outcome
-from spotlight.simulation.prepare import Prepared
+from spotlight.simulation.prepare import Prepared, bytes_of_both
 from spotlight.simulation.record import assumed_of, prices_of
 from spotlight.simulation.strategies import SpotPlaces, strategy_named
 
@@ -99,6 +100,7 @@ def notes_of(prepared: Prepared, outcomes: Sequence[Outcome], now: datetime) -> 
         *warnings_of(outcomes),
         *filter(None, [prepared.tariff.caveat]),
         *_too_short(prepared, outcomes),
+        *_crowded(prepared, outcomes),
     )
     if warnings:
         notes.insert(0, Note("Mind", warnings))
@@ -121,6 +123,21 @@ def warnings_of(outcomes: Sequence[Outcome]) -> Iterator[str]:
                 f"{one.strategy} left out {percent(one.dropped_share)} of its samples, because they do not "
                 "divide by its learner GPUs: make prompts x group_size a multiple of their number."
             )
+
+
+def _crowded(prepared: Prepared, outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """Which strategies ask more of a GPU than it has, if it keeps what it needs for both of its tasks."""
+    gpu = prepared.file.cluster.reserved.gpu_type
+    has = GPU_TYPES[gpu].vram_bytes
+    needs = {one.strategy: bytes_of_both(prepared, strategy_named(one.strategy)) for one in outcomes}
+    crowded = [f"{name} {need / 2**30:.0f} GiB" for name, need in needs.items() if need > has]
+    if crowded:
+        assumed = "it did" if prepared.file.workload.resident else "what is not in use moved out and in again"
+        yield (
+            f"a GPU that trains and rolls out would hold, for both: {', '.join(crowded)}; {gpu} has "
+            f"{has / 2**30:.0f}. Simulated as if {assumed} (workload.resident); the Ray driver keeps both. "
+            "Take more or larger GPUs, or let those that train do nothing else."
+        )
 
 
 def _too_short(prepared: Prepared, outcomes: Sequence[Outcome]) -> Iterator[str]:

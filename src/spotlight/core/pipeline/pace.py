@@ -67,7 +67,7 @@ class Pace:
         self._stop(lease, now)
 
     def promote(self, now: float) -> None:
-        """The next iteration begins: until now its rollouts filled time, and from now on they are its work."""
+        """The next iteration begins: until now its rollouts filled time, from now on they are its work."""
         working: set[WorkerId] = set()
         for lease, running in self._running.items():
             if running.filler is Filler.NEXT:
