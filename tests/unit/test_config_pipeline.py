@@ -25,6 +25,7 @@ SLICES = "pipeline={axis: generation, slice_size: 4, baseline: slice}"
 BY_EXPLORATION = "pipeline={axis: generation, slice_size: 4, baseline: exploration}"
 RAY = "fleet.driver=ray"
 IDLE = "exploration.where=idle"
+TRAINERS_ALONE = (RAY, "fleet.spot.nodes=0", "fleet.local.rollout_slots=0", "pipeline.trainers_generate=true")
 PROMPT = Prompt(PromptId("p"), "one red circle", {})
 GRPO = ("algorithm={name: flow-grpo, advantage: {std: group}}", "rollout.sampler=flow-sde")
 GUARD = ("algorithm={name: grpo-guard, advantage: {std: group}}", "rollout.sampler=flow-sde")
@@ -73,6 +74,8 @@ GUARD = ("algorithm={name: grpo-guard, advantage: {std: group}}", "rollout.sampl
         ),
         (["pipeline.switch_s=1.5"], "pipeline.switch_s", "trainers_generate=true"),
         (["pipeline.next_share=0.5"], "pipeline.next_share", "fleet.driver=ray"),
+        ([*TRAINERS_ALONE, "pipeline.next_share=.5"], "pipeline.next_share", "fleet.local.rollout_slots"),
+        ([*TRAINERS_ALONE, IDLE], "exploration.where", "exploration.where=critical_path"),
         ([RAY, "pipeline.next_share=.05"], "pipeline.next_share", "no whole group"),
         ([RAY, "pipeline.next_share=.5", "exploration={}"], "pipeline.next_share", "exploration.where=idle"),
         ([RAY, "pipeline.next_share=1", IDLE], "pipeline.next_share", "lower it"),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from spotlight.config.errors import Problem
 from spotlight.config.exploration import ExplorationConfig, PlannerConfig
+from spotlight.config.fleet_contradictions import nobody_only_rolls_out
 from spotlight.config.schema import RunConfig
 
 
@@ -18,6 +19,12 @@ def exploration_problems(config: RunConfig) -> Iterator[Problem]:
             "exploration.where", "'idle'", "'critical_path' with fleet.driver=inline",
             "One process trains and denoises in turn, so nothing idles: set fleet.driver=ray, or explore on "
             "the critical path.",
+        )  # fmt: skip
+    elif exploration.where == "idle" and nobody_only_rolls_out(config.fleet):
+        yield Problem(
+            "exploration.where", "'idle'", "'critical_path' where all slots train",
+            "The learner's slots preview nothing beside training: set exploration.where=critical_path, or "
+            "fleet.local.rollout_slots or fleet.spot.nodes to at least 1.",
         )  # fmt: skip
     yield from _arms(config, exploration)
     yield from _drawn(config, exploration)

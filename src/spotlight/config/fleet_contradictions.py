@@ -68,6 +68,12 @@ def _where(fleet: FleetConfig) -> Iterator[Problem]:
             )  # fmt: skip
 
 
+def nobody_only_rolls_out(fleet: FleetConfig) -> bool:
+    """Whether the learner's slots are all there ever are, as far as a configuration can tell."""
+    emulated, spot = fleet.driver == "ray" and fleet.address is None, fleet.spot
+    return emulated and spot.trace is None and spot.nodes == 0 and fleet.local.rollout_slots == 0
+
+
 def _local(fleet: FleetConfig, trainers_generate: bool) -> Iterator[Problem]:
     spot = fleet.spot
     if spot.trace is not None and spot.nodes:
@@ -75,8 +81,7 @@ def _local(fleet: FleetConfig, trainers_generate: bool) -> Iterator[Problem]:
             "fleet.spot.nodes", str(spot.nodes), "0 with fleet.spot.trace",
             "The trace says which nodes there are: leave one of the two keys out.",
         )  # fmt: skip
-    alone = spot.trace is None and spot.nodes == 0 and fleet.local.rollout_slots == 0
-    if fleet.driver == "ray" and fleet.address is None and alone and not trainers_generate:
+    if nobody_only_rolls_out(fleet) and not trainers_generate:
         yield Problem(
             "fleet.spot.nodes",
             "0, with no other slot that rolls out",

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from spotlight.config.errors import Problem
+from spotlight.config.fleet_contradictions import nobody_only_rolls_out
 from spotlight.config.schema import FlowGRPOConfig, RunConfig
 
 _SLICE_MIN = 3
@@ -113,6 +114,12 @@ def _early(config: RunConfig) -> Iterator[Problem]:
             "pipeline.next_share", share, "0 with fleet.driver=inline",
             "One process trains and denoises in turn, so nothing idles meanwhile: set fleet.driver=ray, or "
             "leave it out.",
+        )  # fmt: skip
+    elif nobody_only_rolls_out(config.fleet):
+        yield Problem(
+            "pipeline.next_share", share, "0 where all slots train",
+            "The learner's slots make nothing for the next iteration: set fleet.local.rollout_slots or "
+            "fleet.spot.nodes to at least 1, or leave it out.",
         )  # fmt: skip
     if pipeline.next_share * config.rollout.prompts_per_iteration < 1 - 1e-9:
         yield Problem(

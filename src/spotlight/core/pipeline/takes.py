@@ -50,9 +50,9 @@ class Backlog:
 def rollouts_to_take(cluster: Cluster, backlog: Backlog) -> int | None:
     """Rollouts that trainers' groups should take, together and before they train again.
 
-    None: there are some to take, but no trainer asks for any now. Nothing is taken that would be finished later
-    than if it were left, nor what would delay the end of training. As long as nobody's pace is known, each
-    group takes one lease, to find out.
+    None: there are some to take, but no trainer asks for any now. Nothing is taken that would be finished
+    later than if it were left, nor what would delay the end of training. As long as nobody's pace is known,
+    each group takes one lease, to find out.
     """
     queue, pace = cluster.queue, cluster.pace
     waiting = queue.waiting_of(Value.TRAIN, Value.EVAL)
