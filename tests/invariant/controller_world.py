@@ -35,6 +35,7 @@ from spotlight.core.records import (
     RolloutIssued,
     SampleDropped,
     SampleEvaluated,
+    SampleExplored,
     SampleFinished,
     SampleScored,
     SampleTrained,
@@ -111,7 +112,7 @@ class Account:
                 assert self.versions[rollout] in self.fresh, "trained on a sample of older weights"
                 self.ended[rollout] += 1
                 self.trained_in[version] += 1
-            case SampleEvaluated(rollout) | SampleDropped(rollout):
+            case SampleEvaluated(rollout) | SampleDropped(rollout) | SampleExplored(rollout):
                 self.ended[rollout] += 1
             case StepApplied(version):
                 assert version == self.steps + 1, "a step number was skipped"

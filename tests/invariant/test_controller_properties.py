@@ -16,9 +16,10 @@ from spotlight.core.controller import Controller
 from spotlight.core.effects import Effect, PrepareBatch, WriteRecord
 from spotlight.core.ledger import LedgerError
 from spotlight.core.pipeline import training as training_module
-from spotlight.core.plan import Axis, PipelinePlan, Plan
+from spotlight.core.plan import Axis, ExplorationPlan, Explore, PipelinePlan, Plan
 from spotlight.core.records import SampleDropped, SampleTrained
 from spotlight.core.rollouts import Rollouts
+from spotlight.core.selection import SelectionPolicy
 from spotlight.core.types import Baseline, Comparison, DropReason, Group, RolloutId
 from spotlight.simulation.mutations import MUTATIONS, Mutation
 
@@ -63,11 +64,24 @@ def pipelined(draw: st.DrawFn) -> Plan:
     return replace(draw(plans()), pipeline=draw(pipelines()))
 
 
+@st.composite
+def compared_with_explored(draw: st.DrawFn) -> Plan:
+    """Slices that are compared with previews of other seeds, all of which are made before any rollout."""
+    plan = draw(plans())
+    seeds = plan.group_size + draw(st.integers(2, 4))
+    policy = draw(st.sampled_from(list(SelectionPolicy)))
+    return replace(
+        plan,
+        pipeline=PipelinePlan(Axis.GENERATION, draw(st.integers(1, 4)), Baseline.EXPLORATION),
+        exploration=ExplorationPlan(Explore.CRITICAL_PATH, seeds, plan.rollout_steps, policy),
+    )
+
+
 SEEDS = st.integers(0, 2**32 - 1)
 
 
 @SETTINGS
-@given(plans() | pipelined(), SEEDS)
+@given(plans() | pipelined() | compared_with_explored(), SEEDS)
 def test_every_run_ends_with_every_sample_accounted_for(plan: Plan, seed: int) -> None:
     world = World(start(plan), seed, calm=False, failing=FAILING).run()
     account, ledger = world.account, world.controller.ledger
@@ -91,7 +105,7 @@ def test_what_is_learnt_does_not_depend_on_the_schedule(plan: Plan, seed: int) -
 
 
 @SETTINGS
-@given(pipelined(), SEEDS)
+@given(pipelined() | compared_with_explored(), SEEDS)
 def test_what_samples_are_compared_with_does_not_depend_on_the_schedule(plan: Plan, seed: int) -> None:
     plan = replace(plan, ranks=1, pipeline=replace(plan.pipeline, next_share=0.0))
     calm = World(start(plan), 0, calm=True, failing=FAILING).run()
@@ -103,6 +117,23 @@ def test_what_samples_are_compared_with_does_not_depend_on_the_schedule(plan: Pl
             {effect.record for effect in world.effects if _is_trained(effect)} for world in (calm, wild)
         ]
         assert trained[0] == trained[1]
+
+
+def test_slices_are_compared_with_all_previews_but_their_own_seeds() -> None:
+    plan = Plan(
+        run_seed=0, iterations=2, prompts_per_iteration=2, group_size=4, rollout_steps=3, evaluation_steps=3,
+        evaluation_images=1, evaluate_every=9, updates_per_batch=1, micro_batch_size=2, checkpoint_every=1,
+        lease_s=20.0, max_drop_share=None,
+        pipeline=PipelinePlan(Axis.GENERATION, 2, Baseline.EXPLORATION),
+        exploration=ExplorationPlan(Explore.CRITICAL_PATH, 9, 3),
+    )  # fmt: skip
+    world = World(start(plan), 0, calm=False).run()
+    assert world.succeeded
+    found = compared(world)
+    assert len(found) == plan.iterations * plan.prompts_per_iteration * plan.group_size
+    for members, comparison in found.values():
+        assert comparison.baseline is Baseline.EXPLORATION
+        assert len(comparison.others) == 9 - len(members)
 
 
 def compared(world: World) -> dict[RolloutId, tuple[tuple[RolloutId, ...], Comparison]]:

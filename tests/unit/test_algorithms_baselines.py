@@ -110,31 +110,74 @@ def test_exploration_of_other_seeds_is_unbiased_whatever_it_found(explored: list
     np.testing.assert_allclose(found, TRUE, rtol=1e-9, atol=1e-12)
 
 
+@given(explored=st.lists(st.floats(-10, 10), min_size=2, max_size=8))
+def test_the_spread_of_what_was_explored_scales_the_gradient_and_does_not_bend_it(
+    explored: list[float],
+) -> None:
+    """What runs do: mean and spread are both of the explored seeds."""
+    params = AdvantageParams(epsilon=0.2, clip=1e12)
+    found = expected_gradient(
+        lambda values: exploration_advantages(rows(values), rows(explored), WEIGHTS, params), 1
+    )
+    np.testing.assert_allclose(found * (np.std(explored) + 0.2), TRUE, rtol=1e-9, atol=1e-9)
+
+
 # -- variance ------------------------------------------------------------------------------------------
 
 
-def second_moment(others: int, baseline: Callable[[Sequence[float]], float]) -> float:
-    """E |A g|² of one sample, over it and over others like it that its baseline is made of."""
+INFORMATION = float(CHANCES @ (SCORES**2).sum(1))
+IDEAL = float(CHANCES @ ((REWARDS - MEAN) ** 2 * (SCORES**2).sum(1)))
+"""E |A g|² with the best constant that knows nothing of the sample: the mean reward."""
+
+
+def by_slice(own: float, others: Sequence[float]) -> float:
+    """The first sample's advantage, the others of its group being there."""
+    return slice_advantages(rows([own]), rows(others), WEIGHTS, PLAIN, UNIT)[0]
+
+
+def by_exploration(own: float, others: Sequence[float]) -> float:
+    return exploration_advantages(rows([own]), rows(others), WEIGHTS, PLAIN, UNIT)[0]
+
+
+def by_group(own: float, others: Sequence[float]) -> float:
+    large = 1e9  # so much epsilon that the spread does not matter
+    params = AdvantageParams(epsilon=large, clip=1e12)
+    return large * advantages([rows([own, *others])], WEIGHTS, params)[0][0]
+
+
+def second_moment(advantage: Callable[[float, Sequence[float]], float], others: int) -> float:
+    """E |A g|² of one sample, over it and over others like it that it is compared with."""
     total = 0.0
-    for actions in itertools.product(range(3), repeat=others):
-        chance = math.prod(CHANCES[action] for action in actions)
-        b = baseline([REWARDS[action] for action in actions])
-        total += chance * float(CHANCES @ ((REWARDS - b) ** 2 * (SCORES**2).sum(1)))
+    for own, *actions in itertools.product(range(3), repeat=1 + others):
+        chance = math.prod(CHANCES[action] for action in (own, *actions))
+        value = advantage(REWARDS[own], [REWARDS[action] for action in actions])
+        total += chance * value**2 * float((SCORES[own] ** 2).sum())
     return total
 
 
 @pytest.mark.parametrize("others", [1, 2, 5])
-@pytest.mark.parametrize("off", [0.0, 1.5])
-def test_the_variance_grows_by_that_of_the_baseline_and_its_distance_to_the_mean_reward(
-    others: int, off: float
+@pytest.mark.parametrize("baseline", [by_slice, by_exploration])
+def test_the_mean_of_others_adds_its_variance(
+    baseline: Callable[[float, Sequence[float]], float], others: int
 ) -> None:
+    predicted = IDEAL + VARIANCE / others * INFORMATION
+    assert second_moment(baseline, others) == pytest.approx(predicted, rel=1e-9)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_groups_own_mean_adds_as_much_and_shortens_all_by_one_kth(size: int) -> None:
+    """R - mean of all K is (1 - 1/K) times R - mean of the K - 1 others."""
+    predicted = (1 - 1 / size) ** 2 * (IDEAL + VARIANCE / (size - 1) * INFORMATION)
+    assert second_moment(by_group, size - 1) == pytest.approx(predicted, rel=1e-6)
+
+
+@pytest.mark.parametrize("off", [-1.5, 1.5])
+def test_an_explored_mean_that_is_off_adds_its_distance(off: float) -> None:
     """E|A g|² = E|(R - mean) g|² - 2 off E(R - mean)|g|² + (variance / n + off²) E|g|²."""
-    information = float(CHANCES @ (SCORES**2).sum(1))
-    ideal = second_moment(0, lambda _: MEAN)
     cross = float(CHANCES @ ((REWARDS - MEAN) * (SCORES**2).sum(1)))
-    found = second_moment(others, lambda values: sum(values) / len(values) + off)
-    predicted = ideal - 2 * off * cross + (VARIANCE / others + off**2) * information
-    assert found == pytest.approx(predicted, rel=1e-12)
+    found = second_moment(lambda own, others: by_exploration(own, [value + off for value in others]), 2)
+    predicted = IDEAL - 2 * off * cross + (VARIANCE / 2 + off**2) * INFORMATION
+    assert found == pytest.approx(predicted, rel=1e-9)
 
 
 # -- the spread ----------------------------------------------------------------------------------------

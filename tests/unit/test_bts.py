@@ -25,13 +25,14 @@ class World:
     ready: int
     trained: int
     generating: bool
+    coming: tuple[float, ...]
 
     @staticmethod
     def of(timeline: Timeline) -> World:
         generators = timeline.generators
         world = World(
             timeline, 0.0, tuple(g.free_s for g in generators), tuple(g.busy for g in generators),
-            timeline.waiting, timeline.ready, 0, timeline.generating,
+            timeline.waiting, timeline.ready, 0, timeline.generating, timeline.coming,
         )  # fmt: skip
         return world.until(0.0)
 
@@ -48,7 +49,17 @@ class World:
             if holds[i]:
                 waiting -= 1
                 free[i] += self.timeline.generators[i].unit_s
-        return replace(self, now_s=at_s, free_s=tuple(free), holds=tuple(holds), waiting=waiting, ready=ready)
+        later = tuple(ready_s for ready_s in self.coming if ready_s > at_s)
+        ready += len(self.coming) - len(later)
+        return replace(
+            self,
+            now_s=at_s,
+            free_s=tuple(free),
+            holds=tuple(holds),
+            waiting=waiting,
+            ready=ready,
+            coming=later,
+        )
 
     def choices(self) -> list[tuple[World, bool]]:
         """Train a unit, take one (True), or wait for the next that becomes ready."""
@@ -63,6 +74,7 @@ class World:
             found.append((replace(later, ready=later.ready + 1, generating=True), True))
         busy = zip(self.free_s, self.holds, strict=True)
         events = [free for free, holds in busy if free > self.now_s and (holds or self.waiting)]
+        events += self.coming
         if events:
             found.append((self.until(min(events)), False))
         return found
@@ -96,6 +108,7 @@ def timelines(draw: st.DrawFn, waiting_max: int = 3) -> Timeline:
         enter_s=draw(SECONDS),
         leave_s=draw(SECONDS),
         generating=draw(st.booleans()),
+        coming=tuple(draw(st.lists(SECONDS, max_size=2))),
         whole=draw(st.booleans()),
     )
 

@@ -389,6 +389,17 @@ def test_the_learner_is_given_nothing_while_its_gpus_roll_out() -> None:
     assert room.controller.cluster.serving.trainers_may == 0
 
 
+def test_a_sample_two_versions_old_is_never_given_to_the_learner() -> None:
+    """The last guard: no schedule makes such a sample, so the controller's memory is broken on purpose."""
+    room = Room(pipelined(next_share=0.5))
+    one, two = room.bring_up()
+    first, second = (only(room.pull(group, capacity=2), ef.GrantLease) for group in (one, two))
+    finish(room, one, first)
+    room.controller.work._oldest = V1
+    with pytest.raises(RuntimeError, match="of version 0 is too old to train on; expected 1"):
+        finish(room, two, second)
+
+
 def test_what_no_schedule_can_do_is_refused() -> None:
     for pipeline, told in (
         (PipelinePlan(next_share=1.5), "next_share is 1.5"),

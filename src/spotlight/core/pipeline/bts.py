@@ -201,6 +201,8 @@ def _end_of_whole(timeline: Timeline, row: _Row, finished: Sequence[float], take
     """The end, if nothing is trained before all is there. ``row``: nothing is trained."""
     if timeline.ready + taken + len(finished) < timeline.units:
         return _At(math.inf, 0)  # nobody generates the rest
+    if not timeline.units:
+        return _At(0.0, 0)
     at = _earliest(timeline, row, max(finished, default=0.0), timeline.units * timeline.train_s)
     return at or _At(math.inf, 0)
 
