@@ -145,7 +145,7 @@ def test_busy_learner_nodes_and_groups_that_part_have_no_share() -> None:
     one, two = room.bring_up()
     cluster = room.controller.cluster
     room.feed(ev.WorkerCrashed(two.leader, cluster.workers[two.leader].epoch))
-    cluster.let_trainers(0, 0, explore=False)
+    cluster.let_trainers(0, explore=False)
     cluster.pulled(ev.GroupPulled(one.leader, one.epoch, 4, LeaseId(0)), room.now)
     cluster.serve(room.now)
     assert len(only(cluster.effects, ef.GrantLease).rollouts) == 4, "nobody else could take any"

@@ -190,3 +190,13 @@ def test_batches_divide_or_the_error_says_what_does(
 
 def test_the_default_has_no_contradictions() -> None:
     assert find_problems(RunConfig()) == []
+
+
+def test_on_a_cluster_the_batch_must_divide_by_its_learner_ranks() -> None:
+    batch = ("rollout={prompts_per_iteration: 12, group_size: 16}", "learner.micro_batch_size=64")
+    load_config(None, [*batch, "fleet.driver=ray"])
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*batch, "fleet.driver=ray", "fleet.learner_ranks=2"])
+    (problem,) = caught.value.problems
+    assert problem.key == "learner.micro_batch_size"
+    assert "96 samples that a rank trains" in problem.expected

@@ -26,7 +26,7 @@ def find_problems(config: RunConfig) -> list[Problem]:
     return [
         *_sampler(config),
         *_window(config),
-        *batch_problems(config),
+        *batch_problems(config, config.fleet.learner_ranks if config.fleet.driver == "ray" else 1),
         *_weights(config),
         *_learning_rate(config),
         *_passes(config),

@@ -526,10 +526,10 @@ class Cluster:
 
     # -- GPUs that train -------------------------------------------------------------------------------
 
-    def let_trainers(self, rollouts: float, planned: float, *, explore: bool) -> None:
-        """How many of the ``planned`` rollouts GPUs that train may pull; with ``explore`` previews too."""
+    def let_trainers(self, rollouts: float, *, explore: bool) -> None:
+        """How many rollouts GPUs that train may pull now; with ``explore`` previews too."""
         trainers = self.trainers()
-        if self.serving.let_trainers(rollouts, planned, trainers, explore=explore):
+        if self.serving.let_trainers(rollouts, trainers, explore=explore):
             for group in trainers:
                 self._consider(group)
 

@@ -85,7 +85,7 @@ class Controller:
         self.training = Training(plan, self.work, 0)
         self._now = self._task_s = 0.0
         self._task_overlaps = False
-        self._takes = self._planned = self._takes_until_s = 0.0
+        self._takes = self._takes_until_s = 0.0
         self._committed = self._to_commit = self._snapshot()
         self._learner_up, self._restore_due = True, False
         self._undo: list[Effect] = []
@@ -327,20 +327,19 @@ class Controller:
             if self._now >= self._takes_until_s:
                 self._takes = 0
         else:
-            self._takes = self._planned = takes
-            self._takes_until_s = self._now + self.plan.cluster.answer_s
+            self._takes, self._takes_until_s = takes, self._now + self.plan.cluster.answer_s
 
     def _let_trainers(self) -> None:
         """GPUs of the learner roll out only while it has nothing to do, and perhaps no more than pays."""
         if not self.cluster.trainers():
             return
         waits = self._learner_up and self.stage in LEARNER_IDLES and self.training.task is None
-        rollouts = planned = 0.0
+        rollouts: float = 0.0
         if waits and self.plan.pipeline.bounded and self.stage is not Stage.EXPLORING:
-            rollouts, planned = self._takes, self._planned
+            rollouts = self._takes
         elif waits and not (self.plan.pipeline.axis and self.training.ready()):
-            rollouts = planned = math.inf
-        self.cluster.let_trainers(rollouts, planned, explore=self.stage is Stage.EXPLORING)
+            rollouts = math.inf
+        self.cluster.let_trainers(rollouts, explore=self.stage is Stage.EXPLORING)
 
     def _serve(self) -> None:
         self.cluster.serve(self._now)

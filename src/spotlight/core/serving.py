@@ -111,19 +111,12 @@ class Serving:
 
     # -- GPUs that train -------------------------------------------------------------------------------
 
-    def let_trainers(
-        self, rollouts: float, planned: float, trainers: Sequence[Group], *, explore: bool
-    ) -> bool:
-        """How many rollouts GPUs that train may pull now; returns whether that lets some, or stops all.
-
-        Args:
-            planned: for all of them together, of which ``rollouts`` are left. They get even parts of it,
-                whenever each asks: the last of them to finish decides when they can train.
-        """
+    def let_trainers(self, rollouts: float, trainers: Sequence[Group], *, explore: bool) -> bool:
+        """How many rollouts GPUs that train may pull now; returns whether that lets some, or stops all."""
         changed = (rollouts > 0) != (self.trainers_may > 0)
         self.trainers_may, self.trainers_explore = rollouts, explore
         able = sum(group.state is GroupState.READY for group in trainers)
-        self._each_trainer = math.ceil(planned / max(1, able)) if math.isfinite(planned) else planned
+        self._each_trainer = math.ceil(rollouts / max(1, able)) if math.isfinite(rollouts) else rollouts
         return changed
 
     def learner_turns(self) -> float:

@@ -147,7 +147,7 @@ def _overlooks_a_lost_member(self: Cluster, worker: Worker) -> None:
     worker.leader = None
 
 
-def _leases_busy_learners(self: Cluster, rollouts: float, planned: float, *, explore: bool) -> None:
+def _leases_busy_learners(self: Cluster, rollouts: float, *, explore: bool) -> None:
     self.serving.trainers_may, self.serving.trainers_explore = math.inf, True
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import ray
 
-from spotlight.config.contradictions import batch_problems
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.load import dump_config
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
@@ -83,9 +82,6 @@ def train_on_cluster(config: RunConfig, observer: Observer) -> RunResult:
 
 
 def _gather(config: RunConfig, observer: Observer, stack: ExitStack) -> Materials:
-    ranks = config.fleet.learner_ranks
-    if problems := list(batch_problems(config, ranks)):
-        raise ConfigError(f"this configuration on {ranks} learner ranks", problems)
     if config.metrics.wandb is not None:
         require_wandb()
     plan_fleet(config.fleet)  # raises for a trace that cannot be read
