@@ -8,13 +8,13 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_cluster import PLAN, SPOT, V0, Room, of, only
+from test_cluster import ANSWER_S, PLAN, SPOT, V0, Room, of, only
 
 from spotlight.core import effects as ef
 from spotlight.core import events as ev
 from spotlight.core.pipeline.pace import Pace
 from spotlight.core.pipeline.slices import COMPARED_MIN, Slice, slices
-from spotlight.core.pipeline.takes import groups_soon
+from spotlight.core.pipeline.takes import Backlog, Todo, groups_soon
 from spotlight.core.plan import Axis, ClusterPlan, PipelinePlan, Plan
 from spotlight.core.queue import Value
 from spotlight.core.recovery import Recovery
@@ -121,6 +121,17 @@ def test_early_work_fills_time_until_its_iteration_begins() -> None:
     assert pace.step_s(FAST) == pytest.approx(2.0 + 0.3 * (3.0 - 2.0)), "the pace is that of whole leases"
 
 
+def test_a_lease_of_which_nothing_could_be_made_says_nothing_either() -> None:
+    room = Room(pipelined(next_share=1.0))
+    one, _ = room.bring_up()
+    grant = only(room.pull(one, capacity=1), ef.GrantLease)
+    room.now += 3.0
+    room.feed(ev.RolloutFailed(one.leader, grant.lease.id, one.epoch, grant.rollouts[0].id, "NaN"))
+    pace = room.controller.cluster.pace
+    assert not pace._running
+    assert pace.step_s(FAST) is None
+
+
 def test_what_was_lost_says_nothing_of_the_pace() -> None:
     pace = Pace()
     pace.begin(LeaseId(1), WorkerId("w"), FAST, 4, None, 0.0)
@@ -194,6 +205,36 @@ def test_who_holds_early_work_finishes_it_before_it_gets_new_weights() -> None:
     rollouts = room.controller.rollouts.values()
     assert sorted(rollout.version for rollout in rollouts) == [V0, V0, V1, V1], "not begun early: new weights"
     assert not room.pull(one, capacity=2, seen=early.lease.id), "no work before it has them"
+
+
+@pytest.mark.parametrize("beside_next", [False, True])
+def test_training_overlaps_only_with_rollouts_of_its_iteration(beside_next: bool) -> None:
+    room = Room(dataclasses.replace(pipelined(axis=Axis.PROMPT, next_share=1.0), micro_batch_size=2))
+    one, two = room.bring_up()
+    first, second = (only(room.pull(group, capacity=2), ef.GrantLease) for group in (one, two))
+    if beside_next:  # the second group is made, not scored, and its worker makes some of the next iteration
+        room.feed(ev.LeaseCompleted(two.leader, second.lease.id, two.epoch, second.lease.rollouts, V0))
+        early = only(room.pull(two, capacity=2, seen=second.lease.id), ef.GrantLease)
+        assert {rollout.iteration for rollout in early.rollouts} == {1}
+    prepare = only(finish(room, one, first), ef.PrepareBatch)
+    batch = only(room.feed(ev.BatchPrepared(prepare.iteration)), ef.TrainMicroBatch)
+    room.now += 3.0
+    room.feed(ev.MicroBatchTrained(prepare.iteration, 0, batch.index))
+    filled = room.controller.cluster.pace.filled_s
+    assert filled == ({} if beside_next else {Filler.TRAINING: pytest.approx(3.0)})
+
+
+def test_early_work_is_counted_as_such_until_its_iteration_begins() -> None:
+    room, early, learn_all = begun_early()
+    room.now += 7.0
+    learn_all()
+    assert room.controller.iteration == 1
+    assert room.controller.cluster.pace.filled_s[Filler.NEXT] == pytest.approx(7.0)
+    room.now += 50.0
+    holder = WorkerId("t/0")
+    epoch = room.controller.cluster.groups[holder].epoch
+    room.feed(ev.LeaseCompleted(holder, early.lease.id, epoch, early.lease.rollouts, V0))
+    assert room.controller.cluster.pace.filled_s[Filler.NEXT] == pytest.approx(7.0)
 
 
 def begun_early() -> tuple[Room, ef.GrantLease, Callable[[], None]]:
@@ -351,6 +392,21 @@ def test_the_learner_does_not_wait_for_what_is_no_longer_worth_while() -> None:
     assert of(finish(room, one, mine), ef.PrepareBatch)
 
 
+def test_a_trainer_that_does_not_ask_is_waited_for_no_longer_than_an_answer() -> None:
+    pipeline = PipelinePlan(Axis.PROMPT, bounded=True, switch_s=0.1)
+    room = Room(dataclasses.replace(SINGLE, prompts_per_iteration=8, micro_batch_size=2, pipeline=pipeline))
+    room.now = 100.0
+    seen_pace(room, rollout_s=4.0, train_s=0.5)
+    (spot,) = room.bring_up(dataclasses.replace(SPOT, gpus=1))
+    room.pull(spot, capacity=2)
+    one, _ = room.bring_up(dataclasses.replace(TRAINER, gpus=2))
+    mine = only(room.pull(one, capacity=16), ef.GrantLease)
+    assert not of(finish(room, one, mine), ef.PrepareBatch), "the other may ask for its part"
+    assert room.controller.wake_s == room.now + ANSWER_S
+    assert not of(room.wait(ANSWER_S - 0.1), ef.PrepareBatch)
+    assert of(room.wait(0.1), ef.PrepareBatch)
+
+
 def test_a_new_plan_to_take_nothing_ends_the_one_before() -> None:
     pipeline = PipelinePlan(Axis.PROMPT, bounded=True, switch_s=0.1)
     room = Room(dataclasses.replace(SINGLE, prompts_per_iteration=8, micro_batch_size=2, pipeline=pipeline))
@@ -369,6 +425,27 @@ def test_a_new_plan_to_take_nothing_ends_the_one_before() -> None:
             room.feed(ev.GroupPulled(group.leader, group.epoch, 1, LeaseId(0)))
     assert room.controller.queue.waiting_of(Value.TRAIN) > 0
     assert of(room.pull(one, capacity=16, seen=mine.lease.id), ef.PrepareBatch)
+
+
+def test_rollouts_are_counted_by_their_steps_and_made_ones_without_evaluation() -> None:
+    """Evaluation of four times the steps: of what waits it is most of the work, and few rollouts of it."""
+    plan = dataclasses.replace(
+        SINGLE, evaluate_every=1, evaluation_images=16, evaluation_steps=32, rollout_steps=8,
+        pipeline=PipelinePlan(Axis.PROMPT, bounded=True, switch_s=0.1), micro_batch_size=2,
+    )  # fmt: skip
+    room = Room(plan, [Prompt(PromptId("t"), "a square", {})])
+    room.now = 100.0
+    seen_pace(room, rollout_s=4.0, train_s=0.5)
+    (spot,) = room.bring_up(dataclasses.replace(SPOT, gpus=1))
+    held = only(room.pull(spot, capacity=2), ef.GrantLease)
+    queue, training = room.controller.queue, room.controller.training
+    backlog = Backlog(8, 32, 0, 0, 0.5, whole=False, switch_s=0.1, generating=False)
+    todo = Todo(queue, backlog)
+    assert (todo.waiting, todo.held) == (2 + 16 * 4, 2)
+    assert todo.trained_share == 4 / (4 + 64)
+    assert [todo.rollouts(counted) for counted in (1, 2, 3, 6, 7, 66)] == [1, 2, 3, 3, 4, 18]
+    room.feed(ev.LeaseCompleted(spot.leader, held.lease.id, spot.epoch, held.lease.rollouts, V0))
+    assert training.untrained == 2, "made, and not scored"
 
 
 def test_evaluation_is_not_expected_to_be_trained() -> None:

@@ -306,6 +306,8 @@ def test_every_part_shortens_an_iteration_that_waits_for_rollouts() -> None:
     ("name", "strategy", "crowded"),
     [
         ("pipeline-qwen-image", "disaggregated+gap+tag", False),
+        ("pipeline-qwen-image", "disaggregated+gap+tsp+tag", False),
+        ("paper-512", "reserved_only", True),
         ("pipeline-wan", "disaggregated+gap+tag", True),
         ("pipeline-wan", "disaggregated+gap+tcss", False),
         ("pipeline-wan", "all_on_demand", True),

@@ -152,7 +152,7 @@ def batch_problems(config: RunConfig, ranks: int = 1) -> Iterator[Problem]:
     """What does not divide, with the nearest values that do.
 
     Args:
-        ranks: processes that share the work (``torchrun --nproc-per-node``).
+        ranks: processes that share the work (``fleet.learner_ranks``, ``torchrun --nproc-per-node``).
     """
     prompts, group = config.rollout.prompts_per_iteration, config.rollout.group_size
     updates, micro = config.learner.updates_per_batch, config.learner.micro_batch_size
@@ -169,7 +169,7 @@ def batch_problems(config: RunConfig, ranks: int = 1) -> Iterator[Problem]:
         yield Problem(
             "rollout.group_size", str(group),
             f"samples of an update ({update_samples}) divisible by the {ranks} ranks",
-            f"Start {divisors_near(update_samples, ranks)} ranks, "
+            f"Take {divisors_near(update_samples, ranks)} ranks (fleet.learner_ranks, or torchrun's), "
             f"or rollout.group_size={-(-group // ranks) * ranks}.",
         )  # fmt: skip
         return

@@ -23,8 +23,8 @@ def exploration_problems(config: RunConfig) -> Iterator[Problem]:
     elif exploration.where == "idle" and nobody_only_rolls_out(config.fleet):
         yield Problem(
             "exploration.where", "'idle'", "'critical_path' where all slots train",
-            "The learner's slots preview nothing beside training: set exploration.where=critical_path, or "
-            "fleet.local.rollout_slots or fleet.spot.nodes to at least 1.",
+            "The learner's slots preview nothing beside training: set exploration.where=critical_path, "
+            "fleet.local.rollout_slots or fleet.spot.nodes to at least 1, or name a fleet.spot.trace.",
         )  # fmt: skip
     yield from _arms(config, exploration)
     yield from _drawn(config, exploration)

@@ -119,7 +119,7 @@ def _early(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "pipeline.next_share", share, "0 where all slots train",
             "The learner's slots make nothing for the next iteration: set fleet.local.rollout_slots or "
-            "fleet.spot.nodes to at least 1, or leave it out.",
+            "fleet.spot.nodes to at least 1, name a fleet.spot.trace, or leave it out.",
         )  # fmt: skip
     if pipeline.next_share * config.rollout.prompts_per_iteration < 1 - 1e-9:
         yield Problem(

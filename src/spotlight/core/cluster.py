@@ -458,6 +458,11 @@ class Cluster:
             if (group := self.groups.get(leader)) is not None:
                 self._load_group(group)
 
+    def failed(self, lease: LeaseId, now: float) -> None:
+        """A rollout of a lease could not be finished; if it was the last, nothing is learnt of the pace."""
+        if not self.queue.is_open(lease):
+            self.pace.cut(lease, now)
+
     def serve(self, now: float) -> None:
         """Grant waiting work to waiting groups: to each at most its share of all that is outstanding."""
         if not self.queue.waiting:

@@ -150,6 +150,7 @@ class Controller:
                 self._advance()
             case ev.RolloutFailed(_, lease, epoch, rollout, error):
                 self.work.fail(lease, epoch, rollout, error)
+                self.cluster.failed(lease, self._now)
                 self._advance()
             case ev.SampleRewarded(rollout, scores, lineage):
                 self.work.reward({rollout: scores}, lineage, self._now)

@@ -158,12 +158,13 @@ def scenario_of(prepared: Prepared, strategy: Strategy, *, timelines: bool = Fal
 
 
 def bytes_of_both(prepared: Prepared, strategy: Strategy) -> float:
-    """What a GPU that trains and rolls out holds if both processes stay there; 0 where none does both."""
+    """What a GPU that trains and rolls out holds at least if both processes stay; 0 where none does both."""
     nodes = [event.node for _, event in node_events(prepared, strategy) if isinstance(event, NodeJoined)]
     if not any(node.trains and node.rolls_out for node in nodes):
         return 0.0
     ranks = sum(node.gpus for node in nodes if node.trains)
-    per_pass = timesteps_per_pass(prepared, strategy, ranks)
+    asked = prepared.file.workload.timesteps_per_pass  # else no more are taken than fit beside the rest
+    per_pass = 1 if asked is None else timesteps_per_pass(prepared, strategy, ranks)
     return prepared.profile.memory.rollout_bytes.value + learner_bytes(prepared.profile, ranks, per_pass)
 
 

@@ -132,11 +132,12 @@ def _crowded(prepared: Prepared, outcomes: Sequence[Outcome]) -> Iterator[str]:
     needs = {one.strategy: bytes_of_both(prepared, strategy_named(one.strategy)) for one in outcomes}
     crowded = [f"{name} {need / 2**30:.0f} GiB" for name, need in needs.items() if need > has]
     if crowded:
-        assumed = "it did" if prepared.file.workload.resident else "what is not in use moved out and in again"
+        resident = prepared.file.workload.resident
+        assumed = "as if they fitted" if resident else "as if what is not in use moved out and in again"
         yield (
-            f"a GPU that trains and rolls out would hold, for both: {', '.join(crowded)}; {gpu} has "
-            f"{has / 2**30:.0f}. Simulated as if {assumed} (workload.resident); the Ray driver keeps both. "
-            "Take more or larger GPUs, or let those that train do nothing else."
+            f"GPUs that train and roll out would hold, for both: {', '.join(crowded)} each; {gpu} has "
+            f"{has / 2**30:.0f}. Simulated {assumed} (workload.resident); the Ray driver keeps both there. "
+            "Take larger GPUs, more that train, or a strategy where others roll out."
         )
 
 

@@ -68,7 +68,7 @@ def rollouts_to_take(cluster: Cluster, backlog: Backlog) -> int | None:
     if not step_s:
         return min(waiting, sum(group.capacity for group in willing))
     rate = _rate(cluster, backlog.rollout_steps, degree)
-    todo = _Todo(queue, backlog)
+    todo = Todo(queue, backlog)
     unit = min(todo.waiting, len(trainers) * max(1, math.ceil(todo.waiting / (_UNITS * len(trainers)))))
     timeline = Timeline(
         ready=backlog.trainable // unit,
@@ -82,7 +82,7 @@ def rollouts_to_take(cluster: Cluster, backlog: Backlog) -> int | None:
         # All but the last unit of what is held; what was made waits for some of it, or for scores.
         coming=tuple(
             unit * max(1, number) / rate
-            for number in range(-(backlog.made // unit) + 1, todo.held // unit)
+            for number in range(-(backlog.made // unit) + 1, todo.held // unit if todo.held else 1)
             if rate
         ),
         whole=backlog.whole,
@@ -94,7 +94,7 @@ def rollouts_to_take(cluster: Cluster, backlog: Backlog) -> int | None:
     return todo.rollouts(found.now * unit)
 
 
-class _Todo:
+class Todo:
     """Rollouts of an iteration counted as train rollouts, by their steps.
 
     Attributes:
