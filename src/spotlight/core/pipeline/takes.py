@@ -68,21 +68,21 @@ def rollouts_to_take(cluster: Cluster, backlog: Backlog) -> int | None:
     if not step_s:
         return min(waiting, sum(group.capacity for group in willing))
     rate = _rate(cluster, backlog.rollout_steps, degree)
-    todo = Todo(queue, backlog)
-    unit = min(todo.waiting, len(trainers) * max(1, math.ceil(todo.waiting / (_UNITS * len(trainers)))))
+    left = Remaining(queue, backlog)
+    unit = min(left.waiting, len(trainers) * max(1, math.ceil(left.waiting / (_UNITS * len(trainers)))))
     timeline = Timeline(
         ready=backlog.trainable // unit,
-        waiting=todo.waiting // unit,
-        generators=(Generator(todo.held / rate, unit / rate, busy=todo.held > 0),) if rate else (),
+        waiting=left.waiting // unit,
+        generators=(Generator(left.held / rate, unit / rate, busy=left.held > 0),) if rate else (),
         generate_s=math.ceil(unit / len(trainers)) * step_s * backlog.rollout_steps,
-        train_s=unit * backlog.train_s * todo.trained_share,
+        train_s=unit * backlog.train_s * left.trained_share,
         enter_s=backlog.switch_s,
         leave_s=backlog.switch_s,
         generating=backlog.generating,
         # All but the last unit of what is held; what was made waits for some of it, or for scores.
         coming=tuple(
             unit * max(1, number) / rate
-            for number in range(-(backlog.made // unit) + 1, todo.held // unit if todo.held else 1)
+            for number in range(-(backlog.made // unit) + 1, left.held // unit if left.held else 1)
             if rate
         ),
         whole=backlog.whole,
@@ -91,10 +91,10 @@ def rollouts_to_take(cluster: Cluster, backlog: Backlog) -> int | None:
     found = plan_takes(timeline, gain_min_s=_TURNS_MIN * turns_s)
     if found.finish_without_s - found.finish_s < _GAIN_MIN * found.finish_s:
         return 0
-    return todo.rollouts(found.now * unit)
+    return left.rollouts(found.now * unit)
 
 
-class Todo:
+class Remaining:
     """Rollouts of an iteration counted as train rollouts, by their steps.
 
     Attributes:
