@@ -10,6 +10,8 @@ from test_pipeline import FAST, SINGLE, TRAINER, finish
 
 from spotlight.core import effects as ef
 from spotlight.core import events as ev
+from spotlight.core.pipeline import takes as takes_module
+from spotlight.core.pipeline.bts import TakePlan, Timeline, plan_takes
 from spotlight.core.pipeline.pace import Pace
 from spotlight.core.pipeline.takes import Backlog, Remaining, groups_soon
 from spotlight.core.plan import Axis, PipelinePlan
@@ -159,6 +161,22 @@ def test_rollouts_are_counted_by_their_steps_and_made_ones_without_evaluation() 
     assert [todo.rollouts(counted) for counted in (1, 2, 3, 6, 7, 66)] == [1, 2, 3, 3, 4, 18]
     room.feed(ev.LeaseCompleted(spot.leader, held.lease.id, spot.epoch, held.lease.rollouts, V0))
     assert training.untrained == 2, "made, and not scored"
+
+
+def test_a_plan_trains_all_that_is_left_also_where_nobody_else_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planned: list[Timeline] = []
+
+    def noted(timeline: Timeline, *, gain_min_s: float) -> TakePlan:
+        planned.append(timeline)
+        return plan_takes(timeline, gain_min_s=gain_min_s)
+
+    monkeypatch.setattr(takes_module, "plan_takes", noted)
+    room, spot, first, (trainer,) = generating(prompts=8, held=2, trainers=1)
+    room.feed(ev.LeaseCompleted(spot.leader, first.lease.id, spot.epoch, first.lease.rollouts, V0))
+    room.pull(trainer, capacity=16)
+    assert [(timeline.waiting, timeline.units) for timeline in planned] == [(14, 16)], "two wait for scores"
 
 
 def test_evaluation_is_not_expected_to_be_trained() -> None:
