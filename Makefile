@@ -39,7 +39,7 @@ test-long: env ## Run the tests, the long tier included, on newly drawn examples
 check: env ## Lint, formatting, types, and whether the reference pages are up to date
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy src/spotlight scripts $(if $(wildcard benchmarks/*.py),benchmarks)
+	$(BIN)/mypy src/spotlight scripts benchmarks tools tests/simulation
 	$(BIN)/python scripts/make_reference.py --check
 
 format: env ## Repair what ruff can

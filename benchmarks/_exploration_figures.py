@@ -11,8 +11,13 @@ from itertools import product
 from rich.table import Table
 
 from _exploration_settings import REWARD, SUCCESS, Sizes, Tree
-from spotlight.core.fidelity import hit_rate, kendall_tau, spearman_rho
-from spotlight.core.selection import SelectionPolicy, SelectionVerdict, sample_variance, select
+from spotlight.scheduler.exploration.fidelity import hit_rate, kendall_tau, spearman_rho
+from spotlight.scheduler.exploration.selection import (
+    SelectionPolicy,
+    SelectionVerdict,
+    sample_variance,
+    select,
+)
 
 Scores = Sequence[Sequence[float]]
 """Rewards of a pool, [prompts][seeds]."""

@@ -19,25 +19,25 @@ import torch
 from torch import Tensor
 
 from spotlight.config.schema import RunConfig
-from spotlight.core import events as ev
-from spotlight.core.controller import Controller
-from spotlight.core.effects import CommitCheckpoint, ReportEvaluation, ReportPipeline
-from spotlight.core.plan import Explore
-from spotlight.core.records import Record
-from spotlight.core.seeds import derive_seed
-from spotlight.core.types import Phase, PolicyVersion, Prompt, PromptId, Purpose, Rollout, RolloutId
-from spotlight.rewards.pool import RewardPool
 from spotlight.rewards.results import ScoredSample
+from spotlight.rewards.reward_pool import RewardPool
 from spotlight.rollout.state import FinishedRollout
-from spotlight.runtime import build
-from spotlight.runtime.book import Picture
+from spotlight.runtime.build import parts as build
+from spotlight.runtime.build.denoise import Denoiser
+from spotlight.runtime.build.learner_parts import Learning, assemble, fill_embeddings, prepare_model
+from spotlight.runtime.build.process_setup import prepare_process
 from spotlight.runtime.clock import PhaseClock
-from spotlight.runtime.denoise import Denoiser
-from spotlight.runtime.inline.driver import WORKER, InlineDriver, Parts
-from spotlight.runtime.learning import Learning, assemble, fill_embeddings, prepare_model
+from spotlight.runtime.inline import WORKER, InlineDriver, Parts
 from spotlight.runtime.observer import Silent
-from spotlight.runtime.process import prepare_process
+from spotlight.runtime.recorder import Picture
 from spotlight.runtime.validation import strict_curve, summarise
+from spotlight.scheduler import events as ev
+from spotlight.scheduler.controller import Controller
+from spotlight.scheduler.effects import CommitCheckpoint, ReportEvaluation, ReportPipeline
+from spotlight.scheduler.plan import Explore
+from spotlight.scheduler.records import Record
+from spotlight.scheduler.seeds import derive_seed
+from spotlight.scheduler.types import Phase, PolicyVersion, Prompt, PromptId, Purpose, Rollout, RolloutId
 from spotlight.training.learner import Learner
 from spotlight.training.sharding import Ranks
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
-from spotlight.core.plan import Explore
+from spotlight.scheduler.plan import Explore
 
 Tree = dict[str, Any]
 """Part of the file."""

@@ -5,6 +5,7 @@ Times are of the monotonic clock, which all processes of a machine share.
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -12,13 +13,15 @@ from pathlib import Path
 
 import torch
 
-from spotlight.models.base import Condition, ImageSize
+from spotlight.models.family import Condition, ImageSize
 from spotlight.models.qwen_image import QwenImage
 from spotlight.models.skeleton import base_state, filling, modules_of
-from spotlight.testbed.architecture import TEXT_WIDTH
 from spotlight.weights.flat import as_bytes, checksum
 from spotlight.weights.peers import Lender, borrow
 from spotlight.weights.shelf import Shelf
+
+sys.path.append(str(Path(__file__).parents[1]))  # the repository root, where `tools` is
+from tools.testbed.architecture import TEXT_WIDTH
 
 DIGEST = "base"
 SIZE = ImageSize(16, 16)

@@ -30,10 +30,10 @@ from rich.table import Table
 
 from spotlight.config.load import load_config
 from spotlight.report.record import read_run
-from spotlight.store import ledger_queries as queries
-from spotlight.store.errors import StoreError
+from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.run_directory import RunPaths
-from spotlight.store.summary import read_summary
+from spotlight.store.run_summary import read_summary
+from spotlight.store.store_errors import StoreError
 
 RANKS = 2
 ROLLOUT_SLOTS = 2

@@ -19,13 +19,13 @@ from math import ceil, inf
 from rich.console import Console
 from rich.table import Table
 
-from spotlight.core.events import NodeJoined
-from spotlight.core.types import Phase
-from spotlight.simulation.compare import Task, run_tasks
-from spotlight.simulation.outcome import Outcome
-from spotlight.simulation.prepare import Prepared, prepare, scenario_of
-from spotlight.simulation.scenario_load import load_scenario
-from spotlight.simulation.strategies import Part, strategy_named
+from spotlight.planning.compare import Task, run_tasks
+from spotlight.planning.scenarios.prepare import Prepared, prepare, scenario_of
+from spotlight.planning.scenarios.scenario_load import load_scenario
+from spotlight.planning.scenarios.strategies import Part, strategy_named
+from spotlight.planning.simulation_outcome import Outcome
+from spotlight.scheduler.events import NodeJoined
+from spotlight.scheduler.types import Phase
 
 MODELS = {
     "HunyuanVideo": "pipeline-hunyuanvideo",

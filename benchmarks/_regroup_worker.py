@@ -16,18 +16,18 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from spotlight.core.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId, WorkerId
 from spotlight.diffusion.samplers import ODE
-from spotlight.models.base import ImageSize
+from spotlight.models.family import ImageSize
 from spotlight.models.qwen_image import QwenImage
-from spotlight.rollout import rendezvous
-from spotlight.rollout.communicators import Gloo
 from spotlight.rollout.engine import Engine
-from spotlight.rollout.groups import Group, GroupLostError, Membership
-from spotlight.rollout.rendezvous import Address
-from spotlight.rollout.sequence_parallel import SequenceParallel
+from spotlight.rollout.sequence_parallel import rendezvous
+from spotlight.rollout.sequence_parallel.communicators import Gloo
+from spotlight.rollout.sequence_parallel.lockstep import Follower, Lead
+from spotlight.rollout.sequence_parallel.membership import Group, GroupLostError, Membership
+from spotlight.rollout.sequence_parallel.rendezvous import Address
+from spotlight.rollout.sequence_parallel.ulysses import SequenceParallel
 from spotlight.rollout.state import Recipe, RolloutState
-from spotlight.rollout.together import Follower, Lead
+from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId, WorkerId
 from spotlight.testbed import PIPELINE_DIR
 
 PROMPT = "a photo of a red circle"

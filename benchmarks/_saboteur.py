@@ -1,7 +1,7 @@
 """Finds the processes of one run on a local cluster, and kills or stops them.
 
 They are known by a mark that the run's command is started with in its environment, and that all it starts
-inherits; which node a process is on, by the mark of ``spotlight.runtime.ray.local.guard``. A process is its
+inherits; which node a process is on, by the mark of ``spotlight.cluster.local.guard``. A process is its
 number and its start time: numbers are used again, and nothing is signalled that was not looked at. Linux.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from spotlight.runtime.ray.local import guard
+from spotlight.cluster.local import guard
 
 MARK = "SPOTLIGHT_SOAK"
 _PROC = Path("/proc")
@@ -57,7 +57,7 @@ class Process:
         for start, kind in _TITLES.items():
             if self.title.startswith(start):
                 return kind
-        return Kind.REWARD if "spotlight.rewards.worker" in self.title else None
+        return Kind.REWARD if "spotlight.rewards.reward_worker" in self.title else None
 
     @property
     def is_raylet(self) -> bool:

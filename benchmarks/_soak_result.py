@@ -18,11 +18,11 @@ from rich.table import Table
 
 from _measure import machine, wide_console
 from _saboteur import tally
-from spotlight.store import ledger_queries as queries
-from spotlight.store.errors import StoreError
-from spotlight.store.history import read_history
+from spotlight.store.ledger import ledger_queries as queries
+from spotlight.store.ledger.history import read_history
 from spotlight.store.metrics import read_metrics
 from spotlight.store.run_directory import RunPaths
+from spotlight.store.store_errors import StoreError
 
 if TYPE_CHECKING:
     from soak import Soak

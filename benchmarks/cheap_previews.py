@@ -31,17 +31,17 @@ from rich.table import Table
 from _measure import CLOCK_HELP, Clock, machine, ratio, take_turns, wide_console
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
-from spotlight.core.fidelity import hit_rate, kendall_tau
-from spotlight.core.seeds import derive_seed
-from spotlight.core.types import PolicyVersion, Prompt, Purpose, Rollout, RolloutId
-from spotlight.models.base import Condition
-from spotlight.rewards.pool import RewardPool
+from spotlight.models.family import Condition
 from spotlight.rewards.results import ScoredSample
+from spotlight.rewards.reward_pool import RewardPool
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe
-from spotlight.runtime import build
-from spotlight.runtime.learning import Model, prepare_model
-from spotlight.runtime.process import prepare_process
+from spotlight.runtime.build import parts as build
+from spotlight.runtime.build.learner_parts import Model, prepare_model
+from spotlight.runtime.build.process_setup import prepare_process
+from spotlight.scheduler.exploration.fidelity import hit_rate, kendall_tau
+from spotlight.scheduler.seeds import derive_seed
+from spotlight.scheduler.types import PolicyVersion, Prompt, Purpose, Rollout, RolloutId
 
 SAMPLERS = {
     "ode": ("algorithm.name=diffusion-nft", "rollout.sampler=ode"),

@@ -29,13 +29,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from spotlight.core.queue import PullQueue
-from spotlight.core.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId, WorkerId
-from spotlight.simulation.driver import simulate
-from spotlight.simulation.prepare import prepare, scenario_of
-from spotlight.simulation.scenario_file import ScenarioFile
-from spotlight.simulation.scenario_load import load_scenario
-from spotlight.simulation.strategies import STRATEGIES
+from spotlight.planning.scenarios.prepare import prepare, scenario_of
+from spotlight.planning.scenarios.scenario_file import ScenarioFile
+from spotlight.planning.scenarios.scenario_load import load_scenario
+from spotlight.planning.scenarios.strategies import STRATEGIES
+from spotlight.scheduler.queue import PullQueue
+from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId, WorkerId
+from spotlight.simulation.virtual_driver import simulate
 
 
 class Clock(StrEnum):

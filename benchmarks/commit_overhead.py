@@ -43,17 +43,17 @@ from rich.console import Console
 from rich.table import Table
 
 from _measure import machine, wide_console
-from spotlight.core.events import LeaseProgressed
-from spotlight.core.types import LeaseId, PolicyVersion, PromptId, Purpose, Rollout, RolloutId, WorkerId
+from spotlight.cluster.blobs.keeper_actor import start_keeper
 from spotlight.diffusion.samplers import ODE
-from spotlight.models.base import Condition, ImageSize
+from spotlight.models.family import Condition, ImageSize
 from spotlight.models.qwen_image import QwenImage
 from spotlight.rollout.engine import Engine
-from spotlight.rollout.parcels import pack_state
-from spotlight.rollout.reports import Report, Value
+from spotlight.rollout.serialization import pack_state
 from spotlight.rollout.state import Recipe, RolloutState
-from spotlight.runtime.ray.keeper_actor import start_keeper
+from spotlight.scheduler.events import LeaseProgressed
+from spotlight.scheduler.types import LeaseId, PolicyVersion, PromptId, Purpose, Rollout, RolloutId, WorkerId
 from spotlight.testbed import PIPELINE_DIR
+from spotlight.worker.reports import Report, Value
 
 GOAL_SHARE = 0.02
 PUBLISHED_MS = {"512x512": 155.0, "1024x1024": 605.0, "1536x1536": 1557.0}

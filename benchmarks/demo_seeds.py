@@ -32,7 +32,7 @@ from rich.table import Table
 
 from _measure import machine
 from spotlight.report.record import RunRecord, read_run
-from spotlight.store.summary import read_summary
+from spotlight.store.run_summary import read_summary
 
 SECONDS = "seconds/"
 

@@ -46,12 +46,12 @@ from _exploration_figures import condition_rows, fidelity_rows, table_of, varian
 from _exploration_lab import Weights, laboratory
 from _exploration_settings import CONDITIONS, KINDS, STRATEGY, Sizes, Tree
 from _measure import machine, wide_console
-from spotlight.core.seeds import prompts_of_iteration
-from spotlight.core.selection import SelectionPolicy
-from spotlight.core.types import Purpose
-from spotlight.simulation.compare import Task, run_task
-from spotlight.simulation.prepare import prepare
-from spotlight.simulation.scenario_load import build_scenario
+from spotlight.planning.compare import Task, run_task
+from spotlight.planning.scenarios.prepare import prepare
+from spotlight.planning.scenarios.scenario_load import build_scenario
+from spotlight.scheduler.exploration.selection import SelectionPolicy
+from spotlight.scheduler.seeds import prompts_of_iteration
+from spotlight.scheduler.types import Purpose
 
 
 class Part(StrEnum):

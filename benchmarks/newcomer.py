@@ -43,7 +43,9 @@ from rich.table import Table
 from _measure import machine, ratio, wide_console
 from _newcomer_process import Ready, arrive, lend
 from spotlight.testbed import PIPELINE_DIR
-from spotlight.testbed.architecture import LATENT_CHANNELS, TEXT_WIDTH, build, save
+
+sys.path.append(str(Path(__file__).parents[1]))  # the repository root, where `tools` is
+from tools.testbed.architecture import LATENT_CHANNELS, TEXT_WIDTH, build, save
 
 WAYS = ("peer", "disk, cached", "disk")
 PHASES = ("start, import", "model, first forward", "total")

@@ -42,10 +42,10 @@ from rich.table import Table
 
 from _measure import machine, wide_console
 from _regroup_worker import PROMPT, Lost, Ran, serve
-from spotlight.core.topology import form_groups
-from spotlight.core.types import WorkerId
 from spotlight.models.qwen_image import QwenImage
-from spotlight.rollout import rendezvous
+from spotlight.rollout.sequence_parallel import rendezvous
+from spotlight.scheduler.cluster.placement import form_groups
+from spotlight.scheduler.types import WorkerId
 from spotlight.testbed import PIPELINE_DIR
 
 GOAL_P99_S, GOAL_RATIO = 1.0, 20.0

@@ -26,15 +26,15 @@ from diffusers.utils import logging as diffusers_logging
 from torch import Tensor, nn
 
 from _measure import CLOCK_HELP, Clock, Report, Row, ratio, take_turns, wide_console
-from spotlight.core.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 from spotlight.diffusion.samplers import ODE
-from spotlight.models.base import Condition, ImageSize
+from spotlight.models.family import Condition, ImageSize
 from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.qwen_image import QwenImage
 from spotlight.models.slots import LoraSlots
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import Recipe, RolloutState
-from spotlight.runtime.process import prepare_process
+from spotlight.runtime.build.process_setup import prepare_process
+from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 from spotlight.testbed import PIPELINE_DIR
 
 PROMPTS = (

@@ -36,14 +36,14 @@ import typer
 
 from _saboteur import MARK, Kind, Saboteur, end, processes_of
 from _soak_result import collect, show
-from spotlight.cli.errors import EXIT_INTERRUPTED
-from spotlight.fleet.traces.events import Trace, TraceEvent, TraceEventKind
+from spotlight.cli.exit_codes import EXIT_INTERRUPTED
+from spotlight.cluster.local import guard
 from spotlight.fleet.traces.generator import TraceSpec, generate
+from spotlight.fleet.traces.trace import Trace, TraceEvent, TraceEventKind
 from spotlight.fleet.traces.writers import write_trace
-from spotlight.runtime.ray.local import guard
-from spotlight.store import ledger_queries as queries
-from spotlight.store.errors import LedgerError
+from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.run_directory import RunPaths
+from spotlight.store.store_errors import LedgerError
 
 NAME = "soak"
 LOOK_S = 0.5

@@ -21,9 +21,9 @@ import typer
 from diffusers.utils import logging as diffusers_logging
 
 from _measure import CLOCK_HELP, Clock, Report, Row, ratio, take_turns, wide_console
-from spotlight.models.base import Condition, ImageSize
+from spotlight.models.family import Condition, ImageSize
 from spotlight.models.qwen_image import QwenImage
-from spotlight.runtime.process import prepare_process
+from spotlight.runtime.build.process_setup import prepare_process
 from spotlight.testbed import PIPELINE_DIR
 from spotlight.training.device_memory import measure_peak
 from spotlight.training.learner import Learner, TrainingSample

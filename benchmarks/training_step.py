@@ -30,18 +30,18 @@ from spotlight.algorithms.advantages import AdvantageParams, advantages
 from spotlight.algorithms.diffusion_nft import DiffusionNFTParams
 from spotlight.algorithms.flow_grpo import FlowGRPOParams
 from spotlight.algorithms.forward_process import noised
-from spotlight.core.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 from spotlight.diffusion.samplers import ODE, FlowSDE
 from spotlight.diffusion.schedule import AllSteps
-from spotlight.models.base import Condition, ConditionBatch, ImageSize
+from spotlight.models.family import Condition, ConditionBatch, ImageSize
 from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.qwen_image import QwenImage
 from spotlight.models.slots import CopySlots, LoraSlots, Slot, WeightSlots
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe
-from spotlight.runtime.process import prepare_process
+from spotlight.runtime.build.process_setup import prepare_process
+from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 from spotlight.testbed import PIPELINE_DIR
-from spotlight.training.batch import SampleTensors, stack
+from spotlight.training.batching.batch import SampleTensors, stack
 from spotlight.training.learner import Learner, LearnerSettings, TrainingSample
 from spotlight.training.sharding import Ranks
 

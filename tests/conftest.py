@@ -21,7 +21,7 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 
 # Ranks and workers of tests are forked from one server, which imports once what each would take seconds for.
 multiprocessing.set_forkserver_preload(
-    ["spotlight.runtime.train", "spotlight.models.qwen_image", "spotlight.rollout.together"]
+    ["spotlight.runtime.run", "spotlight.models.qwen_image", "spotlight.rollout.sequence_parallel.lockstep"]
 )
 
 
@@ -33,8 +33,7 @@ def random_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cannot agree by being constant.
     """
     import torch
-
-    from spotlight.testbed.architecture import build, save
+    from tools.testbed.architecture import build, save
 
     with torch.random.fork_rng(devices=[]):
         parts = build(seed=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spotlight.rewards.base import RewardInputError
+from spotlight.rewards.reward import RewardInputError
 
 
 def brightness(images, prompts, metadata, *, tolerance=0.5):

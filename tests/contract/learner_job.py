@@ -9,14 +9,14 @@ import torch
 
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
-from spotlight.core.effects import PrepareBatch
-from spotlight.core.seeds import prompts_of_iteration
-from spotlight.core.types import Group, MicroBatch, PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight.rollout.engine import Engine
-from spotlight.rollout.parcels import pack_sample
+from spotlight.rollout.serialization import pack_sample
 from spotlight.rollout.state import FinishedRollout
-from spotlight.runtime import build
-from spotlight.runtime.learning import Learning, assemble, fill_embeddings, prepare_model
+from spotlight.runtime.build import parts as build
+from spotlight.runtime.build.learner_parts import Learning, assemble, fill_embeddings, prepare_model
+from spotlight.scheduler.effects import PrepareBatch
+from spotlight.scheduler.seeds import prompts_of_iteration
+from spotlight.scheduler.types import Group, MicroBatch, PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight.training.sharding import Ranks
 
 TINY = (

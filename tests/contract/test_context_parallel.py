@@ -1,4 +1,5 @@
-"""What `rollout/sequence_parallel.py` assumes of diffusers' context parallelism; if it moves, fix it there.
+"""What `rollout/sequence_parallel/ulysses.py` assumes of diffusers' context parallelism; if it moves, fix
+it there.
 
 That the attention of diffusers computes right with what is set here, only several ranks can show:
 tests/invariant/test_groups.py.
@@ -15,8 +16,8 @@ from diffusers import QwenImageTransformer2DModel
 from diffusers.models import attention_dispatch
 from torch import nn
 
-from spotlight.rollout import sequence_parallel
-from spotlight.rollout.sequence_parallel import SequenceParallel, SequenceParallelError
+from spotlight.rollout.sequence_parallel import ulysses as sequence_parallel
+from spotlight.rollout.sequence_parallel.ulysses import SequenceParallel, SequenceParallelError
 
 
 @pytest.fixture(scope="module")

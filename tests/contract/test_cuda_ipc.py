@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from spotlight.weights import cuda_ipc, peers
-from spotlight.weights.errors import PeerLostError
 from spotlight.weights.flat import as_bytes, checksum
 from spotlight.weights.peers import Lender, borrow
 from spotlight.weights.shelf import Shelf
+from spotlight.weights.weight_errors import PeerLostError
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 SHAPES = {"a.w": (4096, 4096), "a.b": (4096,), "b.w": (1000, 777), "c.w": (3,)}

@@ -10,17 +10,17 @@ import torch
 import torch.multiprocessing as mp
 from learner_job import Batch, config_of, inline_learning, make_batch
 
+from spotlight.cluster.learner import learner_rank
+from spotlight.cluster.learner.learner_rank import LearnerRank, RankPlace, share_of, write_token
 from spotlight.config.errors import ConfigError
 from spotlight.config.load import dump_config
 from spotlight.config.schema import RunConfig
-from spotlight.core.types import RolloutId
-from spotlight.rollout.parcels import unpack_condition
-from spotlight.rollout.rendezvous import Address
-from spotlight.runtime.learning import Learning
-from spotlight.runtime.ray.learner import rank as learner_rank
-from spotlight.runtime.ray.learner.rank import LearnerRank, RankPlace, share_of, write_token
-from spotlight.store.errors import StoreError
+from spotlight.rollout.sequence_parallel.rendezvous import Address
+from spotlight.rollout.serialization import unpack_condition
+from spotlight.runtime.build.learner_parts import Learning
+from spotlight.scheduler.types import RolloutId
 from spotlight.store.run_directory import RunPaths
+from spotlight.store.store_errors import StoreError
 from spotlight.training.learner import TrainingError
 from spotlight.weights.bundle import read
 

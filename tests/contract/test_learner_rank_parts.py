@@ -12,13 +12,13 @@ import torch.multiprocessing as mp
 from learner_job import Batch, config_of, make_batch
 from test_learner_rank import WEIGHT_TOLERANCE, alone, free_ports, train_rank, without_seconds
 
+from spotlight.cluster.learner.learner_rank import LearnerRank, RankPlace, share_of
 from spotlight.config.load import dump_config
 from spotlight.config.schema import RunConfig
-from spotlight.core.effects import PrepareBatch
-from spotlight.core.types import Baseline, Comparison, Group, MicroBatch
-from spotlight.rollout.rendezvous import Address
-from spotlight.runtime.comparing import part_advantages
-from spotlight.runtime.ray.learner.rank import LearnerRank, RankPlace, share_of
+from spotlight.rollout.sequence_parallel.rendezvous import Address
+from spotlight.scheduler.effects import PrepareBatch
+from spotlight.scheduler.types import Baseline, Comparison, Group, MicroBatch
+from spotlight.training.batching.part_advantages import part_advantages
 from spotlight.weights.bundle import read
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")

@@ -11,8 +11,8 @@ from torch import nn
 from spotlight.config.errors import ConfigError
 from spotlight.config.load import build_config
 from spotlight.config.schema import RunConfig
-from spotlight.runtime import build
-from spotlight.runtime.learning import prepare_model
+from spotlight.runtime.build import parts as build
+from spotlight.runtime.build.learner_parts import prepare_model
 
 
 def config_of(pipeline: Path, tmp_path: Path, **exploration: object) -> RunConfig:

@@ -9,7 +9,7 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from spotlight.models import peft_layers
-from spotlight.models.base import ModelError
+from spotlight.models.family import ModelError
 from spotlight.models.peft_layers import LoraSpec
 
 

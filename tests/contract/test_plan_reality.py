@@ -9,12 +9,12 @@ import torch
 
 from spotlight.config.load import build_config
 from spotlight.config.schema import RunConfig
-from spotlight.models.base import ImageSize
+from spotlight.dry_run.memory_plan import memory_parts, weight_copies
+from spotlight.dry_run.model_plan import ModelSizes, layout_of, read_sizes
+from spotlight.dry_run.run_plan import count_passes, make_plan
+from spotlight.models.family import ImageSize
 from spotlight.models.slots import WeightSlots
-from spotlight.runtime import build
-from spotlight.runtime.plan import count_passes, make_plan
-from spotlight.runtime.plan_memory import memory_parts, weight_copies
-from spotlight.runtime.plan_model import ModelSizes, layout_of, read_sizes
+from spotlight.runtime.build import parts as build
 
 STEPS, SAMPLES, TEXT_TOKENS = 5, 8, 8
 
@@ -123,7 +123,7 @@ def _calls_of_one_sample(settings: RunConfig) -> list[str]:
     """The weight slots evaluated to train one sample, in order."""
     from dataclasses import replace
 
-    from spotlight.algorithms.base import TrainBatch
+    from spotlight.algorithms.algorithm import TrainBatch
     from spotlight.config.contradictions import kept_steps
 
     calls: list[str] = []

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 
 from spotlight.models import family_loader
-from spotlight.models.base import Condition, ImageSize, ModelError
+from spotlight.models.family import Condition, ImageSize, ModelError
 from spotlight.models.qwen_image import QwenImage
 
 

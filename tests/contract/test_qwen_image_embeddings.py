@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 from spotlight.models import pipeline_files
-from spotlight.models.base import ModelError
+from spotlight.models.family import ModelError
 from spotlight.models.pipeline_files import PipelineFiles
 from spotlight.models.qwen_image import QwenImage
 

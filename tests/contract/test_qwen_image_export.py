@@ -10,13 +10,13 @@ import torch
 from diffusers import QwenImagePipeline
 from torch import Tensor
 
-from spotlight.core.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 from spotlight.diffusion.samplers import ODE
-from spotlight.models.base import ImageSize, ModelError
+from spotlight.models.family import ImageSize, ModelError
 from spotlight.models.qwen_image import QwenImage
 from spotlight.models.slots import CopySlots, LoraSlots, LoraSpec, WeightSlots
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe
+from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 
 SIZE = ImageSize(32, 32)
 PROMPT = "one red circle"

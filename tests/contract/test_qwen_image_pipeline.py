@@ -10,13 +10,13 @@ import torch
 from diffusers import QwenImagePipeline
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 
-from spotlight.core.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 from spotlight.diffusion.samplers import ODE
 from spotlight.models import qwen_image, qwen_text
-from spotlight.models.base import ImageSize, ModelError
+from spotlight.models.family import ImageSize, ModelError
 from spotlight.models.qwen_image import QwenImage
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe
+from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 from spotlight.testbed import PIPELINE_DIR
 
 TOLERANCE = 1e-5

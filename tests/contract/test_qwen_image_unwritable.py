@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from spotlight.models.base import ModelError
+from spotlight.models.family import ModelError
 from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.qwen_image import QwenImage
 from spotlight.models.slots import LoraSlots

@@ -26,23 +26,23 @@ from ray._private.parameter import RayParams
 from ray._raylet import GcsClient
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from spotlight.cluster.local import guard
+from spotlight.cluster.local import local_cluster as local
+from spotlight.cluster.local.local_cluster import LocalCluster, LocalClusterError, local_cluster
+from spotlight.cluster.local.market import LocalMachines, Market
+from spotlight.cluster.local.market_book import Fate
+from spotlight.cluster.local.node_processes import NodeProcesses, NodeRequest
+from spotlight.cluster.nodes import drain
+from spotlight.cluster.nodes.connection import connected
+from spotlight.cluster.nodes.drain import drain_node, draining_nodes
+from spotlight.cluster.nodes.facts import NodeFacts, gather
+from spotlight.cluster.nodes.listing import RayNode, read_view, require_usable
+from spotlight.cluster.nodes.node_membership import Membership, MembershipSettings
+from spotlight.cluster.nodes.notice_watch import NoticeSettings
+from spotlight.cluster.nodes.worker_logs import log_tail
 from spotlight.config.errors import ConfigError, Problem
-from spotlight.core.types import NodeKind
-from spotlight.fleet.traces.events import Trace, TraceEvent, TraceEventKind
-from spotlight.runtime.ray.local import cluster as local
-from spotlight.runtime.ray.local import guard
-from spotlight.runtime.ray.local.cluster import LocalCluster, LocalClusterError, local_cluster
-from spotlight.runtime.ray.local.market import LocalMachines, Market
-from spotlight.runtime.ray.local.market_book import Fate
-from spotlight.runtime.ray.local.node_processes import NodeProcesses, NodeRequest
-from spotlight.runtime.ray.nodes import drain
-from spotlight.runtime.ray.nodes.connection import connected
-from spotlight.runtime.ray.nodes.drain import drain_node, draining_nodes
-from spotlight.runtime.ray.nodes.facts import NodeFacts, gather
-from spotlight.runtime.ray.nodes.listing import RayNode, read_view, require_usable
-from spotlight.runtime.ray.nodes.membership import Membership, MembershipSettings
-from spotlight.runtime.ray.nodes.notice_watch import NoticeSettings
-from spotlight.runtime.ray.nodes.worker_logs import log_tail
+from spotlight.fleet.traces.trace import Trace, TraceEvent, TraceEventKind
+from spotlight.scheduler.types import NodeKind
 
 GRACE_S = 20.0
 usable_s: list[float] = []
@@ -359,7 +359,7 @@ def test_draining_that_fails_is_logged_and_no_more(
         raise TypeError("another signature")
 
     monkeypatch.setattr(drain, "GcsClient", broken)
-    with caplog.at_level("WARNING", "spotlight.runtime.ray.nodes.drain"):
+    with caplog.at_level("WARNING", "spotlight.cluster.nodes.drain"):
         assert not drain_node(cluster.first.ray_id, 5.0, "a test")
     assert "another signature" in caplog.text
 
@@ -407,8 +407,8 @@ def test_nothing_is_left_of_an_owner_that_is_ended(end: signal.Signals) -> None:
     program = textwrap.dedent(
         """
         import signal, subprocess, time
-        from spotlight.core.types import NodeKind
-        from spotlight.runtime.ray.local.cluster import local_cluster
+        from spotlight.scheduler.types import NodeKind
+        from spotlight.cluster.local.local_cluster import local_cluster
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
         with local_cluster(1) as cluster:
             print(cluster.id, cluster.session, flush=True)

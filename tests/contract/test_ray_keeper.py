@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from spotlight.core.events import LeaseProgressed
-from spotlight.core.types import LeaseId, WorkerId
-from spotlight.rollout.reports import Report, Value
-from spotlight.runtime.ray.keeper_actor import start_keeper
-from spotlight.store.errors import StoreError
-from spotlight.store.vault import Kept
+from spotlight.cluster.blobs.blob_store import Kept
+from spotlight.cluster.blobs.keeper_actor import start_keeper
+from spotlight.scheduler.events import LeaseProgressed
+from spotlight.scheduler.types import LeaseId, WorkerId
+from spotlight.store.store_errors import StoreError
+from spotlight.worker.reports import Report, Value
 
 ray = pytest.importorskip("ray")
 

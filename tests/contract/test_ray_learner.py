@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 from learner_job import Batch, config_of, inline_learning, make_batch
 
+from spotlight.cluster.blobs.keeper_actor import start_keeper
+from spotlight.cluster.learner.learner_actor import CONDITION, NEGATIVE, WEIGHTS, Placement, RayLauncher
+from spotlight.cluster.learner.learner_group import Deadlines, LearnerGroup
+from spotlight.cluster.learner.learner_rank import write_token
 from spotlight.config.load import dump_config
-from spotlight.core.effects import PrepareBatch
-from spotlight.core.types import Baseline, Comparison, PolicyVersion, RolloutId
-from spotlight.runtime.ray.keeper_actor import start_keeper
-from spotlight.runtime.ray.learner.actor import CONDITION, NEGATIVE, WEIGHTS, Placement, RayLauncher
-from spotlight.runtime.ray.learner.group import Deadlines, LearnerGroup
-from spotlight.runtime.ray.learner.rank import write_token
+from spotlight.scheduler.effects import PrepareBatch
+from spotlight.scheduler.types import Baseline, Comparison, PolicyVersion, RolloutId
 from spotlight.store.run_directory import RunPaths
 from spotlight.training.learner import TrainingError
 from spotlight.weights.bundle import Manifest, read

@@ -10,14 +10,14 @@ import json
 import subprocess
 import sys
 
-from spotlight.core.effects import StartWorker
-from spotlight.core.types import NodeId, WorkerId
-from spotlight.runtime.ray.nodes.listing import SHARE
-from spotlight.runtime.ray.worker.actor import Berth
+from spotlight.cluster.nodes.listing import SHARE
+from spotlight.cluster.workers.worker_actor import Berth
+from spotlight.scheduler.effects import StartWorker
+from spotlight.scheduler.types import NodeId, WorkerId
 
 SCRIPT = """
 import json, random, sys, time
-from spotlight.runtime.ray.local.node_processes import prepare_environment
+from spotlight.cluster.local.node_processes import prepare_environment
 prepare_environment()
 import ray
 share = float(sys.argv[1])

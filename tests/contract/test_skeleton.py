@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spotlight.models import family_loader
-from spotlight.models.base import Condition, ImageSize, ModelError
+from spotlight.models.family import Condition, ImageSize, ModelError
 from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.qwen_image import QwenImage
 from spotlight.models.skeleton import base_state, filling, modules_of

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 import torch
 from diffusers import QwenImagePipeline
-
-from spotlight.rewards.shapes import shapes
-from spotlight.testbed import PIPELINE_DIR, architecture
-from spotlight.testbed.flow import (
+from tools.testbed import architecture
+from tools.testbed.flow import (
     TEMPLATE_TOKENS,
     FlowRecipe,
     JointModel,
@@ -20,10 +18,13 @@ from spotlight.testbed.flow import (
     pack_latents,
     train_flow,
 )
-from spotlight.testbed.make import Recipe, recipe_hash, reconstruction_quality
-from spotlight.testbed.prompts import TAGS, split
-from spotlight.testbed.scenes import render_all
-from spotlight.testbed.scores import ScoreRecipe, generate
+from tools.testbed.make import Recipe, recipe_hash, reconstruction_quality
+from tools.testbed.prompts import TAGS, split
+from tools.testbed.scenes import render_all
+from tools.testbed.scores import ScoreRecipe, generate
+
+from spotlight.rewards.shapes import shapes
+from spotlight.testbed import PIPELINE_DIR
 
 TRAIN, TEST = split()
 

@@ -26,14 +26,15 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
+from spotlight.cli.runs.train import driver_of
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
-from spotlight.core.types import Phase
+from spotlight.runtime.attempt import RunResult
 from spotlight.runtime.observer import Silent
-from spotlight.runtime.train import RunResult, train
-from spotlight.store import ledger_queries as queries
-from spotlight.store.audit import AuditLimits, AuditReport, audit
+from spotlight.scheduler.types import Phase
 from spotlight.store.checkpoints import CheckpointStore
+from spotlight.store.ledger import ledger_queries as queries
+from spotlight.store.ledger.ledger_audit import AuditLimits, AuditReport, audit
 from spotlight.store.metrics import MetricsRow, read_metrics
 from spotlight.store.run_directory import RunPaths
 
@@ -98,7 +99,8 @@ class Job:
     def train(self, name: str, *overrides: str) -> Heard:
         """Run in this process."""
         heard = Heard()
-        heard.result = train(self.config(name, *overrides), heard)
+        config = self.config(name, *overrides)
+        heard.result = driver_of(config)(config, heard)
         return heard
 
 
@@ -194,7 +196,7 @@ def _work(arguments: list[str], signals: Sequence[At], answer: Path) -> None:
     config = load_config(None, arguments)
     heard = _Moments(config.runs_dir / config.name, signals)
     try:
-        result = train(config, heard)
+        result = driver_of(config)(config, heard)
         told = {
             "finished": result.summary is not None,
             "stopped": result.stopped,

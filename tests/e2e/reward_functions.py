@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spotlight.rewards.base import Image
+from spotlight.rewards.reward import Image
 
 
 def moody(

@@ -9,12 +9,12 @@ import pytest
 import torch
 from main_job import NFT, Job
 
-from spotlight.runtime.memory import DeviceMemoryError
-from spotlight.store import ledger_queries as queries
-from spotlight.store.errors import StoreError
+from spotlight.runtime.process_memory import DeviceMemoryError
 from spotlight.store.images import drawn_iterations
+from spotlight.store.ledger import ledger_queries as queries
+from spotlight.store.ledger.ledger_schema import Ending
 from spotlight.store.run_directory import RunPaths
-from spotlight.store.schema import Ending
+from spotlight.store.store_errors import StoreError
 from spotlight.training.learner import Learner
 
 

@@ -15,11 +15,11 @@ from test_resume import Straight, contents
 
 from spotlight.config.errors import ConfigError
 from spotlight.config.load import dump_config
-from spotlight.core.prompts import PromptFileError
-from spotlight.models.base import ModelError
-from spotlight.rewards.base import RewardInputError, RewardSetupError
-from spotlight.store.errors import OtherConfigurationError, RunInUseError, StoreError
+from spotlight.data.prompt_files import PromptFileError
+from spotlight.models.family import ModelError
+from spotlight.rewards.reward import RewardInputError, RewardSetupError
 from spotlight.store.run_directory import RunDirectory
+from spotlight.store.store_errors import OtherConfigurationError, RunInUseError, StoreError
 
 
 class Place:
@@ -203,7 +203,7 @@ def test_a_place_that_cannot_be_written_is_refused(
 ) -> None:
     place = unwritable(tmp_path)
     before = sorted(place.iterdir())
-    monkeypatch.setattr("spotlight.runtime.build.load_family", unreachable)  # refused before that
+    monkeypatch.setattr("spotlight.runtime.build.parts.load_family", unreachable)  # refused before that
     with pytest.raises(StoreError, match=r"^runs_dir: .* cannot be made: .*Set runs_dir to") as caught:
         job.train("refused", f"runs_dir={place}")
     assert str(place / "refused") in str(caught.value)

@@ -27,8 +27,8 @@ import regroup
 import rollout_loop
 import soak
 import training_step
-from spotlight.algorithms.base import TrainBatch
-from spotlight.fleet.traces.events import TraceEventKind
+from spotlight.algorithms.algorithm import TrainBatch
+from spotlight.fleet.traces.trace import TraceEventKind
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 
@@ -231,7 +231,9 @@ def test_ray_processes_are_known_by_their_titles() -> None:
     assert kind("ray::WorkerActor.watch") is _saboteur.Kind.WORKER
     assert kind("ray::LearnerActor") is _saboteur.Kind.LEARNER
     assert kind("ray::NodeAgent.notices") is _saboteur.Kind.AGENT
-    assert kind("/bin/python -P -u -c from spotlight.rewards.worker import main") is _saboteur.Kind.REWARD
+    assert (
+        kind("/bin/python -P -u -c from spotlight.rewards.reward_worker import main") is _saboteur.Kind.REWARD
+    )
     assert kind("ray::KeeperActor.take") is None  # it dies with the head's node
     assert _saboteur.Process(1, "1", "/lib/ray/core/src/ray/raylet/raylet --a=/b", 1).is_raylet
 

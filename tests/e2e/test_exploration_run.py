@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from main_job import GRPO, NFT, At, Job, clean_audit, outcome, run_process
 
-from spotlight.core.selection import SelectionPolicy, select
-from spotlight.core.types import Phase
-from spotlight.store import ledger_queries as queries
+from spotlight.scheduler.exploration.selection import SelectionPolicy, select
+from spotlight.scheduler.types import Phase
+from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.metrics import read_metrics
 from spotlight.store.run_directory import RunPaths
-from spotlight.training.batch import TrainingSample
+from spotlight.training.batching.batch import TrainingSample
 from spotlight.training.learner import Learner
-from spotlight.training.metrics import BatchReport
+from spotlight.training.step_metrics import BatchReport
 
 SHORT = ("iterations=2", "evaluation.every=9")
 EXPLORES = (*GRPO, *SHORT, "exploration={seeds_per_prompt: 7, steps: 2, sampled_prompts: 1}")

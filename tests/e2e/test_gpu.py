@@ -8,7 +8,7 @@ import torch
 from main_job import ALGORITHMS, Job, clean_audit
 
 from spotlight.models.slots import CopySlots
-from spotlight.runtime.trained import TrainedRun
+from spotlight.runtime.inference import TrainedRun
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,10 +9,10 @@ import pytest
 from main_job import Job, clean_audit
 from ray_job import running
 
-from spotlight.core.selection import SelectionPolicy, select
-from spotlight.core.types import Phase
-from spotlight.store import ledger_queries as queries
-from spotlight.store.audit import AuditLimits
+from spotlight.scheduler.exploration.selection import SelectionPolicy, select
+from spotlight.scheduler.types import Phase
+from spotlight.store.ledger import ledger_queries as queries
+from spotlight.store.ledger.ledger_audit import AuditLimits
 from spotlight.store.metrics import read_metrics
 from spotlight.store.run_directory import RunPaths
 

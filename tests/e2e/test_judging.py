@@ -9,12 +9,12 @@ import pytest
 from main_job import NFT, Job
 
 from conftest import Straight
-from spotlight.models.base import ModelError
-from spotlight.rewards.base import RewardInputError
-from spotlight.rewards.pool import RewardPool
-from spotlight.runtime import trained
+from spotlight.models.family import ModelError
+from spotlight.rewards.reward import RewardInputError
+from spotlight.rewards.reward_pool import RewardPool
+from spotlight.runtime import inference as trained
+from spotlight.runtime.inference import TrainedRun
 from spotlight.runtime.observer import Silent
-from spotlight.runtime.trained import TrainedRun
 
 
 def test_pictures_are_scored_a_batch_at_a_time(straight: Straight, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,13 @@ import pytest
 from main_job import Job, clean_audit, lora
 from ray_job import PATIENCE_S, running
 
-from spotlight.core.types import Filler, Phase
-from spotlight.store import ledger_queries as queries
-from spotlight.store.audit import AuditLimits
+from spotlight.scheduler.types import Filler, Phase
+from spotlight.store.ledger import ledger_queries as queries
+from spotlight.store.ledger.ledger_audit import AuditLimits
+from spotlight.store.ledger.ledger_schema import Ending
 from spotlight.store.metrics import read_metrics
 from spotlight.store.run_directory import RunPaths
-from spotlight.store.schema import Ending
-from spotlight.store.summary import read_summary
+from spotlight.store.run_summary import read_summary
 
 OVERLAPPED = (
     "iterations=3",

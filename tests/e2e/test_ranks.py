@@ -25,8 +25,8 @@ from main_job import (
 )
 from test_reward_failures import arguments as moody_arguments
 
-from spotlight.core.types import DropReason
-from spotlight.store.audit import AuditLimits
+from spotlight.scheduler.types import DropReason
+from spotlight.store.ledger.ledger_audit import AuditLimits
 
 FOUR = AuditLimits(group_size=4)
 RANKS = (

@@ -15,14 +15,14 @@ import pytest
 from main_job import Job, clean_audit, lora
 from ray_job import Running, running
 
-from spotlight.core.types import Phase
-from spotlight.store import ledger_queries as queries
-from spotlight.store.audit import AuditLimits, AuditReport
-from spotlight.store.history import read_history
+from spotlight.scheduler.types import Phase
+from spotlight.store.ledger import ledger_queries as queries
+from spotlight.store.ledger.history import read_history
+from spotlight.store.ledger.ledger_audit import AuditLimits, AuditReport
+from spotlight.store.ledger.ledger_schema import Ending, Incident
 from spotlight.store.metrics import read_metrics
 from spotlight.store.run_directory import RunPaths
-from spotlight.store.schema import Ending, Incident
-from spotlight.store.summary import read_summary
+from spotlight.store.run_summary import read_summary
 
 SMALL = (
     "algorithm.name=diffusion-nft",

@@ -22,10 +22,10 @@ from main_job import (
 )
 
 from conftest import Straight
-from spotlight.core.types import Phase
+from spotlight.scheduler.types import Phase
+from spotlight.store.ledger.ledger_schema import Ending
 from spotlight.store.metrics import read_metrics
-from spotlight.store.schema import Ending
-from spotlight.store.summary import read_summary
+from spotlight.store.run_summary import read_summary
 
 SEED = 20
 """Of the random moments below; any must do."""

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from main_job import GRPO, NFT, Job, clean_audit
 
-from spotlight.core.types import DropReason
-from spotlight.store.audit import AuditLimits, AuditReport
-from spotlight.store.schema import Ending
-from spotlight.store.summary import read_summary
+from spotlight.scheduler.types import DropReason
+from spotlight.store.ledger.ledger_audit import AuditLimits, AuditReport
+from spotlight.store.ledger.ledger_schema import Ending
+from spotlight.store.run_summary import read_summary
 
 MOODS = {
     "raise": (DropReason.REWARD_ERROR, "cannot bear this picture"),

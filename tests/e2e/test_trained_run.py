@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 
 from conftest import Straight
 from spotlight.diffusion.noise import INITIAL, noise_batch
-from spotlight.models.base import ImageSize, ModelError
+from spotlight.models.family import ImageSize, ModelError
+from spotlight.runtime.inference import TrainedRun
 from spotlight.runtime.observer import Silent
-from spotlight.runtime.trained import TrainedRun
-from spotlight.store.errors import StoreError
 from spotlight.store.metrics import read_metrics
-from spotlight.store.summary import read_summary
+from spotlight.store.run_summary import read_summary
+from spotlight.store.store_errors import StoreError
 
 PROMPT, SEED, STEPS, SIDE = "two green triangles", 11, 3, 16
 

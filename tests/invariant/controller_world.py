@@ -11,9 +11,9 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-from spotlight.core import events as ev
-from spotlight.core.controller import Controller
-from spotlight.core.effects import (
+from spotlight.scheduler import events as ev
+from spotlight.scheduler.controller import Controller
+from spotlight.scheduler.effects import (
     CommitCheckpoint,
     DiscardSamples,
     Effect,
@@ -29,8 +29,8 @@ from spotlight.core.effects import (
     TrainMicroBatch,
     WriteRecord,
 )
-from spotlight.core.plan import Plan
-from spotlight.core.records import (
+from spotlight.scheduler.plan import Plan
+from spotlight.scheduler.records import (
     Record,
     RolloutIssued,
     SampleDropped,
@@ -41,7 +41,7 @@ from spotlight.core.records import (
     SampleTrained,
     StepApplied,
 )
-from spotlight.core.types import (
+from spotlight.scheduler.types import (
     DropReason,
     Lease,
     LeaseId,

@@ -27,19 +27,20 @@ from diffusers.hooks.context_parallel import apply_context_parallel, remove_cont
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from spotlight.core.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId, WorkerId
 from spotlight.diffusion.samplers import FlowSDE
 from spotlight.diffusion.schedule import RandomWindow
-from spotlight.models.base import ImageSize
+from spotlight.models.family import ImageSize
 from spotlight.models.qwen_image import QwenImage
-from spotlight.rollout import rendezvous, sequence_parallel
-from spotlight.rollout.communicators import Gloo
 from spotlight.rollout.engine import Engine
-from spotlight.rollout.groups import Group, GroupLostError, Membership
-from spotlight.rollout.rendezvous import Address
-from spotlight.rollout.sequence_parallel import SequenceParallel
+from spotlight.rollout.sequence_parallel import rendezvous
+from spotlight.rollout.sequence_parallel import ulysses as sequence_parallel
+from spotlight.rollout.sequence_parallel.communicators import Gloo
+from spotlight.rollout.sequence_parallel.lockstep import Follower, Lead
+from spotlight.rollout.sequence_parallel.membership import Group, GroupLostError, Membership
+from spotlight.rollout.sequence_parallel.rendezvous import Address
+from spotlight.rollout.sequence_parallel.ulysses import SequenceParallel
 from spotlight.rollout.state import Recipe, RolloutState
-from spotlight.rollout.together import Follower, Lead
+from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId, WorkerId
 
 PROMPTS = ("one red circle", "two blue squares", "two blue squares left of one yellow triangle, all on white")
 STEPS = 5

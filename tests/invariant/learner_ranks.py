@@ -11,8 +11,8 @@ import torch
 from learner_world import World, algorithm, cut, make_learner, train_batch
 from torch.profiler import ProfilerActivity, profile
 
-from spotlight.training.export import export_lora
 from spotlight.training.learner import Learner
+from spotlight.training.lora_export import export_lora
 from spotlight.training.sharding import Ranks, process_group
 
 UPDATES = 2

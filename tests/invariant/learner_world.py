@@ -11,17 +11,17 @@ from typing import Any
 import torch
 
 from spotlight.algorithms import Algorithm, build_algorithm
-from spotlight.algorithms.base import Slot
-from spotlight.core.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
+from spotlight.algorithms.algorithm import Slot
 from spotlight.diffusion.samplers import CPS, ODE, FlowSDE
 from spotlight.diffusion.schedule import AllSteps, RandomWindow, SdeWindow
-from spotlight.models.base import Condition, ImageSize
+from spotlight.models.family import Condition, ImageSize
 from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.qwen_image import QwenImage
 from spotlight.models.slots import CopySlots, LoraSlots, WeightSlots
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe
-from spotlight.training.batch import SampleTensors
+from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
+from spotlight.training.batching.batch import SampleTensors
 from spotlight.training.learner import Learner, LearnerSettings, TrainingGuidance, TrainingSample
 from spotlight.training.sharding import Ranks
 

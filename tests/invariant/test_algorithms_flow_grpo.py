@@ -9,7 +9,7 @@ import torch
 from tiny_policy import TinyPolicy, rollout
 from torch import Tensor
 
-from spotlight.algorithms.base import LossTerms, TrainBatch
+from spotlight.algorithms.algorithm import LossTerms, TrainBatch
 from spotlight.algorithms.flow_grpo import FlowGRPO, FlowGRPOParams
 from spotlight.algorithms.replay import trained_steps, transition
 from spotlight.diffusion.samplers import CPS, ODE, Dance, FlowSDE, Sampler

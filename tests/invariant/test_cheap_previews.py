@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from spotlight.core.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 from spotlight.diffusion.samplers import ODE, FlowSDE
 from spotlight.diffusion.schedule import AllSteps, RandomWindow
-from spotlight.models.base import ImageSize
+from spotlight.models.family import ImageSize
 from spotlight.models.qwen_image import QwenImage
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe, RolloutState, from_tensors
+from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 
 TOLERANCE = 2e-5
 """Largest difference of latents (standard deviation about 1) that batch mates may make."""

@@ -10,18 +10,18 @@ import pytest
 from controller_world import TEST, TRAIN, World, chance, learning, start
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.simulation.mutations import MUTATIONS, Mutation
 
-from spotlight.core import controller as controller_module
-from spotlight.core.controller import Controller
-from spotlight.core.effects import Effect, PrepareBatch, WriteRecord
-from spotlight.core.ledger import LedgerError
-from spotlight.core.pipeline import training as training_module
-from spotlight.core.plan import Axis, ExplorationPlan, Explore, PipelinePlan, Plan
-from spotlight.core.records import SampleDropped, SampleTrained
-from spotlight.core.rollouts import Rollouts
-from spotlight.core.selection import SelectionPolicy
-from spotlight.core.types import Baseline, Comparison, DropReason, Group, RolloutId
-from spotlight.simulation.mutations import MUTATIONS, Mutation
+from spotlight.scheduler import controller as controller_module
+from spotlight.scheduler.controller import Controller
+from spotlight.scheduler.effects import Effect, PrepareBatch, WriteRecord
+from spotlight.scheduler.exploration.selection import SelectionPolicy
+from spotlight.scheduler.ledger import LedgerError
+from spotlight.scheduler.overlap import parts as training_module
+from spotlight.scheduler.plan import Axis, ExplorationPlan, Explore, PipelinePlan, Plan
+from spotlight.scheduler.records import SampleDropped, SampleTrained
+from spotlight.scheduler.rollouts import Rollouts
+from spotlight.scheduler.types import Baseline, Comparison, DropReason, Group, RolloutId
 
 SETTINGS = settings(max_examples=60, deadline=None)
 FAILING = 0.05

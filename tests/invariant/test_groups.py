@@ -16,8 +16,8 @@ import torch
 from group_ranks import STEPS, Mishap, Work, Workers
 from torch import Tensor
 
-from spotlight.rollout.groups import FormationError, StaleEpochError
-from spotlight.rollout.sequence_parallel import SequenceParallelError
+from spotlight.rollout.sequence_parallel.membership import FormationError, StaleEpochError
+from spotlight.rollout.sequence_parallel.ulysses import SequenceParallelError
 
 TOLERANCE = 1e-5
 """Largest difference of latents (standard deviation about 1) that a degree may make; measured: below 3e-6."""

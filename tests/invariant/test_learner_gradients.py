@@ -22,10 +22,10 @@ from learner_world import (
 from torch import Tensor
 
 from spotlight.algorithms.advantages import AdvantageParams, advantages
-from spotlight.algorithms.base import Slot
-from spotlight.models.base import ConditionBatch
+from spotlight.algorithms.algorithm import Slot
+from spotlight.models.family import ConditionBatch
 from spotlight.models.slots import LoraSlots
-from spotlight.training.batch import kept_steps, stack
+from spotlight.training.batching.batch import kept_steps, stack
 from spotlight.training.learner import Learner, TrainingSample
 from spotlight.training.policy import MicroBatchPolicy
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spotlight.algorithms.advantages import AdvantageParams
 from spotlight.algorithms.baselines import TOTAL, slice_advantages
-from spotlight.training.batch import scaled_advantages
+from spotlight.training.batching.batch import scaled_advantages
 from spotlight.training.learner import Learner, TrainingSample
 
 OWN = AdvantageParams(std="group")

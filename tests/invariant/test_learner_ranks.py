@@ -13,8 +13,8 @@ from learner_ranks import CASES, TIMESTEPS, learner_of, main, run_case
 from learner_world import World, algorithm, gradients, make_learner, roll_out, train_batch
 from safetensors.torch import load_file
 
-from spotlight.training.export import lora_state
-from spotlight.training.state import INDEX, SHARDED, StateError
+from spotlight.training.learner_state import INDEX, SHARDED, StateError
+from spotlight.training.lora_export import lora_state
 
 WEIGHT_TOLERANCE = 2e-6
 """Largest difference of a weight after two steps at learning rate 1e-3; measured: below 5e-7."""

@@ -11,11 +11,11 @@ import pytest
 import torch
 from learner_world import World, algorithm, make_learner, roll_out, train_batch
 
-from spotlight.models.base import ModelError
-from spotlight.training.export import export_lora, export_merged, lora_state
+from spotlight.models.family import ModelError
 from spotlight.training.learner import Learner
+from spotlight.training.learner_state import INDEX, WHOLE, StateError
+from spotlight.training.lora_export import export_lora, export_merged, lora_state
 from spotlight.training.sharding import Ranks
-from spotlight.training.state import INDEX, WHOLE, StateError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 

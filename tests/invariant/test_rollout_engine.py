@@ -13,16 +13,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spotlight.core.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 from spotlight.diffusion import samplers
 from spotlight.diffusion.brownian import coarse_kicks, kick_batch
 from spotlight.diffusion.noise import INITIAL, noise
 from spotlight.diffusion.samplers import CPS, ODE, Dance, FlowSDE, Sampler
 from spotlight.diffusion.schedule import AllSteps, RandomWindow, SlidingWindow
-from spotlight.models.base import ImageSize, ModelError
+from spotlight.models.family import ImageSize, ModelError
 from spotlight.models.qwen_image import QwenImage
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FailedRollout, FinishedRollout, Recipe, RolloutState, from_tensors
+from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 
 TOLERANCE = 2e-5
 """Largest difference of latents (standard deviation about 1) that batch mates may make."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import pytest
 
 from spotlight.algorithms.advantages import AdvantageParams, advantages
-from spotlight.core.selection import SelectionPolicy, select
+from spotlight.scheduler.exploration.selection import SelectionPolicy, select
 
 THETA = (0.0, 0.5)
 TRUTH = (1.0, 1.0)

@@ -6,12 +6,11 @@ import dataclasses
 from collections import Counter
 
 import pytest
-
-from spotlight.simulation import check
-from spotlight.simulation.check import Outcome, check_seeds, main, replay_command, run_trial, shrink
-from spotlight.simulation.faults import FaultKind
-from spotlight.simulation.mutations import MUTATIONS, Mutation, find
-from spotlight.simulation.swarm import Trial, draw_trial
+from tests.simulation import check
+from tests.simulation.check import Outcome, check_seeds, main, replay_command, run_trial, shrink
+from tests.simulation.faults import FaultKind
+from tests.simulation.mutations import MUTATIONS, Mutation, find
+from tests.simulation.swarm import Trial, draw_trial
 
 SEEDS = 300
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from spotlight.algorithms.base import Slot, TrainBatch
+from spotlight.algorithms.algorithm import Slot, TrainBatch
 from spotlight.algorithms.flow_grpo import FlowGRPO, FlowGRPOParams, OldLogProbs
 from spotlight.diffusion.samplers import FlowSDE
 

@@ -12,13 +12,13 @@ from controller_world import TEST, TRAIN, World, start
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spotlight.core.controller import Controller
-from spotlight.core.effects import Effect, WriteRecord
-from spotlight.core.plan import Plan
-from spotlight.core.records import Record
-from spotlight.store.audit import AuditLimits, audit
-from spotlight.store.ledger import Ledger
-from spotlight.store.schema import Ending
+from spotlight.scheduler.controller import Controller
+from spotlight.scheduler.effects import Effect, WriteRecord
+from spotlight.scheduler.plan import Plan
+from spotlight.scheduler.records import Record
+from spotlight.store.ledger.ledger_audit import AuditLimits, audit
+from spotlight.store.ledger.ledger_schema import Ending
+from spotlight.store.ledger.sqlite_ledger import Ledger
 
 SCRATCH = "/dev/shm" if Path("/dev/shm").is_dir() else None
 GROUP_SIZE = 3

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from spotlight.core.records import CommitRejected
+from spotlight.scheduler.records import CommitRejected
 from spotlight.store.checkpoints import CheckpointStore
-from spotlight.store.ledger import Ledger
+from spotlight.store.ledger.sqlite_ledger import Ledger
 from spotlight.store.manifest import CheckpointHeader
 
 FILE_EVENTS = {

@@ -17,9 +17,9 @@ from spotlight.models.qwen_image import QwenImage
 from spotlight.models.skeleton import base_state, filling, modules_of
 from spotlight.models.slots import LoraSlots
 from spotlight.weights import peers
-from spotlight.weights.errors import PeerLostError
 from spotlight.weights.peers import Lender, borrow
 from spotlight.weights.shelf import Shelf
+from spotlight.weights.weight_errors import PeerLostError
 
 Say = Callable[[str], None]
 NUMBERS = 4_000_000

@@ -12,8 +12,8 @@ import torch
 from weights_children import Child
 
 from spotlight.weights.bundle import Manifest, pack
-from spotlight.weights.errors import WeightsError
 from spotlight.weights.node_cache import NodeCache
+from spotlight.weights.weight_errors import WeightsError
 
 Say = Callable[[str], None]
 

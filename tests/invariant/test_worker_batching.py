@@ -31,10 +31,10 @@ from worker_world import (
     work_off,
 )
 
-from spotlight.core.effects import AbandonLease
-from spotlight.core.events import GroupPulled, LeaseCompleted, LeaseProgressed
-from spotlight.core.types import LeaseId, PolicyVersion, Purpose, Rollout, WorkerId
 from spotlight.rollout import engine as engine_module
+from spotlight.scheduler.effects import AbandonLease
+from spotlight.scheduler.events import GroupPulled, LeaseCompleted, LeaseProgressed
+from spotlight.scheduler.types import LeaseId, PolicyVersion, Purpose, Rollout, WorkerId
 
 TOLERANCE = 2e-5
 """Largest difference of latents (standard deviation about 1) that batch mates may make, as for the engine."""

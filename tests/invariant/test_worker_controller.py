@@ -15,17 +15,17 @@ from pathlib import Path
 import pytest
 from worker_world import RECIPES, SLOT_OF, Body, Kept, MemoryHome, SeededLoader, fill, loop, mark_of
 
-from spotlight.core import effects as ef
-from spotlight.core import events as ev
-from spotlight.core.controller import Controller
-from spotlight.core.plan import ClusterPlan, Plan
-from spotlight.core.recovery import Recovery
-from spotlight.core.types import Node, NodeId, NodeKind, Prompt, PromptId, Rollout, RolloutId, WorkerId
-from spotlight.rollout.parcels import pack_condition, unpack_sample
-from spotlight.rollout.ports import Command, HomeLostError, Leave, Patience
-from spotlight.rollout.reports import Report
+from spotlight.rollout.serialization import pack_condition, unpack_sample
 from spotlight.rollout.state import FinishedRollout
-from spotlight.rollout.worker import WorkerLoop
+from spotlight.scheduler import effects as ef
+from spotlight.scheduler import events as ev
+from spotlight.scheduler.cluster.recovery import Recovery
+from spotlight.scheduler.controller import Controller
+from spotlight.scheduler.plan import ClusterPlan, Plan
+from spotlight.scheduler.types import Node, NodeId, NodeKind, Prompt, PromptId, Rollout, RolloutId, WorkerId
+from spotlight.worker.interfaces import Command, HomeLostError, Leave, Patience
+from spotlight.worker.loop import WorkerLoop
+from spotlight.worker.reports import Report
 
 TRAIN = [
     Prompt(PromptId(f"train{n}"), text, {}) for n, text in enumerate(("one red circle", "two blue squares"))

@@ -24,8 +24,8 @@ from worker_world import (
     work_off,
 )
 
-from spotlight.core.effects import AbandonLease
-from spotlight.core.events import (
+from spotlight.scheduler.effects import AbandonLease
+from spotlight.scheduler.events import (
     GroupFormed,
     GroupPulled,
     GroupStopped,
@@ -33,8 +33,8 @@ from spotlight.core.events import (
     LeaseProgressed,
     WeightsPulled,
 )
-from spotlight.core.types import LeaseId, Purpose, Rollout, RolloutId, WorkerId
-from spotlight.rollout.ports import FollowLease
+from spotlight.scheduler.types import LeaseId, Purpose, Rollout, RolloutId, WorkerId
+from spotlight.worker.interfaces import FollowLease
 
 TOLERANCE = 2e-5
 """Largest difference of latents (standard deviation about 1) that degrees and batch mates may make."""

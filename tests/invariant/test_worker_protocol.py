@@ -27,8 +27,9 @@ from worker_world import (
     work_off,
 )
 
-from spotlight.core.effects import AbandonLease, StopGroup
-from spotlight.core.events import (
+from spotlight.rollout.serialization import pack_state, unpack_state
+from spotlight.scheduler.effects import AbandonLease, StopGroup
+from spotlight.scheduler.events import (
     GroupFormed,
     GroupPulled,
     GroupStopped,
@@ -38,9 +39,8 @@ from spotlight.core.events import (
     RolloutFailed,
     WeightsPulled,
 )
-from spotlight.core.types import LeaseId, Phase, PolicyVersion, Purpose, WorkerId
-from spotlight.rollout.parcels import pack_state, unpack_state
-from spotlight.rollout.ports import HomeLostError, Leave, LoadError, Patience
+from spotlight.scheduler.types import LeaseId, Phase, PolicyVersion, Purpose, WorkerId
+from spotlight.worker.interfaces import HomeLostError, Leave, LoadError, Patience
 
 STEPS = 4
 W0 = WorkerId("w0")

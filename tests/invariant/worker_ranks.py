@@ -23,17 +23,17 @@ import torch
 from torch import nn
 from worker_world import EPOCH, Body, Kept, MemoryHome, SeededLoader, form, grant, pull
 
-from spotlight.core.effects import StopGroup
-from spotlight.core.events import GroupFormed, WeightsPulled
-from spotlight.core.types import LeaseId, Rollout, RolloutId, WorkerId
-from spotlight.rollout import rendezvous
-from spotlight.rollout.communicators import Gloo
-from spotlight.rollout.groups import Membership
-from spotlight.rollout.ports import Command, FollowLease, HomeLostError, Patience
-from spotlight.rollout.rendezvous import Address
-from spotlight.rollout.reports import Report
-from spotlight.rollout.sequence_parallel import SequenceParallel
-from spotlight.rollout.worker import WorkerLoop
+from spotlight.rollout.sequence_parallel import rendezvous
+from spotlight.rollout.sequence_parallel.communicators import Gloo
+from spotlight.rollout.sequence_parallel.membership import Membership
+from spotlight.rollout.sequence_parallel.rendezvous import Address
+from spotlight.rollout.sequence_parallel.ulysses import SequenceParallel
+from spotlight.scheduler.effects import StopGroup
+from spotlight.scheduler.events import GroupFormed, WeightsPulled
+from spotlight.scheduler.types import LeaseId, Rollout, RolloutId, WorkerId
+from spotlight.worker.interfaces import Command, FollowLease, HomeLostError, Patience
+from spotlight.worker.loop import WorkerLoop
+from spotlight.worker.reports import Report
 
 GRACE_S = 0.5
 PATIENCE_S = 90.0

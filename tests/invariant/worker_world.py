@@ -12,9 +12,19 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from spotlight.core.effects import FormGroup, GrantLease, PullWeights
-from spotlight.core.events import Event, LeaseProgressed
-from spotlight.core.types import (
+from spotlight.diffusion.samplers import ODE, FlowSDE
+from spotlight.diffusion.schedule import RandomWindow
+from spotlight.models.family import ImageSize
+from spotlight.models.peft_layers import LoraSpec
+from spotlight.models.qwen_image import QwenImage
+from spotlight.models.slots import LoraSlots, Slot
+from spotlight.rollout.engine import Engine
+from spotlight.rollout.sequence_parallel.membership import Membership
+from spotlight.rollout.serialization import pack_condition
+from spotlight.rollout.state import Recipe
+from spotlight.scheduler.effects import FormGroup, GrantLease, PullWeights
+from spotlight.scheduler.events import Event, LeaseProgressed
+from spotlight.scheduler.types import (
     Lease,
     LeaseId,
     PolicyVersion,
@@ -25,19 +35,9 @@ from spotlight.core.types import (
     WeightKind,
     WorkerId,
 )
-from spotlight.diffusion.samplers import ODE, FlowSDE
-from spotlight.diffusion.schedule import RandomWindow
-from spotlight.models.base import ImageSize
-from spotlight.models.peft_layers import LoraSpec
-from spotlight.models.qwen_image import QwenImage
-from spotlight.models.slots import LoraSlots, Slot
-from spotlight.rollout.engine import Engine
-from spotlight.rollout.groups import Membership
-from spotlight.rollout.parcels import pack_condition
-from spotlight.rollout.ports import Hands, Home, HomeLostError, LoadError, Patience
-from spotlight.rollout.reports import Report
-from spotlight.rollout.state import Recipe
-from spotlight.rollout.worker import WorkerLoop
+from spotlight.worker.interfaces import Hands, Home, HomeLostError, LoadError, Patience
+from spotlight.worker.loop import WorkerLoop
+from spotlight.worker.reports import Report
 
 SIZE = ImageSize(16, 16)
 PROMPTS = ("one red circle", "two blue squares", "two blue squares left of one yellow triangle, all on white")

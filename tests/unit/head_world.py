@@ -12,28 +12,28 @@ from typing import Any
 
 import torch
 
+from spotlight.cluster.blobs.blob_store import Kept
+from spotlight.cluster.blobs.keeper import Delivered
+from spotlight.cluster.drains import Drains
+from spotlight.cluster.head import Head, Parts
+from spotlight.cluster.loop import Calls, Loop
+from spotlight.cluster.workers.worker_pool import WorkerPool
 from spotlight.config.load import dump_config, load_config
 from spotlight.config.schema import RESUMABLE_KEYS
-from spotlight.core import effects as ef
-from spotlight.core import events as ev
-from spotlight.core.controller import Controller
-from spotlight.core.records import REWARD
-from spotlight.core.types import DropReason, Node, NodeId, NodeKind, PromptId, Rollout, RolloutId
-from spotlight.rollout.parcels import _pack
-from spotlight.rollout.ports import Command
-from spotlight.runtime import build
+from spotlight.rollout.serialization import _pack
 from spotlight.runtime.attempt import Attempt, RunResult, open_attempt
+from spotlight.runtime.build import parts as build
 from spotlight.runtime.observer import Silent
-from spotlight.runtime.ray.drains import Drains
-from spotlight.runtime.ray.head import Head, Parts
-from spotlight.runtime.ray.keeper import Delivered
-from spotlight.runtime.ray.loop import Calls, Loop
-from spotlight.runtime.ray.worker.pool import WorkerPool
+from spotlight.scheduler import effects as ef
+from spotlight.scheduler import events as ev
+from spotlight.scheduler.controller import Controller
+from spotlight.scheduler.records import REWARD
+from spotlight.scheduler.types import DropReason, Node, NodeId, NodeKind, PromptId, Rollout, RolloutId
+from spotlight.store.ledger.ledger_schema import Incident
 from spotlight.store.run_directory import RunDirectory
-from spotlight.store.schema import Incident
-from spotlight.store.vault import Kept
 from spotlight.training.sharding import Ranks
 from spotlight.weights.bundle import Manifest
+from spotlight.worker.interfaces import Command
 
 SETTINGS = (
     "device=cpu",

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from spotlight.core.queue import PullQueue, Verdict
-from spotlight.core.types import (
+from spotlight.scheduler.queue import PullQueue, Verdict
+from spotlight.scheduler.types import (
     Lease,
     LeaseId,
     PolicyVersion,

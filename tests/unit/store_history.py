@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from spotlight.core.records import (
+from spotlight.scheduler.records import (
     REWARD,
     CommitRejected,
     PromptSeen,
@@ -22,7 +22,7 @@ from spotlight.core.records import (
     StepApplied,
     VersionPublished,
 )
-from spotlight.core.types import (
+from spotlight.scheduler.types import (
     DropReason,
     PolicyVersion,
     Prompt,
@@ -32,7 +32,7 @@ from spotlight.core.types import (
     RolloutId,
     WorkerId,
 )
-from spotlight.store.ledger import Ledger
+from spotlight.store.ledger.sqlite_ledger import Ledger
 
 SCRATCH = "/dev/shm" if Path("/dev/shm").is_dir() else None
 """Where property tests put their many small files: memory, where syncing costs nothing."""

@@ -14,36 +14,37 @@ import spotlight
 
 SOURCE = Path(spotlight.__file__).parent
 
-ALL = {"config", "core", "diffusion", "algorithms", "models", "rewards", "rollout", "training"}
-ALL |= {"fleet", "store", "runtime", "report", "testbed", "simulation", "weights"}
-
 MAY_IMPORT: dict[str, set[str]] = {
     "config": set(),
-    "core": {"config"},
+    "scheduler": {"config"},
     "diffusion": set(),
     "algorithms": {"diffusion"},
     "models": {"diffusion"},
-    "rewards": set(),
-    "rollout": {"models", "diffusion"},
-    "training": {"models", "algorithms", "diffusion"},
-    "fleet": {"core"},
-    "store": {"core"},
+    "rewards": {"config"},
+    "fleet": {"scheduler"},
+    "store": {"scheduler"},
     "weights": set(),
-    "testbed": {"rewards"},
+    "testbed": set(),
+    "data": {"config", "scheduler", "models", "testbed"},
+    "rollout": {"models", "diffusion"},
+    "worker": {"rollout", "models"},
+    "training": {"models", "algorithms", "diffusion", "rollout"},
+    "dry_run": {"config", "data", "models", "rewards", "rollout", "store", "testbed", "training"},
+    "simulation": {"scheduler"},
+    "planning": {"simulation", "scheduler", "fleet", "config"},
     "report": {"store", "config", "testbed"},
-    "runtime": ALL - {"report", "runtime", "simulation"},
-    "simulation": {"core", "fleet", "config"},
-    "cli": ALL,
 }
+MAY_IMPORT["runtime"] = set(MAY_IMPORT) - {"fleet", "simulation", "planning", "report", "weights", "worker"}
+MAY_IMPORT["cluster"] = MAY_IMPORT["runtime"] | {"runtime", "fleet", "weights", "worker"}
+MAY_IMPORT["cli"] = set(MAY_IMPORT)
 
-NOUNS = "spotlight.core.types"
-"""Ids and sizes, which flow through every room that moves rollouts."""
-MAY_USE_NOUNS = {"rollout", "training", "report"}
+MESSAGES = {f"spotlight.scheduler.{module}" for module in ("types", "effects", "events", "records")}
+"""Ids and sizes, and what controller, workers and learner say to each other."""
+SPEAK_MESSAGES = {"rollout", "worker", "training", "report"}
+ALSO = {("training", "spotlight.scheduler.overlap.slices")}
+"""Single modules allowed beside the table."""
 
-MESSAGES = {"spotlight.core.effects", "spotlight.core.events"}
-"""What the controller and workers say to each other: a worker obeys effects and answers with events."""
-
-LIGHT = ("config", "core", "fleet", "rewards", "simulation", "store")
+LIGHT = ("config", "data", "scheduler", "fleet", "planning", "rewards", "simulation", "store")
 HEAVY = ("torch", "diffusers", "transformers", "peft", "accelerate", "ray")
 
 
@@ -65,9 +66,9 @@ def allowed(room: str, module: str) -> bool:
     parts = module.split(".")
     if parts[0] != "spotlight" or len(parts) == 1 or parts[1] in {room, "__version__"}:
         return True
-    if module in MESSAGES and room == "rollout":
+    if (module in MESSAGES and room in SPEAK_MESSAGES) or (room, module) in ALSO:
         return True
-    return parts[1] in MAY_IMPORT[room] or (module == NOUNS and room in MAY_USE_NOUNS)
+    return parts[1] in MAY_IMPORT[room]
 
 
 def test_rooms_import_only_what_the_architecture_allows() -> None:
@@ -98,8 +99,8 @@ def test_the_plan_has_no_cycles() -> None:
 @pytest.mark.parametrize(
     ("room", "module"),
     [
-        ("core", "spotlight.runtime.inline"),
-        ("rewards", "spotlight.core.types"),
+        ("scheduler", "spotlight.runtime.inline"),
+        ("rewards", "spotlight.scheduler.types"),
         ("store", "spotlight.config"),
     ],
 )

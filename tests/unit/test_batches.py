@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.core.batches import even_out, micro_batches, split_updates
-from spotlight.core.types import Group, PromptId, RolloutId
+from spotlight.scheduler.overlap.batches import even_out, micro_batches, split_updates
+from spotlight.scheduler.types import Group, PromptId, RolloutId
 
 SIZES = st.lists(st.integers(2, 9), min_size=1, max_size=10)
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spotlight.core.pipeline.bts import Generator, TakePlan, Timeline, plan_takes
+from spotlight.scheduler.overlap.look_ahead import Generator, TakePlan, Timeline, plan_takes
 
 
 @dataclass(frozen=True)

@@ -95,5 +95,5 @@ def test_unexpected_errors_keep_their_traceback(here: Path, monkeypatch: pytest.
     def broken(*_: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr("spotlight.runtime.plan.make_plan", broken)
+    monkeypatch.setattr("spotlight.dry_run.run_plan.make_plan", broken)
     assert isinstance(invoke("train", "--dry-run").exception, ZeroDivisionError)

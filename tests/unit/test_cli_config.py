@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from spotlight.cli.config import documented_yaml, split_arguments
+from spotlight.cli.config_command import documented_yaml, split_arguments
 from spotlight.cli.main import app
 from spotlight.config.load import dump_config, load_config
 

@@ -9,10 +9,10 @@ import time
 import pytest
 from rich.console import Console
 
-from spotlight.cli import progress
-from spotlight.cli.progress import Facts, LiveProgress, PlainProgress, RunProgress, make_progress
+from spotlight.cli.runs import progress
+from spotlight.cli.runs.progress import Facts, LiveProgress, PlainProgress, RunProgress, make_progress
 from spotlight.config.schema import RunConfig
-from spotlight.core.types import Phase
+from spotlight.scheduler.types import Phase
 
 EVALUATED = {"strict": 0.487, "strict_stderr": 0.025, "graded": 0.834, "graded_stderr": 0.006}
 LATER = {"strict": 0.781, "strict_stderr": 0.021, "graded": 0.94, "graded_stderr": 0.004}

@@ -58,7 +58,9 @@ def test_help_starts_in_well_under_a_second_and_without_torch() -> None:
 
 
 def test_planning_imports_no_torch() -> None:
-    program = "import sys, spotlight.runtime.plan; print(*sorted({'torch', 'diffusers'} & set(sys.modules)))"
+    program = (
+        "import sys, spotlight.dry_run.run_plan; print(*sorted({'torch', 'diffusers'} & set(sys.modules)))"
+    )
     assert run_python(program).split() == []
 
 

@@ -8,13 +8,13 @@ from typing import TypeVar
 
 import pytest
 
-from spotlight.core import effects as ef
-from spotlight.core import events as ev
-from spotlight.core.commands import REPEATS
-from spotlight.core.controller import Controller
-from spotlight.core.plan import ClusterPlan, Plan
-from spotlight.core.recovery import Recovery
-from spotlight.core.types import (
+from spotlight.scheduler import effects as ef
+from spotlight.scheduler import events as ev
+from spotlight.scheduler.cluster.commands import REPEATS
+from spotlight.scheduler.cluster.recovery import Recovery
+from spotlight.scheduler.controller import Controller
+from spotlight.scheduler.plan import ClusterPlan, Plan
+from spotlight.scheduler.types import (
     LeaseId,
     Node,
     NodeId,

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cluster import PLAN, SPOT, Room, of, only
 
-from spotlight.core import effects as ef
-from spotlight.core import events as ev
-from spotlight.core.recovery import Recovery
-from spotlight.core.types import LeaseId, NodeId, PolicyVersion, RolloutId
+from spotlight.scheduler import effects as ef
+from spotlight.scheduler import events as ev
+from spotlight.scheduler.cluster.recovery import Recovery
+from spotlight.scheduler.types import LeaseId, NodeId, PolicyVersion, RolloutId
 
 WIDE = dataclasses.replace(PLAN, group_size=4)  # eight rollouts
 OTHER = dataclasses.replace(SPOT, id=NodeId("t"), gpus=1)

@@ -10,9 +10,9 @@ from spotlight.algorithms.advantages import AdvantageParams
 from spotlight.algorithms.baselines import exploration_advantages, slice_advantages
 from spotlight.config.errors import ConfigError
 from spotlight.config.load import load_config
-from spotlight.core.plan import Axis, PipelinePlan, require_usable
-from spotlight.core.types import Baseline, Prompt, PromptId
-from spotlight.runtime.build import cluster_plan_of, plan_of
+from spotlight.runtime.build.parts import cluster_plan_of, plan_of
+from spotlight.scheduler.plan import Axis, PipelinePlan, require_usable
+from spotlight.scheduler.types import Baseline, Prompt, PromptId
 
 BASE = (
     "algorithm={name: diffusion-nft, advantage: {std: group}}",

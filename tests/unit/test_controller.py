@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from spotlight.core import events as ev
-from spotlight.core.controller import Controller, Stage
-from spotlight.core.effects import (
+from spotlight.scheduler import events as ev
+from spotlight.scheduler.controller import Controller, Stage
+from spotlight.scheduler.effects import (
     CommitCheckpoint,
     DiscardSamples,
     Effect,
@@ -26,9 +26,9 @@ from spotlight.core.effects import (
     TrainMicroBatch,
     WriteRecord,
 )
-from spotlight.core.plan import Plan
-from spotlight.core.records import CommitRejected, SampleDropped
-from spotlight.core.types import (
+from spotlight.scheduler.plan import Plan
+from spotlight.scheduler.records import CommitRejected, SampleDropped
+from spotlight.scheduler.types import (
     DropReason,
     Phase,
     PolicyVersion,

@@ -17,7 +17,7 @@ from spotlight.cli.main import app
 from spotlight.config.contradictions import find_problems
 from spotlight.config.errors import ConfigError
 from spotlight.config.load import build_config, load_config, merge, parse_yaml
-from spotlight.simulation.scenario_load import build_scenario, load_scenario, scenario_names
+from spotlight.planning.scenarios.scenario_load import build_scenario, load_scenario, scenario_names
 
 ROOT = Path(__file__).parents[2]
 GENERATED = ROOT / "docs" / "reference"

@@ -9,10 +9,10 @@ import pytest
 
 from spotlight.config.contradictions import batch_problems, find_problems
 from spotlight.config.load import load_config
-from spotlight.models.errors import ModelError
+from spotlight.data.datasets import load_prompts
+from spotlight.dry_run.run_plan import make_plan
+from spotlight.models.model_errors import ModelError
 from spotlight.rewards.registry import BUILT_IN, load, parse
-from spotlight.runtime.plan import make_plan
-from spotlight.runtime.prompts import load_prompts
 from spotlight.testbed import PIPELINE_DIR
 
 ROOT = Path(__file__).parents[2]

@@ -12,21 +12,30 @@ from typing import Any
 
 import pytest
 
-from spotlight.core import effects as ef
-from spotlight.core import events as ev
-from spotlight.core.events import NodeJoined
-from spotlight.core.exploration import ExploredGroup
-from spotlight.core.explorer import Explorer
-from spotlight.core.plan import ClusterPlan, ExplorationPlan, Explore, Plan, PlannerPlan, require_usable
-from spotlight.core.planner.budget import PreviewCosts
-from spotlight.core.records import RolloutIssued, SampleDropped, SampleExplored, SampleTrained
-from spotlight.core.selection import SelectionPolicy
-from spotlight.core.types import Node, NodeId, NodeKind, PolicyVersion, Prompt, PromptId, Purpose, Rollout
+from spotlight.scheduler import effects as ef
+from spotlight.scheduler import events as ev
+from spotlight.scheduler.events import NodeJoined
+from spotlight.scheduler.exploration.budget import PreviewCosts
+from spotlight.scheduler.exploration.explorer import Explorer
+from spotlight.scheduler.exploration.selection import SelectionPolicy
+from spotlight.scheduler.exploration.window import ExploredGroup
+from spotlight.scheduler.plan import ClusterPlan, ExplorationPlan, Explore, Plan, PlannerPlan, require_usable
+from spotlight.scheduler.records import RolloutIssued, SampleDropped, SampleExplored, SampleTrained
+from spotlight.scheduler.types import (
+    Node,
+    NodeId,
+    NodeKind,
+    PolicyVersion,
+    Prompt,
+    PromptId,
+    Purpose,
+    Rollout,
+)
 from spotlight.simulation.costs import ConstantCosts
-from spotlight.simulation.driver import Simulation
-from spotlight.simulation.rewards import RewardModel
 from spotlight.simulation.scenario import Scenario
-from spotlight.simulation.workers import Receipt
+from spotlight.simulation.virtual_driver import Simulation
+from spotlight.simulation.virtual_rewards import RewardModel
+from spotlight.simulation.virtual_workers import Receipt
 
 RESERVED = Node(NodeId("r"), NodeKind.RESERVED, 1, "H100", 10.0, True, False)
 SPOT = Node(NodeId("s"), NodeKind.SPOT, 4, "H100", 7.2, False, True)

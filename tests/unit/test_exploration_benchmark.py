@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import _exploration_curves as lines
 import _exploration_figures as figures
 import exploration
-from spotlight.core.selection import SelectionPolicy
+from spotlight.scheduler.exploration.selection import SelectionPolicy
 
 
 def test_a_figures_spread_is_over_the_runs_that_have_it() -> None:

@@ -16,12 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spotlight.core.events import GroupFormed, GroupStopped
-from spotlight.core.types import WorkerId
-from spotlight.rollout.reports import Report, Value
-from spotlight.runtime.ray.keeper import Delivered, KeeperRoom
-from spotlight.store.errors import StoreError
-from spotlight.store.vault import Kept, Vault
+from spotlight.cluster.blobs.blob_store import Kept, Vault
+from spotlight.cluster.blobs.keeper import Delivered, KeeperRoom
+from spotlight.scheduler.events import GroupFormed, GroupStopped
+from spotlight.scheduler.types import WorkerId
+from spotlight.store.store_errors import StoreError
+from spotlight.worker.reports import Report, Value
 
 A, B = WorkerId("node-a/0"), WorkerId("node-b/0")
 SOON_S = 5.0
@@ -207,7 +207,7 @@ def test_senders_that_left_leave_nothing_behind(tmp_path: Path) -> None:
 
 def test_the_keepers_process_starts_without_torch() -> None:
     program = (
-        "import sys, spotlight.runtime.ray.keeper_actor\n"
+        "import sys, spotlight.cluster.blobs.keeper_actor\n"
         "print({'torch', 'ray', 'diffusers'} & set(sys.modules))"
     )
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "set()\n"

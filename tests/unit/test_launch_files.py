@@ -24,11 +24,11 @@ import pytest
 import yaml
 from test_docs import calls, require_options
 
+from spotlight.cluster.nodes.listing import KIND_LABEL, KIND_RESOURCES, RayNode, read_node
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
-from spotlight.core.types import NodeKind
 from spotlight.fleet.notices.sigterm import GRACE_S
-from spotlight.runtime.ray.nodes.listing import KIND_LABEL, KIND_RESOURCES, RayNode, read_node
+from spotlight.scheduler.types import NodeKind
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"

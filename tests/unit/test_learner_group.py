@@ -15,9 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.config.errors import ConfigError, Problem
-from spotlight.core.types import MicroBatch
-from spotlight.runtime.ray.learner.group import (
+from spotlight.cluster.learner.learner_group import (
     FINAL,
     Deadlines,
     LearnerError,
@@ -25,6 +23,8 @@ from spotlight.runtime.ray.learner.group import (
     Process,
     State,
 )
+from spotlight.config.errors import ConfigError, Problem
+from spotlight.scheduler.types import MicroBatch
 from spotlight.training.settings import TrainingError
 from spotlight.weights.bundle import Manifest
 

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.algorithms.base import LossTerms
-from spotlight.training.metrics import StepReport, UpdateMeter
+from spotlight.algorithms.algorithm import LossTerms
 from spotlight.training.settings import LearnerSettings
 from spotlight.training.sharding import Ranks
+from spotlight.training.step_metrics import StepReport, UpdateMeter
 
 REWARDS = {"quality": 1.0}
 

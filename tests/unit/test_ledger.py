@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.core.ledger import Ledger, LedgerError
-from spotlight.core.records import CommitRejected, PromptSeen, RolloutIssued, StepApplied
-from spotlight.core.types import (
+from spotlight.scheduler.ledger import Ledger, LedgerError
+from spotlight.scheduler.records import CommitRejected, PromptSeen, RolloutIssued, StepApplied
+from spotlight.scheduler.types import (
     DropReason,
     Phase,
     PolicyVersion,

@@ -8,8 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spotlight.core.events import NodeNoticed, NoticeCancelled
-from spotlight.core.types import NodeId
 from spotlight.fleet.notices.board import Board
 from spotlight.fleet.notices.notice import (
     Cancelled,
@@ -21,6 +19,8 @@ from spotlight.fleet.notices.notice import (
     controller_event,
 )
 from spotlight.fleet.notices.watcher import Backoff
+from spotlight.scheduler.events import NodeNoticed, NoticeCancelled
+from spotlight.scheduler.types import NodeId
 
 NODE = NodeId("spot-1")
 

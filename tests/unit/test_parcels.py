@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spotlight.core.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 from spotlight.diffusion.samplers import ODE, FlowSDE
 from spotlight.diffusion.schedule import AllSteps
-from spotlight.models.base import Condition, ImageSize
-from spotlight.rollout import parcels
-from spotlight.rollout.parcels import ParcelError
+from spotlight.models.family import Condition, ImageSize
+from spotlight.rollout import serialization as parcels
+from spotlight.rollout.serialization import ParcelError
 from spotlight.rollout.state import FinishedRollout, Recipe, RolloutState, Trajectory
+from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 
 SIZE = ImageSize(16, 32)
 TRAIN = Recipe(SIZE, FlowSDE(0.7), AllSteps(), 1.0, "trajectory")

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_cluster import PLAN, SPOT, V0, Room, of, only
 
-from spotlight.core import effects as ef
-from spotlight.core import events as ev
-from spotlight.core.pipeline.pace import Pace
-from spotlight.core.pipeline.slices import COMPARED_MIN, Slice, slices
-from spotlight.core.plan import Axis, ClusterPlan, PipelinePlan, Plan
-from spotlight.core.recovery import Recovery
-from spotlight.core.types import (
+from spotlight.scheduler import effects as ef
+from spotlight.scheduler import events as ev
+from spotlight.scheduler.cluster.recovery import Recovery
+from spotlight.scheduler.overlap.pace import Pace
+from spotlight.scheduler.overlap.slices import COMPARED_MIN, Slice, slices
+from spotlight.scheduler.plan import Axis, ClusterPlan, PipelinePlan, Plan
+from spotlight.scheduler.types import (
     Baseline,
     DropReason,
     Filler,

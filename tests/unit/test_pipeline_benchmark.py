@@ -17,7 +17,7 @@ import itertools
 import _pipeline_ray as bench
 from spotlight.config.contradictions import batch_problems
 from spotlight.config.load import load_config
-from spotlight.core.types import Phase
+from spotlight.scheduler.types import Phase
 
 SECONDS = st.floats(0.1, 1000)
 RUN = bench.RayRun(bench.SYNCHRONOUS, 0, 4.0, 6.0, 2.0, 0.5, (0.5, 0.7), (0.9, 0.8), 0, 0, 0, 40.0)

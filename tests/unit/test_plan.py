@@ -18,15 +18,15 @@ from spotlight.config.contradictions import trained_timesteps
 from spotlight.config.errors import ConfigError
 from spotlight.config.load import build_config, load_config
 from spotlight.config.schema import RunConfig
-from spotlight.models.errors import ModelError
-from spotlight.rewards.base import RewardSetupError
+from spotlight.dry_run import model_plan as plan_model
+from spotlight.dry_run.memory_plan import Estimate, peak_bytes, weight_copies
+from spotlight.dry_run.model_plan import ModelSizes, NotHere, bind_targets, lora_parameters, read_sizes
+from spotlight.dry_run.run_plan import RunPlan, count_passes, make_plan
+from spotlight.models.model_errors import ModelError
+from spotlight.rewards.reward import RewardSetupError
 from spotlight.rollout.limits import decode_batch
-from spotlight.runtime import plan_model
 from spotlight.runtime.disk import require_disk
-from spotlight.runtime.plan import RunPlan, count_passes, make_plan
-from spotlight.runtime.plan_memory import Estimate, peak_bytes, weight_copies
-from spotlight.runtime.plan_model import ModelSizes, NotHere, bind_targets, lora_parameters, read_sizes
-from spotlight.store.errors import StoreError
+from spotlight.store.store_errors import StoreError
 
 WIDTH, LAYERS = 8, 3
 ROLLOUT = {"prompts_per_iteration": 3, "group_size": 4, "steps": 5}

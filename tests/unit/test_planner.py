@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.core.fidelity import Fidelity, Trust
-from spotlight.core.planner.arms import Arm, arm_grid
-from spotlight.core.planner.bandit import DiscountedUCB
-from spotlight.core.planner.budget import Forecast, PreviewCosts, WindowSeen
-from spotlight.core.planner.contrast import Contrast
-from spotlight.core.planner.policy import FixedArm, Lesson, Outlook, Planner
+from spotlight.scheduler.exploration.arms import Arm, arm_grid
+from spotlight.scheduler.exploration.bandit import DiscountedUCB
+from spotlight.scheduler.exploration.budget import Forecast, PreviewCosts, WindowSeen
+from spotlight.scheduler.exploration.contrast import Contrast
+from spotlight.scheduler.exploration.fidelity import Fidelity, Trust
+from spotlight.scheduler.exploration.planner import FixedArm, Lesson, Outlook, Planner
 
 GRID = arm_grid((16, 32), (4, 8))
 COSTS = PreviewCosts(step_s=1.0, fixed_s=1.0, reward_s=2.0)

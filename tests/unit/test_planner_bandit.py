@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.core.planner.arms import Arm, arm_grid
-from spotlight.core.planner.bandit import DiscountedUCB
-from spotlight.core.planner.memory import Fading
+from spotlight.scheduler.exploration.arms import Arm, arm_grid
+from spotlight.scheduler.exploration.bandit import DiscountedUCB
+from spotlight.scheduler.exploration.decayed_mean import Fading
 
 ARMS = arm_grid((8, 16, 32), (4, 8))
 ROUNDS, RUNS, NOISE = 300, 12, 0.25

@@ -10,9 +10,9 @@ import boto3
 import pytest
 from botocore.stub import ANY, Stubber
 
-from spotlight.fleet.prices import aws
-from spotlight.fleet.prices.fetch import Limits
-from spotlight.fleet.prices.quotes import PriceError
+from spotlight.planning.prices import aws_prices as aws
+from spotlight.planning.prices.fetch import Limits
+from spotlight.planning.prices.quotes import PriceError
 
 NOW = datetime(2026, 6, 2, tzinfo=UTC)
 

@@ -7,8 +7,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from spotlight.fleet.gpus import INSTANCE_TYPES, UnknownGpuError, gpu_type
-from spotlight.fleet.prices.catalogue import built_in, parse_built_in, parse_catalogue
-from spotlight.fleet.prices.quotes import PriceError, Quote, cheapest, select
+from spotlight.planning.prices.catalogue import built_in, parse_built_in, parse_catalogue
+from spotlight.planning.prices.quotes import PriceError, Quote, cheapest, select
 
 NOW = datetime(2026, 6, 2, tzinfo=UTC)
 HEADER = (

@@ -11,11 +11,11 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from price_server import Handler, serving
 
-from spotlight.fleet.prices import azure
-from spotlight.fleet.prices.cache import PriceCache
-from spotlight.fleet.prices.fetch import Limits, get_text
-from spotlight.fleet.prices.quotes import PriceError
-from spotlight.fleet.prices.sources import Question, load_prices
+from spotlight.planning.prices import azure_prices as azure
+from spotlight.planning.prices.cache import PriceCache
+from spotlight.planning.prices.fetch import Limits, get_text
+from spotlight.planning.prices.quotes import PriceError
+from spotlight.planning.prices.sources import Question, load_prices
 
 NOW = datetime(2026, 6, 2, tzinfo=UTC)
 PATIENT = Limits(bytes_max=10_000)

@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotlight.config.errors import ConfigError
-from spotlight.core.types import WeightKind
-from spotlight.simulation.costs import CostModel
-from spotlight.simulation.profile import (
+from spotlight.planning.scenarios.profile import (
     Profile,
     assumptions,
     figures,
@@ -22,11 +20,13 @@ from spotlight.simulation.profile import (
     profile_names,
     require_memory,
 )
-from spotlight.simulation.profile_costs import ProfileCosts, Workload, forward_s, sp_degrees
+from spotlight.planning.scenarios.profile_costs import ProfileCosts, Workload, forward_s, sp_degrees
+from spotlight.scheduler.types import WeightKind
+from spotlight.simulation.costs import CostModel
 
 QWEN = load_profile("qwen-image-20b")
 TINY = load_profile("testbed-cpu")
-QWEN_TEXT = files("spotlight.simulation").joinpath("profiles/qwen-image-20b.yaml").read_text()
+QWEN_TEXT = files("spotlight.planning.scenarios").joinpath("profiles/qwen-image-20b.yaml").read_text()
 H20_MS = {
     512: {1: 155, 2: 161, 4: 172},
     1024: {1: 605, 2: 350, 4: 207},

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 from queue_machine import QueueMachine, make_rollout
 
-from spotlight.core.queue import PullQueue, Verdict, _Entry, _Held
-from spotlight.core.types import Lease, LeaseId, Purpose, RolloutId, WorkerId
+from spotlight.scheduler.queue import PullQueue, Verdict, _Entry, _Held
+from spotlight.scheduler.types import Lease, LeaseId, Purpose, RolloutId, WorkerId
 
 WORKER, OTHER = WorkerId("a"), WorkerId("b")
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from metadata_server import metadata
 
+from spotlight.cluster.nodes.notice_mail import Message, Outbox, Tidings, read_messages
+from spotlight.cluster.nodes.notice_watch import NoticeSettings, NoticeWatch
+from spotlight.cluster.nodes.worker_logs import log_tail
 from spotlight.fleet.notices.notice import Cancelled, Noticed, Rebalance
 from spotlight.fleet.notices.sigterm import catching_sigterm
-from spotlight.runtime.ray.nodes.notice_mail import Message, Outbox, Tidings, read_messages
-from spotlight.runtime.ray.nodes.notice_watch import NoticeSettings, NoticeWatch
-from spotlight.runtime.ray.nodes.worker_logs import log_tail
 
 
 def test_messages_are_numbered_and_told_again_until_they_are_passed() -> None:

@@ -8,10 +8,13 @@ import random
 from collections import Counter, defaultdict
 
 import pytest
+from tests.simulation.check import CheckedSimulation
+from tests.simulation.swarm import draw_trial
 
-from spotlight.core import effects as ef
-from spotlight.core import events as ev
-from spotlight.core.types import (
+from spotlight.cluster.billing import Billing, Spent, slots_of
+from spotlight.scheduler import effects as ef
+from spotlight.scheduler import events as ev
+from spotlight.scheduler.types import (
     Lease,
     LeaseId,
     MicroBatch,
@@ -27,10 +30,7 @@ from spotlight.core.types import (
     WeightKind,
     WorkerId,
 )
-from spotlight.runtime.ray.billing import Billing, Spent, slots_of
-from spotlight.simulation.check import CheckedSimulation
-from spotlight.simulation.swarm import draw_trial
-from spotlight.simulation.workers import Receipt
+from spotlight.simulation.virtual_workers import Receipt
 
 
 class Billed(CheckedSimulation):

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from head_world import RESERVED, SPOT, World, world
 
-from spotlight.core.selection import SelectionPolicy, select
-from spotlight.core.types import DropReason, Purpose, Rollout, RolloutId
-from spotlight.store import ledger_queries as queries
-from spotlight.store.audit import AuditLimits, audit
+from spotlight.scheduler.exploration.selection import SelectionPolicy, select
+from spotlight.scheduler.types import DropReason, Purpose, Rollout, RolloutId
+from spotlight.store.ledger import ledger_queries as queries
+from spotlight.store.ledger.ledger_audit import AuditLimits, audit
 from spotlight.store.metrics import read_metrics
 from spotlight.store.run_directory import RunPaths
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spotlight.cluster.nodes.listing import RayNode, train_only
+from spotlight.cluster.nodes.node_prices import Fleet, Prices
 from spotlight.config.errors import ConfigError
-from spotlight.core.types import Node, NodeId, NodeKind
-from spotlight.runtime.ray.nodes.fleet import Fleet, Prices
-from spotlight.runtime.ray.nodes.listing import RayNode, train_only
+from spotlight.scheduler.types import Node, NodeId, NodeKind
 
 PRICES = Prices(reserved_usd_h=5.0, spot_usd_h=1.0)
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from head_world import RESERVED, SPOT, Reference, World, world
 
-from spotlight.core import events as ev
-from spotlight.core.types import Phase, Purpose
-from spotlight.store.audit import AuditLimits, AuditReport, audit
+from spotlight.scheduler import events as ev
+from spotlight.scheduler.types import Phase, Purpose
 from spotlight.store.checkpoints import CheckpointStore
-from spotlight.store.errors import StoreError
-from spotlight.store.history import read_history
+from spotlight.store.ledger.history import read_history
+from spotlight.store.ledger.ledger_audit import AuditLimits, AuditReport, audit
+from spotlight.store.ledger.ledger_schema import Ending, Incident
 from spotlight.store.run_directory import RunPaths
-from spotlight.store.schema import Ending, Incident
+from spotlight.store.store_errors import StoreError
 
 LIMITS = AuditLimits(group_size=2)
 TRAINED = 3 * 2 * 2

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from spotlight.core.types import NodeKind
-from spotlight.runtime.ray.local import cluster as local
-from spotlight.runtime.ray.local.cluster import LocalCluster, LocalClusterError, LocalNode
+from spotlight.cluster.local import local_cluster as local
+from spotlight.cluster.local.local_cluster import LocalCluster, LocalClusterError, LocalNode
+from spotlight.scheduler.types import NodeKind
 
 
 @pytest.mark.parametrize("error", [Exception, RuntimeError, SystemExit, OSError])

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_loop import VirtualLoop
 
-from spotlight.runtime.ray.loop import Calls, Loop, NoAnswerError
+from spotlight.cluster.loop import Calls, Loop, NoAnswerError
 
 
 @dataclass

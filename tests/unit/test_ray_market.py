@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.fleet.traces.events import Trace, TraceError, TraceEvent, TraceEventKind
-from spotlight.runtime.ray.local.market import MachineError, Market
-from spotlight.runtime.ray.local.market_book import Book, Fate, Order, timed
+from spotlight.cluster.local.market import MachineError, Market
+from spotlight.cluster.local.market_book import Book, Fate, Order, timed
+from spotlight.fleet.traces.trace import Trace, TraceError, TraceEvent, TraceEventKind
 
 ADD, NOTICE, REMOVE = TraceEventKind
 

@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.config.errors import ConfigError, Problem
-from spotlight.core.types import NodeKind
-from spotlight.runtime.ray.nodes.facts import Gpu, NodeFacts, gather, heard, misfit, parse_nvidia_smi
-from spotlight.runtime.ray.nodes.listing import (
+from spotlight.cluster.nodes.facts import Gpu, NodeFacts, gather, heard, misfit, parse_nvidia_smi
+from spotlight.cluster.nodes.listing import (
     RayNode,
     View,
     diff,
@@ -26,6 +24,8 @@ from spotlight.runtime.ray.nodes.listing import (
     typed,
     unlike,
 )
+from spotlight.config.errors import ConfigError, Problem
+from spotlight.scheduler.types import NodeKind
 
 FACTS = NodeFacts("1.0", "3.11.7", "2.13.0+cu128", "host", (), 1 << 30, "boot", 7)
 

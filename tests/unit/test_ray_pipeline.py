@@ -10,8 +10,8 @@ import pytest
 from head_world import BOTH, RESERVED, SPOT, World, world
 from test_ray_exploration import lose_at_second_step
 
-from spotlight.store import ledger_queries as queries
-from spotlight.store.audit import AuditLimits, audit
+from spotlight.store.ledger import ledger_queries as queries
+from spotlight.store.ledger.ledger_audit import AuditLimits, audit
 from spotlight.store.metrics import read_metrics
 from spotlight.store.run_directory import RunPaths
 

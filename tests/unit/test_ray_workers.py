@@ -14,12 +14,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from virtual_loop import VirtualLoop
 
-from spotlight.core import effects as ef
-from spotlight.core import events as ev
-from spotlight.core.types import LeaseId, NodeId, WorkerId
-from spotlight.rollout.ports import Command
-from spotlight.runtime.ray.loop import Calls
-from spotlight.runtime.ray.worker.pool import FIRST_PAUSE_S, HEARTBEATS_MISSED, LONGEST_PAUSE_S, WorkerPool
+from spotlight.cluster.loop import Calls
+from spotlight.cluster.workers.worker_pool import (
+    FIRST_PAUSE_S,
+    HEARTBEATS_MISSED,
+    LONGEST_PAUSE_S,
+    WorkerPool,
+)
+from spotlight.scheduler import effects as ef
+from spotlight.scheduler import events as ev
+from spotlight.scheduler.types import LeaseId, NodeId, WorkerId
+from spotlight.worker.interfaces import Command
 
 A, B = WorkerId("n/0"), WorkerId("n/1")
 NODE = NodeId("n")

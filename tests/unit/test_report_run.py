@@ -17,7 +17,12 @@ from typer.testing import CliRunner
 
 from spotlight.cli.main import app
 from spotlight.config.load import build_config, dump_config
-from spotlight.core.records import (
+from spotlight.report import wording
+from spotlight.report.final_screen import print_final_screen
+from spotlight.report.loading import loading_snippet
+from spotlight.report.model_card import write_card
+from spotlight.report.record import Change, Mean, RunRecord, read_run
+from spotlight.scheduler.records import (
     PromptSeen,
     Record,
     RolloutIssued,
@@ -28,7 +33,7 @@ from spotlight.core.records import (
     StepApplied,
     VersionPublished,
 )
-from spotlight.core.types import (
+from spotlight.scheduler.types import (
     DropReason,
     Filler,
     Phase,
@@ -40,18 +45,13 @@ from spotlight.core.types import (
     RolloutId,
     WorkerId,
 )
-from spotlight.report import wording
-from spotlight.report.final_screen import print_final_screen
-from spotlight.report.loading import loading_snippet
-from spotlight.report.model_card import write_card
-from spotlight.report.record import Change, Mean, RunRecord, read_run
-from spotlight.store.errors import StoreError
-from spotlight.store.history import read_history
 from spotlight.store.images import Tile, write_grid
-from spotlight.store.ledger import GpuSpend, Ledger
+from spotlight.store.ledger.history import read_history
+from spotlight.store.ledger.ledger_schema import Ending
+from spotlight.store.ledger.sqlite_ledger import GpuSpend, Ledger
 from spotlight.store.metrics import MetricsRow, MetricsWriter
 from spotlight.store.run_directory import RunDirectory
-from spotlight.store.schema import Ending
+from spotlight.store.store_errors import StoreError
 
 WORKER = WorkerId("rank-0")
 CURVE = [(0, 0.487, 0.834), (1, 0.6, 0.88), (2, 0.781, 0.94)]

@@ -9,7 +9,7 @@ import pytest
 
 from spotlight.report.final_screen import prices, survived
 from spotlight.report.record import RunRecord
-from spotlight.store.schema import Incident
+from spotlight.store.ledger.ledger_schema import Incident
 
 LOST = Incident.NODE_LOST
 

@@ -15,8 +15,8 @@ from PIL import Image as PILImage
 from PIL import ImageDraw, ImageFont
 
 from spotlight.rewards import ocr as ocr_module
-from spotlight.rewards.base import Image, RewardInputError, RewardSetupError
 from spotlight.rewards.ocr import check, legibility, levenshtein, ocr, target_of
+from spotlight.rewards.reward import Image, RewardInputError, RewardSetupError
 
 
 def _unavailable() -> str | None:

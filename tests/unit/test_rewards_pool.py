@@ -17,16 +17,16 @@ import numpy as np
 import psutil
 import pytest
 
-from spotlight.rewards.base import Image, RewardInputError, RewardSetupError
-from spotlight.rewards.pool import RewardPool
-from spotlight.rewards.process import PoolClosedError
 from spotlight.rewards.results import FailureKind, RewardFailure, RewardSpec, ScoredSample
-from spotlight.rewards.worker import RewardResultError, as_curves
+from spotlight.rewards.reward import Image, RewardInputError, RewardSetupError
+from spotlight.rewards.reward_pool import RewardPool
+from spotlight.rewards.reward_process import PoolClosedError
+from spotlight.rewards.reward_worker import RewardResultError, as_curves
 
 REWARDS = '''
 import ctypes, os, subprocess, sys, threading, time
 
-from spotlight.rewards.base import RewardInputError
+from spotlight.rewards.reward import RewardInputError
 
 calls = 0
 
@@ -94,7 +94,7 @@ def slow(images, prompts, metadata):
 
 CHECKED = """
 import time
-from spotlight.rewards.base import RewardInputError
+from spotlight.rewards.reward import RewardInputError
 
 def reward_of_quotes(images, prompts, metadata, *, word="OPEN"):
     return [1.0] * len(images)
@@ -436,7 +436,7 @@ class TestStartAndEnd:
         script = textwrap.dedent(f"""
             import time
             import numpy as np
-            from spotlight.rewards.pool import RewardPool
+            from spotlight.rewards.reward_pool import RewardPool
             from spotlight.rewards.results import RewardSpec
             pool = RewardPool([RewardSpec("faulty:faces")], workers=2)
             if {busy}:

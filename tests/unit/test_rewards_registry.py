@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from spotlight.rewards import registry
-from spotlight.rewards.base import RewardSetupError
 from spotlight.rewards.registry import BUILT_IN, Reference, load, parse
+from spotlight.rewards.reward import RewardSetupError
 
 MODULE = """
 import json

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from spotlight.core.types import LeaseId, RolloutId, WorkerId
-from spotlight.rollout import communicators, rendezvous
-from spotlight.rollout.communicators import Gloo, Nccl, PeerLostError
-from spotlight.rollout.groups import FormationError, Group, Membership, StaleEpochError
-from spotlight.rollout.sequence_parallel import SequenceParallel, SequenceParallelError, share_out
-from spotlight.rollout.together import Claim, Given, Order
+from spotlight.rollout.sequence_parallel import communicators, rendezvous
+from spotlight.rollout.sequence_parallel.communicators import Gloo, Nccl, PeerLostError
+from spotlight.rollout.sequence_parallel.lockstep import Claim, Given, Order
+from spotlight.rollout.sequence_parallel.membership import FormationError, Group, Membership, StaleEpochError
+from spotlight.rollout.sequence_parallel.ulysses import SequenceParallel, SequenceParallelError, share_out
+from spotlight.scheduler.types import LeaseId, RolloutId, WorkerId
 
 
 @given(st.integers(1, 8), st.integers(0, 5000), st.integers(1, 600))

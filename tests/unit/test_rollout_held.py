@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.core.types import LeaseId, PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 from spotlight.diffusion.samplers import ODE
-from spotlight.models.base import Condition, ImageSize
-from spotlight.rollout.held import Held, safe_steps
+from spotlight.models.family import Condition, ImageSize
+from spotlight.rollout.sequence_parallel.lockstep import Claim
 from spotlight.rollout.state import Recipe, RolloutState
-from spotlight.rollout.together import Claim
+from spotlight.scheduler.types import LeaseId, PolicyVersion, PromptId, Purpose, Rollout, RolloutId
+from spotlight.worker.leases import Held, safe_steps
 
 RECIPE = Recipe(ImageSize(4, 4), ODE(), None, 1.0, "final")
 STEPS = 9

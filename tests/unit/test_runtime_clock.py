@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from spotlight.core.types import Phase
 from spotlight.runtime.clock import PhaseClock
+from spotlight.scheduler.types import Phase
 
 
 @pytest.mark.skipif(not hasattr(time, "CLOCK_BOOTTIME"), reason="only Linux names this clock")

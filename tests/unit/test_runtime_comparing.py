@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from spotlight.algorithms.advantages import AdvantageParams, advantages
 from spotlight.algorithms.baselines import exploration_advantages, slice_advantages
-from spotlight.core.effects import PrepareBatch
-from spotlight.core.types import Baseline, Comparison, Group, PromptId, RolloutId
-from spotlight.runtime.comparing import part_advantages
+from spotlight.scheduler.effects import PrepareBatch
+from spotlight.scheduler.types import Baseline, Comparison, Group, PromptId, RolloutId
+from spotlight.training.batching.part_advantages import part_advantages
 
 WEIGHTS = {"ocr": 1.0, "jpeg": 0.5}
 OWN = AdvantageParams(std="group")

@@ -8,9 +8,9 @@ from typing import cast
 
 import torch
 
-from spotlight.core.types import Prompt, PromptId
-from spotlight.models.base import Condition, ModelFamily
-from spotlight.runtime.conditions import Conditions
+from spotlight.models.family import Condition, ModelFamily
+from spotlight.scheduler.types import Prompt, PromptId
+from spotlight.training.batching.conditions import Conditions
 from spotlight.training.sharding import Ranks
 
 TEXTS = [f"prompt {number}" for number in range(5)]

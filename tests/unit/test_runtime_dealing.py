@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spotlight.core.types import MicroBatch, RolloutId
-from spotlight.runtime.dealing import deal, even_moves
-from spotlight.training.batch import SampleTensors
+from spotlight.scheduler.types import MicroBatch, RolloutId
+from spotlight.training.batching.batch import SampleTensors
+from spotlight.training.batching.redistribute import deal, even_moves
 from spotlight.training.sharding import Ranks
 
 

@@ -9,10 +9,10 @@ from typing import cast
 
 import pytest
 
-from spotlight.core.queue import PullQueue
-from spotlight.core.types import Phase, PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 from spotlight.rewards.results import FailureKind, RewardBatch, RewardFailure
-from spotlight.runtime.inline.driver import InlineDriver, Parts, _Scoring
+from spotlight.runtime.inline import InlineDriver, Parts, _Scoring
+from spotlight.scheduler.queue import PullQueue
+from spotlight.scheduler.types import Phase, PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 from spotlight.training.sharding import Ranks
 
 

@@ -8,22 +8,27 @@ import pytest
 import torch
 
 from spotlight.algorithms.advantages import AdvantageParams, advantages
+from spotlight.cluster.head import Head
+from spotlight.cluster.loop import Loop
 from spotlight.config.load import load_config
-from spotlight.core import events as ev
-from spotlight.core.controller import Controller
-from spotlight.core.effects import DiscardSamples, GrantLease, ReportExploration
-from spotlight.core.plan import ExplorationPlan, Explore, PlannerPlan
-from spotlight.core.planner.budget import PreviewCosts
-from spotlight.core.seeds import prompts_of_iteration, spares_of_iteration
-from spotlight.core.selection import SelectionPolicy
-from spotlight.core.types import Prompt, PromptId, Purpose, WorkerId
-from spotlight.runtime import build
-from spotlight.runtime.exploring import exploration_plan_of, preview_steps, report_note, report_row
-from spotlight.runtime.prompts import Prompts
-from spotlight.runtime.ray.head import Head
-from spotlight.runtime.ray.loop import Loop
-from spotlight.runtime.trainer import IterationLog
-from spotlight.training.batch import TrainingSample, scaled_advantages
+from spotlight.data.datasets import Prompts
+from spotlight.runtime.build import parts as build
+from spotlight.runtime.build.preview_settings import (
+    exploration_plan_of,
+    preview_steps,
+    report_note,
+    report_row,
+)
+from spotlight.scheduler import events as ev
+from spotlight.scheduler.controller import Controller
+from spotlight.scheduler.effects import DiscardSamples, GrantLease, ReportExploration
+from spotlight.scheduler.exploration.budget import PreviewCosts
+from spotlight.scheduler.exploration.selection import SelectionPolicy
+from spotlight.scheduler.plan import ExplorationPlan, Explore, PlannerPlan
+from spotlight.scheduler.seeds import prompts_of_iteration, spares_of_iteration
+from spotlight.scheduler.types import Prompt, PromptId, Purpose, WorkerId
+from spotlight.training.batching.batch import TrainingSample, scaled_advantages
+from spotlight.training.batching.feed import IterationLog
 
 SDE = ("algorithm.name=flow-grpo", "rollout.sampler=flow-sde")
 REPORT: dict[str, object] = {

@@ -11,13 +11,13 @@ import pytest
 
 from spotlight.config.load import dump_config, load_config
 from spotlight.config.schema import RunConfig
-from spotlight.core.types import DropReason, Phase, WorkerId
 from spotlight.runtime.finished import finished_summary
-from spotlight.store.errors import OtherConfigurationError, StoreError
-from spotlight.store.ledger import Ledger
+from spotlight.scheduler.types import DropReason, Phase, WorkerId
+from spotlight.store.ledger.ledger_schema import Ending
+from spotlight.store.ledger.sqlite_ledger import Ledger
 from spotlight.store.run_directory import RunDirectory
-from spotlight.store.schema import Ending
-from spotlight.store.summary import RunSummary, SampleCounts, ValidationPoint, write_summary
+from spotlight.store.run_summary import RunSummary, SampleCounts, ValidationPoint, write_summary
+from spotlight.store.store_errors import OtherConfigurationError, StoreError
 
 
 def config(root: Path, *overrides: str) -> RunConfig:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from spotlight.config.errors import ConfigError
 from spotlight.config.load import load_config
-from spotlight.core.prompts import PromptFileError
-from spotlight.core.types import Prompt, PromptId
-from spotlight.runtime.prompts import evenly_spaced, load_prompts
+from spotlight.data.datasets import evenly_spaced, load_prompts
+from spotlight.data.prompt_files import PromptFileError
+from spotlight.scheduler.types import Prompt, PromptId
 from spotlight.testbed import TRAIN_PROMPTS
 
 TAGS = {"single_object", "two_object", "counting", "colors", "position", "color_attr"}

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.core.types import PolicyVersion, Prompt, PromptId, Purpose, Rollout, RolloutId
-from spotlight.runtime.book import shown
+from spotlight.runtime.recorder import shown
 from spotlight.runtime.validation import estimate, strict_curve, summarise
+from spotlight.scheduler.types import PolicyVersion, Prompt, PromptId, Purpose, Rollout, RolloutId
 
 PROMPTS = {
     PromptId(name): Prompt(PromptId(name), f"a {name}", {"tag": tag} if tag else {})

@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 
 from spotlight.config.errors import ConfigError
-from spotlight.core.plan import Explore
-from spotlight.core.types import NodeKind
-from spotlight.fleet.prices.quotes import PriceError, Quote
-from spotlight.fleet.traces.events import TraceError
-from spotlight.simulation import tariff
-from spotlight.simulation.prepare import degrees, prepare, scenario_of
-from spotlight.simulation.profile import load_profile
-from spotlight.simulation.record import prices_of
-from spotlight.simulation.scenario_file import ScenarioFile
-from spotlight.simulation.scenario_load import load_scenario, scenario_names
-from spotlight.simulation.strategies import STRATEGIES, SpotPlaces, strategy_named
-from spotlight.simulation.tariff import Tariff
+from spotlight.fleet.traces.trace import TraceError
+from spotlight.planning import pricing as tariff
+from spotlight.planning.pages.scenario_record import prices_of
+from spotlight.planning.prices.quotes import PriceError, Quote
+from spotlight.planning.pricing import Tariff
+from spotlight.planning.scenarios.prepare import degrees, prepare, scenario_of
+from spotlight.planning.scenarios.profile import load_profile
+from spotlight.planning.scenarios.scenario_file import ScenarioFile
+from spotlight.planning.scenarios.scenario_load import load_scenario, scenario_names
+from spotlight.planning.scenarios.strategies import STRATEGIES, SpotPlaces, strategy_named
+from spotlight.scheduler.plan import Explore
+from spotlight.scheduler.types import NodeKind
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 ALL = tuple(STRATEGIES)
@@ -306,7 +306,7 @@ def test_prices_by_the_trace_need_prices_in_the_trace(tmp_path: Path) -> None:
 
 
 def test_profiles_with_missing_figures_are_refused(tmp_path: Path) -> None:
-    text = files("spotlight.simulation").joinpath("profiles/qwen-image-20b.yaml").read_text()
+    text = files("spotlight.planning.scenarios").joinpath("profiles/qwen-image-20b.yaml").read_text()
     path = tmp_path / "mine.yaml"
     path.write_text(text.replace("prepare_s:", "prepare_secs:"))
     message = told(f"workload.profile={path}")

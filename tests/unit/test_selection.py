@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.core.selection import (
+from spotlight.scheduler.exploration.selection import (
     SelectionPolicy,
     SelectionVerdict,
     max_variance,

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tools.testbed.prompts import TAGS, all_records
+from tools.testbed.scenes import SceneObject, render, render_all, sample_scene
 
-from spotlight.rewards.base import RewardInputError
+from spotlight.rewards.reward import RewardInputError
 from spotlight.rewards.shapes import PALETTE, SHAPES, check, coverage, detect, shapes
-from spotlight.testbed.prompts import TAGS, all_records
-from spotlight.testbed.scenes import SceneObject, render, render_all, sample_scene
 
 RECORDS = [record for records in all_records().values() for record in records]
 
@@ -210,5 +210,5 @@ def test_bad_pictures_are_refused():
 
 
 def test_needs_no_torch():
-    code = "import sys, spotlight.rewards.shapes, spotlight.testbed.scenes; assert 'torch' not in sys.modules"
+    code = "import sys, spotlight.rewards.shapes, tools.testbed.scenes; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.core.members import Group
-from spotlight.core.pipeline.pace import Pace
-from spotlight.core.shares import Shares
-from spotlight.core.types import GroupKind, LeaseId, NodeId, WorkerId
+from spotlight.scheduler.cluster.members import Group
+from spotlight.scheduler.cluster.shares import Shares
+from spotlight.scheduler.overlap.pace import Pace
+from spotlight.scheduler.types import GroupKind, LeaseId, NodeId, WorkerId
 
 STEPS = 8
 

@@ -17,24 +17,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spotlight.config.errors import ConfigError
-from spotlight.core.events import NodeJoined, NodeLost, NodeNoticed
-from spotlight.core.types import NodeId, NodeKind, Phase
-from spotlight.fleet.traces.events import PricePoint
 from spotlight.fleet.traces.generator import TraceSpec, generate
 from spotlight.fleet.traces.readers import parse_trace
-from spotlight.simulation.compare import Task, run_task, run_tasks
-from spotlight.simulation.driver import simulate
-from spotlight.simulation.fleet_events import SpotOffer, spot_events
-from spotlight.simulation.gantt import CELLS_MAX, ROWS_MAX, gantt
-from spotlight.simulation.outcome import Outcome, outcome_of
-from spotlight.simulation.prepare import Prepared, prepare, scenario_of
+from spotlight.fleet.traces.trace import PricePoint
+from spotlight.planning.compare import Task, run_task, run_tasks
+from spotlight.planning.pages.comparison_summary import notes_of
+from spotlight.planning.pages.gantt import CELLS_MAX, ROWS_MAX, gantt
+from spotlight.planning.scenarios.fleet_events import SpotOffer, spot_events
+from spotlight.planning.scenarios.prepare import Prepared, prepare, scenario_of
+from spotlight.planning.scenarios.scenario_file import ScenarioFile
+from spotlight.planning.scenarios.scenario_load import load_scenario
+from spotlight.planning.scenarios.strategies import STRATEGIES
+from spotlight.planning.search import Candidate, Goal, grid, pareto, prepared_for, search, shape_of
+from spotlight.planning.simulation_outcome import Outcome, outcome_of
+from spotlight.scheduler.events import NodeJoined, NodeLost, NodeNoticed
+from spotlight.scheduler.types import NodeId, NodeKind, Phase
 from spotlight.simulation.result import GpuTimeline, Segment, SimulationResult
 from spotlight.simulation.scenario import PriceChanged
-from spotlight.simulation.scenario_file import ScenarioFile
-from spotlight.simulation.scenario_load import load_scenario
-from spotlight.simulation.search import Candidate, Goal, grid, pareto, prepared_for, search, shape_of
-from spotlight.simulation.strategies import STRATEGIES
-from spotlight.simulation.summary import notes_of
+from spotlight.simulation.virtual_driver import simulate
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 SMALL = (

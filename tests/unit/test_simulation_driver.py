@@ -8,14 +8,14 @@ import statistics
 
 import pytest
 
-from spotlight.core.events import NodeJoined, NodeLost
-from spotlight.core.plan import ClusterPlan, ExplorationPlan, Explore, Plan
-from spotlight.core.types import Node, NodeId, NodeKind, Phase
+from spotlight.scheduler.events import NodeJoined, NodeLost
+from spotlight.scheduler.plan import ClusterPlan, ExplorationPlan, Explore, Plan
+from spotlight.scheduler.types import Node, NodeId, NodeKind, Phase
 from spotlight.simulation.costs import ConstantCosts
-from spotlight.simulation.driver import Simulation, simulate
-from spotlight.simulation.noise import Noise
 from spotlight.simulation.result import SimulationResult
 from spotlight.simulation.scenario import NodeEvent, PriceChanged, Scenario
+from spotlight.simulation.timing_noise import Noise
+from spotlight.simulation.virtual_driver import Simulation, simulate
 
 RESERVED = Node(NodeId("r"), NodeKind.RESERVED, 2, "H100", 20.0, True, False)
 SPOT = [Node(NodeId(f"s{n}"), NodeKind.SPOT, 2, "H100", 7.2, False, True) for n in range(2)]

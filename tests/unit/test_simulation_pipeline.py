@@ -10,23 +10,28 @@ from functools import cache
 import pytest
 
 from spotlight.config.errors import ConfigError
-from spotlight.core.events import NodeJoined
-from spotlight.core.plan import Axis, Explore, PipelinePlan, Plan
-from spotlight.core.types import Baseline, Filler, Node, NodeId, NodeKind, Phase
-from spotlight.simulation.compare import Task, run_task
+from spotlight.planning.compare import Task, run_task
+from spotlight.planning.pages.comparison_summary import notes_of, table_of
+from spotlight.planning.pages.scenario_record import outcome_record
+from spotlight.planning.scenarios.prepare import Prepared, prepare, scenario_of
+from spotlight.planning.scenarios.profile import (
+    learner_bytes,
+    load_profile,
+    require_memory,
+    timesteps_that_fit,
+)
+from spotlight.planning.scenarios.profile_costs import ProfileCosts, Workload
+from spotlight.planning.scenarios.scenario_load import load_scenario
+from spotlight.planning.scenarios.strategies import Part, UnknownStrategyError, strategy_named, without_part
+from spotlight.planning.search import GAIN_MIN, Found, Goal, grid, search
+from spotlight.planning.simulation_outcome import Outcome
+from spotlight.scheduler.events import NodeJoined
+from spotlight.scheduler.plan import Axis, Explore, PipelinePlan, Plan
+from spotlight.scheduler.types import Baseline, Filler, Node, NodeId, NodeKind, Phase
 from spotlight.simulation.costs import ConstantCosts
-from spotlight.simulation.driver import simulate
-from spotlight.simulation.outcome import Outcome
-from spotlight.simulation.prepare import Prepared, prepare, scenario_of
-from spotlight.simulation.profile import learner_bytes, load_profile, require_memory, timesteps_that_fit
-from spotlight.simulation.profile_costs import ProfileCosts, Workload
-from spotlight.simulation.record import outcome_record
 from spotlight.simulation.result import SimulationResult
 from spotlight.simulation.scenario import Scenario
-from spotlight.simulation.scenario_load import load_scenario
-from spotlight.simulation.search import GAIN_MIN, Found, Goal, grid, search
-from spotlight.simulation.strategies import Part, UnknownStrategyError, strategy_named, without_part
-from spotlight.simulation.summary import notes_of, table_of
+from spotlight.simulation.virtual_driver import simulate
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 MODELS = ("qwen-image-20b", "flux1-12b", "hunyuanvideo-13b", "wan21-14b")

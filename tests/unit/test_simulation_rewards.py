@@ -8,9 +8,9 @@ import statistics
 import pytest
 from scipy import stats
 
-from spotlight.core.plan import ExplorationPlan, Explore, Plan
-from spotlight.core.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
-from spotlight.simulation.rewards import RewardModel
+from spotlight.scheduler.plan import ExplorationPlan, Explore, Plan
+from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
+from spotlight.simulation.virtual_rewards import RewardModel
 
 PLAN = Plan(
     run_seed=0, iterations=1, prompts_per_iteration=1, group_size=2, rollout_steps=10, evaluation_steps=10,

@@ -7,15 +7,15 @@ from datetime import UTC, datetime
 
 import pytest
 
-from spotlight.core import effects as ef
-from spotlight.core import events as ev
-from spotlight.core.topology import choose_degree
-from spotlight.simulation.driver import Simulation
-from spotlight.simulation.prepare import latent_frames, prepare, scenario_of
+from spotlight.planning.scenarios.prepare import latent_frames, prepare, scenario_of
+from spotlight.planning.scenarios.scenario_load import load_scenario
+from spotlight.planning.scenarios.strategies import STRATEGIES
+from spotlight.scheduler import effects as ef
+from spotlight.scheduler import events as ev
+from spotlight.scheduler.cluster.placement import choose_degree
 from spotlight.simulation.scenario import Scenario
-from spotlight.simulation.scenario_load import load_scenario
-from spotlight.simulation.strategies import STRATEGIES
-from spotlight.simulation.workers import Receipt
+from spotlight.simulation.virtual_driver import Simulation
+from spotlight.simulation.virtual_workers import Receipt
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 SMALL = (

@@ -12,17 +12,17 @@ from test_cluster import PLAN as CLUSTERED
 from test_cluster import SPOT, V0, Room, of, only
 from test_exploration import IDLE, PLAN, Watched, of_iteration, ran
 
-from spotlight.core import effects as ef
-from spotlight.core import events as ev
-from spotlight.core.plan import ClusterPlan, ExplorationPlan, Explore, Plan, require_usable
-from spotlight.core.queue import PullQueue
-from spotlight.core.records import SampleExplored
-from spotlight.core.recovery import Recovery
-from spotlight.core.spare_time import SpareTime
-from spotlight.core.types import Node, NodeId, NodeKind, Prompt, PromptId, Purpose, WorkerId
-from spotlight.simulation.outcome import outcome_of
+from spotlight.planning.simulation_outcome import outcome_of
+from spotlight.scheduler import effects as ef
+from spotlight.scheduler import events as ev
+from spotlight.scheduler.cluster.recovery import Recovery
+from spotlight.scheduler.cluster.spare_time import SpareTime
+from spotlight.scheduler.plan import ClusterPlan, ExplorationPlan, Explore, Plan, require_usable
+from spotlight.scheduler.queue import PullQueue
+from spotlight.scheduler.records import SampleExplored
+from spotlight.scheduler.types import Node, NodeId, NodeKind, Prompt, PromptId, Purpose, WorkerId
 from spotlight.simulation.result import SimulationResult
-from spotlight.simulation.rewards import RewardModel
+from spotlight.simulation.virtual_rewards import RewardModel
 
 EXPLORES = ExplorationPlan(Explore.IDLE, seeds_per_prompt=6, steps=4, seeds_per_prompt_max=9)
 SMALL = dataclasses.replace(

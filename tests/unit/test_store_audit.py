@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_history import GROUP_SIZE, SCRATCH, WORKER, history, write
 
-from spotlight.core.types import Phase
-from spotlight.store.audit import AuditLimits, AuditReport, audit
-from spotlight.store.audit_checks import CHECKS
+from spotlight.scheduler.types import Phase
 from spotlight.store.checkpoints import CheckpointStore
-from spotlight.store.errors import LedgerError
-from spotlight.store.ledger import GpuSpend, Ledger
+from spotlight.store.ledger.audit_checks import CHECKS
+from spotlight.store.ledger.ledger_audit import AuditLimits, AuditReport, audit
+from spotlight.store.ledger.ledger_schema import RECORD_TABLES, Ending
+from spotlight.store.ledger.sqlite_ledger import GpuSpend, Ledger
 from spotlight.store.manifest import CheckpointHeader
-from spotlight.store.schema import RECORD_TABLES, Ending
+from spotlight.store.store_errors import LedgerError
 
 
 @pytest.fixture

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_history import SCRATCH
 
-from spotlight.core.records import VersionPublished
-from spotlight.core.types import Filler, Phase, PolicyVersion, WorkerId
-from spotlight.store.audit import AuditLimits, audit
-from spotlight.store.errors import LedgerError
-from spotlight.store.history import read_history
-from spotlight.store.ledger import GpuSpend, Ledger
-from spotlight.store.schema import SCHEMA_VERSION, Ending, Incident
+from spotlight.scheduler.records import VersionPublished
+from spotlight.scheduler.types import Filler, Phase, PolicyVersion, WorkerId
+from spotlight.store.ledger.history import read_history
+from spotlight.store.ledger.ledger_audit import AuditLimits, audit
+from spotlight.store.ledger.ledger_schema import SCHEMA_VERSION, Ending, Incident
+from spotlight.store.ledger.sqlite_ledger import GpuSpend, Ledger
+from spotlight.store.store_errors import LedgerError
 
 T0 = 1000.0
 TOLD_S = 25

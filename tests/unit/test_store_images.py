@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageFont
 
-from spotlight.store.errors import StoreError
 from spotlight.store.images import (
     Tile,
     _wrap,
@@ -20,6 +19,7 @@ from spotlight.store.images import (
     write_grid,
 )
 from spotlight.store.run_directory import RunPaths
+from spotlight.store.store_errors import StoreError
 
 BETTER, WORSE = (0x1A, 0x7F, 0x4B), (0xB3, 0x38, 0x2C)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_history import SCRATCH, WORKER, history, whole_ledger, write
 
-from spotlight.core.records import (
+from spotlight.scheduler.records import (
     REWARD,
     CommitRejected,
     PromptSeen,
@@ -25,7 +25,7 @@ from spotlight.core.records import (
     StepApplied,
     VersionPublished,
 )
-from spotlight.core.types import (
+from spotlight.scheduler.types import (
     DropReason,
     Phase,
     PolicyVersion,
@@ -36,10 +36,10 @@ from spotlight.core.types import (
     RolloutId,
     WorkerId,
 )
-from spotlight.store.errors import LedgerError, StoreError
-from spotlight.store.ledger import GpuSpend, Ledger
-from spotlight.store.ledger_queries import open_readonly
-from spotlight.store.schema import RECORD_TABLES, Ending
+from spotlight.store.ledger.ledger_queries import open_readonly
+from spotlight.store.ledger.ledger_schema import RECORD_TABLES, Ending
+from spotlight.store.ledger.sqlite_ledger import GpuSpend, Ledger
+from spotlight.store.store_errors import LedgerError, StoreError
 
 TRAIN = RolloutId("train")
 EVAL = RolloutId("eval")

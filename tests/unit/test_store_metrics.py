@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from store_history import SCRATCH
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from spotlight.core.types import DropReason, Phase
-from spotlight.store.errors import StoreError
+from spotlight.scheduler.types import DropReason, Phase
 from spotlight.store.metrics import MetricsRow, MetricsWriter, read_metrics
 from spotlight.store.run_directory import RunPaths
+from spotlight.store.run_summary import RunSummary, SampleCounts, ValidationPoint, read_summary, write_summary
 from spotlight.store.sinks import TensorBoard, WeightsAndBiases
-from spotlight.store.summary import RunSummary, SampleCounts, ValidationPoint, read_summary, write_summary
+from spotlight.store.store_errors import StoreError
 
 
 def row(iteration: int, **values: float) -> MetricsRow:

@@ -11,8 +11,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.store.errors import OtherConfigurationError, RunInUseError, StoreError, require_free_bytes
 from spotlight.store.run_directory import RunDirectory, check_run_directory, flatten
+from spotlight.store.store_errors import (
+    OtherConfigurationError,
+    RunInUseError,
+    StoreError,
+    require_free_bytes,
+)
 
 CONFIG = "iterations: 10\nrollout:\n  steps: 8\n  sizes: [32, 48]\nmetrics:\n  wandb: null\n"
 

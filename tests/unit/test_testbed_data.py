@@ -9,17 +9,17 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from tools.testbed.prompts import HELD_OUT, TAGS, all_records, split
+from tools.testbed.scenes import render_all, sample_scene
 
 from spotlight.rewards.shapes import PALETTE, SHAPES, parse_requirements
 from spotlight.testbed import TEST_PROMPTS, TRAIN_PROMPTS
-from spotlight.testbed.prompts import HELD_OUT, TAGS, all_records, split
-from spotlight.testbed.scenes import render_all, sample_scene
 
 TRAIN, TEST = split()
 
 
 def test_shipped_files_are_what_the_command_makes(tmp_path):
-    subprocess.run([sys.executable, "-m", "spotlight.testbed.prompts", str(tmp_path)], check=True)
+    subprocess.run([sys.executable, "-m", "tools.testbed.prompts", str(tmp_path)], check=True)
     for shipped in (TRAIN_PROMPTS, TEST_PROMPTS):
         assert shipped.read_bytes() == (tmp_path / shipped.name).read_bytes()
     for path, records in ((TRAIN_PROMPTS, TRAIN), (TEST_PROMPTS, TEST)):

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.core.plan import ClusterPlan, Plan, divisors, require_usable
-from spotlight.core.topology import choose_degree, form_groups
-from spotlight.core.types import Prompt, PromptId
+from spotlight.scheduler.cluster.placement import choose_degree, form_groups
+from spotlight.scheduler.plan import ClusterPlan, Plan, divisors, require_usable
+from spotlight.scheduler.types import Prompt, PromptId
 
 LARGE, SMALL = 1280 * 1280, 512 * 512
 HEADS = 24

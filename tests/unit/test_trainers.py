@@ -8,15 +8,15 @@ import pytest
 from test_cluster import ANSWER_S, PLAN, SPOT, V0, Room, of, only
 from test_pipeline import FAST, SINGLE, TRAINER, finish
 
-from spotlight.core import effects as ef
-from spotlight.core import events as ev
-from spotlight.core.pipeline import takes as takes_module
-from spotlight.core.pipeline.bts import TakePlan, Timeline, plan_takes
-from spotlight.core.pipeline.pace import Pace
-from spotlight.core.pipeline.takes import Backlog, Remaining, groups_soon
-from spotlight.core.plan import Axis, PipelinePlan
-from spotlight.core.queue import Value
-from spotlight.core.types import (
+from spotlight.scheduler import effects as ef
+from spotlight.scheduler import events as ev
+from spotlight.scheduler.overlap import trainer_budget as takes_module
+from spotlight.scheduler.overlap.look_ahead import TakePlan, Timeline, plan_takes
+from spotlight.scheduler.overlap.pace import Pace
+from spotlight.scheduler.overlap.trainer_budget import Backlog, Remaining, groups_soon
+from spotlight.scheduler.plan import Axis, PipelinePlan
+from spotlight.scheduler.queue import Value
+from spotlight.scheduler.types import (
     Filler,
     GroupKind,
     LeaseId,

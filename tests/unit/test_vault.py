@@ -24,8 +24,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from spotlight.store.errors import StoreError
-from spotlight.store.vault import Kept, Vault
+from spotlight.cluster.blobs.blob_store import Kept, Vault
+from spotlight.store.store_errors import StoreError
 
 KINDS = st.sampled_from(["progress", "sample"])
 NAMES = st.sampled_from(["r0", "r1", "r2", "r3", "r4"])
@@ -209,8 +209,8 @@ def test_a_damaged_file_is_absent_and_logged(
 FULL_DISK = """
 import errno, resource, sys
 from pathlib import Path
-from spotlight.store.errors import StoreError
-from spotlight.store.vault import Kept, Vault
+from spotlight.store.store_errors import StoreError
+from spotlight.cluster.blobs.blob_store import Kept, Vault
 
 directory, filler = Path(sys.argv[1]), Path(sys.argv[1], "filler")
 
@@ -339,7 +339,7 @@ def test_a_later_step_that_comes_while_a_large_one_is_written_stays(
 LIVES = """
 import sys, time
 from pathlib import Path
-from spotlight.store.vault import Vault
+from spotlight.cluster.blobs.blob_store import Vault
 vault = Vault(Path(sys.argv[1]), 0)
 vault.put("progress", "r1", b"theirs")
 print("ready", flush=True)

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from spotlight.algorithms.base import Slot as AlgorithmSlot
-from spotlight.models.base import ModelError
+from spotlight.algorithms.algorithm import Slot as AlgorithmSlot
+from spotlight.models.family import ModelError
 from spotlight.models.slots import CopySlots, LoraSlots, LoraSpec, Slot, WeightSlots
 
 EXTRA: tuple[Slot, ...] = ("reference", "old", "ema")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from spotlight.core.types import PolicyVersion, WeightKind, WorkerId
-from spotlight.core.weights import Holding, Source, choose_source
+from spotlight.scheduler.cluster.weight_sources import Holding, Source, choose_source
+from spotlight.scheduler.types import PolicyVersion, WeightKind, WorkerId
 
 V1, V2 = PolicyVersion(1), PolicyVersion(2)
 C = WorkerId("c")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.slots import CopySlots, LoraSlots, WeightSlots
 from spotlight.weights.bundle import Bindable, Manifest, bind, pack, read
-from spotlight.weights.errors import WeightsError
+from spotlight.weights.weight_errors import WeightsError
 
 SLOTS = ("policy", "old")
 

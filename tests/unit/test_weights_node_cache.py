@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from spotlight.weights.bundle import Bundle, Manifest, pack
-from spotlight.weights.errors import NoSpaceError, WeightsError
 from spotlight.weights.node_cache import SHARED_MEMORY, NodeCache
+from spotlight.weights.weight_errors import NoSpaceError, WeightsError
 
 
 def version(number: int, size: int = 1000) -> tuple[Manifest, bytes]:
@@ -135,7 +135,7 @@ import resource, sys
 from pathlib import Path
 import torch
 from spotlight.weights.bundle import pack
-from spotlight.weights.errors import NoSpaceError
+from spotlight.weights.weight_errors import NoSpaceError
 from spotlight.weights.node_cache import NodeCache
 
 small, big = (pack(1, 0, {"policy": {"w": torch.ones(n)}}, 1) for n in (1_000, 1_000_000))

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spotlight.weights import peers
-from spotlight.weights.errors import PeerLostError, WeightsError
 from spotlight.weights.peers import Borrowed, Lender, borrow
 from spotlight.weights.shelf import Shelf
+from spotlight.weights.weight_errors import PeerLostError, WeightsError
 
 SHAPES: Mapping[str, tuple[int, ...]] = {
     "a.weight": (33, 65),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spotlight.runtime.ray.loop import Loop
+from spotlight.cluster.loop import Loop
 
 
 class VirtualLoop(Loop):

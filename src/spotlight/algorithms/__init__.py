@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, TypeVar
 
+from spotlight.algorithms.algorithm import Algorithm, LossTerms, Policy, Slot, TrainBatch
 from spotlight.algorithms.awm import AWM, AWMParams
-from spotlight.algorithms.base import Algorithm, LossTerms, Policy, Slot, TrainBatch
 from spotlight.algorithms.diffusion_nft import DiffusionNFT, DiffusionNFTParams
 from spotlight.algorithms.flow_grpo import FAST, FlowGRPO, FlowGRPOParams
 from spotlight.algorithms.forward_process import OldPolicy

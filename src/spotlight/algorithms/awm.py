@@ -17,7 +17,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from spotlight.algorithms.base import LossTerms, Policy, Slot, Timesteps, TrainBatch
+from spotlight.algorithms.algorithm import LossTerms, Policy, Slot, Timesteps, TrainBatch
 from spotlight.algorithms.forward_process import NoiseLevels, OldPolicy, mean_square, noised
 from spotlight.diffusion.samplers import Sampler
 
@@ -62,7 +62,7 @@ class AWMParams:
 
 @dataclass(frozen=True, slots=True)
 class AWM:
-    """Implements :class:`~spotlight.algorithms.base.Algorithm`."""
+    """Implements :class:`~spotlight.algorithms.algorithm.Algorithm`."""
 
     params: AWMParams
     sampler: Sampler

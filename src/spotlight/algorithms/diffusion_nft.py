@@ -18,7 +18,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from spotlight.algorithms.base import LossTerms, Policy, Slot, Timesteps, TrainBatch
+from spotlight.algorithms.algorithm import LossTerms, Policy, Slot, Timesteps, TrainBatch
 from spotlight.algorithms.forward_process import NoiseLevels, OldPolicy, mean_square, noised
 from spotlight.diffusion.samplers import Sampler, predict_x0
 
@@ -59,7 +59,7 @@ class DiffusionNFTParams:
 
 @dataclass(frozen=True, slots=True)
 class DiffusionNFT:
-    """Implements :class:`~spotlight.algorithms.base.Algorithm`."""
+    """Implements :class:`~spotlight.algorithms.algorithm.Algorithm`."""
 
     params: DiffusionNFTParams
     sampler: Sampler

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from spotlight.algorithms.base import LossTerms, Policy, Slot, Timesteps, TrainBatch, timestep_of_rows
+from spotlight.algorithms.algorithm import LossTerms, Policy, Slot, Timesteps, TrainBatch, timestep_of_rows
 from spotlight.algorithms.replay import Transition, replay_metrics, timestep_count, transition
 from spotlight.diffusion.samplers import Moments, Sampler
 
@@ -60,7 +60,7 @@ FAST = FlowGRPOParams(clip_range=1e-5)
 
 @dataclass(frozen=True, slots=True)
 class FlowGRPO:
-    """Implements :class:`~spotlight.algorithms.base.Algorithm`.
+    """Implements :class:`~spotlight.algorithms.algorithm.Algorithm`.
 
     Raises:
         ValueError: the sampler is deterministic.

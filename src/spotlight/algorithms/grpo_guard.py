@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from spotlight.algorithms.base import LossTerms, Policy, Slot, Timesteps, TrainBatch
+from spotlight.algorithms.algorithm import LossTerms, Policy, Slot, Timesteps, TrainBatch
 from spotlight.algorithms.flow_grpo import clipped_surrogate, require_stochastic
 from spotlight.algorithms.replay import replay_metrics, timestep_count, transition
 from spotlight.diffusion.samplers import Sampler
@@ -46,7 +46,7 @@ class GRPOGuardParams:
 
 @dataclass(frozen=True, slots=True)
 class GRPOGuard:
-    """Implements :class:`~spotlight.algorithms.base.Algorithm`.
+    """Implements :class:`~spotlight.algorithms.algorithm.Algorithm`.
 
     ``old`` is the policy as of before the batch (it gives μ_old), renewed whole after each batch. It is not
     the one that made a sample of an older version, whose kick and ratio would be wrong.

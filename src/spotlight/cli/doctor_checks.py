@@ -92,7 +92,7 @@ def cpu() -> Iterator[Finding]:
 
 def disk(runs_dir: Path) -> Iterator[Finding]:
     """Room, and the right to write where runs go."""
-    from spotlight.store.errors import free_bytes
+    from spotlight.store.store_errors import free_bytes
 
     parent = runs_dir.absolute()
     while not parent.exists():
@@ -117,8 +117,8 @@ def disk(runs_dir: Path) -> Iterator[Finding]:
 
 def pipeline() -> Iterator[Finding]:
     """The embedded default's files."""
-    from spotlight.models.errors import ModelError
     from spotlight.models.layouts import LAYOUTS
+    from spotlight.models.model_errors import ModelError
     from spotlight.models.pipeline_files import locate
     from spotlight.testbed import PIPELINE_DIR, TEST_PROMPTS, TRAIN_PROMPTS
 
@@ -142,8 +142,8 @@ def tesseract() -> Iterator[Finding]:
     """What the OCR reward runs on."""
     import numpy as np
 
-    from spotlight.rewards.base import RewardSetupError
     from spotlight.rewards.ocr import readings
+    from spotlight.rewards.reward import RewardSetupError
 
     try:
         next(readings(np.full((32, 64, 3), 255, np.uint8)))

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import typer
 
-from spotlight.cli.audit import audit
-from spotlight.cli.card import card
-from spotlight.cli.config import config
+from spotlight.cli.config_command import config
 from spotlight.cli.doctor import doctor
-from spotlight.cli.evaluate import evaluate
-from spotlight.cli.export import export
-from spotlight.cli.generate import generate
-from spotlight.cli.notices import notices
-from spotlight.cli.plan import plan
-from spotlight.cli.prices import prices
-from spotlight.cli.rewards import rewards
-from spotlight.cli.runs import runs
-from spotlight.cli.simulate import simulate
-from spotlight.cli.traces import traces
-from spotlight.cli.train import train
+from spotlight.cli.planning.notices_command import notices
+from spotlight.cli.planning.plan import plan
+from spotlight.cli.planning.prices_command import prices
+from spotlight.cli.planning.simulate import simulate
+from spotlight.cli.planning.traces_command import traces
+from spotlight.cli.rewards_command import rewards
+from spotlight.cli.runs.audit import audit
+from spotlight.cli.runs.card import card
+from spotlight.cli.runs.evaluate import evaluate
+from spotlight.cli.runs.export import export
+from spotlight.cli.runs.generate import generate
+from spotlight.cli.runs.list_runs import runs
+from spotlight.cli.runs.train import train
 from spotlight.cli.version import version
 
 app = typer.Typer(

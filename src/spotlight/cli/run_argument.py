@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from spotlight.cli.errors import failure
+from spotlight.cli.exit_codes import failure
 
 RUNS = Path("runs")
 

@@ -9,7 +9,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from spotlight.core.types import Phase
+from spotlight.scheduler.types import Phase
 
 
 class WorkBar:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 if TYPE_CHECKING:
     import torch
 
-    from spotlight.models.base import ModelFamily
+    from spotlight.models.family import ModelFamily
 
 FAMILIES: Mapping[str, str] = {"qwen-image": "spotlight.models.qwen_image:QwenImage"}
 """Family name -> ``module:class`` with a ``load`` as in :class:`FamilyLoader`. A new family is one line."""
@@ -43,7 +43,7 @@ def family_loader(name: str) -> FamilyLoader:
     Raises:
         ModelError: no family of that name.
     """
-    from spotlight.models.errors import ModelError
+    from spotlight.models.model_errors import ModelError
 
     if name not in FAMILIES:
         raise ModelError(f"model family {name!r} is unknown; expected one of {', '.join(sorted(FAMILIES))}")

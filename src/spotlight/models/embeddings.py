@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from spotlight.models.errors import storing
+from spotlight.models.model_errors import storing
 
 _log = logging.getLogger(__name__)
 _REMEDY = "Free some space there, or set cache_dir to a folder that this user can write."

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from spotlight.models.errors import ModelError
+from spotlight.models.model_errors import ModelError
 from spotlight.models.pipeline_files import Component
 
 

@@ -20,7 +20,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from spotlight.models.base import ModelError
+from spotlight.models.family import ModelError
 
 
 @dataclass(frozen=True, slots=True)

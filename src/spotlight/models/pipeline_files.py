@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
-from spotlight.models.errors import ModelError
+from spotlight.models.model_errors import ModelError
 
 if TYPE_CHECKING:
     from hashlib import _Hash

@@ -13,7 +13,7 @@ import torch
 from diffusers import QwenImageTransformer2DModel
 from torch import Tensor
 
-from spotlight.models.base import ModelError
+from spotlight.models.family import ModelError
 from spotlight.models.pipeline_files import PipelineFiles
 
 LORA_FILE = "pytorch_lora_weights.safetensors"

@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from spotlight.models import qwen_export
-from spotlight.models.base import Condition, ConditionBatch, Guidance, ImageSize, ModelError, ModelFamily
-from spotlight.models.errors import storing
+from spotlight.models.family import Condition, ConditionBatch, Guidance, ImageSize, ModelError, ModelFamily
 from spotlight.models.layouts import LAYOUTS, check_size
+from spotlight.models.model_errors import storing
 from spotlight.models.pipeline_files import PipelineFiles, locate
 from spotlight.models.qwen_text import PromptEncoder
 from spotlight.models.skeleton import skeleton
@@ -43,7 +43,8 @@ LAYOUT = LAYOUTS["qwen-image"]
 
 
 class QwenImage:
-    """A Qwen-Image model, any size; see :class:`spotlight.models.base.ModelFamily`. Build with :meth:`load`.
+    """A Qwen-Image model, any size; see :class:`spotlight.models.family.ModelFamily`. Build with
+    :meth:`load`.
 
     Attributes:
         transformer: frozen, in ``dtype``; without weights when it was not read (see :meth:`load`).

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
-from spotlight.models.base import Condition, ModelError
 from spotlight.models.embeddings import EmbeddingsCache
+from spotlight.models.family import Condition, ModelError
 from spotlight.models.pipeline_files import PipelineFiles
 
 _log = logging.getLogger(__name__)

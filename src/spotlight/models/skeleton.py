@@ -15,7 +15,7 @@ from accelerate import init_empty_weights
 from diffusers.models import ModelMixin
 from torch import Tensor, nn
 
-from spotlight.models.errors import ModelError
+from spotlight.models.model_errors import ModelError
 
 
 def skeleton(

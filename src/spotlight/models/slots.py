@@ -27,11 +27,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from spotlight.models import peft_layers
-from spotlight.models.base import ModelError
+from spotlight.models.family import ModelError
 from spotlight.models.peft_layers import LoraSpec
 
 Slot = Literal["policy", "reference", "old", "ema"]
-"""The same names as ``spotlight.algorithms.base.Slot`` (models may not import algorithms)."""
+"""The same names as ``spotlight.algorithms.algorithm.Slot`` (models may not import algorithms)."""
 
 
 class WeightSlots(ABC):

@@ -12,11 +12,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from spotlight.core.types import Purpose
 from spotlight.report.loading import loading_snippet
 from spotlight.report.record import Change, RunRecord
 from spotlight.report.wording import count, duration, money, plural, score
-from spotlight.store.schema import Incident
+from spotlight.scheduler.types import Purpose
+from spotlight.store.ledger.ledger_schema import Incident
 
 _BAR_WIDTH = 16
 _CURVE_ROWS_MAX = 12

@@ -17,15 +17,15 @@ from pathlib import Path
 import yaml
 
 from spotlight.config.load import dump_config
-from spotlight.core.types import Purpose
 from spotlight.report.charts import Series, line_chart
 from spotlight.report.final_screen import in_noise, prices, survived
 from spotlight.report.loading import base_model, loading_snippet
 from spotlight.report.record import RunRecord
 from spotlight.report.wording import count, duration, money, plural, score
-from spotlight.store.errors import storage_error
+from spotlight.scheduler.types import Purpose
 from spotlight.store.files import write_atomically
 from spotlight.store.images import drawn_iterations, write_comparison, write_progress
+from spotlight.store.store_errors import storage_error
 
 CARD_FOLDER = "card"
 _PROGRESS_COLUMNS, _PROGRESS_ROWS = 6, 6

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
-from spotlight.core.types import Phase
-from spotlight.store import ledger_queries as queries
-from spotlight.store.errors import StoreError
-from spotlight.store.history import History, read_history
+from spotlight.scheduler.types import Phase
+from spotlight.store.ledger import ledger_queries as queries
+from spotlight.store.ledger.history import History, read_history
 from spotlight.store.metrics import MetricsRow, read_metrics
 from spotlight.store.run_directory import RunPaths
+from spotlight.store.store_errors import StoreError
 
 VALIDATION = "validation/"
 STRICT, GRADED = "strict", "graded"

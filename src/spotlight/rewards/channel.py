@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeAlias
 
-from spotlight.rewards.base import Image
+from spotlight.rewards.reward import Image
 
 _LENGTH = struct.Struct("<Q")
 

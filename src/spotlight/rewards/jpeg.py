@@ -11,7 +11,7 @@ from typing import Any
 
 from PIL import Image as PILImage
 
-from spotlight.rewards.base import Image
+from spotlight.rewards.reward import Image
 
 
 def jpeg_size(

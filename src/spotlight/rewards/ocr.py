@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 from PIL import Image as PILImage
 
-from spotlight.rewards.base import Image, RewardInputError, RewardSetupError
+from spotlight.rewards.reward import Image, RewardInputError, RewardSetupError
 
 _READABLE_HEIGHT_PX = 128
 """Smaller pictures are enlarged to at least this. Two or three letters of 14 px on 32 x 32: read right

@@ -1,7 +1,7 @@
 """From a reward's name to its function: built-ins by name, everything else as ``module:function``.
 
 :func:`parse` only reads the name and imports nothing, so a configuration can be judged at once.
-:func:`load` imports; the reward pool calls it inside the reward's own process (``rewards/worker.py``).
+:func:`load` imports; the reward pool calls it inside the reward's own process (``rewards/reward_worker.py``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias, cast
 
-from spotlight.rewards.base import RewardFunction, RewardSetupError
+from spotlight.rewards.reward import RewardFunction, RewardSetupError
 
 BUILT_IN: Mapping[str, str] = {
     "shapes": "spotlight.rewards.shapes:shapes",

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any, TypeAlias
 
 from spotlight.rewards import registry
-from spotlight.rewards.base import RewardScore, RewardSetupError
+from spotlight.rewards.reward import RewardScore, RewardSetupError
 
 TOTAL = "reward"
 """Name of the weighted sum among a sample's curves."""

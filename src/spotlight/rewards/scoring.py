@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from spotlight.rewards.base import Image, RewardScore, RewardSetupError
 from spotlight.rewards.channel import Blame, Failed, Score, Values
-from spotlight.rewards.process import ProcessLost, RewardProcess
 from spotlight.rewards.results import FailureKind, RewardFailure, RewardSpec
+from spotlight.rewards.reward import Image, RewardScore, RewardSetupError
+from spotlight.rewards.reward_process import ProcessLost, RewardProcess
 
 logger = logging.getLogger(__name__)
 

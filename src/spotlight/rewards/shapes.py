@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from scipy import ndimage
 from scipy.optimize import linear_sum_assignment
 
-from spotlight.rewards.base import Image, RewardInputError
+from spotlight.rewards.reward import Image, RewardInputError
 
 PALETTE: Mapping[str, tuple[int, int, int]] = {
     "red": (220, 40, 40),

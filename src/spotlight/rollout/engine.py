@@ -24,15 +24,15 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from spotlight.core.types import Purpose, Rollout
 from spotlight.diffusion import samplers
 from spotlight.diffusion.brownian import Kick, coarse_kicks, coarse_window, kick_batch
 from spotlight.diffusion.noise import INITIAL, noise_batch
-from spotlight.models.base import Condition, Guidance, ImageSize, ModelFamily
+from spotlight.models.family import Condition, Guidance, ImageSize, ModelFamily
 from spotlight.rollout import step_cache
 from spotlight.rollout.limits import decode_batch
 from spotlight.rollout.state import FailedRollout, FinishedRollout, Recipe, RolloutState, Trajectory
 from spotlight.rollout.step_cache import Added
+from spotlight.scheduler.types import Purpose, Rollout
 
 Key = TypeVar("Key")
 

@@ -18,11 +18,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spotlight.core.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 from spotlight.diffusion.samplers import Sampler
 from spotlight.diffusion.schedule import SdeWindow
-from spotlight.models.base import Condition, ImageSize
+from spotlight.models.family import Condition, ImageSize
 from spotlight.rollout.step_cache import Added
+from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 
 _FORMAT = 2
 

@@ -22,19 +22,19 @@ from types import FrameType
 import spotlight
 from spotlight.config.load import dump_config
 from spotlight.config.schema import RunConfig
-from spotlight.core.types import Prompt, PromptId, WorkerId
-from spotlight.runtime.book import RunBook
 from spotlight.runtime.observer import Observer
+from spotlight.runtime.recorder import RunBook
+from spotlight.scheduler.types import Prompt, PromptId, WorkerId
 from spotlight.store.checkpoints import Checkpoint, CheckpointStore
-from spotlight.store.errors import StoreError
 from spotlight.store.images import drop_pictures
-from spotlight.store.ledger import Ledger
+from spotlight.store.ledger.ledger_schema import Ending
+from spotlight.store.ledger.sqlite_ledger import Ledger
 from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.metrics import MetricsWriter, Sink
 from spotlight.store.run_directory import RunDirectory, RunPaths
-from spotlight.store.schema import Ending
+from spotlight.store.run_summary import RunSummary
 from spotlight.store.sinks import TensorBoard, WeightsAndBiases
-from spotlight.store.summary import RunSummary
+from spotlight.store.store_errors import StoreError
 from spotlight.training.sharding import Ranks
 
 log = logging.getLogger("spotlight")

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from spotlight.core.types import Phase
+from spotlight.scheduler.types import Phase
 
 
 def _now_s() -> float:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from spotlight.config.schema import RunConfig
-from spotlight.runtime.plan import make_plan
-from spotlight.store.errors import require_free_bytes
+from spotlight.dry_run.memory_plan import checkpoint_parts
+from spotlight.dry_run.model_plan import NotHere, read_sizes
+from spotlight.dry_run.run_plan import parameters_trained
 from spotlight.store.run_directory import RunPaths
-
-_EXACT = ("checkpoints", "export")
-"""Parts whose size follows from the configuration; pictures and ledger are small, and only estimated."""
+from spotlight.store.store_errors import require_free_bytes
 
 
 def require_disk(config: RunConfig) -> None:
@@ -18,6 +17,9 @@ def require_disk(config: RunConfig) -> None:
         StoreError: the checkpoints and the export do not fit.
     """
     paths = RunPaths(config.runs_dir / config.name)
-    needed = sum(part.bytes for part in make_plan(config).disk if part.part in _EXACT)
+    model = read_sizes(config)
+    trained = None if isinstance(model, NotHere) else parameters_trained(config, model)
+    # Pictures and ledger are small, and could only be estimated.
+    needed = sum(part.bytes for part in checkpoint_parts(config, trained))
     there = sum(file.stat().st_size for file in paths.checkpoints.rglob("*") if file.is_file())
     require_free_bytes(paths.path, max(0, int(needed) - there))

@@ -9,10 +9,10 @@ from contextlib import closing
 
 from spotlight.config.load import dump_config
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
-from spotlight.store import ledger_queries as queries
+from spotlight.store.ledger import ledger_queries as queries
+from spotlight.store.ledger.ledger_schema import Ending
 from spotlight.store.run_directory import RunPaths, check_run_directory
-from spotlight.store.schema import Ending
-from spotlight.store.summary import RunSummary, read_summary
+from spotlight.store.run_summary import RunSummary, read_summary
 
 
 def finished_summary(config: RunConfig) -> RunSummary | None:

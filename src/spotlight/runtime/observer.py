@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from spotlight.core.types import Phase
+from spotlight.scheduler.types import Phase
 
 
 class Observer(Protocol):

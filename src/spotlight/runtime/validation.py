@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from spotlight.config.errors import ConfigError, Problem
-from spotlight.core.records import REWARD
-from spotlight.core.types import Prompt, PromptId, Rollout, RolloutId
+from spotlight.scheduler.records import REWARD
+from spotlight.scheduler.types import Prompt, PromptId, Rollout, RolloutId
 
 STRICT, GRADED = "strict", "graded"
 

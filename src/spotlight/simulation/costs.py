@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from spotlight.core.types import WeightKind
+from spotlight.scheduler.types import WeightKind
 
 
 class CostModel(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from spotlight.core.types import (
+from spotlight.scheduler.types import (
     Lease,
     LeaseId,
     NodeId,
@@ -15,7 +15,7 @@ from spotlight.core.types import (
     RolloutId,
     WorkerId,
 )
-from spotlight.simulation.accounts import Gpu, Spent
+from spotlight.simulation.gpu_accounts import Gpu, Spent
 
 PHASE_OF = {Purpose.TRAIN: Phase.ROLLOUT, Purpose.EVAL: Phase.EVALUATION, Purpose.EXPLORE: Phase.EXPLORATION}
 

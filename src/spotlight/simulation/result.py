@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from spotlight.core.effects import ReportPipeline
-from spotlight.core.types import NodeId, NodeKind, Phase
+from spotlight.scheduler.effects import ReportPipeline
+from spotlight.scheduler.types import NodeId, NodeKind, Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,10 @@ class SimulationResult:
         gpus: empty unless the scenario asked for timelines.
         preemptions: nodes lost; notices: notices given.
         events: what the controller was told.
-        explorations: reports of :class:`~spotlight.core.effects.ReportExploration`, in order; one undone is
+        explorations: reports of :class:`~spotlight.scheduler.effects.ReportExploration`, in order; one
+        undone is
             here, too.
-        overlaps: reports of :class:`~spotlight.core.effects.ReportPipeline`, likewise.
+        overlaps: reports of :class:`~spotlight.scheduler.effects.ReportPipeline`, likewise.
         log_hash: of all these events with their times; equal runs have equal hashes.
     """
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from spotlight.core.events import NodeJoined, NodeLost, NodeNoticed, NoticeCancelled
-from spotlight.core.plan import Plan
-from spotlight.core.types import NodeId
+from spotlight.scheduler.events import NodeJoined, NodeLost, NodeNoticed, NoticeCancelled
+from spotlight.scheduler.plan import Plan
+from spotlight.scheduler.types import NodeId
 from spotlight.simulation.costs import CostModel
-from spotlight.simulation.rewards import RewardModel
+from spotlight.simulation.virtual_rewards import RewardModel
 
 
 @dataclass(frozen=True, slots=True)

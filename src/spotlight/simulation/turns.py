@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from spotlight.core.types import NodeId
-from spotlight.simulation.accounts import Gpu
+from spotlight.scheduler.types import NodeId
+from spotlight.simulation.gpu_accounts import Gpu
 
 
 @dataclass(slots=True)

@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from spotlight.store.errors import DamagedCheckpointError, is_out_of_space, storage_error
 from spotlight.store.files import TEMPORARY_PREFIX, fsync_path, write_atomically
 from spotlight.store.manifest import (
     MANIFEST,
@@ -34,6 +33,7 @@ from spotlight.store.manifest import (
     sha256_of,
     verify,
 )
+from spotlight.store.store_errors import DamagedCheckpointError, is_out_of_space, storage_error
 
 LATEST = "latest"
 _NAME = re.compile(r"(\d{6,})-iteration-(\d+)")

@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont, PngImagePlugin
 
-from spotlight.store.errors import StoreError, storage_error
 from spotlight.store.files import write_atomically
 from spotlight.store.run_directory import RunPaths
+from spotlight.store.store_errors import StoreError, storage_error
 
 _SIDE_PX = (128, 384)
 """Pictures are shown with a longer side in this range: enlarged by whole factors, reduced by averaging."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from spotlight.store.errors import StoreError
+from spotlight.store.store_errors import StoreError
 
 MANIFEST = "manifest.json"
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from spotlight.store.errors import StoreError, storage_error
 from spotlight.store.files import write_atomically
 from spotlight.store.run_directory import RunPaths
+from spotlight.store.store_errors import StoreError, storage_error
 
 ITERATION = "iteration"
 SAMPLES_TRAINED = "samples_trained"

@@ -2,12 +2,12 @@
 
     runs/<name>/
         config.yaml         the resolved configuration; a run of another one is refused here
-        ledger.sqlite       store/ledger.py
+        ledger.sqlite       store/ledger/sqlite_ledger.py
         metrics.jsonl       store/metrics.py       tensorboard/
         images/             store/images.py
         checkpoints/        store/checkpoints.py
         attempts/001.log    the log of each process that worked on the run
-        summary.json        store/summary.py
+        summary.json        store/run_summary.py
         wandb/, wandb-id    where W&B is configured
         lock                held while a process works here
 
@@ -28,8 +28,8 @@ from typing import Self, TypeAlias
 
 import yaml
 
-from spotlight.store.errors import OtherConfigurationError, RunInUseError, StoreError, storage_error
 from spotlight.store.files import write_atomically
+from spotlight.store.store_errors import OtherConfigurationError, RunInUseError, StoreError, storage_error
 
 Leaf: TypeAlias = object
 _ABSENT = "(absent)"

@@ -16,10 +16,10 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from spotlight.store.errors import StoreError, storage_error
 from spotlight.store.files import write_atomically
 from spotlight.store.metrics import SAMPLES_TRAINED, WALL_S, MetricsRow
 from spotlight.store.run_directory import RunPaths
+from spotlight.store.store_errors import StoreError, storage_error
 
 
 class TensorBoard:

@@ -37,16 +37,22 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from spotlight.algorithms.base import Algorithm
-from spotlight.models.base import Condition, ImageSize, ModelError, ModelFamily
+from spotlight.algorithms.algorithm import Algorithm
+from spotlight.models.family import Condition, ImageSize, ModelError, ModelFamily
 from spotlight.models.slots import WeightSlots
-from spotlight.training import state
-from spotlight.training.batch import TrainingSample, kept_steps, require_fresh, scaled_advantages, stack
-from spotlight.training.metrics import BatchReport, StepReport, UpdateMeter, batch_report
+from spotlight.training import learner_state as state
+from spotlight.training.batching.batch import (
+    TrainingSample,
+    kept_steps,
+    require_fresh,
+    scaled_advantages,
+    stack,
+)
 from spotlight.training.passes import Bound, Passes
 from spotlight.training.policy import MicroBatchPolicy
 from spotlight.training.settings import LearnerSettings, TrainingError, TrainingGuidance
 from spotlight.training.sharding import Ranks, shard
+from spotlight.training.step_metrics import BatchReport, StepReport, UpdateMeter, batch_report
 
 __all__ = ["Learner", "LearnerSettings", "TrainingError", "TrainingGuidance", "TrainingSample"]
 

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from spotlight.algorithms.advantages import AdvantageParams
-from spotlight.models.base import Condition
+from spotlight.models.family import Condition
 
 
 class TrainingError(RuntimeError):

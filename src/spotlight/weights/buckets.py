@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from spotlight.weights import cuda_ipc
-from spotlight.weights.errors import NoSpaceError, PeerLostError, WeightsError
+from spotlight.weights.weight_errors import NoSpaceError, PeerLostError, WeightsError
 from spotlight.weights.wire import Channel
 
 COUNT = 2

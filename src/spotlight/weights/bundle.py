@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from spotlight.weights.errors import WeightsError
+from spotlight.weights.weight_errors import WeightsError
 
 _DTYPES = {
     "F64": torch.float64,

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Self
 
 from spotlight.weights.bundle import Bundle, Manifest, read
-from spotlight.weights.errors import NoSpaceError, WeightsError
 from spotlight.weights.locks import held, lock_until, private_directory, try_lock
+from spotlight.weights.weight_errors import NoSpaceError, WeightsError
 
 SHARED_MEMORY = Path("/dev/shm")
 _ENDING = ".safetensors"

@@ -38,10 +38,10 @@ from torch import Tensor
 from spotlight.weights import cuda_ipc
 from spotlight.weights.buckets import COUNT, host_buckets, side_stream, take_cuda, take_host
 from spotlight.weights.bundle import check_same
-from spotlight.weights.errors import PeerLostError, WeightsError
 from spotlight.weights.flat import Piece, as_bytes, checksum, cut
 from spotlight.weights.locks import private_directory
 from spotlight.weights.shelf import Shelf
+from spotlight.weights.weight_errors import PeerLostError, WeightsError
 from spotlight.weights.wire import Channel, Message, check_address
 
 PROTOCOL = 1

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from spotlight.weights.errors import PeerLostError, WeightsError
 from spotlight.weights.flat import as_bytes
+from spotlight.weights.weight_errors import PeerLostError, WeightsError
 
 
 class Shelf:

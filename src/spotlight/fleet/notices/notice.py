@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, TypeAlias
 
-from spotlight.core.events import NodeNoticed, NoticeCancelled
-from spotlight.core.types import NodeId
+from spotlight.scheduler.events import NodeNoticed, NoticeCancelled
+from spotlight.scheduler.types import NodeId
 
 
 class NoticeError(Exception):

@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from spotlight.fleet.traces.events import Trace, TraceError, TraceEvent, TraceEventKind
+from spotlight.fleet.traces.trace import Trace, TraceError, TraceEvent, TraceEventKind
 from spotlight.fleet.traces.transforms import with_notices
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from spotlight.fleet.traces.events import (
+from spotlight.fleet.traces.trace import (
     PricePoint,
     Trace,
     TraceError,

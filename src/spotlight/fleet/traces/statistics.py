@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from spotlight.fleet.traces.events import Trace, TraceEventKind
+from spotlight.fleet.traces.trace import Trace, TraceEventKind
 
 BURST_GAP_S = 60.0
 """Removals closer than this to one another count as one burst."""

@@ -10,8 +10,8 @@ import io
 import json
 from pathlib import Path
 
-from spotlight.fleet.traces.events import Trace, TraceError
 from spotlight.fleet.traces.readers import CSV_COMMENT, CSV_HEADER, JSONL_FORMAT
+from spotlight.fleet.traces.trace import Trace, TraceError
 
 
 def write_trace(trace: Trace, path: Path) -> None:

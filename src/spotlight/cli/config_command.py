@@ -1,0 +1,112 @@
+"""``spotlight config``: the configuration with every key documented."""
+
+from __future__ import annotations
+
+import textwrap
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from spotlight.cli.exit_codes import told_plainly
+
+if typing.TYPE_CHECKING:
+    from pydantic import BaseModel
+    from pydantic.fields import FieldInfo
+
+_WIDTH = 100
+
+
+def config(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="CONFIG.yaml|KEY=VALUE", help="As for train.", show_default=False),
+    ] = None,
+) -> None:
+    """Print a configuration as YAML with every key documented; without arguments, the default one.
+
+    [bold]Examples[/bold]
+
+      spotlight config > my_run.yaml
+
+      spotlight config algorithm.name=flow-grpo rollout.sampler=cps
+    """
+    from spotlight.config.load import load_config
+
+    with told_plainly():
+        typer.echo(documented_yaml(load_config(*split_arguments(arguments or []))), nl=False)
+
+
+def split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
+    """The configuration file, if the first argument is one, and the overrides.
+
+    Raises:
+        ConfigError: a later argument is no override.
+    """
+    from spotlight.config.errors import ConfigError, Problem
+
+    first = arguments[:1]
+    path = Path(first[0]) if first and "=" not in first[0] else None
+    overrides = arguments[1:] if path else arguments
+    wrong = [argument for argument in overrides if "=" not in argument]
+    if wrong:
+        expected = "key=value (the one configuration file comes first)"
+        problem = Problem("ARGUMENT", repr(wrong[0]), expected, "For example rollout.steps=8.")
+        raise ConfigError("the command line", [problem])
+    return path, overrides
+
+
+def documented_yaml(section: BaseModel) -> str:
+    """A configuration as YAML that loads as the same configuration, each key under its description."""
+    return "\n".join(_lines(section, 0)).lstrip("\n") + "\n"
+
+
+def _lines(section: BaseModel, indent: int) -> Iterator[str]:
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if indent == 0:
+            yield ""
+        yield from _comment(field, indent)
+        yield from _entry(name, value, indent)
+
+
+def _entry(name: str, value: object, indent: int) -> Iterator[str]:
+    pad = " " * indent
+    if _is_section(value):
+        yield f"{pad}{name}:"
+        yield from _lines(value, indent + 2)
+    elif isinstance(value, tuple) and value and all(_is_section(item) for item in value):
+        yield f"{pad}{name}:"
+        for item in value:
+            # Comments before the dash's first key: the dash replaces two spaces of its line.
+            lines = list(_lines(item, indent + 4))
+            first = next(index for index, line in enumerate(lines) if not line.lstrip().startswith("#"))
+            lines[first] = f"{pad}  - {lines[first].lstrip()}"
+            yield from lines
+    else:
+        yield f"{pad}{name}: {_scalar(value)}"
+
+
+def _comment(field: FieldInfo, indent: int) -> Iterator[str]:
+    pad = " " * indent
+    text = " ".join((field.description or "").replace("``", "").split())
+    choices = typing.get_args(field.annotation)
+    if typing.get_origin(field.annotation) is typing.Literal and len(choices) > 1:
+        text = f"{text} One of: {', '.join(map(str, choices))}."
+    for line in textwrap.wrap(text, _WIDTH - indent):
+        yield f"{pad}# {line}"
+
+
+def _scalar(value: object) -> str:
+    import yaml
+
+    plain = list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value
+    return yaml.safe_dump(plain, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+
+
+def _is_section(value: Any) -> typing.TypeGuard[BaseModel]:
+    from pydantic import BaseModel
+
+    return isinstance(value, BaseModel)

@@ -1,0 +1,62 @@
+"""Which errors are a person's to mend: told in their own words, without a traceback."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+EXIT_STOPPED_BY_ERROR = 1
+EXIT_NOT_STARTED = 2
+EXIT_INTERRUPTED = 130
+
+_OURS = (
+    ("spotlight.config.errors", "ConfigError"),
+    ("spotlight.data.prompt_files", "PromptFileError"),
+    ("spotlight.fleet.gpus", "UnknownGpuError"),
+    ("spotlight.fleet.notices.notice", "NoticeError"),
+    ("spotlight.planning.prices.quotes", "PriceError"),
+    ("spotlight.fleet.traces.trace", "TraceError"),
+    ("spotlight.models.model_errors", "ModelError"),
+    ("spotlight.rewards.reward", "RewardSetupError"),
+    ("spotlight.rewards.reward", "RewardInputError"),
+    ("spotlight.runtime.process_memory", "DeviceMemoryError"),
+    ("spotlight.store.store_errors", "StoreError"),
+    ("spotlight.training.settings", "TrainingError"),
+    ("torch", "OutOfMemoryError"),
+)
+
+
+def ours() -> tuple[type[Exception], ...]:
+    """Our error classes among the modules imported so far.
+
+    An error can only have been raised by a module that is imported, so nothing heavy is loaded to name it.
+    """
+    return tuple(getattr(sys.modules[module], name) for module, name in _OURS if module in sys.modules)
+
+
+@contextmanager
+def told_plainly(exit_code: int = EXIT_NOT_STARTED) -> Iterator[None]:
+    """Print our own errors to stderr and exit; let every other exception through."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ours()):
+            raise failure(str(error), exit_code) from error
+        raise
+
+
+def failure(message: str, exit_code: int = EXIT_NOT_STARTED) -> typer.Exit:
+    """Print an error to stderr; raise what this returns."""
+    complain(message)
+    return typer.Exit(exit_code)
+
+
+def complain(message: str) -> None:
+    """Print an error to stderr."""
+    console = Console(stderr=True, highlight=False)
+    console.print(Text.assemble(("Error: ", "bold red"), message), soft_wrap=True)

@@ -1,0 +1,1 @@
+"""Commands that need no run: simulate, plan, prices, traces, notices."""

@@ -1,0 +1,168 @@
+"""``spotlight notices``: the preemption notices of this node, as a training run would see them."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from datetime import UTC, datetime, timedelta
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from spotlight.cli.exit_codes import EXIT_INTERRUPTED, failure, told_plainly
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from spotlight.fleet.notices.notice import Notice, Noticed, Source
+
+
+class CloudChoice(StrEnum):
+    """Whose metadata service to ask."""
+
+    AUTO = "auto"
+    AWS = "aws"
+    GCP = "gcp"
+    AZURE = "azure"
+    NONE = "none"
+
+
+def notices(
+    cloud: Annotated[
+        CloudChoice, typer.Option("--cloud", help="Whose metadata service to ask; auto: find out.")
+    ] = CloudChoice.AUTO,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            "--endpoint",
+            metavar="URL",
+            help="Address of the metadata service, where it is not http://169.254.169.254.",
+        ),
+    ] = None,
+    sigterm_grace_s: Annotated[
+        float | None,
+        typer.Option(
+            "--sigterm-grace-s", min=0, help="Take SIGTERM as a notice too, with so long until SIGKILL."
+        ),
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Ask once, say what is pending, and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one notice a line.")] = False,
+) -> None:
+    """What the cloud says about this node's end: watch the preemption notices that a run would see.
+
+    Run it on a node to test that notices reach it. It acknowledges nothing and stops nothing. Ctrl-C ends it.
+
+    [bold]Examples[/bold]
+
+      spotlight notices
+
+      spotlight notices --cloud azure --once
+
+      spotlight notices --cloud none --sigterm-grace-s 30
+
+      spotlight notices --cloud aws --endpoint http://127.0.0.1:1338 --json
+    """
+    if cloud is CloudChoice.NONE and (endpoint is not None or sigterm_grace_s is None):
+        raise failure("--cloud none asks no metadata service; expected --sigterm-grace-s, and no --endpoint.")
+    if once and sigterm_grace_s is not None:
+        raise failure(
+            "--once asks a metadata service, and SIGTERM cannot be asked for. Leave one of them out."
+        )
+    import asyncio
+
+    # With --once the answer is the last word; otherwise notices are lines of their own.
+    work = _once(cloud, endpoint, as_json) if once else _watch(cloud, endpoint, sigterm_grace_s, as_json)
+    try:
+        with told_plainly():
+            asyncio.run(work)
+    except KeyboardInterrupt:
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+async def _once(cloud: CloudChoice, endpoint: str | None, as_json: bool) -> None:
+    from spotlight.fleet.notices.watcher import ask_once
+
+    source = await _cloud_source(cloud, endpoint)
+    found = await ask_once(source)
+    if as_json:
+        typer.echo(json.dumps({"source": source.name, "notices": [_record(notice) for notice in found]}))
+    elif not found:
+        typer.echo(f"{source.name} answers; no notice is pending.")
+    else:
+        _print(found)
+
+
+async def _watch(
+    cloud: CloudChoice, endpoint: str | None, sigterm_grace_s: float | None, as_json: bool
+) -> None:
+    import random
+
+    from spotlight.fleet.notices.sigterm import catching_sigterm
+    from spotlight.fleet.notices.watcher import Watcher
+
+    def tell(notice: Notice) -> None:
+        if as_json:
+            typer.echo(json.dumps(_record(notice)))
+        else:
+            _print([notice])
+
+    with ExitStack() as stack:
+        sources: list[Source] = []
+        if sigterm_grace_s is not None:  # first: the signal may come while the cloud is being found
+            sources.append(stack.enter_context(catching_sigterm(sigterm_grace_s)))
+        if cloud is not CloudChoice.NONE:
+            sources.append(await _cloud_source(cloud, endpoint))
+        names = " and ".join(source.name for source in sources)
+        typer.echo(f"Watching {names}. Ctrl-C ends.", err=True)
+        await Watcher(sources, random.Random()).run(tell)
+
+
+async def _cloud_source(cloud: CloudChoice, endpoint: str | None) -> Source:
+    from spotlight.fleet.notices.clouds import Cloud, cloud_source, find_cloud
+    from spotlight.fleet.notices.metadata import LINK_LOCAL_URL, MetadataServer
+
+    server = MetadataServer(LINK_LOCAL_URL if endpoint is None else endpoint)
+    source = (
+        await find_cloud(server) if cloud is CloudChoice.AUTO else cloud_source(Cloud(cloud.value), server)
+    )
+    if source.name == Cloud.AZURE:
+        typer.echo("Azure's first answer can take two minutes.", err=True)
+    return source
+
+
+def _print(notices: Sequence[Notice]) -> None:
+    from spotlight.fleet.notices.notice import Cancelled, Noticed
+
+    for notice in notices:
+        match notice:
+            case Noticed():
+                told, colour = f"this node goes in {_remaining_s(notice):.0f} s", "red"
+            case Cancelled():
+                told, colour = "cancelled: this node stays", "green"
+            case _:
+                told, colour = "the cloud advises to move", "yellow"
+        stamp = typer.style(datetime.now(UTC).strftime("%H:%M:%SZ"), dim=True)
+        # Not Rich, which exits inside the watch when its reader is gone.
+        typer.echo(f"{stamp}  {notice.source}: {typer.style(told, fg=colour, bold=True)} ({notice.detail})")
+
+
+def _record(notice: Notice) -> dict[str, object]:
+    from spotlight.fleet.notices.notice import Noticed
+
+    record: dict[str, object] = {
+        "notice": type(notice).__name__.lower(),
+        "source": notice.source,
+        "detail": notice.detail,
+    }
+    if isinstance(notice, Noticed):
+        remaining_s = _remaining_s(notice)
+        deadline = datetime.now(UTC) + timedelta(seconds=remaining_s)
+        record |= {"remaining_s": round(remaining_s, 1), "deadline": deadline.isoformat(timespec="seconds")}
+    return record
+
+
+def _remaining_s(notice: Noticed) -> float:
+    import time
+
+    return notice.remaining_s(time.monotonic())

@@ -1,0 +1,104 @@
+"""``spotlight plan``: how many GPUs of which type meet a deadline or a budget."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from spotlight.cli.exit_codes import EXIT_STOPPED_BY_ERROR, told_plainly
+from spotlight.cli.planning.simulate import Bar, print_notes, print_table, read_scenario, wide_console
+
+if TYPE_CHECKING:
+    from spotlight.planning.scenarios.prepare import Prepared
+    from spotlight.planning.scenarios.scenario_file import ScenarioFile
+    from spotlight.planning.search import Found
+
+
+def plan(
+    scenario: Annotated[
+        str, typer.Argument(metavar="SCENARIO", help="Name of a shipped scenario, or a YAML file.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Keys in YAML syntax, as for train.", show_default=False),
+    ] = None,
+    deadline_h: Annotated[
+        float | None, typer.Option("--deadline-h", help="Reach the target in so many hours, at least cost.")
+    ] = None,
+    budget_usd: Annotated[
+        float | None, typer.Option("--budget-usd", help="Reach the target for so much, as fast as possible.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="A trace file in place of the scenario's trace.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", min=0, help="In place of run.seed.")] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="Write all candidates to this file.")] = None,
+    page: Annotated[
+        Path | None, typer.Option("--html", help="Write a page with the trade-off curve (Plotly).")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", min=1, help="Processes [default: the cores].", show_default=False)
+    ] = None,
+) -> None:
+    """How many reserved and spot GPUs of which type meet a deadline, or a budget.
+
+    Searches the simulator: a grid around the scenario's cluster, refined where it is best. What is
+    recommended was simulated whole. The section ``plan`` of the scenario says where to search.
+    Exit status: 0 found, 1 nothing meets the goal, 2 not started.
+
+    [bold]Examples[/bold]
+
+      spotlight plan paper-512 --deadline-h 6
+
+      spotlight plan paper-512 --budget-usd 150 --html plan.html
+
+      spotlight plan mine.yaml plan.spot_nodes=[4,8,16,32] --deadline-h 24 --json plan.json
+    """
+    from spotlight.planning.pages.comparison_page import require_place, require_plotly, write_file
+    from spotlight.planning.pages.plan_page import plan_page, plan_record
+    from spotlight.planning.search import Goal, prepared_for, search
+
+    now = datetime.now(UTC)
+    with told_plainly():
+        goal = Goal(deadline_h, budget_usd)
+        if page is not None:
+            require_plotly()
+        for wanted in filter(None, (as_json, page)):
+            require_place(wanted)
+        file = read_scenario(scenario, overrides or [], trace, seed)
+        with Bar(None) as bar:
+            found = search(file, goal, now, jobs=jobs or os.cpu_count() or 1, told=bar.done)
+        shown = (found.answer or found.nearest).candidate
+        prepared = prepared_for(file, shown, file.plan.iterations, now)
+        _print(file, found, prepared, now)
+        if as_json is not None:
+            write_file(as_json, json.dumps(plan_record(file, found), indent=2) + "\n")
+        if page is not None:
+            write_file(page, plan_page(file, found, prepared, now))
+    for path in (as_json, page):
+        if path is not None:
+            Console(highlight=False).print(f"Wrote {path}", soft_wrap=True)
+    if found.answer is None:
+        raise typer.Exit(EXIT_STOPPED_BY_ERROR)
+
+
+def _print(file: ScenarioFile, found: Found, prepared: Prepared, now: datetime) -> None:
+    from spotlight.planning.pages.plan_page import COLUMNS, answer_text, lines_of, plan_notes
+
+    console = wide_console()
+    console.print(
+        Text(f"{file.name}: what others do not beat in time and cost", style="bold"), soft_wrap=True
+    )
+    print_table(console, COLUMNS, lines_of(file, found, every=False))
+    console.print("* Pareto front, from a short simulation; > the answer", style="dim")
+    print_notes(console, plan_notes(file, found, prepared, now))
+    console.print()
+    style = "bold green" if found.answer else "bold red"
+    console.print(Text(answer_text(file, found), style=style), soft_wrap=True)

@@ -1,0 +1,160 @@
+"""``spotlight prices``: what GPUs cost, on demand and spot, with every price's age and source."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from spotlight.cli.exit_codes import failure, told_plainly
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from spotlight.planning.prices.quotes import Quote
+    from spotlight.planning.prices.sources import Question
+
+
+def prices(
+    gpu: Annotated[
+        list[str] | None, typer.Option("--gpu", help="Only this GPU type, such as H100; repeatable.")
+    ] = None,
+    cloud: Annotated[
+        list[str] | None, typer.Option("--cloud", help="Only this cloud, such as aws; repeatable.")
+    ] = None,
+    region: Annotated[
+        list[str] | None, typer.Option("--region", help="Only this region; repeatable.")
+    ] = None,
+    source: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--source",
+            help="builtin (a dated table, the default), skypilot (its published catalogues), azure, aws, "
+            "or CLOUD=FILE.csv or CLOUD=URL for a catalogue in SkyPilot's form; repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    max_age_h: Annotated[
+        float, typer.Option("--max-age-h", min=0, help="Ask servers anew when answers are older than this.")
+    ] = 6.0,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout-s", min=0.1, help="Longest silence of a server.")
+    ] = 10.0,
+    zones: Annotated[
+        bool, typer.Option("--zones", help="Every zone, not only each region's cheapest.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """What GPUs cost: on demand and spot, by cloud and region, cheapest first.
+
+    Every price is shown with its age and its source. Answers of servers are kept in
+    ~/.cache/spotlight/prices; when a server fails, the last answer is used and says so.
+
+    [bold]Examples[/bold]
+
+      spotlight prices
+
+      spotlight prices --gpu H100 --cloud aws --source skypilot
+
+      spotlight prices --gpu H200 --source azure --json
+
+      spotlight prices --source gcp=vms.csv --gpu A100-80GB --zones
+    """
+    from spotlight.planning.prices.cache import PriceCache, default_directory
+    from spotlight.planning.prices.fetch import Limits
+    from spotlight.planning.prices.quotes import cheapest, select
+    from spotlight.planning.prices.sources import Question, load_prices
+
+    question = Question(
+        gpus=tuple(gpu or ()),
+        clouds=tuple(cloud or ()),
+        regions=tuple(region or ()),
+        cache=PriceCache(default_directory(), timedelta(hours=max_age_h)),
+        limits=Limits(idle_s=timeout_s, total_s=max(60.0, timeout_s)),
+    )
+    with told_plainly():
+        loaded = [
+            quote for name in dict.fromkeys(source or ["builtin"]) for quote in load_prices(name, question)
+        ]
+        found = select(loaded, gpus=question.gpus, clouds=question.clouds, regions=question.regions)
+    if not found:
+        raise failure(_nothing(question, loaded))
+    shown = found if zones else cheapest(found)
+    if as_json:
+        typer.echo(json.dumps([_record(quote, question.now) for quote in shown], indent=2))
+    else:
+        _print(shown, question.now)
+
+
+def age(old: timedelta) -> str:
+    """``12 min``, ``5 h``, ``173 d``."""
+    if old < timedelta(hours=1):
+        return f"{old.total_seconds() / 60:.0f} min"
+    if old < timedelta(days=2):
+        return f"{old.total_seconds() / 3600:.0f} h"
+    return f"{old.days} d"
+
+
+def _print(quotes: Sequence[Quote], now: datetime) -> None:
+    console = Console(highlight=False)
+    table = Table(box=None, pad_edge=False)
+    numeric = {"GPUs", "$/GPU-h", "spot", "saving", "age"}
+    titles = ("GPU", "GPUs", "cloud", "region", "instance", "$/GPU-h", "spot", "saving", "age", "")
+    for title in titles:
+        table.add_column(title, justify="right" if title in numeric else "left", overflow="fold")
+    notes: dict[str, int] = {}
+    for quote in quotes:
+        told = f"{quote.source}; {quote.caveat}" if quote.caveat else quote.source
+        note = notes.setdefault(told, len(notes) + 1)
+        table.add_row(
+            quote.gpu,
+            str(quote.gpus),
+            quote.cloud,
+            quote.zone or quote.region or "-",
+            quote.instance_type,
+            _usd(quote.on_demand_usd_gpu_h),
+            _usd(quote.spot_usd_gpu_h),
+            "-" if quote.saving is None else f"{quote.saving:.0%}",
+            Text(age(quote.age(now)), style="yellow" if quote.caveat else ""),
+            f"[{note}]",
+        )
+    console.print(table)
+    console.print()
+    for told, note in notes.items():
+        console.print(Text(f"[{note}] {told}"), soft_wrap=True)
+
+
+def _usd(price: float | None) -> str:
+    return "-" if price is None else f"{price:.2f}"
+
+
+def _record(quote: Quote, now: datetime) -> dict[str, object]:
+    return {
+        "gpu": quote.gpu,
+        "gpus": quote.gpus,
+        "cloud": quote.cloud,
+        "region": quote.region,
+        "zone": quote.zone,
+        "instance_type": quote.instance_type,
+        "on_demand_usd_h": quote.on_demand_usd_h,
+        "spot_usd_h": quote.spot_usd_h,
+        "on_demand_usd_gpu_h": quote.on_demand_usd_gpu_h,
+        "spot_usd_gpu_h": quote.spot_usd_gpu_h,
+        "saving": quote.saving,
+        "as_of": quote.as_of.isoformat(),
+        "age_s": round(quote.age(now).total_seconds()),
+        "source": quote.source,
+        "caveat": quote.caveat,
+    }
+
+
+def _nothing(question: Question, loaded: Sequence[Quote]) -> str:
+    asked = ", ".join((*question.gpus, *question.clouds, *question.regions)) or "anything"
+    kinds = sorted({f"{quote.cloud} {quote.gpu}" for quote in loaded})
+    there = f"it has {', '.join(kinds[:20])}" if kinds else "it has none at all"
+    return f"No price of {asked} in this source; {there}. Try --source skypilot, or see --help."

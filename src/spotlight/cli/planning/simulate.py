@@ -1,0 +1,214 @@
+"""``spotlight simulate``: strategies side by side on the same spot trace, before anything is paid."""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from spotlight.cli.exit_codes import failure, told_plainly
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from spotlight.planning.compare import Compared
+    from spotlight.planning.pages.comparison_summary import Line, Note
+    from spotlight.planning.scenarios.prepare import Prepared
+    from spotlight.planning.scenarios.scenario_file import ScenarioFile
+
+
+def simulate(
+    scenario: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="SCENARIO", help="Name of a shipped scenario, or a YAML file.", show_default=False
+        ),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Keys in YAML syntax, as for train.", show_default=False),
+    ] = None,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--strategy", help="Only this one; repeatable [default: the scenario's].", show_default=False
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="A trace file in place of the scenario's trace.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", min=0, help="In place of run.seed.")] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
+    page: Annotated[
+        Path | None, typer.Option("--html", help="Write a page with pictures of every GPU (Plotly).")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", min=1, help="Processes [default: the cores].", show_default=False)
+    ] = None,
+) -> None:
+    """What a run would take and cost: strategies side by side, on the same spot trace and seed.
+
+    The production controller runs in virtual time; durations come from a cost profile, prices from a dated
+    source, and both are named below the table. Without SCENARIO the shipped ones are listed.
+
+    [bold]Examples[/bold]
+
+      spotlight simulate paper-512
+
+      spotlight simulate paper-1280 prices.cloud=gcp --html paper.html
+
+      spotlight simulate paper-512 --trace bamboo.csv run.iterations=150 --json out.json
+
+      spotlight simulate mine.yaml cluster.spot.nodes=16 --strategy spotlight --strategy reserved_only
+    """
+    if scenario is None:
+        _list()
+        return
+    from spotlight.planning.compare import Task, run_tasks
+    from spotlight.planning.pages.comparison_page import require_place, require_plotly
+    from spotlight.planning.scenarios.prepare import prepare
+
+    now = datetime.now(UTC)
+    with told_plainly():
+        if page is not None:
+            require_plotly()
+        for wanted in filter(None, (as_json, page)):
+            require_place(wanted)
+        file = read_scenario(scenario, overrides or [], trace, seed)
+        names = chosen_strategies(file, strategy or [])
+        prepared = prepare(file, names, now)
+    tasks = [Task(prepared, name, page is not None) for name in names]
+    with told_plainly(), Bar(len(tasks)) as bar:
+        compared = run_tasks(tasks, jobs or os.cpu_count() or 1, lambda task: bar.done(task.strategy))
+    _print(prepared, compared, now)
+    _write(prepared, compared, now, as_json, page)
+    if all(one.outcome.iterations == 0 for one in compared):
+        raise failure("no strategy finished an iteration; see above.", 1)
+
+
+def _write(
+    prepared: Prepared, compared: Sequence[Compared], now: datetime, as_json: Path | None, page: Path | None
+) -> None:
+    from spotlight.planning.pages.comparison_page import comparison_page, write_file
+    from spotlight.planning.pages.scenario_record import record_of
+
+    with told_plainly():
+        if as_json is not None:
+            record = record_of(prepared, [one.outcome for one in compared], now)
+            write_file(as_json, json.dumps(record, indent=2) + "\n")
+        if page is not None:
+            write_file(page, comparison_page(prepared, compared, now))
+    for path in (as_json, page):
+        if path is not None:
+            Console(highlight=False).print(f"Wrote {path}", soft_wrap=True)
+
+
+def read_scenario(name: str, overrides: Sequence[str], trace: Path | None, seed: int | None) -> ScenarioFile:
+    """The scenario that the command line names. Raises :class:`ConfigError`."""
+    from spotlight.config.errors import ConfigError, Problem
+    from spotlight.planning.scenarios.scenario_load import load_scenario
+
+    if "=" in name:
+        expected = "the name of a scenario, or a file, before any key=value"
+        problem = Problem("SCENARIO", repr(name), expected, "For example: spotlight simulate paper-512.")
+        raise ConfigError("the command line", [problem])
+    return load_scenario(name, overrides, trace=trace, seed=seed)
+
+
+def chosen_strategies(file: ScenarioFile, wanted: Sequence[str]) -> tuple[str, ...]:
+    """Those asked for, else the scenario's. Raises :class:`ConfigError`: an unknown one."""
+    from spotlight.config.errors import ConfigError
+    from spotlight.planning.scenarios.strategies import UnknownStrategyError, strategy_named
+
+    for name in wanted:
+        try:
+            strategy_named(name)
+        except UnknownStrategyError as error:
+            raise ConfigError("the command line", [error.problem("--strategy")]) from None
+    return tuple(dict.fromkeys(wanted)) or file.strategies
+
+
+class Bar:
+    """A bar on stderr while there is a terminal; without a total it only moves. A context manager."""
+
+    def __init__(self, total: int | None) -> None:
+        from rich.progress import Progress
+
+        console = Console(stderr=True)
+        self._progress = Progress(console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._progress.add_task("simulating", total=total)
+
+    def __enter__(self) -> Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def done(self, name: str) -> None:
+        """One more simulation is done."""
+        self._progress.update(self._task, advance=1, description=f"simulated {name}")
+
+
+def _list() -> None:
+    from spotlight.planning.scenarios.scenario_load import load_scenario, scenario_names
+
+    console = Console(highlight=False)
+    table = Table(box=None, pad_edge=False)
+    for title in ("scenario", "what it is", "strategies"):
+        table.add_column(title, overflow="fold")
+    for name in scenario_names():
+        file = load_scenario(name)
+        table.add_row(name, file.name, ", ".join(file.strategies))
+    console.print(table)
+    console.print("\nsimulate one: spotlight simulate paper-512. Your own: docs/howto/simulate-and-plan.md")
+
+
+def _print(prepared: Prepared, compared: Sequence[Compared], now: datetime) -> None:
+    from spotlight.fleet.traces.picture import sparkline
+    from spotlight.fleet.traces.transforms import cut
+    from spotlight.planning.pages.comparison_summary import notes_of, table_of
+
+    console = wide_console()
+    outcomes = [one.outcome for one in compared]
+    console.print(Text(prepared.file.name, style="bold"), soft_wrap=True)
+    print_table(console, ["", *(one.strategy for one in outcomes)], table_of(outcomes))
+    shown_s = min(prepared.trace.horizon_s, 3600 * max((one.simulated_h for one in outcomes), default=0.0))
+    if shown_s > 0:
+        part = cut(prepared.trace, 0.0, shown_s)
+        console.print(f"\nSpot nodes over the {shown_s / 3600:.1f} h simulated:")
+        console.print(Text(f"  {sparkline(part)}", style="cyan"), soft_wrap=True)
+    print_notes(console, notes_of(prepared, outcomes, now))
+
+
+def wide_console() -> Console:
+    """The terminal; elsewhere, room for a whole table."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=140)
+
+
+def print_table(console: Console, columns: Sequence[str], lines: Sequence[Line]) -> None:
+    """A table; lines without cells are headings."""
+    table = Table(box=None, pad_edge=False)
+    for index, column in enumerate(columns):
+        heading = column.replace("+", "\n+")  # each part of a pipeline on a line of its own
+        table.add_column(heading, justify="right" if index else "left", no_wrap=True)
+    for line in lines:
+        table.add_row(Text(line.label, style="" if line.cells else "dim"), *line.cells)
+    console.print(table)
+
+
+def print_notes(console: Console, notes: Sequence[Note]) -> None:
+    """What stands below a table."""
+    for note in notes:
+        console.print()
+        console.print(Text(note.heading, style="yellow" if note.heading == "Mind" else "bold"))
+        for line in note.lines:
+            console.print(Text(f"  {line}"), soft_wrap=True)

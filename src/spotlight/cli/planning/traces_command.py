@@ -1,0 +1,254 @@
+"""``spotlight traces``: what spot traces are like, and new ones from a seed."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from spotlight.cli.exit_codes import failure, told_plainly
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from spotlight.fleet.traces.statistics import TraceStatistics
+    from spotlight.fleet.traces.trace import Trace
+
+
+class Format(StrEnum):
+    """How a file is read."""
+
+    AUTO = "auto"
+    BAMBOO = "bamboo"
+    SKYPILOT = "skypilot"
+    CSV = "csv"
+    JSONL = "jsonl"
+
+
+def traces(
+    files: Annotated[
+        list[Path] | None, typer.Argument(metavar="FILE", help="Trace files.", show_default=False)
+    ] = None,
+    format: Annotated[Format, typer.Option("--format", help="Form of the files.")] = Format.AUTO,
+    gpus_per_node: Annotated[
+        int, typer.Option("--gpus-per-node", min=1, help="Where the form does not say it, and generated.")
+    ] = 1,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", min=1, help="At most so many at once; generated: 8.")
+    ] = None,
+    horizon_h: Annotated[
+        float | None, typer.Option("--horizon-h", help="Cut or repeat to so many hours; generated: 24.")
+    ] = None,
+    notice_lead_s: Annotated[
+        float | None, typer.Option("--notice-lead-s", help="A notice so long before each removal; 0: none.")
+    ] = None,
+    generate: Annotated[bool, typer.Option("--generate", help="Make a trace instead of reading.")] = False,
+    seed: Annotated[int | None, typer.Option("--seed", help="With --generate (default 0).")] = None,
+    mean_uptime_h: Annotated[
+        float | None, typer.Option("--mean-uptime-h", help="With --generate: of one node (default 2).")
+    ] = None,
+    mean_downtime_s: Annotated[
+        float | None, typer.Option("--mean-downtime-s", help="With --generate, until another (default 600).")
+    ] = None,
+    bursts_per_h: Annotated[
+        float | None, typer.Option("--bursts-per-h", help="With --generate: losses together (default 0).")
+    ] = None,
+    burst_fraction: Annotated[
+        float | None, typer.Option("--burst-fraction", help="With --generate: share lost (default 0.5).")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Write the one trace, in canonical form: .csv or .jsonl.")
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option("--html", help="Write a page with curves over time (Plotly).")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print statistics as JSON.")] = False,
+) -> None:
+    """What spot traces are like: availability, up-times, preemptions, bursts. Or make one from a seed.
+
+    Reads Bamboo's CSV, SkyPilot's availability JSON and the canonical forms.
+
+    [bold]Examples[/bold]
+
+      spotlight traces trace.csv
+
+      spotlight traces trace.csv --nodes 8 --notice-lead-s 30 --out eight.jsonl
+
+      spotlight traces a.csv b.json --html traces.html
+
+      spotlight traces --generate --seed 7 --nodes 16 --bursts-per-h 0.5 --out bursty.csv
+    """
+    spec = {
+        "seed": seed,
+        "mean_uptime_s": None if mean_uptime_h is None else mean_uptime_h * 3600,
+        "mean_downtime_s": mean_downtime_s,
+        "bursts_per_h": bursts_per_h,
+        "burst_fraction": burst_fraction,
+    }
+    given = {name: value for name, value in spec.items() if value is not None}
+    _require_sense(files or [], generate, given, out)
+    horizon_s = None if horizon_h is None else horizon_h * 3600
+    with told_plainly():
+        if generate:
+            made = [_generated(given, horizon_s, nodes, gpus_per_node, notice_lead_s)]
+        else:
+            how = (format, gpus_per_node, nodes, horizon_s, notice_lead_s)
+            made = [_read(path, *how) for path in files or []]
+        _write(made, out, page)
+    if as_json:
+        typer.echo(json.dumps([_record(trace) for trace in made], indent=2))
+    else:
+        _print(made, [path for path in (out, page) if path is not None])
+
+
+def _require_sense(files: Sequence[Path], generate: bool, given: dict[str, float], out: Path | None) -> None:
+    if generate and files:
+        raise failure(f"--generate reads no files, and {files[0]} is one. Leave one of them out.")
+    if not generate and not files:
+        raise failure("no trace: expected FILE..., or --generate. See spotlight traces --help.")
+    if not generate and given:
+        raise failure(f"{', '.join(given)} given without --generate, which alone reads them.")
+    if out is not None and len(files) > 1:
+        raise failure(f"--out writes one trace, and there are {len(files)}. Name one FILE.")
+
+
+def _generated(
+    given: dict[str, float],
+    horizon_s: float | None,
+    nodes: int | None,
+    gpus_per_node: int,
+    notice_lead_s: float | None,
+) -> Trace:
+    from spotlight.fleet.traces.generator import TraceSpec, generate
+
+    return generate(
+        TraceSpec(
+            seed=int(given.pop("seed", 0)),
+            horizon_s=24 * 3600.0 if horizon_s is None else horizon_s,
+            nodes=8 if nodes is None else nodes,
+            gpus_per_node=gpus_per_node,
+            notice_lead_s=notice_lead_s or 0.0,
+            **given,
+        )
+    )
+
+
+def _read(
+    path: Path,
+    format: Format,
+    gpus_per_node: int,
+    nodes: int | None,
+    horizon_s: float | None,
+    notice_lead_s: float | None,
+) -> Trace:
+    from spotlight.fleet.traces.readers import read_trace
+    from spotlight.fleet.traces.transforms import limit, repeat, with_notices
+
+    trace = read_trace(path, format=format.value, gpus_per_node=gpus_per_node)
+    if nodes is not None:
+        trace = limit(trace, nodes)
+    if horizon_s is not None:
+        trace = repeat(trace, horizon_s)
+    return trace if notice_lead_s is None else with_notices(trace, notice_lead_s)
+
+
+def _write(traces: Sequence[Trace], out: Path | None, page: Path | None) -> None:
+    from spotlight.fleet.traces.picture import html
+    from spotlight.fleet.traces.trace import TraceError
+    from spotlight.fleet.traces.writers import write_trace
+
+    if out is not None:
+        write_trace(traces[0], out)
+    if page is not None:
+        text = html(traces)
+        try:
+            page.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise TraceError(f"{page}: {error.strerror}; expected a place for the page") from None
+
+
+def _record(trace: Trace) -> dict[str, object]:
+    from spotlight.fleet.traces.statistics import statistics
+
+    numbers = asdict(statistics(trace)).items()
+    # JSON has no NaN: what nothing happened for is null.
+    finite = {
+        key: None if isinstance(value, float) and math.isnan(value) else value for key, value in numbers
+    }
+    return {"source": trace.source, **finite}
+
+
+def _print(traces: Sequence[Trace], written: Sequence[Path]) -> None:
+    from spotlight.fleet.traces.picture import sparkline
+    from spotlight.fleet.traces.statistics import statistics
+
+    console = Console(highlight=False)
+    for trace in traces:
+        numbers = statistics(trace)
+        console.print(Text(trace.source, style="bold"), soft_wrap=True)
+        console.print(Text(f"  {sparkline(trace)}", style="cyan"), soft_wrap=True)
+        console.print(
+            Text(f"  0 h to {_time(trace.horizon_s)}, at most {numbers.nodes_max} nodes", style="dim")
+        )
+        table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2))
+        for label, value in _rows(numbers):
+            table.add_row(f"  {label}", value)
+        console.print(table)
+        console.print()
+    for path in written:
+        console.print(Text(f"Wrote {path}"), soft_wrap=True)
+
+
+def _rows(numbers: TraceStatistics) -> Sequence[tuple[str, str]]:
+    percentiles = f"p5 {numbers.nodes_p5:g}, p50 {numbers.nodes_p50:g}, p95 {numbers.nodes_p95:g}"
+    rows = [
+        ("nodes present", f"mean {numbers.nodes_mean:.1f}, {percentiles}"),
+        ("GPUs present", f"mean {numbers.gpus_mean:.1f}; none for {numbers.empty_share:.1%} of the time"),
+        ("stays", f"{numbers.machines}, of those that ended: {_stay(numbers)}"),
+        ("preemptions", f"{numbers.preemptions}, {_number(numbers.preemptions_per_node_h)} per node-hour"),
+        (
+            "bursts",
+            f"{numbers.bursts} (largest {numbers.burst_largest} nodes), "
+            f"{_percent(numbers.burst_share)} of the preemptions",
+        ),
+        ("notices", _notices(numbers)),
+    ]
+    if not math.isnan(numbers.price_mean_usd_h):
+        rows.append(("spot price", f"mean {numbers.price_mean_usd_h:.3f} $/h of a node"))
+    return rows
+
+
+def _stay(numbers: TraceStatistics) -> str:
+    if math.isnan(numbers.uptime_mean_s):
+        return "none"
+    return f"mean {_time(numbers.uptime_mean_s)}, median {_time(numbers.uptime_p50_s)}"
+
+
+def _notices(numbers: TraceStatistics) -> str:
+    if not numbers.noticed:
+        return "none"
+    lead = f"mean {numbers.notice_lead_mean_s:.0f} s, least {numbers.notice_lead_min_s:.0f} s before"
+    return f"{numbers.noticed} of {numbers.preemptions} preemptions, {lead}"
+
+
+def _time(seconds: float) -> str:
+    """``42 s``, ``12 min``, ``3.2 h``."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.3f}"
+
+
+def _percent(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.0%}"

@@ -1,0 +1,89 @@
+"""``spotlight audit``: recount a run's ledger offline."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from spotlight.cli.exit_codes import EXIT_NOT_STARTED, told_plainly
+from spotlight.cli.run_argument import RunArgument, find_run
+
+if TYPE_CHECKING:
+    from spotlight.store.ledger.ledger_audit import AuditReport
+
+_IDS_SHOWN = 5
+
+
+def audit(
+    run: RunArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON.")] = False,
+) -> None:
+    """Recount a run's ledger from its rows: every sample accounted for, every second in a phase.
+
+    Needs neither the model nor a GPU, and may look at a run that is working.
+    Exit status: 0 when every promise was kept, 1 with violations, 2 when there is no ledger to audit.
+
+    [bold]Examples[/bold]
+
+      spotlight audit demo
+
+      spotlight audit runs/demo --json | jq .violations
+    """
+    from spotlight.config.load import load_config
+    from spotlight.store.ledger.ledger_audit import AuditLimits
+    from spotlight.store.ledger.ledger_audit import audit as recount
+    from spotlight.store.run_directory import RunPaths
+
+    directory = find_run(run)
+    with told_plainly(EXIT_NOT_STARTED):
+        config = load_config(RunPaths(directory).config)
+        # Rollouts that begin early are one published version old: the optimizer steps of an iteration.
+        stale = config.learner.updates_per_batch if config.pipeline.next_share else 0
+        report = recount(directory, AuditLimits(config.rollout.group_size, stale))
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(report), indent=2))
+    else:
+        _print(report)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _print(report: AuditReport) -> None:
+    from spotlight.report.wording import count, money
+    from spotlight.scheduler.types import Purpose
+
+    console = Console(highlight=False)
+    counts = report.counts
+    dropped = ", ".join(f"{number} {reason.value}" for reason, number in counts.train_dropped.items()) or "0"
+    filled = ", ".join(f"{by.words} {seconds:,.1f}" for by, seconds in report.filled_s.items())
+    lines = (
+        ("state", "finished" if report.finished else "not finished"),
+        ("train samples", f"{count(counts.issued[Purpose.TRAIN])} issued"),
+        ("  trained", count(counts.trained)),
+        ("  dropped", dropped),
+        ("  in flight", count(counts.in_flight[Purpose.TRAIN])),
+        ("evaluated", f"{count(counts.evaluated)} of {count(counts.issued[Purpose.EVAL])} issued"),
+        ("optimizer steps", count(counts.optimizer_steps)),
+        ("refused commits", count(counts.rejected)),
+        ("attempts", ", ".join(f"{bill.attempt}: {bill.ended or 'open'}" for bill in report.attempts)),
+        ("worker seconds", f"{sum(report.gpu_seconds_by_phase.values()):,.1f}, {money(report.cost_usd)}"),
+        ("  not idle thanks to", filled or "nothing"),
+        ("last record", f"{report.position} (checkpoint at {report.checkpoint_position})"),
+        ("digest", report.digest),
+    )
+    width = max(len(name) for name, _ in lines)
+    for name, value in lines:
+        # Not a table: that would break the digest over two lines where the output is no terminal.
+        console.print(Text.assemble((f"{name:{width}}", "bold"), f" {value}"), soft_wrap=True)
+    for violation in report.violations:
+        more = len(violation.ids) - _IDS_SHOWN
+        ids = ", ".join(violation.ids[:_IDS_SHOWN]) + (f" and {more} more" if more > 0 else "")
+        console.print(f"[bold red]VIOLATED[/] {violation.check}: {violation.broken}: ", end="")
+        console.print(ids, markup=False, soft_wrap=True)
+    passed = len(report.checks) - len(report.violations)
+    console.print(f"{passed} of {len(report.checks)} checks passed", style="green" if report.ok else "red")

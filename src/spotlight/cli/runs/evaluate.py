@@ -1,0 +1,85 @@
+"""``spotlight eval``: judge a run's weights on held-out prompts."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from spotlight.cli.exit_codes import told_plainly
+from spotlight.cli.options import (
+    Device,
+    DeviceOption,
+    WeightsOption,
+    device_of,
+    silence_loading_bars,
+    slot_of,
+)
+from spotlight.cli.run_argument import RunArgument, find_run
+
+if TYPE_CHECKING:
+    from spotlight.runtime.inference import TrainedRun
+    from spotlight.runtime.validation import Validation
+
+
+def evaluate(
+    run: RunArgument,
+    images: Annotated[
+        int | None, typer.Option(min=1, help="Pictures a prompt [default: the run's].", show_default=False)
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Denoising steps [default: the run's].", show_default=False)
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="File of prompts [default: the run's held-out prompts].", show_default=False),
+    ] = None,
+    weights: WeightsOption = None,
+    device: DeviceOption = Device.AUTO,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the scores as JSON.")] = False,
+) -> None:
+    """Judge the newest checkpoint of a run on held-out prompts, with fixed seeds and standard errors.
+
+    [bold]Examples[/bold]
+
+      spotlight eval demo
+
+      spotlight eval demo --weights reference
+
+      spotlight eval runs/demo --prompts my_prompts.jsonl --images 32 --json
+    """
+    directory = find_run(run)
+    silence_loading_bars()
+    with told_plainly():
+        from spotlight.cli.work_bar import WorkBar
+        from spotlight.runtime.inference import TrainedRun
+
+        trained = TrainedRun.open(directory, device=device_of(device), weights=slot_of(weights))
+        with WorkBar() as bar:
+            validation = trained.evaluate(bar, images, steps, prompts)
+    if as_json:
+        row = {name: value if math.isfinite(value) else None for name, value in validation.row().items()}
+        about = {"run": str(directory), "iteration": trained.iteration, "weights": trained.weights}
+        typer.echo(json.dumps(about | row, indent=2))
+    else:
+        _print(trained, validation)
+
+
+def _print(trained: TrainedRun, validation: Validation) -> None:
+    from spotlight.report.wording import score
+
+    title = f"{trained.directory}: {trained.weights} weights after {trained.iteration} iterations"
+    table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
+    table.add_column("curve")
+    table.add_column("mean ± standard error", justify="right")
+    for name, value in validation.curves.items():
+        judged = " (judged)" if name == validation.strict else ""
+        table.add_row(f"{name}{judged}", score(value.mean, value.stderr))
+    for tag, value in validation.by_tag.items():
+        table.add_row(f"  {tag}", score(value.mean, value.stderr))
+    Console(highlight=False).print(table)

@@ -1,0 +1,138 @@
+"""``spotlight generate``: pictures from a run's weights."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from spotlight.cli.exit_codes import failure, told_plainly
+from spotlight.cli.options import (
+    Device,
+    DeviceOption,
+    WeightsOption,
+    device_of,
+    silence_loading_bars,
+    slot_of,
+)
+from spotlight.cli.run_argument import RunArgument, find_run
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from spotlight.runtime.inference import TrainedRun
+
+
+def generate(
+    run: RunArgument,
+    prompt: Annotated[
+        list[str], typer.Option("--prompt", "-p", help="What to draw; may be given several times.")
+    ],
+    seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
+    count: Annotated[int, typer.Option(min=1, help="Pictures a prompt, with successive seeds.")] = 1,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Denoising steps [default: the run's].", show_default=False)
+    ] = None,
+    guidance: Annotated[
+        float | None,
+        typer.Option(min=1.0, help="True CFG scale [default: the run's].", show_default=False),
+    ] = None,
+    before: Annotated[
+        bool, typer.Option("--before", help="Also draw with the weights before training, side by side.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder [default: RUN/generated].", show_default=False)
+    ] = None,
+    weights: WeightsOption = None,
+    device: DeviceOption = Device.AUTO,
+) -> None:
+    """Make pictures with the newest checkpoint of a run.
+
+    Equal seeds give equal pictures. With --before, before-after.png shows both sides.
+
+    [bold]Examples[/bold]
+
+      spotlight generate demo --prompt "two red circles"
+
+      spotlight generate demo -p "a blue square" -p "a green triangle" --count 4 --before
+    """
+    if not all(text.strip() for text in prompt):
+        raise failure(f"--prompt: found {prompt}; expected texts that are not empty. Say what to draw.")
+    directory = find_run(run)
+    silence_loading_bars()
+    pairs = [(text, seed + index) for text in prompt for index in range(count)]
+    with told_plainly():
+        from spotlight.runtime.inference import TrainedRun
+
+        trained = TrainedRun.open(directory, device=device_of(device), weights=slot_of(weights))
+        untrained = trained.with_weights("reference") if before else None  # an error now, not at the end
+        texts, seeds = [text for text, _ in pairs], [number for _, number in pairs]
+        after = trained.generate(texts, seeds, steps, guidance)
+        folder = out or directory / "generated"
+        written = _save(folder, pairs, after, trained, "")
+        if untrained is not None:
+            old = untrained.generate(texts, seeds, steps, guidance)
+            written += _save(folder, pairs, old, untrained, "-before")
+            written.append(_save_comparison(folder, pairs, old, after, trained))
+    for path in written:
+        typer.echo(path)
+
+
+def _save(
+    folder: Path,
+    pairs: list[tuple[str, int]],
+    pictures: NDArray[np.uint8],
+    trained: TrainedRun,
+    suffix: str,
+) -> list[Path]:
+    import io
+
+    from PIL import Image, PngImagePlugin
+
+    paths = []
+    for (text, seed), picture in zip(pairs, pictures, strict=True):
+        notes = PngImagePlugin.PngInfo()
+        about = {"prompt": text, "seed": seed, "run": trained.directory.name, "iteration": trained.iteration}
+        for key, value in (about | {"weights": trained.weights}).items():
+            notes.add_itxt(key, str(value))
+        buffer = io.BytesIO()
+        Image.fromarray(picture).save(buffer, "PNG", pnginfo=notes)
+        paths.append(_write(folder / f"{slug(text)}-seed{seed}{suffix}.png", buffer.getvalue()))
+    return paths
+
+
+def _save_comparison(
+    folder: Path,
+    pairs: list[tuple[str, int]],
+    old: NDArray[np.uint8],
+    new: NDArray[np.uint8],
+    trained: TrainedRun,
+) -> Path:
+    from spotlight.store.images import Strip, draw_strips
+
+    strips = [
+        Strip(f"{text} (seed {seed})", ((one, "before"), (other, "after")))
+        for (text, seed), one, other in zip(pairs, old, new, strict=True)
+    ]
+    title = f"{trained.directory.name}: before and after {trained.iteration} iterations"
+    return _write(folder / "before-after.png", draw_strips(title, strips))
+
+
+def _write(path: Path, content: bytes) -> Path:
+    from spotlight.store.files import write_atomically
+    from spotlight.store.store_errors import storage_error
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, content)
+    except OSError as error:
+        raise storage_error("cannot write the picture", path, error) from error
+    return path
+
+
+def slug(text: str) -> str:
+    """A prompt as part of a file name: its first words, in lower case."""
+    return re.sub(r"[^\w]+", "-", text.lower()).strip("-")[:48] or "picture"

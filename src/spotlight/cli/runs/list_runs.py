@@ -1,0 +1,67 @@
+"""``spotlight runs``: what runs there are and how they stand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from spotlight.cli.exit_codes import ours
+from spotlight.cli.run_argument import RUNS
+
+if TYPE_CHECKING:
+    from spotlight.report.record import RunRecord
+
+_STYLES = {"finished": "green", "running": "cyan", "failed": "red", "killed": "yellow", "stopped": "yellow"}
+
+
+def runs(
+    directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Parent of the run directories.")] = RUNS,
+) -> None:
+    """List the runs: how far they are, their last validation, their cost and state.
+
+    [bold]Examples[/bold]
+
+      spotlight runs
+
+      spotlight runs /mnt/big/runs
+    """
+    from spotlight.report.record import read_run
+
+    console = Console(highlight=False)
+    found = sorted(path.parent for path in directory.glob("*/config.yaml"))
+    if not found:
+        console.print(f"No runs in {directory}/. Start one: spotlight train")
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in ("name", "iteration", "strict", "graded", "time", "cost", "state"):
+        table.add_column(name, justify="left" if name in {"name", "state"} else "right")
+    for path in found:
+        try:
+            table.add_row(*_row(read_run(path)))
+        except Exception as error:
+            if not isinstance(error, ours()):
+                raise
+            table.add_row(path.name, "", "", "", "", "", Text("unreadable", style="red"))
+            console.print(Text(str(error)), soft_wrap=True)
+    console.print(table)
+
+
+def _row(run: RunRecord) -> list[str | Text]:
+    from spotlight.report.wording import duration, money, score
+
+    last = run.validations[-1].scores if run.validations else {}
+    shown = [last.get(name) for name in ("strict", "graded")]
+    state = run.history.state
+    return [
+        run.paths.path.name,
+        f"{run.history.iterations}/{run.config.iterations}",
+        *(score(value.mean, value.stderr) if value else "-" for value in shown),
+        duration(run.wall_s),
+        money(run.history.cost_usd),
+        Text(state, style=_STYLES.get(state, "")),
+    ]

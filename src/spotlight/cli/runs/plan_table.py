@@ -1,0 +1,130 @@
+"""The plan of a run on the terminal: for ``spotlight train --dry-run``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+
+from spotlight.cluster.local.fleet_plan import FleetPlan
+from spotlight.config.schema import RunConfig
+from spotlight.dry_run.memory_plan import Estimate, peak_bytes
+from spotlight.dry_run.model_plan import NotHere
+from spotlight.dry_run.run_plan import Passes, RunPlan
+from spotlight.report.wording import count, duration, money, size
+
+
+def print_plan(console: Console, config: RunConfig, plan: RunPlan, fleet: FleetPlan | None) -> None:
+    """Print counts, parameters, memory, disk and time."""
+    _print(console, "Work", _work(config, plan))
+    _print(console, "DiT passes of an iteration (one sample each)", _passes(plan))
+    _print(console, "Parameters", _parameters(plan))
+    if plan.memory:
+        peak = size(peak_bytes(plan.memory))
+        where = "a GPU of the learner" if config.pipeline.trainers_generate else "the device"
+        _print(console, f"Memory, estimated: {peak} on {where} at the peak", _estimates(plan.memory))
+    total = size(sum(part.bytes for part in plan.disk))
+    known = "" if plan.parameters_trained is not None else " without checkpoints, which are unknown"
+    _print(console, f"Disk at the end, estimated: {total}{known}", _estimates(plan.disk))
+    if fleet is not None:
+        _print(console, "Fleet, emulated on this machine", _fleet(config, fleet))
+    _print(console, "Time", [_time(config, plan)])
+    for note in plan.notes:
+        console.print(note, markup=False, soft_wrap=True)
+
+
+def _print(
+    console: Console, title: str, rows: Iterator[tuple[str, str, str]] | list[tuple[str, str, str]]
+) -> None:
+    table = Table(
+        box=None, pad_edge=False, show_header=False, title=title, title_justify="left", title_style="bold"
+    )
+    table.add_column(min_width=22)
+    table.add_column(justify="right", min_width=14)
+    table.add_column(style="dim", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    console.print()
+
+
+def _work(config: RunConfig, plan: RunPlan) -> Iterator[tuple[str, str, str]]:
+    rollout, learner = config.rollout, config.learner
+    samples = f"{rollout.prompts_per_iteration} prompts x {rollout.group_size} pictures"
+    yield "samples an iteration", count(plan.samples), samples
+    yield "iterations", count(config.iterations), f"{count(plan.samples * config.iterations)} samples in all"
+    steps = f"{config.iterations} iterations x {learner.updates_per_batch} updates"
+    yield "optimizer steps", count(plan.optimizer_steps), steps
+    prompts = f"{count(plan.train_prompts)} for training, {count(plan.test_prompts)} held out"
+    yield "prompts", count(plan.train_prompts + plan.test_prompts), prompts
+    images = (
+        f"{count(plan.evaluation_images)} pictures each: {plan.test_prompts} prompts x "
+        f"{config.evaluation.images_per_prompt}"
+    )
+    yield "evaluations", count(plan.evaluations), images
+
+
+def _passes(plan: RunPlan) -> Iterator[tuple[str, str, str]]:
+    passes: Passes = plan.passes
+    timesteps = f"{plan.trained_timesteps} timesteps a sample"
+    for name, number, why in (
+        ("rollout forwards", passes.rollout, "the denoising steps"),
+        ("policy forwards", passes.policy, timesteps),
+        ("backwards", passes.backward, "about two forwards each"),
+        ("recomputed forwards", passes.recomputed, "learner.gradient_checkpointing"),
+        ("old-policy forwards", passes.old, timesteps),
+        ("reference forwards", passes.reference, timesteps),
+        ("old log-prob forwards", passes.old_log_probs, timesteps),
+    ):
+        if number:
+            guided = f" x {plan.guidance} (guidance)" if plan.guidance > 1 else ""
+            yield name, count(number), why + guided
+    if passes.previews:
+        yield "preview forwards", count(passes.previews), "exploration; at most, where a planner decides"
+    yield "all forwards", count(passes.forwards), ""
+    yield "one evaluation", count(passes.evaluation), "forwards, every evaluation.every iterations"
+
+
+def _parameters(plan: RunPlan) -> Iterator[tuple[str, str, str]]:
+    if isinstance(plan.model, NotHere) or plan.parameters_trained is None:
+        remedy = plan.model.remedy if isinstance(plan.model, NotHere) else ""
+        where = "no directory here, and not in the hub's cache"
+        yield "of the DiT", "unknown", f"{where}; get it with: {remedy}"
+        return
+    model = plan.model
+    yield "of the DiT", count(model.parameters), f"{model.layers} layers of width {model.width}: {model.root}"
+    share = plan.parameters_trained / model.parameters
+    yield "trained", count(plan.parameters_trained), f"{plan.parameters_trained:,} ({share:.2%} of the DiT's)"
+
+
+def _estimates(parts: tuple[Estimate, ...]) -> Iterator[tuple[str, str, str]]:
+    for part in parts:
+        held = {"always": "", "host": ", in this machine's memory"}.get(part.when, f", during {part.when}")
+        yield part.part, size(part.bytes), part.formula + held
+
+
+def _fleet(config: RunConfig, fleet: FleetPlan) -> Iterator[tuple[str, str, str]]:
+    spot, ranks = config.fleet.spot, config.fleet.learner_ranks
+    beside = " and roll out" if config.pipeline.trainers_generate else ""
+    yield "reserved slots", count(fleet.reserved_slots), f"{ranks} of them train{beside}"
+    source = "at most" if spot.trace is not None else "from the beginning"
+    yield "spot slots", count(fleet.spot_slots), source
+    if spot.trace is not None:
+        known = spot.notice_s is not None
+        notice = f"noticed {spot.notice_s:g} s before" if known else "noticed when the trace says"
+        yield (
+            "preemptions",
+            count(fleet.preemptions),
+            f"in {duration(fleet.horizon_s)} of {spot.trace}, {notice}",
+        )
+    prices = f"{money(config.fleet.price_usd_h)} a reserved slot, {money(spot.price_usd_h)} a spot slot"
+    yield "an hour", money(fleet.usd_h), prices
+
+
+def _time(config: RunConfig, plan: RunPlan) -> tuple[str, str, str]:
+    if plan.seconds_per_iteration is None:
+        return "an iteration", "unknown", "not measured yet; start the run: its progress says the time left"
+    whole = duration(plan.seconds_per_iteration * config.iterations)
+    why = f"median measured in {config.runs_dir / config.name}; {whole} for all iterations"
+    return "an iteration", f"{plan.seconds_per_iteration:.1f} s", why

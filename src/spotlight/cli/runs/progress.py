@@ -1,0 +1,290 @@
+"""A run as it is watched: live bars on a terminal, one line an event elsewhere.
+
+Drawing never slows the run down: events only change a few fields; on a terminal a thread redraws twice a
+second, elsewhere long phases say a line every half minute.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from spotlight.report.wording import duration, money, score
+from spotlight.scheduler.types import Phase
+
+if TYPE_CHECKING:
+    from spotlight.config.schema import RunConfig
+
+_REDRAWS_PER_S = 2
+_PLAIN_WORK_EVERY_S = 30.0
+_JUDGED = ("strict", "graded")
+
+
+@dataclass(slots=True)
+class Facts:
+    """What is known of the run so far.
+
+    Attributes:
+        total: iterations of the whole run.
+        done: iterations trained, those of earlier attempts included.
+        begun: iterations that were trained already when this attempt began; None before its first.
+        work: phase, units done and units in all of what is going on.
+        work_since, work_from, work_at: when the first report of it came, with how much, and when the last.
+        first, last: validations; ``first`` is the first of this attempt.
+    """
+
+    total: int
+    price_usd_h: float
+    started: float = field(default_factory=time.monotonic)
+    done: int = 0
+    begun: int | None = None
+    trained_since: float = 0.0
+    work: tuple[Phase, float, int] | None = None
+    work_since: float = 0.0
+    work_from: float = 0.0
+    work_at: float = 0.0
+    first: Mapping[str, float] = field(default_factory=dict)
+    last: Mapping[str, float] = field(default_factory=dict)
+    row: Mapping[str, float] = field(default_factory=dict)
+    billed_usd: float | None = None
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since this attempt began."""
+        return time.monotonic() - self.started
+
+    @property
+    def seconds_per_iteration(self) -> float:
+        """Mean over this attempt, evaluations included; NaN before two iterations are done."""
+        if self.begun is None or self.done <= self.begun:
+            return math.nan
+        return (time.monotonic() - self.trained_since) / (self.done - self.begun)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds to the end at this attempt's rate; NaN while unknown."""
+        return (self.total - self.done) * self.seconds_per_iteration
+
+    @property
+    def cost_usd(self) -> float:
+        """What the run was last said to have cost; else what this attempt has so far."""
+        return self.elapsed_s * self.price_usd_h / 3600 if self.billed_usd is None else self.billed_usd
+
+    @property
+    def rate(self) -> float:
+        """Units of the current phase a second; NaN at its beginning."""
+        if self.work is None:
+            return math.nan
+        # From the first report to the last: how long the first unit took is not known.
+        spent, done = self.work_at - self.work_since, self.work[1] - self.work_from
+        return done / spent if spent > 0.2 and done else math.nan
+
+    def restart_clock(self) -> None:
+        """Count from here: importing is over, what is billed begins."""
+        self.started = time.monotonic()
+
+    def take_work(self, phase: Phase, done: float, total: int) -> None:
+        """Note progress within a phase."""
+        self.work_at = time.monotonic()
+        if self.work is None or self.work[0] is not phase or done <= self.work[1]:
+            self.work_since, self.work_from = self.work_at, done
+        self.work = (phase, done, total)
+
+    def take_iteration(self, iteration: int, row: Mapping[str, float]) -> None:
+        """Note that ``iteration`` (counted from 0) is trained."""
+        self.done, self.row, self.work = iteration + 1, row, None
+        if self.begun is None:
+            # The first one pays for warming up: rates are counted from its end.
+            self.begun, self.trained_since = self.done, time.monotonic()
+
+    def take_validation(self, row: Mapping[str, float]) -> None:
+        """Note a validation's scores."""
+        self.first, self.last = self.first or row, row
+
+
+class RunProgress:
+    """What both ways of showing share. Use as a context manager; an ``Observer`` of the run."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self.worked = False
+        """Whether the run got as far as working (before, nothing has been touched)."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return
+
+    def note(self, text: str) -> None:
+        """See ``Observer``."""
+
+    def work(self, phase: Phase, done: float, total: int) -> None:
+        """See ``Observer``."""
+        self.worked = True
+        self.facts.take_work(phase, done, total)
+
+    def billed(self, cost_usd: float) -> None:
+        """See ``Observer``."""
+        self.facts.billed_usd = cost_usd
+
+    def evaluated(self, iteration: int, row: Mapping[str, float]) -> None:
+        """See ``Observer``."""
+        self.worked = True
+        self.facts.take_validation(row)
+
+    def iterated(self, iteration: int, row: Mapping[str, float]) -> None:
+        """See ``Observer``."""
+        self.worked = True
+        self.facts.take_iteration(iteration, row)
+
+
+class PlainProgress(RunProgress):
+    """One line an event."""
+
+    def __init__(self, facts: Facts, console: Console) -> None:
+        super().__init__(facts)
+        self._console = console
+        self._said = time.monotonic()
+
+    def note(self, text: str) -> None:
+        """See ``Observer``."""
+        self._say(text)
+
+    def work(self, phase: Phase, done: float, total: int) -> None:
+        """See ``Observer``."""
+        super().work(phase, done, total)
+        if time.monotonic() - self._said > _PLAIN_WORK_EVERY_S:
+            self._say(f"{phase.value} {done:.0f}/{total}{_rate(self.facts)}")
+
+    def evaluated(self, iteration: int, row: Mapping[str, float]) -> None:
+        """See ``Observer``."""
+        super().evaluated(iteration, row)
+        self._say(f"validation at iteration {iteration}: {scores(row)}")
+
+    def iterated(self, iteration: int, row: Mapping[str, float]) -> None:
+        """See ``Observer``."""
+        super().iterated(iteration, row)
+        facts = self.facts
+        parts = [f"iteration {facts.done}/{facts.total}", training(row)]
+        if math.isfinite(facts.left_s):
+            parts.append(f"{facts.seconds_per_iteration:.1f} s each, {duration(facts.left_s)} left")
+        parts.append(money(facts.cost_usd))
+        self._say("  ".join(part for part in parts if part))
+
+    def _say(self, text: str) -> None:
+        self._said = time.monotonic()
+        self._console.print(Text(f"[{duration(self.facts.elapsed_s)}] {text}"), soft_wrap=True)
+
+
+class LiveProgress(RunProgress):
+    """Bars that redraw themselves; notes and validations stay above them."""
+
+    def __init__(self, facts: Facts, console: Console) -> None:
+        super().__init__(facts)
+        self._live = Live(
+            console=console, get_renderable=self.draw, refresh_per_second=_REDRAWS_PER_S, transient=True
+        )
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def note(self, text: str) -> None:
+        """See ``Observer``."""
+        self._keep(Text(text, style="dim"))
+
+    def evaluated(self, iteration: int, row: Mapping[str, float]) -> None:
+        """See ``Observer``."""
+        super().evaluated(iteration, row)
+        self._keep(Text(f"validation at iteration {iteration:>4}: {scores(row)}"))
+
+    def _keep(self, text: Text) -> None:
+        self._live.console.print(text, soft_wrap=True)
+
+    def draw(self) -> RenderableType:
+        """The bars as they stand now."""
+        facts = self.facts
+        table = Table.grid(padding=(0, 1))
+        for _ in range(4):
+            table.add_column(no_wrap=True)
+        left = f", {duration(facts.left_s)} left" if math.isfinite(facts.left_s) else ""
+        table.add_row(
+            Text("iteration", style="bold"),
+            ProgressBar(total=facts.total, completed=facts.done, width=32),
+            f"{facts.done}/{facts.total}",
+            f"{duration(facts.elapsed_s)}{left}, {money(facts.cost_usd)}",
+        )
+        if facts.work is not None:
+            phase, done, total = facts.work
+            table.add_row(
+                phase.value,
+                ProgressBar(total=max(total, 1), completed=done, width=32),
+                f"{done:.0f}/{total}",
+                _rate(facts).strip(),
+            )
+        lines: list[RenderableType] = [table]
+        if facts.last:
+            lines.append(Text(f"validation {gained(facts.first, facts.last)}", style="green"))
+        if facts.row:
+            lines.append(Text(training(facts.row), style="dim"))
+        return Group(*lines)
+
+
+def make_progress(config: RunConfig, plain: bool) -> RunProgress:
+    """The way of showing that fits the output; silent on all ranks but the first."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    facts = Facts(config.iterations, config.fleet.price_usd_h * world)
+    if int(os.environ.get("RANK", "0")) > 0:
+        return RunProgress(facts)
+    console = Console(highlight=False)
+    if plain or not sys.stdout.isatty() or not console.is_terminal:
+        return PlainProgress(facts, console)
+    return LiveProgress(facts, console)
+
+
+def scores(row: Mapping[str, float]) -> str:
+    """``strict 0.487 ± 0.025  graded 0.834 ± 0.006``."""
+    return "  ".join(
+        f"{name} {score(row[name], row.get(f'{name}_stderr'))}" for name in _JUDGED if name in row
+    )
+
+
+def gained(first: Mapping[str, float], last: Mapping[str, float]) -> str:
+    """``strict 0.487 -> 0.781``, or the scores alone at the first validation."""
+    if first is last:
+        return scores(last)
+    return "  ".join(
+        f"{name} {score(first[name])} -> {score(last[name])}"
+        for name in _JUDGED
+        if name in first and name in last
+    )
+
+
+def training(row: Mapping[str, float]) -> str:
+    """``reward 0.734  loss 0.0123  grad_norm 0.81``, of what the row holds."""
+    shown = {"reward": "rollout/reward", "loss": "train/loss", "grad_norm": "train/grad_norm"}
+    return "  ".join(f"{name} {row[key]:.4g}" for name, key in shown.items() if key in row)
+
+
+def _rate(facts: Facts) -> str:
+    return f"  {facts.rate:.1f}/s" if math.isfinite(facts.rate) else ""

@@ -1,0 +1,166 @@
+"""``spotlight train``: run or resume a configuration, or show what it would do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from spotlight.cli.config_command import split_arguments
+from spotlight.cli.exit_codes import (
+    EXIT_INTERRUPTED,
+    EXIT_NOT_STARTED,
+    EXIT_STOPPED_BY_ERROR,
+    complain,
+    failure,
+    ours,
+    told_plainly,
+)
+from spotlight.cli.options import silence_loading_bars
+
+if TYPE_CHECKING:
+    from spotlight.cli.runs.progress import RunProgress
+    from spotlight.config.schema import RunConfig
+    from spotlight.runtime.attempt import RunResult
+    from spotlight.runtime.observer import Observer
+
+
+def train(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="CONFIG.yaml|KEY=VALUE",
+            help="A configuration file (without it: the embedded default) and overrides in YAML syntax.",
+            show_default=False,
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved configuration and the plan; do nothing.")
+    ] = False,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            "--address",
+            metavar="HOST:PORT",
+            help="Join this Ray cluster: short for fleet.driver=ray fleet.address=HOST:PORT.",
+            show_default=False,
+        ),
+    ] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="One line an event, as when the output is not a terminal.")
+    ] = False,
+) -> None:
+    """Train a Diffusion Transformer by reinforcement learning; the same command resumes an interrupted run.
+
+    Ctrl-C (or SIGTERM) stops after the next checkpoint; a second Ctrl-C stops at once.
+    Exit status: 0 finished, 1 stopped by an error, 2 not started, 130 interrupted.
+
+    [bold]Examples[/bold]
+
+      spotlight train
+
+      spotlight train name=mine run_seed=1 iterations=20
+
+      spotlight train qwen.yaml rollout.steps=8 --dry-run
+
+      torchrun --nproc-per-node 8 -m spotlight.cli train qwen.yaml
+
+      spotlight train fleet.driver=ray fleet.spot.trace=minute
+
+      spotlight train qwen.yaml --address 10.0.0.5:6379 fleet.learner_ranks=4
+    """
+    from spotlight.config.load import load_config
+
+    with told_plainly():
+        joined = [] if address is None else ["fleet.driver=ray", f"fleet.address={address}"]
+        config = load_config(*split_arguments([*(arguments or []), *joined]))
+    if dry_run:
+        _print_plan(config)
+        return
+    result = _run(config, plain)
+    if int(os.environ.get("RANK", "0")) == 0:
+        _tell(result)
+    if result.error is not None:
+        raise typer.Exit(EXIT_STOPPED_BY_ERROR)
+    if result.stopped:
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _print_plan(config: RunConfig) -> None:
+    from spotlight.cli.runs.plan_table import print_plan
+    from spotlight.cluster.local.fleet_plan import plan_fleet
+    from spotlight.config.load import dump_config
+    from spotlight.dry_run.run_plan import make_plan
+
+    with told_plainly():
+        plan, fleet = make_plan(config), plan_fleet(config.fleet)
+    console = Console(highlight=False)
+    console.print(Text(dump_config(config)), soft_wrap=True)
+    print_plan(console, config, plan, fleet)
+
+
+def _run(config: RunConfig, plain: bool) -> RunResult:
+    from spotlight.cli.runs.progress import make_progress
+
+    if config.model.path == "testbed" or Path(config.model.path).is_dir():
+        silence_loading_bars()  # those of a download are wanted
+    progress = make_progress(config, plain)
+    try:
+        with progress:
+            progress.note("loading the model, the rewards and the prompts")
+            run = driver_of(config)
+            progress.facts.restart_clock()
+            return run(config, progress)
+    except KeyboardInterrupt as error:
+        message = "interrupted at once; the same command goes on from the last checkpoint."
+        raise failure(message, EXIT_INTERRUPTED) from error
+    except Exception as error:
+        if isinstance(error, ours()):
+            code = EXIT_STOPPED_BY_ERROR if progress.worked else EXIT_NOT_STARTED
+            raise failure(str(error), code) from error
+        _point_to_log(config, progress)
+        raise
+
+
+def driver_of(config: RunConfig) -> Callable[[RunConfig, Observer], RunResult]:
+    """What runs this configuration: this process (and the ranks of one ``torchrun``), or a Ray cluster."""
+    if config.fleet.driver == "ray":
+        from spotlight.cluster.cluster_run import train_on_cluster
+
+        return train_on_cluster
+    from spotlight.runtime.run import train as train_inline
+
+    return train_inline
+
+
+def _point_to_log(config: RunConfig, progress: RunProgress) -> None:
+    from spotlight.store.run_directory import RunPaths
+
+    logs = sorted(RunPaths(config.runs_dir / config.name).attempts.glob("*.log"))
+    if logs and progress.worked:
+        Console(stderr=True).print(f"The run failed; the traceback is also in {logs[-1]}.", soft_wrap=True)
+
+
+def _tell(result: RunResult) -> None:
+    console = Console(highlight=False)
+    if result.error is not None:
+        complain(f"the run stopped: {result.error}")
+    elif result.stopped:
+        console.print("Stopped after a checkpoint; the same command resumes.")
+    else:
+        with told_plainly(EXIT_STOPPED_BY_ERROR):
+            _finish(console, result.directory)
+
+
+def _finish(console: Console, directory: Path) -> None:
+    from spotlight.report.final_screen import print_final_screen
+    from spotlight.report.model_card import write_card
+    from spotlight.report.record import read_run
+
+    run = read_run(directory)
+    print_final_screen(console, run, write_card(run))

@@ -1,0 +1,300 @@
+"""Where every second of every slot goes, told from the controller's events and effects. Pure.
+
+Invariants
+    1. From when a node joins until it is lost, each moment of each of its slots is in one segment of one
+       phase.
+    2. Denoising counts once the controller has accepted its result, training once a checkpoint holds it; else
+       the segment is LOST. So whatever dies or is fenced off is lost without anybody having to notice.
+    3. :meth:`Billing.take` gives each second once, and keeps those back that may still be either.
+
+A group that works on several leases is in the phase of the oldest. A GPU that both trains and rolls out has
+two processes, and each of its seconds belongs to one of them: see :meth:`_Slot.active`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from spotlight.scheduler import effects as ef
+from spotlight.scheduler import events as ev
+from spotlight.scheduler.types import LeaseId, Node, NodeId, Phase, Purpose, RolloutId, WeightKind, WorkerId
+
+PHASE_OF = {Purpose.TRAIN: Phase.ROLLOUT, Purpose.EVAL: Phase.EVALUATION, Purpose.EXPLORE: Phase.EXPLORATION}
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Seconds of one slot in one phase, at the price of its node."""
+
+    slot: WorkerId
+    phase: Phase
+    seconds: float
+    price_usd_h: float
+
+
+def slots_of(node: Node) -> tuple[WorkerId, ...]:
+    """The names of a node's slots: those of its workers, where it has workers."""
+    return tuple(WorkerId(f"{node.id}/{gpu}") for gpu in range(node.gpus))
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """What a process on a slot does. ``at_risk_s``: denoised or trained, and not accepted yet."""
+
+    phase: Phase = Phase.SETUP
+    works: bool = False
+    at_risk_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One GPU, or what stands for one. ``tenants``: a learner rank, a worker, or the two in this order."""
+
+    price_usd_h: float
+    since_s: float
+    tenants: tuple[_Tenant, ...]
+    spent: defaultdict[Phase, float] = field(default_factory=lambda: defaultdict(float))
+
+    @property
+    def active(self) -> _Tenant:
+        """Whose this moment is: who works, else who is at least not idle; of two such the rank."""
+        return min(self.tenants, key=lambda tenant: (not tenant.works, tenant.phase is Phase.IDLE))
+
+    def close(self, now: float) -> None:
+        seconds, self.since_s = max(0.0, now - self.since_s), max(now, self.since_s)
+        tenant = self.active
+        if tenant.works:
+            tenant.at_risk_s += seconds
+        else:
+            self.spent[tenant.phase] += seconds
+
+    def settle(self, tenant: _Tenant, phase: Phase) -> None:
+        self.spent[phase] += tenant.at_risk_s
+        tenant.at_risk_s = 0.0
+
+
+@dataclass(slots=True)
+class _Group:
+    """Members of a group, and the rollouts of its leases that are not finished."""
+
+    epoch: int
+    members: tuple[WorkerId, ...]
+    leases: dict[LeaseId, tuple[Phase, set[RolloutId]]] = field(default_factory=dict)
+
+
+class Billing:
+    """See the module's docstring. Times are seconds of the controller's clock."""
+
+    def __init__(self) -> None:
+        self._slots: dict[WorkerId, _Slot] = {}
+        self._nodes: dict[NodeId, Node] = {}
+        self._groups: dict[WorkerId, _Group] = {}
+        self._gone: list[Spent] = []
+
+    def observe(self, event: ev.Event, effects: Sequence[ef.Effect], now: float) -> None:
+        """What the controller was told, and what it answered."""
+        match event:
+            case ev.NodeJoined(node):
+                self._join(node, now)
+            case ev.NodeLost(node_id):
+                self._lose(node_id, now)
+            case ev.WorkerStarted(worker):
+                self._turn([worker], Phase.SETUP, now)
+            case ev.WorkerCrashed(worker):
+                self._crash(worker, now)
+            case ev.WeightsPulled(worker) | ev.PullFailed(worker):
+                self._rest([worker], now)
+            case ev.GroupFormed(leader):
+                self._rest(self._members(leader), now)
+            case ev.GroupStopped(leader, epoch):
+                self._part(leader, epoch, now)
+            case ev.LeaseProgressed() | ev.LeaseCompleted() | ev.RolloutFailed():
+                self._made(event, effects, now)
+            case ev.LearnerRestored() | ev.RunStarted():
+                self._train(Phase.IDLE, now)
+            case ev.BatchPrepared() | ev.MicroBatchTrained() | ev.OptimizerStepped() | ev.BatchFinished():
+                self._train(Phase.IDLE, now)
+            case ev.WeightsPublished():
+                self._train(Phase.IDLE, now)
+            case ev.CheckpointCommitted():
+                self._settle_training(Phase.TRAINING, now)
+            case ev.LearnerLost():
+                self._settle_training(Phase.LOST, now)
+                self._train(Phase.SETUP, now)
+        for effect in effects:
+            self._ordered(effect, now)
+
+    def _ordered(self, effect: ef.Effect, now: float) -> None:
+        match effect:
+            case ef.StartWorker(worker):
+                self._turn([worker], Phase.SETUP, now)
+            case ef.PullWeights(worker, kind=kind):
+                if not self._busy(worker):
+                    phase = Phase.SETUP if kind is WeightKind.FULL else Phase.WEIGHT_SYNC
+                    self._turn([worker], phase, now)
+            case ef.FormGroup(leader, epoch, members):
+                self._groups[leader] = _Group(epoch, members)
+                self._turn(members, Phase.RECONFIGURATION, now)
+            case ef.GrantLease(lease, rollouts):
+                group = self._groups.get(lease.worker)
+                if group is not None and group.epoch == lease.epoch:
+                    names = {rollout.id for rollout in rollouts}
+                    group.leases[lease.id] = PHASE_OF[rollouts[0].purpose], names
+                    self._work(group, now)
+            case ef.AbandonLease(leader, epoch, lease):
+                group = self._groups.get(leader)
+                if group is not None and group.epoch == epoch and lease in group.leases:
+                    self._end(group, lease, now)
+            case ef.PrepareBatch() | ef.TrainMicroBatch() | ef.StepOptimizer() | ef.FinishBatch():
+                self._train(Phase.TRAINING, now)
+            case ef.PublishWeights():
+                self._train(Phase.WEIGHT_SYNC, now)
+            case ef.CommitCheckpoint():
+                self._train(Phase.CHECKPOINT, now)
+            case ef.FinishRun():
+                self._settle_training(Phase.TRAINING, now)
+
+    def trained(self, now: float) -> None:
+        """What was trained until now is in a checkpoint."""
+        self._settle_training(Phase.TRAINING, now)
+
+    def price_of(self, node: NodeId) -> dict[WorkerId, float]:
+        """USD an hour of each slot of a node."""
+        return {name: self._slots[name].price_usd_h for name in slots_of(self._nodes[node])}
+
+    def take(self, now: float) -> list[Spent]:
+        """What was spent since the last call, and is sure."""
+        taken, self._gone = self._gone, []
+        for name, slot in self._slots.items():
+            slot.close(now)
+            taken += _spent(name, slot)
+        return taken
+
+    def finish(self, now: float) -> list[Spent]:
+        """Everything that is left: what is not sure is lost."""
+        for node in list(self._nodes):
+            self._lose(node, now)
+        return self.take(now)
+
+    # -- nodes -----------------------------------------------------------------------------------------
+
+    def _join(self, node: Node, now: float) -> None:
+        if node.id in self._nodes:
+            self._lose(node.id, now)
+        self._nodes[node.id] = node
+        for name in slots_of(node):
+            tenants = tuple(_Tenant() for there in (node.trains, node.rolls_out) if there)
+            self._slots[name] = _Slot(node.price_usd_h / node.gpus, now, tenants)
+
+    def _lose(self, node_id: NodeId, now: float) -> None:
+        node = self._nodes.pop(node_id, None)
+        for name in slots_of(node) if node is not None else ():
+            slot = self._slots.pop(name)
+            slot.close(now)
+            for tenant in slot.tenants:
+                slot.settle(tenant, Phase.LOST)
+            self._gone += _spent(name, slot)
+
+    # -- workers ---------------------------------------------------------------------------------------
+
+    def _known(self, workers: Iterable[WorkerId]) -> Iterator[tuple[_Slot, _Tenant]]:
+        for name in workers:
+            if name in self._slots:
+                yield self._slots[name], self._slots[name].tenants[-1]
+
+    def _turn(self, workers: Iterable[WorkerId], phase: Phase, now: float) -> None:
+        """To something that is not work at risk; what was at risk until now is lost."""
+        for slot, worker in self._known(workers):
+            slot.close(now)
+            slot.settle(worker, Phase.LOST)
+            worker.phase, worker.works = phase, False
+
+    def _rest(self, workers: Iterable[WorkerId], now: float) -> None:
+        self._turn([name for name in workers if not self._busy(name)], Phase.IDLE, now)
+
+    def _busy(self, worker: WorkerId) -> bool:
+        return any(known.works for _, known in self._known([worker]))
+
+    def _crash(self, worker: WorkerId, now: float) -> None:
+        self._turn([worker], Phase.SETUP, now)
+        for group in self._groups.values():
+            if worker in group.members:
+                # What it denoised, its group holds too: only its own seconds are lost.
+                group.members = tuple(name for name in group.members if name != worker)
+
+    # -- groups ----------------------------------------------------------------------------------------
+
+    def _members(self, leader: WorkerId) -> tuple[WorkerId, ...]:
+        group = self._groups.get(leader)
+        return () if group is None else group.members
+
+    def _part(self, leader: WorkerId, epoch: int, now: float) -> None:
+        group = self._groups.get(leader)
+        if group is not None and group.epoch == epoch:
+            del self._groups[leader]
+            self._turn(group.members, Phase.IDLE, now)
+
+    def _work(self, group: _Group, now: float) -> None:
+        """Go on with the oldest lease."""
+        phase, _ = next(iter(group.leases.values()))
+        for slot, worker in self._known(group.members):
+            slot.close(now)
+            worker.phase, worker.works = phase, True
+
+    def _made(
+        self,
+        event: ev.LeaseProgressed | ev.LeaseCompleted | ev.RolloutFailed,
+        effects: Sequence[ef.Effect],
+        now: float,
+    ) -> None:
+        leader = event.worker if isinstance(event, ev.RolloutFailed) else event.leader
+        group = self._groups.get(leader)
+        if group is None or group.epoch != event.epoch or event.lease not in group.leases:
+            return
+        if any(isinstance(effect, ef.AbandonLease) and effect.lease == event.lease for effect in effects):
+            return
+        for slot, worker in self._known(group.members):
+            slot.close(now)
+            slot.settle(worker, worker.phase)
+        _, left = group.leases[event.lease]
+        match event:
+            case ev.LeaseCompleted(rollouts=rollouts):
+                left.difference_update(rollouts)
+            case ev.RolloutFailed(rollout=rollout):
+                left.discard(rollout)
+        if not left:
+            self._end(group, event.lease, now)
+
+    def _end(self, group: _Group, lease: LeaseId, now: float) -> None:
+        del group.leases[lease]
+        if group.leases:
+            self._work(group, now)
+        else:
+            self._turn(group.members, Phase.IDLE, now)
+
+    # -- the learner -----------------------------------------------------------------------------------
+
+    def _ranks(self) -> Iterator[tuple[_Slot, _Tenant]]:
+        for node in self._nodes.values():
+            for name in slots_of(node) if node.trains else ():
+                yield self._slots[name], self._slots[name].tenants[0]
+
+    def _train(self, phase: Phase, now: float) -> None:
+        for slot, rank in self._ranks():
+            slot.close(now)
+            rank.phase, rank.works = phase, phase is Phase.TRAINING
+
+    def _settle_training(self, phase: Phase, now: float) -> None:
+        for slot, rank in self._ranks():
+            slot.close(now)
+            slot.settle(rank, phase)
+            rank.phase, rank.works = Phase.IDLE, False
+
+
+def _spent(name: WorkerId, slot: _Slot) -> Iterator[Spent]:
+    for phase, seconds in slot.spent.items():
+        if seconds > 0:
+            yield Spent(name, phase, seconds, slot.price_usd_h)
+    slot.spent.clear()

@@ -1,0 +1,355 @@
+"""Values that outlive whoever made them: bounded memory, the rest on disk.
+
+A value is bytes under (kind, name, mark), and the step it is of: a later step replaces an older one. What
+was used least recently moves to disk, one file a value; it is read from there as often as it is asked for.
+
+Invariants:
+- The values in memory never take more than ``memory_bytes``, those on their way to disk included. (What a
+  caller still holds of what it put or got is the caller's.)
+- :meth:`Vault.put` returns once the value is in place. If it raises, everything is as it was before.
+- Bytes that are not those that were put are never given out: each file carries a checksum.
+- A file is in the index only once it is written whole; one that left the index is deleted.
+
+Files hold the values of one process only, so they are not forced to the disk: what they must survive is lack
+of memory, not a power cut. Each process has a folder of its own, which it holds locked while it lives; those
+that nobody holds are deleted by whoever comes next.
+
+Locks: ``_index_lock`` guards the index and is never held while a file is written or read. ``_room_lock``
+makes those who need room take turns, so two never move the same value; values that fit do not wait for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from operator import index
+from pathlib import Path
+from pickle import PickleBuffer
+from typing import SupportsIndex, TypeAlias
+
+from spotlight.cluster.blobs.spill import Damaged, SpillFolder
+from spotlight.store.store_errors import StoreError, storage_error
+
+log = logging.getLogger("spotlight.store")
+
+_LARGE_SHARE = 8
+"""A value of more than this part of the memory goes to disk at once: in memory it would push out many."""
+
+_Key: TypeAlias = tuple[str, str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A value, and the step it is of."""
+
+    step: int
+    data: bytes
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., Kept], tuple[object, ...]]:
+        # The bytes out of band: a cluster's transport then moves them as they are, in half the time.
+        data = PickleBuffer(self.data) if index(protocol) >= 5 else self.data
+        return _kept, (self.step, data)
+
+
+def _kept(step: int, data: bytes | memoryview) -> Kept:
+    return Kept(step, bytes(data))  # a view's memory is the transport's: not to be held
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a vault holds, and what it did.
+
+    Attributes:
+        memory_bytes: of values in memory, or on their way from there to disk.
+        disk_bytes: of values on disk.
+        values: how many there are.
+        values_on_disk: how many of them are on disk.
+        spills: values written to disk so far.
+        damaged: values lost so far because their file was not as it was written.
+    """
+
+    memory_bytes: int
+    disk_bytes: int
+    values: int
+    values_on_disk: int
+    spills: int
+    damaged: int
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A value in the index: in memory (``data``) or on disk (``path``), never both.
+
+    Attributes:
+        moving: somebody writes it to disk, and gives its memory back.
+    """
+
+    key: _Key
+    step: int
+    size: int
+    data: bytes | None = None
+    path: Path | None = None
+    moving: bool = False
+
+
+@dataclass(slots=True)
+class _Index:
+    """Every value, by kind and name and mark, those in memory also by use. Pure bookkeeping."""
+
+    kinds: dict[str, dict[str, dict[str, _Entry]]] = field(default_factory=dict)
+    recent: OrderedDict[_Key, _Entry] = field(default_factory=OrderedDict)
+    memory_bytes: int = 0
+    disk_bytes: int = 0
+    values: int = 0
+
+    def find(self, key: _Key) -> _Entry | None:
+        kind, name, mark = key
+        return self.kinds.get(kind, {}).get(name, {}).get(mark)
+
+    def add(self, entry: _Entry) -> None:
+        kind, name, mark = entry.key
+        self.kinds.setdefault(kind, {}).setdefault(name, {})[mark] = entry
+        self.values += 1
+        if entry.path is None:
+            self.recent[entry.key] = entry
+            self.memory_bytes += entry.size
+        else:
+            self.disk_bytes += entry.size
+
+    def remove(self, entry: _Entry) -> None:
+        """Forget a value. The memory of one that is moving is given back by whoever moves it."""
+        kind, name, mark = entry.key
+        marks = self.kinds[kind][name]
+        del marks[mark]
+        if not marks:
+            del self.kinds[kind][name]
+        self.values -= 1
+        if entry.path is None:
+            del self.recent[entry.key]
+            self.memory_bytes -= 0 if entry.moving else entry.size
+        else:
+            self.disk_bytes -= entry.size
+
+    def move_to(self, entry: _Entry, path: Path) -> None:
+        """The value is on disk now."""
+        del self.recent[entry.key]
+        entry.data, entry.path = None, path
+        self.disk_bytes += entry.size
+
+    def under(self, kind: str, name: str) -> list[_Entry]:
+        return list(self.kinds.get(kind, {}).get(name, {}).values())
+
+
+class Vault:
+    """See the module's docstring. Any thread may call.
+
+    Args:
+        directory: for the files; made if it is not there. Several processes may share it.
+        memory_bytes: the most that values take in memory.
+
+    Raises:
+        StoreError: the directory cannot be used.
+    """
+
+    def __init__(self, directory: Path, memory_bytes: int) -> None:
+        if memory_bytes < 0:
+            raise ValueError(f"memory_bytes is {memory_bytes}; expected 0 (everything on disk) or more")
+        self._memory_bytes = memory_bytes
+        self._index = _Index()
+        self._index_lock, self._room_lock = threading.Lock(), threading.Lock()
+        self._spills = self._damaged = 0
+        self._closed = False
+        self._folder = SpillFolder.claim(directory)
+
+    def put(self, kind: str, name: str, data: bytes, *, mark: str = "", step: int = 0) -> bool:
+        """Keep a value; False when an equal or later step of it is there.
+
+        Raises:
+            StoreError: the disk is full or not writable. The value is refused; nothing else is lost.
+        """
+        entry = _Entry((kind, name, mark), step, len(data), data)
+        if len(data) * _LARGE_SHARE > self._memory_bytes:
+            return self._put_on_disk(entry)
+        with self._index_lock:
+            if not self._wanted(entry):
+                return False
+            replaced = self._place(entry) if self._fits(entry) else None
+        if replaced is None:
+            with self._room_lock:
+                replaced = self._make_room(entry)
+        if replaced is not None:
+            _delete(replaced)
+        return replaced is not None
+
+    def get(self, kind: str, name: str, mark: str = "") -> Kept | None:
+        """The latest step of a value; None when there is none, or (logged) its file is damaged."""
+        key = (kind, name, mark)
+        while True:
+            with self._index_lock:
+                entry = self._index.find(key)
+                if entry is None:
+                    return None
+                if entry.data is not None:
+                    self._index.recent.move_to_end(key)
+                    return Kept(entry.step, entry.data)
+                path = entry.path
+            assert path is not None
+            try:
+                return Kept(entry.step, self._folder.read(path, _label(entry)))
+            except Damaged as damage:
+                if self._lose(entry):
+                    log.error("%s. The value is gone, and whoever needs it has to make it again.", damage)
+                    return None
+                # Else it was replaced or dropped while we looked: look again.
+
+    def step_of(self, kind: str, name: str, mark: str = "") -> int | None:
+        """The step of a value; None when there is none."""
+        with self._index_lock:
+            entry = self._index.find((kind, name, mark))
+            return None if entry is None else entry.step
+
+    def drop(self, kind: str, names: Iterable[str]) -> None:
+        """Forget values, of whatever mark; names that are not there are no matter."""
+        with self._index_lock:
+            gone = [entry for name in names for entry in self._index.under(kind, name)]
+            for entry in gone:
+                self._index.remove(entry)
+        _delete(gone)
+
+    def keep_only(self, kind: str, names: Collection[str]) -> int:
+        """Forget all values of a kind but those of ``names``; how many went."""
+        stay = frozenset(names)
+        with self._index_lock:
+            others = [name for name in self._index.kinds.get(kind, {}) if name not in stay]
+            gone = [entry for name in others for entry in self._index.under(kind, name)]
+            for entry in gone:
+                self._index.remove(entry)
+        _delete(gone)
+        return len(gone)
+
+    def names(self, kind: str) -> frozenset[str]:
+        """Of which there are values of a kind, of whatever mark."""
+        with self._index_lock:
+            return frozenset(self._index.kinds.get(kind, {}))
+
+    def usage(self) -> Usage:
+        """What is held now."""
+        with self._index_lock:
+            index = self._index
+            on_disk = index.values - len(index.recent)
+            return Usage(
+                index.memory_bytes, index.disk_bytes, index.values, on_disk, self._spills, self._damaged
+            )
+
+    def close(self) -> None:
+        """Forget everything and delete the files. A put after it is an error."""
+        with self._room_lock, self._index_lock:
+            if not self._closed:
+                self._closed, self._index = True, _Index()
+                self._folder.release()
+
+    # -- putting ---------------------------------------------------------------------------------------
+
+    def _wanted(self, entry: _Entry) -> bool:
+        if self._closed:
+            raise StoreError(f"{self._folder.path}: cannot keep {_label(entry)}: the vault is closed")
+        there = self._index.find(entry.key)
+        return there is None or there.step < entry.step
+
+    def _fits(self, entry: _Entry) -> bool:
+        """Whether the value fits into memory, with the room of the one it replaces."""
+        there = self._index.find(entry.key)
+        freed = there.size if there is not None and there.path is None and not there.moving else 0
+        return self._index.memory_bytes - freed + entry.size <= self._memory_bytes
+
+    def _place(self, entry: _Entry) -> list[_Entry]:
+        """Put a value into the index; those that it replaces."""
+        there = self._index.find(entry.key)
+        if there is not None:
+            self._index.remove(there)
+        self._index.add(entry)
+        return [] if there is None else [there]
+
+    def _make_room(self, entry: _Entry) -> list[_Entry] | None:
+        """Move values to disk until ``entry`` fits, and place it; None when it is not wanted any more."""
+        while True:
+            with self._index_lock:
+                if not self._wanted(entry):
+                    return None
+                if self._fits(entry):
+                    return self._place(entry)
+                victim = next(iter(self._index.recent.values()))
+                victim.moving = True
+            self._move_to_disk(victim, f"cannot keep {_label(entry)}: no room in memory")
+
+    def _move_to_disk(self, victim: _Entry, purpose: str) -> None:
+        path, data = None, victim.data
+        assert data is not None
+        try:
+            path = self._write(victim, data, purpose)
+        finally:
+            with self._index_lock:
+                victim.moving = False
+                current = self._index.find(victim.key) is victim
+                if path is not None and current:
+                    self._index.move_to(victim, path)
+                if path is not None or not current:
+                    self._index.memory_bytes -= victim.size
+            if path is not None and not current:
+                _unlink(path)
+
+    def _put_on_disk(self, entry: _Entry) -> bool:
+        with self._index_lock:
+            if not self._wanted(entry):
+                return False
+        assert entry.data is not None
+        entry.path = self._write(entry, entry.data, f"cannot keep {_label(entry)}")
+        entry.data = None
+        with self._index_lock:
+            wanted = not self._closed and self._wanted(entry)  # another step may have come meanwhile
+            gone = self._place(entry) if wanted else [entry]
+        _delete(gone)
+        return wanted
+
+    def _write(self, entry: _Entry, data: bytes, purpose: str) -> Path:
+        try:
+            path = self._folder.write(data, _label(entry))
+        except OSError as error:
+            raise storage_error(purpose, self._folder.path, error) from error
+        with self._index_lock:
+            self._spills += 1
+        return path
+
+    # -- losing ----------------------------------------------------------------------------------------
+
+    def _lose(self, entry: _Entry) -> bool:
+        """Take a damaged value out of the index; False when it was not there any more."""
+        with self._index_lock:
+            if self._index.find(entry.key) is not entry:
+                return False
+            self._index.remove(entry)
+            self._damaged += 1
+        _delete([entry])
+        return True
+
+
+def _delete(gone: Iterable[_Entry]) -> None:
+    for entry in gone:
+        if entry.path is not None:
+            _unlink(entry.path)
+
+
+def _unlink(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        # What was asked for is done: the file is in nobody's way, and goes with its folder.
+        log.warning("%s: cannot delete the file of a value that is not needed any more: %s", path, error)
+
+
+def _label(entry: _Entry) -> str:
+    kind, name, mark = entry.key
+    return f"{kind} of {name} at step {entry.step}" + (f" (mark {mark})" if mark else "")

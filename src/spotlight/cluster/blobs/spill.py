@@ -1,0 +1,136 @@
+"""A folder of one process for values that are in its memory no more; see vault.py.
+
+DIRECTORY/lock                      held for a moment by a process that comes
+DIRECTORY/vault-XXXXXXXX/lock       held by its process while it lives
+DIRECTORY/vault-XXXXXXXX/000001     a line of JSON (what it is, length and checksum), then the value
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import logging
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+from spotlight.store.files import TEMPORARY_PREFIX
+from spotlight.store.store_errors import storage_error
+
+log = logging.getLogger("spotlight.store")
+
+_PREFIX = "vault-"
+_LOCK = "lock"
+_HEADER_BYTES_MAX = 64 * 1024
+
+
+class Damaged(Exception):  # noqa: N818 - it is what was found, and never leaves the store
+    """A file is not as it was written; the message names it, what was found and what was expected."""
+
+
+class SpillFolder:
+    """Files of one process. Any thread may call. Get one by :meth:`claim`."""
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path, self._lock = path, lock
+        self._serial = itertools.count(1)
+
+    @classmethod
+    def claim(cls, directory: Path) -> Self:
+        """Make a folder of our own in ``directory``; delete those of processes that live no more.
+
+        Raises:
+            StoreError: ``directory`` cannot be made or written.
+        """
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            with _locked(directory / _LOCK):
+                _remove_abandoned(directory)
+                path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=directory))
+                return cls(path, _lock(path / _LOCK, wait=True))
+        except OSError as error:
+            raise storage_error("cannot use the directory for values on disk", directory, error) from error
+
+    def write(self, data: bytes, label: str) -> Path:
+        """Write a value into a file of its own, which has its name only once it is whole.
+
+        Raises:
+            OSError: the disk is full or not writable; no file is left.
+        """
+        name = f"{next(self._serial):06d}"
+        path, temporary = self.path / name, self.path / (TEMPORARY_PREFIX + name)
+        try:
+            with temporary.open("wb") as file:
+                file.write(_header(data, label))
+                file.write(data)
+            return temporary.rename(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+
+    def read(self, path: Path, label: str) -> bytes:
+        """What :meth:`write` wrote with that label. Raises Damaged."""
+        try:
+            with path.open("rb") as file:
+                header, data = file.readline(_HEADER_BYTES_MAX), file.read()
+        except OSError as error:
+            raise Damaged(f"{path}: the {label} cannot be read ({error})") from error
+        if header != _header(data, label):
+            found = header[:200].decode(errors="replace").strip()
+            expected = _header(data, label).decode().strip()
+            raise Damaged(
+                f"{path}: the file of the {label} is damaged or cut: it says {found}, "
+                f"but by its {len(data)} bytes it should say {expected}"
+            )
+        return data
+
+    def release(self) -> None:
+        """Delete the folder, and let it go."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def _header(data: bytes, label: str) -> bytes:
+    about = {"value": label, "bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"}
+    return json.dumps(about).encode() + b"\n"
+
+
+def _remove_abandoned(directory: Path) -> None:
+    for folder in directory.glob(_PREFIX + "*"):
+        try:
+            lock = _lock(folder / _LOCK, wait=False)
+        except BlockingIOError:
+            continue  # its process lives
+        except OSError as error:
+            log.warning("%s: cannot tell whether its process lives, so it stays: %s", folder, error)
+            continue
+        size = sum(file.stat().st_size for file in folder.iterdir())
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+        log.info("%s: deleted %d bytes that a process left behind", folder, size)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    lock = _lock(path, wait=True)
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def _lock(path: Path, *, wait: bool) -> int:
+    """Hold a lock file until the descriptor is closed. Not ``wait``: BlockingIOError if another does."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor

@@ -1,0 +1,168 @@
+"""A run on a cluster, from its configuration to its summary.
+
+    check ─► run directory ─► join Ray, or start one ─► keeper, learner, rewards ─► head's loop ─► export
+
+Nodes come and go meanwhile. Re-running the same command resumes at the newest whole checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import ray
+
+from spotlight.cluster.blobs.keeper_actor import start_keeper
+from spotlight.cluster.control import LOOPBACK, Control, Materials, Site
+from spotlight.cluster.head import Head
+from spotlight.cluster.local.emulation import reserved_slots, spot_slots, spot_trace
+from spotlight.cluster.local.local_cluster import local_cluster
+from spotlight.cluster.local.market import LocalMachines, Market
+from spotlight.cluster.loop import Loop
+from spotlight.cluster.nodes.connection import connected
+from spotlight.cluster.nodes.listing import read_view, require_usable
+from spotlight.config.errors import ConfigError, Problem
+from spotlight.config.load import dump_config
+from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
+from spotlight.rollout.sequence_parallel.rendezvous import serve
+from spotlight.runtime.attempt import Attempt, RunResult, open_attempt, stopping_gracefully
+from spotlight.runtime.build import parts as build
+from spotlight.runtime.disk import require_disk
+from spotlight.runtime.finished import finished_summary
+from spotlight.runtime.observer import Observer
+from spotlight.runtime.results import conclude_run
+from spotlight.scheduler.types import NodeKind
+from spotlight.store.run_directory import RunDirectory
+from spotlight.store.sinks import require_wandb
+from spotlight.training.sharding import Ranks
+
+KEEPER_FOLDER = "in-flight"
+
+
+def train_on_cluster(config: RunConfig, observer: Observer) -> RunResult:
+    """Run, or resume, a configuration on a Ray cluster; see :func:`spotlight.runtime.run.train`.
+
+    Raises:
+        ConfigError, PromptFileError, RewardSetupError, RewardInputError: before any work; ConfigError also
+            for
+            a cluster that cannot be used.
+        ModelError, TrainingError, LearnerError: what the learner met with.
+        StoreError: the run directory or the disk.
+    """
+    began_s = time.time()
+    if (summary := finished_summary(config)) is not None:
+        observer.note(f"finished before: {summary.validation[-1].iteration} iterations are trained")
+        return RunResult(config.runs_dir / config.name, summary, None, stopped=False)
+    with ExitStack() as stack:
+        materials = _gather(config, observer, stack)
+        for note in materials.prompts.notes(config):
+            observer.note(note)
+        require_disk(config)
+        directory = stack.enter_context(
+            RunDirectory.open(config.runs_dir, config.name, dump_config(config), RESUMABLE_KEYS)
+        )
+        site = stack.enter_context(_joined(config, observer))
+        head = Head(Loop(), observer)
+        with open_attempt(
+            config,
+            directory,
+            materials.by_id,
+            Ranks(),
+            workers={},
+            began_s=began_s,
+            observer=observer,
+            account=head.accounts.finish,
+        ) as attempt:
+            attempt.result = _drive(materials, site, head, attempt, directory)
+        return attempt.result
+
+
+def _gather(config: RunConfig, observer: Observer, stack: ExitStack) -> Materials:
+    if config.metrics.wandb is not None:
+        require_wandb()
+    if config.fleet.address is None:
+        spot_trace(config.fleet)  # raises for a trace that cannot be read
+    prompts = build.load_prompts(config)
+    rewards = stack.enter_context(build.make_reward_pool(config))
+    used = prompts.used(config)
+    rewards.check([prompt.text for prompt in used], [prompt.metadata for prompt in used])
+    return Materials(config, observer, prompts, rewards)
+
+
+# -- the cluster ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _joined(config: RunConfig, observer: Observer) -> Iterator[Site]:
+    """This process is the driver of a cluster that can be used, within the block."""
+    fleet = config.fleet
+    with ExitStack() as stack:
+        address, emulated = fleet.address, None
+        if address is None:
+            observer.note("starting Ray on this machine, bound to 127.0.0.1")
+            emulated = stack.enter_context(local_cluster(reserved_slots(fleet)))
+            address = emulated.address
+        stack.enter_context(connected(address))
+        here = ray.get_runtime_context().get_node_id()
+        view = read_view(ray.nodes())
+        require_usable(view, fleet.learner_ranks, f"the cluster at {address}")
+        nodes = list(view.nodes.values())
+        head_node = next((node for node in nodes if node.ray_id == here), None)
+        if head_node is None or head_node.kind is not NodeKind.RESERVED:
+            problem = Problem(
+                "the node of this process",
+                "a spot node" if head_node else "a node that is neither reserved nor spot",
+                "a reserved node: the controller and all progress live there",
+                "Run this command on a reserved node (ray start --resources='{\"spotlight_reserved\": 1}').",
+            )
+            raise ConfigError(f"the cluster at {address}", [problem])
+        host = head_node.address if emulated is None else LOOPBACK
+        yield Site(here, host, nodes, emulated, None if emulated is None else _threads(config))
+
+
+def _threads(config: RunConfig) -> int:
+    """Of each process on a CPU slot, where all share this machine's cores."""
+    local = config.fleet.local
+    if local.threads is not None:
+        return local.threads
+    beside = config.fleet.learner_ranks if config.pipeline.trainers_generate else 0
+    return max(1, (os.cpu_count() or 1) // max(1, local.rollout_slots + spot_slots(config.fleet) + beside))
+
+
+# -- the run -------------------------------------------------------------------------------------------
+
+
+def _drive(
+    materials: Materials, site: Site, head: Head, attempt: Attempt, directory: RunDirectory
+) -> RunResult:
+    config = materials.config
+    with ExitStack() as stack:
+        keeper = start_keeper(
+            directory.path / KEEPER_FOLDER, int(config.fleet.store_gb * 2**30), node=site.here
+        )
+        stack.callback(_end, keeper)
+        store, meeting = serve(site.host)
+        stack.callback(lambda: store)  # served for as long as this block lasts
+        control = Control(materials, site, head, keeper, meeting, attempt, directory)
+        stack.callback(control.close)
+        stack.enter_context(control.membership)
+        if site.emulated is not None:
+            stack.enter_context(Market(spot_trace(config.fleet), LocalMachines(site.emulated)))
+        materials.rewards.log_to(directory.attempts, prefix="reward")
+        with stopping_gracefully(head.request_stop, materials.observer):
+            head.run(control.parts, control.begin)
+        if head.error is not None or head.stopped:
+            return RunResult(directory.path, None, head.error, head.stopped)
+        weights = head.export()
+        summary = conclude_run(config, attempt.book, weights, lambda: head.accounts.write(attempt.book))
+        return RunResult(directory.path, summary, None, stopped=False)
+
+
+def _end(keeper: Any) -> None:
+    with suppress(ray.exceptions.RayError):
+        ray.get(keeper.close.remote(), timeout=10.0)
+    with suppress(ray.exceptions.RayError):
+        ray.kill(keeper)

@@ -1,0 +1,1 @@
+"""The learner on Ray: one actor per rank, and the group that drives them."""

@@ -1,0 +1,336 @@
+"""Learner ranks as Ray actors: one process each, on a node of its own choosing by the head.
+
+Nothing is decided here. A :class:`LearnerActor` passes calls on to its :class:`LearnerRank`, and moves values
+between rank and keeper, so that samples, embeddings and weights never go through the head.
+:class:`RayLauncher` starts and ends the actors in a thread of its own, because Ray's calls for that may wait
+for the cluster; the head never does.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import spotlight
+from spotlight.cluster.blobs.keeper import NEGATIVE
+from spotlight.cluster.learner.learner_group import Process
+from spotlight.cluster.learner.learner_rank import LOOPBACK, LearnerRank, RankPlace, share_of
+from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE
+from spotlight.config.errors import ConfigError, Problem
+from spotlight.scheduler.effects import PrepareBatch
+from spotlight.scheduler.types import PromptId, Rollout, RolloutId
+from spotlight.weights.bundle import Manifest
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+SAMPLE, CONDITION, WEIGHTS = "sample", "condition", "weights"
+"""Kinds of values in the keeper."""
+_FETCHED_AT_ONCE = 32
+_TAIL_BYTES, _TAIL_LINES = 16 * 1024, 20
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a rank runs.
+
+    Attributes:
+        node: Ray's id of the node.
+        host: the node's address.
+        gpus: how much of a GPU the rank takes: 0, 1, or a share of one where a worker is beside it.
+        resources: custom resources that it takes.
+        threads: of its CPU work; None: one, which is what Ray gives to an actor that reserves no CPU.
+        gpu: which GPU of the node; None: the one that Ray gives it.
+    """
+
+    node: str
+    host: str
+    gpus: float = 0.0
+    resources: Mapping[str, float] = field(default_factory=dict)
+    threads: int | None = None
+    gpu: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankOrder:
+    """All that a rank's process must know to begin.
+
+    Attributes:
+        config: the resolved configuration as YAML.
+        token: what the head left in the run directory.
+        directory: the head's working directory, to which relative paths refer.
+        log: where the process writes what it says.
+        version: of the head's package.
+        keeper_s: how long the keeper may take to answer.
+    """
+
+    config: str
+    place: RankPlace
+    token: str
+    directory: str
+    log: str
+    version: str
+    keeper_s: float
+    threads: int | None
+
+
+class LearnerActor:
+    """A rank's process."""
+
+    def __init__(self, order: RankOrder, keeper: ActorHandle[Any]) -> None:
+        self._order, self._keeper = order, keeper
+        self._rank: LearnerRank | None = None
+
+    def alive(self) -> None:
+        """Never return: the call ends when the process does."""
+        threading.Event().wait()
+
+    def do(self, method: str, args: Sequence[Any]) -> Any:
+        """Call a method of this class, or else of the rank. Raises what it raises."""
+        own: dict[str, Callable[..., Any]] = {
+            "begin": self.begin,
+            "prepare": self.prepare,
+            "publish": self.publish,
+            "send_conditions": self.send_conditions,
+        }
+        return own[method](*args) if method in own else getattr(self.rank, method)(*args)
+
+    def begin(self) -> None:
+        """Make the rank, and check that it is where it should be.
+
+        Raises:
+            ConfigError: another version of the package.
+            StoreError: the run directory is not the head's.
+        """
+        order = self._order
+        if order.version != spotlight.__version__:
+            problem = Problem(
+                f"spotlight on {socket.gethostname()}",
+                spotlight.__version__,
+                f"{order.version}, as on the head",
+                "Install the same version on every node.",
+            )
+            raise ConfigError("this cluster", [problem])
+        if order.threads is not None:
+            torch.set_num_threads(order.threads)
+        with suppress(FileNotFoundError):  # then relative paths are not found either, which is told below
+            os.chdir(order.directory)
+        rank = LearnerRank(order.config, order.place)
+        rank.check_storage(order.token)
+        _write_to(Path(order.log))
+        self._rank = rank
+
+    @property
+    def rank(self) -> LearnerRank:
+        """The rank. RuntimeError before :meth:`begin`."""
+        if self._rank is None:
+            raise RuntimeError("begin() comes first")
+        return self._rank
+
+    def prepare(
+        self, effect: PrepareBatch, rollouts: Mapping[RolloutId, Rollout], marks: Mapping[RolloutId, str]
+    ) -> None:
+        """Fetch this rank's share of the samples from the keeper, and take the batch, or the part of it."""
+        place = self._order.place
+        samples: dict[RolloutId, bytes] = {}
+        share = share_of(effect, place.rank, place.world)
+        for mark in sorted({marks[rollout] for rollout in share}):
+            names = [rollout for rollout in share if marks[rollout] == mark]
+            for start in range(0, len(names), _FETCHED_AT_ONCE):
+                some = names[start : start + _FETCHED_AT_ONCE]
+                for name, kept in zip(some, self._kept("fetch", SAMPLE, some, mark), strict=True):
+                    if kept is None:
+                        raise LookupError(f"the keeper has no sample of rollout {name} with mark {mark!r}")
+                    samples[name] = kept.data
+        self.rank.prepare(effect, rollouts, samples)
+
+    def publish(self, version: int | None, lineage: int) -> Manifest | None:
+        """Put the weights that rollouts use into the keeper, under their digest."""
+        packed = self.rank.publish(version, lineage)
+        if packed is None:
+            return None
+        manifest, data = packed
+        self._kept("put", WEIGHTS, manifest.digest, data)
+        return manifest
+
+    def send_conditions(self, prompts: Sequence[PromptId]) -> None:
+        """Put embeddings into the keeper, by prompt, and that of the negative prompt."""
+        self._kept("put", CONDITION, NEGATIVE, self.rank.negative())
+        for start in range(0, len(prompts), _FETCHED_AT_ONCE):
+            some = prompts[start : start + _FETCHED_AT_ONCE]
+            for prompt, packed in zip(some, self.rank.conditions(some), strict=True):
+                self._kept("put", CONDITION, prompt, packed)
+
+    def _kept(self, method: str, *args: object) -> Any:
+        """What the keeper returns. Raises what it raises, without Ray's wrapping."""
+        import ray
+
+        try:
+            return ray.get(getattr(self._keeper, method).remote(*args), timeout=self._order.keeper_s)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+
+
+# -- the head's side -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RankProcess:
+    """A rank's actor, seen by the head."""
+
+    rank: int
+    host: str
+    life: int
+    actor: Any
+
+    def call(self, method: str, *args: object) -> Future[Any]:
+        """See :class:`spotlight.cluster.learner.learner_group.Process`."""
+        answer: Future[Any] = self.actor.do.remote(method, args).future()
+        return answer
+
+    def gone(self) -> Future[Any]:
+        """See :class:`spotlight.cluster.learner.learner_group.Process`."""
+        end: Future[Any] = self.actor.alive.options(concurrency_group="watch").remote().future()
+        return end
+
+
+class RayLauncher:
+    """Starts learner ranks as actors; see :class:`spotlight.cluster.learner.learner_group.Launcher`.
+
+    Args:
+        config: the resolved configuration as YAML.
+        world: number of ranks.
+        placements: where the ranks go, in order; asked before each start, since nodes come and go. May raise
+            LookupError: there is no room, and why.
+        keeper: actor that keeps values.
+        token: what was left in the run directory
+        (:func:`~spotlight.cluster.learner.learner_rank.write_token`).
+        logs: directory for what the ranks say, on the shared storage.
+        exchange_s: how long ranks wait for one another in a collective.
+        keeper_s: how long the keeper may take to answer.
+    """
+
+    def __init__(
+        self,
+        config: str,
+        world: int,
+        placements: Callable[[], Sequence[Placement]],
+        keeper: ActorHandle[Any],
+        token: str,
+        logs: Path,
+        *,
+        exchange_s: float = 600.0,
+        keeper_s: float = 300.0,
+    ) -> None:
+        self.world = world
+        self._config, self._placements, self._keeper, self._token = config, placements, keeper, token
+        self._logs, self._exchange_s, self._keeper_s = logs.absolute(), exchange_s, keeper_s
+        self._thread = ThreadPoolExecutor(1, "learner-launcher")
+
+    def start(self, life: int) -> Future[Sequence[Process]]:
+        """See :class:`spotlight.cluster.learner.learner_group.Launcher`."""
+        return self._thread.submit(self._start, life)
+
+    def end(self, processes: Sequence[Process], ranks: Sequence[int]) -> Future[str]:
+        """See :class:`spotlight.cluster.learner.learner_group.Launcher`."""
+        return self._thread.submit(self._end, processes, ranks)
+
+    def meeting_hosts(self, processes: Sequence[Process]) -> list[str]:
+        """See :class:`spotlight.cluster.learner.learner_group.Launcher`. All on one node: its loopback."""
+        hosts = [process.host for process in processes if isinstance(process, RankProcess)]
+        return [LOOPBACK] * len(hosts) if len(set(hosts)) == 1 else hosts
+
+    def close(self) -> None:
+        """End the thread, once what it has to do is done."""
+        self._thread.shutdown(wait=True)
+
+    def _start(self, life: int) -> list[Process]:
+        placements = self._placements()
+        if len(placements) != self.world:
+            raise LookupError(f"{len(placements)} places for {self.world} learner ranks")
+        started: list[RankProcess] = []
+        try:
+            for rank, placement in enumerate(placements):
+                started.append(self._start_rank(life, rank, placement))
+        except Exception:
+            _kill(started)
+            raise
+        return list(started)
+
+    def _start_rank(self, life: int, rank: int, placement: Placement) -> RankProcess:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        order = RankOrder(
+            config=self._config,
+            place=RankPlace(rank, self.world, self._exchange_s, placement.gpu),
+            token=self._token,
+            directory=str(Path.cwd()),
+            log=str(self._log(life, rank)),
+            version=spotlight.__version__,
+            keeper_s=self._keeper_s,
+            threads=placement.threads,
+        )
+        remote: Any = ray.remote  # its annotations do not know concurrency groups
+        actor = (
+            remote(concurrency_groups={"watch": 1})(LearnerActor)
+            .options(
+                num_cpus=0,
+                num_gpus=placement.gpus,
+                resources=dict(placement.resources),
+                runtime_env=None if placement.gpu is None else ALL_GPUS_VISIBLE,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(placement.node, soft=False),
+                max_restarts=0,
+                max_task_retries=0,
+            )
+            .remote(order, self._keeper)
+        )
+        return RankProcess(rank, placement.host, life, actor)
+
+    def _end(self, processes: Sequence[Process], ranks: Sequence[int]) -> str:
+        ours = [process for process in processes if isinstance(process, RankProcess)]
+        _kill(ours)
+        tails = [_tail(self._log(process.life, process.rank)) for process in ours if process.rank in ranks]
+        return "\n".join(tail for tail in tails if tail)
+
+    def _log(self, life: int, rank: int) -> Path:
+        return self._logs / f"learner-{life:03d}-rank-{rank}.log"
+
+
+def _kill(processes: Sequence[RankProcess]) -> None:
+    import ray
+
+    for process in processes:
+        ray.kill(process.actor, no_restart=True)
+
+
+def _write_to(path: Path) -> None:
+    """Let everything that this process says, its libraries' last words included, end up in a file."""
+    path.parent.mkdir(exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    os.write(2, f"learner rank in process {os.getpid()} on {socket.gethostname()}\n".encode())
+
+
+def _tail(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return "\n".join([f"{path} ends with:", *(f"    {line}" for line in lines[-_TAIL_LINES:])])

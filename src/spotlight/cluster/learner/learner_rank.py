@@ -1,0 +1,389 @@
+"""One process of the learner, without Ray: plain values in, plain values out.
+
+    check_storage ─► open_rendezvous (rank 0) ─► join ─► load_model ─► build ─► [load] ─► prepare ...
+
+Every rank gets the same calls in the same order; the samples' bytes alone differ: each rank is given those of
+its own share (:func:`share_of`). What a rank computes is what the inline driver computes: both feed the same
+:class:`~spotlight.training.batching.feed.Trainer`, and errors are of the same classes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from spotlight.config.contradictions import batch_problems
+from spotlight.config.errors import ConfigError
+from spotlight.config.load import build_config, parse_yaml
+from spotlight.config.schema import RunConfig
+from spotlight.rollout.sequence_parallel import rendezvous
+from spotlight.rollout.sequence_parallel.rendezvous import Address
+from spotlight.rollout.serialization import pack_condition, unpack_sample
+from spotlight.rollout.state import Trajectory
+from spotlight.runtime.build import parts as build
+from spotlight.runtime.build.learner_parts import (
+    Learning,
+    Model,
+    assemble,
+    fill_embeddings,
+    prepare_model,
+    rollout_slots,
+)
+from spotlight.runtime.build.process_setup import prepare_process
+from spotlight.runtime.clock import PhaseClock
+from spotlight.runtime.process_memory import memory_told_plainly
+from spotlight.runtime.results import export_judged
+from spotlight.scheduler.effects import PrepareBatch
+from spotlight.scheduler.types import MicroBatch, Phase, PromptId, Rollout, RolloutId
+from spotlight.store.run_directory import RunPaths
+from spotlight.store.store_errors import StoreError
+from spotlight.training.batching.conditions import Conditions
+from spotlight.training.lora_export import whole_state
+from spotlight.training.sharding import Meeting, Ranks, process_group
+from spotlight.weights.bundle import Manifest, pack
+
+LOOPBACK = "127.0.0.1"
+_STORAGE_SETTLES_S = 10.0
+"""A network file system may show a new file to other machines only after some seconds."""
+_LOOKS_AGAIN_S = 0.2
+_MEETING_S = 120.0
+"""The longest that ranks wait for one another to come to the meeting: by then all processes are there."""
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Which rank a process is.
+
+    Attributes:
+        timeout_s: how long it waits for the others in one exchange.
+        gpu: of those it sees; None: the only one.
+    """
+
+    rank: int
+    world: int
+    timeout_s: float = 1800.0
+    gpu: int | None = None
+
+
+def share_of(effect: PrepareBatch, rank: int, world: int) -> tuple[RolloutId, ...]:
+    """The samples whose tensors a rank should be given: equally many of every micro-batch.
+
+    So dealing has nothing to move.
+    """
+    return tuple(
+        rollout for micro_batch in effect.micro_batches for rollout in micro_batch.rollouts[rank::world]
+    )
+
+
+class LearnerRank:
+    """A learner rank in this process, which must have no other.
+
+    Args:
+        config: the resolved configuration as YAML (``dump_config``).
+
+    Raises:
+        ConfigError: the configuration, or its batches on so many ranks, or CUDA is asked for and absent.
+    """
+
+    def __init__(self, config: str, place: RankPlace) -> None:
+        self.config = _parsed(config)
+        if problems := list(batch_problems(self.config, place.world)):
+            raise ConfigError(f"this configuration on {place.world} ranks", problems)
+        self.place = place
+        self._clock = PhaseClock()
+        self._stack = ExitStack()
+        self._served: Store | None = None
+        self._ranks: Ranks | None = None
+        self._loaded: tuple[Model, Conditions] | None = None
+        self._learning: Learning | None = None
+        self._device = build.pick_device(self.config)
+        if place.gpu is not None and self._device.type == "cuda":
+            self._device = torch.device("cuda", place.gpu)
+
+    # -- beginning -------------------------------------------------------------------------------------
+
+    def check_storage(self, token: str) -> None:
+        """See that the run directory is the one where the head wrote ``token`` (:func:`write_token`).
+
+        Raises:
+            StoreError: another directory, or none.
+        """
+        path = _token_path(self.config)
+        give_up = time.monotonic() + _STORAGE_SETTLES_S
+        while (found := _content(path)) != token:
+            if time.monotonic() >= give_up:
+                raise StoreError(
+                    f"{path.parent.absolute()} on {socket.gethostname()} is not the run directory that the "
+                    f"head sees: found {found or 'nothing'} in {path.name}, expected {token}. Every learner "
+                    "rank writes its share of a checkpoint there: put runs_dir on storage that all reserved "
+                    "nodes share, under the same path"
+                )
+            _list_anew(path.parent)
+            time.sleep(_LOOKS_AGAIN_S)
+
+    def open_rendezvous(self, host: str, port: int = 0) -> Address:
+        """On rank 0: serve the place where the ranks meet, on ``host`` alone.
+
+        Raises:
+            OSError: the address cannot be listened on.
+        """
+        self._served, address = rendezvous.serve(host, port, self._meeting_s)
+        return address
+
+    def join(self, address: Address | None, host: str = LOOPBACK) -> None:
+        """Meet the other ranks; every rank must call it.
+
+        Args:
+            address: where rank 0 serves the meeting; None where there are no others.
+            host: this machine's address that the others reach; collectives listen there alone.
+
+        Raises:
+            ConnectionError: nobody serves there.
+            RuntimeError: the others did not come in time.
+        """
+        prepare_process(self._device, self.config.deterministic)
+        place = self.place
+        if place.world > 1 and address is None:
+            raise ValueError(f"rank {place.rank} of {place.world} got no address to meet at")
+        meeting = Meeting(self._store(address), place.rank, place.world) if address else None
+        if address is not None:
+            _listen_only_on(host)
+        self._ranks = self._stack.enter_context(process_group(self._device, place.timeout_s, meeting))
+
+    def load_model(self) -> None:
+        """Load the model, and embed what prompts no cache has; every rank must call it.
+
+        Raises:
+            ModelError, ConfigError, PromptFileError: as under the inline driver.
+        """
+        with self._in(Phase.SETUP):
+            model = prepare_model(self.config, self._device)
+            used = build.load_prompts(self.config).used(self.config)
+            self._loaded = model, fill_embeddings(self.config, model, used, self.ranks)
+
+    def build(self) -> None:
+        """Make the weight slots and the learner; every rank must call it. Raises ModelError."""
+        if self._loaded is None:
+            raise RuntimeError("build() before load_model()")
+        with self._in(Phase.SETUP):
+            self._learning = assemble(self.config, *self._loaded, self.ranks)
+
+    def load(self, directory: Path) -> None:
+        """Become the learner that was saved in ``directory``; every rank must call it. Raises StateError."""
+        self.learning.learner.load(directory)
+
+    # -- an iteration ----------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        effect: PrepareBatch,
+        rollouts: Mapping[RolloutId, Rollout],
+        samples: Mapping[RolloutId, bytes],
+    ) -> None:
+        """Take an iteration's groups, or a part of them; every rank must call it.
+
+        Args:
+            rollouts: those of the effect's groups.
+            samples: packed (:func:`spotlight.rollout.serialization.pack_sample`), of this rank's share.
+
+        Raises:
+            ValueError: bytes that are no sample, or a sample of the share is missing.
+        """
+        wanted = share_of(effect, self.place.rank, self.place.world)
+        missing = [rollout for rollout in wanted if rollout not in samples]
+        if missing:
+            raise ValueError(
+                f"rank {self.place.rank} got {len(samples)} of the {len(wanted)} samples of its share; "
+                f"the first missing is {missing[0]}"
+            )
+        with self._in(Phase.TRAINING):
+            held = {rollout: _Sample(*unpack_sample(samples[rollout])) for rollout in wanted}
+            self.learning.trainer.prepare(effect, rollouts, held)
+
+    def accumulate(self, micro_batch: MicroBatch) -> None:
+        """Gradients of one micro-batch; every rank must call it."""
+        with self._in(Phase.TRAINING):
+            self.learning.trainer.accumulate(micro_batch)
+
+    def step(self, samples: int) -> tuple[float, float]:
+        """Apply them; every rank must call it. Returns the loss and the gradient norm before clipping.
+
+        Args:
+            samples: that the update was made of, over all ranks.
+
+        Raises:
+            TrainingError: the gradient is not finite, or samples are missing.
+        """
+        with self._in(Phase.TRAINING):
+            return self.learning.trainer.step(samples)
+
+    def finish_batch(self) -> None:
+        """Let the old policy follow; every rank must call it."""
+        self.learning.trainer.finish_batch()
+
+    def take_log(self) -> dict[str, float]:
+        """The numbers of this rank's batches and updates since the last call, for the row of metrics."""
+        return self.learning.trainer.log.take()
+
+    # -- what leaves the learner -----------------------------------------------------------------------
+
+    def publish(self, version: int | None, lineage: int) -> tuple[Manifest, bytes] | None:
+        """Pack the weights that rollouts use, gathered from all ranks; every rank must call it.
+
+        Args:
+            version: what the controller takes them for; None: whatever the learner holds.
+
+        Returns:
+            What was packed, on rank 0; None on the others.
+
+        Raises:
+            RuntimeError: ``version`` is not what this learner holds.
+            WeightsError: there is nothing to bind.
+        """
+        learning = self.learning
+        held = learning.learner.steps
+        if version not in (None, held):
+            raise RuntimeError(
+                f"version {version} is to be published, but the learner has made {held} optimizer "
+                "steps: it was restored from another checkpoint than the controller"
+            )
+        slots = rollout_slots(self.config, learning.model.algorithm)
+        with self._in(Phase.WEIGHT_SYNC):
+            states: dict[str, dict[str, Tensor]] = {
+                slot: whole_state(learning.slots, slot, keep=self.ranks.is_main) for slot in slots
+            }
+            if not self.ranks.is_main:
+                return None
+            return pack(held, lineage, states, learning.slots.modules_bound)
+
+    def save(self, directory: Path) -> None:
+        """Write the learner's state; every rank must call it with the same directory on shared storage."""
+        with self._in(Phase.CHECKPOINT):
+            self.learning.learner.save(directory)
+
+    def export(self) -> Path | None:
+        """Export the judged weights into the run directory; every rank must call it. Rank 0 gets the path."""
+        learning = self.learning
+        return export_judged(self.config, learning.model.family, learning.slots, self.ranks)
+
+    def conditions(self, prompts: Iterable[PromptId]) -> list[bytes]:
+        """Embeddings of prompts, packed, in their order."""
+        if self._loaded is None:
+            raise RuntimeError("conditions() before load_model()")
+        return [pack_condition(condition) for condition in self._loaded[1].of(prompts)]
+
+    def negative(self) -> bytes:
+        """Embedding of the negative prompt, packed."""
+        return pack_condition(self.learning.negative)
+
+    def digest(self) -> str:
+        """SHA-256 of the learner's whole state; every rank must call it, and gets the same."""
+        return self.learning.learner.digest()
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        self._stack.close()
+
+    # -- parts -----------------------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that were joined. RuntimeError before."""
+        if self._ranks is None:
+            raise RuntimeError("this rank has not joined the others yet: join() comes first")
+        return self._ranks
+
+    @property
+    def learning(self) -> Learning:
+        """The learner and what is around it. RuntimeError before it is built."""
+        if self._learning is None:
+            raise RuntimeError("this rank has no learner yet: build() comes first")
+        return self._learning
+
+    def _store(self, address: Address) -> Store:
+        return self._served or rendezvous.connect(address, self._meeting_s)
+
+    @property
+    def _meeting_s(self) -> float:
+        return min(_MEETING_S, self.place.timeout_s)
+
+    @contextmanager
+    def _in(self, phase: Phase) -> Iterator[None]:
+        with memory_told_plainly(self._clock), self._clock.phase(phase):
+            yield
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sample:
+    """What training needs of a finished rollout."""
+
+    final: Tensor
+    trajectory: Trajectory | None
+
+
+def write_token(config: RunConfig, token: str) -> Path:
+    """Leave ``token`` in the run directory for :meth:`LearnerRank.check_storage`. Remove it afterwards."""
+    path = _token_path(config)
+    path.write_text(token)
+    return path
+
+
+def _token_path(config: RunConfig) -> Path:
+    return RunPaths(config.runs_dir / config.name).path / "storage-token"
+
+
+def _content(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except OSError:
+        return None
+
+
+def _list_anew(directory: Path) -> None:
+    """Opening a directory makes NFS look at the server for what is new in it."""
+    try:
+        os.listdir(directory)  # noqa: PTH208
+    except OSError:
+        return
+
+
+def _parsed(config: str) -> RunConfig:
+    tree = parse_yaml(config)
+    if not isinstance(tree, dict):
+        raise ValueError(f"the configuration sent to a learner rank is {type(tree).__name__}, not a mapping")
+    return build_config(tree, "the configuration sent to a learner rank")
+
+
+def _listen_only_on(host: str) -> None:
+    """Have gloo and NCCL use the interface of an address, unless the user named one.
+
+    Else gloo asks what the host's name resolves to, which is the loopback on many machines.
+    """
+    if (interface := _interface_of(host)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+
+def _interface_of(host: str) -> str | None:
+    """The network interface with an IPv4 address; None where none has it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # an interface without an address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == host:
+                return name
+    return None

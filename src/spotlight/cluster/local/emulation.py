@@ -1,0 +1,56 @@
+"""A cluster on this machine, as the configuration describes it: reserved slots, and spot nodes by a trace."""
+
+from __future__ import annotations
+
+from spotlight.cluster.local.market_book import timed
+from spotlight.config.errors import ConfigError, Problem
+from spotlight.config.fleet import FleetConfig
+from spotlight.fleet.traces.readers import read_trace
+from spotlight.fleet.traces.shipped import find_trace
+from spotlight.fleet.traces.trace import Trace, TraceError, TraceEvent, TraceEventKind
+
+_NODES = 2
+SIGTERM_GRACE_S = 30.0
+"""What a node's agent takes for granted where the trace brings its own notices."""
+
+
+def spot_trace(fleet: FleetConfig) -> Trace:
+    """What the emulated spot nodes do, in real seconds: by the trace, or all there from the beginning.
+
+    Raises:
+        ConfigError: the trace cannot be read.
+    """
+    spot = fleet.spot
+    if spot.trace is None:
+        adds = tuple(
+            TraceEvent(0.0, TraceEventKind.ADD, f"spot-{number}", spot.slots)
+            for number in range(_NODES if spot.nodes is None else spot.nodes)
+        )
+        return Trace(adds, 1.0, "fleet.spot.nodes")
+    try:
+        return timed(read_trace(find_trace(spot.trace), gpus_per_node=spot.slots), spot.speed, spot.notice_s)
+    except (TraceError, OSError) as error:
+        problem = Problem(
+            "fleet.spot.trace",
+            str(error),
+            "a spot trace (see `spotlight traces --help`)",
+            "Name another file, or leave the key out for spot nodes that stay.",
+        )
+        raise ConfigError("the configuration", [problem]) from error
+
+
+def reserved_slots(fleet: FleetConfig) -> int:
+    """Slots of the reserved node: the learner's, and those that roll out."""
+    return fleet.learner_ranks + fleet.local.rollout_slots
+
+
+def spot_slots(fleet: FleetConfig) -> int:
+    """Most spot slots that are there at a time."""
+    most = present = 0
+    for event in spot_trace(fleet).events:
+        if event.kind is TraceEventKind.ADD:
+            present += event.gpus
+        elif event.kind is TraceEventKind.REMOVE:
+            present -= event.gpus
+        most = max(most, present)
+    return most

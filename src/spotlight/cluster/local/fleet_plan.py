@@ -1,0 +1,45 @@
+"""What the configuration says of a run's nodes, for ``spotlight train --dry-run``. No torch, no Ray."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spotlight.cluster.local.emulation import reserved_slots, spot_slots, spot_trace
+from spotlight.config.fleet import FleetConfig
+from spotlight.fleet.traces.trace import TraceEventKind
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPlan:
+    """The nodes of a cluster on this machine.
+
+    Attributes:
+        spot_slots: the most that are there at a time.
+        preemptions: in the trace.
+        horizon_s: real seconds that the trace is played for.
+        usd_h: an hour of all slots, with as many spot slots as there are at most.
+    """
+
+    reserved_slots: int
+    spot_slots: int
+    preemptions: int
+    horizon_s: float
+    usd_h: float
+
+
+def plan_fleet(fleet: FleetConfig) -> FleetPlan | None:
+    """The emulated fleet; None where there is none, or where it is another machine's to know.
+
+    Raises:
+        ConfigError: the spot trace cannot be read.
+    """
+    if fleet.driver != "ray" or fleet.address is not None:
+        return None
+    trace, reserved, spot = spot_trace(fleet), reserved_slots(fleet), spot_slots(fleet)
+    return FleetPlan(
+        reserved_slots=reserved,
+        spot_slots=spot,
+        preemptions=sum(event.kind is TraceEventKind.REMOVE for event in trace.events),
+        horizon_s=trace.horizon_s,
+        usd_h=reserved * fleet.price_usd_h + spot * fleet.spot.price_usd_h,
+    )

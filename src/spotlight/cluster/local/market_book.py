@@ -1,0 +1,188 @@
+"""When an emulated spot market does what, and what came of it. Pure: no clock, no Ray.
+
+A trace says when nodes are added, noticed and removed; machines need a while to come up, may fail to, and
+may be taken while they do. The book keeps to this:
+
+1. an event of a node that is not up is skipped and counted, never done to another node of its name;
+2. a node whose removal falls due while it is coming up is removed as soon as it is up;
+3. at most one machine of a name exists at a time: an addition waits for nothing and is skipped if one does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from spotlight.fleet.traces.trace import Trace, TraceError, TraceEvent, TraceEventKind
+from spotlight.fleet.traces.transforms import with_notices
+
+
+class Order(StrEnum):
+    """What is to be done to machines now."""
+
+    ADD = "add"
+    NOTICE = "notice"
+    KILL = "kill"
+
+
+class Fate(StrEnum):
+    """What became of an event of the trace."""
+
+    DONE = "done"
+    SKIPPED = "skipped"
+    FAILED = "failed"
+    PENDING = "pending"
+
+
+class _State(StrEnum):
+    QUEUED = "queued"
+    COMING = "coming"
+    DOOMED = "doomed"
+    UP = "up"
+
+
+@dataclass(frozen=True, slots=True)
+class Deed:
+    """An event of the trace, and what came of it.
+
+    Attributes:
+        planned_s: when it was due, and ``actual_s`` when it was done (for an addition: when the node was up),
+            since the market opened; None: not done.
+        detail: why not.
+    """
+
+    kind: TraceEventKind
+    node: str
+    slots: int
+    planned_s: float
+    fate: Fate = Fate.PENDING
+    actual_s: float | None = None
+    detail: str = ""
+
+
+def timed(trace: Trace, speed: float, notice_s: float | None) -> Trace:
+    """The trace as it is played: ``speed`` times as fast.
+
+    Args:
+        notice_s: real seconds from a notice to its removal, whatever the speed; 0: no notices; None: the
+            trace's own notices, as much faster as everything else.
+
+    Raises:
+        TraceError: a speed that is not above 0.
+    """
+    if not (math.isfinite(speed) and speed > 0):
+        raise TraceError(f"{trace.source}: speed {speed!r}; expected more than 0")
+    events = tuple(replace(event, time_s=event.time_s / speed) for event in trace.events)
+    prices = tuple(replace(point, time_s=point.time_s / speed) for point in trace.prices)
+    # A horizon that rounds below the last event would refuse the trace.
+    horizon_s = max([trace.horizon_s / speed, *(event.time_s for event in events[-1:])])
+    fast = Trace(events, horizon_s, trace.source, prices)
+    return fast if notice_s is None else with_notices(fast, notice_s)
+
+
+@dataclass(slots=True)
+class Book:
+    """Follows one trace; use from one thread, or under a lock."""
+
+    deeds: list[Deed] = field(default_factory=list)
+    _states: dict[str, _State] = field(default_factory=dict)
+    _adding: dict[str, int] = field(default_factory=dict)
+    _removing: dict[str, int] = field(default_factory=dict)
+
+    def due(self, event: TraceEvent) -> tuple[Order, int] | None:
+        """An event falls due. Returns what to do and the index of its deed, or None: nothing, now or ever."""
+        index = len(self.deeds)
+        self.deeds.append(Deed(event.kind, event.node, event.gpus, event.time_s))
+        state = self._states.get(event.node)
+        match event.kind:
+            case TraceEventKind.ADD:
+                if state is not None:
+                    return self._skip(index, f"its predecessor is still {state}")
+                self._states[event.node], self._adding[event.node] = _State.QUEUED, index
+                return Order.ADD, index
+            case TraceEventKind.NOTICE:
+                return (Order.NOTICE, index) if state is _State.UP else self._skip(index, _absent(state))
+            case TraceEventKind.REMOVE:
+                return self._removal(event.node, state, index)
+
+    def starts(self, node: str) -> bool:
+        """Whether a queued addition is to be done still; called when its turn comes."""
+        if self._states.get(node) is not _State.QUEUED:
+            return False
+        self._states[node] = _State.COMING
+        return True
+
+    def added(self, node: str, now_s: float, error: str = "") -> tuple[Order, int] | None:
+        """An addition ended. Returns what to do then: kill it, if it was removed meanwhile."""
+        index = self._adding.pop(node)
+        doomed = self._states[node] is _State.DOOMED
+        if error:
+            del self._states[node]
+            self._settle(index, Fate.FAILED, None, error)
+            if doomed:
+                self._settle(self._removing.pop(node), Fate.SKIPPED, None, "the node did not come up")
+            return None
+        self._settle(index, Fate.DONE, now_s)
+        if doomed:
+            return Order.KILL, self._removing.pop(node)
+        self._states[node] = _State.UP
+        return None
+
+    def noticed(self, index: int, now_s: float, error: str = "") -> None:
+        """A notice was given, or could not be."""
+        self._settle(index, Fate.FAILED if error else Fate.DONE, None if error else now_s, error)
+
+    def killed(self, index: int, now_s: float, error: str = "") -> None:
+        """A node was killed, or did not die; either way it is no more ours."""
+        self._states.pop(self.deeds[index].node, None)
+        self._settle(index, Fate.FAILED if error else Fate.DONE, None if error else now_s, error)
+
+    def close(self) -> None:
+        """The market is over: what was not done is skipped."""
+        for index, deed in enumerate(self.deeds):
+            if deed.fate is Fate.PENDING:
+                self._skip(index, "the market closed")
+
+    def up(self) -> list[str]:
+        """Nodes that are there."""
+        return [node for node, state in self._states.items() if state is _State.UP]
+
+    def summary(self) -> dict[str, int]:
+        """Counts such as ``remove done``."""
+        counts = Counter(f"{deed.kind.value} {deed.fate.value}" for deed in self.deeds)
+        return dict(sorted(counts.items()))
+
+    def lateness_s(self, kind: TraceEventKind) -> Iterator[float]:
+        """By how much each done deed of a kind came late."""
+        for deed in self.deeds:
+            if deed.kind is kind and deed.actual_s is not None:
+                yield deed.actual_s - deed.planned_s
+
+    def _removal(self, node: str, state: _State | None, index: int) -> tuple[Order, int] | None:
+        match state:
+            case _State.UP:
+                return Order.KILL, index
+            case _State.QUEUED:
+                del self._states[node]
+                self._skip(self._adding.pop(node), "removed before its turn came")
+                return self._skip(index, "the node never came up")
+            case _State.COMING:
+                self._states[node], self._removing[node] = _State.DOOMED, index
+                return None
+            case _:
+                return self._skip(index, _absent(state))
+
+    def _skip(self, index: int, why: str) -> tuple[Order, int] | None:
+        """Nothing is to be done."""
+        self._settle(index, Fate.SKIPPED, None, why)
+        return None
+
+    def _settle(self, index: int, fate: Fate, actual_s: float | None, detail: str = "") -> None:
+        self.deeds[index] = replace(self.deeds[index], fate=fate, actual_s=actual_s, detail=detail)
+
+
+def _absent(state: _State | None) -> str:
+    return "the node is not there" if state is None else f"the node is {state}"

@@ -1,0 +1,1 @@
+"""Nodes of the Ray cluster: what they have, preemption notices, drains."""

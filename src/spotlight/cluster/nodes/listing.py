@@ -1,0 +1,321 @@
+"""From what Ray says of its nodes to what the controller is told. Pure.
+
+A node is reserved or spot by a custom resource of any amount (``spotlight_reserved``, ``spotlight_spot``)
+or the label ``spotlight.io/kind``. Its slots are its GPUs, or the custom resource ``spotlight_slot`` where
+CPUs stand for them.
+
+Ray gives a node that comes back another id, and may show it before it has noticed the former's death; so the
+names used here are unique among the living, and stay with a node for its life (:func:`unique_name`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+from types import MappingProxyType
+
+from spotlight.cluster.nodes.facts import Gpu, NodeFacts
+from spotlight.config.errors import ConfigError, Problem
+from spotlight.scheduler.types import Node, NodeId, NodeKind
+
+SLOT = "spotlight_slot"
+SHARE = 0.5
+"""Of a slot, for each of a learner rank and the worker beside it."""
+ALL_GPUS_VISIBLE = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
+"""Runtime environment of a process that sees all GPUs of its node, and takes one by its number."""
+KIND_RESOURCES: Mapping[NodeKind, str] = MappingProxyType(
+    {NodeKind.RESERVED: "spotlight_reserved", NodeKind.SPOT: "spotlight_spot"}
+)
+KIND_LABEL = "spotlight.io/kind"
+GPU_LABEL = "spotlight.io/gpu-type"
+_RAY_GPU_LABEL = "ray.io/accelerator-type"
+_RAY_GPU_RESOURCE = "accelerator_type:"
+_START = "ray start --resources='{\"%s\": 1}'"
+_MEMORY_TOLERANCE = 0.02
+"""GPUs of one type differ by what their firmware keeps for itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class RayNode:
+    """A node of a Ray cluster that is marked as ours.
+
+    Attributes:
+        ray_id: Ray's, of this life of the node.
+        name: unique among the living.
+        slots: workers or learner ranks it can hold, one each; 0: it holds only what needs none.
+        gpus: whether a slot is a GPU.
+        gpu_type: as the node's flags or Ray tell; ``cpu`` for CPU slots; empty: unknown.
+        port: of its raylet.
+        session: directory on that node where Ray keeps its logs and sockets.
+    """
+
+    ray_id: str
+    name: str
+    kind: NodeKind
+    slots: int
+    gpus: bool
+    gpu_type: str
+    address: str
+    port: int
+    session: str
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The living nodes by Ray's id, and what is wrong with those left out."""
+
+    nodes: Mapping[str, RayNode]
+    problems: Mapping[str, Problem]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """From one view to the next. ``lost`` comes first in time."""
+
+    lost: tuple[RayNode, ...]
+    joined: tuple[RayNode, ...]
+
+
+def read_view(rows: Sequence[Mapping[str, object]], names: Mapping[str, str] | None = None) -> View:
+    """Read ``ray.nodes()``.
+
+    Args:
+        names: given to living nodes before, by Ray's id; they keep them.
+    """
+    living = {str(row["NodeID"]): row for row in rows if row["Alive"]}
+    given = {ray_id: name for ray_id, name in (names or {}).items() if ray_id in living}
+    nodes: dict[str, RayNode] = {}
+    problems: dict[str, Problem] = {}
+    for ray_id in sorted(living):
+        found = read_node(living[ray_id])
+        if isinstance(found, Problem):
+            problems[ray_id] = found
+        elif found is not None:
+            if ray_id not in given:
+                given[ray_id] = unique_name(found, given.values())
+            nodes[ray_id] = replace(found, name=given[ray_id])
+    return View(nodes, problems)
+
+
+def read_node(row: Mapping[str, object]) -> RayNode | Problem | None:
+    """One row of ``ray.nodes()``: ours, wrong, or None (neither mark nor slots: no business of ours)."""
+    resources, labels = _numbers(row.get("Resources")), _texts(row.get("Labels"))
+    address = str(row.get("NodeManagerAddress") or "")
+    name = str(row.get("NodeName") or "") or address
+    place = f"node {name!r}"
+    kinds = {kind for kind, resource in KIND_RESOURCES.items() if resources.get(resource, 0) > 0}
+    if (label := labels.get(KIND_LABEL)) is not None:
+        if label not in set(NodeKind):
+            return Problem(
+                place, f"label {KIND_LABEL}={label}", f"{' or '.join(NodeKind)}",
+                f"Start it with ray start --labels={KIND_LABEL}=spot.",
+            )  # fmt: skip
+        kinds.add(NodeKind(label))
+    if len(kinds) > 1:
+        return Problem(
+            place, f"both kinds ({', '.join(sorted(kinds))})", "one",
+            f"Start it with one of the resources {' and '.join(KIND_RESOURCES.values())}, "
+            f"and a label {KIND_LABEL} that says the same or none.",
+        )  # fmt: skip
+    gpus, slots = resources.get("GPU", 0.0), resources.get(SLOT, 0.0)
+    if gpus and slots:
+        return Problem(
+            place, f"{gpus:g} GPUs and {slots:g} of {SLOT}", "one of them",
+            f"Leave {SLOT} out to use the GPUs, or start it with ray start --num-gpus=0.",
+        )  # fmt: skip
+    if (gpus or slots) != int(gpus or slots):
+        return Problem(place, f"{gpus or slots:g} slots", "a whole number", f"Give {SLOT} a whole number.")
+    if not kinds:
+        if not (gpus or slots):
+            return None
+        return Problem(
+            place, "slots, but neither reserved nor spot", "one of them",
+            f"Start it with {_START % KIND_RESOURCES[NodeKind.SPOT]} "
+            f"(or {KIND_RESOURCES[NodeKind.RESERVED]}), or --labels={KIND_LABEL}=spot.",
+        )  # fmt: skip
+    gpu_type = _gpu_type(resources, labels) if gpus else "cpu"
+    session = str(PurePosixPath(str(row.get("RayletSocketName") or "")).parent.parent)
+    ray_id, count = str(row["NodeID"]), int(gpus or slots)
+    port = int(str(row.get("NodeManagerPort") or 0))
+    return RayNode(ray_id, name, kinds.pop(), count, bool(gpus), gpu_type, address, port, session)
+
+
+def unique_name(node: RayNode, taken: Collection[str]) -> str:
+    """The node's own name, or with the beginning of Ray's id where a living node has it."""
+    if node.name not in taken:
+        return node.name
+    digits = next(n for n in range(6, len(node.ray_id) + 1) if f"{node.name}~{node.ray_id[:n]}" not in taken)
+    return f"{node.name}~{node.ray_id[:digits]}"
+
+
+def diff(before: Mapping[str, RayNode], after: Mapping[str, RayNode]) -> Change:
+    """What happened between two views, by Ray's ids."""
+    return Change(
+        tuple(node for ray_id, node in before.items() if ray_id not in after),
+        tuple(node for ray_id, node in after.items() if ray_id not in before),
+    )
+
+
+def require_usable(view: View, learner_ranks: int, source: str) -> None:
+    """Whether training can begin on these nodes.
+
+    Raises:
+        ConfigError: with everything that is wrong and the flags of ``ray start`` that mend it.
+    """
+    problems = list(view.problems.values())
+    nodes = view.nodes.values()
+    reserved = [node for node in nodes if node.kind is NodeKind.RESERVED]
+    names = ", ".join(node.name for node in nodes) or "none"
+    if not reserved:
+        problems.append(
+            Problem(
+                source,
+                f"no reserved node (nodes: {names})",
+                "at least one: the learner and all progress live there",
+                f"Start one with {_START % KIND_RESOURCES[NodeKind.RESERVED]}, "
+                f"or --labels={KIND_LABEL}=reserved.",
+            )
+        )
+    if not any(node.slots for node in nodes):
+        problems.append(
+            Problem(
+                source,
+                f"no GPU and no {SLOT} on any node (nodes: {names})",
+                "at least one",
+                f"Start nodes with ray start --num-gpus=N, or where CPUs stand for GPUs with "
+                f"--num-gpus=0 --resources='{{\"{SLOT}\": N}}'.",
+            )
+        )
+    elif reserved and (slots := sum(node.slots for node in reserved)) < learner_ranks:
+        problems.append(
+            Problem(
+                "fleet.learner_ranks",
+                str(learner_ranks),
+                f"at most {slots}, the slots of the reserved nodes",
+                "Lower it, or add a reserved node.",
+            )
+        )
+    if problems:
+        raise ConfigError(source, problems)
+
+
+def mixed_gpus(node: RayNode, facts: NodeFacts) -> Problem | None:
+    """What differs between the GPUs of a node whose workers form groups: a group is as slow, and has as
+    little memory, as its weakest member. Nodes may differ: each pulls what it can."""
+    for gpu in facts.gpus[1:] if node.gpus else ():
+        if unlike(gpu, facts.gpus[0]):
+            return Problem(
+                f"node {node.name!r}", f"{_told(gpu)} beside {_told(facts.gpus[0])}",
+                "GPUs of one type and memory on a node with fleet.sequence_parallel.degrees above 1",
+                "Set fleet.sequence_parallel.degrees=[1], or start Ray once for each type of GPU there "
+                "(CUDA_VISIBLE_DEVICES).",
+            )  # fmt: skip
+    return None
+
+
+def typed(node: RayNode, facts: NodeFacts) -> RayNode:
+    """The node with the type that its driver tells, where neither its flags nor Ray do: paces go by types."""
+    unknown = node.gpus and not node.gpu_type and facts.gpus
+    return replace(node, gpu_type=facts.gpus[0].name) if unknown else node
+
+
+def unlike(one: Gpu, other: Gpu) -> bool:
+    """Whether two GPUs are of different types or memory."""
+    spread = abs(one.memory_bytes - other.memory_bytes) / max(one.memory_bytes, other.memory_bytes)
+    return one.name != other.name or spread > _MEMORY_TOLERANCE
+
+
+def gpus_told(facts: NodeFacts) -> str:
+    """A node's types of GPUs, for people: ``NVIDIA L4 of 22 GiB``; empty where it told none."""
+    return " and ".join(dict.fromkeys(_told(gpu) for gpu in facts.gpus))
+
+
+def _told(gpu: Gpu) -> str:
+    return f"{gpu.name} of {gpu.memory_bytes / 2**30:.0f} GiB"
+
+
+def place_learner(nodes: Sequence[RayNode], ranks: int) -> Mapping[str, int]:
+    """Learner ranks by Ray id of reserved nodes: as few nodes as possible, and few slots left.
+
+    Raises:
+        ConfigError: fewer slots than ranks.
+    """
+    reserved = [node for node in nodes if node.kind is NodeKind.RESERVED and node.slots]
+    placed: dict[str, int] = {}
+    left = ranks
+    while left:
+        free = [node for node in reserved if node.ray_id not in placed]
+        whole = [node for node in free if node.slots >= left]
+        chosen = (
+            min(whole, key=lambda node: (node.slots, node.name))
+            if whole
+            else max(free, key=lambda node: node.slots, default=None)
+        )
+        if chosen is None:
+            found, have = str(ranks), sum(node.slots for node in reserved)
+            expected = f"at most {have}, the slots of the reserved nodes"
+            raise ConfigError(
+                "the cluster", [Problem("fleet.learner_ranks", found, expected, "Lower it, or add a node.")]
+            )
+        placed[chosen.ray_id] = min(left, chosen.slots)
+        left -= placed[chosen.ray_id]
+    return placed
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A share of a Ray node that the controller knows as a node.
+
+    Attributes:
+        first_slot: slot of the Ray node that is GPU 0 of ``node``.
+    """
+
+    node: Node
+    first_slot: int
+
+
+def split_node(node: RayNode, ranks: int, slot_usd_h: float, ranks_roll_out: bool) -> tuple[Part, ...]:
+    """What the controller is told of a node that holds so many learner ranks.
+
+    Args:
+        slot_usd_h: price of one slot.
+        ranks_roll_out: its slots roll out too, while the learner waits.
+
+    Returns:
+        A part that trains and a part that rolls out, whichever there are; a node of one part keeps its name.
+    """
+    if not 0 <= ranks <= node.slots:
+        raise ValueError(f"{ranks} learner ranks on node {node.name!r}, which has {node.slots} slots")
+    free = node.slots - ranks
+
+    def part(suffix: str, slots: int, first: int, trains: bool) -> Part:
+        name = NodeId(f"{node.name}/{suffix}" if ranks and free else node.name)
+        rolls_out = ranks_roll_out or not trains
+        price_usd_h = slots * slot_usd_h
+        return Part(Node(name, node.kind, slots, node.gpu_type, price_usd_h, trains, rolls_out), first)
+
+    parts = [part("learner", ranks, 0, True)] if ranks else []
+    return (*parts, part("rollout", free, ranks, False)) if free else tuple(parts)
+
+
+def train_only(part: Part) -> Part:
+    """The same slots, without workers."""
+    return replace(part, node=replace(part.node, rolls_out=False))
+
+
+def _gpu_type(resources: Mapping[str, float], labels: Mapping[str, str]) -> str:
+    by_resource = (
+        name.removeprefix(_RAY_GPU_RESOURCE) for name in resources if name.startswith(_RAY_GPU_RESOURCE)
+    )
+    return labels.get(GPU_LABEL) or labels.get(_RAY_GPU_LABEL) or next(by_resource, "")
+
+
+def _numbers(value: object) -> Mapping[str, float]:
+    items = value.items() if isinstance(value, Mapping) else ()
+    return {str(name): float(number) for name, number in items}
+
+
+def _texts(value: object) -> Mapping[str, str]:
+    items = value.items() if isinstance(value, Mapping) else ()
+    return {str(name): str(text) for name, text in items}

@@ -1,0 +1,354 @@
+"""Which nodes there are: one thread of the head looks at Ray's list and listens to every node's agent.
+
+A node *joins* when its agent has told what it is and it fits the head; one that does not fit is *refused*,
+once. Loss is seen two ways, whichever is first: Ray's list, and the question for notices that hangs at
+every agent and fails when the node dies. The second alone does not tell a dead node from a dead agent:
+where nobody listens any more at the port of the node's raylet, the node is lost, whatever the list says for
+some seconds yet; where there is no answer at all, the thread looks at the list at once and for a moment
+often. An agent that died on a living node is started again, with growing pauses.
+
+The listener is called in this thread, and must be quick.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from spotlight.cluster.nodes.agent import NodeAgent, plain_settings
+from spotlight.cluster.nodes.drain import drain_node
+from spotlight.cluster.nodes.facts import NodeFacts, heard, misfit
+from spotlight.cluster.nodes.listing import RayNode, diff, read_view
+from spotlight.cluster.nodes.notice_mail import Message, Tidings, read_messages
+from spotlight.cluster.nodes.notice_watch import NoticeSettings
+from spotlight.config.errors import Problem
+
+log = logging.getLogger("spotlight.cluster.nodes.node_membership")
+
+Answer: TypeAlias = "ray.ObjectRef[object]"
+
+_HANG_S = 15.0
+_EAGER_S = 3.0
+_EAGER_PERIOD_S = 0.05
+_PAUSE_FIRST_S, _PAUSE_MOST_S = 2.0, 60.0
+_CALLS_AT_ONCE = 4
+_PROBE_S = 0.5
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class Listener(Protocol):
+    """Who is told. A node is told of with every call that follows as it joined."""
+
+    def joined(self, node: RayNode, facts: NodeFacts) -> None:
+        """A node is there, fits, and may be used."""
+        ...
+
+    def lost(self, node: RayNode) -> None:
+        """A node is gone, and everything on it; perhaps before it joined."""
+        ...
+
+    def noticed(self, node: RayNode, remaining_s: float, detail: str) -> None:
+        """A node that joined will be taken in ``remaining_s``; Ray has been told."""
+        ...
+
+    def notice_cancelled(self, node: RayNode, detail: str) -> None:
+        """It will not be taken after all."""
+        ...
+
+    def refused(self, problem: Problem) -> None:
+        """A node of the cluster is not used, and why; once a node."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MembershipSettings:
+    """Patience.
+
+    Attributes:
+        period_s: between two looks at Ray's list.
+        answer_s: for Ray's list, and beyond the time a question hangs.
+        start_s: for an agent to start and tell its facts.
+    """
+
+    notices: NoticeSettings
+    period_s: float = 1.0
+    answer_s: float = 10.0
+    start_s: float = 60.0
+
+
+@dataclass(slots=True)
+class _Watched:
+    """A living node."""
+
+    node: RayNode
+    agent: ActorHandle | None = None
+    facts: NodeFacts | None = None
+    asked: Answer | None = None
+    due_s: float = 0.0
+    seen: int = 0
+    failures: int = 0
+    refused: bool = False
+
+
+@dataclass(slots=True)
+class _Pace:
+    """When to look at Ray's list next."""
+
+    period_s: float
+    next_s: float = 0.0
+    eager_until_s: float = 0.0
+
+    def looked(self, now_s: float) -> None:
+        self.next_s = now_s + (_EAGER_PERIOD_S if now_s < self.eager_until_s else self.period_s)
+
+    def hurry(self, now_s: float) -> None:
+        self.eager_until_s, self.next_s = now_s + _EAGER_S, now_s
+
+
+def start_agent(node: RayNode, settings: NoticeSettings) -> ActorHandle:
+    """Start the agent of a node; it lives as long as the handle, this driver and the node do."""
+    strategy = NodeAffinitySchedulingStrategy(node.ray_id, soft=False)
+    options = ray.remote(NodeAgent).options(
+        num_cpus=0, max_restarts=0, max_concurrency=_CALLS_AT_ONCE, scheduling_strategy=strategy
+    )
+    handle: ActorHandle = options.remote(node.ray_id, node.session, plain_settings(settings))
+    return handle
+
+
+def raylet_listens(node: RayNode) -> bool:
+    """False: its machine says that nobody listens at the raylet's port. Silence tells nothing: True."""
+    try:
+        socket.create_connection((node.address, node.port), timeout=_PROBE_S).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def cause_of(error: RayError) -> str:
+    """What an actor died of, in one line, without the colours of a terminal."""
+    lines = [line.strip() for line in _COLOUR.sub("", str(error)).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return lines[-1] if "raised in its creation task" in lines[0] else lines[0]
+
+
+class Membership:
+    """Use as a context manager; this process must be connected to Ray within it.
+
+    Args:
+        here: facts of the head.
+    """
+
+    def __init__(
+        self,
+        listener: Listener,
+        here: NodeFacts,
+        settings: MembershipSettings,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._listener, self._here, self._settings, self._clock = listener, here, settings, clock
+        self._watched: dict[str, _Watched] = {}
+        self._told: set[str] = set()
+        self._dead: set[str] = set()
+        self._pace = _Pace(settings.period_s)
+        self._asker = ThreadPoolExecutor(1, thread_name_prefix="ray-nodes")
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
+
+    def __enter__(self) -> Membership:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(self._settings.answer_s)
+        self._asker.shutdown(wait=False, cancel_futures=True)
+        if ray.is_initialized():
+            for watched in self._watched.values():
+                self._dismiss(watched)
+
+    def acknowledge(self, node: RayNode) -> None:
+        """A node with a notice is drained: its cloud may take it. Any thread; nothing is waited for."""
+        if (agent := self.agent(node)) is not None:
+            agent.acknowledge.remote()
+
+    def log_tail(self, node: RayNode, pid: int | None, actor: str | None, lines: int = 20) -> str:
+        """The end of what a worker wrote (see ``worker_logs``), or why it cannot be had. Any thread."""
+        agent = self.agent(node)
+        if agent is None:
+            return f"node {node.name} has no agent to ask for the log"
+        try:
+            return str(ray.get(agent.log_tail.remote(pid, actor, lines), timeout=self._settings.answer_s))
+        except RayError as error:
+            return f"node {node.name} does not tell its log: {cause_of(error)}"
+
+    def agent(self, node: RayNode) -> ActorHandle | None:
+        """The agent of a node, if it has one now. Any thread."""
+        watched = self._watched.get(node.ray_id)
+        return None if watched is None else watched.agent
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._turn()
+            except Exception:
+                # Whatever it was, nodes go on coming and going, and somebody has to look.
+                log.exception("looking after Ray's nodes failed; trying again")
+                self._stop.wait(self._settings.period_s)
+
+    def _turn(self) -> None:
+        if self._clock() >= self._pace.next_s:
+            rows = self._rows()
+            if rows is not None:
+                self._look(rows)
+            self._pace.looked(self._clock())
+        self._start_agents()
+        self._listen(max(0.0, min(self._pace.next_s - self._clock(), self._settings.period_s)))
+
+    # -- Ray's list -----------------------------------------------------------------------------------------
+
+    def _rows(self) -> Sequence[Mapping[str, object]] | None:
+        """``ray.nodes()`` has no deadline of its own; a look that hangs is waited for by the next one."""
+        asked = self._asker.submit(ray.nodes)
+        try:
+            rows: Sequence[Mapping[str, object]] = asked.result(self._settings.answer_s)
+        except TimeoutError:
+            asked.cancel()
+            log.warning("Ray did not list its nodes within %g s", self._settings.answer_s)
+            return None
+        return rows
+
+    def _look(self, rows: Sequence[Mapping[str, object]]) -> None:
+        names = {ray_id: watched.node.name for ray_id, watched in self._watched.items()}
+        view = read_view([row for row in rows if row["NodeID"] not in self._dead], names)
+        for ray_id, problem in view.problems.items():
+            self._refuse(ray_id, problem)
+        change = diff({ray_id: watched.node for ray_id, watched in self._watched.items()}, view.nodes)
+        for node in change.lost:
+            self._lose(self._watched[node.ray_id])
+        for node in change.joined:
+            self._watched[node.ray_id] = _Watched(node)
+
+    def _lose(self, watched: _Watched) -> None:
+        del self._watched[watched.node.ray_id]
+        self._dead.add(watched.node.ray_id)
+        self._listener.lost(watched.node)
+
+    def _refuse(self, ray_id: str, problem: Problem) -> None:
+        if ray_id not in self._told:
+            self._told.add(ray_id)
+            self._listener.refused(problem)
+
+    # -- agents ---------------------------------------------------------------------------------------------
+
+    def _start_agents(self) -> None:
+        now_s = self._clock()
+        for watched in self._watched.values():
+            if watched.agent is None and not watched.refused and now_s >= watched.due_s:
+                watched.agent = start_agent(watched.node, self._settings.notices)
+                watched.asked = watched.agent.facts.remote()
+                watched.due_s = now_s + self._settings.start_s
+
+    def _listen(self, timeout_s: float) -> None:
+        asked = {item.asked: item for item in self._watched.values() if item.asked is not None}
+        if not asked:
+            self._stop.wait(timeout_s)
+            return
+        ready, _ = ray.wait(list(asked), num_returns=1, timeout=timeout_s)
+        if ready:
+            ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0)
+        for answer in ready:
+            self._hear(asked[answer], answer)
+        now_s = self._clock()
+        for watched in self._watched.values():
+            if watched.asked is not None and now_s > watched.due_s:
+                patience_s = self._settings.start_s if watched.facts is None else self._settings.answer_s
+                self._agent_failed(watched, f"no answer within {patience_s:g} s")
+
+    def _hear(self, watched: _Watched, answer: Answer) -> None:
+        try:
+            told = ray.get(answer)
+        except RayError as error:
+            if not raylet_listens(watched.node):
+                self._lose(watched)
+                return
+            self._pace.hurry(self._clock())
+            self._agent_failed(watched, cause_of(error))
+            return
+        watched.failures = 0
+        if watched.facts is None:
+            assert isinstance(told, dict)
+            facts = heard(told)
+            if (problem := misfit(watched.node.name, self._here, facts)) is not None:
+                watched.refused, watched.asked = True, None
+                self._dismiss(watched)
+                self._refuse(watched.node.ray_id, problem)
+                return
+            watched.facts = facts
+            self._listener.joined(watched.node, facts)
+        elif isinstance(told, list):
+            for message in read_messages(told):
+                watched.seen = message.number
+                self._pass_on(watched.node, message)
+        self._ask(watched)
+
+    def _ask(self, watched: _Watched) -> None:
+        if watched.agent is None:
+            return
+        if watched.facts is None:
+            watched.asked = watched.agent.facts.remote()
+            watched.due_s = self._clock() + self._settings.start_s
+        else:
+            watched.asked = watched.agent.notices.remote(watched.seen, _HANG_S)
+            watched.due_s = self._clock() + _HANG_S + self._settings.answer_s
+
+    def _pass_on(self, node: RayNode, message: Message) -> None:
+        match message.tidings:
+            case Tidings.NOTICED:
+                self._listener.noticed(node, message.remaining_s, message.detail)
+                drain_node(node.ray_id, message.remaining_s, message.detail)
+            case Tidings.CANCELLED:
+                self._listener.notice_cancelled(node, message.detail)
+            case Tidings.REBALANCE:
+                log.info("node %s: %s", node.name, message.detail)
+            case Tidings.UNWATCHED:
+                log.warning("node %s: preemptions may come unannounced: %s", node.name, message.detail)
+
+    def _agent_failed(self, watched: _Watched, why: str) -> None:
+        """It died, or is silent; if that was the node, Ray's list will say so."""
+        self._dismiss(watched)
+        watched.asked, watched.seen = None, 0
+        pause_s = min(_PAUSE_MOST_S, _PAUSE_FIRST_S * 2.0 ** min(watched.failures, 30))
+        watched.failures += 1
+        watched.due_s = self._clock() + pause_s
+        if watched.facts is None:
+            self._refuse(watched.node.ray_id, _no_agent(watched.node.name, why, pause_s))
+        else:
+            log.info("node %s: its agent is gone (%s)", watched.node.name, why)
+
+    def _dismiss(self, watched: _Watched) -> None:
+        if watched.agent is not None:
+            ray.kill(watched.agent)
+            watched.agent = None
+
+
+def _no_agent(node: str, why: str, pause_s: float) -> Problem:
+    return Problem(
+        f"node {node!r}", f"no agent, which it needs to be used: {why}",
+        "a process that imports this package (spotlight-rl) and answers",
+        f"Install there what the head has; tried again in {pause_s:g} s and then more rarely.",
+    )  # fmt: skip

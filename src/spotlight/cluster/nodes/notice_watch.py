@@ -1,0 +1,104 @@
+"""Watches a node's sources of notices in a thread, and puts what they tell into an outbox. No Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import threading
+from dataclasses import dataclass
+from typing import Literal
+
+from spotlight.cluster.nodes.notice_mail import Outbox
+from spotlight.fleet.notices.clouds import Cloud, cloud_source, find_cloud
+from spotlight.fleet.notices.metadata import MetadataServer
+from spotlight.fleet.notices.notice import NoticeError, Source
+from spotlight.fleet.notices.watcher import Watcher
+
+log = logging.getLogger("spotlight.cluster.notices")
+
+_ACKNOWLEDGE_S = 10.0
+
+CloudChoice = Literal["auto", "aws", "gcp", "azure", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class NoticeSettings:
+    """Where notices come from.
+
+    Attributes:
+        cloud: whose metadata service is asked; ``auto``: find out on the node; ``none``: no one's.
+        endpoint: address of the metadata service; None: its usual one.
+        sigterm_grace_s: from SIGTERM to SIGKILL; None: SIGTERM is no notice.
+    """
+
+    cloud: CloudChoice = "auto"
+    endpoint: str | None = None
+    sigterm_grace_s: float | None = 30.0
+
+
+class NoticeWatch:
+    """The watch of one node; :meth:`start` it once.
+
+    Args:
+        sigterm: a source made in the main thread; None: SIGTERM is no notice.
+        outbox: gets notices, and why nothing is watched.
+    """
+
+    def __init__(self, settings: NoticeSettings, sigterm: Source | None, outbox: Outbox) -> None:
+        self._settings, self._sigterm, self._outbox = settings, sigterm, outbox
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._watcher: Watcher | None = None
+
+    def start(self) -> None:
+        """Begin to watch; the thread ends with the process."""
+        threading.Thread(target=self._run, name="notices", daemon=True).start()
+
+    def acknowledge(self) -> bool:
+        """The node is drained: tell a cloud that waits for that. False: none does, or it was not told."""
+        if self._loop is None or self._watcher is None or self._loop.is_closed():
+            return False
+        asked = asyncio.run_coroutine_threadsafe(self._watcher.acknowledge(), self._loop)
+        try:
+            return asked.result(_ACKNOWLEDGE_S)
+        except (NoticeError, TimeoutError) as error:
+            log.warning("the cloud was not told that this node is drained: %s", error)
+            return False
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._follow())
+        except NoticeError as error:
+            self._outbox.put(str(error))
+        except Exception as error:
+            log.exception("notices are watched no more")
+            self._outbox.put(f"the watcher failed: {error!r}")
+            raise
+
+    async def _follow(self) -> None:
+        sources = [] if self._sigterm is None else [self._sigterm]
+        try:
+            if (cloud := await self._cloud()) is not None:
+                sources.append(cloud)
+        except NoticeError as error:
+            # Off the clouds a search finds nothing, and SIGTERM is enough.
+            if not sources:
+                raise
+            if self._settings.cloud != "auto":
+                self._outbox.put(str(error))
+        if not sources:
+            self._outbox.put(
+                "no source of notices; expected fleet.notices.cloud or fleet.notices.sigterm_grace_s"
+            )
+            return
+        self._loop = asyncio.get_running_loop()
+        self._watcher = Watcher(sources, random.Random(os.getpid()))
+        await self._watcher.run(self._outbox.put)
+
+    async def _cloud(self) -> Source | None:
+        choice, endpoint = self._settings.cloud, self._settings.endpoint
+        server = MetadataServer() if endpoint is None else MetadataServer(endpoint)
+        if choice == "none":
+            return None
+        return await find_cloud(server) if choice == "auto" else cloud_source(Cloud(choice), server)

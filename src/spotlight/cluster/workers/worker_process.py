@@ -1,0 +1,181 @@
+"""A rollout worker's process, from its first weights on: the model is assembled, then the loop runs.
+
+    tell(PullWeights) ─► assemble: the base from a peer of the node, or from disk ─► WorkerLoop, until Leave
+
+Ray-free: ``worker/actor.py`` is the thin actor around it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import queue
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from spotlight.cluster.blobs.keeper import NEGATIVE
+from spotlight.cluster.workers.worker_weights import BundleLoader
+from spotlight.config.schema import RunConfig
+from spotlight.models.family import Condition, ModelFamily
+from spotlight.models.skeleton import base_state, filling, modules_of
+from spotlight.rollout.sequence_parallel.communicators import communicator
+from spotlight.rollout.sequence_parallel.membership import Membership
+from spotlight.rollout.sequence_parallel.rendezvous import Address, connect
+from spotlight.rollout.sequence_parallel.ulysses import SequenceParallel
+from spotlight.rollout.serialization import unpack_condition
+from spotlight.runtime.build import parts as build
+from spotlight.runtime.build.learner_parts import rollout_slots
+from spotlight.scheduler.effects import PullWeights
+from spotlight.scheduler.events import PullFailed
+from spotlight.scheduler.types import Purpose, WorkerId
+from spotlight.weights.node_cache import NodeCache
+from spotlight.weights.peers import Lender, borrow
+from spotlight.weights.shelf import Shelf
+from spotlight.weights.weight_errors import PeerLostError
+from spotlight.worker.interfaces import Command, Hands, Home, Leave
+from spotlight.worker.loop import WorkerLoop
+from spotlight.worker.reports import Report
+
+log = logging.getLogger(__name__)
+
+_PAUSE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """Where a worker's process is.
+
+    Attributes:
+        device: of its model.
+        meeting: the store through which groups find each other.
+        run: name that the processes of one run on a node share.
+    """
+
+    worker: WorkerId
+    epoch: int
+    device: torch.device
+    meeting: Address
+    run: str
+
+
+class WorkerProcess:
+    """Obeys commands from any thread; :meth:`run` belongs to the thread that owns the model."""
+
+    def __init__(self, config: RunConfig, place: WorkerPlace, home: Home) -> None:
+        self._config, self._place, self._home = config, place, home
+        self._waiting: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._loop: WorkerLoop | None = None
+        self._lock = threading.Lock()
+        self._lender: Lender | None = None
+        self._cache = NodeCache(place.run)
+
+    def tell(self, command: Command) -> None:
+        """Have a command obeyed; returns at once."""
+        with self._lock:
+            if self._loop is None:
+                self._waiting.put(command)
+            else:
+                self._loop.tell(command)
+
+    def run(self) -> None:
+        """Until told to leave. Raises whatever ends the process: the head starts another."""
+        try:
+            while self._loop is None:
+                command = self._waiting.get()
+                if isinstance(command, Leave):
+                    return
+                if isinstance(command, PullWeights) and command.epoch == self._place.epoch:
+                    self._begin(command)
+            self._loop.run()
+        finally:
+            if self._lender is not None:
+                self._lender.close()
+            self._cache.close()
+
+    # -- the model -------------------------------------------------------------------------------------
+
+    def _begin(self, pull: PullWeights) -> None:
+        (negative,) = self._home.fetch("condition", [NEGATIVE])
+        if negative is None:  # the learner sends it before the run starts
+            self._put_off(pull)
+            return
+        loop = self._assemble(self._family(pull), unpack_condition(negative.data))
+        with self._lock:
+            loop.tell(pull)
+            while not self._waiting.empty():
+                loop.tell(self._waiting.get())
+            self._loop = loop
+
+    def _put_off(self, pull: PullWeights) -> None:
+        """Not now; the controller asks again at once, and may name another source."""
+        time.sleep(_PAUSE_S)
+        failed = PullFailed(self._place.worker, self._place.epoch, pull.version, pull.lineage)
+        self._home.deliver(Report(self._place.worker, "", (), (failed,)))
+
+    def _family(self, pull: PullWeights) -> ModelFamily:
+        """The model: its transformer from the peer that the controller names, or all of it from disk.
+
+        In a full fine-tune the transformer comes with each version, and peers hold no base to lend.
+        """
+        config, place = self._config, self._place
+        lends = config.learner.mode == "lora"
+        family = self._borrowed(pull.peer) if pull.peer is not None and lends else None
+        if family is None:
+            family = build.load_family(config, place.device)
+        if lends:
+            tensors = base_state(family.transformer)
+            shelf = Shelf(tensors, modules_of(tensors), self._base_mark())
+            self._lender = Lender(self._cache.directory, _file_name(place.worker), shelf)
+        return family
+
+    def _borrowed(self, peer: WorkerId) -> ModelFamily | None:
+        """None: the peer is gone, or does not lend; then the disk has to do."""
+        family = build.load_family(self._config, self._place.device, read_transformer=False)
+        try:
+            with filling(family.transformer) as targets:
+                borrow(self._socket(peer), self._base_mark(), targets, modules_of(targets))
+        except PeerLostError as error:
+            log.warning("base weights are read from disk: %s", error)
+            return None
+        return family
+
+    def _socket(self, worker: WorkerId) -> Path:
+        return self._cache.directory / f"{_file_name(worker)}.sock"
+
+    def _base_mark(self) -> str:
+        """Says which base model it is: equal for all processes of a run."""
+        model = self._config.model
+        return f"{model.family}:{model.path}:{model.revision}:{model.dtype}"
+
+    def _assemble(self, family: ModelFamily, negative: Condition) -> WorkerLoop:
+        config, place = self._config, self._place
+        algorithm = build.make_algorithm(config)
+        slots = build.make_slots(config, family, algorithm)
+        engine = build.make_engine(config, family, negative)
+        fleet = config.fleet
+        train, judged = algorithm.rollout_slot, config.evaluation.weights
+
+        def membership() -> Membership:
+            store = connect(place.meeting)
+            parallel = SequenceParallel(slots.modules().values())
+            link = communicator(place.device, fleet.collective_s)
+            return Membership(place.worker, store, link, parallel, fleet.answer_s / 2)
+
+        hands = Hands(
+            engine=engine,
+            slots=slots,
+            recipes=build.make_recipes(config, algorithm).by_purpose(),
+            slot_of={Purpose.TRAIN: train, Purpose.EXPLORE: train, Purpose.EVAL: judged},
+            membership=membership,
+        )
+        loader = BundleLoader(self._home, self._cache, slots, rollout_slots(config, algorithm))
+        return WorkerLoop(place.worker, place.epoch, self._home, loader, hands, fleet.commit_every)
+
+
+def _file_name(worker: WorkerId) -> str:
+    """Short and plain, whatever nodes are called: paths of sockets are limited to some hundred bytes."""
+    return hashlib.sha256(worker.encode()).hexdigest()[:16]

@@ -1,0 +1,66 @@
+"""A worker's way to a published version: from the keeper, once a node, bound and verified."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from spotlight.models.slots import Slot, WeightSlots
+from spotlight.scheduler.effects import PullWeights
+from spotlight.weights.bundle import Manifest, bind
+from spotlight.weights.node_cache import NodeCache
+from spotlight.weights.weight_errors import NoSpaceError, WeightsError
+from spotlight.worker.interfaces import Home, LoadError
+
+
+def version_name(version: int, lineage: int) -> str:
+    """Under which the keeper holds a version's manifest."""
+    return f"{lineage}.{version}"
+
+
+@dataclass(frozen=True, slots=True)
+class BundleLoader:
+    """A :class:`spotlight.worker.interfaces.Loader`.
+
+    Attributes:
+        needs: slots that rollouts use: a version must bring all of them.
+    """
+
+    home: Home
+    cache: NodeCache
+    slots: WeightSlots
+    needs: Sequence[Slot]
+
+    def load(self, pull: PullWeights) -> str:
+        """See :class:`spotlight.worker.interfaces.Loader`.
+
+        Raises:
+            LoadError: the version is not (or no longer) there, or not what its manifest says; the weights
+                held
+                are as they were.
+            NoSpaceError: shared memory is full: another attempt would fail alike.
+        """
+        (told,) = self.home.fetch("manifest", [version_name(pull.version, pull.lineage)])
+        if told is None:
+            raise LoadError(f"version {pull.version} of lineage {pull.lineage} is not published")
+        try:
+            manifest = Manifest.from_json(told.data.decode())
+            if (manifest.version, manifest.lineage) != (pull.version, pull.lineage):
+                raise WeightsError(
+                    f"asked for version {pull.version} of lineage {pull.lineage}, found {manifest}"
+                )
+            bundle = self.cache.get(manifest, lambda: self._fetch(manifest))
+            bind(manifest, bundle, self.slots, needs=self.needs)
+        except NoSpaceError:
+            raise
+        except WeightsError as error:
+            raise LoadError(str(error)) from error
+        return manifest.digest
+
+    def _fetch(self, manifest: Manifest) -> bytes:
+        (kept,) = self.home.fetch("weights", [manifest.digest])
+        if kept is None:
+            raise WeightsError(
+                f"the keeper no longer has the weights of {manifest}: a newer version is published"
+            )
+        return kept.data

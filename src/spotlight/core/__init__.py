@@ -1,1 +1,0 @@
-"""Everything that decides: the controller, its queue and ledger, and the nouns that flow."""

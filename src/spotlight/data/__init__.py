@@ -1,0 +1,1 @@
+"""Prompt files and the prompts of a run."""

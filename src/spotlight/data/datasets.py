@@ -1,0 +1,105 @@
+"""The prompt files of a run, read. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from spotlight.config.errors import ConfigError, Problem
+from spotlight.config.schema import RunConfig
+from spotlight.data.prompt_files import parse_prompts, with_tags
+from spotlight.data.section_names import under
+from spotlight.scheduler.seeds import prompts_of_iteration, spares_of_iteration
+from spotlight.scheduler.types import Prompt
+from spotlight.testbed import TEST_PROMPTS, TRAIN_PROMPTS
+
+TESTBED = "testbed"
+"""Names what is shipped with the package, in ``model.path``, ``data.train`` and ``data.test``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Training and held-out prompts of a run."""
+
+    train: tuple[Prompt, ...]
+    test: tuple[Prompt, ...]
+
+    @property
+    def shared(self) -> int:
+        """How many held-out prompts are trained on too: validation would flatter the run."""
+        trained = {prompt.text for prompt in self.train}
+        return sum(prompt.text in trained for prompt in self.test)
+
+    def notes(self, config: RunConfig) -> tuple[str, ...]:
+        """What the run can be done with, and is rarely meant."""
+        notes: list[str] = []
+        wanted, there = config.rollout.prompts_per_iteration, len(self.train)
+        if wanted > there:
+            notes.append(
+                f"rollout.prompts_per_iteration is {wanted}, but data.train has {there} prompts: an "
+                "iteration takes some of them more than once, each time as a group of its own. "
+                f"Set it to at most {there}, or give more prompts."
+            )
+        if self.shared:
+            notes.append(
+                f"{self.shared} of {len(self.test)} held-out prompts are in data.train too: validation does "
+                "not show how the model does on prompts that it was not trained on. "
+                "Take them out of data.train, or put others in data.test."
+            )
+        return tuple(notes)
+
+    def used(self, config: RunConfig) -> list[Prompt]:
+        """The prompts that the run will meet, each once."""
+        met = dict.fromkeys(prompt.id for prompt in self.test)
+        count, seed = config.rollout.prompts_per_iteration, config.run_seed
+        spare = config.exploration.spare_prompts if config.exploration else 0
+        for iteration in range(config.iterations):
+            planned = prompts_of_iteration(self.train, seed, iteration, count)
+            spares = spares_of_iteration(self.train, seed, iteration, planned, spare) if spare else []
+            met |= dict.fromkeys(prompt.id for prompt in (*planned, *spares))
+        by_id = {prompt.id: prompt for prompt in (*self.train, *self.test)}
+        return [by_id[prompt] for prompt in met]
+
+
+def load_prompts(config: RunConfig) -> Prompts:
+    """Read the prompt files.
+
+    Raises:
+        ConfigError: a file cannot be read, or holds fewer held-out prompts than are asked for.
+        PromptFileError: malformed lines, by number, or a tag that no line has.
+    """
+    tags, wanted = config.data.tags, config.evaluation.prompts
+    train = read_prompts("data.train", config.data.train, TRAIN_PROMPTS, tags)
+    test = read_prompts("data.test", config.data.test, TEST_PROMPTS, tags)
+    if wanted is not None and wanted > len(test):
+        problem = Problem(
+            "evaluation.prompts", str(wanted),
+            f"at most {len(test)}, the held-out prompts of data.test={config.data.test}"
+            + (f" with data.tags={list(tags)}" if tags else ""),
+            "Lower it, or leave the key out to take them all.",
+        )  # fmt: skip
+        raise ConfigError("the configuration", [problem])
+    return Prompts(tuple(train), evenly_spaced(test, wanted))
+
+
+def evenly_spaced(prompts: Sequence[Prompt], count: int | None) -> tuple[Prompt, ...]:
+    """``count`` of the prompts (None, or more than there are: all), in order, spread over the whole file.
+
+    Files are often sorted by tag: the first few would all be of one kind.
+    """
+    kept = len(prompts) if count is None else min(count, len(prompts))
+    return tuple(prompts[index * len(prompts) // kept] for index in range(kept))
+
+
+def read_prompts(key: str, value: str, shipped: Path, tags: Sequence[str] = ()) -> list[Prompt]:
+    """Prompts of the file that ``key`` names (``testbed``: the one shipped). Raises as load_prompts."""
+    path = shipped if value == TESTBED else Path(value)
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        problem = Problem(key, value, "a readable text file of prompts (.txt or .jsonl)", f"{error}.")
+        raise ConfigError("the configuration", [problem]) from None
+    prompts = parse_prompts(text, str(path))
+    with under("data"):
+        return with_tags(prompts, str(path), tags)

@@ -1,0 +1,208 @@
+"""Memory and disk of a run, by part, with the formula of each. Estimates: good to about a quarter.
+
+Notation: B micro-batch, K timesteps in a pass, N samples of an iteration, L layers, D width,
+n = image + text tokens, g = 2 with guidance else 1, P parameters trained, b bytes of a number (4, or 2 in
+bfloat16).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from spotlight.config.contradictions import kept_steps, trained_timesteps
+from spotlight.config.schema import RunConfig
+from spotlight.dry_run.model_plan import ModelSizes, bind_targets
+from spotlight.models.layouts import FamilyLayout
+from spotlight.rollout.limits import decode_batch
+from spotlight.training.timesteps import largest_pass
+
+When = Literal["always", "set-up", "rollout", "training", "host"]
+_LEDGER_BYTES_PER_ROLLOUT = 1000  # measured: 860 with three scores a sample
+_PNG_SHARE = 0.6  # of the raw bytes; photographs, pictures of few colours are smaller
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """One part.
+
+    Attributes:
+        formula: how ``bytes`` was computed.
+        when: in which phase the part is held: on the device, or (``host``) in this machine's memory.
+    """
+
+    part: str
+    bytes: float
+    formula: str
+    when: When = "always"
+
+
+def memory_parts(
+    config: RunConfig, model: ModelSizes, layout: FamilyLayout, trained: int, text_tokens: int
+) -> tuple[Estimate, ...]:
+    """Memory of one process that holds everything (FSDP shards weights, gradients and Adam over ranks).
+
+    With ``pipeline.trainers_generate`` of a learner's GPU: that of a rank and of the worker beside it.
+    """
+    tokens = model.image_tokens(config.rollout.height, config.rollout.width) + text_tokens
+    weights = tuple(_weights(config, model, trained))
+    parts = (
+        *weights,
+        *_merged(config, model, layout),
+        *_optimizer(config, trained),
+        *_activations(config, model, layout, tokens),
+        *_samples(config, model),
+    )
+    return _with_worker(parts, weights) if config.pipeline.trainers_generate else parts
+
+
+def _with_worker(parts: Sequence[Estimate], weights: Sequence[Estimate]) -> tuple[Estimate, ...]:
+    """Both stay on the GPU: neither process gives the other what it has allocated once."""
+    mine = [part for part in parts if part.when != "rollout"]
+    held = [part for part in weights if part.when == "always"]
+    rolls_out = [part for part in parts if part.when == "rollout"]
+    worker = [replace(part, part=f"{part.part} (worker)", when="always") for part in (*held, *rolls_out)]
+    return (*mine, *worker)
+
+
+def peak_bytes(parts: tuple[Estimate, ...]) -> float:
+    """Largest sum of parts that are on the device together: what is always there, and one phase."""
+    always = sum(part.bytes for part in parts if part.when == "always")
+    phases: tuple[When, ...] = ("set-up", "rollout", "training")
+    return always + max(sum(part.bytes for part in parts if part.when == phase) for phase in phases)
+
+
+def weight_copies(config: RunConfig) -> int:
+    """Trained weights kept beside the policy: old policy, moving average, and with ``full`` the reference."""
+    old = config.algorithm.uses_old_policy
+    # With LoRA the reference is the base without adapters, which is there anyway.
+    reference = config.learner.mode == "full" and config.algorithm.uses_reference
+    return int(old) + int(config.learner.ema is not None) + int(reference)
+
+
+def _weights(config: RunConfig, model: ModelSizes, trained: int) -> Iterator[Estimate]:
+    size = 2 if config.model.dtype == "bfloat16" else 4
+    if config.learner.mode == "lora":
+        yield Estimate("frozen DiT", model.parameters * size, f"{size} B x parameters")
+    yield Estimate("VAE", model.vae_parameters * 4, "4 B x parameters")
+    copies = weight_copies(config)
+    what = "adapters" if config.learner.mode == "lora" else "DiT"
+    yield Estimate(f"trained {what}", trained * 4, "4 B x P")
+    if copies:
+        yield Estimate(
+            f"copies of the {what}", trained * 4 * copies, f"4 B x P x {copies} (old, EMA, reference)"
+        )
+    formula = f"{size} B x parameters, then freed"
+    yield Estimate("text encoder", model.text_encoder_parameters * size, formula, "set-up")
+
+
+def _merged(config: RunConfig, model: ModelSizes, layout: FamilyLayout) -> Iterator[Estimate]:
+    """Rollouts run on float32 base weights that the adapter was added to: a second copy of those layers."""
+    learner = config.learner
+    if learner.mode == "lora" and config.model.dtype == "float32" and learner.autocast == "none":
+        targets = layout.lora_targets if learner.lora.targets is None else learner.lora.targets
+        adapted = sum(outputs * inputs for outputs, inputs in bind_targets(model, targets).values())
+        yield Estimate("merged adapters", adapted * 4, "4 B x weights of the adapted layers", "rollout")
+
+
+def timesteps_per_pass(config: RunConfig) -> int:
+    """K; with ``auto`` 1, because more are taken only where they fit."""
+    wanted = config.learner.timesteps_per_pass
+    return 1 if wanted == "auto" else largest_pass(trained_timesteps(config), wanted)
+
+
+def _optimizer(config: RunConfig, trained: int) -> Iterator[Estimate]:
+    yield Estimate("gradients", trained * 4, "4 B x P", "training")
+    if config.learner.timesteps_per_pass == "auto" and trained_timesteps(config) > 1:
+        # Those so far are kept apart, so that a pass that runs out of memory can be dropped.
+        yield Estimate("gradients of a pass", trained * 4, "4 B x P (timesteps_per_pass auto)", "training")
+    yield Estimate("Adam", trained * 8, "2 x 4 B x P")
+
+
+def _activations(
+    config: RunConfig, model: ModelSizes, layout: FamilyLayout, tokens: int
+) -> Iterator[Estimate]:
+    learner, guidance = config.learner, 2 if config.rollout.true_cfg_scale > 1 else 1
+    size = 2.0 if config.model.dtype == "bfloat16" else 4.0
+    if learner.autocast == "bfloat16" and size == 4:
+        size = 3.2  # measured: norms and residuals stay float32
+    per_pass = timesteps_per_pass(config)
+    per_layer = learner.micro_batch_size * per_pass * tokens * model.width * size * guidance
+    kept = layout.kept_lora if learner.mode == "lora" else layout.kept_full
+    if learner.gradient_checkpointing:
+        values = model.layers * layout.kept_checkpointed + kept
+        formula = f"B K n D b g ({layout.kept_checkpointed:g} L + {kept:g})"
+    else:
+        values, formula = model.layers * kept, f"{kept:g} B K n L D b g"
+    formula += f", K = {per_pass}" + (" or what fits" if learner.timesteps_per_pass == "auto" else "")
+    yield Estimate("activations", per_layer * values, formula, "training")
+    batch, rollout = config.rollout.batch_size, config.rollout
+    decoded = decode_batch(rollout.height, rollout.width, batch)
+    yield Estimate(
+        "denoising forward",
+        batch * tokens * model.width * (size if size < 4 else 4) * layout.forward_peak,
+        f"{layout.forward_peak:g} x batch n D b",
+        "rollout",
+    )
+    yield Estimate(
+        "decoding",
+        decoded * rollout.height * rollout.width * model.vae_width * 4 * layout.decode_peak,
+        f"{layout.decode_peak:g} x 4 B x {decoded} pictures x pixels x VAE width",
+        "rollout",
+    )
+
+
+def _samples(config: RunConfig, model: ModelSizes) -> Iterator[Estimate]:
+    rollout = config.rollout
+    samples = rollout.prompts_per_iteration * rollout.group_size
+    steps = kept_steps(config)
+    kept = 1 if steps == 0 else 1 + steps + 1
+    tokens = model.image_tokens(rollout.height, rollout.width)
+    yield Estimate(
+        "latents kept",
+        samples * tokens * model.channels * 4 * kept,
+        f"4 B x N x tokens x channels x {kept}" + (" (x0 alone)" if kept == 1 else " (x0 and trajectory)"),
+        "host",
+    )
+    yield Estimate(
+        "pictures to score", samples * rollout.height * rollout.width * 3, "3 B x N x pixels", "host"
+    )
+
+
+def checkpoint_parts(config: RunConfig, trained: int | None) -> list[Estimate]:
+    """Disk for checkpoints and export: exact. Nothing while the number of trained parameters is unknown."""
+    if trained is None:
+        return []
+    copies = 3 + weight_copies(config)
+    kept = config.checkpoint.keep + 1
+    return [
+        Estimate(
+            "checkpoints",
+            trained * 4.0 * copies * kept,
+            f"4 B x P x {copies} (policy, 2 of Adam, copies) x {kept} (kept, and one being written)",
+        ),
+        Estimate("export", trained * 4.0, "4 B x P"),
+    ]
+
+
+def disk_parts(config: RunConfig, trained: int | None, evaluations: int, images: int) -> tuple[Estimate, ...]:
+    """Disk of the run directory at the end of the run."""
+    evaluation, rollout = config.evaluation, config.rollout
+    parts = checkpoint_parts(config, trained)
+    shown = min(evaluation.grid_prompts * evaluation.grid_images, images)
+    pixels = rollout.height * rollout.width
+    parts.append(
+        Estimate(
+            "image grids",
+            evaluations * shown * pixels * 3 * _PNG_SHARE,
+            f"{_PNG_SHARE} x 3 B x pixels x {shown} pictures x {evaluations} evaluations",
+        )
+    )
+    rollouts = config.iterations * rollout.prompts_per_iteration * rollout.group_size + evaluations * images
+    parts.append(
+        Estimate(
+            "ledger", rollouts * float(_LEDGER_BYTES_PER_ROLLOUT), f"{_LEDGER_BYTES_PER_ROLLOUT} B x rollouts"
+        )
+    )
+    return tuple(parts)

@@ -1,0 +1,176 @@
+"""The sizes of a pipeline's parts, from configuration files and safetensors headers: no weights, no torch."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import safe_open
+
+from spotlight.config.schema import RunConfig
+from spotlight.data.datasets import TESTBED
+from spotlight.data.section_names import under
+from spotlight.models.layouts import LAYOUTS, FamilyLayout, check_size
+from spotlight.models.model_errors import ModelError
+from spotlight.models.pipeline_files import PipelineFiles, locate
+from spotlight.testbed import PIPELINE_DIR
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """What memory and time depend on.
+
+    Attributes:
+        root: the pipeline directory.
+        parameters: of the DiT.
+        linears: (outputs, inputs) of the DiT's linear layers, by module name.
+        layers: blocks of the DiT.
+        width: of the DiT's hidden states.
+        channels: of the packed latents.
+        patch_px: side of the square of pixels that becomes one token.
+        vae_parameters: of encoder and decoder.
+        vae_width: channels of the VAE's outermost layers.
+        text_encoder_parameters: 0 where they are not on this machine yet.
+    """
+
+    root: Path
+    parameters: int
+    linears: Mapping[str, tuple[int, int]]
+    layers: int
+    width: int
+    channels: int
+    patch_px: int
+    vae_parameters: int
+    vae_width: int
+    text_encoder_parameters: int
+
+    def image_tokens(self, height: int, width: int) -> int:
+        """Tokens of one picture. Raises ModelError when a side does not suit the model."""
+        with under("rollout"):
+            check_size(height, width, self.patch_px, f"VAE factor {self.patch_px // 2}, 2x2 patches")
+        return (height // self.patch_px) * (width // self.patch_px)
+
+
+@dataclass(frozen=True, slots=True)
+class NotHere:
+    """A hub model of which too little is on this machine; ``remedy`` says how to get it."""
+
+    hub_id: str
+    remedy: str
+
+
+def layout_of(config: RunConfig) -> FamilyLayout:
+    """The constants of the configured family."""
+    return LAYOUTS[config.model.family]
+
+
+def read_sizes(config: RunConfig) -> ModelSizes | NotHere:
+    """The sizes of the configured pipeline.
+
+    Raises:
+        ModelError: the directory is missing, incomplete or another pipeline.
+    """
+    model, layout = config.model, layout_of(config)
+    path = str(PIPELINE_DIR) if model.path == TESTBED else model.path
+    if not Path(path).expanduser().exists() and path.count("/") == 1 and not path.startswith((".", "/", "~")):
+        cached = _cached(path, model.revision)
+        if cached is None:
+            return NotHere(
+                path, f"hf download {path}" + (f" --revision {model.revision}" if model.revision else "")
+            )
+        return _sizes(PipelineFiles(cached))
+    files = locate(
+        path, revision=model.revision, pipeline_class=layout.pipeline_class, components=layout.components
+    )
+    return _sizes(files)
+
+
+def _cached(hub_id: str, revision: str | None) -> Path | None:
+    """The snapshot of a hub model whose DiT and VAE are in the local cache."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        root = Path(snapshot_download(hub_id, revision=revision, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+    return root if all(_shapes(root / part) for part in ("transformer", "vae")) else None
+
+
+def _sizes(files: PipelineFiles) -> ModelSizes:
+    dit, vae = files.config("transformer"), files.config("vae")
+    shapes = _shapes(files.folder("transformer"))
+    return ModelSizes(
+        root=files.root,
+        parameters=_count(shapes),
+        linears={
+            name.removesuffix(".weight"): (shape[0], shape[1])
+            for name, shape in shapes.items()
+            if name.endswith(".weight") and len(shape) == 2
+        },
+        layers=_integer(files, dit, "num_layers"),
+        width=_integer(files, dit, "num_attention_heads") * _integer(files, dit, "attention_head_dim"),
+        channels=_integer(files, dit, "in_channels"),
+        patch_px=2 * 2 ** len(_list(files, vae, "temperal_downsample")),
+        vae_parameters=_count(_shapes(files.folder("vae"))),
+        vae_width=_integer(files, vae, "base_dim"),
+        text_encoder_parameters=_count(_shapes(files.folder("text_encoder"))),
+    )
+
+
+def bind_targets(sizes: ModelSizes, targets: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """The linear layers that LoRA targets match (ends of module names), with (outputs, inputs).
+
+    Raises:
+        ModelError: a target that matches none.
+    """
+    bound: dict[str, tuple[int, int]] = {}
+    for target in targets:
+        hits = {
+            name: shape
+            for name, shape in sizes.linears.items()
+            if name == target or name.endswith(f".{target}")
+        }
+        if not hits:
+            ends = sorted({name.split(".", 2)[-1] for name in sizes.linears})
+            near = difflib.get_close_matches(target, ends, n=4, cutoff=0.4) or ends[:4]
+            raise ModelError(
+                f"learner.lora.targets: {target!r} matches no linear layer of {sizes.root / 'transformer'}; "
+                f"nearest: {', '.join(near)}. Correct it, or leave the key out."
+            )
+        bound |= hits
+    return bound
+
+
+def lora_parameters(bound: Mapping[str, tuple[int, int]], rank: int) -> int:
+    """Scalars of one adapter: A is [rank, inputs], B is [outputs, rank]."""
+    return sum(rank * (outputs + inputs) for outputs, inputs in bound.values())
+
+
+def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for shard in sorted(folder.glob("*.safetensors")):
+        with safe_open(shard, framework="numpy") as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return shapes
+
+
+def _count(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def _integer(files: PipelineFiles, config: Mapping[str, object], key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int):
+        raise ModelError(f"{files.root}: a config.json has {key} = {value!r}; expected an integer")
+    return value
+
+
+def _list(files: PipelineFiles, config: Mapping[str, object], key: str) -> list[object]:
+    value = config.get(key)
+    if not isinstance(value, list):
+        raise ModelError(f"{files.root}: a config.json has {key} = {value!r}; expected a list")
+    return value

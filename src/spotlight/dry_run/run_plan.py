@@ -1,0 +1,204 @@
+"""What a run will do and need, from its configuration alone: for ``spotlight train --dry-run``.
+
+Nothing is loaded: sizes come from headers (``plan_model.py``), counts from arithmetic. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from spotlight.config.contradictions import trained_timesteps
+from spotlight.config.errors import ConfigError
+from spotlight.config.exploration_contradictions import step_cache_problem
+from spotlight.config.schema import RunConfig
+from spotlight.data.datasets import Prompts, load_prompts
+from spotlight.dry_run.memory_plan import Estimate, disk_parts, memory_parts
+from spotlight.dry_run.model_plan import (
+    ModelSizes,
+    NotHere,
+    bind_targets,
+    layout_of,
+    lora_parameters,
+    read_sizes,
+)
+from spotlight.rewards.reward_specs import make_reward_specs
+from spotlight.store.metrics import read_metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Passes of one sample through the DiT, summed over the samples of an iteration (of an evaluation).
+
+    Attributes:
+        rollout: forwards of the denoising steps.
+        previews: forwards of all previews that exploration may ask for, spare prompts aside; a planner asks
+            for fewer. Those that reuse blocks (``exploration.step_cache``) count as whole ones.
+        policy: forwards of the trained weights that build a graph.
+        backward: backwards; each costs about two forwards.
+        recomputed: forwards repeated in the backward pass by ``learner.gradient_checkpointing``.
+        old: forwards of the old policy (DiffusionNFT).
+        reference: forwards of the starting model.
+        old_log_probs: forwards before the first update that give the ratio its denominator.
+        evaluation: forwards of ONE evaluation.
+    """
+
+    rollout: int
+    previews: int
+    policy: int
+    backward: int
+    recomputed: int
+    old: int
+    reference: int
+    old_log_probs: int
+    evaluation: int
+
+    @property
+    def forwards(self) -> int:
+        """All forwards of an iteration, evaluation apart."""
+        made = self.rollout + self.previews
+        return made + self.policy + self.recomputed + self.old + self.reference + self.old_log_probs
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """What a run will do and need.
+
+    Attributes:
+        samples: rollouts trained in an iteration (when none is dropped).
+        trained_timesteps: forward/backward passes a sample.
+        guidance: forwards a velocity costs: 2 with true classifier-free guidance.
+        optimizer_steps: of the whole run.
+        evaluations: of the whole run, the first and the last included.
+        evaluation_images: of one evaluation.
+        train_prompts: in the file, after ``data.tags``.
+        notes: what is odd about the prompts, if anything.
+        model: sizes, or why they are unknown.
+        parameters_trained: None while the model's sizes are unknown.
+        memory: by part; empty while unknown.
+        disk: by part; checkpoints are missing while the model's sizes are unknown.
+        seconds_per_iteration: median of what this run's directory has measured; None before.
+    """
+
+    samples: int
+    trained_timesteps: int
+    guidance: int
+    passes: Passes
+    optimizer_steps: int
+    evaluations: int
+    evaluation_images: int
+    train_prompts: int
+    test_prompts: int
+    notes: tuple[str, ...]
+    model: ModelSizes | NotHere
+    parameters_trained: int | None
+    memory: tuple[Estimate, ...]
+    disk: tuple[Estimate, ...]
+    seconds_per_iteration: float | None
+
+
+def make_plan(config: RunConfig) -> RunPlan:
+    """Plan a run.
+
+    Raises:
+        ConfigError: a prompts file that cannot be read, or has too few held-out prompts; previews that are to
+            reuse blocks of a model that cannot.
+        PromptFileError: prompts missing or malformed.
+        RewardSetupError: a reward's name is none, or reserved; imports nothing.
+        ModelError: the model directory is unusable, a LoRA target matches nothing, or the size does not suit.
+    """
+    make_reward_specs(config)  # raises
+    prompts = load_prompts(config)
+    model = read_sizes(config)
+    _require_step_cache(config, model)
+    trained = None if isinstance(model, NotHere) else parameters_trained(config, model)
+    images = len(prompts.test) * config.evaluation.images_per_prompt
+    evaluations = 1 + math.ceil(config.iterations / config.evaluation.every)
+    memory: tuple[Estimate, ...] = ()
+    if isinstance(model, ModelSizes) and trained is not None:
+        memory = memory_parts(config, model, layout_of(config), trained, text_tokens(config, prompts))
+    return RunPlan(
+        samples=config.rollout.prompts_per_iteration * config.rollout.group_size,
+        trained_timesteps=trained_timesteps(config),
+        guidance=forwards_per_velocity(config),
+        passes=count_passes(config, images),
+        optimizer_steps=config.iterations * config.learner.updates_per_batch,
+        evaluations=evaluations,
+        evaluation_images=images,
+        train_prompts=len(prompts.train),
+        test_prompts=len(prompts.test),
+        notes=prompts.notes(config),
+        model=model,
+        parameters_trained=trained,
+        memory=memory,
+        disk=disk_parts(config, trained, evaluations, images),
+        seconds_per_iteration=_measured_seconds(config),
+    )
+
+
+def forwards_per_velocity(config: RunConfig) -> int:
+    """1, or 2 with true classifier-free guidance."""
+    return 2 if config.rollout.true_cfg_scale > 1 else 1
+
+
+def count_passes(config: RunConfig, evaluation_images: int) -> Passes:
+    """Passes of an iteration: samples x steps (or trained timesteps) x forwards a velocity costs."""
+    algorithm, guidance = config.algorithm, forwards_per_velocity(config)
+    samples = config.rollout.prompts_per_iteration * config.rollout.group_size * guidance
+    trained = samples * trained_timesteps(config)
+    return Passes(
+        rollout=samples * config.rollout.steps,
+        previews=_preview_passes(config),
+        policy=trained,
+        backward=trained,
+        recomputed=trained if config.learner.gradient_checkpointing else 0,
+        old=trained if algorithm.uses_old_policy else 0,
+        reference=trained if algorithm.uses_reference else 0,
+        old_log_probs=trained if algorithm.recomputes_log_probs else 0,
+        evaluation=evaluation_images * config.evaluation.steps * guidance,
+    )
+
+
+def _preview_passes(config: RunConfig) -> int:
+    if (exploration := config.exploration) is None:
+        return 0
+    seeds, steps = exploration.arms(config.rollout.group_size, config.rollout.steps)
+    scale = config.rollout.true_cfg_scale if exploration.guidance is None else exploration.guidance
+    forwards = config.rollout.prompts_per_iteration * max(seeds) * max(steps)
+    return forwards * (2 if scale > 1 else 1)
+
+
+def text_tokens(config: RunConfig, prompts: Prompts) -> int:
+    """A guess at the longest prompt's tokens: two a word and the template's tail, at most those kept."""
+    words = max(len(prompt.text.split()) for prompt in (*prompts.train, *prompts.test))
+    return min(2 * words + 6, config.model.max_text_tokens)
+
+
+def _require_step_cache(config: RunConfig, model: ModelSizes | NotHere) -> None:
+    why = ""
+    if not layout_of(config).reuses_blocks:
+        why = f"diffusers has no step cache for model.family={config.model.family}"
+    elif isinstance(model, ModelSizes) and model.layers < 2:
+        why = f"it has {model.layers} transformer blocks, of which the first always runs"
+    problem = step_cache_problem(config, why) if why else None
+    if problem is not None:
+        raise ConfigError("the configuration", [problem])
+
+
+def parameters_trained(config: RunConfig, model: ModelSizes) -> int:
+    """Scalars that the optimizer updates. Raises ModelError: a LoRA target that matches nothing."""
+    model.image_tokens(config.rollout.height, config.rollout.width)  # raises for a size that does not suit
+    if config.learner.mode == "full":
+        return model.parameters
+    lora = config.learner.lora
+    targets = layout_of(config).lora_targets if lora.targets is None else lora.targets
+    return lora_parameters(bind_targets(model, targets), lora.rank)
+
+
+def _measured_seconds(config: RunConfig) -> float | None:
+    rows = read_metrics(config.runs_dir / config.name)
+    ends = [row.wall_s for row in rows if any(name.startswith("train/") for name in row.values)]
+    seconds = [after - before for before, after in pairwise(ends) if after > before]
+    return median(seconds) if seconds else None

@@ -1,1 +1,0 @@
-"""What GPUs cost: a dated built-in table, price catalogues, and the clouds' own interfaces."""

@@ -1,0 +1,1 @@
+"""Simulation results as tables in the terminal and as self-contained HTML pages."""

@@ -1,0 +1,216 @@
+"""Pages of HTML that need nothing else: no network, no other file (Plotly, extra ``plots``).
+
+:func:`require_plotly` is called before anything is simulated, so a missing library costs nobody an hour.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from spotlight.config.errors import ConfigError, Problem
+from spotlight.fleet.traces.statistics import availability
+from spotlight.planning.compare import Compared
+from spotlight.planning.pages.comparison_summary import (
+    KIND_NAMES,
+    PHASE_COLOURS,
+    Line,
+    Note,
+    notes_of,
+    table_of,
+)
+from spotlight.planning.pages.gantt import Gantt, gantt
+from spotlight.planning.scenarios.prepare import Prepared
+from spotlight.scheduler.types import NodeKind, Phase
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+_CLOSE_UP = 3
+"""Iterations in the close-up, after the first."""
+_STYLE = """
+body{font:15px/1.5 ui-sans-serif,system-ui,Helvetica,Arial,sans-serif;color:#22252a;background:#fbfaf7;
+max-width:1180px;margin:2rem auto;padding:0 1rem}
+table{border-collapse:collapse;font-variant-numeric:tabular-nums;display:block;overflow-x:auto}
+td,th{padding:.2rem .9rem .2rem 0;text-align:right;white-space:nowrap}
+td:first-child,th:first-child{text-align:left}
+th{border-bottom:1px solid #22252a}.head td{padding-top:.7rem;color:#6b7078}li{color:#444a52}
+"""
+
+
+def require_plotly() -> None:
+    """Raise :class:`ConfigError` where pages cannot be drawn."""
+    if importlib.util.find_spec("plotly") is None:
+        remedy = "Run: pip install 'spotlight-rl[plots]', or leave --html out."
+        raise ConfigError("--html", [Problem("plotly", "no such package", "the extra plots", remedy)])
+
+
+def require_place(path: Path) -> None:
+    """Make the folder of a file to be written. Raises :class:`ConfigError`: it cannot be there."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _no_place(path, error) from None
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a page or figures. Raises :class:`ConfigError`: there is no place for it."""
+    require_place(path)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise _no_place(path, error) from None
+
+
+def _no_place(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(str(path), [Problem("FILE", str(path), "a place for it", f"{error.strerror}.")])
+
+
+def comparison_page(prepared: Prepared, compared: Sequence[Compared], now: datetime) -> str:
+    """The table, GPU-seconds by phase, availability, and what every GPU did, strategy by strategy."""
+    outcomes = [one.outcome for one in compared]
+    figures = [_phases_figure(compared), _availability_figure(prepared, compared)]
+    for one in compared:
+        figures += _gantt_figures(one)
+    parts = [
+        table_html(["", *(one.strategy for one in outcomes)], table_of(outcomes)),
+        *(div_html(figure) for figure in figures),
+        notes_html(notes_of(prepared, outcomes, now)),
+    ]
+    return page_html(prepared.file.name, parts)
+
+
+def page_html(title: str, parts: Iterable[str]) -> str:
+    """A page of some parts, with Plotly inside."""
+    from plotly.offline import get_plotlyjs
+
+    head = f"<meta charset='utf-8'><title>{escape(title)}</title><style>{_STYLE}</style>"
+    script = f"<script>{get_plotlyjs()}</script>"
+    body = "\n".join([f"<h1>{escape(title)}</h1>", *parts])
+    return f"<!doctype html><html lang='en'><head>{head}{script}</head><body>{body}</body></html>\n"
+
+
+def table_html(columns: Sequence[str], lines: Sequence[Line]) -> str:
+    """A table; lines without cells are headings."""
+    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    rows = "".join(
+        f"<tr{'' if line.cells else ' class=head'}>"
+        + "".join(f"<td>{escape(cell.strip())}</td>" for cell in (line.label, *line.cells))
+        + "</tr>"
+        for line in lines
+    )
+    return f"<table><tr>{head}</tr>{rows}</table>"
+
+
+def notes_html(notes: Sequence[Note]) -> str:
+    """What stands below a table."""
+    parts: list[str] = []
+    for note in notes:
+        items = "".join(f"<li>{escape(line)}</li>" for line in note.lines)
+        parts.append(f"<h3>{escape(note.heading)}</h3><ul>{items}</ul>")
+    return "".join(parts)
+
+
+def div_html(figure: Figure) -> str:
+    """A figure as part of a page that has Plotly."""
+    text: str = figure.to_html(full_html=False, include_plotlyjs=False)
+    return text
+
+
+def new_figure(title: str, x: str, y: str, **layout: object) -> Figure:
+    """An empty figure in the house's look."""
+    from plotly import graph_objects
+
+    figure = graph_objects.Figure()
+    figure.update_layout(
+        title=title,
+        xaxis_title=x,
+        yaxis_title=y,
+        template="plotly_white",
+        paper_bgcolor="#fbfaf7",
+        plot_bgcolor="#fbfaf7",
+        legend={"orientation": "h", "y": -0.2},
+        **layout,
+    )
+    return figure
+
+
+def _phases_figure(compared: Sequence[Compared]) -> Figure:
+    """Bars of GPU-hours per iteration: so strategies that simulated fewer compare."""
+    title = (
+        f"GPU-hours per iteration by phase ({KIND_NAMES[NodeKind.RESERVED]}, and {KIND_NAMES[NodeKind.SPOT]})"
+    )
+    figure = new_figure(title, "", "GPU-hours", barmode="stack")
+    figure.update_layout(legend={"y": 1, "orientation": "v"})  # below, the two rows of labels have its place
+    labels = [
+        [one.outcome.strategy for one in compared for _ in NodeKind],
+        [kind.value for _ in compared for kind in NodeKind],
+    ]
+    for phase in Phase:
+        spent = [
+            one.outcome.gpu_s.get((kind, phase), 0.0) / 3600 / max(1, one.outcome.iterations)
+            for one in compared
+            for kind in NodeKind
+        ]
+        if any(spent):
+            figure.add_bar(x=labels, y=spent, name=phase.value, marker_color=PHASE_COLOURS[phase])
+    return figure
+
+
+def _availability_figure(prepared: Prepared, compared: Sequence[Compared]) -> Figure:
+    """Spot GPUs over the time that any strategy needed."""
+    last_h = max((one.outcome.simulated_h for one in compared), default=0.0)
+    parts = [part for part in availability(prepared.trace) if part.start_s / 3600 <= last_h]
+    figure = new_figure(f"Spot GPUs to be had: {prepared.trace.source}", "hours", "GPUs")
+    hours = [part.start_s / 3600 for part in parts] + [last_h]
+    gpus = [part.gpus for part in parts] + [parts[-1].gpus if parts else 0]
+    figure.add_scatter(
+        x=hours, y=gpus, mode="lines", line={"shape": "hv", "color": "#2563c9"}, fill="tozeroy"
+    )
+    for one in compared:
+        label = one.outcome.strategy
+        figure.add_vline(x=one.outcome.simulated_h, line_dash="dot", annotation_text=f"end of {label}",
+                         annotation_textangle=90)  # fmt: skip
+    figure.update_yaxes(rangemode="tozero")
+    return figure
+
+
+def _gantt_figures(compared: Compared) -> list[Figure]:
+    """The whole run, and a close-up of some iterations."""
+    name, ends = compared.outcome.strategy, compared.iteration_ends_s
+    if not compared.gpus:
+        return []
+    last_s = max(stay.segments[-1].end_s for stay in compared.gpus if stay.segments)
+    figures = [_gantt_figure(f"{name}: what every GPU did", gantt(compared.gpus, 0.0, last_s))]
+    if len(ends) > _CLOSE_UP + 1:
+        close = gantt(compared.gpus, ends[0], ends[_CLOSE_UP])
+        figures.append(_gantt_figure(f"{name}: iterations 2 to {_CLOSE_UP + 1}", close))
+    return figures
+
+
+def _gantt_figure(title: str, content: Gantt) -> Figure:
+    gathered = max(row.gpus for row in content.rows)
+    about = f"; up to {gathered} GPUs a line" if gathered > 1 else ""
+    cell = f"each cell of {content.cell_s:.3g} s shows its longest phase"
+    labels = [row.label for row in content.rows]
+    height = 180 + 14 * len(labels)
+    figure = new_figure(f"{title}<br><sub>{cell}{about}</sub>", "hours", "", barmode="overlay", height=height)
+    for phase in Phase:
+        shown = [stretch for stretch in content.stretches if stretch.phase is phase]
+        if shown:
+            figure.add_bar(
+                orientation="h",
+                base=[round(stretch.start_s / 3600, 6) for stretch in shown],
+                x=[round((stretch.end_s - stretch.start_s) / 3600, 6) for stretch in shown],
+                y=[labels[stretch.row] for stretch in shown],
+                name=phase.value,
+                marker={"color": PHASE_COLOURS[phase], "line": {"width": 0}},
+                hovertemplate=f"%{{y}}: {phase.value}, %{{x:.4f}} h<extra></extra>",
+            )
+    figure.update_layout(bargap=0.1)
+    figure.update_yaxes(autorange="reversed", categoryorder="array", categoryarray=labels, type="category")
+    return figure

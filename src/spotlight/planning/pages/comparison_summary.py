@@ -1,0 +1,264 @@
+"""A comparison in words: the table, and below it all that it rests on. Pure; terminal and page share it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from spotlight.fleet.gpus import GPU_TYPES
+from spotlight.fleet.traces.statistics import statistics
+from spotlight.planning.pages.scenario_record import assumed_of, prices_of
+from spotlight.planning.scenarios.prepare import Prepared, bytes_of_both
+from spotlight.planning.scenarios.strategies import SpotPlaces, strategy_named
+from spotlight.planning.simulation_outcome import PREVIEWS_WANTED, Outcome
+from spotlight.scheduler.types import Filler, NodeKind, Phase
+
+_DROPPED_TOLD = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of the table: a label and a cell for each strategy; without cells it is a heading."""
+
+    label: str
+    cells: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something said below the table, under a heading."""
+
+    heading: str
+    lines: tuple[str, ...]
+
+
+def table_of(outcomes: Sequence[Outcome]) -> tuple[Line, ...]:
+    """The table, metric by metric."""
+    return tuple(_lines(outcomes))
+
+
+def _lines(outcomes: Sequence[Outcome]) -> Iterator[Line]:
+    def line(label: str, cell: Callable[[Outcome], str]) -> Line:
+        return Line(label, tuple(cell(one) for one in outcomes))
+
+    yield line("time per iteration", lambda one: seconds(one.iteration_s))
+    yield line("cost per iteration", lambda one: usd(one.iteration_usd))
+    yield line("iterations to target", lambda one: str(one.target.value) if one.target else "-")
+    yield line("time to target", lambda one: hours(one.target_h))
+    yield line("cost to target", lambda one: usd(one.target_usd))
+    if any(not math.isnan(one.spot_idle_share) for one in outcomes):
+        yield line("spot GPUs idle", lambda one: percent(one.spot_idle_share))
+    yield line("preemptions", lambda one: str(one.preemptions))
+    yield line("work lost", lambda one: f"{_three(one.lost_s / 3600)} GPU-h")
+    if any(not math.isnan(one.preview_share) for one in outcomes):
+        yield line("previews used", lambda one: percent(one.preview_share))
+    yield Line("GPU-hours, and share")
+    for phase in Phase:
+        if any(one.seconds([phase]) for one in outcomes):
+            cells = tuple(_spent(one, phase) for one in outcomes)
+            yield Line(f"  {phase.value.replace('_', ' ')}", cells)
+    yield line("  together", lambda one: _three(one.total_s / 3600))
+    yield from _overlaps(outcomes)
+    yield line("iterations simulated", lambda one: str(one.iterations))
+
+
+def _overlaps(outcomes: Sequence[Outcome]) -> Iterator[Line]:
+    """What filled GPU-hours in which somebody would have waited; nothing where nothing did."""
+    fillers = [filler for filler in Filler if any(filler in one.filled_s for one in outcomes)]
+    if fillers:
+        yield Line("GPU-hours that would have been idle")
+    for filler in fillers:
+        yield Line(f"  {filler.words}", tuple(_filled(one, filler) for one in outcomes))
+    if any(one.overlapped_share for one in outcomes):
+        yield Line("trained before all were there", tuple(percent(one.overlapped_share) for one in outcomes))
+    if any(one.early_share for one in outcomes):
+        yield Line("begun an iteration early", tuple(percent(one.early_share) for one in outcomes))
+
+
+def _filled(one: Outcome, filler: Filler) -> str:
+    return _three(one.filled_s[filler] / 3600) if filler in one.filled_s else "-"
+
+
+def _spent(one: Outcome, phase: Phase) -> str:
+    spent = one.seconds([phase])
+    return f"{_three(spent / 3600)} {spent / one.total_s:>6.1%}" if spent else "-"
+
+
+def notes_of(prepared: Prepared, outcomes: Sequence[Outcome], now: datetime) -> tuple[Note, ...]:
+    """What the table rests on."""
+    notes = [
+        Note("Strategies", tuple(_abouts(outcomes))),
+        Note("Iterations to target: an input, not a result", tuple(_targets(outcomes))),
+        Note("Prices of a GPU-hour", tuple(_prices(prepared, now))),
+        Note("Spot nodes", tuple(_trace(prepared))),
+        Note("Assumed in the cost profile", tuple(_assumed(prepared))),
+        Note("How to read it", tuple(_reading(prepared))),
+    ]
+    warnings = (
+        *warnings_of(outcomes),
+        *filter(None, [prepared.tariff.caveat]),
+        *_too_short(prepared, outcomes),
+        *_crowded(prepared, outcomes),
+    )
+    if warnings:
+        notes.insert(0, Note("Mind", warnings))
+    return tuple(notes)
+
+
+def warnings_of(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """What makes a column of the table less than it seems."""
+    for one in outcomes:
+        if one.problem is not None:
+            yield f"{one.strategy} did not come to its end: {one.problem}"
+        if one.preview_share < PREVIEWS_WANTED:
+            yield (
+                f"{one.strategy} chose among {percent(one.preview_share)} of the previews it was to make "
+                "(others came too late, or were too few for their prompt), so its iterations to target may "
+                "promise too much. Set fewer exploration.steps or seeds_per_prompt, or take more spot nodes."
+            )
+        if one.dropped_share > _DROPPED_TOLD:
+            yield (
+                f"{one.strategy} left out {percent(one.dropped_share)} of its samples, because they do not "
+                "divide by its learner GPUs: make prompts x group_size a multiple of their number."
+            )
+
+
+def _crowded(prepared: Prepared, outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """Which strategies ask more of a GPU than it has, if it keeps what it needs for both of its tasks."""
+    gpu = prepared.file.cluster.reserved.gpu_type
+    has = GPU_TYPES[gpu].vram_bytes
+    needs = {one.strategy: bytes_of_both(prepared, strategy_named(one.strategy)) for one in outcomes}
+    crowded = [f"{name} {need / 2**30:.0f} GiB" for name, need in needs.items() if need > has]
+    if crowded:
+        resident = prepared.file.workload.resident
+        assumed = "as if they fitted" if resident else "as if what is not in use moved out and in again"
+        yield (
+            f"GPUs that train and roll out would hold, for both: {', '.join(crowded)} each; {gpu} has "
+            f"{has / 2**30:.0f}. Simulated {assumed} (workload.resident); the Ray driver keeps both there. "
+            "Take larger GPUs, more that train, or a strategy where others roll out."
+        )
+
+
+def _too_short(prepared: Prepared, outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """Whether too little was simulated for preemptions to show."""
+    spans = [one.simulated_h for one in outcomes if strategy_named(one.strategy).places is SpotPlaces.SPOT]
+    stay_h = statistics(prepared.trace).uptime_mean_s / 3600  # NaN if no node ever goes
+    if spans and max(spans) < stay_h:
+        whole = max((one.target.value for one in outcomes if one.target), default=0)
+        remedy = f"set run.iterations={whole} to simulate to the target" if whole else "raise run.iterations"
+        yield (
+            f"{hours(max(spans))} of spot nodes were simulated, and one stays {hours(stay_h)} on average, so "
+            f"preemptions hardly show: {remedy}."
+        )
+
+
+def _abouts(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    for one in outcomes:
+        yield f"{one.strategy}: {strategy_named(one.strategy).about}"
+
+
+def _targets(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    by_source: dict[str, list[str]] = {}
+    for one in outcomes:
+        told = (
+            f"{one.target.value}, {one.target.source}" if one.target else "not given in iterations_to_target"
+        )
+        by_source.setdefault(told, []).append(one.strategy)
+    for told, names in by_source.items():
+        yield f"{', '.join(names)}: {told}"
+
+
+def _prices(prepared: Prepared, now: datetime) -> Iterator[str]:
+    for name, tag in prices_of(prepared).items():
+        age = f", {(now - tag.as_of).days} d old" if tag.as_of else ""
+        yield f"{name}: ${tag.usd_gpu_h:.2f}{age}, {tag.source}"
+    if prepared.tariff.spot is None and prepared.trace.prices:
+        yield "spot: as the trace says, over time"
+    elif prepared.trace.prices:
+        yield "the trace has prices of its own; trace.use_prices=true takes them"
+
+
+def _trace(prepared: Prepared) -> Iterator[str]:
+    numbers, trace = statistics(prepared.trace), prepared.trace
+    asked = prepared.file.cluster.spot.nodes
+    yield (
+        f"{trace.source}: of {asked} nodes asked for {numbers.nodes_mean:.1f} there on average, "
+        f"{numbers.preemptions_per_node_h:.2f} preemptions per node-hour, over {trace.horizon_s / 3600:,.0f} "
+        "hours"
+    )
+    if numbers.noticed:
+        yield f"notices {numbers.notice_lead_mean_s:.0f} s ahead on average"
+    elif numbers.preemptions:
+        yield "nodes vanish without notice"
+
+
+def _assumed(prepared: Prepared) -> Iterator[str]:
+    figures = assumed_of(prepared)
+    yield f"{prepared.profile.name}: {len(figures)} figures are assumed; with other values the table differs"
+    for figure in figures:
+        yield f"{figure.key} = {figure.value:g}: {figure.source.removeprefix('assumed: ')}"
+
+
+def _reading(prepared: Prepared) -> Iterator[str]:
+    run = prepared.file.run
+    yield (
+        f"{run.iterations} iterations simulated with seed {run.seed} by the production controller; per "
+        "iteration: mean without the first, which contains the start; to target: the first, plus that mean "
+        "for each further one"
+    )
+    yield "prices are per GPU; what is rented comes in whole machines"
+    yield "idle: rented and waiting; lost: work done again, or cut off when an exploration window closed"
+
+
+# -- numbers -------------------------------------------------------------------------------------------------
+
+
+def _three(value: float) -> str:
+    """Three digits, or as many as stand before the point: ``0.012``, ``3.86``, ``12,345``."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def seconds(value: float) -> str:
+    """``96.8 s``, ``1,117 s``; a dash for what is unknown."""
+    if math.isnan(value):
+        return "-"
+    return f"{value:,.1f} s" if value < 1000 else f"{value:,.0f} s"
+
+
+def hours(value: float) -> str:
+    """``4.66 h``, ``149 h``."""
+    if math.isnan(value):
+        return "-"
+    return f"{value:.2f} h" if value < 100 else f"{value:,.0f} h"
+
+
+def usd(value: float) -> str:
+    """``$1.03``, ``$4,113``."""
+    if math.isnan(value):
+        return "-"
+    return f"${value:,.2f}" if value < 1000 else f"${value:,.0f}"
+
+
+def percent(share: float) -> str:
+    """``56 %``; a dash for what is unknown."""
+    return "-" if math.isnan(share) else f"{100 * share:.0f} %"
+
+
+PHASE_COLOURS: Mapping[Phase, str] = {
+    Phase.SETUP: "#8c97a5",
+    Phase.ROLLOUT: "#2563c9",
+    Phase.EXPLORATION: "#1a9d8f",
+    Phase.EVALUATION: "#6f9ae0",
+    Phase.REWARD: "#c9a227",
+    Phase.TRAINING: "#d9622b",
+    Phase.WEIGHT_SYNC: "#8a4fbf",
+    Phase.CHECKPOINT: "#5b4636",
+    Phase.RECONFIGURATION: "#b58bd6",
+    Phase.IDLE: "#e3e0d8",
+    Phase.LOST: "#b3182c",
+}
+"""The same colour for a phase in every picture."""
+
+KIND_NAMES: Mapping[NodeKind, str] = {NodeKind.RESERVED: "reserved or on demand", NodeKind.SPOT: "spot"}

@@ -1,0 +1,246 @@
+"""CSV price catalogues in SkyPilot's form, and the built-in table, which is one with two columns more.
+
+Pure: text in, prices out. Columns may stand in any order, others are ignored. Nothing is repaired: a price
+that is not a positive number, a machine without any price, an unknown GPU type, are errors with their lines.
+Left out are machines without GPUs, with accelerators that are no GPUs, and with a share of a GPU.
+
+GCP's catalogues price machine and GPUs in separate rows: the row of the machine excludes the GPUs, and a GPU
+row names no machine. Both are added up where the machine's GPUs are fixed (``fleet.gpus.INSTANCE_TYPES``);
+GPUs that attach to any machine (T4, V100) are left out, since the machine's price is not theirs.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, date, datetime
+from importlib.resources import files
+
+from spotlight.fleet.gpus import (
+    GPU_TYPES,
+    gpu_type,
+    instance_types,
+    is_other_accelerator,
+    unknown_gpu,
+)
+from spotlight.planning.prices.quotes import PriceError, Quote, refuse
+
+COLUMNS = (
+    "InstanceType",
+    "AcceleratorName",
+    "AcceleratorCount",
+    "Region",
+    "AvailabilityZone",
+    "Price",
+    "SpotPrice",
+)
+_BUILT_IN_COLUMNS = (
+    *(column for column in COLUMNS if column != "AvailabilityZone"),
+    "Cloud",
+    "AsOf",
+    "Source",
+)
+BUILT_IN = "builtin"
+
+
+class _BadRowError(Exception):
+    """What is wrong with one row."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One line of a catalogue, checked; ``gpu`` is empty for a machine without one."""
+
+    line: int
+    instance_type: str
+    gpu: str
+    gpus: int
+    region: str
+    zone: str
+    on_demand_usd_h: float | None
+    spot_usd_h: float | None
+
+
+def parse_catalogue(
+    text: str, *, cloud: str, source: str, as_of: datetime, gpus: Collection[str] = ()
+) -> tuple[Quote, ...]:
+    """Read a catalogue of one cloud.
+
+    Args:
+        text: CSV with at least :data:`COLUMNS`.
+        cloud: whose it is; ``gcp`` adds machine and GPU rows up.
+        source: name for messages, and the source of every price.
+        as_of: when the prices held, with time zone.
+        gpus: read only rows of these types, whatever the others hold; empty: all.
+
+    Raises:
+        PriceError: missing columns, malformed rows (up to ten are listed), no price at all.
+        UnknownGpuError: ``gpus`` names a type nobody knows.
+    """
+    for name in gpus:
+        gpu_type(name)
+    rows: list[_Row] = []
+    problems: list[str] = []
+    for line, record in _records(text, source, COLUMNS):
+        try:
+            row = _row(line, record, gpus, machines=cloud == "gcp")
+        except _BadRowError as error:
+            problems.append(f"{source}:{line}: {error}")
+            continue
+        if row is not None:
+            rows.append(row)
+    machines = [row for row in rows if row.gpu and row.instance_type]
+    if cloud == "gcp" and not problems:
+        try:
+            machines += _with_their_machines(rows)
+        except _BadRowError as error:
+            problems.append(f"{source}:{error}")
+    if problems:
+        raise refuse(source, problems, "Mend these lines, or read only the GPU types you need.")
+    if not machines and not gpus:
+        raise PriceError(f"{source}: no row has the price of a machine with GPUs; expected at least one")
+    return tuple(_quote(row, cloud, source, as_of) for row in machines)
+
+
+def built_in() -> tuple[Quote, ...]:
+    """The table that comes with Spotlight; each row has its own date and source."""
+    path = files("spotlight.planning.prices").joinpath("builtin.csv")
+    return parse_built_in(path.read_text(encoding="utf-8"), BUILT_IN)
+
+
+def parse_built_in(text: str, source: str) -> tuple[Quote, ...]:
+    """Read a catalogue that names cloud, date and source in each row. Raises :class:`PriceError`."""
+    quotes: list[Quote] = []
+    problems: list[str] = []
+    for line, record in _records(text, source, _BUILT_IN_COLUMNS):
+        try:
+            row = _row(line, record | {"AvailabilityZone": ""}, (), machines=False)
+            if row is None:
+                raise _BadRowError("no GPU; expected a machine with GPUs")
+            as_of = _day(record["AsOf"])
+            if not record["Cloud"] or not record["Source"]:
+                raise _BadRowError("Cloud or Source is empty; expected both")
+            quotes.append(_quote(row, record["Cloud"], f"{source}: {record['Source']}", as_of))
+        except _BadRowError as error:
+            problems.append(f"{source}:{line}: {error}")
+    if problems:
+        raise refuse(source, problems)
+    return tuple(quotes)
+
+
+def _records(text: str, source: str, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
+    """(line, values by column) of every row."""
+    reader = csv.DictReader(io.StringIO(text.removeprefix("\ufeff")), restkey="", restval=None)
+    try:
+        missing = [column for column in columns if column not in (reader.fieldnames or ())]
+        if missing:
+            found = ", ".join(reader.fieldnames or ()) or "an empty file"
+            raise PriceError(f"{source}:1: no column {', '.join(missing)}; found {found[:200]}")
+        for record in reader:
+            if None in record.values() or "" in record:
+                there = sum(value is not None for value in record.values())
+                values = "more" if "" in record else str(there)
+                expected = len(reader.fieldnames or ())
+                raise PriceError(f"{source}:{reader.line_num}: {values} values; expected {expected}")
+            yield reader.line_num, {key: value.strip() for key, value in record.items()}
+    except csv.Error as error:
+        raise PriceError(f"{source}:{reader.line_num}: no CSV ({error})") from None
+
+
+def _row(line: int, record: dict[str, str], gpus: Collection[str], *, machines: bool) -> _Row | None:
+    """A row of ours; None where there is nothing to read.
+
+    Args:
+        machines: keep machines without GPUs too.
+    """
+    gpu = record["AcceleratorName"]
+    wanted = (not gpus or gpu in gpus) if gpu else machines
+    if not wanted or is_other_accelerator(gpu):
+        return None
+    if gpu and gpu not in GPU_TYPES:
+        raise _BadRowError(f"AcceleratorName: {unknown_gpu(gpu)}")
+    count = _count(record["AcceleratorCount"]) if gpu else 0
+    if count is None:
+        return None
+    on_demand, spot = _price(record, "Price"), _price(record, "SpotPrice")
+    if on_demand is None and spot is None:
+        if not gpu:  # a machine that nobody asked for may lack its price
+            return None
+        raise _BadRowError("Price and SpotPrice are both empty; expected a number of $/h in at least one")
+    zone = record["AvailabilityZone"]
+    place = record["Region"], "" if zone == record["Region"] else zone
+    return _Row(line, record["InstanceType"], gpu, count, *place, on_demand, spot)
+
+
+def _count(text: str) -> int | None:
+    """GPUs of a machine; None for a share of one."""
+    try:
+        count = float(text)
+    except ValueError:
+        count = math.nan
+    if not count > 0 or not math.isfinite(count) or (count > 1 and count != int(count)):
+        raise _BadRowError(f"AcceleratorCount is {text!r}; expected a whole number of at least 1")
+    return int(count) if count >= 1 else None
+
+
+def _price(record: dict[str, str], column: str) -> float | None:
+    text = record[column]
+    if not text:
+        return None
+    try:
+        price = float(text)
+    except ValueError:
+        price = math.nan
+    if not (math.isfinite(price) and price > 0):
+        raise _BadRowError(f"{column} is {text!r}; expected a number of $/h above 0, or nothing")
+    return price
+
+
+def _day(text: str) -> datetime:
+    try:
+        day = date.fromisoformat(text)
+    except ValueError:
+        raise _BadRowError(f"AsOf is {text!r}; expected a day such as 2026-06-01") from None
+    return datetime(day.year, day.month, day.day, tzinfo=UTC)
+
+
+def _with_their_machines(rows: Sequence[_Row]) -> Iterator[_Row]:
+    """GCP: each GPU row with the price of the machine it is rented in, where there is such a machine."""
+    bare = {(row.instance_type, row.region, row.zone): row for row in rows if not row.gpu}
+    for row in rows:
+        if row.instance_type or not row.gpu:
+            continue
+        for machine in instance_types("gcp"):
+            host = bare.get((machine.name, row.region, row.zone))
+            if host is None or (machine.gpu, machine.gpus) != (row.gpu, row.gpus):
+                continue
+            on_demand = _sum(host.on_demand_usd_h, row.on_demand_usd_h)
+            spot = _sum(host.spot_usd_h, row.spot_usd_h)
+            if on_demand is None and spot is None:
+                raise _BadRowError(
+                    f"{row.line}: machine {machine.name} (line {host.line}) and its GPUs have no price of "
+                    "one kind in common; expected Price or SpotPrice in both rows"
+                )
+            yield _Row(row.line, machine.name, row.gpu, row.gpus, row.region, row.zone, on_demand, spot)
+
+
+def _sum(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else one + other
+
+
+def _quote(row: _Row, cloud: str, source: str, as_of: datetime) -> Quote:
+    return Quote(
+        cloud=cloud,
+        region=row.region,
+        zone=row.zone,
+        instance_type=row.instance_type,
+        gpu=row.gpu,
+        gpus=row.gpus,
+        on_demand_usd_h=row.on_demand_usd_h,
+        spot_usd_h=row.spot_usd_h,
+        as_of=as_of,
+        source=source,
+    )

@@ -1,0 +1,75 @@
+"""One GET with a bound on everything: time to connect, time between bytes, time in all, size. I/O.
+
+A server may be slow, send for ever, or send what it should not; each ends in a :class:`PriceError` that names
+the address and what happened. Asynchronous within, because only so the bound on the whole time holds while
+headers trickle in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from spotlight.planning.prices.quotes import PriceError
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long to wait for a server.
+
+    Attributes:
+        idle_s: to connect, and between two parts of the answer.
+        total_s: for one whole answer.
+    """
+
+    idle_s: float = 10.0
+    total_s: float = 60.0
+    bytes_max: int = 64 << 20
+
+
+def get_text(url: str, limits: Limits, params: Mapping[str, str] | None = None) -> str:
+    """The body of an answer of status 200, as UTF-8.
+
+    Redirects are not followed: prices come from the address that was named, or not at all.
+
+    Raises:
+        PriceError: no connection, time is up, too large, another status, not text.
+    """
+    body = asyncio.run(_get(url, limits, params))
+    try:
+        return body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _failed(url, f"sent no text (byte {error.start})", "UTF-8") from None
+
+
+async def _get(url: str, limits: Limits, params: Mapping[str, str] | None) -> bytes:
+    import httpx2  # here: commands that need no prices start without it
+
+    body = bytearray()
+    client = httpx2.AsyncClient(timeout=limits.idle_s)  # reads certificates: our time, not the server's
+    try:
+        async with (
+            client,
+            asyncio.timeout(limits.total_s),
+            client.stream("GET", url, params=params) as response,
+        ):
+            if response.status_code != 200:
+                raise _failed(url, f"answered {response.status_code} {response.reason_phrase}", "200 OK")
+            async for part in response.aiter_bytes():
+                body += part
+                if len(body) > limits.bytes_max:
+                    raise _failed(url, "sent more", f"at most {limits.bytes_max} bytes")
+    except TimeoutError:
+        raise _failed(url, f"was not done after {limits.total_s:g} s", "a whole answer") from None
+    except httpx2.TimeoutException as error:
+        what = f"said nothing for {limits.idle_s:g} s ({type(error).__name__})"
+        raise _failed(url, what, "an answer") from None
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        what = f"could not be read ({str(error) or type(error).__name__})"
+        raise _failed(url, what, "an answer over HTTP") from None
+    return bytes(body)
+
+
+def _failed(url: str, found: str, expected: str) -> PriceError:
+    return PriceError(f"{url} {found}; expected {expected}. Try later, or name another source.")

@@ -1,0 +1,120 @@
+"""The names by which prices are asked for, and where each leads. A new source is one line in :data:`_NAMED`.
+
+``builtin`` | ``azure`` | ``aws`` | ``skypilot`` | ``CLOUD=FILE.csv`` | ``CLOUD=https://...csv``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from spotlight.planning.prices import aws_prices as aws
+from spotlight.planning.prices import azure_prices as azure
+from spotlight.planning.prices.cache import PriceCache, default_directory
+from spotlight.planning.prices.catalogue import BUILT_IN, built_in, parse_catalogue
+from spotlight.planning.prices.fetch import Limits, get_text
+from spotlight.planning.prices.quotes import PriceError, Quote
+
+SKYPILOT_URL = "https://raw.githubusercontent.com/skypilot-org/skypilot-catalog/master/catalogs/v8/{}/vms.csv"
+SKYPILOT_CLOUDS = ("aws", "azure", "gcp")
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What prices are wanted, when, and how patiently.
+
+    Attributes:
+        gpus: types; empty: all. Catalogues are read for nothing else.
+        clouds: which of several catalogues to fetch; empty: all.
+        regions: empty: all, of AWS ``aws.REGIONS``.
+    """
+
+    gpus: tuple[str, ...] = ()
+    clouds: tuple[str, ...] = ()
+    regions: tuple[str, ...] = ()
+    now: datetime = field(default_factory=lambda: datetime.now(UTC))
+    cache: PriceCache = field(default_factory=lambda: PriceCache(default_directory()))
+    limits: Limits = field(default_factory=Limits)
+
+
+def load_prices(source: str, question: Question) -> tuple[Quote, ...]:
+    """Prices of a source: all that the question asks for, and more where that costs nothing.
+
+    Raises:
+        PriceError: an unknown source, or one that cannot be read.
+        UnknownGpuError: a GPU type that nobody knows.
+    """
+    if source in _NAMED:
+        return _NAMED[source](question)
+    cloud, separator, place = source.partition("=")
+    if separator and cloud.isidentifier() and place:
+        if place.startswith(("http://", "https://")):
+            return _published(cloud, place, question)
+        return _file(cloud, Path(place), question)
+    raise PriceError(
+        f"source {source!r}; expected {', '.join(_NAMED)}, or CLOUD=FILE.csv or CLOUD=URL for a catalogue "
+        "in SkyPilot's form, such as aws=vms.csv"
+    )
+
+
+def _builtin(question: Question) -> tuple[Quote, ...]:
+    return built_in()
+
+
+def _azure(question: Question) -> tuple[Quote, ...]:
+    return question.cache.quotes(
+        f"azure {azure.URL} {' '.join(question.regions)}",
+        lambda: azure.fetch_pages(question.regions, question.limits, azure.URL),
+        azure.parse_pages,
+        question.now,
+    )
+
+
+def _aws(question: Question) -> tuple[Quote, ...]:
+    regions = question.regions or aws.REGIONS
+    return question.cache.quotes(
+        f"aws {' '.join(regions)}",
+        lambda: aws.fetch_records(regions, question.limits, question.now),
+        aws.parse_records,
+        question.now,
+    )
+
+
+def _skypilot(question: Question) -> tuple[Quote, ...]:
+    return tuple(
+        quote
+        for cloud in SKYPILOT_CLOUDS
+        if not question.clouds or cloud in question.clouds
+        for quote in _published(cloud, SKYPILOT_URL.format(cloud), question)
+    )
+
+
+def _published(cloud: str, url: str, question: Question) -> tuple[Quote, ...]:
+    def read(texts: Sequence[str], came: datetime) -> tuple[Quote, ...]:
+        return parse_catalogue(texts[0], cloud=cloud, source=url, as_of=came, gpus=question.gpus)
+
+    key = f"catalogue {cloud} {url}"
+    return question.cache.quotes(key, lambda: [get_text(url, question.limits)], read, question.now)
+
+
+def _file(cloud: str, path: Path, question: Question) -> tuple[Quote, ...]:
+    """A catalogue on disk; its prices are as old as the file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        written = datetime.fromtimestamp(path.stat().st_mtime, UTC)
+    except OSError as error:
+        raise PriceError(f"{path}: {error.strerror}; expected a CSV file of prices") from None
+    except UnicodeDecodeError as error:
+        raise PriceError(f"{path}: byte {error.start} is no text; expected a CSV file in UTF-8") from None
+    return parse_catalogue(text, cloud=cloud, source=str(path), as_of=written, gpus=question.gpus)
+
+
+_NAMED: Mapping[str, Callable[[Question], tuple[Quote, ...]]] = {
+    BUILT_IN: _builtin,
+    azure.NAME: _azure,
+    aws.NAME: _aws,
+    "skypilot": _skypilot,
+}
+SOURCES = tuple(_NAMED)

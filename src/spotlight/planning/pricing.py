@@ -1,0 +1,177 @@
+"""What a GPU of a scenario costs, and on whose word.
+
+Prices that are looked up are of one cloud and region: a learner in one cloud does not train on what spot
+nodes of another denoise. Of the places that have all of them, the one where all together cost least is taken;
+if there is none, each price is the least anywhere, and :attr:`Tariff.caveat` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from spotlight.planning.prices.quotes import PriceError, Quote, select
+from spotlight.planning.prices.sources import Question, load_prices
+from spotlight.planning.scenarios.scenario_file import Cluster, ScenarioFile, TraceFile
+
+STATED = "stated in the scenario"
+
+
+@dataclass(frozen=True, slots=True)
+class PriceTag:
+    """The price of one GPU.
+
+    Attributes:
+        source: whose figure it is, and of which machine.
+        as_of: when it held; None where the scenario states it.
+        place: cloud and region (empty: not said); None where the scenario states the price.
+    """
+
+    usd_gpu_h: float
+    source: str
+    as_of: datetime | None = None
+    place: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tariff:
+    """All prices of a scenario.
+
+    Attributes:
+        reserved: of a reserved GPU.
+        on_demand: of a GPU that stands in a spot node's place, and stays; None: nobody asks.
+        spot: None: what the trace says, at every moment; or nobody asks.
+        caveat: what the reader must be warned of; empty: nothing.
+    """
+
+    reserved: PriceTag
+    on_demand: PriceTag | None
+    spot: PriceTag | None
+    caveat: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Want:
+    """One price that is wanted.
+
+    Attributes:
+        key: of the scenario, that states it.
+        stated: what that key says.
+        gpus: how many cost that.
+        kind: as an error calls it.
+        price: it, of a quote.
+    """
+
+    key: str
+    stated: float | None
+    gpu_type: str
+    gpus: int
+    kind: str
+    price: Callable[[Quote], float | None]
+
+
+def tariff_of(scenario: ScenarioFile, *, on_demand: bool, spot: bool, now: datetime) -> Tariff:
+    """Look up what the scenario does not state.
+
+    Args:
+        on_demand: spot places are also wanted on demand. A price stated for reserved GPUs is not theirs,
+            even if the types are equal: it may be a committed rate.
+        spot: spot nodes are wanted.
+
+    Raises:
+        PriceError: the source has no such price, or cannot be read; names the key that states it instead.
+    """
+    by_trace = isinstance(scenario.trace, TraceFile) and scenario.trace.use_prices
+    wants = _wants(scenario.cluster, on_demand=on_demand, spot=spot and not by_trace)
+    asked = [want for want in wants.values() if want.stated is None]
+    quotes = quotes_of(scenario, sorted({want.gpu_type for want in asked}), now) if asked else ()
+    for want in asked:
+        if not _priced(want, quotes):
+            raise _missing(want, scenario)
+    together = _place(asked, quotes)
+    tags = {name: _tag(want, together or quotes) for name, want in wants.items()}
+    caveat = ""
+    if not together and len({tag.place for tag in tags.values() if tag.place}) > 1:
+        places = ", ".join(
+            f"{name.replace('_', ' ')} in {' '.join(filter(None, tag.place))}"
+            for name, tag in tags.items()
+            if tag.place
+        )
+        caveat = (
+            f"no cloud and region has all prices, so they are of different ones ({places}): set prices.cloud "
+            "and prices.region, or state prices in cluster"
+        )
+    return Tariff(tags["reserved"], tags.get("on_demand"), tags.get("spot"), caveat)
+
+
+def _wants(cluster: Cluster, *, on_demand: bool, spot: bool) -> dict[str, _Want]:
+    """By what a GPU is rented as."""
+    fixed, coming = cluster.reserved, cluster.spot
+    rented, places = fixed.nodes * fixed.gpus_per_node, coming.nodes * coming.gpus_per_node
+    key = "cluster.reserved.usd_gpu_h"
+    wants = {"reserved": _Want(key, fixed.usd_gpu_h, fixed.gpu_type, rented, "on-demand", _on_demand)}
+    if on_demand:
+        key, stated = "cluster.spot.usd_gpu_h_on_demand", coming.usd_gpu_h_on_demand
+        wants["on_demand"] = _Want(key, stated, coming.gpu_type, places, "on-demand", _on_demand)
+    if spot:
+        key = "cluster.spot.usd_gpu_h"
+        wants["spot"] = _Want(key, coming.usd_gpu_h, coming.gpu_type, places, "spot", _spot)
+    return wants
+
+
+def quotes_of(scenario: ScenarioFile, gpus: Sequence[str], now: datetime) -> tuple[Quote, ...]:
+    """Quotes of GPU types by the scenario's section ``prices``. Raises :class:`PriceError`."""
+    wish = scenario.prices
+    clouds = () if wish.cloud is None else (wish.cloud,)
+    regions = () if wish.region is None else (wish.region,)
+    question = Question(gpus=tuple(gpus), clouds=clouds, regions=regions, now=now)
+    found = select(load_prices(wish.source, question), gpus=gpus, clouds=clouds, regions=regions)
+    return tuple(quote for quote in found if wish.instance_type in {None, quote.instance_type})
+
+
+def _on_demand(quote: Quote) -> float | None:
+    return quote.on_demand_usd_gpu_h
+
+
+def _spot(quote: Quote) -> float | None:
+    return quote.spot_usd_gpu_h
+
+
+def _place(wants: Sequence[_Want], quotes: Sequence[Quote]) -> tuple[Quote, ...]:
+    """Quotes of the cloud and region where all wants together cost least; empty if none has them all."""
+    found: list[tuple[float, tuple[Quote, ...]]] = []
+    for cloud, region in dict.fromkeys((quote.cloud, quote.region) for quote in quotes):
+        # A price that names no region is of every region.
+        here = tuple(quote for quote in quotes if quote.cloud == cloud and quote.region in {region, ""})
+        priced = [_priced(want, here) for want in wants]
+        if all(priced):
+            total = sum(
+                want.gpus * min(usd for usd, _ in one) for want, one in zip(wants, priced, strict=True)
+            )
+            found.append((total, here))
+    return min(found, key=lambda item: item[0])[1] if found else ()
+
+
+def _tag(want: _Want, quotes: Sequence[Quote]) -> PriceTag:
+    """What the scenario states, else the cheapest quote."""
+    if want.stated is not None:
+        return PriceTag(want.stated, STATED)
+    usd, quote = min(_priced(want, quotes), key=lambda item: item[0])
+    where = " ".join(filter(None, (quote.cloud, quote.zone or quote.region, quote.instance_type)))
+    caveat = f"; {quote.caveat}" if quote.caveat else ""
+    return PriceTag(usd, f"{where}: {quote.source}{caveat}", quote.as_of, (quote.cloud, quote.region))
+
+
+def _priced(want: _Want, quotes: Sequence[Quote]) -> list[tuple[float, Quote]]:
+    """Quotes that answer a want, with their price."""
+    return [(usd, quote) for quote in quotes if quote.gpu == want.gpu_type and (usd := want.price(quote))]
+
+
+def _missing(want: _Want, scenario: ScenarioFile) -> PriceError:
+    wish = scenario.prices.model_dump(exclude_none=True)
+    return PriceError(
+        f"prices: found no {want.kind} price of {want.gpu_type} with "
+        f"{', '.join(f'{key}={value}' for key, value in wish.items())}; expected one. State it as "
+        f"{want.key}, or see what there is: spotlight prices --gpu {want.gpu_type}"
+    )

@@ -1,0 +1,1 @@
+"""Scenario and profile files, and the simulations they describe."""

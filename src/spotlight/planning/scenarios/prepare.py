@@ -1,0 +1,398 @@
+"""From a scenario file to what the simulator takes: everything looked up, checked and put together.
+
+:func:`prepare` reads (profile, prices, trace) and refuses what cannot work, before anything is simulated.
+:func:`scenario_of` is pure: one strategy's scenario. All strategies of a prepared scenario meet one trace.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+from spotlight.config.errors import ConfigError, Problem
+from spotlight.config.exploration import deepest_pool
+from spotlight.fleet.traces.generator import TraceSpec, generate
+from spotlight.fleet.traces.readers import read_trace
+from spotlight.fleet.traces.trace import Trace, TraceEvent, TraceEventKind
+from spotlight.fleet.traces.transforms import cut, limit, repeat, with_notices
+from spotlight.planning.pricing import PriceTag, Tariff, tariff_of
+from spotlight.planning.scenarios.fleet_events import SpotOffer, spot_events
+from spotlight.planning.scenarios.profile import (
+    Profile,
+    learner_bytes,
+    load_profile,
+    require_memory,
+    require_size,
+    timesteps_that_fit,
+)
+from spotlight.planning.scenarios.profile_costs import ProfileCosts, Workload, sp_degrees
+from spotlight.planning.scenarios.scenario_file import (
+    AlwaysOn,
+    Exploration,
+    GeneratedTrace,
+    PipelineSection,
+    Pool,
+    ScenarioFile,
+)
+from spotlight.planning.scenarios.strategies import Part, SpotPlaces, Strategy, strategy_named
+from spotlight.scheduler.events import NodeJoined
+from spotlight.scheduler.exploration.budget import PreviewCosts
+from spotlight.scheduler.plan import (
+    Axis,
+    ClusterPlan,
+    ExplorationPlan,
+    Explore,
+    PipelinePlan,
+    Plan,
+    PlannerPlan,
+)
+from spotlight.scheduler.types import Baseline, Node, NodeId, NodeKind, WeightKind
+from spotlight.simulation.scenario import NodeEvent, Scenario
+from spotlight.simulation.virtual_rewards import RewardModel
+
+_PROMPTS_FACTOR = 4
+"""The simulated prompt set is so many times what an iteration takes; its size changes nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A scenario with everything it names.
+
+    Attributes:
+        trace: of the spot nodes, as long as the run may last, never more nodes than the scenario asks for.
+    """
+
+    file: ScenarioFile
+    profile: Profile
+    tariff: Tariff
+    trace: Trace
+
+
+def prepare(file: ScenarioFile, strategies: tuple[str, ...], now: datetime) -> Prepared:
+    """Read what the scenario names, and check that every strategy can be simulated.
+
+    Args:
+        strategies: those of the scenario that are wanted.
+        now: for the age of prices.
+
+    Raises:
+        ConfigError, TraceError, PriceError: missing figures, memory, prices; a trace that cannot be used.
+    """
+    chosen = [strategy_named(name) for name in strategies]
+    profile = load_profile(file.workload.profile)
+    require_size(profile, file.workload.height, file.workload.width)
+    places = {strategy.places for strategy in chosen}
+    if file.cluster.spot.nodes == 0 and (
+        needy := [one for one in chosen if one.places is not SpotPlaces.NOTHING]
+    ):
+        names = ", ".join(strategy.name for strategy in needy)
+        remedy = "Ask for spot nodes, or simulate reserved_only alone."
+        raise ConfigError(file.name, [Problem("cluster.spot.nodes", "0", f"1 or more for {names}", remedy)])
+    tariff = tariff_of(
+        file, on_demand=any(one.stays for one in places), spot=SpotPlaces.SPOT in places, now=now
+    )
+    prepared = Prepared(file, profile, tariff, _trace(file))
+    for strategy in chosen:
+        _require_costs(scenario_of(prepared, strategy), profile)
+    return prepared
+
+
+def scenario_of(prepared: Prepared, strategy: Strategy, *, timelines: bool = False) -> Scenario:
+    """One strategy's scenario.
+
+    Raises:
+        ConfigError: the profile lacks a figure, or the model does not fit.
+    """
+    file, work = prepared.file, prepared.file.workload
+    nodes = node_events(prepared, strategy)
+    joining = [event.node for _, event in nodes if isinstance(event, NodeJoined)]
+    ranks = sum(node.gpus for node in joining if node.trains)  # all of these join at 0
+    denoising = tuple(dict.fromkeys(node.gpu_type for node in joining if node.rolls_out))
+    learner_gpu = file.cluster.reserved.gpu_type
+    per_pass = timesteps_per_pass(prepared, strategy, ranks)
+    require_memory(
+        prepared.profile,
+        rollout_gpus=denoising,
+        learner_gpu=learner_gpu,
+        ranks=ranks,
+        timesteps_per_pass=per_pass,
+    )
+    costs = ProfileCosts(
+        prepared.profile,
+        Workload(
+            pixels=file.pixels,
+            trained_timesteps=work.trained_timesteps,
+            learner_gpu=learner_gpu,
+            guidance=work.guidance,
+            recomputes_log_probs=work.recomputes_log_probs,
+            timesteps_per_pass=per_pass,
+            resident=work.resident,
+        ),
+    )
+    test = work.evaluation
+    plan = Plan(
+        run_seed=file.run.seed,
+        iterations=file.run.iterations,
+        prompts_per_iteration=work.prompts,
+        group_size=work.group_size,
+        rollout_steps=work.steps,
+        evaluation_steps=test.steps if test else 1,
+        evaluation_images=test.images_per_prompt if test else 1,
+        evaluate_every=test.every if test else file.run.iterations,
+        updates_per_batch=work.updates_per_batch,
+        micro_batch_size=ranks * work.micro_batch_per_gpu,
+        checkpoint_every=work.checkpoint_every,
+        lease_s=_lease_s(costs, denoising, file),
+        max_drop_share=0.5,  # samples left over by uneven ranks are no fault
+        ranks=ranks,
+        cluster=_cluster_plan(prepared, costs, denoising),
+        exploration=_exploration(file, strategy, costs, denoising[0], ranks),
+        pipeline=pipeline_plan(strategy, file.pipeline, costs.switch_s()),
+    )
+    model = file.exploration.rewards if file.exploration else None
+    return Scenario(
+        plan=plan,
+        costs=costs,
+        nodes=nodes,
+        train_prompts=_PROMPTS_FACTOR * work.prompts,
+        test_prompts=test.prompts if test else 0,
+        seed=file.run.seed,
+        noise=file.run.noise,
+        commit_every=file.run.commit_every,
+        until_s=file.run.until_h * 3600,
+        rewards=RewardModel(**model.model_dump()) if model else RewardModel(),
+        timelines=timelines,
+    )
+
+
+def bytes_of_both(prepared: Prepared, strategy: Strategy) -> float:
+    """What a GPU that trains and rolls out holds at least if both processes stay; 0 where none does both."""
+    nodes = [event.node for _, event in node_events(prepared, strategy) if isinstance(event, NodeJoined)]
+    if not any(node.trains and node.rolls_out for node in nodes):
+        return 0.0
+    ranks = sum(node.gpus for node in nodes if node.trains)
+    asked = prepared.file.workload.timesteps_per_pass  # else no more are taken than fit beside the rest
+    per_pass = 1 if asked is None else timesteps_per_pass(prepared, strategy, ranks)
+    return prepared.profile.memory.rollout_bytes.value + learner_bytes(prepared.profile, ranks, per_pass)
+
+
+def timesteps_per_pass(prepared: Prepared, strategy: Strategy, ranks: int) -> int:
+    """As the scenario says, with TSP; else as many as fit beside whatever else a learner GPU holds."""
+    work, reserved = prepared.file.workload, prepared.file.cluster.reserved
+    if Part.TSP not in strategy.parts:
+        return 1
+    if work.timesteps_per_pass is not None:
+        return min(work.timesteps_per_pass, work.trained_timesteps)
+    both = work.resident and strategy.trainers_roll_out(reserved.rolls_out)
+    held = prepared.profile.memory.rollout_bytes.value if both else 0.0
+    return timesteps_that_fit(prepared.profile, reserved.gpu_type, ranks, work.trained_timesteps, held)
+
+
+def pipeline_plan(strategy: Strategy, section: PipelineSection, switch_s: float) -> PipelinePlan:
+    """The parts of a strategy's pipeline that the controller runs."""
+    parts = strategy.parts
+    axis = Axis.PROMPT if Part.GAP in parts else Axis.GENERATION if Part.SLICES in parts else None
+    return PipelinePlan(
+        axis=axis,
+        slice_size=section.slice_size,
+        baseline=section.baseline if axis is Axis.GENERATION else Baseline.GROUP,
+        bounded=Part.TAG in parts,
+        switch_s=switch_s,
+        next_share=section.next_share if Part.TCSS in parts else 0.0,
+    )
+
+
+def node_events(prepared: Prepared, strategy: Strategy) -> tuple[tuple[float, NodeEvent], ...]:
+    """Nodes of a strategy: reserved ones from the start, and what stands in the places of spot nodes."""
+    cluster, tariff = prepared.file.cluster, prepared.tariff
+    reserved, spot = cluster.reserved, cluster.spot
+    both = strategy.trainers_roll_out(reserved.rolls_out)
+    events: list[tuple[float, NodeEvent]] = [
+        (0.0, NodeJoined(_standing(f"reserved:{n}", reserved, tariff.reserved, trains=True, rolls_out=both)))
+        for n in range(reserved.nodes)
+    ]
+    if strategy.places.stays:
+        assert tariff.on_demand is not None, "prepared for a strategy that rents on demand"
+        # Ranks of different speed would wait for the slowest, so another type only denoises.
+        trains = strategy.places is SpotPlaces.ON_DEMAND and spot.gpu_type == reserved.gpu_type
+        for n in range(spot.nodes):
+            node = _standing(f"on-demand:{n}", spot, tariff.on_demand, trains=trains, rolls_out=True)
+            events.append((0.0, NodeJoined(node)))
+    elif strategy.places is SpotPlaces.SPOT:
+        usd_h = None if tariff.spot is None else tariff.spot.usd_gpu_h * spot.gpus_per_node
+        events += spot_events(prepared.trace, SpotOffer(spot.gpu_type, spot.gpus_per_node, usd_h))
+    return tuple(events)
+
+
+def _standing(name: str, pool: Pool, tag: PriceTag, *, trains: bool, rolls_out: bool) -> Node:
+    """A node that is never taken back."""
+    gpus, price = pool.gpus_per_node, tag.usd_gpu_h * pool.gpus_per_node
+    return Node(NodeId(name), NodeKind.RESERVED, gpus, pool.gpu_type, price, trains, rolls_out)
+
+
+def _trace(file: ScenarioFile) -> Trace:
+    """Of at most the nodes asked for, from the start asked for, and as long as the run may last."""
+    spot, section, horizon_s = file.cluster.spot, file.trace, file.run.until_h * 3600
+    if spot.nodes == 0 or isinstance(section, AlwaysOn):
+        gpus = spot.gpus_per_node
+        added = (TraceEvent(0.0, TraceEventKind.ADD, str(n), gpus) for n in range(spot.nodes))
+        return Trace(tuple(added), horizon_s, "always on")
+    if isinstance(section, GeneratedTrace):
+        return generate(
+            TraceSpec(
+                seed=file.run.seed,
+                horizon_s=horizon_s,
+                nodes=spot.nodes,
+                gpus_per_node=spot.gpus_per_node,
+                mean_uptime_s=section.mean_uptime_h * 3600,
+                mean_downtime_s=section.mean_downtime_s,
+                bursts_per_h=section.bursts_per_h,
+                burst_fraction=section.burst_fraction,
+                notice_lead_s=section.notice_lead_s,
+            )
+        )
+    source = str(section.path)
+    trace = limit(read_trace(section.path, gpus_per_node=spot.gpus_per_node), spot.nodes)
+    start_s = section.start_h * 3600
+    trace = repeat(trace, start_s + horizon_s)
+    if start_s:
+        trace = cut(trace, start_s, start_s + horizon_s)
+        source += f" from {section.start_h:g} h"
+    if section.notice_lead_s is not None:
+        trace = with_notices(trace, section.notice_lead_s)
+        source += f", notices {section.notice_lead_s:g} s ahead"
+    return replace(trace, source=source)
+
+
+def _exploration(
+    file: ScenarioFile, strategy: Strategy, costs: ProfileCosts, gpu: str, ranks: int
+) -> ExplorationPlan | None:
+    if strategy.explore is None:
+        return None
+    section = file.exploration
+    if section is None:
+        remedy = "Add seeds_per_prompt and steps."
+        raise ConfigError(
+            file.name, [Problem("exploration", "nothing", f"a section, for {strategy.name}", remedy)]
+        )
+    planner = None
+    if section.planner is not None:
+        chosen = section.planner
+        planner = PlannerPlan(
+            seed_counts=chosen.seed_counts,
+            step_counts=chosen.step_counts,
+            alpha=chosen.alpha,
+            discount=chosen.discount,
+            sharing=chosen.sharing,
+            caution=chosen.caution,
+            costs=_preview_costs(file, costs, gpu, ranks),
+        )
+    return ExplorationPlan(
+        where=strategy.explore,
+        seeds_per_prompt=section.seeds_per_prompt,
+        steps=section.steps,
+        policy=section.policy,
+        spare_prompts=section.spare_prompts,
+        sampled_prompts=section.sampled_prompts,
+        drawn_seeds=section.drawn_seeds,
+        fidelity_min=section.fidelity_min,
+        planner=planner,
+        seeds_per_prompt_max=_seeds_max(section, file.workload.group_size, strategy.explore),
+    )
+
+
+def _seeds_max(section: Exploration, group_size: int, where: Explore) -> int | None:
+    """As a run's configuration has it."""
+    if where is not Explore.IDLE:
+        return None
+    counts = section.planner.seed_counts if section.planner else (section.seeds_per_prompt,)
+    return section.seeds_per_prompt_max or deepest_pool(group_size, counts)
+
+
+def _preview_costs(file: ScenarioFile, costs: ProfileCosts, gpu: str, ranks: int) -> PreviewCosts:
+    """As profiled: of one preview in a full lease, on one GPU; and how long the learner takes."""
+    size, learner = costs.lease_size(gpu, file.pixels, 1), file.cluster.reserved.gpu_type
+    updates = file.workload.updates_per_batch * costs.optimizer_s()
+    publishes = costs.publish_s(WeightKind(file.workload.publishes))
+    training_s = costs.train_s(learner, file.pixels, file.samples, ranks)
+    return PreviewCosts(
+        step_s=costs.denoise_step_s(gpu, file.pixels, size, 1) / size,
+        fixed_s=costs.decode_s(gpu, file.pixels, size) / size,
+        reward_s=costs.reward_s(size),
+        window_s=costs.prepare_s(file.samples, ranks) + training_s + updates + publishes,
+    )
+
+
+# -- what follows from durations -----------------------------------------------------------------------------
+
+
+def _cluster_plan(prepared: Prepared, costs: ProfileCosts, gpus: tuple[str, ...]) -> ClusterPlan:
+    """Patience and drain margin are some steps long, whatever a step takes: a video's takes half a minute."""
+    file = prepared.file
+    cluster = file.cluster
+    widest = max(cluster.reserved.gpus_per_node, cluster.spot.gpus_per_node)
+    allowed = degrees(prepared.profile, gpus, file.pixels, widest)
+    publishes = WeightKind(file.workload.publishes)
+    step_s = max(_step_s(costs, gpu, file.pixels) for gpu in gpus)
+    decode_s = max(costs.decode_s(gpu, file.pixels, costs.lease_size(gpu, file.pixels, 1)) for gpu in gpus)
+    pull_s = max(costs.pull_s(publishes, peer) for peer in (False, True))
+    full_s = costs.worker_start_s() + costs.pull_s(WeightKind.FULL, False)
+    return ClusterPlan(
+        pixels=file.pixels,
+        latent_frames=latent_frames(prepared.profile.frames),
+        heads=round(prepared.profile.heads.value),
+        degrees=allowed,
+        answer_s=max(10.0, 3 * (step_s + decode_s), 3 * pull_s, 3 * costs.group_setup_s(allowed[-1])),
+        start_s=max(600.0, 3 * full_s),
+        drain_margin_s=max(10.0, 2 * step_s + decode_s),
+        publishes=publishes,
+    )
+
+
+def latent_frames(frames: int) -> int:
+    """Of a sample of so many frames: the first by itself, then one for every four.
+
+    So do the causal VAEs of HunyuanVideo and Wan 2.1 (their reports: temporal compression 4).
+    """
+    return 1 + (frames - 1) // 4
+
+
+def degrees(profile: Profile, gpus: tuple[str, ...], pixels: int, widest: int) -> tuple[int, ...]:
+    """The SP degrees that have figures on every GPU type, ascending: the controller asks for no other.
+
+    Raises:
+        ConfigError: no degree up to ``widest`` has figures.
+    """
+    timed = [set(sp_degrees(profile, gpu, pixels)) for gpu in gpus]
+    known = sorted(degree for degree in set.intersection(*timed) if degree <= widest)
+    if known:
+        return tuple(known)
+    key = f"gpus.{gpus[0]}.denoise"
+    found, expected = f"no sp degree up to {widest} for {pixels} pixels", "one"
+    remedy = "Add points of that size with their source, or choose another size or gpus_per_node."
+    raise ConfigError(f"the profile {profile.name}", [Problem(key, found, expected, remedy)])
+
+
+def _step_s(costs: ProfileCosts, gpu: str, pixels: int) -> float:
+    return costs.denoise_step_s(gpu, pixels, costs.lease_size(gpu, pixels, 1), 1)
+
+
+def _lease_s(costs: ProfileCosts, gpus: tuple[str, ...], file: ScenarioFile) -> float:
+    """Three times the longest lease."""
+    test = file.workload.evaluation
+    steps = max(file.workload.steps, test.steps if test else 0)
+    return max(120.0, *(3 * steps * _step_s(costs, gpu, file.pixels) for gpu in gpus))
+
+
+def _require_costs(scenario: Scenario, profile: Profile) -> None:
+    """Ask for every figure that the simulation may ask for. Raises :class:`ConfigError`."""
+    costs, plan = scenario.costs, scenario.plan
+    joined = [event.node for _, event in scenario.nodes if isinstance(event, NodeJoined)]
+    for gpu in dict.fromkeys(node.gpu_type for node in joined if node.rolls_out):
+        for degree in plan.cluster.degrees:
+            size = costs.lease_size(gpu, plan.cluster.pixels, degree)
+            costs.denoise_step_s(gpu, plan.cluster.pixels, size, degree)
+            costs.decode_s(gpu, plan.cluster.pixels, size)
+    for gpu in dict.fromkeys(node.gpu_type for node in joined if node.trains):
+        costs.train_s(gpu, plan.cluster.pixels, 1, plan.ranks)
+    costs.prepare_s(1, plan.ranks)

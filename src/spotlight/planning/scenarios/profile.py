@@ -1,0 +1,411 @@
+"""Cost profiles: what one model takes on some hardware, every figure with where it comes from.
+
+A profile is a strict YAML file: an unknown key, a missing figure or a figure without a source is an error. A
+source begins with one of
+
+    published:  somebody else's figure         derived:  computed from published ones, as it says
+    measured:   ours                           assumed:  a guess, reasoned at best
+
+and :func:`assumptions` lists the guesses, so that whoever simulates can print what the result hangs on. The
+durations made of the figures are in :mod:`spotlight.planning.scenarios.profile_costs`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Annotated
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+
+from spotlight.config.errors import ConfigError, Problem
+from spotlight.config.load import parse_yaml
+from spotlight.fleet.gpus import GPU_TYPES, unknown_gpu
+
+_SOURCE = r"^(published|measured|derived|assumed): \S"
+_INFRASTRUCTURE = "infrastructure"
+_GRID = 16
+
+Source = Annotated[str, Field(pattern=_SOURCE)]
+
+
+class _Section(BaseModel):
+    """A strict, immutable part of a profile."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class Figure(_Section):
+    """A positive number and where it comes from."""
+
+    value: PositiveFloat
+    """The number, in the unit that its key names."""
+    source: Source
+    """``published:``, ``measured:``, ``derived:`` or ``assumed:``, and what or why."""
+
+
+class StepPoint(_Section):
+    """Time of one forward of the DiT."""
+
+    height: PositiveInt
+    """Of the picture, in pixels."""
+    width: PositiveInt
+    """Of the picture, in pixels."""
+    batch: PositiveInt = 1
+    """Samples in the forward."""
+    sp: PositiveInt = 1
+    """GPUs that share it (sequence parallelism)."""
+    ms: PositiveFloat
+    """Milliseconds."""
+    source: Source
+    """Where it comes from."""
+
+
+class TrainPoint(_Section):
+    """Time of one forward and backward of one sample at one timestep, on one learner GPU."""
+
+    height: PositiveInt
+    """Of the picture, in pixels."""
+    width: PositiveInt
+    """Of the picture, in pixels."""
+    s: PositiveFloat
+    """Seconds."""
+    source: Source
+    """Where it comes from."""
+
+
+class GpuCosts(_Section):
+    """The model on one type of GPU."""
+
+    denoise: tuple[StepPoint, ...] = Field(min_length=1)
+    """Forwards; for each SP degree at least one of batch 1 at every resolution it has."""
+    batch_slope: Figure
+    """What a sample beyond the largest measured batch costs, as a share of that batch's time a sample."""
+    train: tuple[TrainPoint, ...] = Field(min_length=1)
+    """Forwards and backwards, classifier-free guidance not counted."""
+    decode_ms_per_megapixel: Figure
+    """Latents to pictures, and their commit."""
+    lease_pixels: Figure | None = None
+    """As the profile's, of this type; null: as there."""
+
+
+class Weights(_Section):
+    """What is moved when weights are."""
+
+    full_bytes: Figure
+    """The whole DiT, in the type it is served in."""
+    adapter_bytes: Figure
+    """The adapter (LoRA) alone."""
+    learner_state_bytes: Figure
+    """What a checkpoint holds: master weights and optimizer, of what is trained."""
+
+
+class Memory(_Section):
+    """What must fit a GPU."""
+
+    rollout_bytes: Figure
+    """Of a rollout GPU: weights, activations of one lease, decoder."""
+    learner_bytes_per_rank: Figure
+    """Of each learner GPU, besides its part of what is sharded."""
+    learner_bytes_sharded: Figure
+    """In all, divided among the learner GPUs."""
+    pass_bytes: Figure
+    """Of each learner GPU, for every timestep of a pass after the first."""
+
+
+class Rewards(_Section):
+    """From pictures to scores."""
+
+    latency_s: Figure
+    """Of a request, whatever its size."""
+    s_per_sample: Figure
+    """Of the whole pool: its workers share the samples."""
+
+
+class Infrastructure(_Section):
+    """What does not depend on the model."""
+
+    intra_node_bytes_s: Figure
+    """Between GPUs of a node."""
+    network_bytes_s: Figure
+    """Between nodes."""
+    store_bytes_s: Figure
+    """From and to the store of weights, for one reader."""
+    disk_bytes_s: Figure
+    """A node's own disk."""
+    process_start_s: Figure
+    """A worker's process."""
+    imports_s: Figure
+    """Its imports (torch, diffusers)."""
+    model_load_s: Figure
+    """Building the model, besides moving its bytes."""
+    group_setup_s: Figure
+    """Joining workers into an SP group."""
+
+
+class Profile(_Section):
+    """One model on some hardware."""
+
+    name: str
+    """Of the model and variant."""
+    heads: Figure
+    """Attention heads: SP degrees divide them."""
+    frames: PositiveInt = 1
+    """Of a sample: above 1 for video; all points are of so many."""
+    lease_pixels: Figure
+    """Height times width times samples of a lease: more in one forward saves no time."""
+    weights: Weights
+    """Bytes moved."""
+    memory: Memory
+    """Bytes resident."""
+    rewards: Rewards
+    """Scoring."""
+    optimizer_step_s: Figure
+    """Gradient norm, optimizer, old policy."""
+    prepare_s: Figure
+    """Advantages and dealing of a batch, besides old log-probs."""
+    pass_share: Figure
+    """Of a pass of one timestep, what all timesteps of a pass share (gathering sharded weights); below 1."""
+    switch_s: Figure
+    """A GPU that trains and rolls out turns from one to the other, where it cannot hold both."""
+    infrastructure: Infrastructure
+    """Machines and network: a section, or the name of one that is shipped."""
+    gpus: Mapping[str, GpuCosts] = Field(min_length=1)
+    """By GPU type."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedFigure:
+    """One number of a profile: its dotted key, what it is, and where it comes from."""
+
+    key: str
+    value: float
+    source: str
+
+
+def profile_names() -> tuple[str, ...]:
+    """The profiles that are shipped."""
+    return tuple(
+        sorted(entry.name.removesuffix(".yaml") for entry in _shipped().iterdir() if entry.is_file())
+    )
+
+
+def load_profile(name: str) -> Profile:
+    """Read a profile: the name of a shipped one, or a path to a YAML file.
+
+    Raises:
+        ConfigError: no such profile, not YAML, missing or unknown keys, figures out of range, unknown GPUs.
+    """
+    if name in profile_names():
+        return parse_profile(_shipped().joinpath(f"{name}.yaml").read_text(encoding="utf-8"), name)
+    try:
+        text = Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        known = ", ".join(profile_names())
+        problem = Problem("profile", name, f"a YAML file, or one of {known}", f"{error}.")
+        raise ConfigError(f"the profile {name}", [problem]) from None
+    return parse_profile(text, name)
+
+
+def parse_profile(text: str, source: str) -> Profile:
+    """Read a profile from YAML. Raises :class:`ConfigError` with every problem found."""
+    where = f"the profile {source}"
+    try:
+        tree = parse_yaml(text)
+    except yaml.YAMLError as error:
+        problem = Problem("profile", "text that is not plain YAML", "a mapping", " ".join(str(error).split()))
+        raise ConfigError(where, [problem]) from None
+    if not isinstance(tree, dict):
+        raise ConfigError(
+            where, [Problem("profile", type(tree).__name__, "a mapping", "Write `key: value`.")]
+        )
+    if isinstance(tree.get(_INFRASTRUCTURE), str):
+        tree = tree | {_INFRASTRUCTURE: _infrastructure(tree[_INFRASTRUCTURE], where)}
+    try:
+        # Through JSON, because strict mode then still takes lists for tuples: `ms: "8"` is an error, not 8.
+        profile = Profile.model_validate_json(json.dumps(tree, default=str), strict=True)
+    except ValidationError as error:
+        raise ConfigError(
+            where, [_explain(tree, detail["loc"], detail["msg"]) for detail in error.errors()]
+        ) from None
+    if problems := list(_contradictions(profile)):
+        raise ConfigError(where, problems)
+    return profile
+
+
+def figures(profile: Profile) -> tuple[NamedFigure, ...]:
+    """Every number of a profile with its key and source."""
+    return tuple(_figures(profile, ""))
+
+
+def assumptions(profile: Profile, gpus: Sequence[str] = ()) -> tuple[NamedFigure, ...]:
+    """The numbers that are guesses; of GPUs only these (empty: all). Print them beside a result."""
+    others = tuple(f"gpus.{name}." for name in profile.gpus if gpus and name not in gpus)
+    return tuple(
+        figure
+        for figure in figures(profile)
+        if figure.source.startswith("assumed:") and not figure.key.startswith(others)
+    )
+
+
+def require_memory(
+    profile: Profile,
+    *,
+    rollout_gpus: Sequence[str],
+    learner_gpu: str,
+    ranks: int,
+    timesteps_per_pass: int = 1,
+) -> None:
+    """Refuse GPUs that the model does not fit.
+
+    Raises:
+        ConfigError: names each GPU type, what it has and what it would need.
+    """
+    memory = profile.memory
+    learner = learner_bytes(profile, ranks, timesteps_per_pass)
+    needs = [("memory.rollout_bytes", gpu, memory.rollout_bytes.value) for gpu in dict.fromkeys(rollout_gpus)]
+    needs.append((f"memory.learner_bytes_* on {ranks} ranks", learner_gpu, learner))
+    problems = []
+    for key, gpu, need in needs:
+        if gpu not in GPU_TYPES:
+            problems.append(Problem(key, gpu, "a known GPU type", unknown_gpu(gpu)))
+        elif need > GPU_TYPES[gpu].vram_bytes:
+            has = GPU_TYPES[gpu].vram_bytes / 2**30
+            remedy = "Take larger GPUs" + (", or more learner ranks." if "learner" in key else ".")
+            if "learner" in key and timesteps_per_pass > 1:
+                remedy = f"Lower workload.timesteps_per_pass, which is {timesteps_per_pass}. {remedy}"
+            problems.append(
+                Problem(key, f"{gpu} with {has:.0f} GiB", f"at least {need / 2**30:.1f} GiB", remedy)
+            )
+    if problems:
+        raise ConfigError(f"the profile {profile.name}", problems)
+
+
+def learner_bytes(profile: Profile, ranks: int, timesteps_per_pass: int) -> float:
+    """What a learner GPU holds while it trains so many timesteps of its samples in a pass."""
+    memory = profile.memory
+    first = memory.learner_bytes_per_rank.value + memory.learner_bytes_sharded.value / ranks
+    return first + (timesteps_per_pass - 1) * memory.pass_bytes.value
+
+
+def timesteps_that_fit(profile: Profile, gpu: str, ranks: int, wanted: int, held_bytes: float) -> int:
+    """Timesteps of a pass that fit a learner GPU beside ``held_bytes``: at most ``wanted``, at least 1."""
+    free = GPU_TYPES[gpu].vram_bytes - held_bytes
+    fitting = (k for k in range(wanted, 1, -1) if learner_bytes(profile, ranks, k) <= free)
+    return next(fitting, 1)
+
+
+def require_size(profile: Profile, height: int, width: int) -> None:
+    """Refuse sizes that the model cannot make.
+
+    A profile whose sizes all are multiples of 16 is of a model that takes no others: eight pixels of the VAE,
+    two by two in a patch.
+
+    Raises:
+        ConfigError: a side is no multiple of 16.
+    """
+    points = [point for gpu in profile.gpus.values() for point in gpu.denoise]
+    if any(point.height % _GRID or point.width % _GRID for point in points):
+        return
+    problems = [
+        Problem(
+            f"workload.{name}",
+            str(side),
+            f"a multiple of {_GRID}, as all sizes of the profile {profile.name}",
+            f"For example {max(_GRID, round(side / _GRID) * _GRID)}.",
+        )
+        for name, side in (("height", height), ("width", width))
+        if side % _GRID
+    ]
+    if problems:
+        raise ConfigError("the scenario", problems)
+
+
+def _shipped() -> Traversable:
+    return files("spotlight.planning.scenarios").joinpath("profiles")
+
+
+def _infrastructure(name: str, where: str) -> object:
+    folder = _shipped().joinpath(_INFRASTRUCTURE)
+    known = {entry.name.removesuffix(".yaml"): entry for entry in folder.iterdir()}
+    if name not in known:
+        expected = f"a section, or one of {', '.join(sorted(known))}"
+        raise ConfigError(where, [Problem(_INFRASTRUCTURE, repr(name), expected, "Change the name.")])
+    return parse_yaml(known[name].read_text(encoding="utf-8"))
+
+
+def _explain(tree: object, loc: Sequence[int | str], message: str) -> Problem:
+    """One of pydantic's problems in our four parts."""
+    key = ".".join(map(str, loc)) or "profile"
+    found = tree
+    for part in loc:
+        try:
+            found = found[part]  # type: ignore[index]
+        except (KeyError, IndexError, TypeError):
+            return Problem(
+                key, "nothing", "a figure", "Add the key: a guess is fine if its source says assumed."
+            )
+    if message == "Extra inputs are not permitted":
+        return Problem(key, "an unknown key", "one that docs/howto/prices-and-traces.md lists", "Remove it.")
+    if "pattern" in message:
+        expected = "a source that begins with published:, measured:, derived: or assumed:"
+        return Problem(key, repr(found), expected, "Say where the figure comes from.")
+    return Problem(key, repr(found), message.removeprefix("Input should be "), "Change the value.")
+
+
+def _contradictions(profile: Profile) -> Iterator[Problem]:
+    if (share := profile.pass_share.value) >= 1:
+        yield Problem("pass_share.value", f"{share:g}", "below 1", "It is a share of the time of a pass.")
+    for name, gpu in profile.gpus.items():
+        key = f"gpus.{name}"
+        if name not in GPU_TYPES:
+            yield Problem(key, repr(name), "a known GPU type", unknown_gpu(name))
+        seen: set[tuple[int, int, int]] = set()
+        for index, point in enumerate(gpu.denoise):
+            place = (point.height * point.width, point.sp, point.batch)
+            if profile.heads.value % point.sp:
+                expected = f"a divisor of the {profile.heads.value:g} heads"
+                yield Problem(f"{key}.denoise.{index}.sp", str(point.sp), expected, "Change the degree.")
+            if place in seen:
+                yield Problem(
+                    f"{key}.denoise.{index}", "a second point", "one a size, batch and sp", "Remove it."
+                )
+            seen.add(place)
+        for pixels, sp, _ in sorted(seen):
+            if (pixels, sp, 1) not in seen:
+                found = f"no batch 1 at {pixels} pixels and sp {sp}"
+                yield Problem(f"{key}.denoise", found, "one", "Add the point.")
+        sizes = [point.height * point.width for point in gpu.train]
+        if len(set(sizes)) < len(sizes):
+            yield Problem(f"{key}.train", "two points of one size", "one", "Remove one.")
+
+
+def _figures(section: BaseModel, prefix: str) -> Iterator[NamedFigure]:
+    if isinstance(section, Figure):
+        yield NamedFigure(prefix, section.value, section.source)
+    elif isinstance(section, StepPoint):
+        label = f"{prefix}[{section.height}x{section.width}, batch {section.batch}, sp {section.sp}].ms"
+        yield NamedFigure(label, section.ms, section.source)
+    elif isinstance(section, TrainPoint):
+        yield NamedFigure(f"{prefix}[{section.height}x{section.width}].s", section.s, section.source)
+    else:
+        for name in type(section).model_fields:
+            value: object = getattr(section, name)
+            key = f"{prefix}.{name}" if prefix else name
+            yield from _deeper(value, key)
+
+
+def _deeper(value: object, key: str) -> Iterator[NamedFigure]:
+    if isinstance(value, BaseModel):
+        yield from _figures(value, key)
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _deeper(item, f"{key}.{name}")
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _deeper(item, key)

@@ -1,0 +1,215 @@
+"""A :class:`~spotlight.simulation.costs.CostModel` from a profile and what is run on it. Pure.
+
+Between two measured resolutions of one SP degree, time is a power of the number of pixels (a straight line
+through the logarithms): a DiT's forward grows with the tokens in its linear layers and with their square in
+attention, so the exponent lies between 1 and 2. Between two measured batches it is a straight line; beyond
+the largest, each further sample adds ``batch_slope`` of that batch's time per sample. Nothing is extrapolated
+to other resolutions, SP degrees or GPUs: a missing figure is an error that names its key.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from spotlight.config.errors import ConfigError, Problem
+from spotlight.planning.scenarios.profile import GpuCosts, Profile
+from spotlight.scheduler.types import WeightKind
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is asked of the model.
+
+    Attributes:
+        pixels: height times width.
+        trained_timesteps: of each sample, in each optimizer step.
+        guidance: classifier-free: two forwards a step, in rollouts and in training.
+        recomputes_log_probs: the learner evaluates every trained timestep once more before the first update.
+        learner_gpu: type of the GPUs that train.
+        timesteps_per_pass: trained in one forward and backward, which share what a pass takes once.
+        resident: GPUs that train and roll out hold all they need for both, and turn at no cost.
+    """
+
+    pixels: int
+    trained_timesteps: int
+    learner_gpu: str
+    guidance: bool = False
+    recomputes_log_probs: bool = False
+    timesteps_per_pass: int = 1
+    resident: bool = True
+
+    @property
+    def forwards(self) -> int:
+        """Of one denoising step."""
+        return 2 if self.guidance else 1
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileCosts:
+    """Durations of a workload by a profile.
+
+    Raises (from every method that takes a size, degree or GPU type):
+        ConfigError: the profile has no figure for it.
+    """
+
+    profile: Profile
+    workload: Workload
+    _known: dict[tuple[str, int, int, int], float] = field(default_factory=dict, compare=False, repr=False)
+
+    def denoise_step_s(self, gpu_type: str, pixels: int, batch: int, sp_degree: int) -> float:
+        """See :class:`CostModel`."""
+        key = (gpu_type, pixels, batch, sp_degree)
+        if key not in self._known:  # asked for at every step of a simulation
+            self._known[key] = self.workload.forwards * forward_s(self.profile, *key)
+        return self._known[key]
+
+    def decode_s(self, gpu_type: str, pixels: int, batch: int) -> float:
+        """See :class:`CostModel`."""
+        ms = _gpu(self.profile, gpu_type).decode_ms_per_megapixel.value
+        return ms / 1000 * pixels / 1e6 * batch
+
+    def lease_size(self, gpu_type: str, pixels: int, sp_degree: int) -> int:
+        """As many samples as fill ``lease_pixels`` on every GPU of the group, at least one."""
+        filling = _gpu(self.profile, gpu_type).lease_pixels or self.profile.lease_pixels
+        return max(1, int(filling.value * sp_degree // pixels))
+
+    def reward_s(self, samples: int) -> float:
+        """See :class:`CostModel`."""
+        rewards = self.profile.rewards
+        return rewards.latency_s.value + samples * rewards.s_per_sample.value
+
+    def prepare_s(self, samples: int, ranks: int) -> float:
+        """See :class:`CostModel`."""
+        work = self.workload
+        if not work.recomputes_log_probs:
+            return self.profile.prepare_s.value
+        one_s = work.forwards * forward_s(self.profile, work.learner_gpu, work.pixels, 1, 1)
+        return self.profile.prepare_s.value + math.ceil(samples / ranks) * work.trained_timesteps * one_s
+
+    def train_s(self, gpu_type: str, pixels: int, samples: int, ranks: int) -> float:
+        """See :class:`CostModel`."""
+        work = self.workload
+        one_s = work.forwards * train_point_s(self.profile, gpu_type, pixels)
+        passes = math.ceil(work.trained_timesteps / work.timesteps_per_pass)
+        share = self.profile.pass_share.value
+        timesteps = (1 - share) * work.trained_timesteps + share * passes
+        return math.ceil(samples / ranks) * timesteps * one_s
+
+    def switch_s(self) -> float:
+        """See :class:`CostModel`."""
+        return 0.0 if self.workload.resident else self.profile.switch_s.value
+
+    def optimizer_s(self) -> float:
+        """See :class:`CostModel`."""
+        return self.profile.optimizer_step_s.value
+
+    def publish_s(self, kind: WeightKind) -> float:
+        """See :class:`CostModel`."""
+        return self._bytes(kind) / self._store_bytes_s
+
+    def pull_s(self, kind: WeightKind, from_peer: bool) -> float:
+        """The bytes, and for whole weights building the model besides."""
+        site = self.profile.infrastructure
+        build_s = site.model_load_s.value if kind is WeightKind.FULL else 0.0
+        return build_s + self._bytes(kind) / (
+            site.intra_node_bytes_s.value if from_peer else self._store_bytes_s
+        )
+
+    def worker_start_s(self) -> float:
+        """See :class:`CostModel`."""
+        return self.profile.infrastructure.process_start_s.value + self.profile.infrastructure.imports_s.value
+
+    def group_setup_s(self, sp_degree: int) -> float:
+        """See :class:`CostModel`."""
+        return self.profile.infrastructure.group_setup_s.value if sp_degree > 1 else 0.0
+
+    def checkpoint_s(self) -> float:
+        """See :class:`CostModel`."""
+        return self.profile.weights.learner_state_bytes.value / self.profile.infrastructure.disk_bytes_s.value
+
+    def restore_s(self) -> float:
+        """See :class:`CostModel`."""
+        site = self.profile.infrastructure
+        whole = self.profile.weights.full_bytes.value / site.disk_bytes_s.value
+        return self.worker_start_s() + site.model_load_s.value + whole + self.checkpoint_s()
+
+    def _bytes(self, kind: WeightKind) -> float:
+        weights = self.profile.weights
+        return (weights.full_bytes if kind is WeightKind.FULL else weights.adapter_bytes).value
+
+    @property
+    def _store_bytes_s(self) -> float:
+        """Between a worker and the store: the slower of network and store."""
+        site = self.profile.infrastructure
+        return min(site.network_bytes_s.value, site.store_bytes_s.value)
+
+
+def forward_s(profile: Profile, gpu_type: str, pixels: int, batch: int, sp_degree: int) -> float:
+    """One forward of ``batch`` samples on an SP group. Raises :class:`ConfigError`."""
+    gpu = _gpu(profile, gpu_type)
+    times: dict[int, dict[int, float]] = {}  # pixels -> batch -> ms
+    for point in gpu.denoise:
+        if point.sp == sp_degree:
+            times.setdefault(point.height * point.width, {})[point.batch] = point.ms
+    if not times:
+        degrees = sorted({point.sp for point in gpu.denoise})
+        found = f"no point of sp {sp_degree}, only of {', '.join(map(str, degrees))}"
+        raise _missing(profile, f"gpus.{gpu_type}.denoise", found, "a point of that degree")
+    slope = gpu.batch_slope.value
+    line = {size: _at_batch(by_batch, batch, slope) for size, by_batch in times.items()}
+    return _at_pixels(profile, f"gpus.{gpu_type}.denoise (sp {sp_degree})", line, pixels) / 1000
+
+
+def train_point_s(profile: Profile, gpu_type: str, pixels: int) -> float:
+    """One sample at one timestep, forward and backward. Raises :class:`ConfigError`."""
+    line = {point.height * point.width: point.s for point in _gpu(profile, gpu_type).train}
+    return _at_pixels(profile, f"gpus.{gpu_type}.train", line, pixels)
+
+
+def sp_degrees(profile: Profile, gpu_type: str, pixels: int) -> tuple[int, ...]:
+    """The SP degrees that the profile can time at this size. Raises :class:`ConfigError`."""
+    sizes: dict[int, list[int]] = {}
+    for point in _gpu(profile, gpu_type).denoise:
+        sizes.setdefault(point.sp, []).append(point.height * point.width)
+    return tuple(sorted(degree for degree, known in sizes.items() if min(known) <= pixels <= max(known)))
+
+
+def _gpu(profile: Profile, gpu_type: str) -> GpuCosts:
+    if gpu_type not in profile.gpus:
+        found = f"nothing for {gpu_type}, only for {', '.join(profile.gpus)}"
+        raise _missing(profile, f"gpus.{gpu_type}", found, "figures of that GPU type")
+    return profile.gpus[gpu_type]
+
+
+def _at_batch(by_batch: Mapping[int, float], batch: int, slope: float) -> float:
+    batches = sorted(by_batch)
+    largest = batches[-1]
+    if batch >= largest:
+        return by_batch[largest] * (1 + slope * (batch - largest) / largest)
+    above = batches[bisect_left(batches, batch)]
+    if above == batch:
+        return by_batch[batch]
+    below = batches[batches.index(above) - 1]
+    share = (batch - below) / (above - below)
+    return by_batch[below] + share * (by_batch[above] - by_batch[below])
+
+
+def _at_pixels(profile: Profile, key: str, line: Mapping[int, float], pixels: int) -> float:
+    sizes: Sequence[int] = sorted(line)
+    if not sizes[0] <= pixels <= sizes[-1]:
+        known = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+        raise _missing(profile, key, f"figures for {known} pixels", f"one for {pixels} pixels")
+    above = sizes[bisect_left(sizes, pixels)]
+    if above == pixels:
+        return line[pixels]
+    below = sizes[sizes.index(above) - 1]
+    share = math.log(pixels / below) / math.log(above / below)
+    return line[below] * math.pow(line[above] / line[below], share)
+
+
+def _missing(profile: Profile, key: str, found: str, expected: str) -> ConfigError:
+    remedy = "Add it with its source, or change the scenario."
+    return ConfigError(f"the profile {profile.name}", [Problem(key, found, expected, remedy)])

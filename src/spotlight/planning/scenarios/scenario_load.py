@@ -1,0 +1,254 @@
+"""Reading scenario files: shipped ones by name, files that build on others, overrides, and plain errors."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from spotlight.config.errors import ConfigError, Problem
+from spotlight.config.load import apply_override, merge, read_tree
+from spotlight.fleet.gpus import GPU_TYPES, unknown_gpu
+from spotlight.planning.scenarios.scenario_file import Exploration, ScenarioFile
+from spotlight.planning.scenarios.strategies import STRATEGIES, UnknownStrategyError, strategy_named
+
+_BASE = "base"
+"""Key of a file that has what this one lacks: a shipped scenario's name, or a path beside this file."""
+_KIND = "trace.kind"
+_DEPTH_MAX = 8
+
+
+def scenario_names() -> tuple[str, ...]:
+    """The scenarios that are shipped."""
+    folder = files("spotlight.planning.scenarios").joinpath("shipped")
+    return tuple(sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir()))
+
+
+def load_scenario(
+    name: str, overrides: Sequence[str] = (), *, trace: Path | None = None, seed: int | None = None
+) -> ScenarioFile:
+    """Read a scenario: the name of a shipped one, or a path.
+
+    Args:
+        overrides: ``key.subkey=value`` in YAML syntax, applied in order. Sections merge; a trace of another
+            kind replaces the scenario's.
+        trace: a trace file in place of the scenario's trace; its notices stay as the scenario has them.
+        seed: in place of ``run.seed``.
+
+    Raises:
+        ConfigError: with every problem found, each naming key, value, expectation and remedy.
+    """
+    tree = _tree(name, None, 0)
+    if trace is not None:
+        lead = {key: value for key, value in _section(tree, "trace").items() if key == "notice_lead_s"}
+        tree["trace"] = {"kind": "file", "path": str(trace), **lead}
+    for override in overrides:
+        apply_override(_without_another_kind(tree, override), override)
+    if seed is not None:
+        apply_override(tree, f"run.seed={seed}")
+    where = f"the scenario {name}" + (f" with {' '.join(overrides)}" if overrides else "")
+    return build_scenario(tree, where)
+
+
+def build_scenario(tree: Mapping[str, Any], where: str) -> ScenarioFile:
+    """Validate a nested mapping. Raises :class:`ConfigError`."""
+    try:
+        # Through JSON, because strict mode then still takes lists for tuples and text for paths.
+        scenario = ScenarioFile.model_validate_json(json.dumps(tree, default=str), strict=True)
+    except ValidationError as error:
+        raise ConfigError(where, [_explain(tree, detail) for detail in error.errors()]) from None
+    if problems := list(_contradictions(scenario)):
+        raise ConfigError(where, problems)
+    return scenario
+
+
+def _tree(name: str, beside: Path | None, depth: int) -> dict[str, Any]:
+    if name in scenario_names():
+        with as_file(files("spotlight.planning.scenarios").joinpath(f"shipped/{name}.yaml")) as path:
+            tree = read_tree(path)
+        folder = None
+    else:
+        path = Path(name) if beside is None else beside / name
+        if not path.is_file():
+            expected = f"a YAML file, or one of {', '.join(scenario_names())}"
+            key = "SCENARIO" if depth == 0 else _BASE
+            close = difflib.get_close_matches(name, scenario_names(), n=1)
+            remedy = f"Did you mean {close[0]!r}?" if close else "Name one that exists."
+            raise ConfigError("the scenario", [Problem(key, repr(name), expected, remedy)])
+        tree = read_tree(path)
+        folder = path.parent
+        section = _section(tree, "trace")
+        if isinstance(section.get("path"), str):
+            section["path"] = str(folder / section["path"])
+    base = tree.pop(_BASE, None)
+    if base is None:
+        return tree
+    if not isinstance(base, str) or depth == _DEPTH_MAX:
+        expected = f"a name or path, at most {_DEPTH_MAX} deep"
+        raise ConfigError(name, [Problem(_BASE, repr(base), expected, "Name another scenario.")])
+    below = _tree(base, folder, depth + 1)
+    if _section(tree, "trace").get("kind") not in {None, _section(below, "trace").get("kind")}:
+        del below["trace"]
+    return merge(below, tree)
+
+
+def _without_another_kind(tree: dict[str, Any], override: str) -> dict[str, Any]:
+    """The tree, where an override of the trace or of its kind finds no keys that only another kind has."""
+    key = override.partition("=")[0]
+    if key in {"trace", _KIND}:
+        over: dict[str, Any] = {}
+        apply_override(over, override)  # alone, to see which kind it chooses
+        if _section(over, "trace").get("kind", was := _section(tree, "trace").get("kind")) != was:
+            tree["trace"] = {}
+    return tree
+
+
+def _section(tree: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """A section that may be changed in place; empty if there is none."""
+    value = tree.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+# -- errors ------------------------------------------------------------------------------------------------
+
+
+def _explain(tree: Mapping[str, Any], detail: ErrorDetails) -> Problem:
+    """One of pydantic's errors in our four parts."""
+    parts = [str(part) for part in detail["loc"]]
+    if len(parts) > 1 and parts[0] == "trace" and parts[1] == _section(tree, "trace").get("kind"):
+        del parts[1]  # the tag of the union is no key of the file
+    key = ".".join(parts) or "SCENARIO"
+    if detail["type"] == "extra_forbidden":
+        known = sorted(_fields_at(ScenarioFile, parts[:-1], tree))
+        close = difflib.get_close_matches(parts[-1], known, n=1, cutoff=0.6)
+        remedy = f"Did you mean {close[0]!r}?" if close else "Remove it."
+        return Problem(key, "an unknown key", f"one of {', '.join(known)}", remedy)
+    if detail["type"] in {"missing", "union_tag_not_found"}:
+        key = f"{key}.kind" if detail["type"] == "union_tag_not_found" else key
+        return Problem(key, "nothing", "a value", "Add the key; docs/howto/simulate-and-plan.md explains it.")
+    if detail["type"] == "union_tag_invalid":
+        context = detail.get("ctx", {})
+        expected = str(context.get("expected_tags"))
+        return Problem(f"{key}.kind", repr(context.get("tag")), expected, "Change the value.")
+    expected = detail["msg"].removeprefix("Input should be ")
+    if "pattern" in expected:
+        expected = "a source that begins with published:, measured:, derived: or assumed:"
+    return Problem(key, repr(detail["input"]), expected, "Change the value.")
+
+
+def _fields_at(model: type[BaseModel], path: Sequence[str], tree: Mapping[str, Any]) -> set[str]:
+    """Names of the keys that may stand at a dotted path."""
+    models = [model]
+    for part in path:
+        found = [
+            section
+            for one in models
+            if part in one.model_fields
+            for section in _sections(one.model_fields[part].annotation)
+        ]
+        models = found or models
+    kind = _section(tree, "trace").get("kind")
+    told = [one for one in models if "kind" in one.model_fields and one.model_fields["kind"].default == kind]
+    return {name for one in (told or models) for name in one.model_fields}
+
+
+def _sections(annotation: object) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    elif isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is not None:
+        for argument in typing.get_args(annotation):
+            yield from _sections(argument)
+
+
+# -- contradictions ----------------------------------------------------------------------------------------
+
+
+def _contradictions(scenario: ScenarioFile) -> Iterator[Problem]:
+    """What no single key shows, and needs no file to be read."""
+    yield from _cluster(scenario)
+    exploring: dict[str, None] = {}
+    for key, names in (
+        ("strategies", scenario.strategies),
+        ("iterations_to_target", tuple(scenario.iterations_to_target)),
+        ("plan.strategies", scenario.plan.strategies),
+    ):
+        if not names and key != "iterations_to_target":
+            yield Problem(key, "none", f"one or more of {', '.join(STRATEGIES)}", "Name one.")
+        for name in names:
+            try:
+                explores = strategy_named(name).explore is not None
+            except UnknownStrategyError as error:
+                yield error.problem(key)
+                continue
+            if explores and key != "iterations_to_target":
+                exploring[name] = None
+        if len(set(names)) < len(names):
+            yield Problem(key, ", ".join(names), "every strategy once", "Remove the second.")
+    explore, group = scenario.exploration, scenario.workload.group_size
+    if explore is None and set(exploring) & set(scenario.strategies):
+        remedy = "Add seeds_per_prompt and steps, or leave these strategies out."
+        yield Problem("exploration", "nothing", f"a section, for {', '.join(exploring)}", remedy)
+    if explore is not None:
+        yield from _exploration(explore, group, scenario.workload.steps)
+    if scenario.workload.updates_per_batch > scenario.workload.prompts:
+        found, expected = str(scenario.workload.updates_per_batch), f"at most {scenario.workload.prompts}"
+        yield Problem("workload.updates_per_batch", found, expected, "An update trains whole groups.")
+
+
+def _exploration(explore: Exploration, group: int, steps: int) -> Iterator[Problem]:
+    seeds, counts = (
+        {"exploration.seeds_per_prompt": explore.seeds_per_prompt},
+        {"exploration.steps": explore.steps},
+    )
+    if explore.planner is not None:
+        seeds["exploration.planner.seed_counts"] = min(explore.planner.seed_counts)
+        counts["exploration.planner.step_counts"] = max(explore.planner.step_counts)
+    for key, found in seeds.items():
+        if found < group:
+            remedy = "A group is chosen among the previews: make as many or more."
+            yield Problem(key, str(found), f"at least the group size, {group}", remedy)
+    for key, found in counts.items():
+        if found > steps:
+            expected = f"at most workload.steps, {steps}"
+            yield Problem(key, str(found), expected, "A preview is no longer than a rollout.")
+    planned = explore.planner.seed_counts if explore.planner else (explore.seeds_per_prompt,)
+    limit = explore.seeds_per_prompt_max
+    if limit is not None and limit < max(planned):
+        expected, remedy = f"at least what is planned, {max(planned)}", "Raise it, or leave it out."
+        yield Problem("exploration.seeds_per_prompt_max", str(limit), expected, remedy)
+    if explore.drawn_seeds > group:
+        found, remedy = explore.drawn_seeds, "They are part of the group."
+        yield Problem("exploration.drawn_seeds", str(found), f"at most the group size, {group}", remedy)
+    if explore.sampled_prompts and explore.drawn_seeds < 2:
+        expected = "at least 2 with exploration.sampled_prompts"
+        remedy = "Groups measure by pairs of drawn seeds: raise it, or set sampled_prompts to 0."
+        yield Problem("exploration.drawn_seeds", str(explore.drawn_seeds), expected, remedy)
+
+
+def _cluster(scenario: ScenarioFile) -> Iterator[Problem]:
+    reserved, spot = scenario.cluster.reserved, scenario.cluster.spot
+    if reserved.nodes == 0:
+        remedy = "The learner and all that is committed live on reserved GPUs: rent at least one."
+        yield Problem("cluster.reserved.nodes", "0", "1 or more", remedy)
+    for key, pool in (("reserved", reserved), ("spot", spot)):
+        if pool.gpu_type not in GPU_TYPES:
+            where = f"cluster.{key}.gpu_type"
+            yield Problem(where, repr(pool.gpu_type), "a known GPU type", unknown_gpu(pool.gpu_type))
+    wish = scenario.plan
+    for key, names in (("plan.gpu_types", wish.gpu_types), ("plan.spot_gpu_types", wish.spot_gpu_types)):
+        for name in names:
+            if name not in GPU_TYPES:
+                yield Problem(key, repr(name), "known GPU types", unknown_gpu(name))
+    ranks = reserved.nodes * reserved.gpus_per_node
+    if scenario.samples < ranks:
+        found = f"{scenario.samples} samples of an iteration"
+        remedy = "Raise workload.prompts, or reserve fewer nodes."
+        yield Problem("workload.prompts", found, f"one for each of {ranks} learner GPUs at least", remedy)

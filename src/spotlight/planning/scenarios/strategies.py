@@ -1,0 +1,211 @@
+"""Strategies that are compared: who trains, who denoises, and what overlaps.
+
+A strategy is data: how it uses the places of the spot nodes, where it explores, and which parts of the
+pipeline it has on; what the controller then does is the controller's. A new one is a line in
+:data:`STRATEGIES`. Parts of the pipeline are added to its name: ``disaggregated+gap+tsp``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cache
+from types import MappingProxyType
+
+from spotlight.config.errors import Problem
+from spotlight.scheduler.plan import Explore
+
+
+class UnknownStrategyError(ValueError):
+    """A name that is no strategy, or one with parts that it cannot have."""
+
+    def __init__(self, name: str, expected: str, remedy: str) -> None:
+        super().__init__(name, expected, remedy)
+        self.name, self.expected, self.remedy = name, expected, remedy
+
+    def problem(self, key: str) -> Problem:
+        """As a problem with the key that has the name."""
+        return Problem(key, repr(self.name), self.expected, self.remedy)
+
+
+class SpotPlaces(StrEnum):
+    """What stands where the scenario has spot nodes."""
+
+    NOTHING = "nothing"
+    SPOT = "spot"
+    ON_DEMAND = "on_demand"
+    """Nodes that stay, and train too."""
+    ROLLOUT = "rollout"
+    """Nodes that stay, and only roll out."""
+
+    @property
+    def stays(self) -> bool:
+        """Whether nodes there are rented on demand."""
+        return self in {SpotPlaces.ON_DEMAND, SpotPlaces.ROLLOUT}
+
+
+class Part(StrEnum):
+    """A part of the pipeline of generation and training."""
+
+    GAP = "gap"
+    SLICES = "slices"
+    TSP = "tsp"
+    TAG = "tag"
+    STEAL = "steal"
+    TCSS = "tcss"
+    EXPLORATION = "exploration"
+
+
+PARTS: Mapping[Part, str] = MappingProxyType(
+    {
+        Part.GAP: "whole groups are trained as they complete",
+        Part.SLICES: "slices of groups are trained as they complete",
+        Part.TSP: "several timesteps of a sample in one pass",
+        Part.TAG: "idle trainers roll out, as far as that ends sooner",
+        Part.STEAL: "idle trainers roll out whatever waits",
+        Part.TCSS: "some of the next iteration's rollouts are made before this one is trained",
+        Part.EXPLORATION: "previews for the next iteration while the learner trains",
+    }
+)
+"""What each does."""
+
+_ONE_OF = (frozenset({Part.GAP, Part.SLICES}), frozenset({Part.TAG, Part.STEAL}))
+_OVERLAPPING = frozenset(Part) - {Part.TSP}
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """One way to run the work.
+
+    Attributes:
+        about: what it does, for the line below the table.
+        places: what stands where the scenario has spot nodes.
+        explore: when previews are made; None: never.
+        parts: of the pipeline that are on.
+    """
+
+    name: str
+    about: str
+    places: SpotPlaces
+    explore: Explore | None
+    parts: frozenset[Part] = frozenset()
+
+    @property
+    def learns_as(self) -> str:
+        """The strategy without what changes no seed: iterations to the target that are stated of it hold."""
+        base, *_ = self.name.split("+")
+        return base + (f"+{Part.EXPLORATION}" if Part.EXPLORATION in self.parts else "")
+
+    def trainers_roll_out(self, wished: bool) -> bool:
+        """Whether the GPUs that train denoise too.
+
+        Alone they must; and where all GPUs stay and none only rolls out, all do both. In a pipeline they help
+        only where a part of it says so.
+
+        Args:
+            wished: as the scenario has it, where both are possible.
+        """
+        if self.places in {SpotPlaces.NOTHING, SpotPlaces.ON_DEMAND} or self.parts & _ONE_OF[1]:
+            return True
+        pipelined = self.parts & {Part.GAP, Part.SLICES, Part.TCSS}
+        return wished and self.places is SpotPlaces.SPOT and not pipelined
+
+
+STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
+    {
+        strategy.name: strategy
+        for strategy in (
+            Strategy("reserved_only", "the reserved GPUs alone", SpotPlaces.NOTHING, None),
+            Strategy(
+                "all_on_demand",
+                "as many GPUs, all at the on-demand price, never taken back; all denoise, then all train",
+                SpotPlaces.ON_DEMAND,
+                None,
+            ),
+            Strategy(
+                "disaggregated",
+                "as many GPUs, all at the on-demand price; the reserved ones train, the others denoise",
+                SpotPlaces.ROLLOUT,
+                None,
+            ),
+            Strategy(
+                "spot_rollout_only",
+                "spot GPUs denoise, and idle while the reserved ones train",
+                SpotPlaces.SPOT,
+                None,
+            ),
+            Strategy(
+                "critical_path",
+                "previews choose the seeds before each iteration's rollouts",
+                SpotPlaces.SPOT,
+                Explore.CRITICAL_PATH,
+            ),
+            Strategy(
+                "spotlight",
+                "previews for the next iteration on spot GPUs while the reserved ones train",
+                SpotPlaces.SPOT,
+                Explore.IDLE,
+            ),
+        )
+    }
+)
+"""Without a pipeline. ``all_on_demand`` is what others call colocated."""
+
+
+@cache
+def strategy_named(name: str) -> Strategy:
+    """A strategy by its name: one of :data:`STRATEGIES`, and parts of the pipeline behind it, each after a +.
+
+    Raises:
+        UnknownStrategyError: it, or one of its parts, is unknown, or they do not go together.
+    """
+    base_name, *added = name.split("+")
+    base = STRATEGIES.get(base_name)
+    if base is None:
+        close = difflib.get_close_matches(base_name, STRATEGIES, n=1)
+        remedy = f"Did you mean {close[0]!r}?" if close else "Remove it."
+        raise UnknownStrategyError(name, f"one of {', '.join(STRATEGIES)}", remedy)
+    if unknown := [part for part in added if part not in set(Part)]:
+        known = ", ".join(f"+{part}" for part in Part)
+        raise UnknownStrategyError(name, f"parts {known}", f"Remove +{unknown[0]}.")
+    parts = frozenset(Part(part) for part in added)
+    if len(parts) < len(added):
+        raise UnknownStrategyError(name, "each part once", "Remove the second.")
+    _require_together(name, base, parts)
+    explore = Explore.IDLE if Part.EXPLORATION in parts else base.explore
+    about = "; ".join([base.about, *(PARTS[part] for part in Part if part in parts)])
+    return replace(base, name=name, about=about, explore=explore, parts=parts)
+
+
+def with_parts(name: str, parts: Iterable[Part]) -> str:
+    """The name of a strategy with these parts as well, in the order of :class:`Part`; without those it cannot
+    have."""
+    added = {part for part in parts if _allows(name, part)} | strategy_named(name).parts
+    return "+".join([name.split("+")[0], *(part for part in Part if part in added)])
+
+
+def without_part(name: str, part: Part) -> str:
+    """The name of a strategy without one of its parts."""
+    return "+".join(piece for piece in name.split("+") if piece != part)
+
+
+def _allows(name: str, part: Part) -> bool:
+    try:
+        strategy_named(f"{name}+{part}")
+    except UnknownStrategyError:
+        return False
+    return True
+
+
+def _require_together(name: str, base: Strategy, parts: frozenset[Part]) -> None:
+    for either in _ONE_OF:
+        if either <= parts:
+            raise UnknownStrategyError(name, f"one of {' and '.join(sorted(either))}", "Remove the other.")
+    alone = base.places in {SpotPlaces.NOTHING, SpotPlaces.ON_DEMAND}
+    if alone and (overlapping := parts & _OVERLAPPING):
+        expected = f"GPUs that only roll out, with {', '.join(sorted(overlapping))}"
+        raise UnknownStrategyError(name, expected, f"Of {base.name} all train: take disaggregated.")
+    if Part.EXPLORATION in parts and base.explore is not None:
+        raise UnknownStrategyError(name, f"exploration once: {base.name} has it", "Remove +exploration.")

@@ -1,0 +1,290 @@
+"""The reward pool: every reward in processes of its own, with deadlines, beside the running rollout.
+
+    with RewardPool([RewardSpec("ocr", weight=0.8), RewardSpec("my_rewards:brightness", weight=0.2)]) as pool:
+        pool.check(prompts, metadata)                       # before any work
+        pending = pool.submit(images, prompts, metadata)    # returns at once
+        ...
+        for sample in pending.result().samples: ...
+
+A submitted batch goes to every reward; each reward has ``workers`` processes, and one thread a process
+waits for it, so no lock is held while a reward works. A batch is one call (rewards may compare its
+images); several batches are scored at a time. Results are in the order of the images, whatever the
+number of processes. Every sample ends up scored or failed with a reason: see ``rewards/scoring.py``.
+"""
+
+from __future__ import annotations
+
+import queue
+import re
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import numpy as np
+
+from spotlight.rewards.channel import Blame, CheckPrompts, Failed
+from spotlight.rewards.results import RewardBatch, RewardSpec, combine
+from spotlight.rewards.reward import Image, RewardInputError, RewardSetupError
+from spotlight.rewards.reward_process import PoolClosedError, ProcessLost, RewardProcess
+from spotlight.rewards.scoring import Batch, Outcome, score_batch
+
+Part = TypeVar("Part")
+Whole = TypeVar("Whole")
+
+
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    """One reward: its processes, those of them that are free, and a thread for each."""
+
+    spec: RewardSpec
+    processes: tuple[RewardProcess, ...]
+    free: queue.SimpleQueue[RewardProcess]
+    threads: ThreadPoolExecutor
+
+
+class RewardPool:
+    """Starts the processes of all rewards and waits until they are loaded.
+
+    Args:
+        specs: the rewards; names must differ.
+        workers: processes of each reward.
+        start_deadline_s: how long a process may take to start and load its reward, and ``check`` to run.
+
+    Raises:
+        RewardSetupError: a reward cannot be loaded; nothing is left running.
+        ValueError: no rewards, two of the same name, or ``workers`` < 1.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[RewardSpec],
+        workers: int = 1,
+        *,
+        start_deadline_s: float = 120.0,
+    ) -> None:
+        _require_distinct(specs)
+        if workers < 1:
+            raise ValueError(f"workers of the reward pool is {workers}; expected 1 or more")
+        self._start_deadline_s = start_deadline_s
+        self._lanes = tuple(_lane(spec, workers, start_deadline_s) for spec in specs)
+        # Also runs when the pool is forgotten, and at exit.
+        self._shut_down = weakref.finalize(self, _shut_down, self._lanes)
+        try:
+            starts = [lane.threads.submit(each.start) for lane in self._lanes for each in lane.processes]
+            for start in wait(starts, return_when=FIRST_EXCEPTION).done:
+                start.result()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The rewards' names, in order."""
+        return tuple(lane.spec.name for lane in self._lanes)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The processes that live now."""
+        return tuple(each.pid for lane in self._lanes for each in lane.processes if each.pid is not None)
+
+    def log_to(self, directory: Path, prefix: str = "reward") -> None:
+        """Append what the rewards print, and have printed, to ``directory/PREFIX-NAME-INDEX.log``.
+
+        A file a process, made when there is something to write. Without a call it is seen in errors only.
+        """
+        for lane in self._lanes:
+            for index, each in enumerate(lane.processes):
+                each.log_to(directory / f"{prefix}-{_file_part(lane.spec.name)}-{index}.log")
+
+    def check(self, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]) -> None:
+        """Let every reward look at all prompts, before any work.
+
+        Raises:
+            RewardInputError: a prompt that a reward cannot score.
+            RewardSetupError: something a reward runs on is missing, or its check itself failed.
+            ValueError: ``prompts`` and ``metadata`` of different lengths.
+            PoolClosedError: the pool is closed.
+        """
+        if len(prompts) != len(metadata):
+            raise ValueError(f"{len(prompts)} prompts and {len(metadata)} metadata; expected as many")
+        request = CheckPrompts(list(prompts), _plain(metadata), self._start_deadline_s)
+        for pending in [self._dispatch(lane, _check, request) for lane in self._lanes]:
+            pending.result()
+
+    def submit(
+        self,
+        images: Sequence[Image],
+        prompts: Sequence[str],
+        metadata: Sequence[Mapping[str, Any]],
+    ) -> Future[RewardBatch]:
+        """Score a batch in the background.
+
+        Args:
+            images: pictures [height, width, 3], uint8; not to be written to until the result is there.
+            prompts: one a picture.
+            metadata: one a picture, plain values.
+
+        Returns:
+            A future of the results, in the order of ``images``. It raises :class:`PoolClosedError` if the
+            pool is closed first.
+
+        Raises:
+            ValueError: arguments of different lengths or pictures of another kind.
+            PoolClosedError: the pool is closed.
+        """
+        _require_pictures(images, len(prompts), len(metadata))
+        if not images:
+            nothing: Future[RewardBatch] = Future()
+            nothing.set_result(RewardBatch((), {}))
+            return nothing
+        batch = Batch(list(images), list(prompts), _plain(metadata))
+        specs = {lane.spec.name: lane.spec for lane in self._lanes}
+
+        def finish(parts: list[tuple[list[Outcome], float]]) -> RewardBatch:
+            outcomes = [
+                dict(zip(specs, each, strict=True)) for each in zip(*(part[0] for part in parts), strict=True)
+            ]
+            wall_s = {name: part[1] for name, part in zip(specs, parts, strict=True)}
+            return RewardBatch(tuple(combine(specs, each) for each in outcomes), wall_s)
+
+        return _when_all([self._dispatch(lane, _score, batch) for lane in self._lanes], finish)
+
+    def score(
+        self,
+        images: Sequence[Image],
+        prompts: Sequence[str],
+        metadata: Sequence[Mapping[str, Any]],
+    ) -> RewardBatch:
+        """Score a batch and wait; see :meth:`submit`."""
+        return self.submit(images, prompts, metadata).result()
+
+    def close(self) -> None:
+        """Kill all processes and wait for them; may be repeated."""
+        self._shut_down()
+
+    def _dispatch(self, lane: _Lane, work: Callable[[_Lane, Any], Part], what: object) -> Future[Part]:
+        try:
+            return lane.threads.submit(work, lane, what)
+        except RuntimeError as error:
+            raise PoolClosedError("the reward pool is closed") from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _lane(spec: RewardSpec, workers: int, start_deadline_s: float) -> _Lane:
+    processes = tuple(RewardProcess(spec, start_deadline_s) for _ in range(workers))
+    free: queue.SimpleQueue[RewardProcess] = queue.SimpleQueue()
+    for each in processes:
+        free.put(each)
+    threads = ThreadPoolExecutor(max_workers=workers, thread_name_prefix=f"reward-{spec.name}")
+    return _Lane(spec, processes, free, threads)
+
+
+def _file_part(name: str) -> str:
+    return re.sub(r"[^\w.-]", "_", name)
+
+
+def _shut_down(lanes: Sequence[_Lane]) -> None:
+    processes = [each for lane in lanes for each in lane.processes]
+    for each in processes:
+        each.interrupt()
+    for lane in lanes:
+        lane.threads.shutdown(wait=True, cancel_futures=True)
+    for each in processes:
+        each.close()
+
+
+def _score(lane: _Lane, batch: Batch) -> tuple[list[Outcome], float]:
+    process = lane.free.get()
+    started_s = time.monotonic()
+    try:
+        return score_batch(process, lane.spec, batch), time.monotonic() - started_s
+    finally:
+        lane.free.put(process)
+
+
+def _check(lane: _Lane, request: CheckPrompts) -> None:
+    process = lane.free.get()
+    try:
+        reply = process.ask(request)
+    except ProcessLost as lost:
+        raise RewardSetupError(f"the check of reward {lane.spec.name!r} failed: {lost}") from None
+    finally:
+        lane.free.put(process)
+    if isinstance(reply, Failed):
+        if reply.blame is Blame.INPUT:
+            raise RewardInputError(reply.message)
+        prefix = "" if reply.blame is Blame.SETUP else f"the check of reward {lane.spec.name!r} "
+        raise RewardSetupError(prefix + reply.message)
+
+
+def _when_all(parts: Sequence[Future[Part]], finish: Callable[[list[Part]], Whole]) -> Future[Whole]:
+    """A future of ``finish`` over the results of ``parts``, or of their first error."""
+    whole: Future[Whole] = Future()
+    whole.set_running_or_notify_cancel()  # its parts are under way: it cannot be cancelled
+    missing = len(parts)
+    lock = threading.Lock()
+
+    def one_done(_: Future[Part]) -> None:
+        nonlocal missing
+        with lock:
+            missing -= 1
+            if missing:
+                return
+        if any(part.cancelled() for part in parts):
+            whole.set_exception(PoolClosedError("the reward pool was closed before this was scored"))
+            return
+        errors = [error for part in parts if (error := part.exception()) is not None]
+        if errors:
+            whole.set_exception(errors[0])
+        else:
+            whole.set_result(finish([part.result() for part in parts]))
+
+    for part in parts:
+        part.add_done_callback(one_done)
+    return whole
+
+
+def _plain(metadata: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [dict(each) for each in metadata]  # read-only mappings cannot be sent to another process
+
+
+def _require_distinct(specs: Sequence[RewardSpec]) -> None:
+    if not specs:
+        raise ValueError("the reward pool has no rewards; expected at least one")
+    names = [spec.name for spec in specs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{names.count(name)} rewards are called {name!r}; give them different labels")
+
+
+def _require_pictures(images: Sequence[Image], prompts: int, metadata: int) -> None:
+    if not len(images) == prompts == metadata:
+        raise ValueError(
+            f"{len(images)} images, {prompts} prompts and {metadata} metadata; expected as many of each"
+        )
+    for index, image in enumerate(images):
+        if (
+            not isinstance(image, np.ndarray)
+            or image.dtype != np.uint8
+            or image.ndim != 3
+            or image.shape[2] != 3
+        ):
+            found = (
+                f"{image.dtype} {list(image.shape)}"
+                if isinstance(image, np.ndarray)
+                else type(image).__name__
+            )
+            raise ValueError(f"image {index} is {found}; expected a numpy array [height, width, 3] of uint8")

@@ -1,0 +1,251 @@
+"""The pool's end of one reward process: start, ask with a deadline, kill, start again.
+
+One thread at a time asks; :meth:`RewardProcess.interrupt` alone may come from another thread. After a
+lost process (:class:`ProcessLost`) the next question starts a new one. Every process leads a session of
+its own, so that killing it also ends what it started and Ctrl-C reaches only the pool's process.
+A process that was started is always waited for: no zombies.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+from spotlight.rewards import channel
+from spotlight.rewards.channel import Done, Failed, Load, Reply, Request, Values
+from spotlight.rewards.results import RewardSpec
+from spotlight.rewards.reward import RewardSetupError
+
+_GRACE_S = 1.0
+"""Beyond the deadline: time to send the images and, for the process, to say where it hangs before it ends."""
+
+_LAST_WORDS_MAX_BYTES = 4096
+_SCRATCH_MAX_BYTES = 1 << 20
+
+# sys.path travels along: the process finds what this one finds, and (-P) nothing that just lies around.
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from spotlight.rewards.reward_worker import main; main(int(sys.argv[2]))"
+)
+
+
+class PoolClosedError(RuntimeError):
+    """The reward pool was closed; what was not finished by then has no result."""
+
+
+class ProcessLost(Exception):  # noqa: N818  (an event the scoring handles, not an error of its caller)
+    """A reward process ended, or was killed, before it answered.
+
+    Attributes:
+        timed_out: it overran its deadline.
+    """
+
+    def __init__(self, message: str, *, timed_out: bool) -> None:
+        super().__init__(message)
+        self.timed_out = timed_out
+
+
+class RewardProcess:
+    """One process of one reward.
+
+    Args:
+        start_deadline_s: how long starting, and loading the reward, may take.
+    """
+
+    def __init__(self, spec: RewardSpec, start_deadline_s: float) -> None:
+        self._spec = spec
+        self._start_deadline_s = start_deadline_s
+        # Takes all it prints; read for error messages and copied to where log_to() says.
+        self._log: IO[bytes] = tempfile.TemporaryFile("a+b")  # noqa: SIM115
+        self._kept: Path | None = None
+        self._kept_bytes = 0
+        flags = fcntl.fcntl(self._log, fcntl.F_GETFL)
+        fcntl.fcntl(self._log, fcntl.F_SETFL, flags | os.O_APPEND)  # scratch is truncated while in use
+        self._log_lock = threading.RLock()  # log_to() may come while a question is under way
+        self._lock = threading.Lock()  # guards _process and _closed
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, or None while there is no process."""
+        process = self._process
+        return None if process is None else process.pid
+
+    def log_to(self, path: Path) -> None:
+        """Append what it prints, and has printed, to ``path``: after each question, and at the end."""
+        self._kept = path
+        self._keep_log()
+
+    def start(self) -> None:
+        """Start the process and load the reward; does nothing if it runs.
+
+        Raises:
+            RewardSetupError: the reward cannot be loaded, with the reason.
+            PoolClosedError: :meth:`interrupt` was called.
+        """
+        if self._runs():
+            return
+        self._end()
+        self._spawn()
+        load = Load(self._spec.name_or_path, dict(self._spec.params), self._start_deadline_s)
+        try:
+            reply = self._exchange(load)
+        except ProcessLost as lost:
+            raise RewardSetupError(f"reward {self._spec.name!r} did not start: {lost}") from None
+        if isinstance(reply, Failed):
+            self._end()
+            raise RewardSetupError(reply.message)
+
+    def ask(self, request: Request) -> Done | Values | Failed:
+        """Send a request and wait for its reply, starting the process first if there is none.
+
+        Raises:
+            ProcessLost: it ended, or overran ``request.deadline_s``.
+            RewardSetupError, PoolClosedError: as :meth:`start`.
+            ValueError: prompts or metadata cannot be sent to another process.
+        """
+        self.start()
+        return self._exchange(request)
+
+    def interrupt(self) -> None:
+        """Kill the process for good, from any thread; a question under way raises PoolClosedError."""
+        with self._lock:
+            self._closed = True
+            if self._process is not None:
+                _kill_session(self._process)
+
+    def close(self) -> None:
+        """Kill the process and wait for it. Call it when no question is under way; may be repeated."""
+        self.interrupt()
+        self._end()
+        if not self._log.closed:
+            self._keep_log()
+            self._log.close()
+
+    def _spawn(self) -> None:
+        ours, theirs = socket.socketpair()
+        paths = json.dumps([str(path) for path in sys.path])
+        command = [sys.executable, "-P", "-u", "-c", _BOOT, paths, str(theirs.fileno())]
+        with theirs, self._lock:
+            if self._closed:
+                ours.close()
+                raise PoolClosedError("the reward pool is closed")
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+            self._channel = ours
+
+    def _runs(self) -> bool:
+        process = self._process
+        if process is None:
+            return False
+        # Does not reap: until wait() the id is ours, and so is the session that _end() kills.
+        return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+    def _exchange(self, request: Request) -> Reply:
+        assert self._channel is not None
+        try:
+            message = channel.encode(request)
+        except (TypeError, AttributeError, ValueError, pickle.PicklingError) as error:
+            raise ValueError(
+                "prompts and metadata must be plain values, for they are sent to the process of reward "
+                f"{self._spec.name!r}: {error}"
+            ) from error
+        log_start = self._mark_log()
+        started_s = time.monotonic()
+        limit_s = request.deadline_s + _GRACE_S
+        try:
+            channel.send(self._channel, message, limit_s)
+            left_s = started_s + limit_s - time.monotonic()
+            reply = channel.receive(self._channel, max(left_s, 0))
+        except (TimeoutError, EOFError, OSError):
+            timed_out = time.monotonic() - started_s >= request.deadline_s
+            exit_code = self._end()
+            if self._closed:
+                raise PoolClosedError("the reward pool was closed before this was scored") from None
+            raise self._lost(timed_out, exit_code, request, log_start) from None
+        finally:
+            self._keep_log()
+        assert isinstance(reply, Done | Values | Failed), reply
+        return reply
+
+    def _mark_log(self) -> int:
+        """Where the log ends now; a long scratch file is emptied first."""
+        size = os.fstat(self._log.fileno()).st_size
+        if size > _SCRATCH_MAX_BYTES:
+            with self._log_lock:
+                self._keep_log()
+                os.ftruncate(self._log.fileno(), 0)
+                self._kept_bytes = 0
+            return 0
+        return size
+
+    def _keep_log(self) -> None:
+        with self._log_lock:
+            size = os.fstat(self._log.fileno()).st_size
+            if self._kept is None or size <= self._kept_bytes:
+                return
+            # A disk that takes no more of what a reward says is no reason to stop the run here.
+            with suppress(OSError), self._kept.open("ab") as kept:
+                kept.write(os.pread(self._log.fileno(), size - self._kept_bytes, self._kept_bytes))
+            self._kept_bytes = size
+
+    def _lost(self, timed_out: bool, exit_code: int | None, request: Request, log_start: int) -> ProcessLost:
+        text = self._log_since(log_start)
+        if timed_out:
+            # faulthandler lists the main thread, where the reward runs, last.
+            where = text.rpartition("\nThread ")[2] if "Timeout (" in text else text
+            said = f"; it was at:\n{where}" if where else ""
+            return ProcessLost(f"no answer within {request.deadline_s:g} s{said}", timed_out=True)
+        said = f"; its last words:\n{text}" if text else "; it printed nothing"
+        return ProcessLost(f"its process {_ending(exit_code)}{said}", timed_out=False)
+
+    def _log_since(self, start: int) -> str:
+        descriptor = self._log.fileno()
+        end = os.fstat(descriptor).st_size
+        start = max(start, end - _LAST_WORDS_MAX_BYTES)
+        return os.pread(descriptor, max(end - start, 0), start).decode(errors="replace").strip()
+
+    def _end(self) -> int | None:
+        """Kill, wait, forget. Returns the exit code (negative: the signal), None if there was no process."""
+        with self._lock:
+            process, self._process = self._process, None
+            if process is not None:
+                # Its own exit code survives: the kernel sets it before it closes the channel.
+                _kill_session(process)
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        return None if process is None else process.wait()
+
+
+def _kill_session(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _ending(exit_code: int | None) -> str:
+    if exit_code is None or exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    name = signal.Signals(-exit_code).name
+    hint = " (the system does this when memory runs out)" if -exit_code == signal.SIGKILL else ""
+    return f"was ended by {name}{hint}"

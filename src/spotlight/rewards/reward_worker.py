@@ -1,0 +1,144 @@
+"""A reward's own process: loads one reward, then answers one request at a time until its channel closes.
+
+It imports numpy and the reward, never torch (unless the reward does). It ends by itself
+* when the other end of the channel closes, for whatever reason, even in the middle of a call;
+* when a request takes longer than its deadline: faulthandler's watchdog, which needs no GIL, writes where
+  the reward hangs to stderr and ends the process. The pool kills what even that does not end.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import select
+import socket
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+import numpy as np
+
+from spotlight.rewards import channel, registry
+from spotlight.rewards.channel import Blame, CheckPrompts, Done, Failed, Load, Reply, Request, Score, Values
+from spotlight.rewards.reward import RewardInputError, RewardSetupError
+
+
+class RewardResultError(Exception):
+    """A reward returned something that is not one number a sample."""
+
+
+def main(file_descriptor: int) -> None:
+    """Serve the channel with this file descriptor; never returns."""
+    faulthandler.enable()
+    connection = socket.socket(fileno=file_descriptor)
+    connection.set_inheritable(False)
+    threading.Thread(target=_exit_when_closed, args=(connection,), daemon=True).start()
+    with suppress(
+        EOFError, BrokenPipeError, ConnectionResetError
+    ):  # the pool is gone: nobody is left to tell
+        _serve(connection)
+    os._exit(0)  # a thread that the reward started must not keep the process alive
+
+
+def _serve(connection: socket.socket) -> None:
+    reward: registry.LoadedReward | None = None
+
+    def answer(request: Request) -> Reply:
+        nonlocal reward
+        match request:
+            case Load():
+                reward = registry.load(request.name_or_path, request.params)
+                return Done()
+            case CheckPrompts():
+                assert reward is not None
+                if reward.check is not None:
+                    reward.check(request.prompts, request.metadata)
+                return Done()
+            case Score():
+                assert reward is not None
+                found = reward.function(request.images, request.prompts, request.metadata)
+                return Values(as_curves(found, len(request.images)))
+
+    while True:
+        request = channel.receive(connection)
+        assert isinstance(request, Load | CheckPrompts | Score), request
+        channel.send(connection, channel.encode(_within_deadline(answer, request)))
+
+
+def _within_deadline(answer: Callable[[Request], Reply], request: Request) -> Reply:
+    faulthandler.dump_traceback_later(request.deadline_s, exit=True)
+    try:
+        return answer(request)
+    except RewardInputError as error:
+        return Failed(Blame.INPUT, str(error))
+    except RewardSetupError as error:
+        return Failed(Blame.SETUP, str(error))
+    except RewardResultError as error:
+        return Failed(Blame.RESULT, str(error))
+    except Exception as error:  # noqa: BLE001  (whatever a reward raises is told to the pool, in full)
+        text = "".join(traceback.format_exception(error))
+        return Failed(
+            Blame.RAISED, f"raised {type(error).__name__}: {error}\nIn the reward's process:\n{text}"
+        )
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def as_curves(found: object, samples: int) -> dict[str, list[float]]:
+    """Turn what a reward returned into lists of floats by curve; non-finite numbers pass.
+
+    Raises:
+        RewardResultError: not one number a sample; names the curve, what was found and what was expected.
+    """
+    if not isinstance(found, Mapping):
+        return {"score": _as_floats("a result", found, samples)}
+    if "score" not in found:
+        keys = sorted(map(str, found))
+        raise RewardResultError(f"returned a dictionary with the keys {keys}; expected 'score' among them")
+    if "" in found or not all(isinstance(name, str) for name in found):
+        raise RewardResultError(
+            f"returned a dictionary with the keys {list(found)!r}; expected non-empty strings"
+        )
+    return {name: _as_floats(f"a {name!r}", values, samples) for name, values in found.items()}
+
+
+def _as_floats(what: str, found: object, samples: int) -> list[float]:
+    expected = f"expected a list of {samples} numbers, one a sample"
+    try:
+        array = np.asarray(found)
+    except Exception as error:
+        raise RewardResultError(
+            f"returned {what} of type {type(found).__name__!r} ({error}); {expected}"
+        ) from error
+    if array.ndim == 0:
+        raise RewardResultError(
+            f"returned {what} of type {type(found).__name__!r}, {_short(found)}; {expected}"
+        )
+    if array.ndim > 1:
+        raise RewardResultError(f"returned {what} of shape {list(array.shape)}; {expected}")
+    if len(array) != samples:
+        raise RewardResultError(f"returned {what} of {len(array)} values for {samples} images; {expected}")
+    if array.dtype.kind not in "fiub":
+        values = found if isinstance(found, Sequence) else array.tolist()
+        for index, value in enumerate(values):
+            if not isinstance(value, int | float | np.integer | np.floating | np.bool_):
+                kind = type(value).__name__
+                raise RewardResultError(
+                    f"returned {what} with {_short(value)} of type {kind!r} for sample {index}; {expected}"
+                )
+    return [float(value) for value in array]
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _exit_when_closed(connection: socket.socket) -> None:
+    watch = select.poll()
+    watch.register(
+        connection, select.POLLRDHUP
+    )  # hang-ups are always reported, the other side's close by this
+    watch.poll()
+    os._exit(0)

@@ -1,0 +1,1 @@
+"""Several processes of one node denoising the same rollouts together (Ulysses)."""

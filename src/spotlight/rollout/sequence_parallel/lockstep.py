@@ -1,0 +1,293 @@
+"""A group denoises the same rollouts together: the leader decides, all compute, all hold the results.
+
+    leader                                          followers
+    lead = Lead(engine, membership)                 follow = Follower(engine, membership, recipes, use)
+    while not all done:                             follow.run()     # until the leader ends
+        states = lead.step("policy", model, states)
+    lead.end()
+
+Before each step the leader tells the others which weights, and which rollouts in which order; states that
+they do not hold it sends along, by value. Then every rank takes the same step on equal inputs, and has equal
+results.
+
+Invariants:
+- A step that fails leaves the states of before it, on every rank: after a :class:`GroupLostError` each
+  survivor goes on, alone or in a new group, from the states it holds (``Follower.states``, or what the
+  leader's caller passed to ``step``). Survivors may be one step apart; in a new group the leader's count.
+- No step is taken with weights of different content: the order names the content by its digest.
+- Whoever survives knows under which leases it holds what (``Follower.claims``), and can speak for the leader.
+- Nobody waits while there is no work: followers run from a lease's first step to its end. Between two steps
+  the leader has less than ``collective_s`` for whatever else it does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+
+import safetensors.torch
+from torch import Tensor, nn
+
+from spotlight.rollout.engine import Engine
+from spotlight.rollout.sequence_parallel.membership import Group, GroupLostError, Membership
+from spotlight.rollout.state import Recipe, RolloutState, from_tensors
+from spotlight.scheduler.types import LeaseId, Purpose, RolloutId
+
+_LENGTH_BYTES = 8
+NO_LEASE = LeaseId(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Under what a rollout is held.
+
+    Attributes:
+        lease: the lease that holds it.
+        began: the step at which whoever granted the lease takes the rollout to have begun: progress is told
+            in steps since then.
+    """
+
+    lease: LeaseId
+    began: int
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A state by value, new to the followers."""
+
+    header: dict[str, object]
+    tensors: dict[str, Tensor]
+    claim: Claim
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What the leader tells the others before a step.
+
+    Attributes:
+        slot: whose weights to use; empty at the end.
+        mark: digest of those weights.
+        rollouts: those to advance, in order.
+        kept: others that the followers go on holding; what is in neither they drop.
+        given: those of ``rollouts`` that are new to the followers.
+        seen: at the end, the last lease that the leader was granted.
+    """
+
+    slot: str
+    mark: str = ""
+    rollouts: tuple[RolloutId, ...] = ()
+    kept: tuple[RolloutId, ...] = ()
+    given: tuple[Given, ...] = ()
+    seen: LeaseId = NO_LEASE
+
+    def to_bytes(self) -> bytes:
+        """A length, JSON, and tensors in safetensors (named by position): no pickle."""
+        fields = {
+            "slot": self.slot,
+            "mark": self.mark,
+            "rollouts": self.rollouts,
+            "kept": self.kept,
+            "given": [[given.header, given.claim.lease, given.claim.began] for given in self.given],
+            "seen": self.seen,
+        }
+        told = json.dumps(fields).encode()
+        tensors = {
+            f"{i}.{name}": tensor
+            for i, given in enumerate(self.given)
+            for name, tensor in given.tensors.items()
+        }
+        packed = safetensors.torch.save(tensors) if tensors else b""
+        return len(told).to_bytes(_LENGTH_BYTES, "big") + told + packed
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Order:
+        """What :meth:`to_bytes` wrote."""
+        end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "big")
+        told = json.loads(data[_LENGTH_BYTES:end])
+        tensors: list[dict[str, Tensor]] = [{} for _ in told["given"]]
+        for key, tensor in (safetensors.torch.load(data[end:]) if data[end:] else {}).items():
+            position, _, name = key.partition(".")
+            tensors[int(position)][name] = tensor
+        given = [
+            Given(header, values, Claim(LeaseId(lease), began))
+            for (header, lease, began), values in zip(told["given"], tensors, strict=True)
+        ]
+        return cls(
+            told["slot"],
+            told["mark"],
+            tuple(RolloutId(name) for name in told["rollouts"]),
+            tuple(RolloutId(name) for name in told["kept"]),
+            tuple(given),
+            LeaseId(told["seen"]),
+        )
+
+
+class Lead:
+    """The leader's part, from its first lease to when it has none; alone, the engine's own step.
+
+    Args:
+        mark: digest of the weights it uses; followers with others refuse to take part.
+    """
+
+    def __init__(self, engine: Engine, membership: Membership, mark: str = "") -> None:
+        if not membership.leads:
+            raise ValueError(f"worker {membership.worker} does not lead; {membership.group.leader} does")
+        self._engine, self._membership, self._mark = engine, membership, mark
+        self._held: dict[RolloutId, tuple[int, Claim]] = {}  # what the followers hold, and at which step
+
+    def step(
+        self,
+        slot: str,
+        model: nn.Module,
+        states: Sequence[RolloutState],
+        *,
+        others: Sequence[RolloutState] = (),
+        claims: Mapping[RolloutId, Claim] | None = None,
+    ) -> list[RolloutState]:
+        """Advance every state that is not done by one step, together; order is kept.
+
+        Args:
+            slot: the weight slot that ``model`` is, by which the others find theirs.
+            others: states held that this step leaves as they are.
+            claims: of all states, for followers who outlive the leader.
+
+        Raises:
+            GroupLostError: ``states`` are still good.
+        """
+        if self._membership.group.degree == 1:
+            return self._engine.step(model, [_whole(state) for state in states])
+        running = [state for state in states if not state.done]
+        if not running:
+            return list(states)  # nothing to order: what the followers hold stays theirs
+        claimed = {
+            state.rollout.id: (claims or {}).get(state.rollout.id, Claim(NO_LEASE, 0))
+            for state in (*running, *others)
+        }
+        known = {
+            state.rollout.id: (state.step, claimed[state.rollout.id])
+            for state in (*running, *others)
+            if self._held.get(state.rollout.id) == (state.step, claimed[state.rollout.id])
+        }
+        # What blocks added is each rank's own, and so good only where all have it.
+        states = [
+            state if state.rollout.id in known else dataclasses.replace(state, added=None) for state in states
+        ]
+        order = Order(
+            slot,
+            self._mark,
+            tuple(state.rollout.id for state in running),
+            tuple(state.rollout.id for state in others if state.rollout.id in known),
+            tuple(
+                Given(*state.to_tensors(), claimed[state.rollout.id])
+                for state in running
+                if state.rollout.id not in known
+            ),
+        )
+        self._membership.broadcast(order.to_bytes())
+        with self._membership.exchange():
+            advanced = self._engine.step(model, states)
+        stepped = {state.rollout.id: (state.step + 1, claimed[state.rollout.id]) for state in running}
+        self._held = {name: known[name] for name in order.kept} | stepped
+        return advanced
+
+    def end(self, seen: LeaseId = NO_LEASE) -> None:
+        """Let the followers go; the next step begins anew. Raises GroupLostError when they cannot be told.
+
+        Args:
+            seen: the last lease granted: calls to follow into it, or an earlier one, are answered by this.
+        """
+        self._held = {}
+        self._membership.broadcast(Order("", seen=seen).to_bytes())
+
+
+class Follower:
+    """The others' part.
+
+    Args:
+        engine: of the same settings as the leader's.
+        recipes: how rollouts of each purpose are denoised here; the leader's must be the same.
+        use: gives the module with the weights of a slot, for as long as the context lasts.
+        mark: digest of the weights held here.
+        on_step: called before each step with the states to be advanced.
+
+    Attributes:
+        states: what this rank holds: the rollouts of the last order, at the last step it finished.
+        claims: of the rollouts held.
+        seen: once ``run`` has returned, the last lease that the leader was granted.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        membership: Membership,
+        recipes: Mapping[Purpose, Recipe],
+        use: Callable[[str], AbstractContextManager[nn.Module]],
+        mark: str = "",
+        on_step: Callable[[Sequence[RolloutState]], None] = lambda states: None,
+    ) -> None:
+        self._engine, self._membership = engine, membership
+        self._recipes, self._use = recipes, use
+        self._mark, self._on_step = mark, on_step
+        self.states: tuple[RolloutState, ...] = ()
+        self.claims: dict[RolloutId, Claim] = {}
+        self.seen = NO_LEASE
+
+    def run(self) -> None:
+        """Do what the leader says until it ends.
+
+        Raises:
+            GroupLostError: ``states`` are still good. The group is lost to all when the leader's weights
+                have another digest than ours, too.
+            ValueError: the leader's rollouts and ours are of different recipes; the group is lost to all.
+        """
+        with ExitStack() as weights:
+            slot, model = "", nn.Module()
+            while True:
+                order = Order.from_bytes(self._membership.broadcast(None))
+                if not order.slot:
+                    self.seen = order.seen
+                    return
+                if order.mark != self._mark:
+                    self._refuse(order)
+                if order.slot != slot:
+                    weights.close()
+                    slot, model = order.slot, weights.enter_context(self._use(order.slot))
+                with self._membership.exchange():
+                    running, kept = self._taken(order)
+                    self.states = (*kept, *running)
+                    self._on_step(running)
+                    self.states = (*kept, *self._engine.step(model, running))
+
+    def _refuse(self, order: Order) -> None:
+        group: Group = self._membership.group
+        self._membership.part()
+        raise GroupLostError(
+            f"worker {self._membership.worker} holds weights of digest {self._mark or 'unknown'}, but "
+            f"{group.leader} orders a step with {order.mark or 'unknown'} (epoch {group.epoch})"
+        )
+
+    def _taken(self, order: Order) -> tuple[tuple[RolloutState, ...], tuple[RolloutState, ...]]:
+        """States to advance, and those kept beside them."""
+        held = {state.rollout.id: state for state in self.states}
+        for given in order.given:
+            state = from_tensors(given.header, given.tensors, self._recipe(given.header), self._engine.device)
+            held[state.rollout.id] = state
+            self.claims[state.rollout.id] = given.claim
+        names = {*order.rollouts, *order.kept}
+        self.claims = {name: claim for name, claim in self.claims.items() if name in names}
+        return tuple(held[name] for name in order.rollouts), tuple(held[name] for name in order.kept)
+
+    def _recipe(self, header: Mapping[str, object]) -> Recipe:
+        rollout = header["rollout"]
+        assert isinstance(rollout, Mapping)
+        return self._recipes[Purpose(str(rollout["purpose"]))]
+
+
+def _whole(state: RolloutState) -> RolloutState:
+    """Without what blocks added to a part of its tokens, in a group that is no more."""
+    if state.added is None or all(len(rows) == len(state.latents) for rows in state.added.values()):
+        return state
+    return dataclasses.replace(state, added=None)

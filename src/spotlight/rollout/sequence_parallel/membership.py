@@ -1,0 +1,251 @@
+"""Sequence-parallel groups inside living processes: form, shrink, grow, dissolve, survive a death.
+
+A worker process has one :class:`Membership`. It stands alone, or is a rank of one group. It changes at step
+boundaries, by ``form`` under a new epoch: close the old communicator, meet the others in the store, connect,
+verify. Weights stay where they are. Who forms a group is decided elsewhere (the controller).
+
+Invariants:
+- After any error of this module the worker stands alone and can denoise alone: there is always a way back.
+- A group is its epoch and its members. Epochs only grow, so whoever missed a change never meets a later
+  group; two workers that were told different members do not meet either.
+- Whatever goes wrong in one rank's exchange parts it from the group, which ends the exchange of all others:
+  no rank waits longer than ``collective_s`` for one that has left, died or stopped.
+- It is known to all that a group has formed only by using it: a rank that fails just after the verification
+  is noticed at the first exchange.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from spotlight.rollout.sequence_parallel.communicators import Communicator, PeerLostError
+from spotlight.rollout.sequence_parallel.ulysses import SequenceParallel
+from spotlight.scheduler.types import WorkerId
+
+
+class GroupError(RuntimeError):
+    """A group that is not, or no longer. The worker stands alone and can go on."""
+
+
+class FormationError(GroupError):
+    """The members did not meet. ``missing``: those who never arrived, as far as is known."""
+
+    def __init__(self, message: str, missing: tuple[WorkerId, ...] = ()) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+
+class GroupLostError(GroupError):
+    """A member died, stopped or left while the others waited for it."""
+
+
+class StaleEpochError(GroupError):
+    """A command to form a group under an epoch that is over. The worker's group is as it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Workers of one node that denoise together.
+
+    Attributes:
+        epoch: grows with each formation.
+        members: in order of rank; the first leads.
+    """
+
+    epoch: int
+    members: tuple[WorkerId, ...]
+
+    def __post_init__(self) -> None:
+        if not self.members or len(set(self.members)) < len(self.members):
+            raise ValueError(f"group members are {self.members}; expected at least one, and each once")
+
+    @property
+    def leader(self) -> WorkerId:
+        """The member whose decisions count."""
+        return self.members[0]
+
+    @property
+    def degree(self) -> int:
+        """Number of members."""
+        return len(self.members)
+
+
+class Membership:
+    """What group this process is in, and the way to another. Not for several threads at once.
+
+    Args:
+        worker: this process's name.
+        store: where members meet; see :mod:`spotlight.rollout.sequence_parallel.rendezvous`.
+        communicator: gloo or NCCL.
+        parallel: the transformers to split.
+        form_s: how long to wait for members to arrive.
+    """
+
+    def __init__(
+        self,
+        worker: WorkerId,
+        store: Store,
+        communicator: Communicator,
+        parallel: SequenceParallel,
+        form_s: float,
+    ) -> None:
+        if not form_s > 0:
+            raise ValueError(f"form_s is {form_s}; expected seconds above 0")
+        self.worker = worker
+        self._store = store
+        self._communicator = communicator
+        self._parallel = parallel
+        self._form_s = form_s
+        self._group = Group(0, (worker,))
+        self._epoch = 0
+
+    @property
+    def group(self) -> Group:
+        """The group this worker is in; of itself alone when it is in none."""
+        return self._group
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker's decisions count."""
+        return self._group.leader == self.worker
+
+    def form(self, group: Group) -> None:
+        """Leave the present group and become a member of ``group``; the present one again: nothing to do.
+
+        Takes at most ``form_s`` plus twice ``collective_s``.
+
+        Raises:
+            ValueError: this worker is no member, or the degree does not suit; the group is as it was.
+            StaleEpochError: the epoch is over: formed before, tried before, or older.
+            FormationError: the others did not come; this worker stands alone, and the epoch is over.
+        """
+        if group == self._group:
+            return
+        if self.worker not in group.members:
+            raise ValueError(
+                f"worker {self.worker} is told to form a group of {', '.join(group.members)}; "
+                "expected itself among them"
+            )
+        if group.epoch <= self._epoch:
+            raise StaleEpochError(
+                f"worker {self.worker} is told to form a group under epoch {group.epoch}, but has seen "
+                f"{self._epoch}: every attempt takes a new epoch"
+            )
+        self._parallel.check(group.degree)
+        self.part()
+        self._epoch = group.epoch
+        if group.degree > 1:
+            self._meet(group)
+        self._group = group
+
+    def part(self) -> None:
+        """Stand alone, at once; exchanges of those who stay behind fail."""
+        self._group = Group(self._epoch, (self.worker,))
+        self._parallel.leave()
+        self._communicator.close()
+
+    @contextmanager
+    def exchange(self) -> Iterator[None]:
+        """Around everything that all members do together, each step at least. Alone: nothing.
+
+        Raises:
+            GroupLostError: a peer failed; this worker stands alone now.
+            Exception: its own failure passes as it is, and parts it too, because the others cannot go on.
+        """
+        if self._group.degree == 1:
+            yield
+            return
+        try:
+            with self._communicator.bounded():
+                yield
+        except PeerLostError as error:
+            group = self._group
+            self._release(error)
+            raise GroupLostError(
+                f"worker {self.worker} lost the group of {', '.join(group.members)} (epoch {group.epoch}): "
+                f"{error}"
+            ) from None
+        except BaseException:
+            self.part()
+            raise
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        """The leader's ``data``, to all members; those who do not lead pass None.
+
+        Raises:
+            GroupLostError: see :meth:`exchange`.
+        """
+        if self._group.degree == 1:
+            assert data is not None
+            return data
+        device = self._communicator.device
+        with self.exchange():
+            length = torch.tensor([len(data or b"")], device=device)
+            dist.broadcast(length, 0)
+            content = torch.empty(int(length), dtype=torch.uint8, device=device)
+            if data:
+                content.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            dist.broadcast(content, 0)
+            return content.cpu().numpy().tobytes()
+
+    def _meet(self, group: Group) -> None:
+        try:
+            # Members and epoch name the place: those who were told otherwise wait elsewhere, in vain.
+            place = PrefixStore(f"sp/{group.epoch}/{'+'.join(group.members)}", self._store)
+            self._arrive(group, place)
+            rank = group.members.index(self.worker)
+            opened = self._communicator.open(place, rank, group.degree)
+            self._verify(group)
+            self._parallel.enter(opened)
+        except PeerLostError as error:
+            self._release(error)
+            raise FormationError(f"{self._attempt(group)}: {error}") from None
+        except BaseException:
+            self.part()
+            raise
+
+    def _arrive(self, group: Group, place: Store) -> None:
+        """Tell the others that this worker is here, and wait for all of them."""
+        try:
+            place.set(self.worker, "here")
+            place.wait(list(group.members), timedelta(seconds=self._form_s))
+        except RuntimeError as error:
+            missing = self._missing(group, place)
+            if missing is None:
+                why = f"the group store does not answer ({str(error).splitlines()[0]})"
+                raise FormationError(f"{self._attempt(group)}: {why}") from None
+            why = f"{', '.join(missing) or 'nobody'} did not come within {self._form_s:g} s"
+            raise FormationError(f"{self._attempt(group)}: {why}", missing) from None
+
+    def _missing(self, group: Group, place: Store) -> tuple[WorkerId, ...] | None:
+        try:
+            return tuple(member for member in group.members if not place.check([member]))
+        except RuntimeError:
+            return None
+
+    def _verify(self, group: Group) -> None:
+        present = torch.ones(1, device=self._communicator.device)
+        with self._communicator.bounded():
+            dist.all_reduce(present)
+            met = int(present)
+        if met != group.degree:
+            raise PeerLostError(f"{met} ranks answered; expected {group.degree}")
+
+    def _release(self, error: BaseException) -> None:
+        """Part, and let go of what the error's frames hold: tensors of a step that will not be finished."""
+        self.part()
+        cause: BaseException | None = error
+        while cause is not None:
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__cause__
+
+    def _attempt(self, group: Group) -> str:
+        return f"worker {self.worker} formed no group of {', '.join(group.members)} (epoch {group.epoch})"

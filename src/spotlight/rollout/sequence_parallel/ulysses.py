@@ -1,0 +1,389 @@
+"""Ulysses sequence parallelism inside a diffusers transformer: the one file that knows its private interface.
+
+Every rank of a group holds all weights and is given the same inputs. Between the transformer's split and
+gather points a rank holds a share of the image tokens and a share of the text tokens; inside attention it
+holds all tokens of a share of the heads. Entering and leaving move no weights.
+
+Taken from diffusers (0.42; pyproject.toml pins >=0.42,<0.43): which inputs and outputs are split, from the
+model's ``_cp_plan``; the attention itself, which attention processors dispatch to when ``_parallel_config``
+is set. Ours are the hooks that split and gather, because diffusers' own take only lengths that divide by
+the degree, and its mode for other lengths puts masks on the wrong tokens from degree 3 on and does not run
+over gloo (shown in tests/invariant/test_groups.py).
+
+Invariants:
+- Any number of text tokens does, and of image tokens from the degree on. Every rank attends with equally many
+  tokens: text is padded, and masked, by less than two tokens a rank, and whoever has one image token less
+  has one text token more.
+- The output is whole and the same on all ranks; it equals the unsplit one up to rounding.
+- Outside ``enter`` .. ``leave`` the modules are as they were. A refused ``enter`` changes nothing.
+- Forward only: a forward with gradients is refused, since the gather has no backward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeGuard
+
+import torch
+
+# Before any collective: functional collectives import it on first use, seconds that others would wait for.
+import torch._dynamo
+import torch.distributed as dist
+import torch.nn.functional as F
+from diffusers import __version__ as diffusers_version
+from diffusers.models._modeling_parallel import (
+    ContextParallelConfig,
+    ContextParallelInput,
+    ContextParallelOutput,
+    ParallelConfig,
+)
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+Arguments = tuple[tuple[object, ...], dict[str, object]]
+
+_SET_ON_CONFIG = ("_rank", "_world_size", "_ulysses_mesh", "_flattened_mesh", "_ulysses_local_rank")
+"""Fields that diffusers' own set-up fills from a device mesh; ours has one dimension and one group."""
+
+
+class SequenceParallelError(ValueError):
+    """A transformer that cannot be split like this, or a diffusers that does it otherwise."""
+
+
+class Processor(Protocol):
+    """What is used of an attention processor of diffusers."""
+
+    _parallel_config: ParallelConfig | None
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """What is used of an attention module of diffusers."""
+
+    heads: int
+    processor: Processor
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Tokens of each rank, padding included: every rank has the same sum of both."""
+
+    image: tuple[int, ...]
+    text: tuple[int, ...]
+
+    def of_length(self, tokens: int) -> tuple[int, ...]:
+        """The shares of a tensor with that many tokens.
+
+        Raises:
+            SequenceParallelError: neither the image nor the padded text has that length.
+        """
+        for shares in (self.image, self.text):
+            if sum(shares) == tokens:
+                return shares
+        raise SequenceParallelError(
+            f"a tensor to be split has {tokens} tokens; expected the image's {sum(self.image)} or the padded "
+            f"text's {sum(self.text)}: the model's _cp_plan splits something else"
+        )
+
+
+def share_out(degree: int, image_tokens: int, text_tokens: int) -> Shares:
+    """Shares for any lengths: image tokens as even as can be, padded text to level the sums.
+
+    Text is padded to ``sum(shares.text)``, by less than ``2 * degree`` tokens.
+
+    Raises:
+        SequenceParallelError: an image of fewer tokens than ranks.
+    """
+    if image_tokens < degree:
+        raise SequenceParallelError(
+            f"an image of {image_tokens} tokens at sequence-parallel degree {degree}: expected at least one "
+            "a rank; use a smaller degree for so small an image"
+        )
+    least, longer = divmod(image_tokens, degree)
+    image = tuple(least + (rank < longer) for rank in range(degree))
+    # At least one text token each: kernels need not handle empty tensors.
+    each = max(-(-(image_tokens + text_tokens) // degree), image[0] + 1)
+    if longer and degree * each == 2 * image_tokens:
+        each += 1  # equal lengths with unequal shares could not be told apart
+    return Shares(image, tuple(each - tokens for tokens in image))
+
+
+class SequenceParallel:
+    """Splits the transformers of a worker over its group, and joins them again.
+
+    Args:
+        modules: every module that rollouts may run, e.g. ``slots.modules().values()``.
+
+    Raises:
+        SequenceParallelError: a module without a plan or attention that can be split, or a diffusers whose
+            interface moved.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        require_interface()
+        self._modules = tuple(modules)
+        self._attentions = [_attentions(module) for module in self._modules]
+        self._split: list[_Split] = []
+
+    @property
+    def active(self) -> bool:
+        """Whether forwards are split at this moment."""
+        return bool(self._split)
+
+    def check(self, degree: int) -> None:
+        """Raise SequenceParallelError unless ``degree`` divides the attention heads of every module."""
+        for heads in sorted({attention.heads for found in self._attentions for attention in found}):
+            if degree < 1 or heads % degree:
+                fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+                raise SequenceParallelError(
+                    f"sequence-parallel degree {degree} does not divide the transformer's {heads} attention "
+                    f"heads; use one of {fitting}"
+                )
+
+    def enter(self, group: dist.ProcessGroup) -> None:
+        """Split forwards over ``group`` from now on; a group of one, or a split already there, ends first.
+
+        Raises:
+            SequenceParallelError: the group's size does not divide the heads; nothing has changed then.
+        """
+        self.check(group.size())
+        self.leave()
+        if group.size() == 1:
+            return
+        config = _config(group)
+        for module, attentions in zip(self._modules, self._attentions, strict=True):
+            self._split.append(_Split(module, group))
+            _set_config(attentions, config)
+
+    def leave(self) -> None:
+        """Make forwards whole again; nothing to do when they are."""
+        for split in self._split:
+            split.remove()
+        self._split.clear()
+        for attentions in self._attentions:
+            _set_config(attentions, None)
+
+
+class _Split:
+    """The hooks in one transformer, and the shares of the forward under way."""
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._rank, self._degree = group.rank(), group.size()
+        self._shares = Shares((), ())
+        self._takes = inspect.signature(module.forward).parameters
+        self._handles: list[RemovableHandle] = [
+            module.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
+        ]
+        for name, plan in _plan(module).items():
+            for part in _parts(module, name):
+                self._hook(part, plan)
+
+    def remove(self) -> None:
+        """Take all hooks out."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, part: nn.Module, plan: object) -> None:
+        if isinstance(plan, ContextParallelOutput):
+            self._handles.append(part.register_forward_hook(self._gathering(plan.gather_dim)))
+            return
+        if not isinstance(plan, Mapping) or not all(
+            isinstance(p, ContextParallelInput) for p in plan.values()
+        ):
+            raise SequenceParallelError(
+                f"the _cp_plan of {type(part).__name__} holds {plan!r}; expected inputs by name or "
+                f"index, or one output (diffusers {diffusers_version})"
+            )
+        outputs = {at: p.split_dim for at, p in plan.items() if p.split_output}
+        inputs = {at: p.split_dim for at, p in plan.items() if not p.split_output}
+        if inputs:
+            handle = part.register_forward_pre_hook(self._splitting(part, inputs), with_kwargs=True)
+            self._handles.append(handle)
+        if outputs:
+            self._handles.append(part.register_forward_hook(self._splitting_outputs(outputs)))
+
+    def _begin(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
+        """Settle the shares of this forward, and pad the text to them."""
+        if torch.is_grad_enabled():
+            raise SequenceParallelError(
+                "a forward with gradients inside a sequence-parallel group: only rollouts are split; run it "
+                "under torch.no_grad, or dissolve the group first"
+            )
+        image, text = (_tensor(kwargs, name) for name in ("hidden_states", "encoder_hidden_states"))
+        tokens = text.shape[1]
+        self._shares = share_out(self._degree, image.shape[1], tokens)
+        missing = sum(self._shares.text) - tokens
+        if missing == 0:
+            return args, kwargs
+        if "encoder_hidden_states_mask" not in self._takes:
+            raise SequenceParallelError(
+                f"{tokens} text and {image.shape[1]} image tokens at degree {self._degree} need {missing} "
+                f"tokens of padding, but {type(module).__name__} takes no text mask: use a degree that "
+                "divides both"
+            )
+        mask = kwargs.get("encoder_hidden_states_mask")
+        if not isinstance(mask, Tensor):
+            mask = torch.ones(text.shape[:2], dtype=torch.bool, device=text.device)
+        padded = {
+            "encoder_hidden_states": F.pad(text, (0, 0, 0, missing)),
+            "encoder_hidden_states_mask": F.pad(mask, (0, missing)),
+        }
+        return args, kwargs | padded
+
+    def _own(self, value: object, dim: int) -> object:
+        """This rank's share of a tensor; anything else (None) as it is."""
+        if not isinstance(value, Tensor):
+            return value
+        shares = self._shares.of_length(value.shape[dim])
+        return value.narrow(dim, sum(shares[: self._rank]), shares[self._rank])
+
+    def _splitting(
+        self, part: nn.Module, dims: Mapping[str, int]
+    ) -> Callable[[nn.Module, tuple[object, ...], dict[str, object]], Arguments]:
+        signature = inspect.signature(part.forward)
+        unknown = [name for name in dims if name not in signature.parameters]
+        if unknown:
+            raise SequenceParallelError(
+                f"the _cp_plan splits input {unknown[0]!r} of {type(part).__name__}, which takes "
+                f"{', '.join(signature.parameters)} (diffusers {diffusers_version})"
+            )
+
+        def hook(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
+            bound = signature.bind(*args, **kwargs)
+            for name, dim in dims.items():
+                if name in bound.arguments:
+                    bound.arguments[name] = self._own(bound.arguments[name], dim)
+            return bound.args, bound.kwargs
+
+        return hook
+
+    def _splitting_outputs(self, dims: Mapping[int, int]) -> Callable[[nn.Module, object, object], object]:
+        def hook(module: nn.Module, args: object, output: object) -> object:
+            if isinstance(output, Tensor):
+                return self._own(output, dims[0])
+            if not isinstance(output, Sequence):
+                raise SequenceParallelError(
+                    f"{type(module).__name__} gives {type(output).__name__}, not tensors"
+                )
+            return tuple(self._own(x, dims[i]) if i in dims else x for i, x in enumerate(output))
+
+        return hook
+
+    def _gathering(self, dim: int) -> Callable[[nn.Module, object, Tensor], Tensor]:
+        def hook(module: nn.Module, args: object, output: Tensor) -> Tensor:
+            shares = self._shares.image
+            if output.shape[dim] != shares[self._rank]:
+                raise SequenceParallelError(
+                    f"{type(module).__name__} gives {output.shape[dim]} tokens; expected this rank's "
+                    f"{shares[self._rank]} image tokens: only those are gathered"
+                )
+            lacking = max(shares) - shares[self._rank]
+            if lacking:
+                fill = output.new_zeros(*output.shape[:dim], lacking, *output.shape[dim + 1 :])
+                output = torch.cat([output, fill], dim)
+            output = output.contiguous()
+            whole = [torch.empty_like(output) for _ in shares]
+            dist.all_gather(whole, output, group=self._group)
+            return torch.cat([x.narrow(dim, 0, n) for x, n in zip(whole, shares, strict=True)], dim)
+
+        return hook
+
+
+def require_interface() -> None:
+    """Raise SequenceParallelError, naming what is gone, unless diffusers is as this file expects it."""
+    fields = {field.name for field in dataclasses.fields(ContextParallelConfig)}
+    gone = [
+        f"ContextParallelConfig.{name}" for name in ("ulysses_degree", *_SET_ON_CONFIG) if name not in fields
+    ]
+    if "context_parallel_config" not in {field.name for field in dataclasses.fields(ParallelConfig)}:
+        gone.append("ParallelConfig.context_parallel_config")
+    for kind, names in (
+        (ContextParallelInput, ("split_dim", "split_output")),
+        (ContextParallelOutput, ("gather_dim",)),
+    ):
+        present = {field.name for field in dataclasses.fields(kind)}
+        gone += [f"{kind.__name__}.{name}" for name in names if name not in present]
+    if gone:
+        raise SequenceParallelError(
+            f"diffusers {diffusers_version} lacks {', '.join(gone)}; expected the interface of 0.42: install "
+            "diffusers>=0.42,<0.43, or adapt spotlight/rollout/sequence_parallel/ulysses.py"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Mesh:
+    """Stands for a device mesh of one dimension. All that attention asks of it is the group."""
+
+    group: dist.ProcessGroup
+
+    def get_group(self) -> dist.ProcessGroup:
+        return self.group
+
+
+def _config(group: dist.ProcessGroup) -> ParallelConfig:
+    config = ContextParallelConfig(ulysses_degree=group.size())
+    config._rank = config._ulysses_local_rank = group.rank()
+    config._world_size = group.size()
+    # One communicator instead of the four of diffusers' own set-up: each has to be made at every regroup.
+    config._ulysses_mesh = config._flattened_mesh = _Mesh(group)
+    return ParallelConfig(context_parallel_config=config)
+
+
+def _plan(module: nn.Module) -> Mapping[str, object]:
+    plan = getattr(module, "_cp_plan", None)
+    if not isinstance(plan, Mapping) or not plan:
+        raise SequenceParallelError(
+            f"{type(module).__name__} has no _cp_plan in diffusers {diffusers_version}: it cannot be split "
+            "over several GPUs; use degree 1"
+        )
+    return plan
+
+
+def _splits(processor: object) -> TypeGuard[Processor]:
+    return hasattr(processor, "_parallel_config")
+
+
+def _attentions(module: nn.Module) -> list[Attention]:
+    """Attention modules whose processors can be split."""
+    _plan(module)
+    found: list[Attention] = []
+    for part in module.modules():
+        processor, heads = getattr(part, "processor", None), getattr(part, "heads", None)
+        if _splits(processor) and isinstance(heads, int):
+            found.append(Attention(heads, processor))
+    if not found:
+        raise SequenceParallelError(
+            f"{type(module).__name__} has no attention module with heads and a processor that knows "
+            f"_parallel_config (diffusers {diffusers_version}): it cannot be split; use degree 1"
+        )
+    return found
+
+
+def _set_config(attentions: Sequence[Attention], config: ParallelConfig | None) -> None:
+    for attention in attentions:
+        attention.processor._parallel_config = config
+
+
+def _parts(module: nn.Module, name: str) -> list[nn.Module]:
+    """Modules of that name in a plan, where ``*`` stands for one component."""
+    pattern = re.compile(r"[^.]+".join(re.escape(part) for part in name.split("*")))
+    parts = [part for path, part in module.named_modules() if pattern.fullmatch(path)]
+    if not parts:
+        raise SequenceParallelError(
+            f"the _cp_plan names {name!r}, which {type(module).__name__} does not have"
+        )
+    return parts
+
+
+def _tensor(kwargs: Mapping[str, object], name: str) -> Tensor:
+    value = kwargs.get(name)
+    if not isinstance(value, Tensor):
+        raise SequenceParallelError(
+            f"{name} is {type(value).__name__}; a forward that is split takes a tensor by that name"
+        )
+    return value

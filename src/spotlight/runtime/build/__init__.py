@@ -1,0 +1,1 @@
+"""From a configuration to the objects of a run: model, algorithm, rewards, engine and learner."""

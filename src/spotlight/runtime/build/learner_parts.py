@@ -1,0 +1,154 @@
+"""What a learner rank is made of, assembled from the configuration: under the inline driver and on Ray alike.
+
+prepare_model ─► (whatever must be checked before long work) ─► fill_embeddings ─► assemble
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from spotlight.algorithms import Algorithm
+from spotlight.config.errors import ConfigError, Problem
+from spotlight.config.exploration_contradictions import step_cache_problem
+from spotlight.config.schema import RunConfig
+from spotlight.data.section_names import under
+from spotlight.models.family import Condition, ImageSize, ModelFamily
+from spotlight.models.slots import Slot, WeightSlots
+from spotlight.rollout import step_cache
+from spotlight.rollout.sequence_parallel.ulysses import SequenceParallel, SequenceParallelError
+from spotlight.runtime.build import parts as build
+from spotlight.runtime.build.preview_settings import preview_steps
+from spotlight.scheduler.types import Prompt
+from spotlight.training.batching.conditions import Conditions
+from spotlight.training.batching.feed import Trainer
+from spotlight.training.learner import Learner, TrainingGuidance
+from spotlight.training.sharding import Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A loaded model that suits the configuration, and how it is rolled out and trained."""
+
+    family: ModelFamily
+    algorithm: Algorithm
+    recipes: build.Recipes
+
+
+@dataclass(frozen=True, slots=True)
+class Learning:
+    """The parts of one learner rank.
+
+    Attributes:
+        negative: embedding of the negative prompt.
+    """
+
+    model: Model
+    slots: WeightSlots
+    conditions: Conditions
+    negative: Condition
+    trainer: Trainer
+
+    @property
+    def learner(self) -> Learner:
+        """What the trainer feeds."""
+        return self.trainer.learner
+
+
+def prepare_model(config: RunConfig, device: torch.device) -> Model:
+    """Load the model, and check that it can make what the configuration asks for.
+
+    Raises:
+        ModelError: it cannot be loaded, or does not suit the picture's size or the number of steps.
+        ConfigError: its attention heads do not divide by a degree of sequence parallelism, or it or the
+            device cannot take the shortcuts that previews are to take.
+    """
+    size = _size(config)
+    family = build.load_family(config, device)
+    with under("rollout"):
+        family.check_size(size)
+    for steps in {config.rollout.steps, config.evaluation.steps, *preview_steps(config)}:
+        family.sigmas(steps, size)  # raises where the schedule has no such number of steps
+    _require_degrees(config, family)
+    _require_shortcuts(config, family)
+    algorithm = build.make_algorithm(config)
+    return Model(family, algorithm, build.make_recipes(config, algorithm))
+
+
+def fill_embeddings(config: RunConfig, model: Model, prompts: Iterable[Prompt], ranks: Ranks) -> Conditions:
+    """The embeddings of ``prompts`` and of the negative prompt, all in the cache; every rank must call it."""
+    used = list(prompts)
+    conditions = Conditions(model.family, used)
+    conditions.prefill([config.rollout.negative_prompt, *(prompt.text for prompt in used)], ranks)
+    return conditions
+
+
+def assemble(config: RunConfig, model: Model, conditions: Conditions, ranks: Ranks) -> Learning:
+    """The learner around the model; with several ranks it is sharded here, so every rank must call it."""
+    family, algorithm = model.family, model.algorithm
+    (negative,) = family.encode([config.rollout.negative_prompt])
+    family.free_text_encoder()
+    slots = build.make_slots(config, family, algorithm)
+    scale = config.rollout.true_cfg_scale
+    learner = Learner(
+        family,
+        slots,
+        algorithm,
+        build.make_learner_settings(config),
+        size=_size(config),
+        guidance=TrainingGuidance(scale, negative) if scale > 1 else None,
+        ranks=ranks,
+    )
+    return Learning(
+        model, slots, conditions, negative, Trainer(learner, family, conditions, model.recipes.train)
+    )
+
+
+def rollout_slots(config: RunConfig, algorithm: Algorithm) -> tuple[Slot, ...]:
+    """The slots that rollouts use: the behaviour policy's first, then that of the judged weights."""
+    return tuple(dict.fromkeys((algorithm.rollout_slot, config.evaluation.weights)))
+
+
+def _require_degrees(config: RunConfig, family: ModelFamily) -> None:
+    degrees = config.fleet.sequence_parallel.degrees
+    if degrees == (1,):
+        return
+    try:
+        parallel = SequenceParallel([family.transformer])
+        for degree in degrees:
+            parallel.check(degree)
+    except SequenceParallelError as error:
+        problem = Problem(
+            "fleet.sequence_parallel.degrees", str(list(degrees)), "degrees that suit the model", str(error)
+        )
+        raise ConfigError("the configuration", [problem]) from error
+
+
+def _require_shortcuts(config: RunConfig, family: ModelFamily) -> None:
+    if (exploration := config.exploration) is None:
+        return
+    problems: list[Problem] = []
+    if exploration.step_cache is not None:
+        try:
+            step_cache.require(family.transformer)
+        except step_cache.StepCacheError as error:
+            problems += filter(None, [step_cache_problem(config, str(error))])
+    cuda = family.device.type == "cuda"
+    if exploration.dtype is not None and cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
+        name = torch.cuda.get_device_name(family.device)
+        problems.append(
+            Problem(
+                "exploration.dtype",
+                f"'{exploration.dtype}'",
+                f"a type that {name} computes in",
+                "It would be emulated, and slower than float32: leave it out.",
+            )
+        )
+    if problems:
+        raise ConfigError("the configuration", problems)
+
+
+def _size(config: RunConfig) -> ImageSize:
+    return ImageSize(config.rollout.height, config.rollout.width)

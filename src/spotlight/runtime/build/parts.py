@@ -1,0 +1,238 @@
+"""From a configuration to the parts that do the work. The only place that knows both.
+
+Everything that can be wrong with the configuration, the model, the prompts or the rewards shows here,
+before a run directory is touched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from spotlight.algorithms import Algorithm, build_algorithm
+from spotlight.algorithms.advantages import AdvantageParams
+from spotlight.config.errors import ConfigError, Problem
+from spotlight.config.schema import DiffusionNFTConfig, RunConfig
+from spotlight.data.datasets import TESTBED
+from spotlight.data.datasets import Prompts as Prompts
+from spotlight.data.datasets import load_prompts as load_prompts
+from spotlight.data.datasets import read_prompts as read_prompts
+from spotlight.data.section_names import under
+from spotlight.diffusion.samplers import ODE, Sampler, build_sampler
+from spotlight.diffusion.schedule import AllSteps, RandomWindow, SdeWindow, SlidingWindow
+from spotlight.models import family_loader
+from spotlight.models.family import Condition, ImageSize, ModelFamily
+from spotlight.models.peft_layers import LoraSpec, check_targets
+from spotlight.models.slots import CopySlots, LoraSlots, Slot, WeightSlots
+from spotlight.rewards.reward_pool import RewardPool
+from spotlight.rewards.reward_specs import make_reward_specs as make_reward_specs
+from spotlight.rollout.engine import Engine
+from spotlight.rollout.state import Recipe
+from spotlight.runtime.build.preview_settings import exploration_plan_of, preview_recipe
+from spotlight.scheduler.plan import Axis, ClusterPlan, PipelinePlan, Plan
+from spotlight.scheduler.seeds import derive_seed
+from spotlight.scheduler.types import Baseline, Purpose, WeightKind
+from spotlight.testbed import PIPELINE_DIR
+from spotlight.training.learner import LearnerSettings
+
+
+def plan_of(config: RunConfig, ranks: int = 1) -> Plan:
+    """What the controller needs of the configuration."""
+    policy = config.reward_policy
+    return Plan(
+        run_seed=config.run_seed,
+        iterations=config.iterations,
+        prompts_per_iteration=config.rollout.prompts_per_iteration,
+        group_size=config.rollout.group_size,
+        rollout_steps=config.rollout.steps,
+        evaluation_steps=config.evaluation.steps,
+        evaluation_images=config.evaluation.images_per_prompt,
+        evaluate_every=config.evaluation.every,
+        updates_per_batch=config.learner.updates_per_batch,
+        micro_batch_size=config.learner.micro_batch_size * ranks,
+        checkpoint_every=config.checkpoint.every,
+        # One process cannot outlive its own worker: leases of the inline driver never expire.
+        lease_s=math.inf,
+        max_drop_share=policy.max_drop_share if policy.on_failure == "drop" else None,
+        ranks=ranks,
+        exploration=exploration_plan_of(config),
+        pipeline=pipeline_plan_of(config),
+    )
+
+
+def pipeline_plan_of(config: RunConfig) -> PipelinePlan:
+    """What the controller needs of ``pipeline``."""
+    pipeline = config.pipeline
+    return PipelinePlan(
+        axis=None if pipeline.axis == "none" else Axis(pipeline.axis),
+        slice_size=pipeline.slice_size,
+        baseline=Baseline(pipeline.baseline),
+        bounded=True,
+        switch_s=pipeline.switch_s,
+        next_share=pipeline.next_share,
+    )
+
+
+def cluster_plan_of(config: RunConfig) -> Plan:
+    """The same for a cluster: how workers are grouped, and how long the controller waits for them."""
+    fleet = config.fleet
+    degrees = fleet.sequence_parallel.degrees
+    cluster = ClusterPlan(
+        pixels=config.rollout.height * config.rollout.width,
+        sp_pays_from_pixels=fleet.sequence_parallel.pays_from_pixels,
+        # That the degrees divide the model's heads is seen when the learner loads it.
+        heads=math.lcm(*degrees),
+        degrees=degrees,
+        answer_s=fleet.answer_s,
+        start_s=fleet.start_s,
+        drain_margin_s=fleet.drain_margin_s,
+        publishes=WeightKind.ADAPTER if config.learner.mode == "lora" else WeightKind.FULL,
+    )
+    return dataclasses.replace(plan_of(config, fleet.learner_ranks), lease_s=fleet.lease_s, cluster=cluster)
+
+
+def pick_device(config: RunConfig) -> torch.device:
+    """The device of this process. Raises ConfigError when CUDA is asked for and absent."""
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        problem = Problem("device", "'cuda'", "a visible CUDA device", "Set device=auto or device=cpu.")
+        raise ConfigError("the configuration", [problem])
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def load_family(config: RunConfig, device: torch.device, *, read_transformer: bool = True) -> ModelFamily:
+    """Load the DiT and its companions; without ``read_transformer``, a peer fills it. Raises ModelError."""
+    model = config.model
+    return family_loader(model.family)(
+        PIPELINE_DIR if model.path == TESTBED else model.path,
+        device=device,
+        dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[model.dtype],
+        revision=model.revision,
+        embeddings_cache=cache_dir(config) / "embeddings",
+        max_text_tokens=model.max_text_tokens,
+        read_transformer=read_transformer,
+    )
+
+
+def cache_dir(config: RunConfig) -> Path:
+    """Where things that any run may reuse are kept."""
+    if config.cache_dir is not None:
+        return config.cache_dir
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spotlight"
+
+
+def make_sampler(config: RunConfig) -> Sampler:
+    """The sampler of train rollouts."""
+    name = config.rollout.sampler
+    return build_sampler(name, 0.0 if name == "ode" else config.rollout.noise_level)
+
+
+def make_window(config: RunConfig) -> SdeWindow | None:
+    """The stochastic steps of train rollouts; None with the ODE."""
+    window = config.rollout.sde_window
+    if config.rollout.sampler == "ode":
+        return None
+    match window.kind:
+        case "all":
+            return AllSteps()
+        case "random":
+            return RandomWindow(window.size, window.low, window.high)
+        case "sliding":
+            return SlidingWindow(
+                window.size, window.every, low=window.low, high=window.high, decay=window.decay
+            )
+
+
+def make_algorithm(config: RunConfig) -> Algorithm:
+    """The RL algorithm."""
+    params = config.algorithm.model_dump(exclude={"name", "advantage"})
+    if isinstance(config.algorithm, DiffusionNFTConfig):
+        params["advantage_max"] = config.algorithm.advantage.clip
+    return build_algorithm(config.algorithm.name, make_sampler(config), params)
+
+
+def make_slots(config: RunConfig, family: ModelFamily, algorithm: Algorithm) -> WeightSlots:
+    """The trained weights and their companions. Raises ModelError (targets, dtype)."""
+    extra: list[Slot] = [*algorithm.extra_slots]
+    if config.learner.ema is not None:
+        extra.append("ema")
+    if config.learner.mode == "full":
+        return CopySlots(family.transformer, extra)
+    lora = config.learner.lora
+    spec = LoraSpec(
+        rank=lora.rank,
+        alpha=lora.alpha,
+        targets=family.default_lora_targets if lora.targets is None else lora.targets,
+        seed=derive_seed(config.run_seed, "lora"),
+    )
+    with under("learner.lora"):
+        check_targets(family.transformer, spec.targets)
+    return LoraSlots(family.transformer, spec, extra)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipes:
+    """How rollouts of each purpose are denoised."""
+
+    train: Recipe
+    explore: Recipe
+    evaluate: Recipe
+
+    def by_purpose(self) -> dict[Purpose, Recipe]:
+        """As workers take them."""
+        return {Purpose.TRAIN: self.train, Purpose.EXPLORE: self.explore, Purpose.EVAL: self.evaluate}
+
+
+def make_recipes(config: RunConfig, algorithm: Algorithm) -> Recipes:
+    """Train rollouts use the algorithm's sampler, and so do their previews; evaluation is ODE."""
+    rollout = config.rollout
+    size = ImageSize(rollout.height, rollout.width)
+    train = Recipe(size, algorithm.sampler, make_window(config), rollout.true_cfg_scale, algorithm.keeps)
+    judged = Recipe(size, ODE(), None, rollout.true_cfg_scale, "final")
+    return Recipes(train, preview_recipe(config, train), judged)
+
+
+def make_reward_pool(config: RunConfig) -> RewardPool:
+    """The rewards' processes, started. Raises RewardSetupError."""
+    policy = config.reward_policy
+    return RewardPool(make_reward_specs(config), policy.workers, start_deadline_s=policy.start_deadline_s)
+
+
+def autocast_type(config: RunConfig) -> torch.dtype | None:
+    """Type of the DiT's matrix products, the same in rollouts and training; None: that of its weights."""
+    return torch.bfloat16 if config.learner.autocast == "bfloat16" else None
+
+
+def make_engine(config: RunConfig, family: ModelFamily, negative: Condition) -> Engine:
+    """The denoising engine of this process."""
+    return Engine(
+        family, max_batch=config.rollout.batch_size, negative=negative, autocast=autocast_type(config)
+    )
+
+
+def make_learner_settings(config: RunConfig) -> LearnerSettings:
+    """The learner's plain settings."""
+    learner, advantage = config.learner, config.algorithm.advantage
+    return LearnerSettings(
+        learning_rate=learner.learning_rate,
+        betas=learner.betas,
+        epsilon=learner.epsilon,
+        weight_decay=learner.weight_decay,
+        warmup_steps=learner.warmup_steps,
+        decay_steps=learner.decay_iterations and learner.decay_iterations * learner.updates_per_batch,
+        max_grad_norm=learner.max_grad_norm,
+        ema_cap=learner.ema.cap if learner.ema else None,
+        ema_every=learner.ema.every if learner.ema else 1,
+        gradient_checkpointing=learner.gradient_checkpointing,
+        timesteps_per_pass=learner.timesteps_per_pass,
+        pass_memory_bytes=None if learner.pass_memory_gib is None else int(learner.pass_memory_gib * 2**30),
+        autocast=autocast_type(config),
+        advantage=AdvantageParams(**advantage.model_dump()),
+        reward_weights={spec.name: spec.weight for spec in make_reward_specs(config)},
+    )

@@ -1,0 +1,110 @@
+"""Seed exploration between the configuration, the controller and people.
+
+The controller explores (:mod:`spotlight.scheduler.exploration.explorer`); here its plan is read from the
+configuration, and
+its reports become rows of metrics and a line for whoever watches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from spotlight.config.exploration import ExplorationConfig, PlannerConfig
+from spotlight.config.schema import RunConfig
+from spotlight.rollout.state import Recipe
+from spotlight.scheduler.exploration.arms import Arm
+from spotlight.scheduler.exploration.budget import PreviewCosts
+from spotlight.scheduler.exploration.selection import SelectionPolicy
+from spotlight.scheduler.plan import ExplorationPlan, Explore, PlannerPlan
+
+ROW = "exploration/"
+"""What the names of exploration's metrics begin with."""
+_MISSING: Mapping[str, object] = {}
+
+
+def exploration_plan_of(config: RunConfig) -> ExplorationPlan | None:
+    """What the controller needs of ``exploration``; None where nothing is explored."""
+    if (exploration := config.exploration) is None:
+        return None
+    (seeds, *_), (steps, *_) = exploration.arms(config.rollout.group_size, config.rollout.steps)
+    return ExplorationPlan(
+        where=Explore(exploration.where),
+        seeds_per_prompt=seeds,
+        steps=steps,
+        policy=SelectionPolicy(exploration.policy),
+        contrast_min=exploration.contrast_min,
+        spare_prompts=exploration.spare_prompts,
+        sampled_prompts=exploration.sampled_prompts,
+        drawn_seeds=exploration.drawn_seeds,
+        fidelity_min=exploration.fidelity_min,
+        undo_selection=exploration.undo_selection,
+        planner=None if exploration.planner is None else _planner_plan(exploration.planner),
+        seeds_per_prompt_max=exploration.seeds_max(config.rollout.group_size, config.rollout.steps),
+    )
+
+
+def _planner_plan(planner: PlannerConfig) -> PlannerPlan:
+    settings = planner.model_dump(exclude={"costs"})
+    return PlannerPlan(**settings, costs=PreviewCosts(**planner.costs.model_dump()))
+
+
+def preview_recipe(config: RunConfig, train: Recipe) -> Recipe:
+    """How previews of rollouts made by ``train`` are denoised, whatever their number of steps."""
+    exploration = config.exploration or ExplorationConfig()
+    return train.preview(
+        config.rollout.steps,
+        exploration.guidance,
+        step_cache=exploration.step_cache or 1,
+        autocast=None if exploration.dtype is None else torch.bfloat16,
+    )
+
+
+def preview_steps(config: RunConfig) -> tuple[int, ...]:
+    """Numbers of denoising steps that previews may have."""
+    if config.exploration is None:
+        return ()
+    return config.exploration.arms(config.rollout.group_size, config.rollout.steps)[1]
+
+
+# -- reports -----------------------------------------------------------------------------------------------
+
+
+def report_row(report: Mapping[str, object]) -> dict[str, float]:
+    """A report's numbers as metrics, under :data:`ROW`; truths are 0 or 1, what is unknown is left out."""
+    row = {f"{ROW}{name}": value for name, value in _numbers(report)}
+    if isinstance(played := report.get("arm"), str):
+        arm = Arm.parse(played)
+        row |= {f"{ROW}seeds_per_prompt": float(arm.seeds_per_prompt), f"{ROW}steps": float(arm.steps)}
+    return row
+
+
+def _numbers(tree: Mapping[str, object]) -> Iterator[tuple[str, float]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{name}/{deeper}", number) for deeper, number in _numbers(value))
+        elif isinstance(value, int | float) and name != "iteration":
+            yield name, float(value)
+
+
+def report_note(report: Mapping[str, object]) -> str | None:
+    """What a planner decided, why, and what it brought, in a line; None where nothing was to be decided."""
+    decision = _part(report, "decision")
+    arm = report.get("arm")
+    if "arms" not in decision and arm is not None:
+        return None
+    said = f"iteration {decision.get('iteration')} "
+    said += f"explored {arm} (seeds x steps)" if arm is not None else "explored nothing"
+    said += f": {decision.get('why')}"
+    contrast, fidelity = _part(report, "contrast"), _part(_part(report, "fidelity"), "reward")
+    if "gain" in contrast and "random" in contrast:
+        said += f"; contrast {contrast['gain']:+.4f} to {contrast['random']:.4f} of random seeds"
+    if "tau_by_slope" in fidelity:
+        said += f"; previews rank with tau {fidelity['tau_by_slope']:.2f}"
+    return said
+
+
+def _part(tree: Mapping[str, object], name: str) -> Mapping[str, object]:
+    found = tree.get(name)
+    return found if isinstance(found, Mapping) else _MISSING

@@ -1,0 +1,249 @@
+"""A run as something to use: make pictures with its weights, judge them, export them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spotlight.config.load import load_config
+from spotlight.config.schema import RunConfig
+from spotlight.models.family import ModelError, ModelFamily
+from spotlight.models.slots import Slot, WeightSlots
+from spotlight.rewards.results import RewardBatch, RewardFailure
+from spotlight.rewards.reward import RewardInputError
+from spotlight.rollout.state import FailedRollout, FinishedRollout, Recipe
+from spotlight.runtime.build import parts as build
+from spotlight.runtime.build.process_setup import prepare_process
+from spotlight.runtime.observer import Observer, Silent
+from spotlight.runtime.recorder import LEARNER_FOLDER
+from spotlight.runtime.validation import Validation, summarise
+from spotlight.scheduler.seeds import derive_seed
+from spotlight.scheduler.types import Phase, PolicyVersion, Prompt, PromptId, Purpose, Rollout, RolloutId
+from spotlight.store.checkpoints import CheckpointStore
+from spotlight.store.run_directory import RunPaths
+from spotlight.store.store_errors import StoreError
+from spotlight.training.learner_state import load_weights
+from spotlight.training.lora_export import export_lora, export_merged
+from spotlight.training.sharding import Ranks
+
+Picture = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedRun:
+    """The newest checkpoint of a run, loaded for inference.
+
+    Attributes:
+        iteration: iterations trained.
+        weights: the slot in use; ``reference`` is the model before training.
+    """
+
+    directory: Path
+    config: RunConfig
+    iteration: int
+    weights: Slot
+    _family: ModelFamily
+    _slots: WeightSlots
+
+    @classmethod
+    def open(
+        cls,
+        directory: Path,
+        *,
+        device: Literal["auto", "cpu", "cuda"] = "auto",
+        weights: Slot | None = None,
+    ) -> Self:
+        """Load a run's newest whole checkpoint.
+
+        Args:
+            weights: default: those that the run judges by (``evaluation.weights``).
+
+        Raises:
+            StoreError: not a run directory, or no checkpoint yet.
+            ModelError: the model is gone, or the run has no such weights.
+        """
+        paths = RunPaths(directory)
+        if not paths.config.exists():
+            raise StoreError(
+                f"{directory}: not a run directory (no {paths.config.name}); see `spotlight runs`."
+            )
+        config = load_config(paths.config).model_copy(update={"device": device})
+        newest = CheckpointStore(paths.checkpoints, config.checkpoint.keep).newest_valid()
+        if newest is None:
+            raise StoreError(f"{directory}: no checkpoint yet; let `spotlight train` finish an iteration.")
+        device_here = build.pick_device(config)
+        prepare_process(device_here, config.deterministic)
+        family = build.load_family(config, device_here)
+        slots = build.make_slots(config, family, build.make_algorithm(config))
+        chosen = config.evaluation.weights if weights is None else weights
+        _require_slot(slots, chosen)
+        load_weights(newest.directory / LEARNER_FOLDER, slots)
+        return cls(directory, config, newest.header.iteration, chosen, family, slots)
+
+    def with_weights(self, weights: Slot) -> TrainedRun:
+        """The same run, seen through other weights (``reference``: before training).
+
+        Raises:
+            ModelError: the run has no such weights (a full fine-tune keeps a reference only where its
+                algorithm needs one).
+        """
+        _require_slot(self._slots, weights)
+        return dataclasses.replace(self, weights=weights)
+
+    def generate(
+        self,
+        prompts: Sequence[str],
+        seeds: Sequence[int],
+        steps: int | None = None,
+        guidance: float | None = None,
+    ) -> Picture:
+        """One picture for every (prompt, seed) pair: [pairs, height, width, 3] uint8, ODE sampler.
+
+        Raises:
+            ValueError: not one seed a prompt.
+        """
+        rollouts = [
+            self._rollout(f"g{index:06d}", Prompt(PromptId(text), text, {}), seed, steps)
+            for index, (text, seed) in enumerate(zip(prompts, seeds, strict=True))
+        ]
+        texts = {PromptId(text): text for text in prompts}
+        results = [result for part in self._denoise(rollouts, texts, guidance, Silent()) for result in part]
+        pictures = [result.image for result in results if isinstance(result, FinishedRollout)]
+        if len(pictures) != len(results):
+            raise ModelError(
+                f"{len(results) - len(pictures)} pictures are not finite: the weights have diverged"
+            )
+        return np.stack(pictures)
+
+    def evaluate(
+        self,
+        observer: Observer,
+        images_per_prompt: int | None = None,
+        steps: int | None = None,
+        prompts_file: Path | None = None,
+    ) -> Validation:
+        """Judge the weights on held-out prompts, with the seeds that the run's own evaluations use.
+
+        Pictures are scored as in the run: a batch of ``rollout.batch_size`` at a time, beside denoising.
+
+        Raises:
+            ConfigError, PromptFileError: ``prompts_file`` cannot be used.
+            RewardSetupError, RewardInputError: before any picture is made; or none could be scored.
+            ModelError: not one picture is finite.
+        """
+        config = self.config
+        if prompts_file is None:
+            prompts: Sequence[Prompt] = build.load_prompts(config).test
+        else:
+            prompts = build.read_prompts("--prompts", str(prompts_file), prompts_file)
+        count = images_per_prompt or config.evaluation.images_per_prompt
+        rollouts = [
+            self._rollout(
+                f"e{slot:04d}-{member:03d}", prompt, derive_seed(0, "eval", prompt.id, member), steps
+            )
+            for slot, prompt in enumerate(prompts)
+            for member in range(count)
+        ]
+        by_id = {prompt.id: prompt for prompt in prompts}
+        scores = self._score(rollouts, by_id, observer)
+        scored = [rollout for rollout in rollouts if rollout.id in scores]
+        return summarise(scored, scores, by_id, config.evaluation.strict)
+
+    def _score(
+        self, rollouts: Sequence[Rollout], prompts: Mapping[PromptId, Prompt], observer: Observer
+    ) -> dict[RolloutId, dict[str, float]]:
+        """Curves of the pictures that could be scored: at least one."""
+        texts = {prompt.id: prompt.text for prompt in prompts.values()}
+        waiting: list[tuple[list[FinishedRollout], Future[RewardBatch]]] = []
+        with build.make_reward_pool(self.config) as rewards:
+            rewards.check(list(texts.values()), [prompt.metadata for prompt in prompts.values()])
+            for results in self._denoise(rollouts, texts, None, observer):
+                for result in results:
+                    if isinstance(result, FailedRollout):
+                        observer.note(f"{result.rollout.id}: no picture: {result.reason}")
+                finished = [result for result in results if isinstance(result, FinishedRollout)]
+                asked = [prompts[result.rollout.prompt_id] for result in finished]
+                pictures = [result.image for result in finished]
+                pending = rewards.submit(
+                    pictures, [prompt.text for prompt in asked], [prompt.metadata for prompt in asked]
+                )
+                waiting.append((finished, pending))
+            batches = [(finished, pending.result()) for finished, pending in waiting]
+        scores: dict[RolloutId, dict[str, float]] = {}
+        failures: list[str] = []
+        for finished, batch in batches:
+            for result, sample in zip(finished, batch.samples, strict=True):
+                if isinstance(sample, RewardFailure):
+                    failures.append(f"{sample.reward}: {sample.message}")
+                    observer.note(f"{result.rollout.id} is not scored: {failures[-1]}")
+                else:
+                    scores[result.rollout.id] = sample.curves()
+        if not scores and failures:
+            raise RewardInputError(
+                f"none of {len(failures)} pictures could be scored; the first: {failures[0]}"
+            )
+        if not scores:
+            raise ModelError(f"none of {len(rollouts)} pictures is finite: the weights have diverged")
+        return scores
+
+    def export_lora(self, directory: Path) -> Path:
+        """Write the adapter for diffusers' ``load_lora_weights``. Raises ModelError for a full fine-tune."""
+        return _written(export_lora(self._family, self._slots, self.weights, directory, Ranks()))
+
+    def export_merged(self, directory: Path) -> Path:
+        """Write a whole pipeline directory with the weights merged in."""
+        return _written(export_merged(self._family, self._slots, self.weights, directory, Ranks()))
+
+    def _rollout(self, name: str, prompt: Prompt, seed: int, steps: int | None) -> Rollout:
+        return Rollout(
+            RolloutId(name),
+            Purpose.EVAL,
+            self.iteration,
+            prompt.id,
+            0,
+            seed,
+            steps or self.config.evaluation.steps,
+            PolicyVersion(0),
+        )
+
+    def _denoise(
+        self,
+        rollouts: Sequence[Rollout],
+        texts: Mapping[PromptId, str],
+        guidance: float | None,
+        observer: Observer,
+    ) -> Iterator[list[FinishedRollout | FailedRollout]]:
+        """The pictures, batch by batch."""
+        recipe: Recipe = build.make_recipes(self.config, build.make_algorithm(self.config)).evaluate
+        if guidance is not None:
+            recipe = dataclasses.replace(recipe, guidance_scale=guidance)
+        unique = list(dict.fromkeys(texts[rollout.prompt_id] for rollout in rollouts))
+        negative, *conditions = self._family.encode([self.config.rollout.negative_prompt, *unique])
+        self._family.free_text_encoder()
+        by_text = dict(zip(unique, conditions, strict=True))
+        batch = self.config.rollout.batch_size
+        engine = build.make_engine(self.config, self._family, negative)
+        with self._slots.use(self.weights, merged=engine.autocast is None) as model:
+            for start in range(0, len(rollouts), batch):
+                part = rollouts[start : start + batch]
+                states = engine.start(part, [by_text[texts[rollout.prompt_id]] for rollout in part], recipe)
+                results = engine.run(model, states)
+                observer.work(Phase.EVALUATION, start + len(part), len(rollouts))
+                yield results
+
+
+def _require_slot(slots: WeightSlots, slot: Slot) -> None:
+    if slot not in slots.slots:
+        raise ModelError(f"weights {slot!r}: this run has {', '.join(slots.slots)}")
+
+
+def _written(path: Path | None) -> Path:
+    assert path is not None, "a single rank is the main rank"
+    return path

@@ -1,0 +1,356 @@
+"""The inline driver: the controller's effects carried out in this process, in order.
+
+    event ──► controller.handle ──► effects ──► engine / reward pool / learner / run book ──► events
+
+It decides nothing. Scoring runs beside denoising (the reward pool has its own processes); its results are
+taken in the order they were asked for, so that the same configuration gives the same ledger, bit for bit.
+
+Started with several ranks (``torchrun``), every rank runs this loop with its own replica of the controller.
+Replicas agree because the controller is pure and sees the same events: what ranks learn on their own
+(finished rollouts, scores) is shared before it becomes an event.
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode, b64encode
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from spotlight.rewards.results import FailureKind, RewardBatch, ScoredSample
+from spotlight.rewards.reward_pool import RewardPool
+from spotlight.rollout.state import FailedRollout, FinishedRollout
+from spotlight.runtime.build.denoise import Denoiser
+from spotlight.runtime.build.preview_settings import report_note, report_row
+from spotlight.runtime.clock import PhaseClock
+from spotlight.runtime.observer import Observer
+from spotlight.runtime.recorder import Book, Picture, shown
+from spotlight.scheduler import effects as ef
+from spotlight.scheduler import events as ev
+from spotlight.scheduler.controller import Controller
+from spotlight.scheduler.types import DropReason, Lease, Phase, Purpose, Rollout, RolloutId, WorkerId
+from spotlight.training.batching.feed import Trainer
+from spotlight.training.sharding import Ranks
+
+WORKER = WorkerId("local")
+_PHASE = {Purpose.TRAIN: Phase.ROLLOUT, Purpose.EVAL: Phase.EVALUATION, Purpose.EXPLORE: Phase.EXPLORATION}
+_REASON = {
+    FailureKind.ERROR: DropReason.REWARD_ERROR,
+    FailureKind.TIMEOUT: DropReason.REWARD_TIMEOUT,
+    FailureKind.NOT_FINITE: DropReason.REWARD_NOT_FINITE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the driver works with.
+
+    Attributes:
+        lease_size: rollouts of one lease, over all ranks: a multiple of the ranks.
+        grid: prompts, and pictures of each, in the image grids.
+    """
+
+    controller: Controller
+    denoiser: Denoiser
+    trainer: Trainer
+    rewards: RewardPool
+    book: Book
+    clock: PhaseClock
+    observer: Observer
+    ranks: Ranks
+    lease_size: int
+    grid: tuple[int, int]
+
+
+@dataclass(slots=True)
+class _Scoring:
+    """A batch at the reward pool: all its rollouts, and those among them that this rank has scored."""
+
+    rollouts: tuple[Rollout, ...]
+    mine: tuple[RolloutId, ...]
+    future: Future[RewardBatch]
+
+
+@dataclass(slots=True)
+class InlineDriver:
+    """Drives one run to its end, or to the next checkpoint after ``request_stop``."""
+
+    parts: Parts
+    _events: deque[ev.Event] = field(default_factory=deque)
+    _samples: dict[RolloutId, FinishedRollout] = field(default_factory=dict)
+    _unsubmitted: list[Rollout] = field(default_factory=list)
+    _scoring: deque[_Scoring] = field(default_factory=deque)
+    _error: str | None = None
+    _over: bool = False
+    _stop_requested: bool = False
+    _stopped: bool = False
+    _to_train: list[int] = field(default_factory=list)
+    _spent: Counter[Phase] = field(default_factory=Counter)
+    _denoised: Counter[Phase] = field(default_factory=Counter)
+
+    def run(self) -> str | None:
+        """Run until the controller says it is over. Returns its error, if it had to stop early."""
+        self._events.extend([ev.RunStarted(), ev.WorkerJoined(WORKER)])
+        while not self._over:
+            event = self._next_event()
+            for effect in self.parts.controller.handle(event, self.parts.clock.elapsed_s):
+                self._carry_out(effect)
+        self._account()
+        return self._error
+
+    def request_stop(self) -> None:
+        """Stop after the next committed checkpoint (from a signal handler: only sets a flag)."""
+        self._stop_requested = True
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the run ended early because of :meth:`request_stop` (on any rank)."""
+        return self._stopped
+
+    def _next_event(self) -> ev.Event:
+        if self._events:
+            return self._events.popleft()
+        if self._unsubmitted:
+            self._submit()
+        if self._stopping_failure():
+            self._collect(self._scoring.popleft())
+            return self._next_event()
+        if self.parts.controller.queue.outstanding:
+            return ev.WorkPulled(WORKER, self.parts.lease_size)
+        if self._scoring:
+            self._collect(self._scoring.popleft())
+            return self._next_event()
+        raise RuntimeError(
+            f"nothing left to do in stage {self.parts.controller.stage}, but the run is not over"
+        )
+
+    # -- effects ---------------------------------------------------------------------------------------
+
+    def _carry_out(self, effect: ef.Effect) -> None:
+        match effect:
+            case ef.WriteRecord(position, record):
+                self.parts.book.write(position, record)
+            case ef.GrantLease(lease, rollouts, _):
+                self._denoise(lease, rollouts)
+            case ef.NoWork():
+                raise RuntimeError("the queue had outstanding rollouts but granted none to its only worker")
+            case ef.ScoreSamples(rollouts):
+                self._unsubmitted.extend(rollouts)
+            case ef.DiscardSamples(rollouts):
+                for rollout in rollouts:
+                    self._samples.pop(rollout, None)
+            case ef.ReportEvaluation():
+                self._report(effect)
+            case ef.ReportExploration(_, report):
+                self.parts.trainer.log.put(report_row(report))
+                if note := report_note(report):
+                    self.parts.observer.note(note)
+            case ef.ReportPipeline():
+                self.parts.book.pipeline(effect)
+                self.parts.trainer.log.put(effect.row())
+            case ef.PrepareBatch() | ef.TrainMicroBatch() | ef.StepOptimizer() | ef.FinishBatch():
+                self._train(effect)
+            case ef.PublishWeights(version):
+                # The engine and the learner share one module: the new version is there already.
+                self._iteration_done()
+                self._events.append(ev.WeightsPublished(version))
+            case ef.CommitCheckpoint():
+                self._checkpoint(effect)
+            case ef.FinishRun(error):
+                self._error, self._over = error, True
+
+    def _denoise(self, lease: Lease, rollouts: Sequence[Rollout]) -> None:
+        parts = self.parts
+        if self._unsubmitted:
+            self._submit()
+        self._require_current(rollouts)
+        phase = _PHASE[rollouts[0].purpose]
+        mine = rollouts[parts.ranks.rank :: parts.ranks.world]
+        # A rank without a rollout lends its shard to the others' forwards all the same, for a copy of one.
+        work = mine or rollouts[:1]
+        with parts.clock.phase(phase):
+            results = parts.denoiser.run(work, self._progress(phase, rollouts))
+        failures: dict[str, str] = {}
+        for result in results if mine else ():
+            if isinstance(result, FailedRollout):
+                failures[result.rollout.id] = result.reason
+            else:
+                self._samples[result.rollout.id] = result
+        for shared in parts.ranks.share(failures):
+            failures |= shared
+        for rollout in rollouts:
+            if rollout.id in failures:
+                self._events.append(
+                    ev.RolloutFailed(WORKER, lease.id, lease.epoch, rollout.id, failures[rollout.id])
+                )
+            else:
+                self._events.append(
+                    ev.RolloutCompleted(WORKER, lease.id, lease.epoch, rollout.id, rollout.version)
+                )
+
+    def _require_current(self, rollouts: Sequence[Rollout]) -> None:
+        """The engine and the learner share one module: it can make samples of the version it holds alone."""
+        held = self.parts.trainer.learner.steps
+        for rollout in rollouts:
+            if rollout.version != held:
+                raise RuntimeError(
+                    f"{rollout.id} is to be made by version {rollout.version}, but this process holds "
+                    f"{held}: rollouts of two versions need fleet.driver=ray, or pipeline.next_share=0"
+                )
+
+    def _progress(self, phase: Phase, rollouts: Sequence[Rollout]) -> Callable[[float], None]:
+        """Tells the observer of samples, over all leases of the phase in this iteration and all ranks."""
+        left = self.parts.controller.queue.outstanding_for(rollouts[0].purpose)
+        before, total = self._denoised[phase], self._denoised[phase] + left
+        self._denoised[phase] = before + len(rollouts) if left > len(rollouts) else 0
+        return lambda share: self.parts.observer.work(phase, before + share * len(rollouts), total)
+
+    # -- rewards ---------------------------------------------------------------------------------------
+
+    def _submit(self) -> None:
+        rollouts, self._unsubmitted = tuple(self._unsubmitted), []
+        mine = tuple(rollout for rollout in rollouts if rollout.id in self._samples)
+        prompts = [self.parts.controller.prompts[rollout.prompt_id] for rollout in mine]
+        future = self.parts.rewards.submit(
+            [self._samples[rollout.id].image for rollout in mine],
+            [prompt.text for prompt in prompts],
+            [prompt.metadata for prompt in prompts],
+        )
+        self._scoring.append(_Scoring(rollouts, tuple(rollout.id for rollout in mine), future))
+
+    def _stopping_failure(self) -> bool:
+        """Whether a sample failed already that will stop the run: then nothing more need be denoised.
+
+        Otherwise scores wait their turn, so that when they come in leaves no trace.
+        """
+        if not self._scoring or self.parts.controller.plan.max_drop_share is not None:
+            return False
+        return any(self.parts.ranks.share(any(map(_will_stop, self._scoring))))
+
+    def _collect(self, scoring: _Scoring) -> None:
+        with self.parts.clock.phase(Phase.REWARD):
+            batch = scoring.future.result()
+        told: dict[str, dict[str, float] | list[str]] = {
+            rollout: result.curves()
+            if isinstance(result, ScoredSample)
+            else [_REASON[result.kind].value, f"{result.reward}: {result.message}"]
+            for rollout, result in zip(scoring.mine, batch.samples, strict=True)
+        }
+        for shared in self.parts.ranks.share(told):
+            told |= shared
+        for rollout in scoring.rollouts:
+            scores = told[rollout.id]
+            if isinstance(scores, dict):
+                self._events.append(ev.SampleRewarded(rollout.id, scores))
+                self.parts.trainer.log.scored(rollout, scores)
+            else:
+                reason, detail = scores
+                self.parts.observer.note(f"{rollout.id} is not scored: {reason}: {_brief(detail)}")
+                self._events.append(ev.RewardFailed(rollout.id, DropReason(reason), detail))
+
+    # -- evaluation and training -----------------------------------------------------------------------
+
+    def _report(self, effect: ef.ReportEvaluation) -> None:
+        self._account()
+        with self.parts.clock.phase(Phase.EVALUATION):
+            trained = self.parts.controller.ledger.trained
+            row = self.parts.book.evaluation(effect, trained, self._pictures(effect.rollouts))
+        self.parts.observer.evaluated(effect.iteration, row)
+        self._events.append(ev.EvaluationReported(effect.iteration))
+
+    def _pictures(self, rollouts: Sequence[Rollout]) -> dict[Rollout, Picture]:
+        """The pictures that grids show, from all ranks."""
+        chosen = shown(rollouts, *self.parts.grid)
+        told = {
+            rollout.id: _encode(self._samples[rollout.id].image)
+            for rollout in chosen
+            if rollout.id in self._samples
+        }
+        everyones: dict[RolloutId, str] = {}
+        for share in self.parts.ranks.share(told):
+            everyones |= share
+        return {rollout: _decode(everyones[rollout.id]) for rollout in chosen}
+
+    def _train(
+        self, effect: ef.PrepareBatch | ef.TrainMicroBatch | ef.StepOptimizer | ef.FinishBatch
+    ) -> None:
+        trainer, clock = self.parts.trainer, self.parts.clock
+        with clock.phase(Phase.TRAINING):
+            match effect:
+                case ef.PrepareBatch(iteration):
+                    trainer.prepare(effect, self.parts.controller.rollouts, self._samples)
+                    self._to_train += [micro_batch.update for micro_batch in effect.micro_batches]
+                    self._events.append(ev.BatchPrepared(iteration))
+                case ef.TrainMicroBatch(micro_batch, index):
+                    trainer.accumulate(micro_batch)
+                    done = sum(update < micro_batch.update for update in self._to_train) + index + 1
+                    self.parts.observer.work(Phase.TRAINING, done, len(self._to_train))
+                    self._events.append(
+                        ev.MicroBatchTrained(micro_batch.iteration, micro_batch.update, index)
+                    )
+                case ef.StepOptimizer(iteration, update, samples):
+                    loss, grad_norm = trainer.step(samples)
+                    self._events.append(ev.OptimizerStepped(iteration, update, loss, grad_norm))
+                case ef.FinishBatch(iteration):
+                    trainer.finish_batch()
+                    self._to_train.clear()
+                    self._events.append(ev.BatchFinished(iteration))
+
+    # -- the end of an iteration -----------------------------------------------------------------------
+
+    def _iteration_done(self) -> None:
+        controller = self.parts.controller
+        row = self.parts.trainer.log.take()
+        self._account()
+        row |= {f"seconds/{phase.value}": spent for phase, spent in self._spent.items()}
+        self._spent.clear()
+        self.parts.book.iteration(controller.iteration, controller.ledger.trained, row)
+        self.parts.observer.iterated(controller.iteration, row)
+
+    def _checkpoint(self, effect: ef.CommitCheckpoint) -> None:
+        # Accounted right before and right after: a resume from here on finds exactly the lost seconds.
+        self._account()
+        with self.parts.clock.phase(Phase.CHECKPOINT):
+            self.parts.book.checkpoint(effect, self.parts.trainer.learner)
+        self._account()
+        self._stopped = self._over = any(self.parts.ranks.share(self._stop_requested))
+        if not self._over:
+            self._events.append(ev.CheckpointCommitted(effect.iteration))
+
+    def _account(self) -> None:
+        """Write down where the time since the last call went."""
+        seconds = self.parts.clock.take()
+        self.parts.book.spend(seconds)
+        self._spent.update(seconds)
+        self._events.extend(ev.GpuTimeSpent(WORKER, phase, spent) for phase, spent in seconds.items())
+
+
+def _will_stop(scoring: _Scoring) -> bool:
+    """Whether a failure is known that the run cannot do without; previews are expendable."""
+    future = scoring.future
+    if not future.done():
+        return False
+    if future.exception() is not None:
+        return True
+    expendable = bool(scoring.rollouts) and all(r.purpose is Purpose.EXPLORE for r in scoring.rollouts)
+    return bool(future.result().failures) and not expendable
+
+
+def _brief(detail: str) -> str:
+    """What happened and how it ended, of a message that may hold a traceback."""
+    first, *rest = detail.splitlines()
+    return f"{first} ... {rest[-1].strip()}" if rest else first
+
+
+def _encode(picture: Picture) -> str:
+    height, width, _ = picture.shape
+    return f"{height}x{width}:{b64encode(picture.tobytes()).decode()}"
+
+
+def _decode(encoded: str) -> Picture:
+    size, _, content = encoded.partition(":")
+    height, width = map(int, size.split("x"))
+    return np.frombuffer(b64decode(content), np.uint8).reshape(height, width, 3)

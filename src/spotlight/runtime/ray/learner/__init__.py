@@ -1,1 +1,0 @@
-"""The learner as ranks that may die: one process each, one group to the head."""

@@ -1,1 +1,0 @@
-"""A Ray on this machine, whose nodes come, get notices and are killed."""

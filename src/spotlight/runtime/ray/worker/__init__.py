@@ -1,1 +1,0 @@
-"""Rollout workers: their processes, and the head's pool of them."""

@@ -1,0 +1,223 @@
+"""What a run writes down: records, GPU-seconds, metrics, pictures, checkpoints. Only the main rank writes.
+
+Order on the disk: records before the seconds they cost, both before the checkpoint that counts them, so a
+checkpoint never knows more than the ledger.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spotlight.runtime.validation import Validation, summarise
+from spotlight.scheduler.effects import CommitCheckpoint, ReportEvaluation, ReportPipeline
+from spotlight.scheduler.records import REWARD, Record
+from spotlight.scheduler.types import Phase, Prompt, PromptId, Rollout, WorkerId
+from spotlight.store.checkpoints import CheckpointStore
+from spotlight.store.images import Tile, write_grid
+from spotlight.store.ledger.sqlite_ledger import GpuSpend, Ledger
+from spotlight.store.manifest import CheckpointHeader
+from spotlight.store.metrics import MetricsRow, MetricsWriter
+from spotlight.store.run_directory import RunPaths
+from spotlight.training.learner import Learner
+from spotlight.training.sharding import Ranks
+
+CONTROLLER_FILE, LEARNER_FOLDER = "controller.json", "learner"
+Picture = NDArray[np.uint8]
+
+
+class Book(Protocol):
+    """Where the driver writes."""
+
+    def write(self, position: int, record: Record) -> None:
+        """Take a record; durable after :meth:`flush`."""
+
+    def flush(self) -> None:
+        """Make all records durable."""
+
+    def spend(self, seconds: Mapping[Phase, float]) -> None:
+        """Account for a stretch of every worker's time."""
+
+    def evaluation(
+        self, effect: ReportEvaluation, samples_trained: int, pictures: Mapping[Rollout, Picture]
+    ) -> dict[str, float]:
+        """Write validation scores and pictures; returns the row."""
+
+    def pipeline(self, effect: ReportPipeline) -> None:
+        """Account for time in which GPUs would have waited."""
+
+    def iteration(self, iteration: int, samples_trained: int, row: Mapping[str, float]) -> None:
+        """Write an iteration's metrics."""
+
+    def checkpoint(self, effect: CommitCheckpoint, learner: Learner) -> None:
+        """Commit learner, controller and ledger position together."""
+
+
+@dataclass(slots=True)
+class RunBook:
+    """The main rank's book.
+
+    Attributes:
+        workers: price of each worker in USD an hour.
+        before_s: seconds of work on the run in earlier attempts.
+        grid: the prompts that pictures are shown of, and how many each.
+    """
+
+    paths: RunPaths
+    ledger: Ledger
+    checkpoints: CheckpointStore
+    metrics: MetricsWriter
+    ranks: Ranks
+    workers: Mapping[WorkerId, float]
+    prompts: Mapping[PromptId, Prompt]
+    header: CheckpointHeader
+    strict: str | None
+    grid_images: int
+    before_s: float
+    _records: list[tuple[int, Record]] = field(default_factory=list)
+    _spent_s: float = 0.0
+
+    def write(self, position: int, record: Record) -> None:
+        """See :class:`Book`."""
+        self._records.append((position, record))
+
+    def flush(self) -> None:
+        """See :class:`Book`."""
+        if self._records:
+            self.ledger.append(self._records)
+            self._records = []
+
+    def spend(self, seconds: Mapping[Phase, float]) -> None:
+        """See :class:`Book`."""
+        spends = [
+            GpuSpend(worker, phase, spent, price)
+            for worker, price in self.workers.items()
+            for phase, spent in seconds.items()
+        ]
+        self.bill(spends, sum(seconds.values()), time.time())
+
+    def bill(self, spends: Sequence[GpuSpend], elapsed_s: float, now_s: float) -> None:
+        """Account for GPU-seconds of workers that come and go, up to ``now_s`` (seconds since the epoch).
+
+        Args:
+            elapsed_s: since the account before this one.
+        """
+        self.flush()
+        self.ledger.spend(spends, now_s)
+        self._spent_s += elapsed_s
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds of work on the run, all attempts together."""
+        return self.before_s + self._spent_s
+
+    def evaluation(
+        self, effect: ReportEvaluation, samples_trained: int, pictures: Mapping[Rollout, Picture]
+    ) -> dict[str, float]:
+        """See :class:`Book`."""
+        validation = summarise(effect.rollouts, effect.scores, self.prompts, self.strict)
+        row = validation.row()
+        named = {f"validation/{name}": value for name, value in row.items()}
+        self.metrics.write(MetricsRow(effect.iteration, samples_trained, self.wall_s, named))
+        self._draw(effect, pictures, validation)
+        return row
+
+    def pipeline(self, effect: ReportPipeline) -> None:
+        """See :class:`Book`."""
+        self.flush()
+        self.ledger.fill(effect.iteration, effect.filled_s)
+
+    def iteration(self, iteration: int, samples_trained: int, row: Mapping[str, float]) -> None:
+        """See :class:`Book`."""
+        self.metrics.write(MetricsRow(iteration, samples_trained, self.wall_s, row))
+
+    def checkpoint(self, effect: CommitCheckpoint, learner: Learner) -> None:
+        """See :class:`Book`."""
+        with self.committing(effect) as directory:
+            _save_learner(learner, directory, self.ranks)
+
+    @contextmanager
+    def committing(self, effect: CommitCheckpoint) -> Iterator[Path]:
+        """A directory for the learner's state, in :data:`LEARNER_FOLDER`; leaving it commits all together."""
+        self.flush()
+        self.metrics.sync()
+        header = CheckpointHeader(
+            effect.iteration, effect.position, self.header.config_digest, self.header.package_version
+        )
+        with self.checkpoints.writer(header) as directory:
+            (directory / CONTROLLER_FILE).write_text(json.dumps(effect.snapshot))
+            yield directory
+
+    def undo(self, position: int, attempt: int) -> int:
+        """Forget the records after ``position``; returns how many of them the ledger held."""
+        self._records = [(number, record) for number, record in self._records if number <= position]
+        self.flush()
+        return self.ledger.rollback(position, attempt) if self.ledger.position() > position else 0
+
+    def _draw(
+        self, effect: ReportEvaluation, pictures: Mapping[Rollout, Picture], validation: Validation
+    ) -> None:
+        curve = validation.strict or REWARD
+        tiles = [
+            Tile(picture, self.prompts[rollout.prompt_id].text, effect.scores[rollout.id][curve])
+            for rollout, picture in pictures.items()
+        ]
+        title = f"iteration {effect.iteration}: {curve} {validation.judged.mean:.3f}"
+        if tiles:  # the samples that a grid would show may be those that were not scored
+            write_grid(self.paths, effect.iteration, tiles, columns=self.grid_images, title=title)
+
+
+@dataclass(slots=True)
+class Bystander:
+    """The book of the other ranks: writes nothing but its share of the learner's state."""
+
+    ranks: Ranks
+    prompts: Mapping[PromptId, Prompt]
+    strict: str | None
+
+    def write(self, position: int, record: Record) -> None:
+        """Nothing."""
+
+    def flush(self) -> None:
+        """Nothing."""
+
+    def spend(self, seconds: Mapping[Phase, float]) -> None:
+        """Nothing: the main rank accounts for all."""
+
+    def evaluation(
+        self, effect: ReportEvaluation, samples_trained: int, pictures: Mapping[Rollout, Picture]
+    ) -> dict[str, float]:
+        """The row alone."""
+        return summarise(effect.rollouts, effect.scores, self.prompts, self.strict).row()
+
+    def pipeline(self, effect: ReportPipeline) -> None:
+        """Nothing."""
+
+    def iteration(self, iteration: int, samples_trained: int, row: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def checkpoint(self, effect: CommitCheckpoint, learner: Learner) -> None:
+        """This rank's shards."""
+        _save_learner(learner, None, self.ranks)
+
+
+def _save_learner(learner: Learner, directory: Path | None, ranks: Ranks) -> None:
+    """Every rank saves into the main rank's directory."""
+    (chosen, *_) = ranks.share(str(directory) if directory else "")
+    learner.save(Path(chosen) / LEARNER_FOLDER)
+
+
+def shown(rollouts: Sequence[Rollout], prompts: int, images: int) -> list[Rollout]:
+    """The evaluation rollouts that grids show: the first images of evenly spaced prompts."""
+    met = list(dict.fromkeys(rollout.prompt_id for rollout in rollouts))
+    count = min(prompts, len(met))
+    chosen = {met[index * len(met) // count] for index in range(count)}
+    return [rollout for rollout in rollouts if rollout.prompt_id in chosen and rollout.member < images]

@@ -1,0 +1,90 @@
+"""What is left of a finished run: the exported weights, and a summary counted from what is on the disk."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from spotlight.config.schema import RunConfig
+from spotlight.models.family import ModelFamily
+from spotlight.models.slots import WeightSlots
+from spotlight.runtime.recorder import RunBook
+from spotlight.runtime.validation import GRADED, STRICT
+from spotlight.scheduler.types import Purpose
+from spotlight.store.images import drawn_iterations, write_comparison
+from spotlight.store.metrics import MetricsRow, read_metrics
+from spotlight.store.run_summary import RunSummary, SampleCounts, ValidationPoint, write_summary
+from spotlight.training.lora_export import export_lora, export_merged
+from spotlight.training.sharding import Ranks
+
+LORA_FOLDER, MERGED_FOLDER = "lora", "merged"
+_VALIDATION = "validation/"
+
+
+def export_judged(config: RunConfig, family: ModelFamily, slots: WeightSlots, ranks: Ranks) -> Path | None:
+    """Export the judged weights into the run directory; every rank must call it.
+
+    Returns:
+        The adapter's file or the pipeline's directory, on the main rank; None on the others.
+    """
+    root = config.runs_dir / config.name
+    slot = config.evaluation.weights
+    if config.learner.mode == "lora":
+        return export_lora(family, slots, slot, root / LORA_FOLDER, ranks)
+    if ranks.is_main:  # an earlier end of this run, before its iterations were raised
+        shutil.rmtree(root / MERGED_FOLDER, ignore_errors=True)
+    return export_merged(family, slots, slot, root / MERGED_FOLDER, ranks, replace=True)
+
+
+def conclude_run(
+    config: RunConfig, book: RunBook, weights: Path | None, account: Callable[[], None]
+) -> RunSummary:
+    """Draw the comparison and write ``summary.json``.
+
+    Args:
+        weights: what :func:`export_judged` wrote.
+        account: writes down where the time went, so that the summary counts what it cost up to itself.
+    """
+    _compare(book)
+    account()
+    summary = summarise_run(config, book, weights if config.learner.mode == "lora" else None)
+    write_summary(book.paths.summary, summary)
+    return summary
+
+
+def summarise_run(config: RunConfig, book: RunBook, lora: Path | None) -> RunSummary:
+    """Count a run's outcome from its ledger and metrics."""
+    counts = book.ledger.counts()
+    validations = [row for row in read_metrics(book.paths.path) if f"{_VALIDATION}{GRADED}" in row.values]
+    judged = STRICT if f"{_VALIDATION}{STRICT}" in validations[-1].values else GRADED
+    stderr = validations[-1].values[f"{_VALIDATION}{judged}_stderr"]
+    return RunSummary(
+        validation=tuple(_point(row) for row in validations),
+        validation_stderr=stderr if math.isfinite(stderr) else None,
+        wall_s=book.wall_s,
+        gpu_seconds_by_phase=book.ledger.gpu_seconds_by_phase(),
+        cost_usd=book.ledger.cost_usd(),
+        samples=SampleCounts(
+            issued=counts.issued.get(Purpose.TRAIN, 0), trained=counts.trained, dropped=counts.train_dropped
+        ),
+        lora=str(lora.relative_to(book.paths.path)) if lora else None,
+        run_seed=config.run_seed,
+    )
+
+
+def _compare(book: RunBook) -> None:
+    drawn = drawn_iterations(book.paths)
+    title = f"before and after {drawn[-1]} iterations"
+    write_comparison(book.paths, before=drawn[0], after=drawn[-1], title=title)
+
+
+def _point(row: MetricsRow) -> ValidationPoint:
+    return ValidationPoint(
+        iteration=row.iteration,
+        samples_trained=row.samples_trained,
+        wall_s=row.wall_s,
+        strict=row.values.get(f"{_VALIDATION}{STRICT}"),
+        graded=row.values[f"{_VALIDATION}{GRADED}"],
+    )

@@ -1,0 +1,191 @@
+"""A run from its configuration to its summary, on this machine.
+
+    check everything ─► open the run directory ─► resume or begin ─► drive ─► export and summarise
+
+What can be wrong with model, prompts, rewards or batch arithmetic is found before the run directory is
+touched. Re-running the same configuration resumes at the newest whole checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from spotlight.config.contradictions import batch_problems
+from spotlight.config.errors import ConfigError
+from spotlight.config.load import dump_config
+from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
+from spotlight.rewards.reward_pool import RewardPool
+from spotlight.runtime.attempt import RunResult as RunResult
+from spotlight.runtime.attempt import open_attempt, stopping_gracefully
+from spotlight.runtime.build import parts as build
+from spotlight.runtime.build.denoise import Denoiser
+from spotlight.runtime.build.learner_parts import Learning, assemble, fill_embeddings, prepare_model
+from spotlight.runtime.build.process_setup import prepare_process
+from spotlight.runtime.clock import PhaseClock
+from spotlight.runtime.disk import require_disk
+from spotlight.runtime.finished import finished_summary
+from spotlight.runtime.inline import InlineDriver, Parts
+from spotlight.runtime.observer import Observer
+from spotlight.runtime.process_memory import memory_told_plainly
+from spotlight.runtime.recorder import CONTROLLER_FILE, LEARNER_FOLDER, Book, Bystander, RunBook
+from spotlight.runtime.results import conclude_run, export_judged
+from spotlight.scheduler.controller import Controller
+from spotlight.scheduler.types import Prompt, PromptId, WorkerId
+from spotlight.store.checkpoints import Checkpoint
+from spotlight.store.run_directory import RunDirectory, RunPaths
+from spotlight.store.sinks import require_wandb
+from spotlight.training.sharding import Ranks, process_group
+
+
+@dataclass(frozen=True, slots=True)
+class _Materials:
+    """What was checked and loaded before the run directory is touched."""
+
+    config: RunConfig
+    ranks: Ranks
+    prompts: build.Prompts
+    learning: Learning
+    denoiser: Denoiser
+    rewards: RewardPool
+
+
+def train(config: RunConfig, observer: Observer) -> RunResult:
+    """Run, or resume, a configuration to its end. A run that is at its end already returns at once.
+
+    Raises:
+        ConfigError, PromptFileError, ModelError, RewardSetupError, RewardInputError: before any work.
+        StoreError: the run directory or the disk.
+        DeviceMemoryError: the device has too little memory.
+        TrainingError: the learner cannot go on (gradients that are not finite).
+    """
+    clock = PhaseClock()
+    if (summary := finished_summary(config)) is not None:
+        observer.note(f"finished before: {summary.validation[-1].iteration} iterations are trained")
+        return RunResult(config.runs_dir / config.name, summary, None, stopped=False)
+    device = build.pick_device(config)
+    prepare_process(device, config.deterministic)
+    with ExitStack() as stack, memory_told_plainly(clock):
+        ranks = stack.enter_context(process_group(device))
+        materials = _gather(config, device, ranks, stack)
+        for note in materials.prompts.notes(config):
+            observer.note(note)
+        if not ranks.is_main:
+            return _drive(
+                materials, observer, clock, Bystander(ranks, _by_id(materials), config.evaluation.strict)
+            )
+        require_disk(config)
+        directory = stack.enter_context(
+            RunDirectory.open(config.runs_dir, config.name, dump_config(config), RESUMABLE_KEYS)
+        )
+        return _as_main(materials, directory, observer, clock)
+
+
+# -- before the run directory --------------------------------------------------------------------------
+
+
+def _gather(config: RunConfig, device: torch.device, ranks: Ranks, stack: ExitStack) -> _Materials:
+    if problems := list(batch_problems(config, ranks.world)):
+        raise ConfigError(f"this configuration on {ranks.world} ranks", problems)
+    if config.metrics.wandb is not None:
+        require_wandb()
+    prompts = build.load_prompts(config)
+    model = prepare_model(config, device)
+    rewards = stack.enter_context(build.make_reward_pool(config))
+    used = prompts.used(config)
+    rewards.check([prompt.text for prompt in used], [prompt.metadata for prompt in used])
+    conditions = fill_embeddings(config, model, used, ranks)
+    learning = assemble(config, model, conditions, ranks)
+    engine = build.make_engine(config, model.family, learning.negative)
+    denoiser = Denoiser(
+        engine,
+        learning.slots,
+        conditions,
+        model.recipes,
+        model.algorithm.rollout_slot,
+        config.evaluation.weights,
+    )
+    return _Materials(config, ranks, prompts, learning, denoiser, rewards)
+
+
+# -- the main rank's run directory ---------------------------------------------------------------------
+
+
+def _as_main(
+    materials: _Materials, directory: RunDirectory, observer: Observer, clock: PhaseClock
+) -> RunResult:
+    config, ranks = materials.config, materials.ranks
+    with open_attempt(
+        config,
+        directory,
+        _by_id(materials),
+        ranks,
+        workers={WorkerId(f"rank-{rank}"): config.fleet.price_usd_h for rank in range(ranks.world)},
+        began_s=time.time() - clock.elapsed_s,
+        observer=observer,
+        account=lambda book: book.spend(clock.take()),
+    ) as attempt:
+        result = attempt.result = _drive(materials, observer, clock, attempt.book, attempt.newest)
+    return result
+
+
+def _drive(
+    materials: _Materials,
+    observer: Observer,
+    clock: PhaseClock,
+    book: Book,
+    newest: Checkpoint | None = None,
+) -> RunResult:
+    config, ranks = materials.config, materials.ranks
+    controller = _resume(materials, newest)  # all ranks meet here: from now on the run directory exists
+    materials.rewards.log_to(
+        RunPaths(config.runs_dir / config.name).attempts, prefix=f"rank-{ranks.rank}-reward"
+    )
+    driver = InlineDriver(
+        Parts(
+            controller=controller,
+            denoiser=materials.denoiser,
+            trainer=materials.learning.trainer,
+            rewards=materials.rewards,
+            book=book,
+            clock=clock,
+            observer=observer,
+            ranks=ranks,
+            lease_size=config.rollout.batch_size * ranks.world,
+            grid=(config.evaluation.grid_prompts, config.evaluation.grid_images),
+        )
+    )
+    clock.ready()
+    with stopping_gracefully(driver.request_stop, observer):
+        error = driver.run()
+    directory = config.runs_dir / config.name
+    if error is not None or driver.stopped:
+        return RunResult(directory, None, error, driver.stopped)
+    learning = materials.learning
+    weights = export_judged(config, learning.model.family, learning.slots, ranks)
+    if not isinstance(book, RunBook):
+        return RunResult(directory, None, None, stopped=False)
+    summary = conclude_run(config, book, weights, lambda: book.spend(clock.take()))
+    return RunResult(directory, summary, None, stopped=False)
+
+
+def _resume(materials: _Materials, newest: Checkpoint | None) -> Controller:
+    """The controller and learner of the newest checkpoint, the same on all ranks."""
+    config, ranks = materials.config, materials.ranks
+    plan = build.plan_of(config, ranks.world)
+    (where, *_) = ranks.share(str(newest.directory) if newest else "")
+    if not where:
+        return Controller(plan, materials.prompts.train, materials.prompts.test)
+    materials.learning.learner.load(Path(where) / LEARNER_FOLDER)
+    snapshot = json.loads((Path(where) / CONTROLLER_FILE).read_text())
+    return Controller.restore(plan, materials.prompts.train, materials.prompts.test, snapshot)
+
+
+def _by_id(materials: _Materials) -> dict[PromptId, Prompt]:
+    prompts = materials.prompts
+    return {prompt.id: prompt for prompt in (*prompts.train, *prompts.test)}

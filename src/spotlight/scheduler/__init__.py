@@ -1,0 +1,1 @@
+"""The controller: everything that decides, without torch, clock or network. Begin at `controller.py`."""

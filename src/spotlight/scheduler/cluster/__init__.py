@@ -1,0 +1,1 @@
+"""Workers, sequence-parallel groups, drains and recovery, as the controller sees them."""

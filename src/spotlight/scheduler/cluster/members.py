@@ -1,0 +1,106 @@
+"""What the cluster remembers of its nodes, workers and groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from spotlight.scheduler.cluster.weight_sources import Holding
+from spotlight.scheduler.effects import PullWeights
+from spotlight.scheduler.types import GroupKind, Node, NodeId, PolicyVersion, WorkerId
+
+
+class WorkerState(StrEnum):
+    """STARTING: no process yet. LOADING: no weights yet. FREE: in no group. GROUPED: in one."""
+
+    STARTING = "starting"
+    LOADING = "loading"
+    FREE = "free"
+    GROUPED = "grouped"
+
+
+ABLE = frozenset({WorkerState.FREE, WorkerState.GROUPED})
+"""Workers with weights, which can be in a group."""
+
+
+class GroupState(StrEnum):
+    """FORMING: not confirmed. READY: may hold a lease. STOPPING: commits what it holds, then parts."""
+
+    FORMING = "forming"
+    READY = "ready"
+    STOPPING = "stopping"
+
+
+@dataclass(slots=True)
+class Worker:
+    """One process on one GPU.
+
+    Attributes:
+        epoch: of the process; answers under another one come from a process that was given up.
+        based: the base weights are loaded.
+        version: the policy version loaded, None while unknown.
+        pull: the weight pull that it was told to do and has not confirmed.
+        leader: of its group.
+    """
+
+    id: WorkerId
+    node: NodeId
+    gpu: int
+    epoch: int
+    state: WorkerState = WorkerState.STARTING
+    based: bool = False
+    version: PolicyVersion | None = None
+    pull: PullWeights | None = None
+    leader: WorkerId | None = None
+
+    def holding(self) -> Holding:
+        """What it could give to its neighbours."""
+        fetching = self.pull is not None and self.pull.peer is None and not self.based
+        return Holding(self.id, self.based, self.version, fetching)
+
+
+@dataclass(slots=True)
+class Group:
+    """Workers of one node that denoise together; ``capacity`` > 0: it waits for work.
+
+    Attributes:
+        kind: as it was formed, whoever left it since.
+        trains: its node's GPUs are learner ranks too.
+    """
+
+    leader: WorkerId
+    epoch: int
+    node: NodeId
+    members: tuple[WorkerId, ...]
+    kind: GroupKind
+    trains: bool
+    state: GroupState = GroupState.FORMING
+    capacity: int = 0
+
+
+@dataclass(slots=True)
+class Host:
+    """A node, the workers on it and the leaders of their groups; ``deadline_s`` once it was noticed."""
+
+    node: Node
+    workers: list[WorkerId] = field(default_factory=list)
+    leaders: dict[WorkerId, None] = field(default_factory=dict)
+    deadline_s: float | None = None
+    draining: bool = False
+
+
+def check_members(
+    hosts: Mapping[NodeId, Host], workers: Mapping[WorkerId, Worker], groups: Mapping[WorkerId, Group]
+) -> None:
+    """Assert that a worker is in at most one group, a group on one node, and no work on a draining one."""
+    for worker in workers.values():
+        assert worker.id in hosts[worker.node].workers
+        assert (worker.leader is not None) == (worker.state is WorkerState.GROUPED)
+        assert worker.leader is None or worker.id in groups[worker.leader].members
+        assert worker.version is None or worker.based
+    for group in groups.values():
+        assert group.members, "a group without members"
+        assert all(workers[name].leader == group.leader for name in group.members)
+        assert {workers[name].node for name in group.members} == {group.node}
+        assert group.state is GroupState.STOPPING or not hosts[group.node].draining

@@ -1,0 +1,496 @@
+"""The controller: everything that decides, as one pure state machine. Read this file first.
+
+    effects = controller.handle(event, now)
+
+No torch, no clock, no threads, no global randomness: the same events give the same effects. Drivers
+(``runtime/inline`` in one process; others beside it) carry effects out in order and feed back events.
+
+Who waits on whom, in one iteration of the synchronous schedule:
+
+    issue ──► queue ──► WorkPulled / GrantLease ──► RolloutCompleted ──► ScoreSamples ──► SampleRewarded
+                                                                                               │ all in
+              StepOptimizer* ◄── TrainMicroBatch* ◄── PrepareBatch ◄── ReportEvaluation, if any ◄──┘
+                    └──► FinishBatch ──► PublishWeights ──► CommitCheckpoint, when due ──► next iteration
+
+Evaluation rollouts of an iteration go through the same queue, after its train rollouts. Optimizer steps come
+when both are done, because they must be made by the version that the iteration started with.
+
+``Plan.pipeline`` lets more overlap: samples are prepared and trained in parts as they come (``axis``), the
+learner's GPUs roll out as long as that is sooner (``bounded``), rollouts of the next iteration begin before
+this one is trained (``next_share``). See ``scheduler/overlap``.
+
+Invariants: those of the ledger (checked after every event) and of the queue (see ``Controller.check``), and
+    - a sample is made by the version its rollout asks for (admission) and trained in the iteration it was
+      made for (consumption): its staleness is 0 published versions, or 1 if it was begun early;
+    - a sample enters at most one optimizer step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from spotlight.scheduler import events as ev
+from spotlight.scheduler.cluster.cluster import Cluster
+from spotlight.scheduler.cluster.recovery import Recovery
+from spotlight.scheduler.effects import (
+    CommitCheckpoint,
+    DiscardSamples,
+    Effect,
+    FinishRun,
+    GrantLease,
+    NoWork,
+    PublishWeights,
+    ReportEvaluation,
+    ReportPipeline,
+    RestoreLearner,
+    RollBack,
+    TrainMicroBatch,
+    WriteRecord,
+)
+from spotlight.scheduler.ledger import Ledger
+from spotlight.scheduler.overlap.parts import Training
+from spotlight.scheduler.overlap.trainer_budget import Backlog, rollouts_to_take
+from spotlight.scheduler.plan import Explore, require_usable
+from spotlight.scheduler.plan import Plan as Plan
+from spotlight.scheduler.queue import PullQueue, Value, first_epoch
+from spotlight.scheduler.records import StepApplied
+from spotlight.scheduler.rollouts import Rollouts
+from spotlight.scheduler.snapshot import Snapshot
+from spotlight.scheduler.stages import LEARNER_IDLES, LOOKS_AHEAD
+from spotlight.scheduler.stages import Stage as Stage
+from spotlight.scheduler.types import (
+    Filler,
+    PolicyVersion,
+    Prompt,
+    Rollout,
+    RolloutId,
+)
+
+
+class Controller:
+    """See the module's docstring."""
+
+    def __init__(self, plan: Plan, train: Sequence[Prompt], test: Sequence[Prompt], term: int = 0) -> None:
+        require_usable(plan, train, test)
+        self.plan = plan
+        self.prompts = {prompt.id: prompt for prompt in (*train, *test)}
+        self.queue = PullQueue(plan.lease_s, term)
+        self.stage = Stage.IDLE
+        self.iteration = 0
+        self.version = self._published_before = PolicyVersion(0)
+        self.cluster = Cluster(plan.cluster, self.queue, first_epoch(term), self.version)
+        self.cluster.serving.switch_s = plan.pipeline.switch_s
+        self.work = Rollouts(plan, train, test, self.queue, self.cluster)
+        self.training = Training(plan, self.work, 0)
+        self._now = self._task_s = 0.0
+        self._task_overlaps = False
+        self._takes = self._takes_until_s = 0.0
+        self._committed = self._to_commit = self._snapshot()
+        self._learner_up, self._restore_due = True, False
+        self._undo: list[Effect] = []
+
+    @property
+    def ledger(self) -> Ledger:
+        """What was counted so far."""
+        return self.work.ledger
+
+    # -- the one entry ---------------------------------------------------------------------------------
+
+    def handle(self, event: ev.Event, now: float) -> list[Effect]:
+        """Take one event at controller time ``now`` (seconds); return the effects, in order."""
+        self._now = now
+        for lease in self.queue.expire(now):
+            self.cluster.suspect(lease)
+        self.cluster.ring(now)
+        self.work.renew()
+        self._dispatch(_after_the_end(event) if self.stage is Stage.OVER else event)
+        if self.stage is not Stage.OVER:
+            self.work.renew()
+            self._learn()
+        if self.stage is not Stage.OVER:
+            self._let_trainers()
+            if self.stage in LOOKS_AHEAD:
+                self.work.explore_ahead(self.iteration, now)
+            self._serve()
+        # Records come first: drivers make them durable before any checkpoint that an effect asks for. What a
+        # lost learner undoes is undone before it is recorded anew.
+        records = [WriteRecord(*numbered) for numbered in self.ledger.take_records()]
+        if records:
+            self.ledger.check()
+        effects = [*self._undo, *records, *self.work.effects, *self.cluster.effects]
+        self._undo, self.work.effects, self.cluster.effects = [], [], []
+        return effects
+
+    def _dispatch(self, event: ev.Event) -> None:
+        match event:
+            case ev.RunStarted():
+                self._expect(Stage.IDLE, event)
+                self._start_iteration()
+            case ev.WorkerJoined(worker):
+                self.queue.admit(worker)
+            case ev.WorkerLeft(worker):
+                self.queue.release(worker)
+            case ev.WorkPulled():
+                self._grant(event)
+            case ev.GroupPulled():
+                self.cluster.pulled(event, self._now)
+            case ev.ProgressCommitted():
+                self.work.commit(event, self._now)
+            case ev.LeaseProgressed():
+                self.work.progress(event, self._now)
+            case ev.RolloutCompleted(worker, lease, epoch, rollout, version):
+                self.work.complete(worker, lease, epoch, (rollout,), version, self._now)
+                self._advance()
+            case ev.LeaseCompleted(worker, lease, epoch, rollouts, version):
+                if not self.work.complete(worker, lease, epoch, rollouts, version, self._now):
+                    self.cluster.abandon(worker, epoch, lease)
+                else:
+                    self.cluster.finished(worker, lease, self._now)
+                self._advance()
+            case ev.RolloutFailed(_, lease, epoch, rollout, error):
+                self.work.fail(lease, epoch, rollout, error)
+                self.cluster.failed(lease, self._now)
+                self._advance()
+            case ev.SampleRewarded(rollout, scores, lineage):
+                self.work.reward({rollout: scores}, lineage, self._now)
+                self._advance()
+            case ev.SamplesRewarded(scores_of, lineage):
+                self.work.reward(scores_of, lineage, self._now)
+                self._advance()
+            case ev.RewardFailed():
+                self.work.fail_reward(event)
+                self._advance()
+            case ev.BatchPrepared() | ev.MicroBatchTrained() | ev.OptimizerStepped() | ev.BatchFinished():
+                self._trained(event)
+            case ev.EvaluationReported(_, lineage):
+                if lineage == self.cluster.lineage:
+                    self._expect(Stage.REPORTING, event)
+                    self._evaluation_reported()
+            case ev.WeightsPublished(version):
+                self._published(version)
+            case ev.CheckpointCommitted():
+                self._expect(Stage.COMMITTING, event)
+                self._committed = self._to_commit
+                self._start_iteration()
+            case ev.LearnerLost() | ev.LearnerRestored():
+                self._learner_changed(event)
+            case ev.GpuTimeSpent(_, phase, seconds):
+                self.ledger.spend(phase, seconds)
+                self.ledger.check()
+            case ev.TimePassed():
+                pass
+            case _:
+                self.cluster.handle(event, self._now)
+                self._restore_learner()
+
+    @property
+    def wake_s(self) -> float | None:
+        """When a :class:`~spotlight.scheduler.events.TimePassed` must come, unless something else happens."""
+        waited_for = self._takes and self._takes_until_s > self._now and not self.cluster.trainers_work
+        takes_s = self._takes_until_s if waited_for else None
+        alarms = (self.queue.next_deadline_s, self.cluster.next_s, takes_s)
+        times = [at_s for at_s in alarms if at_s is not None]
+        return min(times, default=None)
+
+    def check(self) -> None:
+        """Assert every invariant, in O(rollouts of the iteration): for tests, and when there is time."""
+        self.ledger.check()
+        self.queue.check()
+        self.cluster.check()
+        self.work.check()
+
+    @property
+    def rollouts(self) -> Mapping[RolloutId, Rollout]:
+        """The rollouts of the current iteration, without previews."""
+        return self.work.at.rollouts
+
+    # -- issue -----------------------------------------------------------------------------------------
+
+    def _start_iteration(self) -> None:
+        work = self.work
+        work.begin(self._now)
+        self.training = Training(self.plan, work, self.iteration)
+        last = self.iteration >= self.plan.iterations
+        explores = self.plan.exploration
+        first = not last and explores is not None and explores.where is Explore.CRITICAL_PATH
+        if not last and not first:
+            work.issue_training(self.iteration, self.version)
+        if last or self.iteration % self.plan.evaluate_every == 0:
+            work.issue_evaluation(self.iteration, self.version)
+        if self.iteration + 1 < self.plan.iterations:
+            work.issue_early(self.iteration + 1, self.version)
+        self.stage = Stage.EXPLORING if first else Stage.ROLLING
+        if first:
+            work.open_window(self.iteration, self.version, self._now)
+        else:
+            work.forget_safe()
+        self._advance()
+
+    def _grant(self, event: ev.WorkPulled) -> None:
+        over = self.stage is Stage.OVER
+        granted = None if over else self.queue.pull(event.worker, event.capacity, self._now)
+        self.work.effects.append(GrantLease(*granted) if granted else NoWork(event.worker))
+
+    # -- stages ----------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Once every sample of the iteration is scored or dropped: report the evaluation, then learn."""
+        if self.work.stopping is not None:
+            self._stop(self.work.stopping)
+            return
+        if self.stage is Stage.EXPLORING and not self.work.window.unscored:
+            self.work.close_window(self._now)
+            self.work.issue_training(self.iteration, self.version)
+            self.work.forget_safe()
+            self.stage = Stage.ROLLING
+        if self.stage is not Stage.ROLLING or self.work.at.unscored:
+            return
+        if self.work.at.evaluation:
+            self.stage = Stage.REPORTING
+            self._report_evaluation()
+        else:
+            self._all_there()
+
+    def _report_evaluation(self) -> None:
+        scored = [rollout for rollout in self.work.at.evaluation if rollout in self.work.at.scores]
+        if not scored:
+            self._stop(f"iteration {self.iteration}: not one evaluation sample was scored, nothing is known")
+            return
+        for rollout in scored:
+            self.ledger.evaluate(rollout)
+        rollouts = tuple(self.work.at.rollouts[rollout] for rollout in scored)
+        scores = {rollout: self.work.at.scores[rollout] for rollout in scored}
+        self.work.effects.append(
+            ReportEvaluation(self.iteration, self.version, rollouts, scores, self.cluster.lineage)
+        )
+
+    def _evaluation_reported(self) -> None:
+        self.work.discard(rollout for rollout in self.work.at.evaluation if rollout in self.work.at.scores)
+        self._all_there()
+
+    def _all_there(self) -> None:
+        """Nothing of the iteration is left to be made: finish, or learn from what no part had."""
+        if self.iteration >= self.plan.iterations:
+            self._finish()
+            return
+        self.stage = Stage.LEARNING
+        if not self._learner_up:
+            self.cluster.recoveries[Recovery.LEARNER_AWAITED] += 1
+        self.work.learn_from_groups(self.iteration, self.version)
+
+    # -- training --------------------------------------------------------------------------------------
+
+    def _learn(self) -> None:
+        """Give the learner its next task, if it has none, and the GPUs for it."""
+        there, training = self.stage is Stage.LEARNING, self.training
+        rolls = self.stage in (Stage.ROLLING, Stage.REPORTING)
+        if training.task or not self._learner_up or not (there or rolls):
+            self._takes = 0
+            return
+        if self.cluster.trainers_work:
+            return
+        if rolls and self.plan.pipeline.bounded and self.cluster.trainers():
+            self._plan_takes()
+            if self._takes:
+                return
+        task = training.next(there)
+        if task is not None:
+            # What the learner's GPUs take to turn is no part of its pace.
+            self._task_s = self._now + self.cluster.serving.learner_turns()
+            made = (Value.TRAIN, Value.EVAL)
+            held = self.queue.outstanding_of(*made) - self.queue.waiting_of(*made)
+            self._task_overlaps = not there and held > 0 and bool(self.cluster.hosts)
+            self.work.effects.append(task)
+        elif there:
+            self._stop(
+                f"iteration {self.iteration}: no group kept two scored samples, nothing can be learnt from it"
+            )
+
+    def _plan_takes(self) -> None:
+        """How much the learner's GPUs should generate now; what is left of a plan is waited for a while."""
+        pipeline, pace = self.plan.pipeline, self.cluster.pace
+        overlaps = pipeline.axis is not None
+        trainable = self.training.ready() if overlaps else 0
+        made = self.training.untrained - trainable if overlaps else 0
+        backlog = Backlog(
+            self.plan.rollout_steps,
+            self.plan.evaluation_steps,
+            trainable,
+            made,
+            pace.train_s,
+            whole=not overlaps,
+            switch_s=pipeline.switch_s,
+            generating=bool(self.cluster.serving.turned),
+        )
+        takes = rollouts_to_take(self.cluster, backlog)
+        if takes is None:  # nobody is asked now: what was planned stays for who is about to ask
+            if self._now >= self._takes_until_s:
+                self._takes = 0
+        else:
+            self._takes, self._takes_until_s = takes, self._now + self.plan.cluster.answer_s
+
+    def _let_trainers(self) -> None:
+        """GPUs of the learner roll out only while it has nothing to do, and perhaps no more than pays."""
+        if not self.cluster.trainers():
+            return
+        waits = self._learner_up and self.stage in LEARNER_IDLES and self.training.task is None
+        rollouts: float = 0.0
+        if waits and self.plan.pipeline.bounded and self.stage is not Stage.EXPLORING:
+            rollouts = self._takes
+        elif waits and not (self.plan.pipeline.axis and self.training.ready()):
+            rollouts = math.inf
+        self.cluster.let_trainers(rollouts, explore=self.stage is Stage.EXPLORING)
+
+    def _serve(self) -> None:
+        self.cluster.serve(self._now)
+        if self._takes:
+            self._takes = self.cluster.serving.trainers_may
+
+    def _trained(
+        self, event: ev.BatchPrepared | ev.MicroBatchTrained | ev.OptimizerStepped | ev.BatchFinished
+    ) -> None:
+        task = self.training.task
+        self.training.answered(event)
+        match event:
+            case ev.BatchPrepared():
+                pass
+            case ev.MicroBatchTrained():
+                assert isinstance(task, TrainMicroBatch)
+                spent_s = max(0.0, self._now - self._task_s)
+                self.cluster.pace.trained(len(task.micro_batch.rollouts), spent_s)
+                if self._task_overlaps:
+                    self.cluster.pace.fill(Filler.TRAINING, spent_s * self.plan.ranks)
+            case ev.OptimizerStepped(_, update, loss, grad_norm):
+                self._stepped(update, loss, grad_norm)
+            case ev.BatchFinished():
+                self._report_pipeline()
+                self.stage = Stage.PUBLISHING
+                self.work.effects.append(PublishWeights(self.version))
+
+    def _stepped(self, update: int, loss: float, grad_norm: float) -> None:
+        self.version = PolicyVersion(self.version + 1)
+        trained = self.training.stepped()
+        for rollout in trained:
+            self.ledger.train(rollout, self.version)
+        self.ledger.step(StepApplied(self.version, self.iteration, update, len(trained), loss, grad_norm))
+        self.work.discard(trained)
+
+    # -- the end of an iteration -----------------------------------------------------------------------
+
+    def _published(self, version: PolicyVersion) -> None:
+        if self.stage is not Stage.PUBLISHING or version != self.version:
+            return
+        self.ledger.publish(version)
+        self.work.close_window(self._now)
+        self.cluster.publish(version, self._now)
+        self.work.published(self._published_before)
+        self._published_before = version
+        self.iteration += 1
+        if self.iteration % self.plan.checkpoint_every and self.iteration < self.plan.iterations:
+            self._start_iteration()
+            return
+        self.stage = Stage.COMMITTING
+        # The records of this very event count as written: the driver writes them before the checkpoint.
+        self._to_commit = self._snapshot()
+        snapshot = self._to_commit.as_json()
+        self.work.effects.append(CommitCheckpoint(self.iteration, self.ledger.position, snapshot))
+
+    def _report_pipeline(self) -> None:
+        """What filled time in which GPUs would have waited."""
+        pipeline, filled = self.plan.pipeline, self.cluster.pace.filled_s
+        overlapped = self.training.overlapped if pipeline.axis is not None else None
+        early = self.work.early_samples if pipeline.next_share else None
+        if filled or overlapped is not None or early is not None:
+            report = ReportPipeline(self.iteration, dict(sorted(filled.items())), overlapped, early)
+            self.work.effects.append(report)
+        filled.clear()
+
+    # -- a lost learner --------------------------------------------------------------------------------
+
+    def _learner_changed(self, event: ev.LearnerLost | ev.LearnerRestored) -> None:
+        match event:
+            case ev.LearnerLost():
+                self._expect(self.stage, event, self.stage is not Stage.IDLE)
+                self._roll_back()
+            case ev.LearnerRestored(lineage):
+                if lineage == self.cluster.lineage:
+                    self._learner_up = True
+
+    def _roll_back(self) -> None:
+        """Return to the last committed checkpoint, as a resumed run does, keeping what is safe and equal."""
+        self.cluster.recoveries[Recovery.LEARNER_LOST] += 1
+        self.work.effects = []
+        self.iteration, self.version = self._committed.iteration, self._committed.version
+        self._published_before = self.version
+        self.work.roll_back(self._committed.ledger, self._committed.exploration)
+        self._undo.append(RollBack(self.ledger.position))
+        self.cluster.roll_back(self.version, self._now)
+        self.cluster.serving.turned.clear()  # its GPUs are another process's now
+        self._learner_up, self._restore_due = False, True
+        self._restore_learner()
+        self._start_iteration()
+
+    def _restore_learner(self) -> None:
+        """As soon as there are GPUs enough for all its ranks."""
+        if self._restore_due and self.cluster.learner_gpus >= self.plan.ranks:
+            self._restore_due = False
+            self.work.effects.append(RestoreLearner(self.iteration, self.cluster.lineage))
+
+    def _finish(self) -> None:
+        self.stage = Stage.OVER
+        if self.cluster.pace.filled_s:
+            self._report_pipeline()
+        self.work.effects.append(FinishRun(None))
+
+    def _stop(self, error: str) -> None:
+        self.stage = Stage.OVER
+        self.work.effects = [e for e in self.work.effects if isinstance(e, DiscardSamples)]
+        self.work.effects.append(FinishRun(error))
+
+    def _expect(self, stage: Stage, event: ev.Event, also: bool = True) -> None:
+        if self.stage is not stage or not also:
+            raise RuntimeError(
+                f"{event} came while the iteration was {self.stage}; drivers answer effects in order"
+            )
+
+    # -- checkpoints -----------------------------------------------------------------------------------
+
+    def snapshot(self) -> dict[str, object]:
+        """JSON-able state between two iterations."""
+        return self._snapshot().as_json()
+
+    def _snapshot(self) -> Snapshot:
+        ledger = self.ledger.snapshot()
+        exploration = self.work.explorer.snapshot() if self.work.explorer else {}
+        return Snapshot(self.iteration, self.version, self.queue.leases_granted, ledger, exploration)
+
+    @classmethod
+    def restore(
+        cls,
+        plan: Plan,
+        train: Sequence[Prompt],
+        test: Sequence[Prompt],
+        snapshot: Mapping[str, object],
+        term: int = 0,
+    ) -> Controller:
+        """The controller that made ``snapshot``, ready for :class:`~spotlight.scheduler.events.RunStarted`.
+
+        Args:
+            term: of this incarnation. Where workers or their messages outlive the controller, each
+                incarnation needs a higher one: nothing sent to an older one counts then.
+        """
+        controller = cls(plan, train, test, term)
+        parsed = Snapshot.parse(snapshot)
+        controller.iteration, controller.version = parsed.iteration, parsed.version
+        controller._published_before = parsed.version
+        controller.work.load(parsed.ledger, parsed.exploration)
+        controller.queue.leases_granted = parsed.leases_granted
+        controller.cluster.target = parsed.version
+        controller._committed = parsed
+        return controller
+
+
+def _after_the_end(event: ev.Event) -> ev.Event:
+    """Late answers change nothing once the run is over; time is still billed, and pulls still answered."""
+    return event if isinstance(event, ev.GpuTimeSpent | ev.WorkPulled) else ev.TimePassed()

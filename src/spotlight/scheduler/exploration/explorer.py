@@ -1,0 +1,241 @@
+"""What exploration decides and learns, from one iteration to the next. Part of the controller.
+
+    open ──► previews ──► close: seeds are chosen ──► groups are made anew ──► learn what it brought ──► open
+
+Invariants
+    1. The state is JSON between two iterations; a restored explorer goes on as the one that made it.
+    2. Nothing here reaches training but seeds, and weights that follow from how they were chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import cast
+
+from spotlight.scheduler.exploration.arms import Arm, arm_grid
+from spotlight.scheduler.exploration.bandit import DiscountedUCB
+from spotlight.scheduler.exploration.budget import Forecast, WindowSeen
+from spotlight.scheduler.exploration.contrast import contrast
+from spotlight.scheduler.exploration.decayed_mean import section
+from spotlight.scheduler.exploration.fidelity import Trust, fidelity
+from spotlight.scheduler.exploration.planner import ArmPolicy, FixedArm, Lesson, Outlook, Planner
+from spotlight.scheduler.exploration.window import Choice, ExploredGroup, Window, choose, flat
+from spotlight.scheduler.plan import ExplorationPlan, Explore, Plan
+from spotlight.scheduler.records import REWARD
+from spotlight.scheduler.seeds import spares_of_iteration
+from spotlight.scheduler.types import PolicyVersion, Prompt
+
+
+class Explorer:
+    """See the module's docstring.
+
+    Attributes:
+        policy: decides how much to explore.
+        window: open while there are previews to make.
+        groups: what previews chose for the iteration that trains next, by slot.
+        report: what there is to tell of them so far; JSON-able. Of an open window nothing is told yet: those
+            chosen before may still be in the making.
+    """
+
+    def __init__(self, plan: Plan, exploration: ExplorationPlan, prompts: Sequence[Prompt]) -> None:
+        self._plan, self._exploration = plan, exploration
+        self._prompts = {prompt.id: prompt for prompt in prompts}
+        self.policy = make_policy(exploration)
+        self.window = Window(0)
+        self._planned: list[Prompt] = []
+        self.groups: Mapping[int, ExploredGroup] = {}
+        self.report: dict[str, object] = {}
+        self._decided: dict[str, object] = {}
+
+    # -- a window --------------------------------------------------------------------------------------
+
+    def open(
+        self,
+        iteration: int,
+        version: PolicyVersion,
+        prompts: Sequence[Prompt],
+        early: int,
+        workers: int,
+        now: float,
+    ) -> Window:
+        """Decide how much to explore for an iteration; ``window.arm`` is None for not at all.
+
+        Args:
+            prompts: of the iteration's slots.
+            early: slots, from the first, that are not explored.
+        """
+        explored = {slot: prompt for slot, prompt in enumerate(prompts) if slot >= early}
+        decision = self.policy.decide(Outlook(iteration, len(explored), workers))
+        self._planned = list(prompts)
+        self._decided = {"iteration": iteration, "decision": dict(decision.metrics)}
+        self.window = Window(iteration, decision.arm, version, now, workers, explored)
+        self.window.scored_s = now
+        return self.window
+
+    def spare(self, slot: int) -> tuple[int, Prompt] | None:
+        """A slot and a prompt to preview besides, once ``slot`` is seen to have no contrast."""
+        window, plan = self.window, self._plan
+        spares = sum(explored >= plan.prompts_per_iteration for explored in window.prompts)
+        if spares >= self._exploration.spare_prompts or slot in window.replaced:
+            return None
+        if not flat(window, slot, self._exploration, plan.group_size):
+            return None
+        prompts = list(self._prompts.values())
+        found = spares_of_iteration(prompts, plan.run_seed, window.iteration, self._planned, spares + 1)
+        if len(found) <= spares:
+            return None
+        new = plan.prompts_per_iteration + spares
+        window.prompts[new] = found[spares]
+        window.replaced.add(slot)
+        return new, found[spares]
+
+    def deepen(self) -> dict[int, range]:
+        """Members by slot to preview besides what was planned: the next round, empty when all is done."""
+        limit = self._exploration.seeds_per_prompt_max
+        return {} if limit is None or self.window.arm is None else self.window.round(limit)
+
+    def close(self, now: float) -> tuple[Window, Choice]:
+        """Choose seeds from what was scored; there is no open window then."""
+        window, self.window = self.window, Window(self.window.iteration)
+        if window.opened_s is None:
+            self.groups, self.report = {}, {}
+            return window, Choice()
+        plan, exploration = self._plan, self._exploration
+        choice = choose(window, exploration, plan.group_size, plan.prompts_per_iteration, plan.run_seed)
+        self.groups = choice.groups
+        open_s = now - window.opened_s
+        if window.arm is not None:
+            # Workers that deepen pools are as busy as with what was planned.
+            busy_s = open_s if window.unscored else window.scored_s - window.opened_s
+            scored = len(window.scores)
+            self.policy.observe(WindowSeen(window.arm, open_s, busy_s, window.workers, scored))
+        self.report = self._decided | {
+            "arm": window.arm and window.arm.name,
+            "version": window.version,
+            "window": {
+                "open_s": open_s,
+                "workers": window.workers,
+                "prompts": sum(slot < plan.prompts_per_iteration for slot in window.prompts),
+                "planned": window.planned,
+                "issued": len(window.rollouts),
+                "scored": len(window.scores),
+                "cut_off": window.cut_off,
+            },
+            "selection": {
+                "policy": exploration.policy.value,
+                "replaced_prompts": choice.replaced,
+                "pool_contrast": choice.pool_contrast,
+                "pool_size": choice.pool_size,
+                **{verdict.value: count for verdict, count in sorted(choice.verdicts.items())},
+            },
+        }
+        return window, choice
+
+    # -- the groups that were chosen -------------------------------------------------------------------
+
+    @property
+    def seeds(self) -> Mapping[int, tuple[int, ...]]:
+        """By slot; other slots take seeds of their own."""
+        return {slot: group.seeds for slot, group in self.groups.items()}
+
+    def prompts(self, planned: Iterable[Prompt]) -> list[Prompt]:
+        """The prompts of the iteration's slots, spare ones in the places that they took."""
+        return [
+            self._prompts[self.groups[slot].prompt] if slot in self.groups else prompt
+            for slot, prompt in enumerate(planned)
+        ]
+
+    def explored_beside(self, slot: int, seeds: Set[int]) -> tuple[Mapping[str, float], ...]:
+        """Scores of the previews of a slot's pool, but for some seeds of its group.
+
+        With the group's other seeds, which rank first and last, the spread is the pool's; without them it
+        would be that of its middle.
+        """
+        if slot not in self.groups:
+            return ()
+        group = self.groups[slot]
+        chosen = zip(group.seeds, group.previews, strict=True)
+        return (*group.unchosen, *(scores for seed, scores in chosen if seed not in seeds))
+
+    def weight(self, slot: int, seed: int) -> float:
+        """Factor by which a sample counts, so that the choice of its seed leaves no bias; else 1."""
+        if not self._exploration.undo_selection or slot not in self.groups:
+            return 1.0
+        return self.groups[slot].weights().get(seed, 1.0)
+
+    def learn(
+        self,
+        realised: Mapping[int, Mapping[int, Mapping[str, float]]],
+        version: PolicyVersion,
+    ) -> dict[str, object] | None:
+        """The groups were made anew; returns the report on their exploration, if there was any.
+
+        Args:
+            realised: regenerated scores by slot and seed.
+            version: that made them.
+        """
+        report, self.report = self.report, {}
+        if "window" not in report:
+            return None
+        evidence = {
+            name: [
+                found
+                for slot, group in sorted(self.groups.items())
+                if (found := group.evidence(name, realised.get(slot, {}))) is not None
+            ]
+            for name in self._score_names()
+        }
+        ranked = {name: fidelity(groups) for name, groups in evidence.items()}
+        gained = contrast(evidence[REWARD])
+        arm = Arm.parse(str(report["arm"])) if report["arm"] is not None else None
+        prompts = cast("int", section(report, "window")["prompts"])
+        self.policy.learn(Lesson(arm, gained, ranked[REWARD], len(self.groups), prompts))
+        report["staleness"] = version - cast("int", report.pop("version"))
+        report["contrast"] = dict(gained.as_metrics()) if gained is not None else {}
+        report["fidelity"] = {name: dict(one.as_metrics()) for name, one in ranked.items()}
+        return report
+
+    def _score_names(self) -> list[str]:
+        names = {name: None for group in self.groups.values() for name in group.pool_variance}
+        return [REWARD, *(name for name in names if name != REWARD)]
+
+    # -- checkpoints -----------------------------------------------------------------------------------
+
+    def snapshot(self) -> dict[str, object]:
+        """JSON-able state between two iterations."""
+        return {
+            "policy": self.policy.snapshot(),
+            "groups": {str(slot): group.as_json() for slot, group in self.groups.items()},
+            "report": dict(self.report),
+        }
+
+    def load(self, state: Mapping[str, object]) -> None:
+        """Stand where a snapshot was taken; an empty one is the start. Raises ValueError if it is none."""
+        self.policy = make_policy(self._exploration)
+        self.window, self.groups, self.report = Window(0), {}, {}
+        if not state:
+            return
+        self.policy.load(section(state, "policy"))
+        groups = section(state, "groups")
+        self.groups = {int(slot): ExploredGroup.parse(tree) for slot, tree in groups.items()}
+        unknown = [group.prompt for group in self.groups.values() if group.prompt not in self._prompts]
+        if unknown:
+            raise ValueError(
+                f"the checkpoint has seeds for prompt {unknown[0]}, which is not among the training prompts: "
+                "resume with the prompts that the run began with"
+            )
+        self.report = dict(section(state, "report"))
+
+
+def make_policy(exploration: ExplorationPlan) -> ArmPolicy:
+    """The planner, or the one arm of the plan."""
+    trust = Trust(exploration.fidelity_min)
+    planner = exploration.planner
+    if planner is None:
+        return FixedArm(Arm(exploration.seeds_per_prompt, exploration.steps), trust)
+    grid = arm_grid(planner.seed_counts, planner.step_counts)
+    # The largest first: what fits a window fills it.
+    arms = sorted(grid, key=lambda arm: (-planner.costs.work_s(arm, arm.seeds_per_prompt), arm))
+    bandit = DiscountedUCB(arms, planner.alpha, planner.discount, planner.sharing)
+    forecast = Forecast(planner.costs, planner.caution)
+    return Planner(bandit, forecast, trust, limited=exploration.where is Explore.IDLE)

@@ -1,0 +1,234 @@
+"""Ranking fidelity: how well previews rank the seeds that training regenerates. Pure functions.
+
+Rank correlations within a chosen group say too much: the group holds the pool's extremes, and extremes are
+easy to tell apart (the reverse of range restriction). They are reported as ``group_tau`` and ``group_rho``
+and decide nothing. Two estimates are of the whole pool:
+
+- by design (``tau``): Kendall's tau-b from pairs weighted by how many pairs of the pool each stands for, over
+  groups that keep some seeds drawn at random. Numerators and denominators are summed over groups first: each
+  sum is unbiased, their ratio is so as groups become many.
+- by slope (``tau_by_slope``): Pearson's correlation corrected for the choice, rho² = b² var(x) / var(y),
+  turned into tau by asin(rho) * 2 / pi, which holds for bivariate normal rewards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from spotlight.scheduler.exploration.decayed_mean import Fading, section
+from spotlight.scheduler.exploration.statistics import GroupEvidence, fit_lines
+
+
+def kendall_tau(x: Sequence[float], y: Sequence[float]) -> float | None:
+    """Kendall's tau-b; None if either has no two different values."""
+    return _tau_b([(_signs(x, y, one, other), 1.0) for one in range(len(x)) for other in range(one)])
+
+
+def spearman_rho(x: Sequence[float], y: Sequence[float]) -> float | None:
+    """Pearson's correlation of ranks, ties at their mean rank; None if either has no two different values."""
+    return _pearson(_ranks(x), _ranks(y))
+
+
+def hit_rate(previews: Sequence[float], realised: Sequence[float], count: int, *, top: bool) -> float:
+    """Share of the ``count`` best (or worst) previews whose regenerated rewards are among the ``count`` best.
+
+    Where ties leave open who is among them, the share is that expected of a random order among equals.
+
+    Raises:
+        ValueError: ``count`` is not within 1..n.
+    """
+    if not 1 <= count <= len(previews):
+        raise ValueError(f"hits among the best {count} of {len(previews)}; expected 1 to {len(previews)}")
+    one, other = (_membership(values, count, top) for values in (previews, realised))
+    return math.fsum(a * b for a, b in zip(one, other, strict=True)) / count
+
+
+@dataclass(frozen=True, slots=True)
+class Fidelity:
+    """Of one reward, over the groups of an iteration; None where nothing can be said.
+
+    Attributes:
+        groups, sampled: with contrast; of these, with seeds drawn at random.
+        top_hit, bottom_hit: rates within groups, for the best and the worst quarter; chance is a quarter.
+    """
+
+    groups: int
+    sampled: int
+    tau: float | None
+    tau_by_slope: float | None
+    group_tau: float | None
+    group_rho: float | None
+    top_hit: float | None
+    bottom_hit: float | None
+
+    @property
+    def judged(self) -> float | None:
+        """What decisions rest on: by slope, because with two drawn seeds a group the design's figure of one
+        iteration is mostly noise; that one is there to see whether the slope's is right in the mean."""
+        return self.tau if self.tau_by_slope is None else self.tau_by_slope
+
+    def as_metrics(self) -> Mapping[str, float]:
+        """What is known, by name."""
+        named = {
+            "groups": float(self.groups),
+            "sampled": float(self.sampled),
+            "tau": self.tau,
+            "tau_by_slope": self.tau_by_slope,
+            "group_tau": self.group_tau,
+            "group_rho": self.group_rho,
+            "top_hit": self.top_hit,
+            "bottom_hit": self.bottom_hit,
+        }
+        return {name: value for name, value in named.items() if value is not None}
+
+
+def fidelity(groups: Sequence[GroupEvidence]) -> Fidelity:
+    """Of an iteration's explored groups."""
+    told = [group for group in groups if len(group.previews) >= 2 and group.pool_variance > 0.0]
+    sampled = [group for group in told if group.by_design]
+    quarters = [(group, max(1, len(group.previews) // 4)) for group in told]
+    return Fidelity(
+        groups=len(told),
+        sampled=len(sampled),
+        tau=pool_tau(sampled),
+        tau_by_slope=tau_by_slope(told),
+        group_tau=_mean(kendall_tau(group.previews, group.realised) for group in told),
+        group_rho=_mean(spearman_rho(group.previews, group.realised) for group in told),
+        top_hit=_mean(hit_rate(g.previews, g.realised, count, top=True) for g, count in quarters),
+        bottom_hit=_mean(hit_rate(g.previews, g.realised, count, top=False) for g, count in quarters),
+    )
+
+
+def pool_tau(groups: Sequence[GroupEvidence]) -> float | None:
+    """Kendall's tau-b over the groups' pools, by design; None without two different rewards."""
+    pairs = [
+        (_signs(group.previews, group.realised, one, other), weight)
+        for group in groups
+        for one, other, weight in group.pairs()
+    ]
+    return _tau_b(pairs)
+
+
+def tau_by_slope(groups: Sequence[GroupEvidence]) -> float | None:
+    """Kendall's tau over the groups' pools, from lines; None if no group has one."""
+    explained = total = direction = 0.0
+    for group, line in zip(groups, fit_lines(groups), strict=True):
+        if line is not None:
+            explained += line.squared * group.pool_variance
+            total += line.pool_variance(group)
+            direction += line.slope * group.pool_variance
+    if total <= 0.0:
+        return None
+    rho = math.copysign(math.sqrt(min(1.0, max(0.0, explained / total))), direction)
+    return 2 / math.pi * math.asin(rho)
+
+
+@dataclass(slots=True)
+class Trust:
+    """Which preview steps still rank well enough, from recent fidelity.
+
+    A number of steps is doubted while its discounted mean of tau lies below ``threshold``, and so are fewer
+    steps that have no evidence of their own. Evidence fades; once there is less of it than of ``needed``
+    iterations, the steps are tried again.
+
+    Attributes:
+        threshold: of Kendall's tau; None trusts always.
+        discount: of an iteration's evidence, by every later one.
+    """
+
+    threshold: float | None
+    discount: float = 0.9
+    needed: float = 1.5
+    _taus: dict[int, Fading] = field(default_factory=dict)
+
+    def learn(self, steps: int | None, tau: float | None) -> None:
+        """An iteration's fidelity; None for one without exploration, or without figures."""
+        for memory in self._taus.values():
+            memory.forget(self.discount)
+        if steps is not None and tau is not None:
+            self._taus.setdefault(steps, Fading()).add(tau)
+
+    def tau(self, steps: int) -> float | None:
+        """What is known of previews with so many steps; None if it is too little."""
+        memory = self._taus.get(steps)
+        return memory.mean if memory is not None and memory.weight >= self.needed else None
+
+    def doubts(self, steps: int) -> bool:
+        """Whether previews with so many steps should not choose."""
+        if self.threshold is None:
+            return False
+        known = self.tau(steps)
+        if known is not None:
+            return known < self.threshold
+        more = [tau for other in self._taus if other > steps and (tau := self.tau(other)) is not None]
+        return any(tau < self.threshold for tau in more)
+
+    def snapshot(self) -> dict[str, object]:
+        """JSON-able state."""
+        return {
+            "tau": {str(steps): memory.as_json() for steps, memory in self._taus.items() if memory.weight}
+        }
+
+    def load(self, state: Mapping[str, object]) -> None:
+        """Stand where a snapshot was taken."""
+        taus = section(state, "tau")
+        self._taus = {int(steps): Fading.parse(value) for steps, value in taus.items()}
+
+
+# -- inside ------------------------------------------------------------------------------------------------
+
+
+def _signs(x: Sequence[float], y: Sequence[float], one: int, other: int) -> tuple[int, int]:
+    return _sign(x[one] - x[other]), _sign(y[one] - y[other])
+
+
+def _sign(value: float) -> int:
+    return (value > 0) - (value < 0)
+
+
+def _tau_b(pairs: Sequence[tuple[tuple[int, int], float]]) -> float | None:
+    agree = math.fsum(weight * sx * sy for (sx, sy), weight in pairs)
+    untied_x = math.fsum(weight for (sx, _), weight in pairs if sx)
+    untied_y = math.fsum(weight for (_, sy), weight in pairs if sy)
+    if not untied_x or not untied_y:
+        return None
+    return max(-1.0, min(1.0, agree / math.sqrt(untied_x * untied_y)))
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """1 is the lowest; equals share their mean rank."""
+    order = sorted(range(len(values)), key=lambda place: values[place])
+    ranks = [0.0] * len(values)
+    start = 0
+    while start < len(order):
+        end = start
+        while end < len(order) and values[order[end]] == values[order[start]]:
+            end += 1
+        for place in order[start:end]:
+            ranks[place] = (start + 1 + end) / 2
+        start = end
+    return ranks
+
+
+def _pearson(x: Sequence[float], y: Sequence[float]) -> float | None:
+    x_mean, y_mean = math.fsum(x) / len(x), math.fsum(y) / len(y)
+    sxx = math.fsum((a - x_mean) ** 2 for a in x)
+    syy = math.fsum((b - y_mean) ** 2 for b in y)
+    if not sxx or not syy:
+        return None
+    return math.fsum((a - x_mean) * (b - y_mean) for a, b in zip(x, y, strict=True)) / math.sqrt(sxx * syy)
+
+
+def _membership(values: Sequence[float], count: int, top: bool) -> list[float]:
+    """Probability of each to be among the best (or worst) ``count``, equals in random order."""
+    last = sorted(values, reverse=top)[count - 1]
+    better = [value > last if top else value < last for value in values]
+    share = (count - sum(better)) / sum(value == last for value in values)
+    return [1.0 if inside else share * (value == last) for inside, value in zip(better, values, strict=True)]
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if known else None

@@ -1,0 +1,247 @@
+"""Who decides how much to explore: one arm for all iterations, or the planner.
+
+    decide ──► previews ──► observe (how long the window was) ──► groups regenerated ──► learn ──► decide ...
+
+Invariants
+    1. Pure: equal calls give equal decisions; a restored policy decides as the one that made the snapshot.
+    2. An arm is judged by what regenerated rewards showed, never by what its previews promised.
+    3. Every decision comes with what it was made of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from spotlight.scheduler.exploration.arms import Arm
+from spotlight.scheduler.exploration.bandit import DiscountedUCB, Estimate
+from spotlight.scheduler.exploration.budget import Capacity, Forecast, WindowSeen
+from spotlight.scheduler.exploration.contrast import Contrast
+from spotlight.scheduler.exploration.decayed_mean import Fading, section
+from spotlight.scheduler.exploration.fidelity import Fidelity, Trust
+
+_NO_CONTRAST = 1e-12
+"""Of random groups: a gain relative to less than this says nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What is known when a window opens.
+
+    Attributes:
+        prompts: to explore.
+        workers: that could explore now.
+    """
+
+    iteration: int
+    prompts: int
+    workers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """An arm, or None for random seeds; ``metrics`` is JSON-able and explains it."""
+
+    arm: Arm | None
+    why: str
+    metrics: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """What became of an iteration's exploration; None: no arm was played, or nothing can be said.
+
+    Attributes:
+        chosen: groups whose seeds previews chose, of ``prompts`` that were to be explored.
+    """
+
+    arm: Arm | None
+    contrast: Contrast | None
+    fidelity: Fidelity | None
+    chosen: int
+    prompts: int
+
+
+class ArmPolicy(Protocol):
+    """Chooses how much to explore for an iteration."""
+
+    def decide(self, outlook: Outlook) -> Decision:
+        """Of the window that opens now."""
+        ...
+
+    def observe(self, seen: WindowSeen) -> None:
+        """A window has ended."""
+        ...
+
+    def learn(self, lesson: Lesson) -> None:
+        """The groups that exploration chose were regenerated; once an iteration."""
+        ...
+
+    def snapshot(self) -> dict[str, object]:
+        """JSON-able state."""
+        ...
+
+    def load(self, state: Mapping[str, object]) -> None:
+        """Stand where a snapshot was taken. Raises ValueError for anything else than a snapshot."""
+        ...
+
+
+@dataclass(slots=True)
+class FixedArm:
+    """The same arm for every iteration, or random seeds while its previews rank too badly."""
+
+    arm: Arm
+    trust: Trust
+
+    def decide(self, outlook: Outlook) -> Decision:
+        """See :class:`ArmPolicy`."""
+        doubted = self.trust.doubts(self.arm.steps)
+        arm = None if doubted else self.arm
+        why = _doubt(self.trust) if doubted else "the only arm"
+        metrics = {"iteration": outlook.iteration, "chosen": arm and arm.name, "why": why}
+        return Decision(arm, why, metrics | {"tau": self.trust.tau(self.arm.steps)})
+
+    def observe(self, seen: WindowSeen) -> None:
+        """Nothing depends on it."""
+
+    def learn(self, lesson: Lesson) -> None:
+        """See :class:`ArmPolicy`."""
+        _learn_trust(self.trust, lesson)
+
+    def snapshot(self) -> dict[str, object]:
+        """See :class:`ArmPolicy`."""
+        return {"trust": self.trust.snapshot()}
+
+    def load(self, state: Mapping[str, object]) -> None:
+        """See :class:`ArmPolicy`."""
+        self.trust.load(section(state, "trust"))
+
+
+@dataclass(slots=True)
+class Planner:
+    """The arm with the largest upper confidence bound among those that fit the window and are trusted.
+
+    An arm's reward is the mean gain (see :mod:`spotlight.scheduler.exploration.contrast`) of the prompts
+    that it was
+    to explore, 0 for those left with random seeds because they showed no contrast or because time was up. It
+    is in units of the contrast that random groups had in EARLIER iterations: rewards of easy and hard times
+    are comparable, and the unit is fixed before the reward is seen, so it does not bias it.
+
+    A window may open before the groups of the one before are made: what was played then is learnt later.
+
+    Attributes:
+        limited: windows end with training; else the previews are waited for, and every arm fits.
+        _awaited: the arm played last, unless it was learnt from.
+    """
+
+    bandit: DiscountedUCB
+    forecast: Forecast
+    trust: Trust
+    limited: bool = True
+    _unit: Fading = field(default_factory=Fading)
+    _awaited: Arm | None = None
+
+    def decide(self, outlook: Outlook) -> Decision:
+        """See :class:`ArmPolicy`."""
+        capacity = self.forecast.capacity(outlook.workers)
+        work_s = {arm: self._work_s(arm, outlook.prompts) for arm in self.bandit.arms}
+        fits = {arm for arm in self.bandit.arms if self._fits(work_s[arm], capacity)}
+        trusted = {arm for arm in self.bandit.arms if not self.trust.doubts(arm.steps)}
+        estimates = self.bandit.estimates()
+        cheapest = min(trusted, key=lambda arm: (work_s[arm], arm)) if trusted else None
+        if not trusted:
+            arm, why = None, _doubt(self.trust)
+        elif self.limited and capacity.cautious_s is None:
+            arm, why = cheapest, "no window was timed yet: the cheapest arm"
+        elif not fits & trusted:
+            arm, why = cheapest, "no arm fits the window: the cheapest, for as many prompts as it lasts"
+        else:
+            arm = self.bandit.choose(self._worth_trying(fits & trusted, estimates), estimates)
+            tried = estimates[arm].mean is not None
+            why = "the largest index of those that fit" if tried else "fits, and was not tried yet"
+        arms = {
+            one.name: self._explain(one, work_s[one], one in fits, one in trusted, estimates[one])
+            for one in self.bandit.arms
+        }
+        self._awaited = arm
+        metrics = {"iteration": outlook.iteration, "chosen": arm and arm.name, "why": why}
+        return Decision(arm, why, metrics | {"capacity": capacity.as_metrics(), "arms": arms})
+
+    def observe(self, seen: WindowSeen) -> None:
+        """See :class:`ArmPolicy`."""
+        self.forecast.observe(seen)
+
+    def learn(self, lesson: Lesson) -> None:
+        """See :class:`ArmPolicy`."""
+        _learn_trust(self.trust, lesson)
+        if lesson.arm is None:
+            return
+        self._awaited = None if self._awaited == lesson.arm else self._awaited
+        if lesson.contrast is None:
+            self.bandit.learn(lesson.arm, 0.0)
+            return
+        unit = lesson.contrast.random if self._unit.mean is None else self._unit.mean
+        if lesson.contrast.random > _NO_CONTRAST:
+            self._unit.forget(self.bandit.discount)
+            self._unit.add(lesson.contrast.random)
+        # Groups that lost their samples count as the others: it is not the arm's doing.
+        share = lesson.chosen / lesson.prompts
+        self.bandit.learn(lesson.arm, share * lesson.contrast.gain / unit if unit > _NO_CONTRAST else 0.0)
+
+    def snapshot(self) -> dict[str, object]:
+        """See :class:`ArmPolicy`."""
+        return {
+            "bandit": self.bandit.snapshot(),
+            "forecast": self.forecast.snapshot(),
+            "trust": self.trust.snapshot(),
+            "unit": self._unit.as_json(),
+            "awaited": self._awaited and self._awaited.name,
+        }
+
+    def load(self, state: Mapping[str, object]) -> None:
+        """See :class:`ArmPolicy`."""
+        self.bandit.load(section(state, "bandit"))
+        self.forecast.load(section(state, "forecast"))
+        self.trust.load(section(state, "trust"))
+        self._unit = Fading.parse(state.get("unit"))
+        awaited = state.get("awaited")
+        arm = None if awaited is None else Arm.parse(str(awaited))
+        self._awaited = arm if arm in self.bandit.arms else None  # the grid may be another by now
+
+    def _worth_trying(self, arms: set[Arm], estimates: Mapping[Arm, Estimate]) -> set[Arm]:
+        """Without an arm whose first play is not learnt from yet: a second would tell nothing sooner."""
+        first = self._awaited is not None and estimates[self._awaited].mean is None
+        return arms - {self._awaited} or arms if first else arms
+
+    def _work_s(self, arm: Arm, prompts: int) -> float:
+        return self.forecast.costs.work_s(arm, prompts * arm.seeds_per_prompt)
+
+    def _fits(self, work_s: float, capacity: Capacity) -> bool:
+        if not self.limited:
+            return True
+        return capacity.cautious_s is not None and work_s <= capacity.cautious_s
+
+    def _explain(
+        self, arm: Arm, work_s: float, fits: bool, trusted: bool, estimate: Estimate
+    ) -> dict[str, object]:
+        return {
+            "work_s": work_s,
+            "fits": fits,
+            "trusted": trusted,
+            "tau": self.trust.tau(arm.steps),
+            "plays": estimate.plays,
+            "mean": estimate.mean,
+            "bonus": estimate.bonus if math.isfinite(estimate.bonus) else None,
+            "index": estimate.index if math.isfinite(estimate.index) else None,
+        }
+
+
+def _learn_trust(trust: Trust, lesson: Lesson) -> None:
+    steps = None if lesson.arm is None else lesson.arm.steps
+    trust.learn(steps, None if lesson.fidelity is None else lesson.fidelity.judged)
+
+
+def _doubt(trust: Trust) -> str:
+    return f"random seeds: previews rank below tau {trust.threshold} with regenerated rewards"

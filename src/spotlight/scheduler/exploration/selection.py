@@ -1,0 +1,217 @@
+"""Which explored seeds form a group: pure functions of preview rewards.
+
+Invariants
+    1. What is chosen depends on preview rewards, seeds and ``draw_seed`` only: never on the order in which
+       previews came, nor on regenerated rewards. Equal rewards rank by seed; seeds are hashes, so the rank
+       among equals is random, and the same everywhere.
+    2. Previews without contrast choose nothing, and the verdict says so: the group then takes unexplored
+       seeds of its own, which can still differ. Where the choice is to be undone it takes any seeds of its
+       pool: a pool drawn anew for being flat, which it is more often where rewards are low, is biased.
+    3. ``inclusion`` is exact: given the previews, seed i is chosen with that probability over ``draw_seed``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import accumulate
+
+from spotlight.scheduler.seeds import derive_seed
+
+_TIE = 1e-12
+"""Variances that differ by less than this share of themselves count as equal (rounding of prefix sums)."""
+
+_FLOOR = 0.5
+"""Size of a seed at the mean under PROPORTIONAL, in mean absolute deviations: it bounds the weights."""
+
+
+class SelectionPolicy(StrEnum):
+    """How seeds are chosen among previews.
+
+    MAX_VARIANCE: the subset whose rewards have the largest variance (PODS, arXiv 2504.13818).
+    TOP_AND_BOTTOM: half with the highest rewards, half with the lowest (one more of the highest if odd).
+    TOP: the highest rewards. RANDOM: any, whatever their rewards: the control.
+    PROPORTIONAL: at random, with probability that grows with the distance from the mean reward; no seed is
+    out of the question, so the choice can be undone by weights.
+    """
+
+    MAX_VARIANCE = "max_variance"
+    TOP_AND_BOTTOM = "top_and_bottom"
+    TOP = "top"
+    RANDOM = "random"
+    PROPORTIONAL = "proportional"
+
+    @property
+    def draws(self) -> bool:
+        """Whether it chooses by chance; else by rank."""
+        return self in (SelectionPolicy.RANDOM, SelectionPolicy.PROPORTIONAL)
+
+
+class SelectionVerdict(StrEnum):
+    """What became of a pool of previews."""
+
+    CHOSEN = "chosen"
+    NO_CONTRAST = "no_contrast"
+    TOO_FEW = "too_few"
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Seeds chosen among previews.
+
+    Attributes:
+        seeds: those kept at random come last; none of too few previews, nor of those without contrast unless
+            they were asked for.
+        inclusion: probability with which each was chosen, given the previews; None where some seed of the
+            pool had probability 0: then no weights undo the choice.
+        kept_at_random: how many of ``seeds``, from the end, were drawn, each equally likely, among those that
+            rank left: all of them under RANDOM or without contrast, none under PROPORTIONAL.
+    """
+
+    verdict: SelectionVerdict
+    seeds: tuple[int, ...] = ()
+    inclusion: tuple[float, ...] | None = None
+    kept_at_random: int = 0
+
+
+def select(
+    rewards: Mapping[int, float],
+    count: int,
+    policy: SelectionPolicy,
+    *,
+    draw_seed: int = 0,
+    kept_at_random: int = 0,
+    contrast_min: float = 0.0,
+    draw_flat: bool = False,
+) -> Selection:
+    """Choose ``count`` seeds.
+
+    Args:
+        rewards: preview reward by seed.
+        draw_seed: fixes what is random.
+        kept_at_random: so many of the group are drawn, each equally likely, among the seeds that the policy
+            left; they make ranking fidelity and a random group's contrast measurable. RANDOM and
+            PROPORTIONAL choose at random anyhow.
+        contrast_min: rewards that all lie within this range of each other have no contrast.
+        draw_flat: seeds without contrast are drawn, each equally likely; else there are none.
+
+    Raises:
+        ValueError: ``count`` below 1, or ``kept_at_random`` outside 0..count.
+    """
+    if count < 1 or not 0 <= kept_at_random <= count:
+        raise ValueError(
+            f"selection of {count} seeds, {kept_at_random} of them at random; expected at least 1 seed, "
+            "and at most as many at random"
+        )
+    if len(rewards) < count:
+        return Selection(SelectionVerdict.TOO_FEW)
+    if max(rewards.values()) - min(rewards.values()) <= contrast_min:
+        verdict = SelectionVerdict.NO_CONTRAST
+        return _drawn(verdict, rewards, count, draw_seed) if draw_flat else Selection(verdict)
+    if len(rewards) == count:
+        return Selection(SelectionVerdict.CHOSEN, tuple(sorted(rewards)), (1.0,) * count)
+    ranked = sorted(rewards, key=lambda seed: (rewards[seed], seed))
+    match policy:
+        case SelectionPolicy.RANDOM:
+            return _drawn(SelectionVerdict.CHOSEN, rewards, count, draw_seed)
+        case SelectionPolicy.PROPORTIONAL:
+            return _proportional(rewards, count, draw_seed)
+        case _:
+            chosen = _by_rank(ranked, rewards, count - kept_at_random, policy)
+            return _with_random(ranked, chosen, kept_at_random, draw_seed)
+
+
+def max_variance(rewards: Sequence[float], count: int) -> int:
+    """How many of the highest belong to the subset of ``count`` with the largest variance; the rest are the
+    lowest.
+
+    The best subset is always some highest and some lowest (PODS, arXiv 2504.13818), so that prefix sums give
+    it in O(n). Of equally good ones the most even is taken.
+
+    Args:
+        rewards: ascending.
+    """
+    centre = rewards[len(rewards) // 2]  # prefix sums around it: rewards far from 0 would lose digits
+    shifted = [value - centre for value in rewards]
+    sums = [0.0, *accumulate(shifted)]
+    squares = [0.0, *accumulate(value * value for value in shifted)]
+    best_high, best = -1, 0.0
+    for high in sorted(range(count + 1), key=lambda high: (abs(2 * high - count), -high)):
+        low, start = count - high, len(rewards) - high
+        total = sums[low] + sums[-1] - sums[start]
+        spread = squares[low] + squares[-1] - squares[start] - total * total / count
+        if best_high < 0 or spread > best * (1 + _TIE):
+            best_high, best = high, spread
+    return best_high
+
+
+def sample_variance(values: Sequence[float]) -> float:
+    """Unbiased variance (divisor n - 1); 0 of fewer than two values. The contrast of a group."""
+    if len(values) < 2:
+        return 0.0
+    mean = values[0] + sum(value - values[0] for value in values) / len(values)
+    return sum((value - mean) ** 2 for value in values) / (len(values) - 1)
+
+
+def _drawn(verdict: SelectionVerdict, rewards: Mapping[int, float], count: int, draw_seed: int) -> Selection:
+    drawn = _shuffled(list(rewards), draw_seed)[:count]
+    return Selection(verdict, tuple(drawn), (count / len(rewards),) * count, count)
+
+
+def _by_rank(
+    ranked: Sequence[int], rewards: Mapping[int, float], count: int, policy: SelectionPolicy
+) -> list[int]:
+    """The highest first."""
+    if count == 0:
+        return []
+    match policy:
+        case SelectionPolicy.MAX_VARIANCE:
+            high = max_variance([rewards[seed] for seed in ranked], count)
+        case SelectionPolicy.TOP_AND_BOTTOM:
+            high = count - count // 2
+        case _:
+            high = count
+    return [*reversed(ranked[len(ranked) - high :]), *ranked[: count - high]]
+
+
+def _with_random(ranked: Sequence[int], chosen: Sequence[int], kept: int, draw_seed: int) -> Selection:
+    taken = set(chosen)
+    left = [seed for seed in ranked if seed not in taken]
+    drawn = _shuffled(left, draw_seed)[:kept]
+    inclusion = (1.0,) * len(chosen) + (kept / len(left),) * kept if kept else None
+    return Selection(SelectionVerdict.CHOSEN, (*chosen, *drawn), inclusion, kept)
+
+
+def _proportional(rewards: Mapping[int, float], count: int, draw_seed: int) -> Selection:
+    """Systematic sampling (Madow 1949) in a random order: exactly ``count`` seeds, exact probabilities."""
+    order = _shuffled(list(rewards), draw_seed)
+    mean = sum(rewards[seed] for seed in order) / len(order)
+    sizes = {seed: abs(rewards[seed] - mean) for seed in order}
+    floor = _FLOOR * sum(sizes.values()) / len(sizes)
+    shares = _shares({seed: size + floor for seed, size in sizes.items()}, count)
+    at = derive_seed(draw_seed, "start") / 2**63
+    chosen: list[int] = []
+    reached = 0.0
+    for seed in order:
+        reached += shares[seed]
+        if len(chosen) < count and at + len(chosen) < reached:
+            chosen.append(seed)
+    chosen += [seed for seed in order if seed not in chosen][: count - len(chosen)]  # rounding at the end
+    return Selection(SelectionVerdict.CHOSEN, tuple(chosen), tuple(shares[seed] for seed in chosen))
+
+
+def _shares(sizes: Mapping[int, float], count: int) -> dict[int, float]:
+    """Probabilities proportional to size, at most 1 each, ``count`` in all."""
+    certain: set[int] = set()
+    while True:
+        rest = sum(size for seed, size in sizes.items() if seed not in certain)
+        scale = (count - len(certain)) / rest if rest else 0.0
+        more = {seed for seed, size in sizes.items() if seed not in certain and size * scale >= 1}
+        if not more:
+            return {seed: 1.0 if seed in certain else size * scale for seed, size in sizes.items()}
+        certain |= more
+
+
+def _shuffled(seeds: Sequence[int], draw_seed: int) -> list[int]:
+    return sorted(seeds, key=lambda seed: derive_seed(draw_seed, "draw", seed))

@@ -1,0 +1,291 @@
+"""The sample ledger: it decides nothing, it counts.
+
+Invariants, checked after every event
+    1. issued = trained + evaluated + explored + dropped + in flight, for every purpose.
+    2. A rollout goes issued -> finished -> scored -> used, each once; dropped may follow any of them, and
+       ends it. A second outcome, or one for a rollout never issued, is an error.
+    3. Billed GPU-seconds = the sum over phases.
+
+The ledger turns every fact into a :class:`~spotlight.scheduler.records.Record` with the next position; the
+durable ledger in ``store/`` holds the same records, so the run can be recounted offline.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from spotlight.scheduler.records import (
+    CommitRejected,
+    PromptSeen,
+    Record,
+    RolloutIssued,
+    SampleDropped,
+    SampleEvaluated,
+    SampleExplored,
+    SampleFinished,
+    SampleScored,
+    SampleTrained,
+    StepApplied,
+    VersionPublished,
+)
+from spotlight.scheduler.types import (
+    DropReason,
+    Phase,
+    PolicyVersion,
+    Prompt,
+    PromptId,
+    Purpose,
+    Rollout,
+    RolloutId,
+    WorkerId,
+)
+
+
+class LedgerError(RuntimeError):
+    """An accounting rule was broken: a bug, never an input error."""
+
+
+class _Reached(IntEnum):
+    """How far a rollout without an outcome has come."""
+
+    ISSUED = 0
+    FINISHED = 1
+    SCORED = 2
+
+
+@dataclass(slots=True)
+class _Open:
+    """A rollout without an outcome."""
+
+    purpose: Purpose
+    reached: _Reached = _Reached.ISSUED
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Counts of a run so far. ``position`` numbers the records written."""
+
+    position: int = 0
+    issued: Counter[Purpose] = field(default_factory=Counter)
+    finished: Counter[Purpose] = field(default_factory=Counter)
+    trained: int = 0
+    evaluated: int = 0
+    explored: int = 0
+    replaced_prompts: int = 0
+    dropped: Counter[DropReason] = field(default_factory=Counter)
+    dropped_purpose: Counter[Purpose] = field(default_factory=Counter)
+    rejected: Counter[str] = field(default_factory=Counter)
+    gpu_seconds: dict[Phase, float] = field(default_factory=dict)
+    billed_s: float = 0.0
+    _open: dict[RolloutId, _Open] = field(default_factory=dict)
+    _in_flight: Counter[Purpose] = field(default_factory=Counter)
+    _prompts: set[PromptId] = field(default_factory=set)
+    _written: list[tuple[int, Record]] = field(default_factory=list)
+
+    # -- facts -----------------------------------------------------------------------------------------
+
+    def issue(self, rollout: Rollout, prompt: Prompt) -> None:
+        """A rollout exists from here on and must end in exactly one outcome."""
+        if rollout.id in self._open:
+            raise LedgerError(f"rollout {rollout.id} issued twice")
+        if prompt.id not in self._prompts:
+            self._prompts.add(prompt.id)
+            self._write(PromptSeen(prompt))
+        self.issued[rollout.purpose] += 1
+        self._open[rollout.id] = _Open(rollout.purpose)
+        self._in_flight[rollout.purpose] += 1
+        self._write(RolloutIssued(rollout))
+
+    def finish(self, rollout: Rollout, worker: WorkerId, epoch: int) -> None:
+        """A worker's finished sample was accepted."""
+        self._reach(rollout.id, _Reached.FINISHED)
+        self.finished[rollout.purpose] += 1
+        self._write(SampleFinished(rollout.id, rollout.version, worker, epoch))
+
+    def score(self, rollout: RolloutId, scores: Mapping[str, float]) -> None:
+        """A sample has its rewards."""
+        self._reach(rollout, _Reached.SCORED)
+        self._write(SampleScored(rollout, scores))
+
+    def train(self, rollout: RolloutId, version: PolicyVersion) -> None:
+        """A sample entered the optimizer step that made ``version``."""
+        self._use(rollout, Purpose.TRAIN)
+        self.trained += 1
+        self._write(SampleTrained(rollout, version))
+
+    def evaluate(self, rollout: RolloutId) -> None:
+        """A sample counted in a validation."""
+        self._use(rollout, Purpose.EVAL)
+        self.evaluated += 1
+        self._write(SampleEvaluated(rollout))
+
+    def explore(self, rollout: RolloutId) -> None:
+        """A preview's scores were used to choose seeds."""
+        self._use(rollout, Purpose.EXPLORE)
+        self.explored += 1
+        self._write(SampleExplored(rollout))
+
+    def replace_prompts(self, count: int) -> None:
+        """Prompts whose previews showed no contrast gave their place to spare ones.
+
+        No record of its own: their previews are explored, and no train rollout of theirs follows.
+        """
+        self.replaced_prompts += count
+
+    def drop(self, rollout: RolloutId, reason: DropReason, detail: str) -> None:
+        """A sample will not be used, for a recorded reason."""
+        self.dropped_purpose[self._close(rollout).purpose] += 1
+        self.dropped[reason] += 1
+        self._write(SampleDropped(rollout, reason, detail))
+
+    def step(self, record: StepApplied) -> None:
+        """An optimizer step was applied."""
+        self._write(record)
+
+    def publish(self, version: PolicyVersion) -> None:
+        """A policy version became available."""
+        self._write(VersionPublished(version))
+
+    def reject(self, rollout: RolloutId | None, reason: str) -> None:
+        """A commit did not count (stale epoch, duplicate, unknown rollout, wrong version)."""
+        self.rejected[reason] += 1
+        # A rollout this ledger never issued cannot be referred to in the durable one.
+        self._write(CommitRejected(rollout if rollout in self._open else None, reason))
+
+    def spend(self, phase: Phase, seconds: float) -> None:
+        """Billed time of a worker."""
+        if not seconds >= 0:
+            raise LedgerError(f"{seconds} seconds spent in {phase}")
+        self.gpu_seconds[phase] = self.gpu_seconds.get(phase, 0.0) + seconds
+        self.billed_s += seconds
+
+    # -- views -----------------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> int:
+        """Rollouts issued and without an outcome."""
+        return len(self._open)
+
+    def take_records(self) -> list[tuple[int, Record]]:
+        """Records made since the last call, with their positions, to be made durable."""
+        records, self._written = self._written, []
+        return records
+
+    def check(self) -> None:
+        """Raise :class:`LedgerError` unless the invariants hold. Costs nothing per rollout."""
+        used = {
+            Purpose.TRAIN: self.trained,
+            Purpose.EVAL: self.evaluated,
+            Purpose.EXPLORE: self.explored,
+        }
+        for purpose, issued in self.issued.items():
+            outcomes = used[purpose] + self.dropped_purpose[purpose]
+            if issued != outcomes + self._in_flight[purpose]:
+                raise LedgerError(
+                    f"{purpose}: issued {issued} != outcomes {outcomes} "
+                    f"+ in flight {self._in_flight[purpose]}"
+                )
+        if self._in_flight.total() != len(self._open):
+            raise LedgerError(
+                f"{self._in_flight.total()} in flight, but {len(self._open)} without an outcome"
+            )
+        if self.dropped.total() != self.dropped_purpose.total():
+            raise LedgerError("drops by reason and by purpose differ")
+        spent_s = sum(self.gpu_seconds.values())
+        if abs(spent_s - self.billed_s) > 1e-6 * max(1.0, self.billed_s):
+            raise LedgerError(f"billed {self.billed_s} s != {spent_s} s over phases")
+
+    def snapshot(self) -> dict[str, object]:
+        """JSON-able state; only between iterations, when nothing is in flight."""
+        if self._open:
+            raise LedgerError("a snapshot was asked for while rollouts were in flight")
+        return {
+            "position": self.position,
+            "issued": dict(self.issued),
+            "finished": dict(self.finished),
+            "trained": self.trained,
+            "evaluated": self.evaluated,
+            "explored": self.explored,
+            "replaced_prompts": self.replaced_prompts,
+            "dropped": dict(self.dropped),
+            "dropped_purpose": dict(self.dropped_purpose),
+            "rejected": dict(self.rejected),
+            "prompts": sorted(self._prompts),
+        }
+
+    @classmethod
+    def restore(cls, snapshot: Mapping[str, object]) -> Ledger:
+        """The ledger that made ``snapshot``; GPU-seconds start anew, the durable ledger has them all."""
+        state = _Reader(snapshot)
+        return cls(
+            position=state.integer("position"),
+            issued=Counter({Purpose(k): v for k, v in state.counts("issued").items()}),
+            finished=Counter({Purpose(k): v for k, v in state.counts("finished").items()}),
+            trained=state.integer("trained"),
+            evaluated=state.integer("evaluated"),
+            explored=state.integer("explored"),
+            # Older checkpoints have none.
+            replaced_prompts=state.integer("replaced_prompts") if "replaced_prompts" in snapshot else 0,
+            dropped=Counter({DropReason(k): v for k, v in state.counts("dropped").items()}),
+            dropped_purpose=Counter({Purpose(k): v for k, v in state.counts("dropped_purpose").items()}),
+            rejected=Counter(state.counts("rejected")),
+            _prompts={PromptId(prompt) for prompt in state.strings("prompts")},
+        )
+
+    # -- inside ----------------------------------------------------------------------------------------
+
+    def _require_open(self, rollout: RolloutId) -> _Open:
+        if rollout not in self._open:
+            raise LedgerError(f"rollout {rollout} is not in flight")
+        return self._open[rollout]
+
+    def _reach(self, rollout: RolloutId, reached: _Reached) -> None:
+        entry = self._require_open(rollout)
+        if entry.reached != reached - 1:
+            raise LedgerError(f"rollout {rollout} was {entry.reached.name}, and then {reached.name}")
+        entry.reached = reached
+
+    def _use(self, rollout: RolloutId, purpose: Purpose) -> None:
+        entry = self._close(rollout)
+        if entry.purpose is not purpose or entry.reached is not _Reached.SCORED:
+            raise LedgerError(
+                f"rollout {rollout} for {entry.purpose}, {entry.reached.name}, was used for {purpose}"
+            )
+
+    def _close(self, rollout: RolloutId) -> _Open:
+        entry = self._require_open(rollout)
+        del self._open[rollout]
+        self._in_flight[entry.purpose] -= 1
+        return entry
+
+    def _write(self, record: Record) -> None:
+        self.position += 1
+        self._written.append((self.position, record))
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Typed access to a JSON object."""
+
+    tree: Mapping[str, object]
+
+    def integer(self, key: str) -> int:
+        value = self.tree[key]
+        if not isinstance(value, int):
+            raise LedgerError(f"snapshot[{key!r}] is {value!r}, expected an integer")
+        return value
+
+    def counts(self, key: str) -> dict[str, int]:
+        value = self.tree[key]
+        if not isinstance(value, Mapping):
+            raise LedgerError(f"snapshot[{key!r}] is {value!r}, expected counts")
+        return {str(name): int(count) for name, count in value.items()}
+
+    def strings(self, key: str) -> list[str]:
+        value = self.tree[key]
+        if not isinstance(value, list):
+            raise LedgerError(f"snapshot[{key!r}] is {value!r}, expected a list")
+        return [str(item) for item in value]

@@ -1,0 +1,1 @@
+"""Overlapping generation and training: batches in parts, trainer rollout budgets, look-ahead."""

@@ -1,0 +1,55 @@
+"""From surviving groups to optimizer steps and micro-batches. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from spotlight.scheduler.types import Group, MicroBatch, RolloutId
+
+
+def split_updates(groups: Sequence[Group], updates: int) -> list[list[Group]]:
+    """Divide whole groups among at most ``updates`` optimizer steps, as evenly as counts allow."""
+    updates = max(1, min(updates, len(groups)))
+    bounds = [len(groups) * index // updates for index in range(updates + 1)]
+    return [list(groups[low:high]) for low, high in pairwise(bounds) if low < high]
+
+
+def even_out(groups: Sequence[Group], ranks: int) -> tuple[list[Group], list[RolloutId]]:
+    """Leave out samples until every rank trains equally many.
+
+    The largest group gives first, and its last sample; a group never keeps one sample alone, which would
+    have nothing to be compared with.
+
+    Returns:
+        The groups that remain (perhaps none), and what was left out (nothing with one rank).
+    """
+    kept = [list(group.rollouts) for group in groups]
+    surplus: list[RolloutId] = []
+    while sum(map(len, kept)) % ranks:
+        # The last of the largest groups.
+        largest = max(range(len(kept)), key=lambda index: (len(kept[index]), index))
+        cut = 1 if len(kept[largest]) > 2 else len(kept[largest])
+        surplus += kept[largest][-cut:]
+        del kept[largest][-cut:]
+    return [
+        Group(group.prompt_id, tuple(rollouts))
+        for group, rollouts in zip(groups, kept, strict=True)
+        if rollouts
+    ], surplus
+
+
+def micro_batches(
+    groups: Sequence[Group], iteration: int, update: int, size: int, update_samples: int | None = None
+) -> list[MicroBatch]:
+    """Cut samples of an optimizer step, in group order, into micro-batches of at most ``size``.
+
+    Args:
+        update_samples: of the whole step; None: these are all.
+    """
+    samples = [rollout for group in groups for rollout in group.rollouts]
+    announced = len(samples) if update_samples is None else update_samples
+    return [
+        MicroBatch(iteration, update, tuple(samples[start : start + size]), announced)
+        for start in range(0, len(samples), size)
+    ]

@@ -1,0 +1,269 @@
+"""What the learner is given next of an iteration: parts of the batch, micro-batches, optimizer steps.
+
+    part ──► PrepareBatch ──► TrainMicroBatch* ──► ... the next part ... ──► StepOptimizer* ──► FinishBatch
+
+Without an axis the batch is one part, given when all of it is there. With one, parts are given as slices of
+it become ready, and trained while the rest is generated.
+
+Invariants
+    1. One task at a time is under way.
+    2. Every part is prepared before the first optimizer step: old log-probs are those of the weights that
+       the batch began with.
+    3. A sample is in one part, one micro-batch and one optimizer step, or dropped with a reason.
+    4. A micro-batch divides by the learner's ranks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import TypeAlias
+
+from spotlight.scheduler import events as ev
+from spotlight.scheduler.effects import FinishBatch, PrepareBatch, StepOptimizer, TrainMicroBatch
+from spotlight.scheduler.overlap.batches import even_out, micro_batches, split_updates
+from spotlight.scheduler.overlap.slices import Slice, slices
+from spotlight.scheduler.plan import Plan
+from spotlight.scheduler.rollouts import Rollouts
+from spotlight.scheduler.stages import Iteration
+from spotlight.scheduler.types import Comparison, DropReason, Group, MicroBatch, Purpose, RolloutId
+
+Task: TypeAlias = PrepareBatch | TrainMicroBatch | StepOptimizer | FinishBatch
+Answer: TypeAlias = ev.BatchPrepared | ev.MicroBatchTrained | ev.OptimizerStepped | ev.BatchFinished
+
+
+class Training:
+    """See the module's docstring.
+
+    Attributes:
+        task: under way.
+        update: index of the optimizer step that is trained for.
+        overlapped: samples given to the learner before all of the batch was there.
+        prepared: micro-batches so far.
+        begun: those of them that were given to be trained.
+    """
+
+    def __init__(self, plan: Plan, work: Rollouts, iteration: int) -> None:
+        self._plan, self._work, self._iteration = plan, work, iteration
+        self.task: Task | None = None
+        self.update = 0
+        self.overlapped = self.prepared = self.begun = 0
+        self._pending: deque[MicroBatch] = deque()
+        self._index = 0
+        self._sliced: dict[int, int] = {}
+        self._trained: dict[int, list[RolloutId]] = {}
+        self._announced: dict[int, int] = {}
+        self._updates = 1
+        self._seen: tuple[int, ...] = ()
+        self._found: list[Slice] = []
+        self._whole = False
+
+    @property
+    def _at(self) -> Iteration:
+        return self._work.at
+
+    # -- tasks -----------------------------------------------------------------------------------------
+
+    def ready(self) -> int:
+        """Samples that could be trained now, before all of the batch is there."""
+        pending = sum(len(micro_batch.rollouts) for micro_batch in self._pending)
+        return pending + sum(len(part.group.rollouts) for part in self._next_slices())
+
+    @property
+    def untrained(self) -> int:
+        """Samples that were made, scored or not, and not trained."""
+        at = self._at
+        members = sum(len(group) for group in at.groups.values())
+        making = sum(at.rollouts[name].purpose is Purpose.TRAIN for name in at.unscored - at.finished)
+        return max(0, members - making - sum(len(trained) for trained in self._trained.values()))
+
+    def next(self, all_there: bool) -> Task | None:
+        """The next task, which is under way then; None: there is none yet, or (all there) nothing at all."""
+        self.task = self._next(all_there)
+        return self.task
+
+    def _next(self, all_there: bool) -> Task | None:
+        if self._pending and self._pending[0].update == self.update:
+            micro_batch = self._pending.popleft()
+            self.begun += 1
+            self._trained.setdefault(self.update, []).extend(micro_batch.rollouts)
+            return TrainMicroBatch(micro_batch, self._index)
+        if not self._whole:
+            part = self._rest() if all_there else self._part()
+            if part is not None or not all_there:
+                return part
+        if not self._trained and not self._pending:
+            return None
+        while self.update < self._updates and self.update not in self._trained:
+            self.update += 1  # nothing of it survived
+            if self._pending and self._pending[0].update == self.update:
+                return self._next(all_there)
+        if self.update < self._updates:
+            return StepOptimizer(self._iteration, self.update, len(self._trained[self.update]))
+        return FinishBatch(self._iteration)
+
+    def answered(self, event: Answer) -> None:
+        """The task under way is done.
+
+        Raises:
+            RuntimeError: it is not what was answered.
+        """
+        match self.task, event:
+            case PrepareBatch(), ev.BatchPrepared():
+                pass
+            case TrainMicroBatch(batch, index), ev.MicroBatchTrained(_, update, answered) if (
+                batch.update == update and index == answered
+            ):
+                self._index += 1
+            case StepOptimizer(_, update), ev.OptimizerStepped(_, answered) if update == answered:
+                pass
+            case FinishBatch(), ev.BatchFinished():
+                pass
+            case task, _:
+                raise RuntimeError(
+                    f"{event} came while the learner was to do {task}; drivers answer effects in order"
+                )
+        self.task = None
+
+    def stepped(self) -> list[RolloutId]:
+        """The update is applied. Returns its samples; the next one follows."""
+        trained = self._trained[self.update]
+        self.update, self._index = self.update + 1, 0
+        return trained
+
+    # -- parts -----------------------------------------------------------------------------------------
+
+    def _part(self) -> PrepareBatch | None:
+        """What is ready of the first update, if it fills a micro-batch."""
+        chosen = self._next_slices()
+        if not chosen:
+            return None
+        self.overlapped += sum(len(part.group.rollouts) for part in chosen)
+        planned = sum(len(self._members(slot)) for slot in self._slots_of(0))
+        self._announced.setdefault(0, planned)
+        return self._prepare([(0, part) for part in chosen], partial=True)
+
+    def _next_slices(self) -> list[Slice]:
+        """The longest run of ready slices that divides by the ranks; none, if it fills no micro-batch."""
+        if self._plan.pipeline.axis is None or self._whole:
+            return []
+        # Asked at every event, and only scores and drops change the answer.
+        seen = (len(self._at.scores), len(self._at.unscored), sum(self._sliced.values()))
+        if seen != self._seen:
+            self._seen, self._found = seen, self._find_slices()
+        return self._found
+
+    def _find_slices(self) -> list[Slice]:
+        ready = sorted(self._ready(self._slots_of(0)), key=lambda part: (part.members, part.slot))
+        total = longest = samples = 0
+        for count, part in enumerate(ready, start=1):
+            total += len(part.group.rollouts)
+            if total % self._plan.ranks == 0:
+                longest, samples = count, total
+        return ready[:longest] if samples >= self._plan.micro_batch_size else []
+
+    def _rest(self) -> PrepareBatch | None:
+        """All that no part had; what cannot be trained is dropped."""
+        self._whole = True
+        parts: list[tuple[int, Slice]] = []
+        for update, found in enumerate(self._updates_of_rest()):
+            _, surplus = even_out([part.group for part in found], self._plan.ranks)
+            left_out = set(surplus)
+            for rollout in surplus:
+                why = f"{self._plan.ranks} ranks share an update"
+                self._work.drop_quietly(rollout, DropReason.UNEVEN_BATCH, why)
+            kept = (_without(part, left_out) for part in found)
+            parts += [(update, part) for part in kept if part.group.rollouts]
+            self._updates = update + 1
+        if not parts:
+            return None
+        return self._prepare(parts, partial=self._plan.pipeline.axis is not None)
+
+    def _updates_of_rest(self) -> list[list[Slice]]:
+        updates = self._plan.updates_per_batch
+        if self._plan.pipeline.axis is not None:
+            count = max(1, min(updates, len(self._at.groups)))
+            return [self._survivors(self._slots_of(update)) for update in range(count)]
+        found = self._survivors(range(len(self._at.groups)))
+        by_group = {part.group: part for part in found}
+        split = split_updates([part.group for part in found], updates)
+        return [[by_group[group] for group in groups] for groups in split if groups]
+
+    def _survivors(self, slots: Iterable[int]) -> list[Slice]:
+        """The slices that are left of some groups; what is left over of these is dropped."""
+        slots = list(slots)
+        found = list(self._ready(slots))
+        taken = {rollout for part in found for rollout in part.group.rollouts}
+        for slot in slots:
+            for rollout in self._members(slot)[self._sliced.get(slot, 0) :]:
+                if rollout in self._at.scores and rollout not in taken:
+                    why = "the rest of its group was dropped"
+                    self._work.drop_quietly(rollout, DropReason.GROUP_TOO_SMALL, why)
+        return found
+
+    def _prepare(self, parts: Sequence[tuple[int, Slice]], *, partial: bool) -> PrepareBatch:
+        at, plan = self._at, self._plan
+        batches: list[MicroBatch] = []
+        for update in sorted({update for update, _ in parts}):
+            groups = [part.group for of, part in parts if of == update]
+            total = sum(len(group.rollouts) for group in groups)
+            announced = self._announced.setdefault(update, total)
+            batches += micro_batches(groups, self._iteration, update, plan.micro_batch_size, announced)
+        for _, part in parts:
+            self._sliced[part.slot] = part.members
+        self._pending.extend(batches)
+        self.prepared += len(batches)
+        kept = [rollout for _, part in parts for rollout in part.group.rollouts]
+        self._work.require_fresh(kept)
+        comparisons = tuple(part.comparison for _, part in parts)
+        plain = all(comparison == Comparison() for comparison in comparisons)
+        return PrepareBatch(
+            self._iteration,
+            tuple(part.group for _, part in parts),
+            {rollout: at.scores[rollout] for rollout in kept},
+            tuple(batches),
+            self._work.weights(kept),
+            partial,
+            () if plain else comparisons,
+        )
+
+    # -- groups ----------------------------------------------------------------------------------------
+
+    def _ready(self, slots: Iterable[int]) -> Iterator[Slice]:
+        """The slices of some groups that are there, and in no part yet."""
+        at = self._at
+        keys = list(at.groups)
+        for slot in slots:
+            prompt, sliced = keys[slot][1], self._sliced.get(slot, 0)
+            members = at.groups[keys[slot]]
+            if sliced == len(members):
+                continue
+            found = slices(
+                self._plan.pipeline,
+                slot,
+                prompt,
+                members,
+                at.scores,
+                lambda rollout: rollout not in at.unscored,
+                partial(self._work.explored_beside, slot),
+            )
+            yield from (part for part in found if part.members > sliced)
+
+    def _members(self, slot: int) -> list[RolloutId]:
+        return list(self._at.groups.values())[slot]
+
+    def _slots_of(self, update: int) -> range:
+        """Groups divided among updates as planned, whatever becomes of them."""
+        groups = len(self._at.groups)
+        updates = max(1, min(self._plan.updates_per_batch, groups))
+        bounds = [groups * index // updates for index in range(updates + 1)]
+        low, high = list(pairwise(bounds))[update]
+        return range(low, high)
+
+
+def _without(part: Slice, left_out: set[RolloutId]) -> Slice:
+    kept = tuple(rollout for rollout in part.group.rollouts if rollout not in left_out)
+    return replace(part, group=Group(part.group.prompt_id, kept))

@@ -1,0 +1,79 @@
+"""Which samples of a batch can be trained while the rest is generated, and what they are compared with. Pure.
+
+On the axis ``prompt`` a group is one slice. On the axis ``generation`` it is cut by its members' numbers, not
+by when they come, and its slices follow each other: what a sample is compared with depends on who scored and
+who was dropped, never on who was fast. So equal samples give equal advantages in every schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from spotlight.scheduler.plan import Axis, PipelinePlan
+from spotlight.scheduler.types import Baseline, Comparison, Group, PromptId, RolloutId
+
+Scores = Mapping[str, float]
+
+COMPARED_MIN = 2
+"""Others that a sample needs, unless the whole group is there: a mean and spread of fewer is noise alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Samples of one group that can be trained now.
+
+    Attributes:
+        slot: of the group.
+        members: so many members of the group, from its first, have been sliced by then.
+    """
+
+    slot: int
+    members: int
+    group: Group
+    comparison: Comparison
+
+
+def slices(
+    pipeline: PipelinePlan,
+    slot: int,
+    prompt: PromptId,
+    members: Sequence[RolloutId],
+    scores: Mapping[RolloutId, Scores],
+    resolved: Callable[[RolloutId], bool],
+    explored: Callable[[Sequence[RolloutId]], Sequence[Scores]],
+) -> Iterator[Slice]:
+    """The slices of a group, in order, as far as they are there.
+
+    Args:
+        resolved: whether a member is scored or dropped.
+        explored: scores of the prompt's previews at other seeds than those of some members.
+    """
+    baseline = pipeline.baseline if pipeline.axis is Axis.GENERATION else Baseline.GROUP
+    if baseline is Baseline.EXPLORATION and len(explored(members[: pipeline.slice_size])) < COMPARED_MIN:
+        baseline = Baseline.GROUP
+    if baseline is Baseline.GROUP:
+        if all(resolved(member) for member in members):
+            there = tuple(member for member in members if member in scores)
+            if len(there) >= 2:
+                yield Slice(slot, len(members), Group(prompt, there), Comparison())
+        return
+    seen: list[RolloutId] = []
+    arrived: list[RolloutId] = []
+    sliced = 0
+    for start in range(0, len(members), pipeline.slice_size):
+        chunk = members[start : start + pipeline.slice_size]
+        if not all(resolved(member) for member in chunk):
+            return
+        sliced += len(chunk)
+        arrived += [member for member in chunk if member in scores]
+        if baseline is Baseline.EXPLORATION:
+            comparison = Comparison(baseline, tuple(explored(chunk)))
+        elif len(seen) + len(arrived) - 1 >= COMPARED_MIN:
+            comparison = Comparison(baseline, tuple(scores[member] for member in seen))
+        else:
+            continue  # too few survived to be compared: they wait for the next slice
+        if arrived:
+            yield Slice(slot, sliced, Group(prompt, tuple(arrived)), comparison)
+            seen += arrived
+            arrived = []

@@ -1,0 +1,290 @@
+"""What the controller needs of the configuration, and what it demands of a run's prompts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from spotlight.scheduler.exploration.arms import Arm, arm_grid
+from spotlight.scheduler.exploration.budget import PreviewCosts
+from spotlight.scheduler.exploration.selection import SelectionPolicy
+from spotlight.scheduler.types import Baseline, Prompt, PromptId, WeightKind
+
+
+class Explore(StrEnum):
+    """When previews are made: before the rollouts they choose seeds for, or while the learner trains."""
+
+    CRITICAL_PATH = "critical_path"
+    IDLE = "idle"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerPlan:
+    """A bandit chooses how much to explore, among all combinations of two lists.
+
+    Attributes:
+        seed_counts: previews of each prompt.
+        step_counts: denoising steps of a preview.
+        alpha: weight of exploring arms: 0 always takes the best so far.
+        discount: of what was learnt, by every later iteration.
+        sharing: evidence that an arm gives of its neighbours on the grid: 0 none, towards 1 nearly all.
+        caution: standard deviations by which an expected window is taken smaller.
+        costs: of previews, as profiled.
+    """
+
+    seed_counts: tuple[int, ...]
+    step_counts: tuple[int, ...]
+    alpha: float = 0.5
+    discount: float = 0.95
+    sharing: float = 0.3
+    caution: float = 1.0
+    costs: PreviewCosts = field(default_factory=PreviewCosts)
+
+
+@dataclass(frozen=True, slots=True)
+class ExplorationPlan:
+    """Preview more seeds than a group needs, and keep those whose rewards differ most.
+
+    Attributes:
+        seeds_per_prompt: previews of each prompt, where no planner decides.
+        steps: denoising steps of a preview, where no planner decides.
+        policy: which of the previewed seeds form the group.
+        contrast_min: previews of a prompt whose rewards lie within this range of each other choose nothing.
+        spare_prompts: so many prompts an iteration without contrast may be replaced.
+        sampled_prompts: groups an iteration that keep seeds drawn at random, to measure ranking fidelity.
+        drawn_seeds: so many each; a single one makes nothing measurable.
+        fidelity_min: Kendall's tau between preview and regenerated rewards below which previews do not
+            choose; None: they always do.
+        undo_selection: samples are weighted so that choosing seeds leaves no bias; every group keeps drawn
+            seeds then, unless the policy itself draws, and no prompt is replaced.
+        planner: None: every iteration explores the same.
+        seeds_per_prompt_max: idle workers preview up to so many seeds of a prompt beyond what was planned;
+            None: no more than that, as where a choice by rank is undone (drawn seeds weigh the more, the
+            deeper the pool).
+    """
+
+    where: Explore
+    seeds_per_prompt: int
+    steps: int
+    policy: SelectionPolicy = SelectionPolicy.MAX_VARIANCE
+    contrast_min: float = 0.0
+    spare_prompts: int = 0
+    sampled_prompts: int = 0
+    drawn_seeds: int = 2
+    fidelity_min: float | None = None
+    undo_selection: bool = False
+    planner: PlannerPlan | None = None
+    seeds_per_prompt_max: int | None = None
+
+    @property
+    def arms(self) -> tuple[Arm, ...]:
+        """Everything that may be explored."""
+        if self.planner is None:
+            return (Arm(self.seeds_per_prompt, self.steps),)
+        return arm_grid(self.planner.seed_counts, self.planner.step_counts)
+
+
+class Axis(StrEnum):
+    """How an iteration's samples are cut into parts that are trained while the rest is generated."""
+
+    PROMPT = "prompt"
+    GENERATION = "generation"
+
+
+@dataclass(frozen=True, slots=True)
+class PipelinePlan:
+    """What of generation and training may overlap; nothing by default.
+
+    Attributes:
+        axis: train whole groups as they complete, or slices of groups; None: train when all is there.
+        slice_size: members of a group that form a slice, on the axis ``generation``.
+        baseline: what slices are compared with.
+        bounded: GPUs of the learner that roll out take only what is then trained earlier than if they had
+            left it; without, they take whatever waits while the learner has nothing to do.
+        switch_s: that one of them takes from training to rolling out, or back.
+        next_share: of the next iteration's groups that may be rolled out before this one is trained, one
+            published version stale.
+    """
+
+    axis: Axis | None = None
+    slice_size: int = 4
+    baseline: Baseline = Baseline.GROUP
+    bounded: bool = False
+    switch_s: float = 0.0
+    next_share: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterPlan:
+    """How workers of a cluster are grouped, and how long the controller waits for them.
+
+    Attributes:
+        pixels: height times width of an image or of a video's frame.
+        latent_frames: that the model denoises of a sample: more than 1 for video.
+        sp_pays_from_pixels: a sample of so many, over all its latent frames, gains from sequence parallelism.
+        heads: attention heads of the model, which every degree of sequence parallelism divides.
+        degrees: of sequence parallelism that a group may have, ascending; the smallest is one whose memory
+            suffices.
+        tail_steps: a group is re-formed for the tail of a batch only when a rollout has more steps to go.
+        answer_s: a command not answered for this long is sent again, and at last the worker restarted.
+        start_s: the same for starting a process and for pulling all weights.
+        drain_margin_s: a noticed node stops its work this long before the deadline.
+        publishes: what a new policy version changes.
+    """
+
+    pixels: int = 512 * 512
+    latent_frames: int = 1
+    sp_pays_from_pixels: int = 1024 * 1024
+    heads: int = 1
+    degrees: tuple[int, ...] = (1,)
+    tail_steps: int = 2
+    answer_s: float = 10.0
+    start_s: float = 600.0
+    drain_margin_s: float = 25.0
+    publishes: WeightKind = WeightKind.ADAPTER
+
+    @property
+    def sp_pays(self) -> bool:
+        """Whether a step is long enough for a higher degree to shorten it."""
+        return self.pixels * self.latent_frames >= self.sp_pays_from_pixels
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the controller needs of the configuration.
+
+    Attributes:
+        ranks: learner ranks; every rank must train equally many samples.
+        micro_batch_size: samples of one forward/backward over all ranks: a multiple of ``ranks``.
+        evaluate_every: iterations between evaluations; the start and the end are always evaluated.
+        max_drop_share: the run stops when a larger share of an iteration's samples cannot be scored;
+            None stops at the first.
+        cluster: nothing a driver without nodes ever uses.
+        exploration: None trains on random seeds.
+        pipeline: what overlaps.
+    """
+
+    run_seed: int
+    iterations: int
+    prompts_per_iteration: int
+    group_size: int
+    rollout_steps: int
+    evaluation_steps: int
+    evaluation_images: int
+    evaluate_every: int
+    updates_per_batch: int
+    micro_batch_size: int
+    checkpoint_every: int
+    lease_s: float
+    max_drop_share: float | None
+    ranks: int = 1
+    cluster: ClusterPlan = ClusterPlan()
+    exploration: ExplorationPlan | None = None
+    pipeline: PipelinePlan = PipelinePlan()
+
+    @property
+    def early_groups(self) -> int:
+        """So many groups of an iteration may be rolled out while the one before is trained."""
+        # .29 of 100 groups are 29, though .29 times 100 is a little less in binary.
+        return math.floor(self.pipeline.next_share * self.prompts_per_iteration + 1e-9)
+
+
+def require_usable(plan: Plan, train: Sequence[Prompt], test: Sequence[Prompt]) -> None:
+    """Raise ValueError for a plan or prompts that no schedule can carry out."""
+    if not train:
+        raise ValueError("no training prompts; data.train must name at least one")
+    if plan.micro_batch_size % plan.ranks:
+        raise ValueError(
+            f"micro-batches of {plan.micro_batch_size} samples do not divide by {plan.ranks} ranks; "
+            f"give every rank equally many"
+        )
+    if plan.exploration is not None:
+        _require_exploration(plan, plan.exploration)
+    _require_pipeline(plan, plan.pipeline)
+    _require_degrees(plan.cluster)
+    known: dict[PromptId, Prompt] = {}
+    for prompt in (*train, *test):
+        if known.setdefault(prompt.id, prompt) != prompt:
+            raise ValueError(f"two prompts share the id {prompt.id}; ids must tell prompts apart")
+
+
+def divisors(heads: int, low: int, high: int) -> tuple[int, ...]:
+    """Degrees of sequence parallelism that a model of so many heads allows, within two bounds, ascending."""
+    return tuple(degree for degree in range(low, high + 1) if heads % degree == 0)
+
+
+def _require_exploration(plan: Plan, exploration: ExplorationPlan) -> None:
+    if not exploration.arms:
+        raise ValueError("the exploration planner has no arms; give it seed counts and step counts")
+    for arm in exploration.arms:
+        if arm.seeds_per_prompt < plan.group_size:
+            raise ValueError(
+                f"exploration of {arm.seeds_per_prompt} seeds per prompt cannot choose "
+                f"{plan.group_size}; preview at least as many seeds as a group has members"
+            )
+        if arm.steps < 1:
+            raise ValueError(f"previews of {arm.steps} denoising steps; expected at least 1")
+    most, limit = max(arm.seeds_per_prompt for arm in exploration.arms), exploration.seeds_per_prompt_max
+    if limit is not None and (exploration.where is not Explore.IDLE or limit < most):
+        raise ValueError(
+            f"idle workers are to preview up to {limit} seeds per prompt, where {most} are planned, with "
+            f"exploration.where {exploration.where.value}; expected no fewer than planned, and where idle"
+        )
+    if not 0 <= exploration.drawn_seeds <= plan.group_size:
+        raise ValueError(
+            f"{exploration.drawn_seeds} of {plan.group_size} seeds are to be drawn at random; "
+            f"expected 0 to {plan.group_size}"
+        )
+    if exploration.sampled_prompts and exploration.drawn_seeds < 2:
+        raise ValueError(
+            f"{exploration.sampled_prompts} prompts are to measure ranking fidelity with "
+            f"{exploration.drawn_seeds} drawn seeds each; expected at least 2, of which a pair is made"
+        )
+    by_rank = not exploration.policy.draws
+    if exploration.undo_selection and by_rank and limit is not None:
+        raise ValueError(
+            f"idle workers are to preview up to {limit} seeds per prompt, of which few drawn ones stand for "
+            "most: weights that undo a choice by rank waste deeper pools; leave seeds_per_prompt_max out, or "
+            "choose by the policy proportional"
+        )
+    if exploration.undo_selection and by_rank and exploration.drawn_seeds == 0:
+        raise ValueError(
+            f"no weights undo a selection by {exploration.policy.value}: some seeds are never chosen; "
+            "let every group draw a seed or two (drawn_seeds), or choose by the policy proportional"
+        )
+
+    if exploration.undo_selection and exploration.spare_prompts:
+        raise ValueError(
+            f"no weights undo that prompts without contrast are replaced, and spare_prompts is "
+            f"{exploration.spare_prompts}; set it to 0, or leave out undo_selection"
+        )
+
+
+def _require_pipeline(plan: Plan, pipeline: PipelinePlan) -> None:
+    if not 0 <= pipeline.next_share <= 1:
+        raise ValueError(f"next_share is {pipeline.next_share}; expected a share of the next groups, 0 to 1")
+    explores = plan.exploration
+    if pipeline.next_share and explores and explores.where is Explore.CRITICAL_PATH:
+        raise ValueError(
+            "rollouts of the next iteration cannot begin before previews on the critical path have chosen "
+            "their seeds; set next_share to 0, or explore on idle GPUs"
+        )
+    if pipeline.baseline is Baseline.EXPLORATION and explores is None:
+        raise ValueError("the baseline exploration needs previews; set exploration, or another baseline")
+    least = 3 if pipeline.baseline is Baseline.SLICE else 1
+    if pipeline.axis is Axis.GENERATION and pipeline.slice_size < least:
+        raise ValueError(
+            f"slices of {pipeline.slice_size} members cannot be trained with the baseline "
+            f"{pipeline.baseline.value}; expected at least {least}"
+        )
+
+
+def _require_degrees(cluster: ClusterPlan) -> None:
+    degrees = cluster.degrees
+    if not degrees or any(cluster.heads % degree for degree in degrees) or [*degrees] != sorted({*degrees}):
+        raise ValueError(
+            f"degrees of sequence parallelism are {degrees}; expected at least one, ascending, each of them "
+            f"dividing {cluster.heads} attention heads"
+        )

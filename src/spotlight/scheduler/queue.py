@@ -1,0 +1,514 @@
+"""The pull queue: which rollout a pulling worker gets, and whether what it sends back still counts.
+
+Invariants
+    1. A rollout is in exactly one place: waiting, held by one lease, or done.
+    2. A commit or completion counts only under the lease that holds the rollout NOW, with the epoch that
+       lease was granted under: a worker that was given up (lease expired, node lost) cannot write.
+    3. Completing twice changes nothing (the second is reported as a duplicate).
+
+Order of pulls: by value (see :class:`Value`), then resumed rollouts, then the longest remaining, then first
+come. Nobody starves: training needs every rollout of its iteration, so the first classes run dry each
+iteration; rollouts of the next one become the first class then, and exploration ends with its window.
+
+Ready work and deadlines are heaps, everything else is counted as it changes: pulls, commits, completions and
+expiry cost O(log n) of what they touch.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+
+from spotlight.scheduler.types import Lease, LeaseId, PolicyVersion, Purpose, Rollout, RolloutId, WorkerId
+
+
+class Value(IntEnum):
+    """Classes of work, the most valuable first. An optimizer step waits for the first two."""
+
+    TRAIN = 0
+    EVAL = 1
+    NEXT = 2
+    """Rollouts of the next iteration."""
+    EXPLORE = 3
+
+
+_VALUE = {Purpose.TRAIN: Value.TRAIN, Purpose.EVAL: Value.EVAL, Purpose.EXPLORE: Value.EXPLORE}
+
+
+class Verdict(StrEnum):
+    """Whether a commit counts."""
+
+    ACCEPTED = "accepted"
+    DUPLICATE = "duplicate"
+    STALE_EPOCH = "stale_epoch"
+    UNKNOWN = "unknown"
+
+
+@dataclass(slots=True)
+class _Entry:
+    rollout: Rollout
+    value: Value
+    order: int
+    step: int = 0
+    lease: LeaseId | None = None
+    failures: int = 0
+
+
+@dataclass(slots=True)
+class _Held:
+    """A granted lease: ``start`` holds each rollout's step then, ``steps`` counts those made since."""
+
+    lease: Lease
+    open: dict[RolloutId, None]
+    deadline_s: float
+    start: dict[RolloutId, int]
+    steps: int = 0
+
+
+@dataclass(slots=True)
+class PullQueue:
+    """Rollouts waiting and held. Pure: time comes in as ``now`` (seconds, any origin, never backwards).
+
+    Attributes:
+        lease_s: a lease not renewed by a commit for this long expires.
+        term: incarnation of the controller; epochs of different terms never meet.
+        leases_granted: so far; the next lease's number is one more.
+    """
+
+    lease_s: float
+    term: int = 0
+    leases_granted: int = 0
+    _entries: dict[RolloutId, _Entry] = field(default_factory=dict)
+    _done: set[RolloutId] = field(default_factory=set)
+    _heap: list[tuple[int, int, int, int, RolloutId]] = field(default_factory=list)
+    _held: dict[LeaseId, _Held] = field(default_factory=dict)
+    _by_worker: dict[WorkerId, dict[LeaseId, None]] = field(default_factory=dict)
+    _deadlines: list[tuple[float, LeaseId]] = field(default_factory=list)
+    _outstanding: Counter[Value] = field(default_factory=Counter)
+    _waiting: Counter[Value] = field(default_factory=Counter)
+    _epochs: dict[WorkerId, int] = field(default_factory=dict)
+    _present: set[WorkerId] = field(default_factory=set)
+    _issued: int = 0
+    _admitted: int = 0
+
+    # -- work in ---------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        rollouts: Iterable[Rollout],
+        steps: Mapping[RolloutId, int] | None = None,
+        value: Value | None = None,
+    ) -> None:
+        """Queue new rollouts, to resume at ``steps``. Raises ValueError for an id that was queued before.
+
+        Args:
+            value: their class; None: that of their purpose.
+        """
+        for rollout in rollouts:
+            if rollout.id in self._entries or rollout.id in self._done:
+                raise ValueError(f"rollout {rollout.id} was queued before")
+            self._issued += 1
+            worth = _VALUE[rollout.purpose] if value is None else value
+            entry = _Entry(rollout, worth, self._issued, (steps or {}).get(rollout.id, 0))
+            self._entries[rollout.id] = entry
+            self._outstanding[worth] += 1
+            self._push(entry)
+
+    def promote(self) -> None:
+        """The next iteration begins: what is under way of it is worth as much as the rest of it."""
+        for entry in self._entries.values():
+            if entry.value is Value.NEXT:
+                self._outstanding[Value.NEXT] -= 1
+                self._outstanding[Value.TRAIN] += 1
+                entry.value = Value.TRAIN
+                if entry.lease is None:
+                    self._waiting[Value.NEXT] -= 1
+                    self._push(entry)
+
+    def cancel(self, rollouts: Iterable[RolloutId]) -> list[Lease]:
+        """Forget rollouts wherever they are. Returns the leases that hold nothing any more."""
+        emptied: list[Lease] = []
+        for rollout in rollouts:
+            entry = self._entries.pop(rollout, None)
+            if entry is None:
+                continue
+            self._outstanding[entry.value] -= 1
+            self._done.add(rollout)
+            if entry.lease is None:
+                self._waiting[entry.value] -= 1
+            else:
+                lease = self._held[entry.lease].lease
+                self._close(lease.id, rollout)
+                if lease.id not in self._held:
+                    emptied.append(lease)
+        return emptied
+
+    def reset(self) -> tuple[list[Lease], dict[RolloutId, tuple[Rollout, int]]]:
+        """Forget all work. Returns the leases revoked, and unfinished rollouts with their committed steps.
+
+        Workers, their epochs and the number of leases granted stay: nothing sent under an older lease counts.
+        """
+        leases = [held.lease for held in self._held.values()]
+        unfinished = {entry.rollout.id: (entry.rollout, entry.step) for entry in self._entries.values()}
+        for forgotten in (self._entries, self._done, self._held, self._by_worker):
+            forgotten.clear()
+        self._heap, self._deadlines = [], []
+        self._outstanding.clear()
+        self._waiting.clear()
+        return leases, unfinished
+
+    # -- workers ---------------------------------------------------------------------------------------
+
+    def admit(self, worker: WorkerId) -> int:
+        """A worker joins (again): its older leases are void. Returns its new fencing epoch."""
+        self.release(worker)
+        self._present.add(worker)
+        # One counter for all workers: whoever serves in several groups can tell the later one.
+        self._admitted += 1
+        self._epochs[worker] = first_epoch(self.term) + self._admitted
+        return self._epochs[worker]
+
+    def release(self, worker: WorkerId) -> list[RolloutId]:
+        """A worker is gone: requeue what it held (the result); nothing it still sends counts."""
+        self._present.discard(worker)
+        return self._revoke([self._held[lease] for lease in self._by_worker.get(worker, ())])
+
+    def renounce(self, lease: LeaseId) -> list[RolloutId]:
+        """A lease will not be finished by its holder: requeue what is open of it."""
+        return self._revoke([self._held[lease]] if lease in self._held else [])
+
+    def expire(self, now: float) -> list[Lease]:
+        """Requeue rollouts of leases past their deadline. Returns these leases."""
+        expired: list[_Held] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, lease = heapq.heappop(self._deadlines)
+            held = self._held.get(lease)
+            if held is not None and held.deadline_s <= now:
+                expired.append(held)
+            elif held is not None:
+                # Renewed since: the heap holds one entry a lease, not one a renewal.
+                heapq.heappush(self._deadlines, (held.deadline_s, lease))
+        self._revoke(expired)
+        return [held.lease for held in expired]
+
+    def pull(
+        self, worker: WorkerId, capacity: int, now: float
+    ) -> tuple[Lease, tuple[Rollout, ...], dict[RolloutId, int]] | None:
+        """Lease up to ``capacity`` rollouts of one class to a worker.
+
+        A lease holds one class and one policy version, so that its rollouts can share forwards.
+
+        Returns:
+            The lease, its rollouts and the steps to resume at; None when nothing waits, or when the worker
+            was given up meanwhile (it must join again).
+
+        Raises:
+            ValueError: the worker was never admitted, or asks for less than one rollout.
+        """
+        if worker not in self._epochs:
+            raise ValueError(f"worker {worker} pulled without having joined")
+        if capacity < 1:
+            raise ValueError(f"worker {worker} pulled {capacity} rollouts; expected at least 1")
+        if worker not in self._present:
+            return None
+        taken: list[_Entry] = []
+        while len(taken) < capacity and (entry := self._peek()) is not None:
+            if taken and _kind(entry) != _kind(taken[0]):
+                break
+            heapq.heappop(self._heap)
+            self._waiting[entry.value] -= 1
+            taken.append(entry)
+        if not taken:
+            return None
+        self.leases_granted += 1
+        rollouts = tuple(entry.rollout for entry in taken)
+        ids = tuple(rollout.id for rollout in rollouts)
+        lease = Lease(LeaseId(self.leases_granted), worker, self._epochs[worker], ids, now + self.lease_s)
+        for entry in taken:
+            entry.lease = lease.id
+        start = {entry.rollout.id: entry.step for entry in taken}
+        self._held[lease.id] = _Held(lease, dict.fromkeys(ids), lease.deadline_s, start)
+        self._by_worker.setdefault(worker, {})[lease.id] = None
+        heapq.heappush(self._deadlines, (lease.deadline_s, lease.id))
+        return lease, rollouts, {rollout: step for rollout, step in start.items() if step}
+
+    # -- work back -------------------------------------------------------------------------------------
+
+    def commit(self, lease: LeaseId, epoch: int, rollout: RolloutId, step: int, now: float) -> Verdict:
+        """Progress up to ``step`` is safe. Renews the lease; a step committed before is a duplicate."""
+        verdict = self._check(lease, epoch, rollout)
+        if verdict is not Verdict.ACCEPTED:
+            return verdict
+        entry = self._entries[rollout]
+        if not entry.step < step < entry.rollout.steps:
+            return Verdict.DUPLICATE if step <= entry.step else Verdict.UNKNOWN
+        entry.step = step
+        self._held[lease].deadline_s = now + self.lease_s
+        return Verdict.ACCEPTED
+
+    def advance(self, lease: LeaseId, epoch: int, steps: int, now: float) -> Verdict:
+        """All open rollouts of a lease are safe ``steps`` steps after its start. Renews the lease.
+
+        A rollout that would be at its end or past it stays where it was: its holder finished it, only the
+        completion did not arrive, and no state of it between was committed.
+        """
+        held = self._held.get(lease)
+        if held is None or held.lease.epoch != epoch:
+            return Verdict.STALE_EPOCH
+        news = steps > held.steps
+        held.steps = max(steps, held.steps)
+        for rollout in held.open:
+            entry, safe = self._entries[rollout], held.start[rollout] + steps
+            # Overtaken by a later message that said nothing of this rollout, an earlier one is news to it.
+            if entry.step < safe < entry.rollout.steps:
+                entry.step, news = safe, True
+        if not news:
+            return Verdict.DUPLICATE
+        held.deadline_s = now + self.lease_s
+        return Verdict.ACCEPTED
+
+    def complete(self, lease: LeaseId, epoch: int, rollout: RolloutId) -> Verdict:
+        """A rollout is finished; counts once."""
+        verdict = self._check(lease, epoch, rollout)
+        if verdict is Verdict.ACCEPTED:
+            self._close(lease, rollout)
+            self._end(rollout)
+        return verdict
+
+    def renew(self, lease: LeaseId, epoch: int, now: float) -> None:
+        """The holder of a lease gave a sign of life; nothing happens unless it still holds it."""
+        if (held := self._held.get(lease)) is not None and held.lease.epoch == epoch:
+            held.deadline_s = now + self.lease_s
+
+    def fail(self, lease: LeaseId, epoch: int, rollout: RolloutId, attempts: int) -> tuple[Verdict, bool]:
+        """A rollout could not be finished: requeue it from its start, or give it up after ``attempts``.
+
+        Returns:
+            The verdict, and whether the rollout was given up.
+        """
+        verdict = self._check(lease, epoch, rollout)
+        if verdict is not Verdict.ACCEPTED:
+            return verdict, False
+        self._close(lease, rollout)
+        entry = self._entries[rollout]
+        entry.failures += 1
+        if entry.failures >= attempts:
+            self._end(rollout)
+            return verdict, True
+        entry.step, entry.lease = 0, None
+        self._push(entry)
+        return verdict, False
+
+    def forget_done(self) -> None:
+        """Drop the memory of finished rollouts (their late duplicates then count as unknown)."""
+        self._done.clear()
+
+    # -- views -----------------------------------------------------------------------------------------
+
+    @property
+    def outstanding(self) -> int:
+        """Rollouts waiting or held."""
+        return len(self._entries)
+
+    @property
+    def waiting(self) -> int:
+        """Rollouts that nobody holds."""
+        return self._waiting.total()
+
+    def waiting_of(self, *values: Value) -> int:
+        """Rollouts of some classes that nobody holds."""
+        return sum(self._waiting[value] for value in values)
+
+    def waiting_for(self, purpose: Purpose) -> int:
+        """Rollouts of one purpose, and of this iteration, that nobody holds."""
+        return self._waiting[_VALUE[purpose]]
+
+    def step_of(self, rollout: RolloutId) -> int:
+        """At which a rollout would go on."""
+        return self._entries[rollout].step
+
+    def waits(self, rollout: RolloutId) -> bool:
+        """Whether a rollout is there, and nobody holds it."""
+        return rollout in self._entries and self._entries[rollout].lease is None
+
+    @property
+    def best(self) -> Value | None:
+        """The class of the next rollout to be pulled."""
+        entry = self._peek()
+        return None if entry is None else entry.value
+
+    def outstanding_of(self, *values: Value) -> int:
+        """Rollouts of some classes that wait or are held."""
+        return sum(self._outstanding[value] for value in values)
+
+    def outstanding_for(self, purpose: Purpose) -> int:
+        """Rollouts of one purpose, and of this iteration, that wait or are held."""
+        return self._outstanding[_VALUE[purpose]]
+
+    def held_by(self, worker: WorkerId) -> list[tuple[Lease, int]]:
+        """A worker's open leases, each with the most steps that any rollout of it has to go."""
+        return [
+            (self._held[lease].lease, max(self._remaining(rollout) for rollout in self._held[lease].open))
+            for lease in self._by_worker.get(worker, ())
+        ]
+
+    def holds(self, worker: WorkerId) -> bool:
+        """Whether a worker has an open lease."""
+        return worker in self._by_worker
+
+    def holds_other_than(self, worker: WorkerId, but: PolicyVersion) -> bool:
+        """Whether a worker holds rollouts of another version."""
+        leases = (self._held[lease] for lease in self._by_worker.get(worker, ()))
+        return any(self._entries[next(iter(held.open))].rollout.version != but for held in leases)
+
+    def is_open(self, lease: LeaseId) -> bool:
+        """Whether something of a lease is unfinished, and its holder not given up."""
+        return lease in self._held
+
+    @property
+    def previews_held(self) -> int:
+        """Previews under way."""
+        return self._outstanding[Value.EXPLORE] - self._waiting[Value.EXPLORE]
+
+    def previews(self) -> list[Lease]:
+        """Open leases of previews, the youngest first: least is lost with them."""
+        if not self.previews_held:
+            return []
+        held = [one.lease for one in self._held.values() if self.purpose_of(one.lease.id) is Purpose.EXPLORE]
+        return sorted(held, key=lambda lease: -lease.id)
+
+    def purpose_of(self, lease: LeaseId) -> Purpose:
+        """Of all rollouts of an open lease."""
+        return self._entries[next(iter(self._held[lease].open))].rollout.purpose
+
+    def count_held_by(self, worker: WorkerId, *, previews: bool = True) -> int:
+        """Open rollouts of all leases of a worker; without ``previews`` only of the others."""
+        leases = self._by_worker.get(worker, ())
+        counted = [x for x in leases if previews or self.purpose_of(x) is not Purpose.EXPLORE]
+        return sum(len(self._held[lease].open) for lease in counted)
+
+    def granted(self, lease: LeaseId) -> tuple[Lease, tuple[Rollout, ...], dict[RolloutId, int]]:
+        """An open lease as it was granted, for a holder whom the grant did not reach.
+
+        The steps are those of the grant, not those safe now: progress counts from the grant, and a holder
+        whom it did reach after all (its pull was late) goes on counting.
+        """
+        held = self._held[lease]
+        rollouts = tuple(self._entries[rollout].rollout for rollout in held.open)
+        return held.lease, rollouts, {name: held.start[name] for name in held.open if held.start[name]}
+
+    @property
+    def workers(self) -> frozenset[WorkerId]:
+        """Workers that joined and were not given up."""
+        return frozenset(self._present)
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        """When the next lease expires."""
+        while self._deadlines:
+            _, lease = self._deadlines[0]
+            held = self._held.get(lease)
+            if held is not None and held.deadline_s == self._deadlines[0][0]:
+                return held.deadline_s
+            heapq.heappop(self._deadlines)
+            if held is not None:
+                heapq.heappush(self._deadlines, (held.deadline_s, lease))
+        return None
+
+    def check(self) -> None:
+        """Assert the invariants of the module's docstring (O(n))."""
+        held = [rollout for lease in self._held.values() for rollout in lease.open]
+        assert len(held) == len(set(held)), "a rollout is held by two leases"
+        waiting = [item[-1] for item in self._heap if self._current(item)]
+        assert +self._waiting == Counter(self._entries[name].value for name in waiting), "miscounted"
+        assert +self._outstanding == Counter(entry.value for entry in self._entries.values())
+        assert {x for leases in self._by_worker.values() for x in leases} == set(self._held)
+        assert set(self._held) <= {lease for _, lease in self._deadlines}, "a lease would never expire"
+        assert len(waiting) == len(set(waiting)), "a rollout waits twice"
+        assert set(held).isdisjoint(waiting), "a rollout both waits and is held"
+        assert set(held) | set(waiting) == set(self._entries), "a rollout is neither waiting nor held"
+        assert self._done.isdisjoint(self._entries), "a finished rollout is still queued"
+        for entry in self._entries.values():
+            assert 0 <= entry.step < entry.rollout.steps, "a committed step outside the rollout"
+            assert entry.lease is None or entry.lease in self._held, (
+                "a rollout is held by a lease that is gone"
+            )
+        for lease in self._held.values():
+            assert lease.lease.worker in self._present, "a worker that is gone holds a lease"
+            assert lease.open, "an empty lease was kept"
+            assert all(self._entries[rollout].lease == lease.lease.id for rollout in lease.open)
+            assert self._epochs[lease.lease.worker] == lease.lease.epoch, "a lease outlived its epoch"
+
+    # -- inside ----------------------------------------------------------------------------------------
+
+    def _push(self, entry: _Entry) -> None:
+        rollout = entry.rollout
+        remaining = rollout.steps - entry.step
+        item = (entry.value, 0 if entry.step else 1, -remaining, entry.order, rollout.id)
+        heapq.heappush(self._heap, item)
+        self._waiting[entry.value] += 1
+
+    def _current(self, item: tuple[int, int, int, int, RolloutId]) -> bool:
+        """Whether an item of the heap was neither cancelled (perhaps queued anew) nor promoted since."""
+        entry = self._entries.get(item[-1])
+        return entry is not None and (entry.value, entry.order) == (item[0], item[3])
+
+    def _peek(self) -> _Entry | None:
+        while self._heap and not self._current(self._heap[0]):
+            heapq.heappop(self._heap)
+        return self._entries[self._heap[0][-1]] if self._heap else None
+
+    def _end(self, rollout: RolloutId) -> None:
+        self._outstanding[self._entries.pop(rollout).value] -= 1
+        self._done.add(rollout)
+
+    def _remaining(self, rollout: RolloutId) -> int:
+        entry = self._entries[rollout]
+        return entry.rollout.steps - entry.step
+
+    def _check(self, lease: LeaseId, epoch: int, rollout: RolloutId) -> Verdict:
+        if rollout in self._done:
+            return Verdict.DUPLICATE
+        entry = self._entries.get(rollout)
+        if entry is None:
+            return Verdict.UNKNOWN
+        held = self._held.get(lease)
+        if held is None or entry.lease != lease or held.lease.epoch != epoch:
+            return Verdict.STALE_EPOCH
+        return Verdict.ACCEPTED
+
+    def _close(self, lease: LeaseId, rollout: RolloutId) -> None:
+        held = self._held[lease]
+        held.open.pop(rollout, None)
+        if not held.open:
+            self._forget(held.lease)
+
+    def _forget(self, lease: Lease) -> None:
+        del self._held[lease.id]
+        leases = self._by_worker[lease.worker]
+        del leases[lease.id]
+        if not leases:
+            del self._by_worker[lease.worker]
+
+    def _revoke(self, leases: list[_Held]) -> list[RolloutId]:
+        requeued: list[RolloutId] = []
+        for held in leases:
+            self._forget(held.lease)
+            for rollout in held.open:
+                entry = self._entries[rollout]
+                entry.lease = None
+                self._push(entry)
+                requeued.append(rollout)
+        return requeued
+
+
+def first_epoch(term: int) -> int:
+    """The number below all epochs of a term; no term comes near a billion epochs of one worker."""
+    return term << 30
+
+
+def _kind(entry: _Entry) -> tuple[Value, int]:
+    return entry.value, entry.rollout.version

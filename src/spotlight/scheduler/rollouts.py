@@ -1,0 +1,509 @@
+"""The rollouts of an iteration and their previews: issued, made, scored or dropped. Part of the controller.
+
+Rollouts of the next iteration may be made early, with the weights published before those it is issued for.
+The ledger hears of them when that iteration begins: a checkpoint holds none of them.
+
+Invariants
+    1. A rollout that is neither scored nor dropped is in the queue, or its sample is at the reward pool.
+    2. Commits, completions and scores count once, from who holds the lease now, and of the current lineage.
+    3. What outlived a lost learner counts again only for the very same rollout: id, seed, steps, version.
+    4. A sample is at most one published version old, when it is admitted and when it is trained on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from spotlight.scheduler import events as ev
+from spotlight.scheduler.cluster.cluster import Cluster
+from spotlight.scheduler.cluster.members import GroupState
+from spotlight.scheduler.cluster.recovery import Recovery
+from spotlight.scheduler.effects import DiscardSamples, Effect, ReportExploration, ScoreSamples
+from spotlight.scheduler.exploration.explorer import Explorer
+from spotlight.scheduler.exploration.window import Window
+from spotlight.scheduler.issue import evaluation_rollouts, preview_rollouts, train_rollouts
+from spotlight.scheduler.ledger import Ledger
+from spotlight.scheduler.plan import Explore, Plan
+from spotlight.scheduler.queue import PullQueue, Value, Verdict
+from spotlight.scheduler.records import REWARD
+from spotlight.scheduler.seeds import prompts_of_iteration
+from spotlight.scheduler.stages import Iteration, Safe
+from spotlight.scheduler.types import DropReason, LeaseId, PolicyVersion, Prompt, Rollout, RolloutId, WorkerId
+
+ROLLOUT_ATTEMPTS = 2
+"""A rollout that fails this often is dropped: its randomness is fixed, so it will fail again."""
+
+
+class Rollouts:
+    """See the module's docstring.
+
+    Attributes:
+        at: the current iteration.
+        early: rollouts of the next one.
+        early_samples: of this iteration, begun before it.
+        older: unfinished rollouts of the version published before the last.
+        explorer: None without exploration.
+        safe: what outlived a lost learner and was not asked for yet.
+        stopping: why the run has to stop.
+        effects: what to do; the controller takes them after each event.
+    """
+
+    def __init__(
+        self, plan: Plan, train: Sequence[Prompt], test: Sequence[Prompt], queue: PullQueue, cluster: Cluster
+    ) -> None:
+        self.plan, self.queue, self.cluster = plan, queue, cluster
+        self.train_prompts, self.test_prompts = tuple(train), tuple(test)
+        self._prompts = {prompt.id: prompt for prompt in train}
+        explores = plan.exploration
+        self.explorer = Explorer(plan, explores, train) if explores else None
+        self.ledger = Ledger()
+        cluster.spare.explores = explores is not None and explores.where is Explore.IDLE
+        self.at, self.early, self.safe = Iteration(), Iteration(), Safe()
+        self.early_samples = 0
+        self.older: set[RolloutId] = set()
+        self._oldest = PolicyVersion(0)
+        self._no_window = Window(0)
+        self.stopping: str | None = None
+        self.effects: list[Effect] = []
+
+    @property
+    def window(self) -> Window:
+        """Previews, for this iteration or the next."""
+        return self.explorer.window if self.explorer else self._no_window
+
+    def find(self, name: RolloutId) -> Rollout | None:
+        """A rollout of this iteration, of the next one, or a preview."""
+        return self._work_of(name).rollouts.get(name)
+
+    @property
+    def names(self) -> set[RolloutId]:
+        """Of all that :meth:`find` finds."""
+        return {*self.at.rollouts, *self.early.rollouts, *self.window.rollouts}
+
+    # -- issue -----------------------------------------------------------------------------------------
+
+    def begin(self, now: float) -> None:
+        """A new iteration, without rollouts yet but those that were made early."""
+        self.at, self.early_samples = Iteration(), 0
+        self.queue.forget_done()
+        self.queue.promote()
+        self.cluster.pace.promote(now)
+
+    def issue_evaluation(self, iteration: int, version: PolicyVersion) -> None:
+        """Queue the validation images."""
+        issued = evaluation_rollouts(self.plan, self.test_prompts, iteration, version)
+        self.at.evaluation = [self._issue(prompt, rollout) for _, prompt, rollout in issued]
+
+    def issue_training(self, iteration: int, version: PolicyVersion) -> None:
+        """Queue the groups, with the seeds that exploration chose."""
+        prompts, explorer = self._prompts_of(iteration), self.explorer
+        if explorer:
+            prompts = explorer.prompts(prompts)
+        chosen = explorer.seeds if explorer else {}
+        issued = train_rollouts(self.plan, prompts, iteration, version, chosen)
+        for slot, prompt, rollout in issued:
+            adopted = self._adopt(prompt, rollout.id)
+            name = rollout.id if adopted else self._issue(prompt, rollout)
+            self.at.groups.setdefault((slot, prompt.id), []).append(name)
+        lost, self.early = self.early.lost, Iteration()
+        for name, why in lost.items():
+            self._drop(name, *why)
+
+    def issue_early(self, iteration: int, version: PolicyVersion) -> None:
+        """Queue the first groups of the next iteration behind those of this one."""
+        prompts = self._prompts_of(iteration)[: self.plan.early_groups]
+        for _, _, rollout in train_rollouts(self.plan, prompts, iteration, version, {}):
+            self.early.rollouts[rollout.id] = rollout
+            self.early.unscored.add(rollout.id)
+            self.queue.add([rollout], value=Value.NEXT)
+
+    def _adopt(self, prompt: Prompt, name: RolloutId) -> bool:
+        """A rollout that was made or begun early counts from now on; returns whether there is one."""
+        at, early = self.at, self.early
+        rollout = early.rollouts.get(name)
+        if rollout is None:
+            return False
+        self.early_samples += 1
+        at.rollouts[name] = rollout
+        at.unscored.add(name)
+        self.ledger.issue(rollout, prompt)
+        if name in early.finished:
+            at.finished.add(name)
+            at.makers[name] = early.makers[name]
+            self.ledger.finish(rollout, *early.makers[name])
+        if name in early.scores:
+            self._scored(at, name, early.scores[name])
+        return True
+
+    # -- older versions --------------------------------------------------------------------------------
+
+    def published(self, before: PolicyVersion) -> None:
+        """Workers may pull a new version: only rollouts under way may still be made by the one before."""
+        self._oldest = before
+        self.older = self.early.unscored - self.early.finished
+        self.renew()
+
+    def renew(self) -> None:
+        """Rollouts of an older version that nobody makes (any more) start anew with the one published."""
+        for name in sorted(name for name in self.older if self.queue.waits(name)):
+            self.older.discard(name)
+            begun = self.queue.step_of(name) > 0
+            self.queue.cancel([name])
+            if name in self.early.rollouts:
+                self.early.unscored.discard(name)
+                del self.early.rollouts[name]  # issued with its iteration, as if it had not been early
+                if begun:
+                    self.cluster.recoveries[Recovery.ROLLOUT_RENEWED] += 1
+            else:
+                self._replace(name)
+
+    def _replace(self, name: RolloutId) -> None:
+        at = self.at
+        old = at.rollouts.pop(name)
+        at.unscored.discard(name)
+        self.cluster.recoveries[Recovery.ROLLOUT_RENEWED] += 1
+        self.drop_quietly(name, DropReason.STALE, f"its holder is gone, and so is version {old.version}")
+        new = replace(old, id=RolloutId(f"{name}r"), version=self.cluster.target)
+        for members in at.groups.values():
+            if name in members:
+                members[members.index(name)] = new.id
+        self._issue(self._prompts[old.prompt_id], new)
+
+    def require_fresh(self, rollouts: Iterable[RolloutId]) -> None:
+        """Raises RuntimeError for samples that are more than one published version old."""
+        for name in rollouts:
+            if (made_by := self.at.rollouts[name].version) < self._oldest:
+                raise RuntimeError(
+                    f"sample {name} of version {made_by} is too old to train on; expected {self._oldest}"
+                )
+
+    def forget_safe(self) -> None:
+        """What outlived a lost learner and was not asked for again is of no use to anybody."""
+        self.discard((*self.safe.samples, *self.safe.progress))
+        self.safe = Safe()
+
+    def _prompts_of(self, iteration: int) -> list[Prompt]:
+        plan = self.plan
+        return prompts_of_iteration(self.train_prompts, plan.run_seed, iteration, plan.prompts_per_iteration)
+
+    def _issue(self, prompt: Prompt, rollout: Rollout) -> RolloutId:
+        at, safe = self.at, self.safe
+        at.rollouts[rollout.id] = rollout
+        self.ledger.issue(rollout, prompt)
+        if safe.take(rollout):
+            self._recall(rollout)
+            return rollout.id
+        at.unscored.add(rollout.id)
+        if step := safe.step_of(rollout):
+            self.cluster.recoveries[Recovery.PROGRESS_KEPT] += 1
+        self.queue.add([rollout], {rollout.id: step})
+        return rollout.id
+
+    # -- exploration -----------------------------------------------------------------------------------
+
+    def open_window(self, iteration: int, version: PolicyVersion, now: float) -> None:
+        """Queue the previews that choose the seeds of ``iteration``."""
+        assert self.explorer is not None
+        prompts = self._prompts_of(iteration)
+        # Groups that are made early have the seeds that they have.
+        early = self.plan.early_groups if self.explores_beside else 0
+        self.explorer.open(iteration, version, prompts, early, self._explorers(), now)
+        self._preview_whole(range(early, len(prompts)))
+
+    def explore_ahead(self, iteration: int, now: float) -> None:
+        """See that workers that would idle find previews for what follows ``iteration``.
+
+        The window opens when none of the iteration's rollouts waits any more. Once all that was planned is
+        handed out, its pools are deepened as groups ask for work.
+        """
+        explores, window = self.plan.exploration, self.window
+        if explores is None or not self.explores_beside or iteration + 1 >= self.plan.iterations:
+            return
+        if window.opened_s is None and not self.queue.waiting:
+            self.open_window(iteration + 1, self.cluster.target, now)
+        if self.window.opened_s is None or explores.seeds_per_prompt_max is None:
+            return
+        wanted = self.cluster.preview_capacity if self.cluster.hosts else min(1, len(self.queue.workers))
+        while self.queue.waiting < wanted and self.explorer and (members := self.explorer.deepen()):
+            self._preview(members)
+
+    def _preview_whole(self, slots: Iterable[int]) -> None:
+        """What the arm plans for some slots."""
+        if (arm := self.window.arm) is not None:
+            self._preview({slot: range(arm.seeds_per_prompt) for slot in slots})
+
+    def _preview(self, members: Mapping[int, range]) -> None:
+        window = self.window
+        assert window.arm is not None, "previews without an arm"
+        steps, prompts = window.arm.steps, window.prompts
+        previews = preview_rollouts(self.plan, members, prompts, steps, window.iteration, window.version)
+        for slot, prompt, rollout in previews:
+            window.issue(slot, rollout)
+            self.ledger.issue(rollout, prompt)
+            self.queue.add([rollout])
+
+    def _preview_spare(self, slot: int) -> None:
+        """Once a prompt turns out to have no contrast, preview another in its place."""
+        spare = self.explorer.spare(slot) if self.explorer else None
+        if spare is not None:
+            self._preview_whole([spare[0]])
+
+    @property
+    def explores_beside(self) -> bool:
+        """Whether previews are made while the iteration before trains."""
+        plan = self.plan.exploration
+        return plan is not None and plan.where is Explore.IDLE
+
+    def _explorers(self) -> int:
+        """Workers that can explore while the learner trains, or at all where it waits for exploration."""
+        cluster, beside = self.cluster, self.explores_beside
+        if not cluster.hosts:
+            return len(self.queue.workers)
+        able = 0
+        for group in cluster.groups.values():
+            host = cluster.hosts[group.node]
+            if group.state is not GroupState.STOPPING and not host.draining:
+                able += 0 if beside and host.node.trains else len(group.members)
+        return able
+
+    def close_window(self, now: float) -> None:
+        """Choose seeds from what was scored; drop the rest."""
+        if self.explorer is None:
+            return
+        window, choice = self.explorer.close(now)
+        self.ledger.replace_prompts(choice.replaced)
+        for lease in self.queue.cancel([name for name in window.rollouts if name in window.unscored]):
+            self.cluster.revoked(lease)
+        for rollout in choice.used:
+            self.ledger.explore(rollout)
+        explored = set(choice.used)
+        for rollout in window.rollouts:
+            if rollout not in explored:
+                self.cluster.recoveries[Recovery.PREVIEW_DROPPED] += 1
+                self.ledger.drop(rollout, DropReason.EXPLORATION_OVER, "the weights it was for are published")
+        self.discard(name for name in window.rollouts if name in window.unscored)
+
+    def learn_from_groups(self, iteration: int, version: PolicyVersion) -> None:
+        """The iteration's samples are scored: tell the explorer what its choice came to."""
+        if self.explorer is None:
+            return
+        realised: dict[int, dict[int, Mapping[str, float]]] = {}
+        for (slot, _), members in self.at.groups.items():
+            scored = [name for name in members if name in self.at.scores]
+            realised[slot] = {self.at.rollouts[name].seed: self.at.scores[name] for name in scored}
+        report = self.explorer.learn(realised, version)
+        if report is not None:
+            self.effects.append(ReportExploration(iteration, report))
+
+    def explored_beside(self, slot: int, members: Sequence[RolloutId]) -> Sequence[Mapping[str, float]]:
+        """Preview scores of a group's prompt at other seeds than those of some of its members."""
+        if self.explorer is None:
+            return ()
+        named = (self.at.rollouts.get(name) for name in members)
+        return self.explorer.explored_beside(slot, {rollout.seed for rollout in named if rollout is not None})
+
+    def weights(self, rollouts: Iterable[RolloutId]) -> dict[RolloutId, float]:
+        """Factors that undo the choice of seeds, where they are not 1."""
+        if self.explorer is None:
+            return {}
+        slots = {name: slot for (slot, _), members in self.at.groups.items() for name in members}
+        weights = {name: self.explorer.weight(slots[name], self.at.rollouts[name].seed) for name in rollouts}
+        return {name: weight for name, weight in weights.items() if weight != 1.0}
+
+    # -- made ------------------------------------------------------------------------------------------
+
+    def _admit(self, verdict: Verdict, rollout: RolloutId | None) -> bool:
+        if verdict is not Verdict.ACCEPTED:
+            stale = verdict is Verdict.STALE_EPOCH
+            self.cluster.recoveries[Recovery.COMMIT_STALE if stale else Recovery.COMMIT_DUPLICATE] += 1
+            self.ledger.reject(rollout, verdict.value)
+        return verdict is Verdict.ACCEPTED
+
+    def commit(self, event: ev.ProgressCommitted, now: float) -> None:
+        """A worker says that a rollout is safe at a step."""
+        self._admit(
+            self.queue.commit(event.lease, event.epoch, event.rollout, event.step, now), event.rollout
+        )
+
+    def progress(self, event: ev.LeaseProgressed, now: float) -> None:
+        """A group says that all its rollouts are safe at a step."""
+        verdict = self.queue.advance(event.lease, event.epoch, event.steps, now)
+        if not self._admit(verdict, None) and verdict is Verdict.STALE_EPOCH:
+            self.cluster.abandon(event.leader, event.epoch, event.lease)
+
+    def complete(
+        self,
+        worker: WorkerId,
+        lease: LeaseId,
+        epoch: int,
+        rollouts: Sequence[RolloutId],
+        version: PolicyVersion,
+        now: float,
+    ) -> bool:
+        """Rollouts are finished; returns whether any counts."""
+        accepted: list[Rollout] = []
+        self.queue.renew(lease, epoch, now)
+        for name in rollouts:
+            work = self._work_of(name)
+            rollout = work.rollouts.get(name)
+            if rollout is not None and version != rollout.version:
+                self.fail(lease, epoch, name, f"made by version {version}, not {rollout.version}")
+            elif self._admit(self.queue.complete(lease, epoch, name), name):
+                assert rollout is not None, "the queue accepted a rollout of another iteration"
+                self.older.discard(name)
+                work.finished.add(name)
+                if isinstance(work, Iteration):
+                    work.makers[name] = worker, epoch
+                if work is not self.early:
+                    self.ledger.finish(rollout, worker, epoch)
+                accepted.append(rollout)
+        if accepted:
+            self.effects.append(ScoreSamples(tuple(accepted), self.cluster.lineage))
+        return bool(accepted)
+
+    def _work_of(self, rollout: RolloutId) -> Iteration | Window:
+        if rollout in self.window.rollouts:
+            return self.window
+        return self.early if rollout in self.early.rollouts else self.at
+
+    def fail(self, lease: LeaseId, epoch: int, rollout: RolloutId, error: str) -> None:
+        """A rollout could not be finished: once more, or never."""
+        verdict, given_up = self.queue.fail(lease, epoch, rollout, ROLLOUT_ATTEMPTS)
+        if self._admit(verdict, rollout) and given_up:
+            self._drop(rollout, DropReason.ROLLOUT_FAILED, error)
+
+    # -- rewards ---------------------------------------------------------------------------------------
+
+    def reward(self, scores_of: Mapping[RolloutId, Mapping[str, float]], lineage: int, now: float) -> None:
+        """Scores came."""
+        judged: list[RolloutId] = []
+        for rollout, scores in scores_of.items():
+            if not self._scores_count(rollout, lineage):
+                continue
+            if not math.isfinite(scores.get(REWARD, math.nan)):
+                self._drop(rollout, DropReason.REWARD_NOT_FINITE, f"{REWARD} is {scores.get(REWARD)}")
+                continue
+            work = self._work_of(rollout)
+            if isinstance(work, Window):
+                self.ledger.score(rollout, scores)
+                work.score(rollout, scores, now)
+                judged.append(rollout)
+                self._preview_spare(work.slots[rollout])
+            else:
+                self._scored(work, rollout, scores)
+        self.discard(judged)  # of a preview only its scores are kept
+
+    def _scored(self, work: Iteration, rollout: RolloutId, scores: Mapping[str, float]) -> None:
+        work.scores[rollout] = scores
+        work.unscored.discard(rollout)
+        if work is self.at:
+            self.ledger.score(rollout, scores)
+
+    def fail_reward(self, event: ev.RewardFailed) -> None:
+        """Scores will not come."""
+        if self._scores_count(event.rollout, event.lineage):
+            self._drop(event.rollout, event.reason, event.detail)
+
+    def _scores_count(self, rollout: RolloutId, lineage: int) -> bool:
+        if lineage == self.cluster.lineage:
+            return self._awaits_scores(rollout)
+        # Perhaps a sample of the same name, made by weights that were undone.
+        self.cluster.recoveries[Recovery.SCORE_STALE] += 1
+        self.ledger.reject(rollout, Verdict.STALE_EPOCH.value)
+        return False
+
+    def _awaits_scores(self, rollout: RolloutId) -> bool:
+        work = self._work_of(rollout)
+        if rollout in work.unscored and rollout in work.finished:
+            return True
+        known = rollout in work.rollouts and rollout not in work.unscored
+        self.ledger.reject(rollout, (Verdict.DUPLICATE if known else Verdict.UNKNOWN).value)
+        return False
+
+    def _drop(self, rollout: RolloutId, reason: DropReason, detail: str) -> None:
+        if rollout in self.window.rollouts:
+            self._drop_preview(rollout, reason, detail)
+            return
+        if rollout in self.early.rollouts and rollout not in self.at.rollouts:
+            self.early.lost[rollout] = reason, detail
+            self.early.unscored.discard(rollout)
+            self.older.discard(rollout)
+            return
+        self.older.discard(rollout)
+        self.drop_quietly(rollout, reason, detail)
+        at, share = self.at, self.plan.max_drop_share
+        at.unscored.discard(rollout)
+        at.drops += 1
+        if share is None:
+            self.stopping = self.stopping or f"{rollout}: {reason.value}: {detail}"
+        elif at.drops > share * len(at.rollouts):
+            iteration = at.rollouts[rollout].iteration
+            self.stopping = self.stopping or (
+                f"iteration {iteration}: {at.drops} of {len(at.rollouts)} samples were "
+                f"dropped, more than reward_policy.max_drop_share = {share}; "
+                f"the last: {reason.value}: {detail}"
+            )
+
+    def _drop_preview(self, rollout: RolloutId, reason: DropReason, detail: str) -> None:
+        """Previews are expendable: they never stop a run."""
+        slot = self.window.slots[rollout]
+        self.drop_quietly(rollout, reason, detail)
+        self.window.drop(rollout)
+        self._preview_spare(slot)
+
+    def drop_quietly(self, rollout: RolloutId, reason: DropReason, detail: str) -> None:
+        """A drop that follows from others: recorded, but it does not count towards max_drop_share."""
+        self.ledger.drop(rollout, reason, detail)
+        self.discard([rollout])
+
+    def discard(self, rollouts: Iterable[RolloutId]) -> None:
+        """Free the tensors of rollouts."""
+        if discarded := tuple(rollouts):
+            self.at.finished.difference_update(discarded)
+            self.effects.append(DiscardSamples(discarded))
+
+    # -- a lost learner --------------------------------------------------------------------------------
+
+    def roll_back(self, ledger: Mapping[str, object], exploration: Mapping[str, object]) -> None:
+        """Forget everything but what is safe, and return to an earlier ledger; the bill stays."""
+        previews, early = self.window.rollouts, self.early
+        self.early, self.older, self._oldest = Iteration(), set(), PolicyVersion(0)
+        revoked, unfinished = self.queue.reset()
+        for lease in revoked:
+            self.cluster.revoked(lease)
+        older, self.safe = self.safe, Safe.of(self.at, unfinished)
+        self.safe.merge(older)
+        billed = self.ledger.gpu_seconds, self.ledger.billed_s
+        self.load(ledger, exploration)
+        self.ledger.gpu_seconds, self.ledger.billed_s = billed
+        self.discard((*previews, *early.rollouts))
+
+    def load(self, ledger: Mapping[str, object], exploration: Mapping[str, object]) -> None:
+        """Stand where a snapshot was taken."""
+        self.ledger = Ledger.restore(ledger)
+        if self.explorer:
+            self.explorer.load(exploration)
+
+    def _recall(self, rollout: Rollout) -> None:
+        """A sample that outlived the learner counts again, without being made again."""
+        self.cluster.recoveries[Recovery.SAMPLE_KEPT] += 1
+        at, safe = self.at, self.safe
+        at.makers[rollout.id] = safe.makers[rollout.id]
+        at.finished.add(rollout.id)
+        self.ledger.finish(rollout, *safe.makers[rollout.id])
+        if rollout.id in safe.scores:
+            at.scores[rollout.id] = safe.scores[rollout.id]
+            self.ledger.score(rollout.id, safe.scores[rollout.id])
+        else:
+            at.unscored.add(rollout.id)
+            self.effects.append(ScoreSamples((rollout,), self.cluster.lineage))
+
+    def check(self) -> None:
+        """Assert the first invariant of the module's docstring (O(rollouts of the iteration))."""
+        works = (self.at, self.early, self.window)
+        waiting = sum(len(work.unscored - work.finished) for work in works)
+        assert self.queue.outstanding == waiting, "the queue lost or invented a rollout"
+        for work in works:
+            assert work.unscored.isdisjoint(work.scores), "a scored rollout still waits for its scores"

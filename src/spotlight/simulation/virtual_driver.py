@@ -1,0 +1,458 @@
+"""The simulation driver: the controller's effects carried out in virtual time.
+
+    heap of (time, call) ──► event ──► controller.handle ──► effects ──► workers / learner / rewards / store
+                 ▲                                                                    │
+                 └────────────────────── call later ◄─────────────────────────────────┘
+
+It decides nothing, and nothing in it is random but the noise on durations, which is seeded. Equal scenarios
+give equal runs, event by event.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+
+from spotlight.scheduler import effects as ef
+from spotlight.scheduler import events as ev
+from spotlight.scheduler.controller import Controller, Stage
+from spotlight.scheduler.records import REWARD
+from spotlight.scheduler.types import (
+    DropReason,
+    Node,
+    NodeId,
+    Prompt,
+    PromptId,
+    Rollout,
+    RolloutId,
+    WorkerId,
+)
+from spotlight.simulation.gpu_accounts import Accounts
+from spotlight.simulation.machines import Process, Weights
+from spotlight.simulation.network import Network
+from spotlight.simulation.result import IterationTime, SimulationResult
+from spotlight.simulation.scenario import NodeEvent, PriceChanged, Scenario
+from spotlight.simulation.timing_noise import Noise
+from spotlight.simulation.turns import Turns
+from spotlight.simulation.virtual_learner import Learner, Store
+from spotlight.simulation.virtual_workers import Costs, Receipt, Workers
+
+CONTENT = "content"
+"""A score that says which weights made the sample that was scored."""
+
+CLUSTER = WorkerId("cluster")
+"""In whose name the GPU-seconds of all nodes are reported."""
+
+
+@dataclass(slots=True)
+class _Wake:
+    """The earliest time at which the controller was promised a word."""
+
+    at_s: float = float("inf")
+
+
+class Simulation:
+    """One run in virtual time; see the module's docstring.
+
+    Attributes:
+        slow: factor on the durations of a node.
+        reward_failing: share of samples whose reward times out.
+        overlaps: what was reported of each iteration's pipeline.
+        explorations: what exploration reported, an iteration that was undone twice.
+        head_up: False while the head restarts; nothing reaches the controller then.
+    """
+
+    def __init__(self, scenario: Scenario, *, log: bool = False) -> None:
+        self.scenario = scenario
+        self.now = 0.0
+        self.train = [Prompt(PromptId(f"p{n}"), f"prompt {n}", {}) for n in range(scenario.train_prompts)]
+        self.test = [Prompt(PromptId(f"q{n}"), f"held out {n}", {}) for n in range(scenario.test_prompts)]
+        self.controller = Controller(scenario.plan, self.train, self.test)
+        self.random = random.Random(scenario.seed)
+        self.network = Network(random.Random(scenario.seed + 1))
+        self.accounts = Accounts(scenario.timelines)
+        self.store = Store()
+        costs = Costs(scenario.costs, scenario.plan.cluster.pixels)
+        turns = Turns(scenario.costs.switch_s())
+        self.workers = Workers(self, self.accounts, costs, scenario.commit_every, turns)
+        trains = [e.node for _, e in scenario.nodes if isinstance(e, ev.NodeJoined) and e.node.trains]
+        gpu_type = trains[0].gpu_type
+        self.learner = Learner(
+            scenario,
+            self.accounts,
+            self.store,
+            gpu_type,
+            lambda: self.now,
+            self.feed,
+            self.after_ranks,
+            turns,
+        )
+        self._learner_noise = Noise(scenario.seed, "learner", scenario.noise)
+        self._reward_noise = Noise(scenario.seed, "rewards", scenario.noise)
+        self.nodes: dict[NodeId, Node] = {}
+        self._gone: Node | None = None
+        self._start_due = False
+        self.noticed: dict[NodeId, float] = {}
+        self.slow: dict[NodeId, float] = {}
+        self.reward_failing = 0.0
+        self.head_up = True
+        self.head_life = 0
+        self.finish: ef.FinishRun | None = None
+        self.events = self.preemptions = self.notices = 0
+        self.iterations: list[IterationTime] = []
+        self.explorations: list[ef.ReportExploration] = []
+        self.overlaps: list[ef.ReportPipeline] = []
+        self._mark_s, self._mark_usd, self._mark_trained = 0.0, 0.0, 0
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
+        self._numbers = count()
+        self._wake = _Wake()
+        self._hash = hashlib.blake2b(digest_size=16) if log else None
+
+    # -- the loop --------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Schedule what the scenario brings, and start the learner."""
+        for at_s, event in self.scenario.nodes:
+            self._push(at_s, self.happen, (event,))
+        self._push(0.0, self._start_learner, ())
+
+    def step(self) -> bool:
+        """Do the next thing. Returns False when there is none, or the run is over."""
+        if self.finish is not None or not self._heap:
+            return False
+        at_s, _, call, args = heapq.heappop(self._heap)
+        if self.scenario.until_s is not None and at_s > self.scenario.until_s:
+            self.now = self.scenario.until_s
+            return False
+        self.now = at_s
+        call(*args)
+        return True
+
+    def after(self, seconds: float, then: Callable[..., None], *args: object) -> None:
+        """Call ``then`` in ``seconds`` of virtual time."""
+        heapq.heappush(self._heap, (self.now + seconds, next(self._numbers), then, args))
+
+    def _push(self, at_s: float, then: Callable[..., None], args: tuple[object, ...]) -> None:
+        heapq.heappush(self._heap, (at_s, next(self._numbers), then, args))
+
+    def noisy(self, seconds: float, node: NodeId) -> float:
+        """A duration on a node: its slowness and the scenario's noise applied."""
+        if self.slow:
+            seconds *= self.slow.get(node, 1.0)
+        return (
+            seconds * self.random.lognormvariate(0.0, self.scenario.noise) if self.scenario.noise else seconds
+        )
+
+    def after_ranks(self, seconds: float, then: Callable[..., None], *args: object) -> None:
+        """Call when the slowest learner rank is done with what takes ``seconds``: each has its noise."""
+        ranks: Counter[float] = Counter()
+        for node in self.nodes.values():
+            if node.trains:
+                ranks[self.slow.get(node.id, 1.0)] += node.gpus
+        factors = (slow * self._learner_noise.slowest(count) for slow, count in ranks.items())
+        # Between the loss of the only node that trains and that of the learner, what is begun is never done.
+        self.after(seconds * max(factors, default=1.0), then, *args)
+
+    # -- the controller --------------------------------------------------------------------------------
+
+    def feed(self, event: ev.Event, receipt: Receipt | None = None) -> None:
+        """Hand an event to the controller, and carry out its effects in order."""
+        if not self.head_up or self.finish is not None:
+            return
+        self.events += 1
+        if self._hash is not None:
+            self._hash.update(f"{self.now:.6f} {event}\n".encode())
+        effects = self.controller.handle(event, self.now)
+        if receipt is not None:
+            self._settle(event, receipt, effects)
+        self.observe(event, effects, receipt)
+        for effect in effects:
+            self._carry_out(effect)
+        self._promise()
+
+    def observe(self, event: ev.Event, effects: list[ef.Effect], receipt: Receipt | None) -> None:
+        """A seam for checks: called after each event, before its effects are carried out."""
+
+    def _promise(self) -> None:
+        """See that the controller hears of time passing when it wants to."""
+        wake_s = self.controller.wake_s
+        if wake_s is not None and wake_s < self._wake.at_s:
+            self._wake = _Wake(wake_s)
+            self._push(max(wake_s, self.now), self._time_passed, (self._wake,))
+
+    def _time_passed(self, wake: _Wake) -> None:
+        if wake is self._wake:
+            self._wake = _Wake()
+            self.feed(ev.TimePassed())
+
+    def _settle(self, event: ev.Event, receipt: Receipt, effects: list[ef.Effect]) -> None:
+        """Whether the controller accepted work: then it is not lost, and its tensors are the sample's."""
+        match event:
+            case ev.LeaseCompleted():
+                accepted = {r.id for e in effects if isinstance(e, ef.ScoreSamples) for r in e.rollouts}
+                for rollout in event.rollouts:
+                    if rollout in accepted:
+                        self.store.samples[rollout] = receipt.weights
+                        self.store.progress.pop(rollout, None)
+                counts = bool(accepted)
+            case ev.LeaseProgressed(_, lease):
+                counts = not any(isinstance(e, ef.AbandonLease) and e.lease == lease for e in effects)
+                for rollout, step in receipt.progress if counts else ():
+                    known = self.store.progress.get(rollout)
+                    if known is None or known[0] < step or known[1] != receipt.weights:
+                        self.store.progress[rollout] = step, receipt.weights
+            case _:
+                return
+        if counts:
+            self.accounts.confirm(receipt.segments, receipt.phase)
+
+    # -- effects ---------------------------------------------------------------------------------------
+
+    def _carry_out(self, effect: ef.Effect) -> None:
+        match effect:
+            case ef.GrantLease():
+                self._order(effect.lease.worker, self.workers.work, effect)
+            case ef.AbandonLease():
+                self._order(effect.leader, self.workers.abandon, effect)
+            case ef.PullWeights():
+                self._order(effect.worker, self.workers.pull, effect)
+            case ef.FormGroup():
+                self._order(effect.leader, self.workers.form, effect)
+            case ef.StopGroup():
+                self._order(effect.members[0], self.workers.stop, effect)
+            case ef.StartWorker():
+                self._start_worker(effect)
+            case ef.ScoreSamples(rollouts, lineage):
+                seconds = self.scenario.costs.reward_s(len(rollouts)) * self._reward_noise.slowest(1)
+                if self.reward_failing and self.random.random() < self.reward_failing:
+                    seconds += 200.0 * self.random.random()  # retried, and late
+                made_by = tuple(self.store.samples.get(rollout.id) for rollout in rollouts)
+                self.after(seconds, self._score, self.head_life, rollouts, made_by, lineage)
+            case ef.DiscardSamples(rollouts):
+                self.store.discard(rollouts)
+            case ef.ReportEvaluation(iteration, lineage=lineage):
+                self.after(0.0, self._from_head, self.head_life, ev.EvaluationReported(iteration, lineage))
+            case ef.RestoreLearner():
+                self.learner.restore(effect)
+            case ef.ReportExploration():
+                self.explorations.append(effect)
+            case ef.ReportPipeline():
+                self.overlaps.append(effect)
+            case ef.WriteRecord() | ef.RollBack() | ef.NoWork():
+                pass
+            case ef.FinishRun():
+                self.finish = effect
+            case _:
+                if isinstance(effect, ef.PublishWeights):
+                    self._iteration_done()
+                self.learner.carry_out(effect)
+
+    def _start_worker(self, effect: ef.StartWorker) -> None:
+        if effect.node in self.nodes:
+            self.workers.start(effect, self.nodes[effect.node].gpu_type)
+
+    def _score(
+        self, life: int, rollouts: tuple[Rollout, ...], made_by: tuple[Weights | None, ...], lineage: int
+    ) -> None:
+        scores: dict[RolloutId, dict[str, float]] = {}
+        for rollout, sample in zip(rollouts, made_by, strict=True):
+            if self.reward_failing and self.random.random() < self.reward_failing:
+                late = ev.RewardFailed(rollout.id, DropReason.REWARD_TIMEOUT, "no answer in time", lineage)
+                self._from_head(life, late)
+            else:
+                content = float(sample.content) if sample else -1.0
+                scores[rollout.id] = {REWARD: self._reward_of(rollout), CONTENT: content}
+        if scores:
+            self._from_head(life, ev.SamplesRewarded(scores, lineage))
+
+    def _reward_of(self, rollout: Rollout) -> float:
+        return self.scenario.rewards.reward(rollout, self.scenario.plan)
+
+    def _from_head(self, life: int, event: ev.Event) -> None:
+        if life == self.head_life:
+            self.feed(event)
+
+    def _iteration_done(self) -> None:
+        self.accounts.settle(self.now)
+        usd, trained = self.accounts.total_usd, self.controller.ledger.trained
+        done = IterationTime(
+            self.controller.iteration,
+            self._mark_s,
+            self.now,
+            usd - self._mark_usd,
+            trained - self._mark_trained,
+        )
+        self.iterations.append(done)
+        self._mark_s, self._mark_usd, self._mark_trained = self.now, usd, trained
+
+    # -- messages --------------------------------------------------------------------------------------
+
+    def _order(self, worker: WorkerId, obey: Callable[..., None], effect: ef.Effect) -> None:
+        """Send a command to a worker."""
+        if self.network.faultless:
+            self.after(0.0, self._arrive, worker, obey, effect)
+            return
+        for delay_s in self.network.delays():
+            self.after(delay_s, self._arrive, worker, obey, effect)
+
+    def _arrive(self, worker: WorkerId, obey: Callable[..., None], effect: ef.Effect) -> None:
+        process = self.workers.processes.get(worker)
+        if process is not None and process.frozen_until_s > self.now and obey != self.workers.stop:
+            self.after(process.frozen_until_s - self.now + 1e-3, self._arrive, worker, obey, effect)
+        else:
+            obey(effect)
+
+    def tell(self, event: ev.Event, sender: Process, receipt: Receipt | None = None) -> None:
+        """Send a message of a worker to the controller; a stopped process sends when it is continued."""
+        wait_s = max(0.0, sender.frozen_until_s - self.now)
+        for delay_s in [0.0] if self.network.faultless else self.network.delays():
+            self.after(wait_s + delay_s, self.feed, event, receipt)
+
+    def published(self, version: int) -> Weights | None:
+        """The weights of a version in the store."""
+        return self.store.versions.get(version)
+
+    def corrupted(self) -> bool:
+        """Whether a transfer of weights fails its checksum."""
+        return not self.network.faultless and self.network.random.random() < self.network.lost
+
+    # -- nodes -----------------------------------------------------------------------------------------
+
+    def happen(self, event: NodeEvent) -> None:
+        """Something happens to a node, and the controller hears of it."""
+        match event:
+            case PriceChanged(node, price_usd_h):
+                self.accounts.price(node, price_usd_h, self.now)
+                return
+            case ev.NodeJoined(node):
+                if node.id in self.nodes:
+                    return
+                self.nodes[node.id] = node
+                self.accounts.add(node, self.now)
+            case ev.NodeLost(node_id):
+                if node_id not in self.nodes:
+                    return
+                self._take(node_id)
+            case ev.NodeNoticed(node_id, deadline_s):
+                if node_id not in self.nodes:
+                    return
+                self.notices += 1
+                self.noticed[node_id] = deadline_s
+            case ev.NoticeCancelled(node_id):
+                if self.noticed.pop(node_id, None) is None:
+                    return
+        self.feed(event)
+        if isinstance(event, ev.NodeLost) and self._gone is not None and self._gone.trains:
+            self.lose_learner(f"node {event.node} is gone")
+        if isinstance(event, ev.NodeJoined) and self._start_due and self.head_up:
+            self._start_learner()
+
+    def reboot(self, node: Node) -> None:
+        """A node goes and is back before anybody noticed."""
+        if node.id not in self.nodes:
+            return
+        self._take(node.id)
+        self.happen(ev.NodeJoined(node))
+        if node.trains:
+            self.lose_learner(f"node {node.id} was restarted")
+
+    def _take(self, node_id: NodeId) -> None:
+        self.preemptions += 1
+        for process in [p for p in self.workers.processes.values() if p.node == node_id]:
+            self.workers.kill(process)
+        self.accounts.remove(node_id, self.now)
+        self._gone = self.nodes.pop(node_id)
+        self.noticed.pop(node_id, None)
+
+    def crash(self, process: Process) -> None:
+        """A worker's process dies, and the driver notices."""
+        self.workers.kill(process)
+        self.after(1.0, self.feed, ev.WorkerCrashed(process.worker, process.epoch))
+
+    def lose_learner(self, detail: str) -> None:
+        """A learner rank dies."""
+        self.learner.lose()
+        if not self.head_up:
+            return
+        if self.controller.stage is Stage.IDLE:
+            self._start_learner()
+        else:
+            self.feed(ev.LearnerLost(detail))
+
+    def _start_learner(self) -> None:
+        """Before the run begins the driver sees to the learner itself: it needs all its nodes."""
+        present = sum(node.gpus for node in self.nodes.values() if node.trains)
+        self._start_due = present < self.scenario.plan.ranks
+        if not self._start_due:
+            self.learner.start()
+
+    def restart_head(self, down_s: float) -> None:
+        """The head process dies with controller and learner, and starts anew from the last checkpoint."""
+        self.learner.lose()
+        self.head_up, self.head_life = False, self.head_life + 1
+        self.after(down_s, self._head_back, self.head_life)
+
+    def _head_back(self, life: int) -> None:
+        if life != self.head_life:
+            return
+        self.head_up = True
+        plan, durable = self.scenario.plan, self.learner.checkpoint
+        if durable is None:
+            self.controller = Controller(plan, self.train, self.test, life)
+        else:
+            snapshot = durable.effect.snapshot
+            self.controller = Controller.restore(plan, self.train, self.test, snapshot, life)
+        self.store.samples.clear()
+        self.store.progress.clear()
+        for node in self.nodes.values():
+            self.feed(ev.NodeJoined(node))
+            if node.id in self.noticed:
+                self.feed(ev.NodeNoticed(node.id, self.noticed[node.id]))
+        self._start_learner()
+
+    def log_hash(self) -> str:
+        """Of all events so far, with their times; empty unless the run is logged."""
+        return self._hash.hexdigest() if self._hash else ""
+
+    # -- the result ------------------------------------------------------------------------------------
+
+    def result(self) -> SimulationResult:
+        """What the run tells, as far as it came."""
+        self.accounts.check(self.now)
+        ledger = self.controller.ledger
+        for phase, seconds in self.accounts.by_phase().items():
+            self.controller.handle(ev.GpuTimeSpent(CLUSTER, phase, max(0.0, seconds)), self.now)
+        return SimulationResult(
+            finished=self.finish is not None and self.finish.error is None,
+            error=self.finish.error if self.finish else None,
+            end_s=self.now,
+            iterations=tuple(self.iterations),
+            phase_s=dict(self.accounts.seconds),
+            cost_usd=dict(self.accounts.usd),
+            gpus=self.accounts.drawn() if self.scenario.timelines else (),
+            preemptions=self.preemptions,
+            notices=self.notices,
+            trained=ledger.trained,
+            evaluated=ledger.evaluated,
+            explored=ledger.explored,
+            explorations=tuple(effect.report for effect in self.explorations),
+            overlaps=tuple(self.overlaps),
+            dropped=ledger.dropped.total(),
+            events=self.events,
+            gpu_hours=sum(self.accounts.seconds.values()) / 3600,
+            log_hash=self.log_hash(),
+        )
+
+
+def simulate(scenario: Scenario, *, log: bool = False) -> SimulationResult:
+    """Run a scenario to its end; with ``log`` the result carries the hash of all events."""
+    simulation = Simulation(scenario, log=log)
+    simulation.begin()
+    while simulation.step():
+        pass
+    return simulation.result()

@@ -1,0 +1,192 @@
+"""The learner, its checkpoints and the tensors beside the controller, in virtual time.
+
+It answers each effect once and in order, or is lost: then nothing of what it was doing is answered, and only
+a restart from the last durable checkpoint brings it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from spotlight.scheduler import effects as ef
+from spotlight.scheduler import events as ev
+from spotlight.scheduler.types import Phase, PolicyVersion, RolloutId
+from spotlight.simulation.gpu_accounts import Accounts, Spent
+from spotlight.simulation.machines import FIRST, Weights
+from spotlight.simulation.scenario import Scenario
+from spotlight.simulation.turns import Turns
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What is durable: learner, controller and ledger position, together."""
+
+    effect: ef.CommitCheckpoint
+    weights: Weights
+
+
+@dataclass(slots=True)
+class Store:
+    """Tensors that outlive workers: finished samples, committed progress, published versions."""
+
+    samples: dict[RolloutId, Weights] = field(default_factory=dict)
+    progress: dict[RolloutId, tuple[int, Weights]] = field(default_factory=dict)
+    versions: dict[int, Weights] = field(default_factory=dict)
+
+    def discard(self, rollouts: tuple[RolloutId, ...]) -> None:
+        """Free what nobody asks for again."""
+        for rollout in rollouts:
+            self.samples.pop(rollout, None)
+            self.progress.pop(rollout, None)
+
+
+LearnerEffect = (
+    ef.PrepareBatch
+    | ef.TrainMicroBatch
+    | ef.StepOptimizer
+    | ef.FinishBatch
+    | ef.PublishWeights
+    | ef.CommitCheckpoint
+)
+
+
+@dataclass(slots=True)
+class Learner:
+    """All learner ranks as one.
+
+    Attributes:
+        answer: hands an event to the controller.
+        after: calls when the slowest rank is done.
+        turns: of the GPUs between training and rolling out.
+        life: counts restarts; what an earlier life was doing is never answered.
+        prepared: samples of the batch, whole or in parts, that no micro-batch took yet.
+        trained: samples accumulated since the last optimizer step.
+    """
+
+    scenario: Scenario
+    accounts: Accounts
+    store: Store
+    gpu_type: str
+    now: Callable[[], float]
+    answer: Callable[[ev.Event], None]
+    after: Callable[..., None]
+    turns: Turns
+    prepared: set[RolloutId] = field(default_factory=set)
+    trained: int = 0
+    weights: Weights = FIRST
+    checkpoint: Checkpoint | None = None
+    life: int = 0
+    alive: bool = False
+    busy: bool = True
+    _contents: int = 0
+    _uncommitted: list[Spent] = field(default_factory=list)
+
+    def start(self) -> None:
+        """The first start, or one after the head restarted; :class:`RunStarted` follows."""
+        self._begin_life()
+        self.after(self.scenario.costs.restore_s(), self._up, self.life, ev.RunStarted())
+
+    def restore(self, effect: ef.RestoreLearner) -> None:
+        """Start anew from the checkpoint that the controller names."""
+        durable = self.checkpoint.effect.iteration if self.checkpoint else 0
+        assert effect.iteration == durable, (
+            f"checkpoint {effect.iteration} is asked for, {durable} is durable"
+        )
+        self._begin_life()
+        self.after(self.scenario.costs.restore_s(), self._up, self.life, ev.LearnerRestored(effect.lineage))
+
+    def lose(self) -> None:
+        """A rank dies: what was trained since the checkpoint is lost."""
+        self.life, self.alive = self.life + 1, False
+        self._phase(Phase.SETUP)
+        self.accounts.confirm(self._uncommitted, Phase.LOST)
+        self._uncommitted = []
+
+    def carry_out(self, effect: LearnerEffect) -> None:
+        """Do what the controller asks, and answer when it is done."""
+        assert self.alive, f"the learner is gone, and is asked to {effect}"
+        if isinstance(effect, ef.PrepareBatch | ef.TrainMicroBatch) and (turn_s := self.turns.to_training()):
+            self._phase(Phase.RECONFIGURATION)
+            self.after(turn_s, self._turned, self.life, effect)
+        else:
+            self._begin(effect)
+
+    def _turned(self, life: int, effect: LearnerEffect) -> None:
+        if life == self.life:
+            self._begin(effect)
+
+    def _begin(self, effect: LearnerEffect) -> None:
+        costs, plan = self.scenario.costs, self.scenario.plan
+        phase, seconds = Phase.TRAINING, 0.0
+        match effect:
+            case ef.PrepareBatch(_, groups):
+                members = [rollout for group in groups for rollout in group.rollouts]
+                missing = [rollout for rollout in members if rollout not in self.store.samples]
+                assert not missing, f"samples to train on are gone: {missing}"
+                assert not self.prepared or effect.partial, "a batch comes before the one before is trained"
+                again = self.prepared.intersection(members)
+                assert not again, f"samples are prepared twice: {again}"
+                self.prepared.update(members)
+                seconds = costs.prepare_s(len(members), plan.ranks)
+            case ef.TrainMicroBatch(batch):
+                size = len(batch.rollouts)
+                strange = set(batch.rollouts) - self.prepared
+                assert not strange, f"a micro-batch has samples that were not prepared: {strange}"
+                self.prepared -= set(batch.rollouts)
+                self.trained += size
+                seconds = costs.train_s(self.gpu_type, plan.cluster.pixels, size, plan.ranks)
+            case ef.StepOptimizer(_, _, samples):
+                assert samples == self.trained, f"a step of {samples} samples has {self.trained}"
+                self.trained = 0
+                seconds = costs.optimizer_s()
+            case ef.FinishBatch():
+                assert not self.prepared, f"samples were prepared and never trained: {self.prepared}"
+            case ef.PublishWeights():
+                phase, seconds = Phase.WEIGHT_SYNC, costs.publish_s(plan.cluster.publishes)
+            case ef.CommitCheckpoint():
+                phase, seconds = Phase.CHECKPOINT, costs.checkpoint_s()
+        self._phase(phase)
+        self.after(seconds, self._done, self.life, effect)
+
+    def _done(self, life: int, effect: LearnerEffect) -> None:
+        if life != self.life:
+            return
+        self._phase(Phase.IDLE)
+        match effect:
+            case ef.PrepareBatch(iteration):
+                self.answer(ev.BatchPrepared(iteration))
+            case ef.TrainMicroBatch(batch, index):
+                self.answer(ev.MicroBatchTrained(batch.iteration, batch.update, index))
+            case ef.StepOptimizer(iteration, update):
+                self._contents += 1
+                self.weights = Weights(PolicyVersion(self.weights.version + 1), self._contents)
+                self.answer(ev.OptimizerStepped(iteration, update, 0.0, 1.0))
+            case ef.FinishBatch(iteration):
+                self.answer(ev.BatchFinished(iteration))
+            case ef.PublishWeights(version):
+                assert version == self.weights.version, f"{version} is published, {self.weights} is there"
+                self.store.versions[version] = self.weights
+                self.answer(ev.WeightsPublished(version))
+            case ef.CommitCheckpoint(iteration):
+                self.checkpoint = Checkpoint(effect, self.weights)
+                self._uncommitted = []
+                self.answer(ev.CheckpointCommitted(iteration))
+
+    def _begin_life(self) -> None:
+        self.life, self.alive = self.life + 1, False
+        self.turns.to_training()  # within the time of a restart
+        self.prepared, self.trained = set(), 0
+        self.weights = self.checkpoint.weights if self.checkpoint else FIRST
+        self.store.versions[self.weights.version] = self.weights
+        self._phase(Phase.SETUP)
+
+    def _up(self, life: int, event: ev.Event) -> None:
+        if life == self.life:
+            self.alive = True
+            self._phase(Phase.IDLE)
+            self.answer(event)
+
+    def _phase(self, phase: Phase) -> None:
+        self.busy = phase is not Phase.IDLE
+        self.accounts.learner(phase, self._uncommitted, self.now())

@@ -1,0 +1,1 @@
+"""The SQLite ledger: schema, writes, queries and the offline audit."""

@@ -1,0 +1,131 @@
+"""What a run has gone through: attempts, what was undone and lost. Reads the ledger, also beside a writer."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from spotlight.scheduler.types import Filler
+from spotlight.store.ledger import ledger_queries as queries
+from spotlight.store.ledger.ledger_schema import Ending, Incident
+from spotlight.store.run_directory import RunPaths
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One process that worked on the run.
+
+    Attributes:
+        started_at: seconds since the epoch.
+        ended: None while it works, or when it died and none came after it.
+    """
+
+    number: int
+    pid: int
+    host: str
+    started_at: float
+    seen_at: float
+    ended: Ending | None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its process exists; one on another host is taken to be, as it cannot be asked."""
+        if self.ended is not None:
+            return False
+        if self.host != socket.gethostname():
+            return True
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return True
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """A run's past.
+
+    Attributes:
+        undone: ledger records taken back by all resumes, to be made again.
+        lost_s: GPU-seconds of work that was lost.
+        iterations: trained, according to the ledger.
+        preemptions: spot nodes that were taken.
+        noticed: those among them that were announced.
+        prices_usd_h: of a worker's hour, ascending.
+        filled_s: GPU-seconds by what filled them, that a GPU would have waited for.
+        incidents: everything that befell the cluster, by kind and whether it befell a spot node.
+    """
+
+    attempts: tuple[Attempt, ...]
+    undone: int
+    lost_s: float
+    iterations: int
+    counts: queries.LedgerCounts
+    cost_usd: float
+    preemptions: int
+    noticed: int
+    prices_usd_h: tuple[float, ...]
+    filled_s: Mapping[Filler, float]
+    incidents: Mapping[tuple[Incident, bool], int]
+
+    @property
+    def interruptions(self) -> int:
+        """Attempts before the last one that did not finish."""
+        return sum(attempt.ended is not Ending.FINISHED for attempt in self.attempts[:-1])
+
+    @property
+    def state(self) -> str:
+        """``running``, ``finished``, ``stopped``, ``failed``, ``killed``; ``new`` before any attempt."""
+        if not self.attempts:
+            return "new"
+        last = self.attempts[-1]
+        if last.ended is not None:
+            return last.ended.value
+        return "running" if last.is_alive else Ending.KILLED.value
+
+
+def read_history(run: Path) -> History:
+    """Read a run's history.
+
+    Raises:
+        LedgerError: there is no ledger, or it is none of this version.
+    """
+    with (
+        closing(queries.open_readonly(RunPaths(run).ledger)) as connection,
+        queries.consistent_reading(connection),
+    ):
+        attempts = tuple(
+            Attempt(number, pid, host, started_at, seen_at, Ending(ended) if ended else None)
+            for number, pid, host, started_at, seen_at, ended in connection.execute(
+                "SELECT number, pid, host, started_at, seen_at, ended FROM attempts ORDER BY number"
+            )
+        )
+        undone = connection.execute(
+            "SELECT COALESCE(SUM(from_position - to_position), 0) FROM rollbacks"
+        ).fetchone()[0]
+        lost_s = connection.execute(
+            "SELECT COALESCE(SUM(seconds), 0.0) FROM gpu_seconds WHERE phase = 'lost'"
+        ).fetchone()[0]
+        iterations = connection.execute(
+            "SELECT COALESCE(MAX(iteration) + 1, 0) FROM optimizer_steps"
+        ).fetchone()[0]
+        preemptions, noticed = queries.preemptions(connection)
+        return History(
+            attempts=attempts,
+            undone=int(undone),
+            lost_s=float(lost_s),
+            iterations=int(iterations),
+            counts=queries.counts(connection),
+            cost_usd=queries.cost_usd(connection),
+            preemptions=preemptions,
+            noticed=noticed,
+            prices_usd_h=queries.prices_usd_h(connection),
+            filled_s=queries.filled_s(connection),
+            incidents=queries.incidents(connection),
+        )

@@ -1,0 +1,208 @@
+"""The offline audit of a run: recounts the ledger from its rows, and trusts nothing that was kept in memory.
+
+Everything issued is accounted for exactly once, every billed GPU second has a phase, the ledger's file is
+sound, and the newest checkpoint is whole and within the ledger. See ``store/ledger/audit_checks.py`` for
+the list.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from spotlight.scheduler.types import Filler, Phase
+from spotlight.store.checkpoints import Checkpoint, CheckpointStore
+from spotlight.store.ledger import ledger_queries as queries
+from spotlight.store.ledger.audit_checks import CHECKS
+from spotlight.store.ledger.ledger_schema import Ending
+from spotlight.store.run_directory import RunPaths
+from spotlight.store.store_errors import DamagedCheckpointError, LedgerError
+
+BILLING_TOLERANCE = 0.01
+"""Share by which an attempt's billed seconds may differ from the sum over its phases."""
+BILLING_SLACK_S = 0.05
+"""Seconds a worker that the tolerance never goes below: the clock is read twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class AuditLimits:
+    """What the configuration promises.
+
+    Attributes:
+        group_size: rollouts of a group; None: all groups of an iteration must be of one size.
+        staleness_max: policy versions between making a sample and the step that trains on it (at the start of
+            the step's iteration). 0 for the synchronous schedule.
+    """
+
+    group_size: int | None = None
+    staleness_max: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A broken promise.
+
+    Attributes:
+        check: name of the check.
+        broken: what is broken, in words.
+        ids: of what (rollouts, steps, attempts, files), all of them.
+    """
+
+    check: str
+    broken: str
+    ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptBill:
+    """GPU seconds of one attempt: billed (from start to end, all workers) and accounted for (over phases).
+
+    Attributes:
+        ended: how it ended; None while it works.
+    """
+
+    attempt: int
+    ended: Ending | None
+    workers: int
+    billed_s: float
+    accounted_s: float
+
+    @property
+    def is_honest(self) -> bool:
+        """Whether both agree within the tolerance."""
+        slack = max(BILLING_TOLERANCE * self.billed_s, BILLING_SLACK_S * self.workers)
+        return abs(self.billed_s - self.accounted_s) <= slack
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """What the audit found.
+
+    Attributes:
+        finished: whether the last attempt finished the run; otherwise rollouts may be in flight.
+        position: number of the ledger's last record.
+        checkpoint_position: the newest whole checkpoint's position in the ledger; None without one.
+        filled_s: GPU-seconds by what filled them, that a GPU would have waited for.
+        checks: names of all checks made.
+    """
+
+    finished: bool
+    position: int
+    checkpoint_position: int | None
+    digest: str
+    counts: queries.LedgerCounts
+    attempts: tuple[AttemptBill, ...]
+    gpu_seconds_by_phase: Mapping[Phase, float]
+    filled_s: Mapping[Filler, float]
+    cost_usd: float
+    checks: tuple[str, ...]
+    violations: tuple[Violation, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every promise was kept."""
+        return not self.violations
+
+
+def audit(run: Path, limits: AuditLimits) -> AuditReport:
+    """Audit the run directory ``run``; it may be working meanwhile.
+
+    Raises:
+        LedgerError: there is no ledger, or it cannot be read to its end.
+    """
+    paths = RunPaths(run)
+    with closing(queries.open_readonly(paths.ledger)) as connection:
+        try:
+            return _audit(connection, paths, limits)
+        except sqlite3.DatabaseError as error:
+            raise LedgerError(
+                f"{paths.ledger}: damaged, cannot be read to its end ({error}). Restore the file from a copy."
+            ) from error
+
+
+def _audit(connection: sqlite3.Connection, paths: RunPaths, limits: AuditLimits) -> AuditReport:
+    with queries.consistent_reading(connection):
+        broken_file = _integrity(connection)
+        attempts = _attempts(connection)
+        finished = bool(attempts) and attempts[-1].ended is Ending.FINISHED
+        parameters = {
+            "finished": finished,
+            "group_size": limits.group_size,
+            "staleness_max": limits.staleness_max,
+        }
+        found = [
+            _violation(connection, parameters, check.name, check.broken, check.query) for check in CHECKS
+        ]
+        position = queries.position(connection)
+        checkpoint_position, broken_checkpoint = _checkpoint(paths, position)
+        dishonest = tuple(str(bill.attempt) for bill in attempts if not bill.is_honest)
+        found += [
+            broken_file,
+            Violation("billing", "attempts whose billed GPU seconds are not the sum over phases", dishonest),
+            broken_checkpoint,
+        ]
+        return AuditReport(
+            finished=finished,
+            position=position,
+            checkpoint_position=checkpoint_position,
+            digest=queries.digest(connection),
+            counts=queries.counts(connection),
+            attempts=attempts,
+            gpu_seconds_by_phase=queries.gpu_seconds_by_phase(connection),
+            filled_s=queries.filled_s(connection),
+            cost_usd=queries.cost_usd(connection),
+            checks=tuple(violation.check for violation in found),
+            violations=tuple(violation for violation in found if violation.ids),
+        )
+
+
+def _violation(
+    connection: sqlite3.Connection, parameters: Mapping[str, object], name: str, broken: str, query: str
+) -> Violation:
+    ids = (str(row[0]) for row in connection.execute(query, dict(parameters)))
+    return Violation(name, broken, tuple(ids))
+
+
+def _integrity(connection: sqlite3.Connection) -> Violation:
+    damages = [row[0] for row in connection.execute("PRAGMA integrity_check") if row[0] != "ok"]
+    orphans = [f"{table} row {row}" for table, row, _, _ in connection.execute("PRAGMA foreign_key_check")]
+    return Violation(
+        "integrity", "the ledger's file is damaged, or rows refer to nothing", (*damages, *orphans)
+    )
+
+
+def _attempts(connection: sqlite3.Connection) -> tuple[AttemptBill, ...]:
+    rows = connection.execute(
+        """
+        SELECT number, ended, (SELECT COUNT(*) FROM attempt_workers WHERE attempt = number),
+            (SELECT TOTAL(COALESCE(left_at, ended_at, seen_at) - joined_at) FROM attempt_workers
+                WHERE attempt = number),
+            (SELECT TOTAL(seconds) FROM gpu_seconds WHERE attempt = number)
+        FROM attempts ORDER BY number
+        """
+    )
+    return tuple(
+        AttemptBill(number, Ending(ended) if ended else None, workers, billed_s, accounted_s)
+        for number, ended, workers, billed_s, accounted_s in rows
+    )
+
+
+def _checkpoint(paths: RunPaths, position: int) -> tuple[int | None, Violation]:
+    broken = "checkpoints that are damaged, or further than the ledger"
+    checkpoint: Checkpoint | None = None
+    ids: list[str] = []
+    if paths.checkpoints.is_dir():
+        try:
+            checkpoint = CheckpointStore(paths.checkpoints, keep=1).newest_valid()
+        except DamagedCheckpointError as error:
+            ids.append(str(error))
+    if checkpoint is None:
+        return None, Violation("checkpoint", broken, tuple(ids))
+    ids += [str(damage) for damage in checkpoint.damages]
+    reached = checkpoint.header.ledger_position
+    if reached > position:
+        ids.append(f"{checkpoint.directory.name} stands at record {reached}, the ledger ends at {position}")
+    return reached, Violation("checkpoint", broken, tuple(ids))

@@ -1,0 +1,256 @@
+"""What the ledger says: counts, digest, GPU seconds and cost, read over any connection to ``ledger.sqlite``.
+
+The digest covers what was decided and measured, in the order in which it was recorded: prompts, rollouts,
+versions, rewards, optimizer steps, outcomes. It leaves out where and when (worker, lease epoch, time,
+attempt, GPU seconds, refused commits) and the sequence numbers themselves, so that an interrupted and
+resumed run has the digest of an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from spotlight.scheduler.types import DropReason, Filler, Phase, Purpose
+from spotlight.store.ledger.ledger_schema import (
+    APPLICATION_ID,
+    RECORD_TABLES,
+    SCHEMA_VERSION,
+    UPGRADABLE_VERSION,
+    Ending,
+    Incident,
+)
+from spotlight.store.store_errors import LedgerError
+
+_DIGESTED = (
+    ("prompts", "id, text, metadata"),
+    ("rollouts", "id, purpose, iteration, prompt, member, seed, steps, version"),
+    ("samples", "rollout, version"),
+    ("rewards", "rollout, name, value"),
+    ("optimizer_steps", "version, iteration, update_index, samples, loss, grad_norm"),
+    ("outcomes", "rollout, kind, optimizer_step, reason, detail"),
+    ("versions", "version"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerCounts:
+    """What the ledger holds.
+
+    Attributes:
+        issued: rollouts issued, by purpose.
+        in_flight: rollouts without an outcome yet, by purpose.
+        dropped: dropped rollouts of all purposes, by reason.
+        train_dropped: the train rollouts among them.
+        rejected: commits refused for a stale epoch or as duplicates.
+    """
+
+    prompts: int
+    issued: Mapping[Purpose, int]
+    in_flight: Mapping[Purpose, int]
+    finished: int
+    trained: int
+    evaluated: int
+    explored: int
+    dropped: Mapping[DropReason, int]
+    train_dropped: Mapping[DropReason, int]
+    optimizer_steps: int
+    versions: int
+    rejected: int
+
+
+def open_readonly(path: Path) -> sqlite3.Connection:
+    """A connection that cannot write, also beside a running writer.
+
+    Raises:
+        LedgerError: the file is missing, or is no ledger of this version.
+    """
+    if not path.is_file():
+        raise LedgerError(f"{path}: no ledger here. Name a run directory that `spotlight train` has made.")
+    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
+    try:
+        check_identity(connection, path)
+    except LedgerError:
+        connection.close()
+        raise
+    except sqlite3.Error as error:
+        connection.close()
+        raise LedgerError(
+            f"{path}: cannot be read: {error}. Reading needs write access to its folder."
+        ) from error
+    return connection
+
+
+def is_empty_database(connection: sqlite3.Connection, path: Path) -> bool:
+    """Whether nothing was created in the database yet, also where its creation was interrupted."""
+    return _header_integer(connection, path, "SELECT COUNT(*) FROM sqlite_master") == 0
+
+
+def check_identity(connection: sqlite3.Connection, path: Path) -> int:
+    """The version of a ledger's schema. Raises :class:`LedgerError` unless this Spotlight can read it."""
+    application = _header_integer(connection, path, "PRAGMA application_id")
+    version = _header_integer(connection, path, "PRAGMA user_version")
+    if application != APPLICATION_ID or not UPGRADABLE_VERSION <= version <= SCHEMA_VERSION:
+        raise LedgerError(
+            f"{path}: no ledger of this Spotlight: (application id, schema version) is "
+            f"{(application, version)}, expected {(APPLICATION_ID, SCHEMA_VERSION)}. "
+            "Use the version that made it, or start a run of another name."
+        )
+    return version
+
+
+@contextmanager
+def consistent_reading(connection: sqlite3.Connection) -> Iterator[None]:
+    """Everything read inside is of one moment, whatever a writer does meanwhile. Nests."""
+    if connection.in_transaction:
+        yield
+        return
+    connection.execute("BEGIN")
+    try:
+        yield
+    finally:
+        connection.execute("COMMIT")
+
+
+def position(connection: sqlite3.Connection) -> int:
+    """Number of the last record; 0 in an empty ledger."""
+    newest = " UNION ALL ".join(f"SELECT MAX(seq) AS seq FROM {table}" for table in RECORD_TABLES)
+    return _integer(connection, f"SELECT COALESCE(MAX(seq), 0) FROM ({newest})")
+
+
+def counts(connection: sqlite3.Connection) -> LedgerCounts:
+    """Count everything, in one consistent reading."""
+    with consistent_reading(connection):
+        return _counts(connection)
+
+
+def _counts(connection: sqlite3.Connection) -> LedgerCounts:
+    issued = _tally(connection, "SELECT purpose, COUNT(*) FROM rollouts GROUP BY purpose")
+    ended = _tally(connection, "SELECT purpose, COUNT(*) FROM outcomes GROUP BY purpose")
+    kinds = _tally(connection, "SELECT kind, COUNT(*) FROM outcomes GROUP BY kind")
+    dropped = "SELECT reason, COUNT(*) FROM outcomes WHERE kind = 'dropped'"
+    return LedgerCounts(
+        prompts=_rows_in(connection, "prompts"),
+        issued={purpose: issued.get(purpose, 0) for purpose in Purpose},
+        in_flight={purpose: issued.get(purpose, 0) - ended.get(purpose, 0) for purpose in Purpose},
+        finished=_rows_in(connection, "samples"),
+        trained=kinds.get("trained", 0),
+        evaluated=kinds.get("evaluated", 0),
+        explored=kinds.get("explored", 0),
+        dropped=_by_reason(connection, f"{dropped} GROUP BY reason"),
+        train_dropped=_by_reason(connection, f"{dropped} AND purpose = 'train' GROUP BY reason"),
+        optimizer_steps=_rows_in(connection, "optimizer_steps"),
+        versions=_rows_in(connection, "versions"),
+        rejected=_rows_in(connection, "rejected"),
+    )
+
+
+def digest(connection: sqlite3.Connection) -> str:
+    """SHA-256 (hexadecimal) over the logical rows, in the order of their records."""
+    hasher = hashlib.sha256()
+    with consistent_reading(connection):
+        tables = [_logical_rows(connection, table, columns) for table, columns in _DIGESTED]
+        for _, line in heapq.merge(*tables, key=lambda row: row[0]):
+            hasher.update(line)
+    return hasher.hexdigest()
+
+
+def _logical_rows(connection: sqlite3.Connection, table: str, columns: str) -> Iterator[tuple[int, bytes]]:
+    ordered = "seq, name" if table == "rewards" else "seq"
+    for row in connection.execute(f"SELECT seq, {columns} FROM {table} ORDER BY {ordered}"):
+        yield row[0], json.dumps([table, *row[1:]], ensure_ascii=True, separators=(",", ":")).encode() + b"\n"
+
+
+def gpu_seconds_by_phase(connection: sqlite3.Connection) -> dict[Phase, float]:
+    """GPU-seconds of all attempts, every phase present."""
+    spent = dict(connection.execute("SELECT phase, SUM(seconds) FROM gpu_seconds GROUP BY phase"))
+    return {phase: float(spent.get(phase.value, 0.0)) for phase in Phase}
+
+
+def filled_s(connection: sqlite3.Connection) -> dict[Filler, float]:
+    """GPU-seconds by what filled them while a GPU would have waited, of all attempts; what filled none is
+    absent."""
+    if _integer(connection, "SELECT COUNT(*) FROM sqlite_master WHERE name = 'filled_seconds'") == 0:
+        return {}  # a ledger of the version before, which nobody wrote to since
+    rows = connection.execute("SELECT filler, SUM(seconds) FROM filled_seconds GROUP BY filler")
+    found = dict(rows)
+    return {filler: float(found[filler]) for filler in Filler if filler in found}
+
+
+def worked_s(connection: sqlite3.Connection) -> float:
+    """Seconds from start to end (or last sign of life) of all attempts together."""
+    row = connection.execute("SELECT TOTAL(COALESCE(ended_at, seen_at) - started_at) FROM attempts")
+    return float(row.fetchone()[0])
+
+
+def incidents(connection: sqlite3.Connection) -> dict[tuple[Incident, bool], int]:
+    """How often each happened, by whether it befell a spot node (or a worker of one)."""
+    rows = connection.execute("SELECT kind, spot, COUNT(*) FROM incidents GROUP BY kind, spot")
+    return {(Incident(kind), bool(spot)): number for kind, spot, number in rows}
+
+
+def preemptions(connection: sqlite3.Connection) -> tuple[int, int]:
+    """Spot nodes lost, and those among them that had been announced and not called off."""
+    row = connection.execute(
+        """
+        SELECT COUNT(*), TOTAL((
+            SELECT kind = 'node_noticed' FROM incidents AS before
+            WHERE before.attempt = gone.attempt AND before.subject = gone.subject AND before.id < gone.id
+                AND before.kind IN ('node_noticed', 'notice_cancelled', 'node_joined')
+            ORDER BY before.id DESC LIMIT 1))
+        FROM incidents AS gone WHERE kind = 'node_lost' AND spot
+        """
+    ).fetchone()
+    return int(row[0]), int(row[1])
+
+
+def prices_usd_h(connection: sqlite3.Connection) -> tuple[float, ...]:
+    """The prices of a worker's hour that were paid, ascending."""
+    rows = connection.execute("SELECT DISTINCT price_usd_h FROM gpu_seconds WHERE seconds > 0 ORDER BY 1")
+    return tuple(float(price) for (price,) in rows)
+
+
+def last_ending(connection: sqlite3.Connection) -> Ending | None:
+    """How the newest attempt ended; None while it works, when it died, or where there was none."""
+    row = connection.execute("SELECT ended FROM attempts ORDER BY number DESC LIMIT 1").fetchone()
+    return Ending(row[0]) if row and row[0] else None
+
+
+def cost_usd(connection: sqlite3.Connection) -> float:
+    """Price of all GPU-seconds, lost ones included."""
+    row = connection.execute("SELECT COALESCE(SUM(seconds * price_usd_h), 0.0) / 3600 FROM gpu_seconds")
+    return float(row.fetchone()[0])
+
+
+def _header_integer(connection: sqlite3.Connection, path: Path, query: str) -> int:
+    try:
+        return _integer(connection, query)
+    except sqlite3.DatabaseError as error:
+        if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
+            raise
+        raise LedgerError(
+            f"{path}: cannot be read as a SQLite database ({error}). "
+            "Restore the file from a copy, or start a run of another name."
+        ) from error
+
+
+def _by_reason(connection: sqlite3.Connection, query: str) -> dict[DropReason, int]:
+    return {DropReason(reason): number for reason, number in _tally(connection, query).items()}
+
+
+def _tally(connection: sqlite3.Connection, query: str) -> dict[str, int]:
+    return dict(connection.execute(query))
+
+
+def _rows_in(connection: sqlite3.Connection, table: str) -> int:
+    return _integer(connection, f"SELECT COUNT(*) FROM {table}")
+
+
+def _integer(connection: sqlite3.Connection, query: str) -> int:
+    return int(connection.execute(query).fetchone()[0])

@@ -1,0 +1,248 @@
+"""The tables of ``ledger.sqlite``.
+
+Rows of the eight record tables are only ever inserted (triggers refuse an update), each with the number of
+the controller's record that made it. What must not happen is a database error rather than a convention:
+
+- an outcome belongs to an issued rollout, and there is at most one a rollout;
+- only a train rollout is trained, only an evaluation rollout evaluated, only an exploration rollout explored;
+- what is trained was finished, and names an optimizer step that exists when the transaction ends;
+- a sample was made by the version its rollout needs, and is finished once; each of its scores is given once.
+
+The tables below them (attempts, workers, GPU seconds, incidents, rollbacks, filled seconds) say how the work
+went, not what was decided: they are outside the numbering, and survive a rollback, but for filled seconds.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from spotlight.scheduler.types import DropReason, Filler, Phase, Purpose
+
+SCHEMA_VERSION = 3
+UPGRADABLE_VERSION = 2
+"""The oldest that is read, and upgraded when it is written to: it has no ``filled_seconds``."""
+APPLICATION_ID = 0x53504F54
+"""Marks the file as ours (``SPOT``), so that another database is refused by name."""
+
+
+class Ending(StrEnum):
+    """How an attempt (one process working on the run) ended."""
+
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    FAILED = "failed"
+    KILLED = "killed"
+
+
+class Incident(StrEnum):
+    """What befell the cluster that a run works on."""
+
+    NODE_JOINED = "node_joined"
+    NODE_NOTICED = "node_noticed"
+    NOTICE_CANCELLED = "notice_cancelled"
+    NODE_LOST = "node_lost"
+    WORKER_CRASHED = "worker_crashed"
+    LEARNER_LOST = "learner_lost"
+
+
+class Outcome(StrEnum):
+    """How a rollout ended."""
+
+    TRAINED = "trained"
+    DROPPED = "dropped"
+    EVALUATED = "evaluated"
+    EXPLORED = "explored"
+
+
+RECORD_TABLES = (
+    "prompts",
+    "rollouts",
+    "samples",
+    "rewards",
+    "optimizer_steps",
+    "outcomes",
+    "versions",
+    "rejected",
+)
+"""Parents before children: a rollback deletes in the reverse order."""
+
+
+def _one_of(kind: type[StrEnum]) -> str:
+    return ", ".join(f"'{member.value}'" for member in kind)
+
+
+_RECORDS = f"""
+CREATE TABLE prompts (
+    seq INTEGER PRIMARY KEY,
+    id TEXT NOT NULL UNIQUE,
+    text TEXT NOT NULL,
+    metadata TEXT NOT NULL CHECK (json_valid(metadata))
+) STRICT;
+
+CREATE TABLE rollouts (
+    seq INTEGER PRIMARY KEY,
+    id TEXT NOT NULL UNIQUE,
+    purpose TEXT NOT NULL CHECK (purpose IN ({_one_of(Purpose)})),
+    iteration INTEGER NOT NULL CHECK (iteration >= 0),
+    prompt TEXT NOT NULL REFERENCES prompts (id),
+    member INTEGER NOT NULL CHECK (member >= 0),
+    seed INTEGER NOT NULL CHECK (seed >= 0),
+    steps INTEGER NOT NULL CHECK (steps > 0),
+    version INTEGER NOT NULL CHECK (version >= 0),
+    UNIQUE (id, purpose),
+    UNIQUE (id, version)
+) STRICT;
+CREATE INDEX rollouts_of_prompt ON rollouts (prompt);
+
+CREATE TABLE samples (
+    seq INTEGER PRIMARY KEY,
+    rollout TEXT NOT NULL UNIQUE,
+    version INTEGER NOT NULL,
+    worker TEXT NOT NULL,
+    epoch INTEGER NOT NULL CHECK (epoch >= 0),
+    FOREIGN KEY (rollout, version) REFERENCES rollouts (id, version)
+) STRICT;
+
+-- value is NULL where the score is not a number.
+CREATE TABLE rewards (
+    seq INTEGER NOT NULL,
+    rollout TEXT NOT NULL REFERENCES samples (rollout),
+    name TEXT NOT NULL,
+    value REAL,
+    PRIMARY KEY (rollout, name)
+) STRICT;
+CREATE INDEX rewards_by_seq ON rewards (seq);
+
+-- version: the policy version the step made.
+CREATE TABLE optimizer_steps (
+    seq INTEGER PRIMARY KEY,
+    version INTEGER NOT NULL UNIQUE CHECK (version > 0),
+    iteration INTEGER NOT NULL CHECK (iteration >= 0),
+    update_index INTEGER NOT NULL CHECK (update_index >= 0),
+    samples INTEGER NOT NULL CHECK (samples > 0),
+    loss REAL,
+    grad_norm REAL,
+    UNIQUE (iteration, update_index)
+) STRICT;
+
+-- A rollout and its step become part of one transaction in either order, hence the deferred key.
+CREATE TABLE outcomes (
+    seq INTEGER PRIMARY KEY,
+    rollout TEXT NOT NULL UNIQUE,
+    purpose TEXT NOT NULL,
+    kind TEXT NOT NULL CHECK (kind IN ({_one_of(Outcome)})),
+    optimizer_step INTEGER REFERENCES optimizer_steps (version) DEFERRABLE INITIALLY DEFERRED,
+    reason TEXT CHECK (reason IN ({_one_of(DropReason)})),
+    detail TEXT,
+    finished TEXT GENERATED ALWAYS AS (CASE WHEN kind <> 'dropped' THEN rollout END) STORED
+        REFERENCES samples (rollout),
+    FOREIGN KEY (rollout, purpose) REFERENCES rollouts (id, purpose),
+    CHECK ((kind = 'trained') = (optimizer_step IS NOT NULL)),
+    CHECK ((kind = 'dropped') = (reason IS NOT NULL AND detail IS NOT NULL)),
+    CHECK (kind = 'dropped'
+        OR kind || ' ' || purpose IN ('trained train', 'evaluated eval', 'explored explore'))
+) STRICT;
+CREATE INDEX outcomes_of_step ON outcomes (optimizer_step);
+CREATE INDEX outcomes_of_finished ON outcomes (finished);
+
+CREATE TABLE versions (
+    seq INTEGER PRIMARY KEY,
+    version INTEGER NOT NULL UNIQUE CHECK (version >= 0)
+) STRICT;
+
+-- A refused commit may name a rollout that was rolled back since, hence no key.
+CREATE TABLE rejected (
+    seq INTEGER PRIMARY KEY,
+    rollout TEXT,
+    reason TEXT NOT NULL
+) STRICT;
+"""
+
+_WORK = f"""
+-- Times are seconds since the epoch. seen_at: the last time the attempt accounted for its GPU seconds.
+CREATE TABLE attempts (
+    number INTEGER PRIMARY KEY,
+    pid INTEGER NOT NULL,
+    host TEXT NOT NULL,
+    started_at REAL NOT NULL,
+    seen_at REAL NOT NULL CHECK (seen_at >= started_at),
+    ended_at REAL CHECK (ended_at >= started_at),
+    ended TEXT CHECK (ended IN ({_one_of(Ending)})),
+    CHECK ((ended_at IS NULL) = (ended IS NULL))
+) STRICT;
+
+-- A worker is billed from joined_at until left_at, or for as long as the attempt goes on.
+CREATE TABLE attempt_workers (
+    attempt INTEGER NOT NULL REFERENCES attempts (number),
+    worker TEXT NOT NULL,
+    price_usd_h REAL NOT NULL CHECK (price_usd_h >= 0),
+    joined_at REAL NOT NULL,
+    left_at REAL CHECK (left_at >= joined_at),
+    PRIMARY KEY (attempt, worker)
+) STRICT;
+
+-- position: the ledger's position when they were spent. was_phase: what lost seconds were spent on,
+-- NULL for seconds between an attempt's last account and its death.
+CREATE TABLE gpu_seconds (
+    id INTEGER PRIMARY KEY,
+    attempt INTEGER NOT NULL,
+    worker TEXT NOT NULL,
+    position INTEGER NOT NULL CHECK (position >= 0),
+    phase TEXT NOT NULL CHECK (phase IN ({_one_of(Phase)})),
+    was_phase TEXT CHECK (was_phase IN ({_one_of(Phase)})),
+    seconds REAL NOT NULL CHECK (seconds >= 0),
+    price_usd_h REAL NOT NULL CHECK (price_usd_h >= 0),
+    FOREIGN KEY (attempt, worker) REFERENCES attempt_workers (attempt, worker),
+    CHECK (was_phase IS NULL OR phase = 'lost')
+) STRICT;
+
+-- subject: the node or worker it befell; spot: whether that was preemptible.
+CREATE TABLE incidents (
+    id INTEGER PRIMARY KEY,
+    attempt INTEGER NOT NULL REFERENCES attempts (number),
+    at REAL NOT NULL,
+    kind TEXT NOT NULL CHECK (kind IN ({_one_of(Incident)})),
+    subject TEXT NOT NULL,
+    spot INTEGER NOT NULL CHECK (spot IN (0, 1)),
+    detail TEXT NOT NULL
+) STRICT;
+
+CREATE TABLE rollbacks (
+    id INTEGER PRIMARY KEY,
+    attempt INTEGER NOT NULL REFERENCES attempts (number),
+    from_position INTEGER NOT NULL,
+    to_position INTEGER NOT NULL CHECK (to_position BETWEEN 0 AND from_position)
+) STRICT;
+"""
+
+_FILLED = f"""
+-- GPU seconds by what filled them: billed in their phases too, they are those a GPU would have waited for.
+-- position: the ledger's position when they were noted; a rollback takes back those of what it undoes.
+CREATE TABLE filled_seconds (
+    id INTEGER PRIMARY KEY,
+    attempt INTEGER NOT NULL REFERENCES attempts (number),
+    position INTEGER NOT NULL CHECK (position >= 0),
+    iteration INTEGER NOT NULL CHECK (iteration >= 0),
+    filler TEXT NOT NULL CHECK (filler IN ({_one_of(Filler)})),
+    seconds REAL NOT NULL CHECK (seconds >= 0)
+) STRICT;
+"""
+
+_INSERT_ONLY = "\n".join(
+    f"CREATE TRIGGER {table}_insert_only BEFORE UPDATE ON {table} "
+    f"BEGIN SELECT RAISE(ABORT, '{table} is insert-only'); END;"
+    for table in RECORD_TABLES
+)
+
+SCHEMA = "\n".join(
+    (
+        _RECORDS,
+        _WORK,
+        _FILLED,
+        _INSERT_ONLY,
+        f"PRAGMA application_id = {APPLICATION_ID};",
+        f"PRAGMA user_version = {SCHEMA_VERSION};",
+    )
+)
+UPGRADE = "\n".join((_FILLED, f"PRAGMA user_version = {SCHEMA_VERSION};"))
+"""From :data:`UPGRADABLE_VERSION`."""

@@ -1,0 +1,417 @@
+"""The durable ledger: the controller's records in SQLite, the GPU seconds they cost, and what befell the run.
+
+Invariants:
+- Records are numbered 1, 2, 3, ... without gaps; what must not happen is refused by
+  ``store/ledger/ledger_schema.py``.
+- :meth:`Ledger.append` returns only when the records are on the disk (WAL, ``synchronous=FULL``), and an
+  interrupted one leaves nothing of itself.
+- One writer: whoever holds the lock of the run directory (``store/run_directory.py``).
+
+Resuming from a checkpoint taken at position p: :meth:`begin_attempt` closes the attempt that died,
+:meth:`rollback` to p removes the records after it, then the controller replays them under the same numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeAlias, assert_never
+
+from spotlight.scheduler.records import (
+    CommitRejected,
+    PromptSeen,
+    Record,
+    RolloutIssued,
+    SampleDropped,
+    SampleEvaluated,
+    SampleExplored,
+    SampleFinished,
+    SampleScored,
+    SampleTrained,
+    StepApplied,
+    VersionPublished,
+)
+from spotlight.scheduler.types import Filler, Phase, WorkerId
+from spotlight.store.ledger import ledger_queries as queries
+from spotlight.store.ledger.ledger_schema import (
+    RECORD_TABLES,
+    SCHEMA,
+    SCHEMA_VERSION,
+    UPGRADE,
+    Ending,
+    Incident,
+    Outcome,
+)
+from spotlight.store.store_errors import LedgerError, storage_error
+
+_Values: TypeAlias = tuple[str | int | float | None, ...]
+
+_OUTCOME = (
+    "INSERT INTO outcomes (seq, rollout, purpose, kind, optimizer_step, reason, detail) "
+    "VALUES (?1, ?2, COALESCE((SELECT purpose FROM rollouts WHERE id = ?2), 'never issued'), ?3, ?4, ?5, ?6)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSpend:
+    """Seconds one worker's GPU spent in one phase, at the price of that moment."""
+
+    worker: WorkerId
+    phase: Phase
+    seconds: float
+    price_usd_h: float
+
+
+class Ledger:
+    """The one writer of ``ledger.sqlite``. Use as a context manager, or :meth:`close` it."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the ledger, creating it where there is none.
+
+        Raises:
+            LedgerError: the file is not a ledger of this version.
+            StoreError: the file cannot be created or written.
+        """
+        self._path = path
+        try:
+            self._connection = sqlite3.connect(path, isolation_level=None)
+        except sqlite3.Error as error:
+            raise storage_error("cannot open the ledger", path, error) from error
+        try:
+            self._prepare()
+        except sqlite3.Error as error:
+            self._connection.close()
+            raise storage_error("cannot open the ledger", path, error) from error
+        except LedgerError:
+            self._connection.close()
+            raise
+        self._position = queries.position(self._connection)
+        self._attempt: int | None = None
+
+    def _prepare(self) -> None:
+        is_new = queries.is_empty_database(self._connection, self._path)
+        version = SCHEMA_VERSION
+        if not is_new:
+            version = queries.check_identity(self._connection, self._path)
+        for pragma in (
+            "journal_mode = WAL",
+            "synchronous = FULL",
+            "foreign_keys = ON",
+            "busy_timeout = 10000",
+        ):
+            self._connection.execute(f"PRAGMA {pragma}")
+        if is_new:
+            self._connection.executescript(f"BEGIN IMMEDIATE;\n{SCHEMA}\nCOMMIT;")
+        elif version < SCHEMA_VERSION:
+            self._connection.executescript(f"BEGIN IMMEDIATE;\n{UPGRADE}\nCOMMIT;")
+
+    def append(self, records: Sequence[tuple[int, Record]]) -> None:
+        """Write numbered records in one transaction: all of them are on the disk on return, or none is.
+
+        Raises:
+            LedgerError: the numbers do not continue :meth:`position`, or the records break the accounting
+                (an outcome of a rollout that was never issued, a second outcome, ...).
+            StoreError: the disk is full or not writable.
+        """
+        if not records:
+            return
+        expected = self._position + 1
+        together = f"records {expected} to {records[-1][0]} (a step and the samples it trained go together)"
+        with self._transaction(together):
+            for number, record in records:
+                if number != expected:
+                    raise LedgerError(
+                        f"{self._path}: record {number} where {expected} was expected: "
+                        f"{record!r}. Roll the ledger back to the controller's position first."
+                    )
+                self._insert(number, record)
+                expected += 1
+        self._position = expected - 1
+
+    def _insert(self, number: int, record: Record) -> None:
+        try:
+            for statement, values in _rows(number, record):
+                self._connection.execute(statement, values)
+        except sqlite3.IntegrityError as error:
+            raise LedgerError(
+                f"{self._path}: record {number} breaks the accounting: {error}: {record!r}"
+            ) from error
+
+    def position(self) -> int:
+        """Number of the last record; 0 in an empty ledger."""
+        return self._position
+
+    def begin_attempt(self, *, pid: int, host: str, workers: Mapping[WorkerId, float], now_s: float) -> int:
+        """Start the account of this process, and close those that died without closing theirs.
+
+        A dead attempt ends as ``killed`` when it was last seen accounting; whatever of its workers' time
+        is in no phase then is booked as lost.
+
+        Args:
+            workers: price of each worker's GPU in USD an hour.
+            now_s: seconds since the epoch.
+
+        Returns:
+            the attempt's number, from 1.
+        """
+        with self._transaction("the account of a new attempt"):
+            self._bury_the_dead()
+            row = self._connection.execute("SELECT COALESCE(MAX(number), 0) + 1 FROM attempts").fetchone()
+            number = int(row[0])
+            self._connection.execute(
+                "INSERT INTO attempts (number, pid, host, started_at, seen_at) VALUES (?, ?, ?, ?, ?)",
+                (number, pid, host, now_s, now_s),
+            )
+            self._connection.executemany(
+                "INSERT INTO attempt_workers VALUES (?, ?, ?, ?, NULL)",
+                [(number, worker, price, now_s) for worker, price in workers.items()],
+            )
+        self._attempt = number
+        return number
+
+    def _bury_the_dead(self) -> None:
+        self._connection.execute(
+            """
+            INSERT INTO gpu_seconds (attempt, worker, position, phase, was_phase, seconds, price_usd_h)
+            SELECT attempt, worker, :position, 'lost', NULL, unaccounted, price_usd_h FROM (
+                SELECT known.attempt, worker, price_usd_h, COALESCE(left_at, seen_at) - joined_at - COALESCE((
+                    SELECT SUM(seconds) FROM gpu_seconds AS spent
+                    WHERE spent.attempt = known.attempt AND spent.worker = known.worker), 0) AS unaccounted
+                FROM attempt_workers AS known JOIN attempts ON attempts.number = known.attempt
+                WHERE ended IS NULL)
+            WHERE unaccounted > 0
+            """,
+            {"position": self._position},
+        )
+        self._connection.execute(
+            "UPDATE attempts SET ended = ?, ended_at = seen_at WHERE ended IS NULL", (Ending.KILLED,)
+        )
+
+    def hire(self, workers: Mapping[WorkerId, float], now_s: float) -> None:
+        """Workers are billed from ``now_s`` (seconds since the epoch) on; see :meth:`begin_attempt`."""
+        attempt = self._current_attempt()
+        with self._transaction(f"workers that join attempt {attempt}"):
+            self._connection.executemany(
+                "INSERT INTO attempt_workers VALUES (?, ?, ?, ?, NULL)",
+                [(attempt, worker, price, now_s) for worker, price in workers.items()],
+            )
+
+    def dismiss(self, workers: Iterable[WorkerId], now_s: float) -> None:
+        """Workers are not billed any more; every second up to ``now_s`` must have its phase by now."""
+        attempt = self._current_attempt()
+        with self._transaction(f"workers that leave attempt {attempt}"):
+            self._connection.executemany(
+                "UPDATE attempt_workers SET left_at = MAX(joined_at, ?) WHERE attempt = ? AND worker = ?",
+                [(now_s, attempt, worker) for worker in workers],
+            )
+
+    def befall(self, kind: Incident, subject: str, *, spot: bool, detail: str, now_s: float) -> None:
+        """Write down what happened to a node, a worker or the learner."""
+        attempt = self._current_attempt()
+        with self._transaction(f"an incident of attempt {attempt}"):
+            self._connection.execute(
+                "INSERT INTO incidents (attempt, at, kind, subject, spot, detail) VALUES (?, ?, ?, ?, ?, ?)",
+                (attempt, now_s, kind, subject, spot, detail),
+            )
+
+    def spend(self, spends: Sequence[GpuSpend], now_s: float) -> None:
+        """Account for GPU seconds, and show that the attempt is alive at ``now_s``.
+
+        Call it after appending the records that the work made, and right before and after a checkpoint:
+        then a rollback to that checkpoint finds exactly the seconds whose work is lost.
+        """
+        attempt = self._current_attempt()
+        with self._transaction(f"the GPU seconds of attempt {attempt}"):
+            self._connection.executemany(
+                "INSERT INTO gpu_seconds (attempt, worker, position, phase, seconds, price_usd_h) "
+                "VALUES (?, ?, ?, ?, ?, ?)",
+                [
+                    (attempt, spend.worker, self._position, spend.phase, spend.seconds, spend.price_usd_h)
+                    for spend in spends
+                ],
+            )
+            self._connection.execute(
+                "UPDATE attempts SET seen_at = MAX(seen_at, ?) WHERE number = ?", (now_s, attempt)
+            )
+
+    def fill(self, iteration: int, filled_s: Mapping[Filler, float]) -> None:
+        """Note GPU seconds, billed in their phases too, by what filled them: else a GPU would have waited.
+
+        Call it after appending the records that the work made.
+        """
+        attempt = self._current_attempt()
+        with self._transaction(f"what filled GPUs in iteration {iteration}"):
+            self._connection.executemany(
+                "INSERT INTO filled_seconds (attempt, position, iteration, filler, seconds) "
+                "VALUES (?, ?, ?, ?, ?)",
+                [
+                    (attempt, self._position, iteration, filler, seconds)
+                    for filler, seconds in filled_s.items()
+                ],
+            )
+
+    def end_attempt(self, ending: Ending, now_s: float = 0.0) -> None:
+        """Close the account of this process, at its last entry or at ``now_s`` if that is later.
+
+        Every second up to then must have its phase by now.
+        """
+        attempt = self._current_attempt()
+        with self._transaction(f"the end of attempt {attempt}"):
+            self._connection.execute(
+                "UPDATE attempts SET ended = ?1, ended_at = MAX(seen_at, ?2), seen_at = MAX(seen_at, ?2) "
+                "WHERE number = ?3",
+                (ending, now_s, attempt),
+            )
+        self._attempt = None
+
+    def _current_attempt(self) -> int:
+        if self._attempt is None:
+            raise LedgerError(f"{self._path}: no attempt is open; call begin_attempt first.")
+        return self._attempt
+
+    def rollback(self, position: int, attempt: int) -> int:
+        """Forget the records after ``position`` (a checkpoint's), and mark the GPU seconds they cost as lost.
+
+        Args:
+            attempt: the attempt that rolls back; its own seconds are not lost.
+
+        Returns:
+            the number of records forgotten.
+
+        Raises:
+            LedgerError: the ledger does not reach ``position``, or it lies inside what one append wrote.
+        """
+        forgotten = self._position - position
+        if position < 0 or forgotten < 0:
+            raise LedgerError(
+                f"{self._path}: cannot roll back to record {position}: the ledger ends at {self._position}. "
+                "The checkpoint belongs to another ledger; restore both from the same copy of the run."
+            )
+        with self._transaction(
+            f"a rollback to record {position} (it must not part what was appended together)"
+        ):
+            for table in reversed(RECORD_TABLES):
+                self._connection.execute(f"DELETE FROM {table} WHERE seq > ?", (position,))
+            self._connection.execute(
+                "UPDATE gpu_seconds SET was_phase = phase, phase = 'lost' "
+                "WHERE position > ? AND attempt <> ? AND phase <> 'lost'",
+                (position, attempt),
+            )
+            self._connection.execute("DELETE FROM filled_seconds WHERE position > ?", (position,))
+            self._connection.execute(
+                "UPDATE gpu_seconds SET position = ?1 WHERE position > ?1 AND attempt = ?2",
+                (position, attempt),
+            )
+            self._connection.execute(
+                "INSERT INTO rollbacks (attempt, from_position, to_position) VALUES (?, ?, ?)",
+                (attempt, self._position, position),
+            )
+        self._position = position
+        return forgotten
+
+    def digest(self) -> str:
+        """SHA-256 over what was decided and measured (see ``store/ledger/ledger_queries.py``)."""
+        return queries.digest(self._connection)
+
+    def counts(self) -> queries.LedgerCounts:
+        """Count everything in the ledger."""
+        return queries.counts(self._connection)
+
+    def gpu_seconds_by_phase(self) -> dict[Phase, float]:
+        """GPU-seconds of all attempts, every phase present."""
+        return queries.gpu_seconds_by_phase(self._connection)
+
+    def worked_s(self) -> float:
+        """Seconds of work of all attempts together, this one's up to its last account."""
+        return queries.worked_s(self._connection)
+
+    def cost_usd(self) -> float:
+        """Price of all GPU-seconds, lost ones included."""
+        return queries.cost_usd(self._connection)
+
+    def close(self) -> None:
+        """Close the database; nothing is pending, so nothing can be lost."""
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @contextmanager
+    def _transaction(self, what: str) -> Iterator[None]:
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            yield
+            self._connection.execute("COMMIT")
+        except sqlite3.IntegrityError as error:
+            self._abandon()
+            raise LedgerError(f"{self._path}: {what}: breaks the accounting: {error}") from error
+        except sqlite3.Error as error:
+            self._abandon()
+            raise storage_error(f"the ledger cannot take {what}", self._path, error) from error
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _abandon(self) -> None:
+        if self._connection.in_transaction:
+            self._connection.execute("ROLLBACK")
+
+
+def _rows(number: int, record: Record) -> Iterator[tuple[str, _Values]]:
+    match record:
+        case PromptSeen(prompt):
+            metadata = json.dumps(dict(prompt.metadata), sort_keys=True, ensure_ascii=False)
+            yield "INSERT INTO prompts VALUES (?, ?, ?, ?)", (number, prompt.id, prompt.text, metadata)
+        case RolloutIssued(rollout):
+            yield (
+                "INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    number,
+                    rollout.id,
+                    rollout.purpose,
+                    rollout.iteration,
+                    rollout.prompt_id,
+                    rollout.member,
+                    rollout.seed,
+                    rollout.steps,
+                    rollout.version,
+                ),
+            )
+        case SampleFinished(rollout_id, version, worker, epoch):
+            yield "INSERT INTO samples VALUES (?, ?, ?, ?, ?)", (number, rollout_id, version, worker, epoch)
+        case SampleScored(rollout_id, scores):
+            if not scores:
+                raise LedgerError(
+                    f"record {number} has no scores: {record!r}; drop the sample with a reason instead."
+                )
+            for name, value in scores.items():
+                yield "INSERT INTO rewards VALUES (?, ?, ?, ?)", (number, rollout_id, name, float(value))
+        case SampleTrained(rollout_id, step):
+            yield _OUTCOME, (number, rollout_id, Outcome.TRAINED, step, None, None)
+        case SampleDropped(rollout_id, reason, detail):
+            yield _OUTCOME, (number, rollout_id, Outcome.DROPPED, None, reason, detail)
+        case SampleEvaluated(rollout_id):
+            yield _OUTCOME, (number, rollout_id, Outcome.EVALUATED, None, None, None)
+        case SampleExplored(rollout_id):
+            yield _OUTCOME, (number, rollout_id, Outcome.EXPLORED, None, None, None)
+        case StepApplied(version, iteration, update, samples, loss, grad_norm):
+            yield (
+                "INSERT INTO optimizer_steps VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (number, version, iteration, update, samples, loss, grad_norm),
+            )
+        case VersionPublished(version):
+            yield "INSERT INTO versions VALUES (?, ?)", (number, version)
+        case CommitRejected(rollout_or_none, reason_text):
+            yield "INSERT INTO rejected VALUES (?, ?, ?)", (number, rollout_or_none, reason_text)
+        case _:
+            assert_never(record)

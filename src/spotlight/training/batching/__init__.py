@@ -1,0 +1,1 @@
+"""From scored samples to the batches that the learner trains on."""

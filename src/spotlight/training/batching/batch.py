@@ -1,0 +1,165 @@
+"""Samples on their way into a loss, and their stacking into the tensors of a micro-batch.
+
+Invariant: a micro-batch's tensors depend on its samples and their order alone, so that the micro-batch of
+the old log-probs and that of the loss are the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spotlight.algorithms.advantages import AdvantageParams, advantages
+from spotlight.algorithms.algorithm import Algorithm, TrainBatch
+from spotlight.models.family import Condition
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleTensors:
+    """What the rollout kept of a sample (any device).
+
+    Attributes:
+        final: x0, [tokens, channels].
+        latents: the states around the S stochastic steps, [S + 1, tokens, channels], as stored; None where
+            the algorithm keeps x0 alone.
+        sigmas: the noise levels of ``latents``, [S + 1]; without ``latents`` the whole schedule, [T + 1].
+        log_probs: of the S steps as scored while rolling out, [S], or None.
+    """
+
+    final: Tensor
+    latents: Tensor | None
+    sigmas: Tensor
+    log_probs: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainingSample:
+    """A scored sample.
+
+    Attributes:
+        key: names it in micro-batches.
+        group: samples of one group share a prompt, and their rewards are compared.
+        rewards: value of each reward by name.
+        condition: the prompt's embeddings.
+        seed: of the rollout.
+        version: the policy version that made it.
+        first_step: index of the denoising step that starts from ``latents[0]``: labels the logged
+            difference between rollout and replay.
+        tensors: None when another rank holds them.
+        importance: factor that undoes how the seed was chosen; see :func:`advantages`.
+    """
+
+    key: str
+    group: str
+    rewards: Mapping[str, float]
+    condition: Condition
+    seed: int
+    version: int
+    tensors: SampleTensors | None
+    first_step: int = 0
+    importance: float = 1.0
+
+
+def scaled_advantages(
+    samples: Sequence[TrainingSample], weights: Mapping[str, float], params: AdvantageParams
+) -> dict[str, float]:
+    """Advantages by key, of samples of whole groups.
+
+    Args:
+        weights: factor of each reward; others that a sample has do not count.
+
+    Raises:
+        ValueError: a reward is missing or not finite.
+    """
+    groups: dict[str, list[TrainingSample]] = {}
+    for sample in samples:
+        absent = [name for name in weights if name not in sample.rewards]
+        if absent:
+            raise ValueError(
+                f"sample {sample.key} has the rewards {sorted(sample.rewards)}; {absent[0]!r} is missing"
+            )
+        groups.setdefault(sample.group, []).append(sample)
+    rewards = [
+        [{name: sample.rewards[name] for name in weights} for sample in group] for group in groups.values()
+    ]
+    importance = [[sample.importance for sample in group] for group in groups.values()]
+    chosen = any(sample.importance != 1.0 for sample in samples)
+    scaled = advantages(rewards, weights, params, importance if chosen else None)
+    return {
+        sample.key: value
+        for group, values in zip(groups.values(), scaled, strict=True)
+        for sample, value in zip(group, values, strict=True)
+    }
+
+
+def require_fresh(samples: Sequence[TrainingSample], version: int, algorithm: Algorithm) -> None:
+    """Raise ValueError for a sample older than the weights a batch starts from, if its ratio would be wrong.
+
+    Args:
+        version: of those weights.
+    """
+    if algorithm.takes_stale:
+        return
+    newest = max([version, *(sample.version for sample in samples)])
+    for sample in samples:
+        if sample.version < newest:
+            raise ValueError(
+                f"sample {sample.key} was made by policy version {sample.version}, and the batch starts from "
+                f"version {newest}: the ratio of {algorithm.name} would be to weights that did not make it. "
+                "Set algorithm.old_log_probs=rollout where the algorithm has it, or pipeline.next_share=0"
+            )
+
+
+def stack(
+    samples: Sequence[TrainingSample],
+    scaled: Sequence[float],
+    old_log_probs: Sequence[Tensor] | None,
+    device: torch.device,
+) -> TrainBatch:
+    """The samples as one batch on ``device``.
+
+    Raises:
+        ValueError: a sample's tensors are elsewhere, or the samples do not fit together.
+    """
+    tensors = [_tensors(sample) for sample in samples]
+    return TrainBatch(
+        final=_stacked([t.final for t in tensors], device),
+        latents=_optional([t.latents for t in tensors], "latents", device),
+        sigmas=_stacked([t.sigmas for t in tensors], device),
+        rollout_log_probs=_optional([t.log_probs for t in tensors], "log_probs", device),
+        old_log_probs=None if old_log_probs is None else torch.stack(list(old_log_probs)),
+        advantages=torch.tensor(list(scaled), dtype=torch.float32, device=device),
+        seeds=tuple(sample.seed for sample in samples),
+        versions=tuple(sample.version for sample in samples),
+    )
+
+
+def kept_steps(sample: TrainingSample) -> int:
+    """S, the stochastic steps that the rollout kept; 0 where it kept x0 alone."""
+    latents = _tensors(sample).latents
+    return 0 if latents is None else latents.shape[0] - 1
+
+
+def _tensors(sample: TrainingSample) -> SampleTensors:
+    if sample.tensors is None:
+        raise ValueError(f"sample {sample.key} has no tensors on this rank: train it where it was made")
+    return sample.tensors
+
+
+def _stacked(rows: Sequence[Tensor], device: torch.device) -> Tensor:
+    return torch.stack(list(rows)).to(device, torch.float32, non_blocking=True)
+
+
+def _optional(rows: Sequence[Tensor | None], name: str, device: torch.device) -> Tensor | None:
+    present = [row for row in rows if row is not None]
+    if not present:
+        return None
+    if len(present) != len(rows):
+        raise ValueError(
+            f"{len(present)} of the {len(rows)} samples of a micro-batch have {name}; expected all or none: "
+            "they come from rollouts of different recipes"
+        )
+    return _stacked(present, device)

@@ -1,0 +1,170 @@
+"""Between the controller's nouns and the learner's tensors, and the numbers an iteration leaves behind."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from spotlight.models.family import ModelFamily
+from spotlight.rollout.state import Recipe, Trajectory
+from spotlight.scheduler.effects import PrepareBatch
+from spotlight.scheduler.records import REWARD
+from spotlight.scheduler.types import MicroBatch, Purpose, Rollout, RolloutId
+from spotlight.training.batching.batch import SampleTensors, TrainingSample
+from spotlight.training.batching.conditions import Conditions
+from spotlight.training.batching.part_advantages import part_advantages
+from spotlight.training.batching.redistribute import deal
+from spotlight.training.learner import Learner
+
+
+class KeptSample(Protocol):
+    """What training needs of a finished rollout, such as :class:`spotlight.rollout.state.FinishedRollout`."""
+
+    @property
+    def final(self) -> Tensor:
+        """x0, [tokens, channels]."""
+
+    @property
+    def trajectory(self) -> Trajectory | None:
+        """The stochastic steps; None where the algorithm keeps x0 alone."""
+
+
+@dataclass(slots=True)
+class IterationLog:
+    """What happened in the current iteration, for its row of metrics."""
+
+    _sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    _counts: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    _once: dict[str, float] = field(default_factory=dict)
+    _scores: dict[RolloutId, tuple[int, Mapping[str, float]]] = field(default_factory=dict)
+
+    def add(self, name: str, value: float) -> None:
+        """One more value of a curve; the row holds the mean."""
+        self._sums[name] += value
+        self._counts[name] += 1
+
+    def extend(self, row: Mapping[str, float]) -> None:
+        """One more value of several curves."""
+        for name, value in row.items():
+            self.add(name, value)
+
+    def scored(self, rollout: Rollout, scores: Mapping[str, float]) -> None:
+        """The rewards of a train sample, of this iteration or early ones of the next; the last told count."""
+        if rollout.purpose is Purpose.TRAIN:
+            self._scores[rollout.id] = rollout.iteration, scores
+
+    def put(self, row: Mapping[str, float]) -> None:
+        """Values that an iteration has one of; those of an earlier try at it are forgotten."""
+        self._once.update(row)
+
+    def take(self, iteration: int | None = None) -> dict[str, float]:
+        """What there is since the last call: means, and what was put.
+
+        Args:
+            iteration: rewards of later ones are left for their own rows; None: there are none.
+        """
+        for name, (of, scores) in list(self._scores.items()):
+            if iteration is None or of <= iteration:
+                del self._scores[name]
+                for reward, value in scores.items():
+                    self.add("rollout/reward" if reward == REWARD else f"rollout/{reward}", value)
+        row = {name: total / self._counts[name] for name, total in self._sums.items()} | self._once
+        self._sums.clear()
+        self._counts.clear()
+        self._once.clear()
+        return row
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """Feeds the learner by rollout ids."""
+
+    learner: Learner
+    family: ModelFamily
+    conditions: Conditions
+    recipe: Recipe
+    log: IterationLog = field(default_factory=IterationLog)
+
+    def prepare(
+        self,
+        effect: PrepareBatch,
+        rollouts: Mapping[RolloutId, Rollout],
+        samples: Mapping[RolloutId, KeptSample],
+    ) -> None:
+        """Hand an iteration's groups, or a part of them, to the learner: advantages and old log-probs.
+
+        Args:
+            rollouts: at least those of the groups.
+            samples: those whose tensors this rank has.
+        """
+        settings = self.learner.settings
+        order = [micro_batch.rollouts for micro_batch in effect.micro_batches]
+        batch = self._batch(effect, rollouts, samples)
+        if effect.partial:
+            scaled = part_advantages(effect, settings.reward_weights, settings.advantage)
+            report = self.learner.prepare_part(batch, order, scaled)
+        else:
+            report = self.learner.prepare(batch, order)
+        self.log.put(report.flat())  # of all parts so far
+
+    def accumulate(self, micro_batch: MicroBatch) -> None:
+        """Gradients of one micro-batch."""
+        self.learner.accumulate(micro_batch.rollouts, micro_batch.update_samples)
+
+    def step(self, samples: int) -> tuple[float, float]:
+        """Apply them, as the mean over so many samples. Returns the loss and the norm before clipping."""
+        if samples != self.learner.announced:
+            self.learner.amend(samples)
+        report = self.learner.step()
+        self.log.extend(report.flat())
+        return report.sums.loss, report.grad_norm
+
+    def finish_batch(self) -> None:
+        """Let the old policy follow."""
+        self.learner.finish_batch()
+
+    def _batch(
+        self,
+        effect: PrepareBatch,
+        rollouts: Mapping[RolloutId, Rollout],
+        samples: Mapping[RolloutId, KeptSample],
+    ) -> list[TrainingSample]:
+        """In group order; tensors are with those that this rank trains."""
+        weights = self.learner.settings.reward_weights
+        held = {
+            rollout: self._tensors(rollouts[rollout], samples[rollout])
+            for group in effect.groups
+            for rollout in group.rollouts
+            if rollout in samples
+        }
+        dealt = deal(effect.micro_batches, held, self.learner.ranks)
+        return [
+            TrainingSample(
+                key=rollout,
+                group=group.rollouts[0],
+                rewards={name: effect.scores[rollout][name] for name in weights},
+                condition=self.conditions[group.prompt_id],
+                seed=rollouts[rollout].seed,
+                version=rollouts[rollout].version,
+                first_step=self._first_step(rollouts[rollout]),
+                importance=effect.weights.get(rollout, 1.0),
+                tensors=dealt.get(rollout),
+            )
+            for group in effect.groups
+            for rollout in group.rollouts
+        ]
+
+    def _first_step(self, rollout: Rollout) -> int:
+        window = self.recipe.window
+        return 0 if window is None else window.steps(rollout.steps, rollout.seed, rollout.iteration).start
+
+    def _tensors(self, rollout: Rollout, sample: KeptSample) -> SampleTensors:
+        trajectory = sample.trajectory
+        if trajectory is None:
+            sigmas: Tensor = self.family.sigmas(rollout.steps, self.recipe.size)
+            return SampleTensors(sample.final, None, sigmas, None)
+        return SampleTensors(sample.final, trajectory.latents, trajectory.sigmas, trajectory.log_probs)

@@ -1,0 +1,73 @@
+"""Advantages of the samples of a part: each group is compared as the controller says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from spotlight.algorithms.advantages import AdvantageParams, advantages
+from spotlight.algorithms.baselines import Rewards, exploration_advantages, slice_advantages
+from spotlight.scheduler.effects import PrepareBatch
+from spotlight.scheduler.overlap.slices import COMPARED_MIN
+from spotlight.scheduler.types import Baseline, Comparison
+
+
+def part_advantages(
+    effect: PrepareBatch, weights: Mapping[str, float], params: AdvantageParams
+) -> dict[str, float]:
+    """Advantages of all samples of ``effect``, times what undoes the choice of their seeds.
+
+    Members of a slice that lost so many that fewer than two others are there get advantage 0, as a group of
+    one does: there is nothing to compare them with.
+
+    Args:
+        weights: factor of each reward; others that a sample has do not count.
+
+    Raises:
+        ValueError: comparisons are not one a group; a group's own spread is not to be used; or scores are
+            not as they should be.
+    """
+    comparisons = effect.comparisons or (Comparison(),) * len(effect.groups)
+    if len(comparisons) != len(effect.groups):
+        raise ValueError(
+            f"{len(effect.groups)} groups have {len(comparisons)} comparisons; expected one a group"
+        )
+    found: dict[str, float] = {}
+    for group, comparison in zip(effect.groups, comparisons, strict=True):
+        rewards = [_only(weights, effect.scores[rollout]) for rollout in group.rollouts]
+        others = [_only(weights, scores) for scores in comparison.others]
+        factors = [effect.weights.get(rollout, 1.0) for rollout in group.rollouts]
+        values = _values(comparison.baseline, rewards, others, factors, weights, params)
+        found |= dict(zip(group.rollouts, values, strict=True))
+    return found
+
+
+def _values(
+    baseline: Baseline,
+    rewards: Sequence[Rewards],
+    others: Sequence[Rewards],
+    factors: Sequence[float],
+    weights: Mapping[str, float],
+    params: AdvantageParams,
+) -> list[float]:
+    match baseline:
+        case Baseline.GROUP:
+            if params.std == "global":
+                raise ValueError(
+                    "advantage.std is 'global', the spread of the whole batch, which a part does not know: "
+                    "set it to 'group', or pipeline.axis to 'none'"
+                )
+            return advantages([rewards], weights, params, [factors])[0]
+        case Baseline.SLICE if len(rewards) + len(others) - 1 < COMPARED_MIN:
+            return [0.0] * len(rewards)
+        case Baseline.SLICE:
+            values = slice_advantages(rewards, others, weights, params)
+        case Baseline.EXPLORATION:
+            values = exploration_advantages(rewards, others, weights, params)
+    return [factor * value for factor, value in zip(factors, values, strict=True)]
+
+
+def _only(weights: Mapping[str, float], scores: Mapping[str, float]) -> dict[str, float]:
+    absent = [name for name in weights if name not in scores]
+    if absent:
+        raise ValueError(f"a sample has the rewards {sorted(scores)}; {absent[0]!r} is missing")
+    return {name: scores[name] for name in weights}

@@ -1,0 +1,82 @@
+"""Trained weights out of the learner, gathered from all ranks, into files that plain diffusers loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from spotlight.models.family import ModelError, ModelFamily
+from spotlight.models.slots import LoraSlots, Slot, WeightSlots
+from spotlight.training.sharding import Ranks
+
+
+def lora_state(slots: WeightSlots, slot: Slot) -> dict[str, Tensor]:
+    """A slot's adapter as peft's state dict, whole and on the CPU; every rank must call it.
+
+    Raises:
+        ModelError: the slots are full copies, or the slot has no adapter (``reference``).
+    """
+    if not isinstance(slots, LoraSlots):
+        raise ModelError("the model was fully fine-tuned, so there is no LoRA: export the merged weights")
+    return whole_state(slots, slot)
+
+
+def whole_state(slots: WeightSlots, slot: Slot, *, keep: bool = True) -> dict[str, Tensor]:
+    """A slot's own parameters, whole and on the CPU; every rank must call it.
+
+    Args:
+        keep: False on ranks that only take part in the gathering: they get an empty dictionary.
+
+    Raises:
+        ModelError: the slot has no parameters of its own (``reference`` of an adapter).
+    """
+    kept: dict[str, Tensor] = {}
+    for name, tensor in slots.state(slot).items():
+        whole = _gathered(tensor)
+        if keep:
+            kept[name] = whole.to("cpu", copy=True)
+    return kept
+
+
+def export_lora(
+    family: ModelFamily, slots: WeightSlots, slot: Slot, directory: Path, ranks: Ranks
+) -> Path | None:
+    """Write a slot's adapter for diffusers' ``load_lora_weights``; every rank must call it.
+
+    Returns:
+        The file, on the main rank; None on the others, which write nothing.
+
+    Raises:
+        ModelError: as in :func:`lora_state`.
+    """
+    state = lora_state(slots, slot)
+    if not (ranks.is_main and isinstance(slots, LoraSlots)):
+        return None
+    return family.save_lora(directory, state, slots.metadata())
+
+
+def export_merged(
+    family: ModelFamily,
+    slots: WeightSlots,
+    slot: Slot,
+    directory: Path,
+    ranks: Ranks,
+    *,
+    replace: bool = False,
+) -> Path | None:
+    """Write a whole pipeline directory with a slot's weights; every rank must call it.
+
+    Args:
+        replace: a pipeline directory that is there gives way to the new one; else it is an error.
+
+    Returns:
+        The directory, on the main rank; None on the others, which write nothing.
+    """
+    state = slots.merged_state(slot, keep=ranks.is_main)
+    return family.save_merged(directory, state, replace=replace) if ranks.is_main else None
+
+
+def _gathered(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

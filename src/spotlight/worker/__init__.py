@@ -1,0 +1,1 @@
+"""The rollout process: its loop, its leases, and how it resumes committed rollouts."""

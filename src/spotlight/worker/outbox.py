@@ -1,0 +1,66 @@
+"""What a worker has to say: values and events, delivered together, values first.
+
+Invariants:
+- An event never goes out before the values it speaks of are safe.
+- Everything between two steps is one delivery.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+
+from spotlight.rollout.serialization import pack_image, pack_sample, pack_state
+from spotlight.rollout.state import FinishedRollout, RolloutState
+from spotlight.scheduler.events import Event
+from spotlight.scheduler.types import WorkerId
+from spotlight.worker.interfaces import Home
+from spotlight.worker.reports import Report, Value
+
+
+class Outbox:
+    """Not for several threads at once."""
+
+    def __init__(self, worker: WorkerId, home: Home) -> None:
+        self._worker, self._home = worker, home
+        self._values: list[Value] = []
+        self._events: list[Event] = []
+        self._later: list[tuple[float, int, Event]] = []
+        self._count = 0
+
+    def tell(self, event: Event) -> None:
+        """To go out with the next delivery, after the values given so far."""
+        self._events.append(event)
+
+    def tell_later(self, event: Event, seconds: float) -> None:
+        """To go out after a while."""
+        self._count += 1
+        heapq.heappush(self._later, (time.monotonic() + seconds, self._count, event))
+
+    def keep_progress(self, state: RolloutState) -> None:
+        """A state from which its rollout can be resumed."""
+        self._values.append(Value("progress", state.rollout.id, pack_state(state), state.step))
+
+    def keep_finished(self, finished: FinishedRollout) -> None:
+        """The image, which rewards need, and the sample, which the learner needs."""
+        name, step = finished.rollout.id, finished.rollout.steps
+        self._values.append(Value("image", name, pack_image(finished), step))
+        self._values.append(Value("sample", name, pack_sample(finished), step))
+
+    @property
+    def due_s(self) -> float | None:
+        """``time.monotonic()`` when something that was put off is to go out."""
+        return self._later[0][0] if self._later else None
+
+    def deliver(self, mark: str) -> None:
+        """Send all, if there is anything. Raises HomeLostError.
+
+        Args:
+            mark: digest of the weights that made the values.
+        """
+        while self._later and self._later[0][0] <= time.monotonic():
+            self._events.append(heapq.heappop(self._later)[2])
+        if self._values or self._events:
+            report = Report(self._worker, mark, tuple(self._values), tuple(self._events))
+            self._values, self._events = [], []
+            self._home.deliver(report)

@@ -1,0 +1,119 @@
+"""Rollouts as a lease hands them out become states: resumed where they were committed, else pure noise.
+
+Progress counts only under the mark of the weights held now: one policy version makes all of a rollout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+
+from spotlight.models.family import Condition
+from spotlight.rollout.engine import Engine
+from spotlight.rollout.serialization import ParcelError, unpack_condition, unpack_state
+from spotlight.rollout.state import FailedRollout, Recipe, RolloutState
+from spotlight.scheduler.types import PromptId, Purpose, Rollout, RolloutId
+from spotlight.worker.interfaces import Home
+
+
+class Starter:
+    """Makes states of rollouts.
+
+    Args:
+        conditions_kept: prompts whose embeddings are held in memory.
+    """
+
+    def __init__(
+        self, home: Home, engine: Engine, recipes: Mapping[Purpose, Recipe], conditions_kept: int = 256
+    ) -> None:
+        if conditions_kept < 1:
+            raise ValueError(f"conditions_kept is {conditions_kept}; expected at least 1")
+        self._home, self._engine, self._recipes = home, engine, recipes
+        self._conditions_kept = conditions_kept
+        self._recent: OrderedDict[PromptId, Condition] = OrderedDict()
+
+    def start(
+        self, rollouts: Sequence[Rollout], resume: Collection[RolloutId], mark: str
+    ) -> tuple[list[RolloutState], list[FailedRollout]]:
+        """States in the order of ``rollouts``, and those that cannot be made.
+
+        Args:
+            resume: rollouts of which progress is said to be kept.
+            mark: digest of the weights held.
+
+        Raises:
+            HomeLostError: home does not answer.
+        """
+        states = self._resumed([rollout for rollout in rollouts if rollout.id in resume], mark)
+        fresh = [rollout for rollout in rollouts if rollout.id not in states]
+        conditions = self._conditions_of({rollout.prompt_id: None for rollout in fresh})
+        failed = [
+            FailedRollout(rollout, f"no sound embeddings of prompt {rollout.prompt_id} are kept")
+            for rollout in fresh
+            if rollout.prompt_id not in conditions
+        ]
+        for purpose in dict.fromkeys(rollout.purpose for rollout in fresh):
+            part = [r for r in fresh if r.purpose is purpose and r.prompt_id in conditions]
+            begun, refused = self._begun(part, conditions)
+            states |= {state.rollout.id: state for state in begun}
+            failed += refused
+        return [states[rollout.id] for rollout in rollouts if rollout.id in states], failed
+
+    def _resumed(self, rollouts: Sequence[Rollout], mark: str) -> dict[RolloutId, RolloutState]:
+        if not rollouts:
+            return {}
+        kept = self._home.fetch("progress", [rollout.id for rollout in rollouts], mark)
+        states: dict[RolloutId, RolloutState] = {}
+        for rollout, value in zip(rollouts, kept, strict=True):
+            if value is None:
+                continue
+            try:
+                state = unpack_state(value.data, self._recipes[rollout.purpose], self._engine.device)
+            except ValueError:
+                continue  # damaged, or of another configuration: worth nothing
+            if _same(state.rollout, rollout):
+                states[rollout.id] = dataclasses.replace(state, rollout=rollout)
+        return states
+
+    def _begun(
+        self, rollouts: Sequence[Rollout], conditions: Mapping[PromptId, Condition]
+    ) -> tuple[list[RolloutState], list[FailedRollout]]:
+        """One that does not suit its recipe keeps no other from being begun."""
+        if not rollouts:
+            return [], []
+        recipe = self._recipes[rollouts[0].purpose]
+        embeddings = [conditions[rollout.prompt_id] for rollout in rollouts]
+        try:
+            return self._engine.start(rollouts, embeddings, recipe), []
+        except ValueError as error:
+            if len(rollouts) == 1:
+                return [], [FailedRollout(rollouts[0], str(error))]
+        parts = [self._begun([rollout], conditions) for rollout in rollouts]
+        return [s for begun, _ in parts for s in begun], [f for _, refused in parts for f in refused]
+
+    def _conditions_of(self, prompts: Iterable[PromptId]) -> dict[PromptId, Condition]:
+        wanted = list(prompts)
+        found = {prompt: self._recent[prompt] for prompt in wanted if prompt in self._recent}
+        absent = [prompt for prompt in wanted if prompt not in found]
+        if absent:
+            kept = self._home.fetch("condition", absent)
+            for prompt, value in zip(absent, kept, strict=True):
+                if value is not None:
+                    with suppress(ParcelError):  # damaged is as good as absent
+                        found[prompt] = unpack_condition(value.data)
+        for prompt, condition in found.items():
+            self._recent[prompt] = condition
+            self._recent.move_to_end(prompt)
+        while len(self._recent) > self._conditions_kept:
+            self._recent.popitem(last=False)
+        return found
+
+
+def _same(one: Rollout, other: Rollout) -> bool:
+    """Whether a state of one is a state of the other: everything but the number of the version.
+
+    What that number stands for is in the mark; learners that were restored count some numbers twice.
+    """
+    return dataclasses.replace(one, version=other.version) == other

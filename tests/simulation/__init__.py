@@ -1,0 +1,1 @@
+"""Fault injection on the simulated cluster: `python -m tests.simulation.check --help`."""

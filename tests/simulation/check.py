@@ -1,0 +1,251 @@
+"""Deterministic simulation testing: the production controller under thousands of faulty runs.
+
+    python -m tests.simulation.check --seeds 300        run seeds 0..299, and report coverage
+    python -m tests.simulation.check --replay 17        run one of them again
+    python -m tests.simulation.check --mutations        plant bugs, and see each of them found
+
+A seed fixes everything: the configuration, the faults and their times, the noise. A trial has a fault phase,
+in which every invariant is checked after every event, and then a liveness phase without faults: the run
+must come to its end. Many seeds together fail, too, when some branch of recovery was never taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from spotlight.scheduler import effects as ef
+from spotlight.scheduler import events as ev
+from spotlight.scheduler.cluster.recovery import Recovery
+from spotlight.scheduler.types import Filler, Node
+from spotlight.simulation.scenario import NodeEvent
+from spotlight.simulation.virtual_driver import Simulation
+from spotlight.simulation.virtual_workers import Receipt
+from tests.simulation.faults import FaultKind, Injector
+from tests.simulation.reference_model import Witness
+from tests.simulation.swarm import Trial, draw_trial
+
+PATIENCE_S = 3000.0
+"""After the last fault has healed, a run must end within this time (a trial takes some hundred seconds)."""
+EVENTS_MAX = 30_000
+SHRINK_RUNS = 60
+OVERLAPS = (
+    *(f"pipeline/{filler}_s" for filler in Filler),
+    "pipeline/overlapped_samples",
+    "pipeline/early_samples",
+)
+"""What an iteration's pipeline reports, counted by iterations in which there was some."""
+PROGRAM = "python -m tests.simulation.check"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a trial went.
+
+    Attributes:
+        failure: what was violated, with where; None if nothing was.
+        branches: how often each recovery was taken and each fault happened.
+        kind: of the failure: what was raised, and by which line.
+    """
+
+    failure: str | None
+    log_hash: str
+    branches: Counter[str]
+    events: int
+    gpu_hours: float
+    kind: str | None = None
+
+
+class CheckedSimulation(Simulation):
+    """A simulation with faults, watched by a witness."""
+
+    def __init__(self, trial: Trial) -> None:
+        super().__init__(trial.scenario, log=True)
+        self.workers.poll_s = trial.poll_s
+        self.injector = Injector(self, trial.faults)
+        self.witness = Witness(self)
+        self.branches: Counter[str] = Counter()
+
+    def observe(self, event: ev.Event, effects: list[ef.Effect], receipt: Receipt | None) -> None:
+        """Check, and let faults happen."""
+        self.witness.see(event, effects, receipt)
+        self.injector.advance()
+
+    def happen(self, event: NodeEvent) -> None:
+        """See :class:`Simulation`; the witness keeps its own bill."""
+        self.witness.bill.happen(event, self.now)
+        super().happen(event)
+
+    def reboot(self, node: Node) -> None:
+        """See :class:`Simulation`."""
+        self.witness.bill.happen(
+            ev.NodeLost(node.id), self.now
+        )  # it joins again by `happen`, if it was there
+        super().reboot(node)
+
+    def restart_head(self, down_s: float) -> None:
+        """See :class:`Simulation`; what the old controller counted is kept."""
+        self.branches.update(self.controller.cluster.recoveries)
+        super().restart_head(down_s)
+        durable = self.learner.checkpoint
+        self.witness.head_restarted(durable.effect.position if durable else 0)
+
+    def run(self) -> None:
+        """Fault phase, then liveness phase; raises AssertionError for whatever is violated."""
+        self.begin()
+        while self.step():
+            late_s = self.now - self.injector.last_s
+            if not self.injector.pending and late_s > PATIENCE_S:
+                raise AssertionError(f"no end {late_s:.0f} s after the last fault: {self.controller.stage}")
+            if self.events > EVENTS_MAX:
+                raise AssertionError(f"no end after {self.events} events: {self.controller.stage}")
+        if self.finish is None:
+            raise AssertionError(f"nothing is left to happen, and the run is {self.controller.stage}")
+        self.witness.at_the_end()
+
+
+def run_trial(trial: Trial) -> Outcome:
+    """Run a trial to its end or to its first violation."""
+    failure, kind, simulation = None, None, None
+    try:
+        simulation = CheckedSimulation(trial)
+        simulation.run()
+    except Exception as error:  # noqa: BLE001 - whatever a planted or real bug raises is a finding
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        at = f"({place.name}, line {place.lineno})"
+        failure, kind = f"{type(error).__name__}: {error} {at}", f"{type(error).__name__} {at}"
+    if simulation is None:
+        return Outcome(failure, "", Counter(), 0, 0.0, kind)
+    branches = Counter(simulation.branches)
+    branches.update(simulation.controller.cluster.recoveries)
+    branches.update(simulation.injector.happened)
+    for overlap in simulation.overlaps:
+        branches.update(name for name, much in overlap.row().items() if much)
+    digest = simulation.log_hash()
+    hours = sum(simulation.accounts.seconds.values()) / 3600
+    return Outcome(failure, digest, branches, simulation.events, hours, kind)
+
+
+def shrink(trial: Trial) -> Trial:
+    """A trial with as few faults and iterations as still fail, as far as a bounded number of runs finds.
+
+    It fails in the same way: a smaller trial with another failure would explain nothing.
+    """
+    kind = run_trial(trial).kind
+    if kind is None:  # only two runs together show what is wrong: that they differ
+        return trial
+    runs = SHRINK_RUNS
+    size = max(1, len(trial.faults) // 2)
+    while size and runs:
+        for start in range(0, len(trial.faults), size):
+            fewer = dataclasses.replace(trial, faults=trial.faults[:start] + trial.faults[start + size :])
+            runs -= 1
+            if len(fewer.faults) < len(trial.faults) and run_trial(fewer).kind == kind:
+                trial = fewer
+                break
+            if not runs:
+                break
+        else:
+            size //= 2
+    for iterations in range(1, trial.scenario.plan.iterations):
+        shorter = with_iterations(trial, iterations)
+        if run_trial(shorter).kind == kind:
+            return shorter
+    return trial
+
+
+def with_iterations(trial: Trial, iterations: int) -> Trial:
+    """The same trial with fewer iterations."""
+    plan = dataclasses.replace(trial.scenario.plan, iterations=iterations)
+    return dataclasses.replace(trial, scenario=dataclasses.replace(trial.scenario, plan=plan))
+
+
+def replay_command(trial: Trial) -> str:
+    """One line that runs a (shrunk) trial again."""
+    whole = draw_trial(trial.seed)
+    kept = [str(n) for n, fault in enumerate(whole.faults) if fault in trial.faults]
+    command = f"{PROGRAM} --replay {trial.seed}"
+    if len(kept) < len(whole.faults):
+        command += f" --faults {','.join(kept) or 'none'}"
+    if trial.scenario.plan.iterations < whole.scenario.plan.iterations:
+        command += f" --iterations {trial.scenario.plan.iterations}"
+    return command
+
+
+def missing_branches(branches: Counter[str]) -> list[str]:
+    """Recoveries never taken, faults that never happened, and parts of the pipeline that did nothing."""
+    return [str(name) for name in (*Recovery, *FaultKind, *OVERLAPS) if not branches[name]]
+
+
+def check_seeds(first: int, count: int, *, twice: bool) -> int:
+    """Run seeds; print failures, coverage and figures. Returns the number of failures."""
+    started_s, failures = time.monotonic(), 0
+    branches: Counter[str] = Counter()
+    events, gpu_hours = 0, 0.0
+    for seed in range(first, first + count):
+        trial = draw_trial(seed)
+        outcome = run_trial(trial)
+        branches.update(outcome.branches)
+        events, gpu_hours = events + outcome.events, gpu_hours + outcome.gpu_hours
+        if outcome.failure is None and twice and run_trial(trial).log_hash != outcome.log_hash:
+            outcome = dataclasses.replace(outcome, failure="two runs of the seed differ in their event logs")
+        if outcome.failure is not None:
+            failures += 1
+            print(f"seed {seed}: {outcome.failure}")
+            print(f"  {replay_command(shrink(trial))}", flush=True)
+    seconds = time.monotonic() - started_s
+    print(f"{count} seeds, {failures} failed; {events} events, {gpu_hours:.0f} GPU-hours, {seconds:.0f} s")
+    for name in (*FaultKind, *Recovery, *OVERLAPS):
+        print(f"  {name:28} {branches[name]}")
+    if missing := missing_branches(branches):
+        print(f"never taken: {', '.join(missing)}")
+        failures += 1
+    return failures
+
+
+def replay(seed: int, faults: str | None, iterations: int | None) -> int:
+    """Run one trial again, whole or shrunk, and tell what happens in it."""
+    trial = draw_trial(seed)
+    if faults is not None:
+        kept = {int(n) for n in faults.split(",")} if faults != "none" else set()
+        trial = dataclasses.replace(
+            trial, faults=tuple(fault for n, fault in enumerate(trial.faults) if n in kept)
+        )
+    if iterations is not None:
+        trial = with_iterations(trial, iterations)
+    print(trial.scenario.plan)
+    for fault in trial.faults:
+        print(fault)
+    outcome = run_trial(trial)
+    print(f"{outcome.failure or 'nothing was violated'}; {outcome.events} events, log {outcome.log_hash}")
+    return int(outcome.failure is not None)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog=PROGRAM, description="Deterministic simulation testing.")
+    parser.add_argument("--seeds", type=int, default=300, help="number of seeds")
+    parser.add_argument("--first", type=int, default=0, help="the first of them")
+    parser.add_argument("--twice", action="store_true", help="each seed twice (default from 1,000 seeds on)")
+    parser.add_argument("--replay", type=int, metavar="SEED", help="run one seed again")
+    parser.add_argument("--faults", help="with --replay: only these of its faults, as 0,3 or none")
+    parser.add_argument("--iterations", type=int, help="with --replay: only so many iterations")
+    parser.add_argument("--mutations", action="store_true", help="plant bugs, and find them")
+    given = parser.parse_args(arguments)
+    if given.replay is not None:
+        return replay(given.replay, given.faults, given.iterations)
+    if given.mutations:
+        from tests.simulation.mutations import report_mutations
+
+        return report_mutations(given.seeds)
+    return int(check_seeds(given.first, given.seeds, twice=given.twice or given.seeds >= 1000) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,268 @@
+"""Bugs planted into controller and accounts, to learn what a clean run of seeds is worth: each must be found.
+
+The production code knows nothing of them: a mutation replaces functions while it is switched on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from unittest.mock import patch
+
+from spotlight.scheduler import issue as issue_module
+from spotlight.scheduler import rollouts as rollouts_module
+from spotlight.scheduler.cluster.cluster import Cluster
+from spotlight.scheduler.cluster.commands import CommandEffect, Commands
+from spotlight.scheduler.cluster.members import Group, Worker
+from spotlight.scheduler.cluster.spare_time import SpareTime
+from spotlight.scheduler.controller import Controller
+from spotlight.scheduler.overlap import parts as training_module
+from spotlight.scheduler.plan import Explore, Plan
+from spotlight.scheduler.queue import PullQueue, Verdict, _Held
+from spotlight.scheduler.rollouts import Rollouts
+from spotlight.scheduler.types import (
+    Group as SampleGroup,
+)
+from spotlight.scheduler.types import (
+    Lease,
+    LeaseId,
+    Node,
+    NodeId,
+    Phase,
+    PolicyVersion,
+    Prompt,
+    Rollout,
+    RolloutId,
+    WorkerId,
+)
+from spotlight.simulation.gpu_accounts import Accounts, Spent
+from tests.simulation.check import run_trial
+from tests.simulation.swarm import draw_trial
+
+Granted = tuple[Lease, tuple[Rollout, ...], dict[RolloutId, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """A planted bug: what is wrong then, and the functions that are replaced (owner, name, replacement)."""
+
+    bug: str
+    patches: tuple[tuple[object, str, Callable[..., object] | property], ...]
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        """While the bug is there."""
+        with ExitStack() as stack:
+            for owner, name, replacement in self.patches:
+                stack.enter_context(patch.object(owner, name, replacement))
+            yield
+
+
+_complete, _pull, _check, _revoke = PullQueue.complete, PullQueue.pull, PullQueue._check, PullQueue._revoke
+_load, _train_rollouts = Rollouts.load, issue_module.train_rollouts
+_add, _confirm = Accounts.add, Accounts.confirm
+
+
+def _completes_twice(self: PullQueue, lease: LeaseId, epoch: int, rollout: RolloutId) -> Verdict:
+    verdict = _complete(self, lease, epoch, rollout)
+    return Verdict.ACCEPTED if verdict is Verdict.DUPLICATE else verdict
+
+
+def _forgets_requeued(self: PullQueue, leases: list[_Held]) -> list[RolloutId]:
+    for held in leases:
+        self._forget(held.lease)
+        for rollout in held.open:
+            del self._entries[rollout]
+    return []
+
+
+def _believes_anyone(self: PullQueue, lease: LeaseId, epoch: int, rollout: RolloutId) -> Verdict:
+    entry = self._entries.get(rollout)
+    if entry is None or entry.lease is None:
+        return _check(self, lease, epoch, rollout)
+    return _check(self, entry.lease, self._held[entry.lease].lease.epoch, rollout)
+
+
+def _closes_any(self: PullQueue, lease: LeaseId, rollout: RolloutId) -> None:
+    for held in list(self._held.values()):
+        held.open.pop(rollout, None)
+        if not held.open:
+            self._forget(held.lease)
+
+
+def _lags_a_version(
+    plan: Plan,
+    prompts: Sequence[Prompt],
+    iteration: int,
+    version: PolicyVersion,
+    chosen: Mapping[int, Sequence[int]],
+) -> Iterator[tuple[int, Prompt, Rollout]]:
+    return _train_rollouts(plan, prompts, iteration, PolicyVersion(max(0, version - 1)), chosen)
+
+
+def _never_expires(self: PullQueue, now: float) -> list[Lease]:
+    return []
+
+
+def _skips_a_step(self: PullQueue, worker: WorkerId, capacity: int, now: float) -> Granted | None:
+    granted = _pull(self, worker, capacity, now)
+    return granted and (granted[0], granted[1], {name: step + 1 for name, step in granted[2].items()})
+
+
+def _starts_anew(self: PullQueue, leases: list[_Held]) -> list[RolloutId]:
+    for held in leases:
+        for rollout in held.open:
+            self._entries[rollout].step = 0
+    return _revoke(self, leases)
+
+
+def _grants_again_from_now(self: PullQueue, lease: LeaseId) -> Granted:
+    held = self._held[lease]
+    entries = [self._entries[rollout] for rollout in held.open]
+    held.start, held.steps = {entry.rollout.id: entry.step for entry in entries}, 0
+    return held.lease, tuple(entry.rollout for entry in entries), dict(held.start)
+
+
+def _keeps_the_ledger(
+    self: Rollouts, ledger: Mapping[str, object], exploration: Mapping[str, object]
+) -> None:
+    before = self.ledger
+    _load(self, ledger, exploration)
+    if before.position:
+        self.ledger = before
+
+
+def _grants_before_weights(self: Cluster, group: Group) -> None:
+    if group.capacity:
+        self.serving.idle[group.leader] = None
+
+
+def _waits_for_ever(self: Commands, now: float) -> Iterator[tuple[CommandEffect, bool]]:
+    return iter(())
+
+
+def _overlooks_a_lost_member(self: Cluster, worker: Worker) -> None:
+    worker.leader = None
+
+
+def _leases_busy_learners(self: Cluster, rollouts: float, *, explore: bool) -> None:
+    self.serving.trainers_may, self.serving.trainers_explore = math.inf, True
+
+
+def _never_gives_way(
+    self: SpareTime, groups: int, able: Callable[[WorkerId], bool], now: float
+) -> list[Lease]:
+    return []
+
+
+def _looks_ahead_at_once(self: Rollouts, iteration: int, now: float) -> None:
+    explores = self.plan.exploration
+    idle = explores is not None and explores.where is Explore.IDLE and iteration + 1 < self.plan.iterations
+    if idle and self.window.opened_s is None:
+        self.open_window(iteration + 1, self.cluster.target, now)
+
+
+def _leaves_windows_open(self: Rollouts, now: float) -> None:
+    pass
+
+
+def _keeps_newer_weights(self: Cluster, version: PolicyVersion, now: float) -> None:
+    self._now, self.target = now, version
+    self.lineage += 1
+
+
+def _trains_every_group_every_time(groups: Sequence[SampleGroup], updates: int) -> list[list[SampleGroup]]:
+    return [list(groups) for _ in range(updates)]
+
+
+def _forgets_the_learner(self: Controller) -> None:
+    self._restore_due = False
+
+
+def _triples_prices(self: Accounts, node: Node, now: float) -> None:
+    _add(self, node, now)
+    for gpu in self.gpus[node.id]:
+        gpu.usd_s *= 3
+
+
+def _overlooks_prices(self: Accounts, node: NodeId, price_usd_h: float, now: float) -> None:
+    pass
+
+
+def _books_work_as_idle(self: Accounts, segments: Iterable[Spent], phase: Phase) -> None:
+    _confirm(self, segments, Phase.LOST if phase is Phase.LOST else Phase.IDLE)
+
+
+def _keeps_older_work(self: Rollouts, version: PolicyVersion) -> None:
+    pass
+
+
+def _adopts_nothing(self: Rollouts, prompt: Prompt, name: RolloutId) -> bool:
+    return False
+
+
+_ALL_GROUPS = property(lambda self: self.prompts_per_iteration if self.pipeline.next_share else 0)
+_NEVER = property(lambda self: False)
+
+
+MUTATIONS = (
+    Mutation("a second completion counts", ((PullQueue, "complete", _completes_twice),)),
+    Mutation("what a lost group held is not requeued", ((PullQueue, "_revoke", _forgets_requeued),)),
+    Mutation(
+        "old epochs and leases are believed",
+        ((PullQueue, "_check", _believes_anyone), (PullQueue, "_close", _closes_any)),
+    ),
+    Mutation("samples are one version too old", ((rollouts_module, "train_rollouts", _lags_a_version),)),
+    Mutation("leases never expire", ((PullQueue, "expire", _never_expires),)),
+    Mutation("a resumed rollout skips a step", ((PullQueue, "pull", _skips_a_step),)),
+    Mutation("committed progress is thrown away", ((PullQueue, "_revoke", _starts_anew),)),
+    Mutation("a repeated grant counts steps from now", ((PullQueue, "granted", _grants_again_from_now),)),
+    Mutation("the ledger is not rolled back", ((Rollouts, "load", _keeps_the_ledger),)),
+    Mutation(
+        "work is granted before the weights are there", ((Cluster, "_consider", _grants_before_weights),)
+    ),
+    Mutation("unanswered commands are not repeated", ((Commands, "overdue", _waits_for_ever),)),
+    Mutation("a lost member of a group is overlooked", ((Cluster, "_leave", _overlooks_a_lost_member),)),
+    Mutation("GPUs that train are leased meanwhile", ((Cluster, "let_trainers", _leases_busy_learners),)),
+    Mutation("previews do not give way", ((SpareTime, "give_way", _never_gives_way),)),
+    Mutation("previews begin while rollouts wait", ((Rollouts, "explore_ahead", _looks_ahead_at_once),)),
+    Mutation("exploration windows are never closed", ((Rollouts, "close_window", _leaves_windows_open),)),
+    Mutation("workers keep weights that were undone", ((Cluster, "roll_back", _keeps_newer_weights),)),
+    Mutation("rollouts of the version before last are begun", ((Rollouts, "renew", _keeps_older_work),)),
+    Mutation("more groups than allowed begin early", ((Plan, "early_groups", _ALL_GROUPS),)),
+    Mutation("what was begun early is issued anew", ((Rollouts, "_adopt", _adopts_nothing),)),
+    Mutation("the learner trains while its GPUs roll out", ((Cluster, "trainers_work", _NEVER),)),
+    Mutation(
+        "several updates train the same samples",
+        ((training_module, "split_updates", _trains_every_group_every_time),),
+    ),
+    Mutation("a lost learner is not restored", ((Controller, "_restore_learner", _forgets_the_learner),)),
+    Mutation("every price is tripled", ((Accounts, "add", _triples_prices),)),
+    Mutation("prices that change are overlooked", ((Accounts, "price", _overlooks_prices),)),
+    Mutation("work that counts is booked as idle", ((Accounts, "confirm", _books_work_as_idle),)),
+)
+
+
+def find(mutation: Mutation, seeds: int) -> tuple[int, str] | None:
+    """The first seed that finds a planted bug, and by what."""
+    with mutation.planted():
+        for seed in range(seeds):
+            outcome = run_trial(draw_trial(seed))
+            if outcome.failure is not None:
+                return seed, outcome.failure
+    return None
+
+
+def report_mutations(seeds: int) -> int:
+    """Plant every bug, print which seed finds it. Returns the number of bugs not found."""
+    missed = 0
+    print(f"{'planted bug':48} {'found by seed':13}  as")
+    for mutation in MUTATIONS:
+        found = find(mutation, seeds)
+        missed += found is None
+        seed, how = found or ("NOT FOUND", f"in {seeds} seeds")
+        print(f"{mutation.bug:48} {seed!s:13}  {how[:90]}", flush=True)
+    print(f"{len(MUTATIONS) - missed} of {len(MUTATIONS)} found")
+    return missed

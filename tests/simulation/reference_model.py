@@ -1,0 +1,344 @@
+"""A second opinion: its own simple account of a simulation, held against the controller after every event.
+
+It believes effects and records only, and knows what the simulated workers and the store really hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from spotlight.scheduler import effects as ef
+from spotlight.scheduler import events as ev
+from spotlight.scheduler.cluster.members import GroupState
+from spotlight.scheduler.exploration.window import Window
+from spotlight.scheduler.records import (
+    Record,
+    RolloutIssued,
+    SampleDropped,
+    SampleEvaluated,
+    SampleExplored,
+    SampleFinished,
+    SampleScored,
+    SampleTrained,
+    StepApplied,
+    VersionPublished,
+)
+from spotlight.scheduler.types import Lease, LeaseId, Phase, Purpose, Rollout, RolloutId
+from spotlight.simulation.machines import PHASE_OF, ProcessGroup
+from spotlight.simulation.virtual_driver import CONTENT, Simulation
+from spotlight.simulation.virtual_workers import Receipt
+from tests.simulation.bill import Bill
+
+
+@dataclass(slots=True)
+class Books:
+    """The durable ledger, counted anew from its records.
+
+    Attributes:
+        stale: samples of an iteration that may be one published version old.
+        older: the version published before ``published``.
+        begun: samples of each iteration that were issued, and are one published version old.
+    """
+
+    stale: int
+    records: list[Record] = field(default_factory=list)
+    issued: dict[RolloutId, Rollout] = field(default_factory=dict)
+    finished: set[RolloutId] = field(default_factory=set)
+    scored: set[RolloutId] = field(default_factory=set)
+    ended: dict[RolloutId, str] = field(default_factory=dict)
+    stepped: dict[int, int] = field(default_factory=dict)
+    trained: dict[int, int] = field(default_factory=dict)
+    published: int = 0
+    older: int = 0
+    begun: Counter[int] = field(default_factory=Counter)
+
+    def write(self, position: int, record: Record) -> None:
+        """Append; raises AssertionError for a record that may not follow."""
+        assert position == len(self.records) + 1, f"record {position} follows {len(self.records)}"
+        self.records.append(record)
+        match record:
+            case RolloutIssued(rollout):
+                assert rollout.id not in self.issued, f"{rollout.id} is issued twice"
+                if rollout.version != self.published:
+                    self._may_be_stale(rollout)
+                self.issued[rollout.id] = rollout
+            case SampleFinished(rollout, version):
+                assert rollout in self.issued, f"{rollout} is finished without being issued"
+                assert rollout not in self.finished, f"{rollout} is finished twice"
+                assert rollout not in self.ended, f"{rollout} is finished after its end"
+                assert version == self.issued[rollout].version, f"{rollout} was made by version {version}"
+                self.finished.add(rollout)
+            case SampleScored(rollout):
+                assert rollout in self.finished, f"{rollout} is scored before it is finished"
+                assert rollout not in self.scored, f"{rollout} is scored twice"
+                self.scored.add(rollout)
+            case SampleTrained(rollout, step):
+                made_by = self.issued[rollout].version
+                assert made_by in (self.published, self.older), f"{rollout} is stale: made by {made_by}"
+                self._end(rollout, Purpose.TRAIN)
+                self.trained[step] = self.trained.get(step, 0) + 1
+            case SampleEvaluated(rollout):
+                self._end(rollout, Purpose.EVAL)
+            case SampleExplored(rollout):
+                self._end(rollout, Purpose.EXPLORE)
+            case SampleDropped(rollout):
+                assert rollout in self.issued
+                assert rollout not in self.ended, f"{rollout} is dropped after its end"
+                self.ended[rollout] = "dropped"
+            case StepApplied(version, _, _, samples):
+                assert version == len(self.stepped) + 1, f"step {version} follows {len(self.stepped)}"
+                assert samples == self.trained.get(version), "a step counts other samples than entered it"
+                self.stepped[version] = samples
+            case VersionPublished(version):
+                assert version == len(self.stepped), "a version is published that was not made"
+                self.older, self.published = self.published, version
+
+    def _may_be_stale(self, rollout: Rollout) -> None:
+        """Begun before the iteration it is of, as far as that is allowed."""
+        assert rollout.version == self.older, f"{rollout} asks for other weights than published"
+        assert rollout.purpose is Purpose.TRAIN, f"{rollout} is one version old"
+        self.begun[rollout.iteration] += 1
+        assert self.begun[rollout.iteration] <= self.stale, f"more samples than allowed are old: {rollout}"
+
+    def _end(self, rollout: RolloutId, purpose: Purpose) -> None:
+        assert rollout in self.scored, f"{rollout} is used without a score"
+        assert rollout not in self.ended, f"{rollout} is used after its end ({self.ended.get(rollout)})"
+        assert self.issued[rollout].purpose is purpose
+        self.ended[rollout] = purpose.value
+
+    @classmethod
+    def until(cls, records: Sequence[Record], stale: int) -> Books:
+        """Books with these records only."""
+        books = cls(stale)
+        for position, record in enumerate(records, start=1):
+            books.write(position, record)
+        return books
+
+
+@dataclass(slots=True)
+class Witness:
+    """Checks a simulation after every event.
+
+    Attributes:
+        early: rollouts of the next iteration that were granted; records tell of them when it begins.
+        made: those of them whose samples count.
+    """
+
+    simulation: Simulation
+    books: Books = field(init=False)
+    early: dict[RolloutId, Rollout] = field(default_factory=dict)
+    made: set[RolloutId] = field(default_factory=set)
+    leases: dict[LeaseId, tuple[Lease, float]] = field(default_factory=dict)
+    meant: dict[LeaseId, ProcessGroup] = field(default_factory=dict)
+    holder: dict[RolloutId, tuple[LeaseId, int]] = field(default_factory=dict)
+    bill: Bill = field(default_factory=Bill)
+    window: Window | None = None
+    over: bool = False
+
+    def __post_init__(self) -> None:
+        """Begin with empty books."""
+        self.books = Books(self._stale)
+
+    @property
+    def _stale(self) -> int:
+        plan = self.simulation.scenario.plan
+        return math.floor(round(plan.pipeline.next_share * plan.prompts_per_iteration, 6)) * plan.group_size
+
+    def see(self, event: ev.Event, effects: Sequence[ef.Effect], receipt: Receipt | None) -> None:
+        """Raise AssertionError where the controller's effects disagree with what is known."""
+        self.simulation.controller.check()
+        self._see_commit(event, effects, receipt)
+        discarded: set[RolloutId] = set()
+        for effect in effects:
+            match effect:
+                case ef.RollBack(position):
+                    assert position <= len(self.books.records), "undone is more than was recorded"
+                    self.books = Books.until(self.books.records[:position], self._stale)
+                    self.early.clear()
+                    self.made.clear()
+                case ef.WriteRecord(position, record):
+                    self.books.write(position, record)
+                    if isinstance(record, RolloutIssued):
+                        self._see_issue(record.rollout)
+                    if isinstance(record, SampleScored):
+                        made_by = self.simulation.store.samples[record.rollout]
+                        assert record.scores[CONTENT] == made_by.content, f"{record} is of another sample"
+                case ef.GrantLease():
+                    self._see_grant(effect, discarded)
+                case ef.DiscardSamples(rollouts):
+                    discarded.update(rollouts)
+                case ef.PrepareBatch(_, groups):
+                    for group in groups:
+                        for rollout in group.rollouts:
+                            self._see_sample(self.books.issued[rollout])
+                    self._see_trainers_free()
+                case ef.TrainMicroBatch():
+                    self._see_trainers_free()
+                case ef.CommitCheckpoint(_, position):
+                    assert position == len(self.books.records), "a checkpoint stands for other records"
+                case ef.FinishRun():
+                    self.over = True
+        self._see_spare_time()
+        self._balance()
+        self.bill.compare(self.simulation.accounts, self.simulation.now)
+
+    def head_restarted(self, position: int) -> None:
+        """The durable ledger is cut to the checkpoint's position; what was in memory is gone."""
+        self.books = Books.until(self.books.records[:position], self._stale)
+        self.early.clear()
+        self.made.clear()
+        self.leases.clear()
+        self.meant.clear()
+        self.holder.clear()
+
+    def _balance(self) -> None:
+        books, ledger = self.books, self.simulation.controller.ledger
+        assert len(books.issued) == ledger.issued.total(), "rollouts were issued without a record"
+        in_flight = len(books.issued) - len(books.ended)
+        assert in_flight == ledger.in_flight, f"{in_flight} are in flight, the ledger has {ledger.in_flight}"
+        if self.over and self.simulation.finish is None and not in_flight:
+            assert len(books.ended) == len(books.issued)
+
+    def _see_commit(self, event: ev.Event, effects: Sequence[ef.Effect], receipt: Receipt | None) -> None:
+        """What counts was sent by the one who holds it, in time."""
+        now = self.simulation.now
+        if isinstance(event, ev.LeaseProgressed):
+            voided = any(isinstance(e, ef.AbandonLease) and e.lease == event.lease for e in effects)
+            held = self.leases.get(event.lease)
+            if voided or held is None or held[0].epoch != event.epoch:
+                assert voided, f"{event} was sent under no lease, and was believed"
+                return
+            self._in_time(event, held, now)
+            self._from_holder(event.lease, receipt)
+            self._accept(held[0].rollouts[0], receipt)
+        elif isinstance(event, ev.LeaseCompleted):
+            for effect in effects:
+                for rollout in effect.rollouts if isinstance(effect, ef.ScoreSamples) else ():
+                    assert rollout.id in event.rollouts
+                    assert self.holder.get(rollout.id) == (event.lease, event.epoch), f"believed: {event}"
+                    self._in_time(event, self.leases[event.lease], now)
+                    self._from_holder(event.lease, receipt)
+                    self._accept(rollout.id, receipt)
+                    if rollout.id in self.early:
+                        self.made.add(rollout.id)
+
+    def _accept(self, rollout: RolloutId, receipt: Receipt | None) -> None:
+        """What was spent on work that counts is no loss."""
+        assert receipt is not None
+        self.bill.accept(receipt.segments, PHASE_OF[self._known(rollout).purpose])
+
+    def _known(self, rollout: RolloutId) -> Rollout:
+        return self.early[rollout] if rollout in self.early else self.books.issued[rollout]
+
+    def _see_issue(self, rollout: Rollout) -> None:
+        """What was begun early is issued as it was begun, or anew if nobody made it."""
+        early = self.early.pop(rollout.id, None)
+        if rollout.id in self.made or rollout.version != self.books.published:
+            assert rollout == early, f"{rollout} is issued, and {early} was begun"
+        self.made.discard(rollout.id)
+
+    def _see_early(self, rollout: Rollout) -> None:
+        """A rollout is granted that no record told of yet."""
+        self.early[rollout.id] = rollout
+        assert rollout.purpose is Purpose.TRAIN, f"{rollout} is begun early"
+        assert rollout.iteration == self.simulation.controller.iteration + 1, f"{rollout} is too early"
+        begun = [one for one in self.early.values() if one.iteration == rollout.iteration]
+        assert len(begun) <= self._stale, f"more is begun early than allowed: {rollout}"
+
+    def _from_holder(self, lease: LeaseId, receipt: Receipt | None) -> None:
+        """The group that sent it is made of the processes that were meant, not of a namesake of theirs."""
+        meant = self.meant.get(lease)
+        assert receipt is not None
+        assert meant is None or receipt.group is meant, f"a namesake finishes lease {lease}"
+
+    def _in_time(
+        self, event: ev.LeaseProgressed | ev.LeaseCompleted, held: tuple[Lease, float], now: float
+    ) -> None:
+        lease, deadline_s = held
+        assert now < deadline_s, f"believed {now - deadline_s} s after the lease expired: {event}"
+        self.leases[event.lease] = lease, now + self.simulation.scenario.plan.lease_s
+
+    def _see_grant(self, grant: ef.GrantLease, discarded: set[RolloutId]) -> None:
+        lease, simulation = grant.lease, self.simulation
+        again = lease.id in self.leases
+        for rollout in grant.rollouts:
+            if rollout.id not in self.books.issued and rollout.id not in self.early:
+                self._see_early(rollout)
+            assert rollout == self._known(rollout.id), f"granted is {rollout}"
+            assert again or rollout.version == self.books.published, f"{rollout} is begun with old weights"
+            assert rollout.id not in self.made, f"{rollout.id} is made again after it was finished"
+            assert rollout.id not in self.books.ended
+            assert rollout.id not in self.books.finished, f"{rollout.id} is made again after it was finished"
+            if not again:
+                # What this very event discards is still in the store.
+                safe = None if rollout.id in discarded else simulation.store.progress.get(rollout.id)
+                step = grant.resume.get(rollout.id, 0)
+                # One begun early, and not done in time, is begun anew by the next weights under its name.
+                ours = safe is not None and safe[1] == simulation.store.versions[rollout.version]
+                assert step == (safe[0] if safe and ours else 0), (
+                    f"{rollout.id} resumes at {step}, not {safe}"
+                )
+            self.holder[rollout.id] = lease.id, lease.epoch
+        if not again:
+            self.leases[lease.id] = lease, lease.deadline_s
+        process = simulation.workers.processes.get(lease.worker)
+        group = process.group if process is not None else None
+        if group is not None and group.epoch == lease.epoch and not group.broken:
+            self.meant[lease.id] = group
+            for member in group.members:
+                real = simulation.store.versions[grant.rollouts[0].version]
+                assert member.weights == real, f"{member.worker} has {member.weights}, the lease needs {real}"
+        host = simulation.controller.cluster.hosts[process.node] if process else None
+        assert host is None or not (host.node.trains and simulation.learner.busy), (
+            "the learner's GPU is leased"
+        )
+
+    def _see_spare_time(self) -> None:
+        """Previews made in idle time take nothing from an iteration: see
+        :mod:`spotlight.scheduler.cluster.spare_time`."""
+        controller = self.simulation.controller
+        queue, cluster = controller.queue, controller.cluster
+        if not cluster.spare.explores:
+            return
+        pressing = queue.waiting - queue.waiting_for(Purpose.EXPLORE)
+        opens = controller.work.window is not self.window and controller.work.window.opened_s is not None
+        assert not (opens and pressing), "a window opens while rollouts of the iteration wait"
+        self.window = controller.work.window
+        able = [lease for lease in queue.previews() if cluster.groups[lease.worker].state is GroupState.READY]
+        assert not pressing or not able or cluster.spare.awaited(self.simulation.now), (
+            f"{pressing} rollouts wait, {len(able)} groups make previews, and nobody gives way"
+        )
+        for lease in able:
+            host = cluster.hosts[cluster.groups[lease.worker].node]
+            assert not host.node.trains, "a GPU that trains makes previews in idle time"
+            assert not queue.count_held_by(lease.worker, previews=False), (
+                "previews are made beside better work"
+            )
+
+    def _see_sample(self, rollout: Rollout) -> None:
+        made_by = self.simulation.store.samples.get(rollout.id)
+        real = self.simulation.store.versions[rollout.version]
+        assert made_by == real, f"{rollout.id} was made by {made_by}, and is trained as {real}"
+
+    def _see_trainers_free(self) -> None:
+        """The learner is given nothing to train while its GPUs roll out."""
+        controller = self.simulation.controller
+        for leader, group in controller.cluster.groups.items():
+            if controller.cluster.hosts[group.node].node.trains:
+                assert not controller.queue.holds(leader), f"the learner trains, and {leader} rolls out"
+
+    def at_the_end(self) -> None:
+        """The run is over: everything ended, every second is accounted for."""
+        simulation = self.simulation
+        assert simulation.finish is not None
+        simulation.accounts.check(simulation.now)
+        self.bill.compare(simulation.accounts, simulation.now)
+        if simulation.finish.error is None:
+            assert set(self.books.issued) == set(self.books.ended), "samples disappeared"
+            assert simulation.controller.iteration == simulation.scenario.plan.iterations
+        result = simulation.result()
+        lost = sum(seconds for (_, phase), seconds in result.phase_s.items() if phase is Phase.LOST)
+        assert lost >= -1e-6

@@ -1,0 +1,183 @@
+"""Configurations drawn from seeds: small, and as different from each other as the plan allows."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from spotlight.scheduler.events import NodeJoined
+from spotlight.scheduler.exploration.budget import PreviewCosts
+from spotlight.scheduler.exploration.selection import SelectionPolicy
+from spotlight.scheduler.plan import (
+    Axis,
+    ClusterPlan,
+    ExplorationPlan,
+    Explore,
+    PipelinePlan,
+    Plan,
+    PlannerPlan,
+    divisors,
+)
+from spotlight.scheduler.types import Baseline, Node, NodeId, NodeKind, WeightKind
+from spotlight.simulation.costs import ConstantCosts
+from spotlight.simulation.scenario import NodeEvent, PriceChanged, Scenario
+from spotlight.simulation.virtual_rewards import RewardModel
+from tests.simulation.faults import Fault, FaultKind, draw_faults
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A scenario, and what goes wrong in it.
+
+    Attributes:
+        poll_s: how often an idle group repeats its pull.
+    """
+
+    seed: int
+    scenario: Scenario
+    faults: tuple[Fault, ...]
+    poll_s: float
+
+
+def draw_trial(seed: int) -> Trial:
+    """The trial of a seed."""
+    source = random.Random(seed)
+    degree_min = source.choice([1, 1, 1, 2])
+    colocated = source.random() < 0.3
+    trainers = source.choice([1, 1, 2])
+    train_gpus = source.choice([1, 2])
+    joined = [
+        _node(f"r{n}", NodeKind.RESERVED, train_gpus * (degree_min if colocated else 1), True, colocated)
+        for n in range(trainers)
+    ]
+    joined += [
+        _node(f"s{n}", NodeKind.SPOT, degree_min * source.choice([1, 1, 2, 4]), False, True)
+        for n in range(source.choice([1, 2, 3]))
+    ]
+    nodes: list[tuple[float, NodeEvent]] = [(0.0, NodeJoined(node)) for node in joined]
+    ranks = sum(node.gpus for node in joined if node.trains)
+    scenario = Scenario(
+        _draw_plan(seed, source, ranks, degree_min),
+        ConstantCosts(
+            source.choice([0.5, 2.0]),
+            source.choice([0.1, 0.5]),
+            4.0,
+            source.choice([1, 2, 4]),
+            source.choice([0.1, 0.5, 15.0]),
+            random.Random(f"turns {seed}").choice([0.0, 0.7, 5.0]),
+        ),
+        tuple(nodes + _draw_prices(seed, joined)),
+        train_prompts=source.choice([1, 2, 5]),
+        test_prompts=source.choice([0, 1, 2]),
+        seed=seed,
+        noise=source.choice([0.0, 0.2]),
+        commit_every=source.choice([1, 2, 3]),
+        rewards=RewardModel(flat_share=0.3),
+    )
+    faults = draw_faults(source, source.choice([0, 2, 6, 12, 20]), source.choice([60, 200, 500]))
+    if source.random() < 0.4:
+        bad = Fault(FaultKind.BAD_NETWORK, 1, source.random(), 300.0, source.choice([0.1, 0.3, 0.3]))
+        faults = (bad, *faults)
+    if source.random() < 0.3:
+        faults = (Fault(FaultKind.SILENT_REWARDS, 1, source.random(), 300.0, 0.2), *faults)
+    return Trial(seed, scenario, faults, poll_s=source.choice([5.0, 15.0]))
+
+
+def _draw_prices(seed: int, nodes: list[Node]) -> list[tuple[float, NodeEvent]]:
+    """Spot prices that move; drawn apart, so that they change nothing else of a trial."""
+    source = random.Random(f"prices {seed}")
+    spot = [node for node in nodes if node.kind is NodeKind.SPOT]
+    times_s = sorted(source.uniform(0.0, 300.0) for _ in range(source.choice([0, 0, 4, 12])))
+    changes: list[tuple[float, NodeEvent]] = []
+    for at_s in times_s:
+        node = source.choice(spot)
+        changes.append((at_s, PriceChanged(node.id, node.price_usd_h * source.uniform(0.5, 2.0))))
+    return changes
+
+
+def _node(name: str, kind: NodeKind, gpus: int, trains: bool, rolls_out: bool) -> Node:
+    price_usd_h = (10.0 if kind is NodeKind.RESERVED else 3.0) * gpus
+    return Node(NodeId(name), kind, gpus, "H100", price_usd_h, trains, rolls_out)
+
+
+def _draw_plan(seed: int, source: random.Random, ranks: int, degree_min: int) -> Plan:
+    group_size = source.choice([2, 3, 4])
+    explore = source.choice([None, None, Explore.CRITICAL_PATH, Explore.IDLE, Explore.IDLE])
+    more, steps = source.choice([0, 2, 4]), source.choice([2, 3])
+    return Plan(
+        run_seed=source.randrange(2**31),
+        iterations=source.choice([2, 3, 4, 5]),
+        prompts_per_iteration=source.choice([1, 2, 3]),
+        group_size=group_size,
+        rollout_steps=source.choice([2, 4, 8]),
+        evaluation_steps=source.choice([2, 5]),
+        evaluation_images=1,
+        evaluate_every=source.choice([1, 2]),
+        updates_per_batch=source.choice([1, 2]),
+        micro_batch_size=ranks * source.choice([1, 2]),
+        checkpoint_every=source.choice([1, 2, 3]),
+        lease_s=source.choice([15.0, 30.0]),
+        max_drop_share=1.0,
+        ranks=ranks,
+        cluster=ClusterPlan(
+            pixels=source.choice([512 * 512, 1280 * 1280]),
+            heads=24,
+            degrees=divisors(24, degree_min, source.choice([degree_min, 4])),
+            tail_steps=1,
+            answer_s=5.0,
+            start_s=30.0,
+            drain_margin_s=source.choice([3.0, 25.0]),
+            publishes=source.choice([WeightKind.ADAPTER, WeightKind.FULL]),
+        ),
+        exploration=None if explore is None else _draw_exploration(seed, explore, group_size, more, steps),
+        pipeline=_draw_pipeline(seed, explore),
+    )
+
+
+def _draw_pipeline(seed: int, explore: Explore | None) -> PipelinePlan:
+    """What overlaps; drawn apart, so that it changes nothing else of a trial."""
+    source = random.Random(f"pipeline {seed}")
+    if source.random() < 0.3:
+        return PipelinePlan()
+    baselines = [Baseline.GROUP, Baseline.SLICE] + [Baseline.EXPLORATION] * (explore is not None)
+    baseline = source.choice(baselines)
+    share = source.choice([0.0, 0.5, 1.0])
+    return PipelinePlan(
+        axis=source.choice([None, *Axis]),
+        slice_size=source.choice([3, 4] if baseline is Baseline.SLICE else [1, 2, 3]),
+        baseline=baseline,
+        bounded=source.random() < 0.6,
+        switch_s=source.choice([0.0, 0.7, 5.0]),
+        # Early rollouts need their seeds before previews on the critical path have chosen them.
+        next_share=0.0 if explore is Explore.CRITICAL_PATH else share,
+    )
+
+
+def _draw_exploration(seed: int, where: Explore, group_size: int, more: int, steps: int) -> ExplorationPlan:
+    """How seeds are chosen; drawn apart, so that it changes nothing else of a trial."""
+    source = random.Random(f"exploration {seed}")
+    planner = None
+    if source.random() < 0.4:
+        counts = tuple(sorted({group_size, group_size + 2, group_size + more}))
+        costs = PreviewCosts(0.5, 0.5, 0.5, source.choice([None, 20.0]))
+        planner = PlannerPlan(
+            counts, (2, 3), source.choice([0.0, 1.0]), caution=source.choice([0.0, 1.0]), costs=costs
+        )
+    policy = source.choice(list(SelectionPolicy))
+    deepest = source.choice([None, 2, 12]) if where is Explore.IDLE else None
+    spares, sampled = source.choice([0, 0, 1, 3]), source.choice([0, 1, 2])
+    fidelity_min, undo = source.choice([None, None, 0.95]), source.random() < 0.3
+    if undo and not policy.draws:
+        deepest = None  # pools are not deepened then
+    return ExplorationPlan(
+        where,
+        group_size + more,
+        steps,
+        policy=policy,
+        spare_prompts=0 if undo else spares,
+        sampled_prompts=sampled,
+        fidelity_min=fidelity_min,
+        undo_selection=undo,
+        planner=planner,
+        seeds_per_prompt_max=None if deepest is None else group_size + 4 + deepest,
+    )

@@ -1,0 +1,1 @@
+"""Programs for maintainers; nothing here is installed."""

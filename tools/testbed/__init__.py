@@ -1,0 +1,1 @@
+"""How the embedded testbed was made: architecture, prompts, scenes and training recipe."""

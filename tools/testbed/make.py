@@ -1,0 +1,199 @@
+"""Remake the embedded pipeline: ``python -m tools.testbed.make OUT``.
+
+Trains the VAE, then DiT and text encoder jointly. Writes a ``QwenImagePipeline`` directory with two more
+files: ``TRAINING.json`` (recipe and its hash, seconds, losses, reconstruction quality) and ``scores.json``
+(what the result scores on the held-out prompts, before any reinforcement learning). The same seed, threads
+and library versions on the same kind of CPU give the same weights; those shipped were made with one thread.
+
+``--untrained`` writes the same architecture with random weights in a few seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import hashlib
+import json
+import platform
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+import transformers
+
+from spotlight.rewards.shapes import shapes
+from tools.testbed import architecture
+from tools.testbed.flow import FlowRecipe, make_data, train_flow
+from tools.testbed.prompts import Record, split
+from tools.testbed.scenes import render_all
+from tools.testbed.scores import ScoreRecipe, as_json, score_pipeline
+from tools.testbed.vae import VaeRecipe, mean_psnr_db, reconstruct, train_vae
+
+GUIDANCE = 4.0
+_RECONSTRUCTIONS = 760
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Everything that decides the weights."""
+
+    seed: int = 0
+    vae: VaeRecipe = field(default_factory=VaeRecipe)
+    flow: FlowRecipe = field(default_factory=FlowRecipe)
+
+    def scaled(self, factor: float) -> Recipe:
+        """The same recipe with ``factor`` times the training steps."""
+        return replace(
+            self,
+            vae=replace(self.vae, steps=max(round(self.vae.steps * factor), 30)),
+            flow=replace(self.flow, steps=max(round(self.flow.steps * factor), 30)),
+        )
+
+
+@dataclass(slots=True)
+class Clock:
+    """Seconds by phase, wall and CPU."""
+
+    wall_s: dict[str, float] = field(default_factory=dict)
+    cpu_s: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the block as one phase."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        yield
+        self.wall_s[name] = round(time.perf_counter() - wall, 1)
+        self.cpu_s[name] = round(time.process_time() - cpu, 1)
+
+
+def log(message: str) -> None:
+    """Print a line of progress at once."""
+    print(message, flush=True)
+
+
+def make(directory: Path, recipe: Recipe) -> None:
+    """Train a pipeline by the recipe and write it, with its record and scores."""
+    train, test = split()
+    parts = architecture.build(recipe.seed)
+    clock = Clock()
+    with clock.phase("vae"):
+        rng = np.random.default_rng(recipe.seed)
+        chosen = [train[index] for index in rng.integers(len(train), size=recipe.vae.pictures)]
+        vae_loss = train_vae(parts.vae, render_all(chosen, recipe.seed), recipe.vae, recipe.seed, log)
+        architecture.coarsen(parts.vae)
+    quality = reconstruction_quality(parts, test, recipe.seed)
+    log(f"vae reconstructions: {quality}")
+    with clock.phase("flow_data"):
+        data = make_data(parts, train, recipe.flow, recipe.seed + 1)
+    with clock.phase("flow"):
+        flow_losses = train_flow(parts, data, recipe.flow, recipe.seed + 2, log)
+    architecture.coarsen(parts.transformer)
+    architecture.coarsen(parts.text_encoder)
+    architecture.save(parts, directory)
+    with clock.phase("scores"):
+        scores = measure(directory, test)
+    record = {
+        "recipe": asdict(recipe),
+        "recipe_sha256": recipe_hash(recipe),
+        "wall_s": clock.wall_s,
+        "cpu_s": clock.cpu_s,
+        "cpu_minutes_total": round(time.process_time() / 60, 1),
+        "vae_loss": round(vae_loss, 6),
+        "vae_reconstruction": quality,
+        "flow_losses": flow_losses,
+        "threads": torch.get_num_threads(),
+        "versions": _versions(),
+    }
+    _write_json(directory / "TRAINING.json", record)
+    _write_json(directory / "scores.json", scores)
+    log(f"wrote {directory} in {record['cpu_minutes_total']} CPU minutes")
+
+
+def reconstruction_quality(
+    parts: architecture.Parts, records: Sequence[Record], seed: int
+) -> dict[str, float]:
+    """PSNR and detector scores of the VAE's round trip on fresh scenes of held-out prompts."""
+    records = (list(records) * (1 + _RECONSTRUCTIONS // len(records)))[:_RECONSTRUCTIONS]
+    images = render_all(records, seed + 3)
+    copies = reconstruct(parts.vae, images)
+    scores = shapes(list(copies), [str(record["prompt"]) for record in records], records)
+    return {
+        "psnr_db_mean": round(mean_psnr_db(images, copies), 2),
+        "strict": round(float(np.mean(scores["strict"])), 4),
+        "graded": round(float(np.mean(scores["graded"])), 4),
+    }
+
+
+def measure(directory: Path, test: Sequence[Record]) -> dict[str, Any]:
+    """Held-out scores of the pipeline as anyone would load it, without and with guidance."""
+    pipeline = diffusers.QwenImagePipeline.from_pretrained(directory)
+    result: dict[str, Any] = {}
+    for name, guidance in (("unguided", 1.0), ("guided", GUIDANCE)):
+        recipe = ScoreRecipe(guidance=guidance)
+        scores = score_pipeline(pipeline, test, recipe)
+        result[name] = {"settings": asdict(recipe), "scores": as_json(scores)}
+        for tag, score in scores.items():
+            log(
+                f"{name:9} {tag:14} strict {score.strict:.3f} ± {score.strict_stderr:.3f}"
+                f"  graded {score.graded:.3f} ± {score.graded_stderr:.3f}"
+            )
+    return result
+
+
+def recipe_hash(recipe: Recipe) -> str:
+    """SHA-256 of the recipe's JSON."""
+    return hashlib.sha256(json.dumps(asdict(recipe), sort_keys=True).encode()).hexdigest()
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "diffusers": diffusers.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _keep_freed_memory() -> None:
+    """Tell glibc to keep what is freed: else every step's large tensors fault all their pages in anew."""
+    if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, at its maximum
+        libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description="Remake the embedded pipeline of coloured shapes.")
+    parser.add_argument("directory", type=Path, help="where the pipeline directory is written")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="multiply the training steps (0.01: a trial)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=1, help="CPU threads; 2 take less wall-clock time but more CPU time"
+    )
+    parser.add_argument("--untrained", action="store_true", help="random weights, in seconds")
+    arguments = parser.parse_args()
+    if arguments.untrained:
+        architecture.save(architecture.build(arguments.seed), arguments.directory)
+        return
+    # Sums are split by threads: the same weights come from the same number of them.
+    torch.set_num_threads(arguments.threads)
+    _keep_freed_memory()
+    make(arguments.directory, Recipe(seed=arguments.seed).scaled(arguments.scale))
+
+
+if __name__ == "__main__":
+    main()
