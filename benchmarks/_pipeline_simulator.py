@@ -19,11 +19,10 @@ from math import ceil, inf
 from rich.console import Console
 from rich.table import Table
 
-from spotlight.planning.compare import Task, run_tasks
+from spotlight.planning.compare import SimulationOutcome, SimulationTask, run_tasks
 from spotlight.planning.scenarios.prepare import Prepared, prepare, scenario_of
 from spotlight.planning.scenarios.scenario_load import load_scenario
-from spotlight.planning.scenarios.strategies import Part, strategy_named
-from spotlight.planning.simulation_outcome import Outcome
+from spotlight.planning.scenarios.strategies import PipelinePart, strategy_named
 from spotlight.scheduler.events import NodeJoined
 from spotlight.scheduler.types import Phase
 
@@ -182,12 +181,12 @@ def work_of(prepared: Prepared, name: str) -> Work:
 def shortest_s(prepared: Prepared, name: str) -> float:
     """Seconds of an iteration of nothing but rollouts, training and turns, all overlaps perfect."""
     parts, work = strategy_named(name).parts, work_of(prepared, name)
-    if not parts & {Part.GAP, Part.SLICES, Part.TCSS}:
+    if not parts & {PipelinePart.GAP, PipelinePart.SLICES, PipelinePart.TCSS}:
         return work.synchronous_s()
-    return work.overlapping_s(turns=1 if Part.TCSS in parts else 2)
+    return work.overlapping_s(turns=1 if PipelinePart.TCSS in parts else 2)
 
 
-def rows_of(prepared: Prepared, outcomes: dict[str, Outcome]) -> list[Row]:
+def rows_of(prepared: Prepared, outcomes: dict[str, SimulationOutcome]) -> list[Row]:
     """All modes of a setting."""
     synchronous_s = shortest_s(prepared, MODES[DISAGGREGATED])
     published = synchronous_s / work_of(prepared, MODES[DISAGGREGATED]).overlapping_s(turns=0)
@@ -215,7 +214,7 @@ def rows_of(prepared: Prepared, outcomes: dict[str, Outcome]) -> list[Row]:
 def measure(setting: Setting, jobs: int) -> list[Row]:
     """Simulate all modes of a setting. Raises SystemExit if one does not come to its end."""
     prepared = setting.prepared()
-    compared = run_tasks([Task(prepared, name) for name in MODES.values()], jobs)
+    compared = run_tasks([SimulationTask(prepared, name) for name in MODES.values()], jobs)
     outcomes = {mode: one.outcome for mode, one in zip(MODES, compared, strict=True)}
     for mode, outcome in outcomes.items():
         if outcome.problem is not None:

@@ -46,7 +46,7 @@ from _exploration_figures import condition_rows, fidelity_rows, table_of, varian
 from _exploration_lab import Weights, laboratory
 from _exploration_settings import CONDITIONS, KINDS, STRATEGY, Sizes, Tree
 from _measure import machine, wide_console
-from spotlight.planning.compare import Task, run_task
+from spotlight.planning.compare import SimulationTask, run_task
 from spotlight.planning.scenarios.prepare import prepare
 from spotlight.planning.scenarios.scenario_load import build_scenario
 from spotlight.scheduler.exploration.selection import SelectionPolicy
@@ -182,7 +182,7 @@ def simulate_strategy(sizes: Sizes, condition: str, seeds_per_prompt: int | None
         "run": {"iterations": sizes.iterations, "until_h": 24.0},
     }  # fmt: skip
     prepared = prepare(build_scenario(tree, "the benchmark"), (STRATEGY[condition],), datetime.now(UTC))
-    compared = run_task(Task(prepared, STRATEGY[condition]))
+    compared = run_task(SimulationTask(prepared, STRATEGY[condition]))
     outcome = compared.outcome
     if outcome.problem is not None:
         raise RuntimeError(f"{condition}: {outcome.problem}")

@@ -40,7 +40,7 @@ from spotlight.cli.exit_codes import EXIT_INTERRUPTED
 from spotlight.cluster.local import guard
 from spotlight.fleet.traces.generator import TraceSpec, generate
 from spotlight.fleet.traces.trace import Trace, TraceEvent, TraceEventKind
-from spotlight.fleet.traces.writers import write_trace
+from spotlight.fleet.traces.trace_files import write_trace
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.store_errors import LedgerError

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 from tests.simulation import check
-from tests.simulation.check import Outcome, check_seeds, main, replay_command, run_trial, shrink
+from tests.simulation.check import TrialOutcome, check_seeds, main, replay_command, run_trial, shrink
 from tests.simulation.faults import FaultKind
 from tests.simulation.mutations import MUTATIONS, Mutation, find
 from tests.simulation.swarm import Trial, draw_trial
@@ -51,15 +51,15 @@ def test_shrinking_keeps_the_kind_of_failure(monkeypatch: pytest.MonkeyPatch) ->
     trial = next(one for one in map(draw_trial, range(SEEDS)) if len(one.faults) >= 4)
     needed = set(trial.faults[1:3])
 
-    def run(one: Trial) -> Outcome:
+    def run(one: Trial) -> TrialOutcome:
         kind = "AssertionError (lost)" if needed <= set(one.faults) else "KeyError (elsewhere)"
-        return Outcome(f"{kind} at {len(one.faults)}", "", Counter(), 0, 0.0, kind)
+        return TrialOutcome(f"{kind} at {len(one.faults)}", "", Counter(), 0, 0.0, kind)
 
     monkeypatch.setattr(check, "run_trial", run)
     small = shrink(trial)
     assert set(small.faults) == needed
     assert small.scenario.plan.iterations == 1
-    monkeypatch.setattr(check, "run_trial", lambda one: Outcome(None, "", Counter(), 0, 0.0))
+    monkeypatch.setattr(check, "run_trial", lambda one: TrialOutcome(None, "", Counter(), 0, 0.0))
     assert shrink(trial) == trial
 
 

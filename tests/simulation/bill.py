@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from spotlight.scheduler.events import NodeJoined, NodeLost
 from spotlight.scheduler.types import Node, NodeId, NodeKind, Phase
-from spotlight.simulation.gpu_accounts import Accounts, Spent
-from spotlight.simulation.machines import PHASE_OF
+from spotlight.simulation.gpu_accounts import BilledSegment, GpuAccounts
 from spotlight.simulation.scenario import NodeEvent, PriceChanged
+from spotlight.simulation.virtual_processes import PHASE_OF
 
 TOLERANCE = 1e-9
 """Relative to all that was billed: rounding only."""
@@ -48,7 +48,7 @@ class Bill:
     total: dict[NodeKind, Amount] = field(default_factory=lambda: defaultdict(Amount))
     work: dict[tuple[NodeKind, Phase], Amount] = field(default_factory=lambda: defaultdict(Amount))
     _present: dict[NodeId, tuple[Node, float]] = field(default_factory=dict)
-    _accepted: dict[int, Spent] = field(default_factory=dict)
+    _accepted: dict[int, BilledSegment] = field(default_factory=dict)
 
     def happen(self, event: NodeEvent, now: float) -> None:
         """Nodes that are there do not join, and those that are not have no price."""
@@ -68,14 +68,14 @@ class Bill:
             self.total[node.kind].add(seconds * node.gpus, seconds * price_usd_h / 3600)
         self.since_s = now
 
-    def accept(self, segments: Iterable[Spent], phase: Phase) -> None:
+    def accept(self, segments: Iterable[BilledSegment], phase: Phase) -> None:
         """Work counts, once, however often the message about it came."""
         for spent in segments:
             if id(spent) not in self._accepted:
                 self._accepted[id(spent)] = spent  # kept, so that no other takes its id
                 self.work[spent.kind, phase].add(spent.end_s - spent.start_s, spent.usd)
 
-    def compare(self, accounts: Accounts, now: float) -> None:
+    def compare(self, accounts: GpuAccounts, now: float) -> None:
         """Assert that the accounts say the same."""
         self.advance(now)
         spent: dict[NodeKind, Amount] = defaultdict(Amount)

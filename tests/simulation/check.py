@@ -28,7 +28,7 @@ from spotlight.simulation.scenario import NodeEvent
 from spotlight.simulation.virtual_driver import Simulation
 from spotlight.simulation.virtual_workers import Receipt
 from tests.simulation.faults import FaultKind, Injector
-from tests.simulation.reference_model import Witness
+from tests.simulation.reference_model import ReferenceModel
 from tests.simulation.swarm import Trial, draw_trial
 
 PATIENCE_S = 3000.0
@@ -45,7 +45,7 @@ PROGRAM = "python -m tests.simulation.check"
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TrialOutcome:
     """How a trial went.
 
     Attributes:
@@ -69,7 +69,7 @@ class CheckedSimulation(Simulation):
         super().__init__(trial.scenario, log=True)
         self.workers.poll_s = trial.poll_s
         self.injector = Injector(self, trial.faults)
-        self.witness = Witness(self)
+        self.witness = ReferenceModel(self)
         self.branches: Counter[str] = Counter()
 
     def observe(self, event: ev.Event, effects: list[ef.Effect], receipt: Receipt | None) -> None:
@@ -110,7 +110,7 @@ class CheckedSimulation(Simulation):
         self.witness.at_the_end()
 
 
-def run_trial(trial: Trial) -> Outcome:
+def run_trial(trial: Trial) -> TrialOutcome:
     """Run a trial to its end or to its first violation."""
     failure, kind, simulation = None, None, None
     try:
@@ -121,7 +121,7 @@ def run_trial(trial: Trial) -> Outcome:
         at = f"({place.name}, line {place.lineno})"
         failure, kind = f"{type(error).__name__}: {error} {at}", f"{type(error).__name__} {at}"
     if simulation is None:
-        return Outcome(failure, "", Counter(), 0, 0.0, kind)
+        return TrialOutcome(failure, "", Counter(), 0, 0.0, kind)
     branches = Counter(simulation.branches)
     branches.update(simulation.controller.cluster.recoveries)
     branches.update(simulation.injector.happened)
@@ -129,7 +129,7 @@ def run_trial(trial: Trial) -> Outcome:
         branches.update(name for name, much in overlap.row().items() if much)
     digest = simulation.log_hash()
     hours = sum(simulation.accounts.seconds.values()) / 3600
-    return Outcome(failure, digest, branches, simulation.events, hours, kind)
+    return TrialOutcome(failure, digest, branches, simulation.events, hours, kind)
 
 
 def shrink(trial: Trial) -> Trial:

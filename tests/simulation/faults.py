@@ -14,8 +14,8 @@ from enum import StrEnum
 
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.types import Node, NodeId, NodeKind
-from spotlight.simulation.machines import Process
 from spotlight.simulation.virtual_driver import Simulation
+from spotlight.simulation.virtual_processes import VirtualProcess
 
 
 class FaultKind(StrEnum):
@@ -139,7 +139,7 @@ class Injector:
         processes = [p for p in self.simulation.workers.processes.values() if p.up]
         if not processes:
             return
-        process: Process = processes[int(fault.which * len(processes))]
+        process: VirtualProcess = processes[int(fault.which * len(processes))]
         if fault.kind is FaultKind.FREEZE_WORKER:
             process.frozen_until_s = max(process.frozen_until_s, self.simulation.now + fault.seconds)
         else:

@@ -37,7 +37,7 @@ from spotlight.scheduler.types import (
     RolloutId,
     WorkerId,
 )
-from spotlight.simulation.gpu_accounts import Accounts, Spent
+from spotlight.simulation.gpu_accounts import BilledSegment, GpuAccounts
 from tests.simulation.check import run_trial
 from tests.simulation.swarm import draw_trial
 
@@ -62,7 +62,7 @@ class Mutation:
 
 _complete, _pull, _check, _revoke = PullQueue.complete, PullQueue.pull, PullQueue._check, PullQueue._revoke
 _load, _train_rollouts = Rollouts.load, issue_module.train_rollouts
-_add, _confirm = Accounts.add, Accounts.confirm
+_add, _confirm = GpuAccounts.add, GpuAccounts.confirm
 
 
 def _completes_twice(self: PullQueue, lease: LeaseId, epoch: int, rollout: RolloutId) -> Verdict:
@@ -181,17 +181,17 @@ def _forgets_the_learner(self: Controller) -> None:
     self._restore_due = False
 
 
-def _triples_prices(self: Accounts, node: Node, now: float) -> None:
+def _triples_prices(self: GpuAccounts, node: Node, now: float) -> None:
     _add(self, node, now)
     for gpu in self.gpus[node.id]:
         gpu.usd_s *= 3
 
 
-def _overlooks_prices(self: Accounts, node: NodeId, price_usd_h: float, now: float) -> None:
+def _overlooks_prices(self: GpuAccounts, node: NodeId, price_usd_h: float, now: float) -> None:
     pass
 
 
-def _books_work_as_idle(self: Accounts, segments: Iterable[Spent], phase: Phase) -> None:
+def _books_work_as_idle(self: GpuAccounts, segments: Iterable[BilledSegment], phase: Phase) -> None:
     _confirm(self, segments, Phase.LOST if phase is Phase.LOST else Phase.IDLE)
 
 
@@ -239,9 +239,9 @@ MUTATIONS = (
         ((training_module, "split_updates", _trains_every_group_every_time),),
     ),
     Mutation("a lost learner is not restored", ((Controller, "_restore_learner", _forgets_the_learner),)),
-    Mutation("every price is tripled", ((Accounts, "add", _triples_prices),)),
-    Mutation("prices that change are overlooked", ((Accounts, "price", _overlooks_prices),)),
-    Mutation("work that counts is booked as idle", ((Accounts, "confirm", _books_work_as_idle),)),
+    Mutation("every price is tripled", ((GpuAccounts, "add", _triples_prices),)),
+    Mutation("prices that change are overlooked", ((GpuAccounts, "price", _overlooks_prices),)),
+    Mutation("work that counts is booked as idle", ((GpuAccounts, "confirm", _books_work_as_idle),)),
 )
 
 

@@ -27,8 +27,8 @@ from spotlight.scheduler.records import (
     VersionPublished,
 )
 from spotlight.scheduler.types import Lease, LeaseId, Phase, Purpose, Rollout, RolloutId
-from spotlight.simulation.machines import PHASE_OF, ProcessGroup
 from spotlight.simulation.virtual_driver import CONTENT, Simulation
+from spotlight.simulation.virtual_processes import PHASE_OF, VirtualGroup
 from spotlight.simulation.virtual_workers import Receipt
 from tests.simulation.bill import Bill
 
@@ -119,7 +119,7 @@ class Books:
 
 
 @dataclass(slots=True)
-class Witness:
+class ReferenceModel:
     """Checks a simulation after every event.
 
     Attributes:
@@ -132,7 +132,7 @@ class Witness:
     early: dict[RolloutId, Rollout] = field(default_factory=dict)
     made: set[RolloutId] = field(default_factory=set)
     leases: dict[LeaseId, tuple[Lease, float]] = field(default_factory=dict)
-    meant: dict[LeaseId, ProcessGroup] = field(default_factory=dict)
+    meant: dict[LeaseId, VirtualGroup] = field(default_factory=dict)
     holder: dict[RolloutId, tuple[LeaseId, int]] = field(default_factory=dict)
     bill: Bill = field(default_factory=Bill)
     window: Window | None = None

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spotlight.fleet.notices.board import Board
+from spotlight.fleet.notices.board import NoticeBoard
 from spotlight.fleet.notices.notice import (
     Cancelled,
     Notice,
     Noticed,
-    Pending,
-    Reading,
+    NoticeReading,
+    PendingNotice,
     Rebalance,
     controller_event,
 )
@@ -25,12 +25,14 @@ from spotlight.scheduler.types import NodeId
 NODE = NodeId("spot-1")
 
 
-def reading(*pending: tuple[str, str, float]) -> Reading:
-    return Reading(tuple(Pending(key, stamp, left_s, f"{key} {stamp}") for key, stamp, left_s in pending))
+def reading(*pending: tuple[str, str, float]) -> NoticeReading:
+    return NoticeReading(
+        tuple(PendingNotice(key, stamp, left_s, f"{key} {stamp}") for key, stamp, left_s in pending)
+    )
 
 
 def test_a_notice_is_told_once_although_its_remaining_time_jitters() -> None:
-    board = Board()
+    board = NoticeBoard()
     assert board.update("aws", reading(), 0.0) == []
     assert board.update("aws", reading(("stop", "t", 100.0)), 1.0) == [Noticed("aws", 101.0, "stop t")]
     assert board.update("aws", reading(("stop", "t", 93.2)), 6.0) == []
@@ -39,7 +41,7 @@ def test_a_notice_is_told_once_although_its_remaining_time_jitters() -> None:
 
 
 def test_a_deadline_may_move_ahead_but_is_put_off_by_a_cancellation() -> None:
-    board = Board()
+    board = NoticeBoard()
     board.update("azure", reading(("a", "12:00", 30.0)), 0.0)
     assert board.update("azure", reading(("a", "started", 0.0)), 5.0) == [Noticed("azure", 5.0, "a started")]
     assert board.update("azure", reading(("a", "13:00", 3600.0)), 6.0) == [
@@ -49,7 +51,7 @@ def test_a_deadline_may_move_ahead_but_is_put_off_by_a_cancellation() -> None:
 
 
 def test_a_node_stays_noticed_while_another_source_says_so() -> None:
-    board = Board()
+    board = NoticeBoard()
     assert len(board.update("azure", reading(("a", "x", 60.0)), 0.0)) == 1
     assert board.update("sigterm", reading(("sigterm", "", 30.0)), 1.0) == [
         Noticed("sigterm", 31.0, "sigterm ")
@@ -58,7 +60,7 @@ def test_a_node_stays_noticed_while_another_source_says_so() -> None:
 
 
 def test_advice_is_told_once_and_changes_nothing_else() -> None:
-    board, advice = Board(), Reading(rebalance="since 8:22")
+    board, advice = NoticeBoard(), NoticeReading(rebalance="since 8:22")
     assert board.update("aws", advice, 0.0) == [Rebalance("aws", "since 8:22")]
     assert board.update("aws", advice, 5.0) == []
 
@@ -73,7 +75,7 @@ _pending = st.dictionaries(
 def test_whoever_follows_the_notices_knows_the_earliest_end(
     readings: list[tuple[str, dict[str, tuple[str, float]]]],
 ) -> None:
-    board, known, noticed = Board(), {}, None
+    board, known, noticed = NoticeBoard(), {}, None
     for step, (source, pending) in enumerate(readings):
         now_s = float(step)
         found = reading(*((key, stamp, left_s) for key, (stamp, left_s) in pending.items()))

@@ -16,7 +16,13 @@ from spotlight.fleet.notices.azure import AzureNotices
 from spotlight.fleet.notices.clouds import Cloud, cloud_source, find_cloud
 from spotlight.fleet.notices.gcp import PREEMPTED, GcpNotices
 from spotlight.fleet.notices.metadata import BYTES_MAX, MetadataServer
-from spotlight.fleet.notices.notice import MetadataError, NoticeError, Reading, Source, Trouble
+from spotlight.fleet.notices.notice import (
+    MetadataError,
+    NoticeError,
+    NoticeReading,
+    NoticeSource,
+    NoticeTrouble,
+)
 
 VM_PATH, EVENTS_PATH = "/metadata/instance/compute", "/metadata/scheduledevents"
 
@@ -33,13 +39,13 @@ def azure(fake: FakeMetadata) -> AzureNotices:
     return AzureNotices(MetadataServer(fake.url), answer_s=5.0)
 
 
-def ask(source: Source) -> Reading:
+def ask(source: NoticeSource) -> NoticeReading:
     reading = asyncio.run(source.read())
     assert reading is not None
     return reading
 
 
-def refused(source: Source) -> MetadataError:
+def refused(source: NoticeSource) -> MetadataError:
     with pytest.raises(MetadataError) as raised:
         ask(source)
     return raised.value
@@ -51,13 +57,13 @@ def refused(source: Source) -> MetadataError:
 def test_aws_answers_404_until_there_is_a_notice() -> None:
     with metadata("aws") as fake:
         source = aws(fake)
-        assert ask(source) == Reading()
+        assert ask(source) == NoticeReading()
         fake.action = {"action": "terminate", "time": fake.in_s(90)}
         (notice,) = ask(source).pending
         assert 85 < notice.remaining_s <= 90
         assert (notice.key, notice.stamp) == ("terminate", fake.action["time"])
         fake.action = None
-        assert ask(source) == Reading()
+        assert ask(source) == NoticeReading()
         assert fake.count(TOKEN, "PUT") == 1
 
 
@@ -74,13 +80,13 @@ def test_aws_an_expired_token_is_renewed_and_nothing_is_lost() -> None:
 def test_aws_a_token_that_is_never_good_enough_is_not_asked_for_in_a_loop() -> None:
     with metadata("aws", statuses={ACTION: 401}) as fake:
         error = refused(aws(fake))
-        assert (error.trouble, fake.count(TOKEN, "PUT")) == (Trouble.REFUSED, 2)
+        assert (error.trouble, fake.count(TOKEN, "PUT")) == (NoticeTrouble.REFUSED, 2)
 
 
 def test_aws_a_refused_token_is_told_with_a_remedy() -> None:
     with metadata("aws", statuses={TOKEN: 403}) as fake:
         error = refused(aws(fake))
-        assert error.trouble is Trouble.REFUSED
+        assert error.trouble is NoticeTrouble.REFUSED
         assert re.search(
             r"PUT http\S+/latest/api/token answered 403; expected 200\. .*HttpEndpoint", str(error)
         )
@@ -91,7 +97,7 @@ def test_aws_a_token_that_never_comes_names_the_hop_limit() -> None:
     with metadata("aws", slow_s={TOKEN: 0.15}) as fake:
         source = AwsNotices(MetadataServer(fake.url), answer_s=0.05)
         error = refused(source)
-        assert (error.trouble, "HttpPutResponseHopLimit" in str(error)) == (Trouble.ABSENT, True)
+        assert (error.trouble, "HttpPutResponseHopLimit" in str(error)) == (NoticeTrouble.ABSENT, True)
 
 
 @pytest.mark.parametrize("skew_s", [-5000.0, 5000.0])
@@ -121,7 +127,7 @@ def test_aws_a_deadline_that_cannot_be_is_bounded(stated_s: float, remaining_s: 
 def test_aws_advice_to_rebalance() -> None:
     with metadata("aws", rebalance={"noticeTime": "2026-06-02T08:22:00Z"}) as fake:
         reading = ask(aws(fake))
-        assert reading == Reading(rebalance="rebalance recommended at 2026-06-02T08:22:00Z")
+        assert reading == NoticeReading(rebalance="rebalance recommended at 2026-06-02T08:22:00Z")
 
 
 @pytest.mark.parametrize("body", [b"<html>", b'{"noticeTime": 5}'])
@@ -131,7 +137,7 @@ def test_aws_broken_advice_does_not_hide_a_notice(body: bytes) -> None:
         reading = ask(aws(fake))
         assert len(reading.pending) == 1
         assert reading.trouble is not None
-        assert reading.trouble.trouble is Trouble.BROKEN
+        assert reading.trouble.trouble is NoticeTrouble.BROKEN
 
 
 # -- Google Cloud ------------------------------------------------------------------------------------------
@@ -144,8 +150,8 @@ def test_gcp_a_preemption_under_way_is_seen_at_the_first_question() -> None:
 
 
 def test_gcp_a_question_hangs_until_the_value_changes() -> None:
-    async def watch(source: GcpNotices) -> Reading:
-        assert await source.read() == Reading()
+    async def watch(source: GcpNotices) -> NoticeReading:
+        assert await source.read() == NoticeReading()
         hanging = asyncio.create_task(source.read())
         await asyncio.sleep(0.1)
         assert not hanging.done()
@@ -170,7 +176,7 @@ def test_gcp_a_server_that_hangs_longer_than_asked_is_left_and_asked_anew() -> N
         source = GcpNotices(MetadataServer(fake.url), answer_s=5.0, hang_s=0)
         ask(source)
         source.answer_s, fake.slow_s = 0.1, {PREEMPTED: 0.2}
-        assert refused(source).trouble is Trouble.ABSENT
+        assert refused(source).trouble is NoticeTrouble.ABSENT
         source.answer_s, fake.slow_s = 5.0, {}
         fake.change(preempted=True)
         assert len(ask(source).pending) == 1
@@ -179,7 +185,7 @@ def test_gcp_a_server_that_hangs_longer_than_asked_is_left_and_asked_anew() -> N
 def test_gcp_an_answer_that_is_not_google_s_is_not_believed() -> None:
     with metadata("gcp", preempted=True, flavor="Oracle") as fake:
         error = refused(gcp(fake))
-        assert (error.trouble, "'Oracle'" in str(error)) == (Trouble.BROKEN, True)
+        assert (error.trouble, "'Oracle'" in str(error)) == (NoticeTrouble.BROKEN, True)
 
 
 # -- Azure -------------------------------------------------------------------------------------------------
@@ -192,7 +198,7 @@ def test_azure_only_events_that_end_this_vm_count() -> None:
             fake.event(EventId="1", Resources=["trainer_4", "trainer_30"]),
             fake.event(EventId="2", EventType="Freeze"),
         ]
-        assert ask(source) == Reading()
+        assert ask(source) == NoticeReading()
         fake.events += [fake.event(EventId="3", Resources=["trainer_4", VM.upper()])]
         fake.events += [fake.event(EventId="4", EventType="Reboot", NotBefore=fake.http_in_s(900))]
         third, fourth = ask(source).pending
@@ -200,7 +206,7 @@ def test_azure_only_events_that_end_this_vm_count() -> None:
         assert 25 < third.remaining_s <= 30
         assert 895 < fourth.remaining_s <= 900
         fake.events = []
-        assert ask(source) == Reading()
+        assert ask(source) == NoticeReading()
         assert fake.count(VM_PATH) == 1
 
 
@@ -216,9 +222,9 @@ def test_azure_the_first_answer_may_be_slow_and_no_later_one() -> None:
         source = AzureNotices(MetadataServer(fake.url), first_answer_s=5.0)
         asyncio.run(source.probe())
         source.answer_s = 0.1
-        assert ask(source) == Reading()
+        assert ask(source) == NoticeReading()
         fake.first_slow_s = {EVENTS_PATH: 0.2}
-        assert refused(source).trouble is Trouble.ABSENT
+        assert refused(source).trouble is NoticeTrouble.ABSENT
 
 
 def test_azure_only_events_of_this_vm_alone_are_acknowledged() -> None:
@@ -270,21 +276,22 @@ def broken_event(**changes: object) -> bytes:
     ],
 )
 def test_nonsense_is_no_notice_and_is_named(
-    plays: str, make: Callable[[FakeMetadata], Source], path: str, body: bytes, said: str
+    plays: str, make: Callable[[FakeMetadata], NoticeSource], path: str, body: bytes, said: str
 ) -> None:
     with metadata(plays, bodies={path: body}) as fake:
         error = refused(make(fake))
-        assert error.trouble is Trouble.BROKEN
+        assert error.trouble is NoticeTrouble.BROKEN
         assert said in str(error)
         assert fake.url + path in str(error)
 
 
 @pytest.mark.parametrize("make", [aws, gcp, azure])
 @pytest.mark.parametrize(
-    ("status", "trouble"), [(302, Trouble.REFUSED), (403, Trouble.REFUSED), (429, Trouble.BROKEN)]
+    ("status", "trouble"),
+    [(302, NoticeTrouble.REFUSED), (403, NoticeTrouble.REFUSED), (429, NoticeTrouble.BROKEN)],
 )
 def test_other_statuses_are_errors_and_redirects_are_not_followed(
-    make: Callable[[FakeMetadata], Source], status: int, trouble: Trouble
+    make: Callable[[FakeMetadata], NoticeSource], status: int, trouble: NoticeTrouble
 ) -> None:
     with metadata(
         "aws", "gcp", "azure", statuses=dict.fromkeys((ACTION, PREEMPTED, EVENTS_PATH), status)
@@ -296,13 +303,13 @@ def test_other_statuses_are_errors_and_redirects_are_not_followed(
 
 @pytest.mark.parametrize("make", [aws, gcp, azure])
 def test_a_service_that_is_gone_is_absent_and_found_when_it_is_back(
-    make: Callable[[FakeMetadata], Source],
+    make: Callable[[FakeMetadata], NoticeSource],
 ) -> None:
     fake = FakeMetadata(plays=("aws", "gcp", "azure"))
     with serving(fake):
         source = make(fake)
         ask(source)
-    assert refused(source).trouble is Trouble.ABSENT
+    assert refused(source).trouble is NoticeTrouble.ABSENT
     with serving(fake, port=int(fake.url.rpartition(":")[2])):
         ask(source)
 

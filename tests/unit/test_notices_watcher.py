@@ -23,12 +23,12 @@ from spotlight.fleet.notices.notice import (
     Notice,
     Noticed,
     NoticeError,
-    Reading,
+    NoticeReading,
+    NoticeSource,
+    NoticeTrouble,
     Rebalance,
-    Source,
-    Trouble,
 )
-from spotlight.fleet.notices.watcher import Backoff, Watcher, ask_once
+from spotlight.fleet.notices.watcher import Backoff, NoticeWatcher, ask_once
 
 QUICK = Backoff(first_s=0.02, most_s=0.04)
 EVENTS_PATH = "/metadata/scheduledevents"
@@ -44,12 +44,14 @@ def azure(fake: FakeMetadata) -> AzureNotices:
     return AzureNotices(MetadataServer(fake.url), period_s=0.02, answer_s=5.0)
 
 
-def watch(sources: list[Source], script: Callable[[Next, Watcher], Awaitable[None]]) -> list[Notice]:
+def watch(
+    sources: list[NoticeSource], script: Callable[[Next, NoticeWatcher], Awaitable[None]]
+) -> list[Notice]:
     """Run a script beside a watcher; returns the notices that the script did not ask for."""
 
     async def main() -> list[Notice]:
         queue: asyncio.Queue[Notice] = asyncio.Queue()
-        watcher = Watcher(sources, random.Random(0), QUICK)
+        watcher = NoticeWatcher(sources, random.Random(0), QUICK)
         watching = asyncio.create_task(watcher.run(queue.put_nowait))
         try:
             await script(lambda: asyncio.wait_for(queue.get(), 10.0), watcher)
@@ -69,7 +71,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def test_a_notice_repeated_by_every_answer_is_told_once_and_its_end_too() -> None:
-    async def script(following: Next, watcher: Watcher) -> None:
+    async def script(following: Next, watcher: NoticeWatcher) -> None:
         await until(lambda: fake.count(ACTION) > 1)
         fake.action = {"action": "terminate", "time": fake.in_s(90)}
         notice = await following()
@@ -88,7 +90,7 @@ def test_a_notice_repeated_by_every_answer_is_told_once_and_its_end_too() -> Non
 
 
 def test_an_event_that_moves_or_vanishes_is_followed_and_a_drained_node_may_go() -> None:
-    async def script(following: Next, watcher: Watcher) -> None:
+    async def script(following: Next, watcher: NoticeWatcher) -> None:
         fake.events = [fake.event(), fake.event(EventId="other", Resources=["trainer_4"])]
         assert isinstance(await following(), Noticed)
         fake.events = [fake.event(NotBefore=fake.http_in_s(600))]
@@ -108,7 +110,7 @@ def test_an_event_that_moves_or_vanishes_is_followed_and_a_drained_node_may_go()
 def test_silence_cancels_nothing_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     fake = FakeMetadata(plays=("aws",))
 
-    async def script(following: Next, watcher: Watcher) -> None:
+    async def script(following: Next, watcher: NoticeWatcher) -> None:
         port = int(fake.url.rpartition(":")[2])
         with serving(fake, port):
             fake.action = {"action": "terminate", "time": fake.in_s(90)}
@@ -134,7 +136,7 @@ def test_silence_cancels_nothing_and_is_told_once(caplog: pytest.LogCaptureFixtu
 def test_a_service_that_lies_is_told_once_by_kind_and_asked_ever_less(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def script(following: Next, watcher: Watcher) -> None:
+    async def script(following: Next, watcher: NoticeWatcher) -> None:
         await until(lambda: fake.count(EVENTS_PATH) > 4)
         fake.bodies, fake.statuses = {}, {EVENTS_PATH: 403}
         await until(lambda: len(caplog.records) > 1)
@@ -152,7 +154,7 @@ def test_a_service_that_lies_is_told_once_by_kind_and_asked_ever_less(
 
 
 def test_a_server_that_should_hang_and_does_not_is_asked_once_a_period() -> None:
-    async def script(following: Next, watcher: Watcher) -> None:
+    async def script(following: Next, watcher: NoticeWatcher) -> None:
         await until(lambda: fake.count(PREEMPTED) > 2)
 
     with metadata("gcp", hangs=False) as fake:
@@ -162,7 +164,7 @@ def test_a_server_that_should_hang_and_does_not_is_asked_once_a_period() -> None
 
 
 def test_a_question_that_hangs_ends_with_the_watch() -> None:
-    async def script(following: Next, watcher: Watcher) -> None:
+    async def script(following: Next, watcher: NoticeWatcher) -> None:
         await until(lambda: fake.count(PREEMPTED) == 2)
 
     with metadata("gcp") as fake:
@@ -175,12 +177,12 @@ def test_a_question_that_hangs_ends_with_the_watch() -> None:
 class Scripted:
     """A source that answers what it is given, and is done then."""
 
-    readings: list[Reading | MetadataError]
+    readings: list[NoticeReading | MetadataError]
     name: str = "scripted"
     period_s: float = 0.0
     asked_s: list[float] = field(default_factory=list)
 
-    async def read(self) -> Reading | None:
+    async def read(self) -> NoticeReading | None:
         self.asked_s.append(time.monotonic())
         if not self.readings:
             return None
@@ -194,8 +196,8 @@ class Scripted:
 
 
 def test_the_same_trouble_that_comes_and_goes_is_not_told_again(caplog: pytest.LogCaptureFixture) -> None:
-    flapping = [Reading(), MetadataError(Trouble.ABSENT, "gone")] * 4
-    asyncio.run(Watcher([Scripted(flapping)], random.Random(0), QUICK).run(lambda notice: None))
+    flapping = [NoticeReading(), MetadataError(NoticeTrouble.ABSENT, "gone")] * 4
+    asyncio.run(NoticeWatcher([Scripted(flapping)], random.Random(0), QUICK).run(lambda notice: None))
     assert [record.getMessage().split(",")[0] for record in caplog.records] == [
         "scripted: metadata service absent",
         "scripted: metadata service answers; notices are watched",
@@ -204,9 +206,11 @@ def test_the_same_trouble_that_comes_and_goes_is_not_told_again(caplog: pytest.L
 
 def test_an_outage_of_hours_is_told_once_and_a_later_one_again(caplog: pytest.LogCaptureFixture) -> None:
     hours = itertools.count(0.0, 3600.0)
-    gone = MetadataError(Trouble.ABSENT, "gone")
-    source = Scripted([gone, gone, gone, Reading(), gone])
-    asyncio.run(Watcher([source], random.Random(0), QUICK, lambda: next(hours)).run(lambda notice: None))
+    gone = MetadataError(NoticeTrouble.ABSENT, "gone")
+    source = Scripted([gone, gone, gone, NoticeReading(), gone])
+    asyncio.run(
+        NoticeWatcher([source], random.Random(0), QUICK, lambda: next(hours)).run(lambda notice: None)
+    )
     assert [record.getMessage().split(",")[0] for record in caplog.records] == [
         "scripted: metadata service absent",
         "scripted: metadata service answers; notices are watched",
@@ -215,9 +219,11 @@ def test_an_outage_of_hours_is_told_once_and_a_later_one_again(caplog: pytest.Lo
 
 
 def test_pauses_are_drawn_from_the_given_source_of_chance() -> None:
-    failures: list[Reading | MetadataError] = [MetadataError(Trouble.ABSENT, "gone") for _ in range(4)]
+    failures: list[NoticeReading | MetadataError] = [
+        MetadataError(NoticeTrouble.ABSENT, "gone") for _ in range(4)
+    ]
     source, backoff, rng = Scripted(failures), Backoff(first_s=0.01, most_s=0.04), random.Random(7)
-    asyncio.run(Watcher([source], random.Random(7), backoff).run(lambda notice: None))
+    asyncio.run(NoticeWatcher([source], random.Random(7), backoff).run(lambda notice: None))
     for index in range(4):
         pause_s = source.asked_s[index + 1] - source.asked_s[index]
         assert pause_s >= backoff.pause_s(index + 1, rng) - 0.001
@@ -227,15 +233,17 @@ def test_a_listener_that_fails_ends_the_watch() -> None:
     def tell(notice: Notice) -> None:
         raise RuntimeError("no controller")
 
-    source = Scripted([Reading(rebalance="now")])
+    source = Scripted([NoticeReading(rebalance="now")])
     with pytest.raises(RuntimeError, match="no controller"):
-        asyncio.run(Watcher([source, Scripted([Reading()], name="other")], random.Random(0)).run(tell))
+        asyncio.run(
+            NoticeWatcher([source, Scripted([NoticeReading()], name="other")], random.Random(0)).run(tell)
+        )
 
 
 def test_sources_are_named_apart() -> None:
     for sources in ([], [Scripted([]), Scripted([])]):
         with pytest.raises(NoticeError, match="expected at least one, each once"):
-            Watcher(sources, random.Random(0))
+            NoticeWatcher(sources, random.Random(0))
 
 
 def test_asking_once_tells_what_stands_or_why_nothing_is_known() -> None:

@@ -11,7 +11,7 @@ import pytest
 from botocore.stub import ANY, Stubber
 
 from spotlight.planning.prices import aws_prices as aws
-from spotlight.planning.prices.fetch import Limits
+from spotlight.planning.prices.fetch import FetchLimits
 from spotlight.planning.prices.quotes import PriceError
 
 NOW = datetime(2026, 6, 2, tzinfo=UTC)
@@ -44,7 +44,7 @@ def test_pages_are_followed_and_the_newest_price_of_a_zone_counts() -> None:
     older = record(SpotPrice="20.0", Timestamp=datetime(2026, 5, 1, tzinfo=UTC))
     first = {"SpotPriceHistory": [older, record()], "NextToken": "more"}
     second = {"SpotPriceHistory": [record(AvailabilityZone="us-east-1b", SpotPrice="13.0")]}
-    texts = aws.fetch_records(["us-east-1"], Limits(), NOW, stubbed(first, second))
+    texts = aws.fetch_records(["us-east-1"], FetchLimits(), NOW, stubbed(first, second))
     a, b = aws.parse_records(texts, NOW)
     assert (a.zone, a.spot_usd_h, a.on_demand_usd_h, a.saving) == ("us-east-1a", 14.24, None, None)
     assert (b.zone, b.spot_usd_gpu_h, b.region, b.as_of) == ("us-east-1b", 13 / 8, "us-east-1", NOW)
@@ -61,7 +61,7 @@ def test_pages_are_followed_and_the_newest_price_of_a_zone_counts() -> None:
 )
 def test_a_bad_record_is_named_by_region_and_index(changes: dict[str, object], said: str) -> None:
     page = {"SpotPriceHistory": [record(), record(**changes)]}
-    texts = aws.fetch_records(["us-east-1"], Limits(), NOW, stubbed(page))
+    texts = aws.fetch_records(["us-east-1"], FetchLimits(), NOW, stubbed(page))
     with pytest.raises(PriceError) as raised:
         aws.parse_records(texts, NOW)
     assert said in str(raised.value)
@@ -73,7 +73,7 @@ def test_a_refusal_by_aws_says_what_to_check() -> None:
     with Stubber(client) as stub:
         stub.add_client_error("describe_spot_price_history", "UnauthorizedOperation", "You are not allowed")
         with pytest.raises(PriceError, match="ec2:DescribeSpotPriceHistory") as raised:
-            aws.fetch_records(["us-east-1"], Limits(), NOW, lambda region, limits: client)
+            aws.fetch_records(["us-east-1"], FetchLimits(), NOW, lambda region, limits: client)
     assert "UnauthorizedOperation" in str(raised.value)
 
 
@@ -85,7 +85,7 @@ def test_a_client_that_cannot_ask(region: str, said: str, monkeypatch: pytest.Mo
     for name in ("AWS_ACCESS_KEY_ID", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(PriceError, match=f"aws, {region}.*{said}.*Check credentials"):
-        aws.fetch_records([region], Limits(), NOW)
+        aws.fetch_records([region], FetchLimits(), NOW)
 
 
 def test_without_boto3_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,4 +98,4 @@ def test_without_boto3_the_error_says_what_to_install(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(PriceError, match=r"pip install 'spotlight-rl\[aws\]'"):
-        aws.fetch_records(["us-east-1"], Limits(), NOW)
+        aws.fetch_records(["us-east-1"], FetchLimits(), NOW)

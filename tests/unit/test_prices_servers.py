@@ -13,13 +13,13 @@ from price_server import Handler, serving
 
 from spotlight.planning.prices import azure_prices as azure
 from spotlight.planning.prices.cache import PriceCache
-from spotlight.planning.prices.fetch import Limits, get_text
+from spotlight.planning.prices.fetch import FetchLimits, get_text
 from spotlight.planning.prices.quotes import PriceError
-from spotlight.planning.prices.sources import Question, load_prices
+from spotlight.planning.prices.sources import PriceQuery, load_prices
 
 NOW = datetime(2026, 6, 2, tzinfo=UTC)
-PATIENT = Limits(bytes_max=10_000)
-QUICK = Limits(idle_s=0.2, total_s=0.5)
+PATIENT = FetchLimits(bytes_max=10_000)
+QUICK = FetchLimits(idle_s=0.2, total_s=0.5)
 """For servers that never end."""
 CATALOGUE = (
     "InstanceType,AcceleratorName,AcceleratorCount,Region,AvailabilityZone,Price,SpotPrice\n"
@@ -164,8 +164,8 @@ def test_no_server_at_all() -> None:
         get_text("http://127.0.0.1:9/vms.csv", PATIENT)
 
 
-def question(directory: Path, now: datetime = NOW) -> Question:
-    return Question(now=now, cache=PriceCache(directory, timedelta(hours=6)), limits=PATIENT)
+def question(directory: Path, now: datetime = NOW) -> PriceQuery:
+    return PriceQuery(now=now, cache=PriceCache(directory, timedelta(hours=6)), limits=PATIENT)
 
 
 def test_answers_are_kept_aged_and_used_when_the_server_fails_saying_so(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from spotlight.planning.scenarios.profile import (
     profile_names,
     require_memory,
 )
-from spotlight.planning.scenarios.profile_costs import ProfileCosts, Workload, forward_s, sp_degrees
+from spotlight.planning.scenarios.profile_costs import ProfileCosts, ProfiledWorkload, forward_s, sp_degrees
 from spotlight.scheduler.types import WeightKind
 from spotlight.simulation.costs import CostModel
 
@@ -36,7 +36,7 @@ H20_MS = {
 
 def costs(profile: Profile = QWEN, **changes: object) -> CostModel:
     work = {"pixels": 512 * 512, "trained_timesteps": 2, "learner_gpu": "H100"} | changes
-    return ProfileCosts(profile, Workload(**work))  # type: ignore[arg-type]
+    return ProfileCosts(profile, ProfiledWorkload(**work))  # type: ignore[arg-type]
 
 
 def told(text: str) -> str:

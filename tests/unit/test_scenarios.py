@@ -12,9 +12,9 @@ import pytest
 from spotlight.config.errors import ConfigError
 from spotlight.fleet.traces.trace import TraceError
 from spotlight.planning import pricing as tariff
-from spotlight.planning.pages.scenario_record import prices_of
+from spotlight.planning.pages.comparison_summary import prices_of
 from spotlight.planning.prices.quotes import PriceError, Quote
-from spotlight.planning.pricing import Tariff
+from spotlight.planning.pricing import Pricing
 from spotlight.planning.scenarios.prepare import degrees, prepare, scenario_of
 from spotlight.planning.scenarios.profile import load_profile
 from spotlight.planning.scenarios.scenario_file import ScenarioFile
@@ -180,7 +180,7 @@ def test_prices_on_demand_that_are_missing_can_be_stated() -> None:
     read("paper-512", [*other, "cluster.spot.usd_gpu_h_on_demand=1.5"])
 
 
-def priced_by(rows: str, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> Tariff:
+def priced_by(rows: str, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> Pricing:
     """The tariff by quotes of one H100: cloud, region, on demand, spot."""
     quotes = [
         Quote(

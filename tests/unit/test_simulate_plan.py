@@ -18,22 +18,20 @@ from hypothesis import strategies as st
 
 from spotlight.config.errors import ConfigError
 from spotlight.fleet.traces.generator import TraceSpec, generate
-from spotlight.fleet.traces.readers import parse_trace
 from spotlight.fleet.traces.trace import PricePoint
-from spotlight.planning.compare import Task, run_task, run_tasks
+from spotlight.fleet.traces.trace_files import parse_trace
+from spotlight.planning.compare import SimulationOutcome, SimulationTask, outcome_of, run_task, run_tasks
 from spotlight.planning.pages.comparison_summary import notes_of
-from spotlight.planning.pages.gantt import CELLS_MAX, ROWS_MAX, gantt
+from spotlight.planning.pages.timeline_chart import CELLS_MAX, ROWS_MAX, timeline_chart
 from spotlight.planning.scenarios.fleet_events import SpotOffer, spot_events
 from spotlight.planning.scenarios.prepare import Prepared, prepare, scenario_of
 from spotlight.planning.scenarios.scenario_file import ScenarioFile
 from spotlight.planning.scenarios.scenario_load import load_scenario
 from spotlight.planning.scenarios.strategies import STRATEGIES
 from spotlight.planning.search import Candidate, Goal, grid, pareto, prepared_for, search, shape_of
-from spotlight.planning.simulation_outcome import Outcome, outcome_of
 from spotlight.scheduler.events import NodeJoined, NodeLost, NodeNoticed
 from spotlight.scheduler.types import NodeId, NodeKind, Phase
-from spotlight.simulation.result import GpuTimeline, Segment, SimulationResult
-from spotlight.simulation.scenario import PriceChanged
+from spotlight.simulation.scenario import GpuTimeline, PriceChanged, Segment, SimulationResult
 from spotlight.simulation.virtual_driver import simulate
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
@@ -58,14 +56,16 @@ def prepared(*overrides: str) -> Prepared:
     return prepare(small(*overrides), tuple(STRATEGIES), NOW)
 
 
-def ran(prep: Prepared, strategy: str, *, timelines: bool = False) -> tuple[SimulationResult, Outcome]:
+def ran(
+    prep: Prepared, strategy: str, *, timelines: bool = False
+) -> tuple[SimulationResult, SimulationOutcome]:
     scenario = scenario_of(prep, STRATEGIES[strategy], timelines=timelines)
     result = simulate(scenario, log=True)
     return result, outcome_of(strategy, scenario, result, prep.file.iterations_to_target[strategy])
 
 
 @cache
-def ran_small(strategy: str) -> tuple[SimulationResult, Outcome]:
+def ran_small(strategy: str) -> tuple[SimulationResult, SimulationOutcome]:
     return ran(prepared(), strategy, timelines=True)
 
 
@@ -169,7 +169,7 @@ def test_uneven_ranks_are_told() -> None:
 
 def test_results_do_not_depend_on_processes() -> None:
     prep = prepared("run.iterations=2")
-    tasks = [Task(prep, name) for name in ("reserved_only", "spotlight")]
+    tasks = [SimulationTask(prep, name) for name in ("reserved_only", "spotlight")]
     # Each process imports Spotlight anew: the slowest test of this file, and the only one with processes.
     told: list[str] = []
     together = run_tasks(tasks, 2, lambda task: told.append(task.strategy))
@@ -292,7 +292,7 @@ def timelines(gpus: int, stays: int) -> list[GpuTimeline]:
 
 @pytest.mark.parametrize(("gpus", "stays"), [(1, 1), (12, 6), (1000, 2)])
 def test_every_gpu_is_in_the_picture(gpus: int, stays: int) -> None:
-    content = gantt(timelines(gpus, stays), 0.0, 60.0)
+    content = timeline_chart(timelines(gpus, stays), 0.0, 60.0)
     assert sum(row.gpus for row in content.rows) <= gpus
     assert len(content.rows) <= ROWS_MAX + 2
     assert [row.kind for row in content.rows] == sorted(
@@ -309,14 +309,14 @@ def test_a_cell_shows_what_took_most_of_it() -> None:
         NodeId("n"), 0, NodeKind.SPOT, "H100",
         (Segment(0, 40, Phase.ROLLOUT), Segment(40, 40.4, Phase.LOST), Segment(40.4, 100, Phase.IDLE)),
     )  # fmt: skip
-    content = gantt([stay], 0.0, 400.0)
+    content = timeline_chart([stay], 0.0, 400.0)
     assert content.cell_s == 400 / CELLS_MAX
     assert [(part.phase, part.start_s, part.end_s) for part in content.stretches] == [
         (Phase.ROLLOUT, 0.0, 40.0),
         (Phase.IDLE, 40.0, 100.0),
     ]
     with pytest.raises(ValueError, match="expected a stretch"):
-        gantt([stay], 5.0, 5.0)
+        timeline_chart([stay], 5.0, 5.0)
 
 
 # -- planning ----------------------------------------------------------------------------------------------

@@ -12,9 +12,8 @@ from spotlight.scheduler.events import NodeJoined, NodeLost
 from spotlight.scheduler.plan import ClusterPlan, ExplorationPlan, Explore, Plan
 from spotlight.scheduler.types import Node, NodeId, NodeKind, Phase
 from spotlight.simulation.costs import ConstantCosts
-from spotlight.simulation.result import SimulationResult
-from spotlight.simulation.scenario import NodeEvent, PriceChanged, Scenario
-from spotlight.simulation.timing_noise import Noise
+from spotlight.simulation.disturbances import TimingNoise
+from spotlight.simulation.scenario import NodeEvent, PriceChanged, Scenario, SimulationResult
 from spotlight.simulation.virtual_driver import Simulation, simulate
 
 RESERVED = Node(NodeId("r"), NodeKind.RESERVED, 2, "H100", 20.0, True, False)
@@ -96,12 +95,12 @@ def test_training_waits_for_the_slowest_rank() -> None:
 
 @pytest.mark.parametrize("count", [1, 4, 64])
 def test_the_slowest_of_many_is_as_slow_as_if_each_were_drawn(count: int) -> None:
-    noise, each = Noise(0, "learner", 0.3), random.Random(1)
+    noise, each = TimingNoise(0, "learner", 0.3), random.Random(1)
     direct = [max(each.lognormvariate(0.0, 0.3) for _ in range(count)) for _ in range(4000)]
     drawn = [noise.slowest(count) for _ in range(4000)]
     assert statistics.mean(drawn) == pytest.approx(statistics.mean(direct), rel=0.03)
     assert statistics.quantiles(drawn) == pytest.approx(statistics.quantiles(direct), rel=0.04)
-    assert Noise(0, "rewards", 0.0).slowest(count) == 1.0
+    assert TimingNoise(0, "rewards", 0.0).slowest(count) == 1.0
 
 
 def test_rewards_arrive_with_noise() -> None:

@@ -10,9 +10,8 @@ from functools import cache
 import pytest
 
 from spotlight.config.errors import ConfigError
-from spotlight.planning.compare import Task, run_task
-from spotlight.planning.pages.comparison_summary import notes_of, table_of
-from spotlight.planning.pages.scenario_record import outcome_record
+from spotlight.planning.compare import SimulationOutcome, SimulationTask, run_task
+from spotlight.planning.pages.comparison_summary import notes_of, outcome_record, table_of
 from spotlight.planning.scenarios.prepare import Prepared, prepare, scenario_of
 from spotlight.planning.scenarios.profile import (
     learner_bytes,
@@ -20,17 +19,20 @@ from spotlight.planning.scenarios.profile import (
     require_memory,
     timesteps_that_fit,
 )
-from spotlight.planning.scenarios.profile_costs import ProfileCosts, Workload
+from spotlight.planning.scenarios.profile_costs import ProfileCosts, ProfiledWorkload
 from spotlight.planning.scenarios.scenario_load import load_scenario
-from spotlight.planning.scenarios.strategies import Part, UnknownStrategyError, strategy_named, without_part
-from spotlight.planning.search import GAIN_MIN, Found, Goal, grid, search
-from spotlight.planning.simulation_outcome import Outcome
+from spotlight.planning.scenarios.strategies import (
+    PipelinePart,
+    UnknownStrategyError,
+    strategy_named,
+    without_part,
+)
+from spotlight.planning.search import GAIN_MIN, Goal, SearchResult, grid, search
 from spotlight.scheduler.events import NodeJoined
 from spotlight.scheduler.plan import Axis, Explore, PipelinePlan, Plan
 from spotlight.scheduler.types import Baseline, Filler, Node, NodeId, NodeKind, Phase
 from spotlight.simulation.costs import ConstantCosts
-from spotlight.simulation.result import SimulationResult
-from spotlight.simulation.scenario import Scenario
+from spotlight.simulation.scenario import Scenario, SimulationResult
 from spotlight.simulation.virtual_driver import simulate
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
@@ -177,7 +179,7 @@ def test_gpus_that_only_roll_out_do_not_turn() -> None:
 
 
 def test_what_is_resident_turns_at_no_cost() -> None:
-    work = Workload(512 * 512, 8, "H100", resident=False)
+    work = ProfiledWorkload(512 * 512, 8, "H100", resident=False)
     assert ProfileCosts(QWEN, work).switch_s() == QWEN.switch_s.value
     assert ProfileCosts(QWEN, dataclasses.replace(work, resident=True)).switch_s() == 0
 
@@ -192,7 +194,7 @@ def test_passes_of_several_timesteps_gain_what_was_published(name: str) -> None:
     pixels = size.height * size.width
 
     def train_s(per_pass: int) -> float:
-        costs = ProfileCosts(profile, Workload(pixels, 12, "H100", timesteps_per_pass=per_pass))
+        costs = ProfileCosts(profile, ProfiledWorkload(pixels, 12, "H100", timesteps_per_pass=per_pass))
         return costs.train_s("H100", pixels, 8, 4)
 
     gains = [train_s(1) / train_s(k) for k in (2, 3, 4, 6, 12)]
@@ -235,21 +237,21 @@ def test_passes_of_a_strategy(strategy: str, overrides: tuple[str, ...], per_pas
     costs = scenario_of(prepared(strategy, *overrides), strategy_named(strategy)).costs
     assert isinstance(costs, ProfileCosts)
     assert costs.workload.timesteps_per_pass == per_pass
-    assert (Part.TSP in strategy_named(strategy).parts) or per_pass == 1
+    assert (PipelinePart.TSP in strategy_named(strategy).parts) or per_pass == 1
 
 
 # -- GPUs of several types ---------------------------------------------------------------------------------
 
 
 def test_leases_are_sized_for_the_gpu_that_asks() -> None:
-    flux = ProfileCosts(load_profile("flux1-12b"), Workload(512 * 512, 2, "H100"))
+    flux = ProfileCosts(load_profile("flux1-12b"), ProfiledWorkload(512 * 512, 2, "H100"))
     assert [flux.lease_size(gpu, 512 * 512, 1) for gpu in ("H100", "A100-80GB", "L40S")] == [4, 4, 2]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_slower_gpu_takes_longer_for_everything(name: str) -> None:
     profile = load_profile(name)
-    costs = ProfileCosts(profile, Workload(480 * 832, 2, "H100"))
+    costs = ProfileCosts(profile, ProfiledWorkload(480 * 832, 2, "H100"))
     size = profile.gpus["H100"].train[0]
     pixels = size.height * size.width
     for ask in (
@@ -276,7 +278,7 @@ def test_fast_and_slow_gpus_share_the_rollouts_by_pulling() -> None:
             if part.phase is Phase.ROLLOUT and part.start_s >= second.start_s:
                 worked[gpu.gpu_type] += part.end_s - part.start_s
                 ends[gpu.gpu_type] = max(ends[gpu.gpu_type], part.end_s)
-    costs = ProfileCosts(load_profile("flux1-12b"), Workload(512 * 512, 4, "H100"))
+    costs = ProfileCosts(load_profile("flux1-12b"), ProfiledWorkload(512 * 512, 4, "H100"))
     lease_s = {
         gpu: 20 * costs.denoise_step_s(gpu, 512 * 512, size, 1) for gpu, size in (("H100", 4), ("L40S", 2))
     }
@@ -295,9 +297,9 @@ TINY = ("workload.prompts=2", "run.iterations=4", "run.until_h=1000", "run.noise
 
 
 @cache
-def outcome(strategy: str, *overrides: str) -> Outcome:
+def outcome(strategy: str, *overrides: str) -> SimulationOutcome:
     prep = prepared(strategy, *TINY, *overrides, name="pipeline-wan")
-    return run_task(Task(prep, strategy)).outcome
+    return run_task(SimulationTask(prep, strategy)).outcome
 
 
 def test_every_part_shortens_an_iteration_that_waits_for_rollouts() -> None:
@@ -356,7 +358,7 @@ def test_help_without_bound_is_slower_where_turns_cost_much() -> None:
     seconds = {}
     for more in ("", "+tag", "+steal"):
         strategy = f"disaggregated+gap{more}"
-        task = Task(prepared(strategy, *few, name=name), strategy)
+        task = SimulationTask(prepared(strategy, *few, name=name), strategy)
         seconds[more] = run_task(task).outcome.iteration_s
     assert seconds["+steal"] > 1.1 * seconds[""]
     assert seconds["+steal"] > 1.05 * seconds["+tag"]
@@ -365,7 +367,7 @@ def test_help_without_bound_is_slower_where_turns_cost_much() -> None:
 # -- planning ----------------------------------------------------------------------------------------------
 
 
-def planned(*overrides: str) -> Found:
+def planned(*overrides: str) -> SearchResult:
     where = "gpu_types: [H100], reserved_nodes: [3], spot_nodes: [1]"
     wish = f"plan={{iterations: 4, strategies: [disaggregated], {where}}}"
     short = "iterations_to_target.disaggregated.value=4"
@@ -378,8 +380,8 @@ def test_a_plan_has_the_parts_that_pay_and_no_other() -> None:
     assert found.answer is not None
     kept = found.answer.candidate.strategy
     parts = strategy_named(kept).parts
-    assert Part.TAG in parts, "generation takes most of the time"
-    assert Part.TSP not in parts
+    assert PipelinePart.TAG in parts, "generation takes most of the time"
+    assert PipelinePart.TSP not in parts
     times = {one.candidate.strategy: one.outcome.iteration_s for one in found.evaluated}
     for part in parts:
         assert times[kept] < times[without_part(kept, part)] * (1 - GAIN_MIN)

@@ -12,7 +12,7 @@ from test_cluster import PLAN as CLUSTERED
 from test_cluster import SPOT, V0, Room, of, only
 from test_exploration import IDLE, PLAN, Watched, of_iteration, ran
 
-from spotlight.planning.simulation_outcome import outcome_of
+from spotlight.planning.compare import outcome_of
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.recovery import Recovery
@@ -21,7 +21,7 @@ from spotlight.scheduler.plan import ClusterPlan, ExplorationPlan, Explore, Plan
 from spotlight.scheduler.queue import PullQueue
 from spotlight.scheduler.records import SampleExplored
 from spotlight.scheduler.types import Node, NodeId, NodeKind, Prompt, PromptId, Purpose, WorkerId
-from spotlight.simulation.result import SimulationResult
+from spotlight.simulation.scenario import SimulationResult
 from spotlight.simulation.virtual_rewards import RewardModel
 
 EXPLORES = ExplorationPlan(Explore.IDLE, seeds_per_prompt=6, steps=4, seeds_per_prompt_max=9)

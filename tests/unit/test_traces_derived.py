@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from spotlight.fleet.traces.generator import TraceSpec, generate
 from spotlight.fleet.traces.picture import html, sparkline
-from spotlight.fleet.traces.statistics import availability, statistics
 from spotlight.fleet.traces.trace import PricePoint, Trace, TraceError, TraceEvent, TraceEventKind
+from spotlight.fleet.traces.trace_statistics import availability, statistics
 from spotlight.fleet.traces.transforms import cut, limit, repeat, with_notices
 
 ADD, NOTICE, REMOVE = TraceEventKind.ADD, TraceEventKind.NOTICE, TraceEventKind.REMOVE

@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotlight.fleet.traces.generator import TraceSpec, generate
-from spotlight.fleet.traces.readers import parse_trace, read_trace
-from spotlight.fleet.traces.statistics import statistics
 from spotlight.fleet.traces.trace import PricePoint, Trace, TraceError, TraceEvent, TraceEventKind
+from spotlight.fleet.traces.trace_files import parse_trace, read_trace, to_csv, to_jsonl, write_trace
+from spotlight.fleet.traces.trace_statistics import statistics
 from spotlight.fleet.traces.transforms import with_notices
-from spotlight.fleet.traces.writers import to_csv, to_jsonl, write_trace
 
 ADD, NOTICE, REMOVE = TraceEventKind.ADD, TraceEventKind.NOTICE, TraceEventKind.REMOVE
 REAL = Path(os.environ.get("SPOTLIGHT_TRACES", Path(__file__).parents[3] / "shared" / "traces"))

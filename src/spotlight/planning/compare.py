@@ -1,37 +1,192 @@
-"""Simulating several scenarios, one after the other or in processes of their own; results in the order asked.
+"""What a simulated strategy comes to: time, cost, and where the GPU-seconds went. Pure.
 
-Results do not depend on the number of processes: every simulation is seeded by its scenario alone.
+To the target: the first iteration (it contains the start) plus the mean of the later ones for each further
+one. With as many iterations simulated as the target takes, that is exactly what was simulated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 
 from spotlight.planning.scenarios.prepare import Prepared, scenario_of
+from spotlight.planning.scenarios.scenario_file import Target
 from spotlight.planning.scenarios.strategies import strategy_named
-from spotlight.planning.simulation_outcome import Outcome, outcome_of
-from spotlight.simulation.result import GpuTimeline
+from spotlight.scheduler.types import Filler, NodeKind, Phase
+from spotlight.simulation.scenario import GpuTimeline, Scenario, SimulationResult
 from spotlight.simulation.virtual_driver import simulate
+
+PREVIEWS_WANTED = 0.8
+"""With a smaller share of its previews, a strategy is not what its iterations to target were stated for."""
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class SimulationOutcome:
+    """One strategy's figures.
+
+    Attributes:
+        problem: why the run did not come to its end; None if it did.
+        iterations: that were finished.
+        iteration_s, iteration_usd: mean of the iterations after the first; NaN without any.
+        iteration_error_s: standard error of that mean time; 0 with less than two of them.
+        target: iterations to the target and where the number is from; None if the scenario says none.
+        target_h, target_usd: time and cost to target; NaN if unknown.
+        simulated_h, simulated_usd: of the whole simulation.
+        gpu_s: GPU-seconds by kind of node and phase.
+        spot_idle_share: of the GPU-seconds of spot nodes; NaN without any.
+        preview_share: mean over the windows of the previews that were scored, of those that full exploration
+            makes (that the planner asked for, where there is one); what deepened pools besides counts for no
+            other window. NaN without exploration.
+        filled_s: GPU-seconds by what filled them, that a GPU would have waited for.
+        overlapped_share, early_share: of the samples trained, those given to the learner before all were
+            there, and those begun before their iteration.
+        dropped_share: samples left out, of those made to be trained on.
+    """
+
+    strategy: str
+    problem: str | None
+    iterations: int
+    iteration_s: float
+    iteration_error_s: float
+    iteration_usd: float
+    target: Target | None
+    target_h: float
+    target_usd: float
+    simulated_h: float
+    simulated_usd: float
+    gpu_s: Mapping[tuple[NodeKind, Phase], float]
+    spot_idle_share: float
+    preview_share: float
+    filled_s: Mapping[Filler, float]
+    overlapped_share: float
+    early_share: float
+    dropped_share: float
+    preemptions: int
+    notices: int
+    trained: int
+    events: int
+
+    def seconds(self, phases: Iterable[Phase], kinds: Iterable[NodeKind] = tuple(NodeKind)) -> float:
+        """GPU-seconds of some phases on some kinds of nodes."""
+        wanted = set(kinds)
+        return sum(self.gpu_s.get((kind, phase), 0.0) for phase in phases for kind in wanted)
+
+    @property
+    def total_s(self) -> float:
+        """All GPU-seconds."""
+        return sum(self.gpu_s.values())
+
+    @property
+    def lost_s(self) -> float:
+        """GPU-seconds of work that had to be done again, or was in vain."""
+        return self.seconds([Phase.LOST])
+
+
+def outcome_of(
+    strategy: str, scenario: Scenario, result: SimulationResult, target: Target | None
+) -> SimulationOutcome:
+    """Figures of a result."""
+    durations = [one.end_s - one.start_s for one in result.iterations]
+    costs = [one.cost_usd for one in result.iterations]
+    iteration_s, iteration_usd = _mean(durations[1:]), _mean(costs[1:])
+    target_s = target_usd = math.nan
+    if target is not None and durations:
+        target_s = _to(target.value, durations[0], iteration_s)
+        target_usd = _to(target.value, costs[0], iteration_usd)
+    spot = {phase: s for (kind, phase), s in result.phase_s.items() if kind is NodeKind.SPOT}
+    made = len(result.iterations) * scenario.plan.prompts_per_iteration * scenario.plan.group_size
+    return SimulationOutcome(
+        strategy=strategy,
+        problem=_problem(scenario, result),
+        iterations=len(durations),
+        iteration_s=iteration_s,
+        iteration_error_s=_standard_error(durations[1:]),
+        iteration_usd=iteration_usd,
+        target=target,
+        target_h=target_s / 3600,
+        target_usd=target_usd,
+        simulated_h=result.end_s / 3600,
+        simulated_usd=sum(result.cost_usd.values()),
+        gpu_s=dict(result.phase_s),
+        spot_idle_share=spot.get(Phase.IDLE, 0.0) / sum(spot.values()) if sum(spot.values()) else math.nan,
+        preview_share=_preview_share(scenario, result),
+        filled_s=_filled(result),
+        overlapped_share=sum(one.overlapped_samples or 0 for one in result.overlaps) / max(1, result.trained),
+        early_share=sum(one.early_samples or 0 for one in result.overlaps) / max(1, result.trained),
+        dropped_share=max(0.0, 1 - result.trained / made) if made else math.nan,
+        preemptions=result.preemptions,
+        notices=result.notices,
+        trained=result.trained,
+        events=result.events,
+    )
+
+
+def _filled(result: SimulationResult) -> dict[Filler, float]:
+    filled = {filler: sum(one.filled_s.get(filler, 0.0) for one in result.overlaps) for filler in Filler}
+    return {filler: seconds for filler, seconds in filled.items() if seconds}
+
+
+def _problem(scenario: Scenario, result: SimulationResult) -> str | None:
+    if result.finished:
+        return None
+    if result.error is not None:
+        return result.error
+    done, wanted = len(result.iterations), scenario.plan.iterations
+    return f"{done} of {wanted} iterations done after {result.end_s / 3600:.1f} h, when run.until_h was over"
+
+
+def _preview_share(scenario: Scenario, result: SimulationResult) -> float:
+    """The first iteration has no idle time before it, so idle exploration plans one iteration less."""
+    arm = scenario.plan.exploration
+    if arm is None or not result.iterations:
+        return math.nan
+    shares = dict(_scored_share(report) for report in result.explorations)
+    found = [share for share in shares.values() if share is not None]
+    windows = len(found)
+    if arm.planner is None:  # then one that was given up was wanted all the same
+        windows = max(windows, len(result.iterations) - (arm.where.value == "idle"))
+    return sum(found) / windows if windows else math.nan
+
+
+def _scored_share(report: Mapping[str, object]) -> tuple[object, float | None]:
+    """A window's iteration, and its share of what was planned; None where nothing was."""
+    window = report["window"]
+    assert isinstance(window, Mapping), "a report tells of its window"
+    planned = int(window["planned"])
+    return report["iteration"], min(int(window["scored"]), planned) / planned if planned else None
+
+
+def _to(iterations: int, first: float, later: float) -> float:
+    return first if iterations == 1 else first + (iterations - 1) * later
+
+
+def _standard_error(values: list[float]) -> float:
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedStrategy:
     """A strategy's figures, and what its GPUs did if that was asked for.
 
     Attributes:
         iteration_ends_s: when each iteration ended.
     """
 
-    outcome: Outcome
+    outcome: SimulationOutcome
     gpus: tuple[GpuTimeline, ...]
     iteration_ends_s: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class SimulationTask:
     """One simulation to run."""
 
     prepared: Prepared
@@ -39,24 +194,26 @@ class Task:
     timelines: bool = False
 
 
-def run_task(task: Task) -> Compared:
+def run_task(task: SimulationTask) -> ComparedStrategy:
     """Simulate one strategy."""
     strategy = strategy_named(task.strategy)
     scenario = scenario_of(task.prepared, strategy, timelines=task.timelines)
     result = simulate(scenario)
     target = task.prepared.file.target_of(strategy)
     ends_s = tuple(one.end_s for one in result.iterations)
-    return Compared(outcome_of(task.strategy, scenario, result, target), result.gpus, ends_s)
+    return ComparedStrategy(outcome_of(task.strategy, scenario, result, target), result.gpus, ends_s)
 
 
 def run_tasks(
-    tasks: Sequence[Task], jobs: int, done: Callable[[Task], None] = lambda task: None
-) -> tuple[Compared, ...]:
+    tasks: Sequence[SimulationTask], jobs: int, done: Callable[[SimulationTask], None] = lambda task: None
+) -> tuple[ComparedStrategy, ...]:
     """Simulate all, in at most ``jobs`` processes; ``done`` is called as results come, in order."""
     return tuple(_results(tasks, jobs, done))
 
 
-def _results(tasks: Sequence[Task], jobs: int, done: Callable[[Task], None]) -> Iterator[Compared]:
+def _results(
+    tasks: Sequence[SimulationTask], jobs: int, done: Callable[[SimulationTask], None]
+) -> Iterator[ComparedStrategy]:
     if min(jobs, len(tasks)) <= 1:
         for task in tasks:
             yield run_task(task)

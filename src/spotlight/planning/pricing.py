@@ -2,7 +2,7 @@
 
 Prices that are looked up are of one cloud and region: a learner in one cloud does not train on what spot
 nodes of another denoise. Of the places that have all of them, the one where all together cost least is taken;
-if there is none, each price is the least anywhere, and :attr:`Tariff.caveat` says so.
+if there is none, each price is the least anywhere, and :attr:`Pricing.caveat` says so.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from spotlight.planning.prices.quotes import PriceError, Quote, select
-from spotlight.planning.prices.sources import Question, load_prices
-from spotlight.planning.scenarios.scenario_file import Cluster, ScenarioFile, TraceFile
+from spotlight.planning.prices.sources import PriceQuery, load_prices
+from spotlight.planning.scenarios.scenario_file import ClusterSection, ScenarioFile, TraceFile
 
 STATED = "stated in the scenario"
 
@@ -35,7 +35,7 @@ class PriceTag:
 
 
 @dataclass(frozen=True, slots=True)
-class Tariff:
+class Pricing:
     """All prices of a scenario.
 
     Attributes:
@@ -52,7 +52,7 @@ class Tariff:
 
 
 @dataclass(frozen=True, slots=True)
-class _Want:
+class _PriceRequest:
     """One price that is wanted.
 
     Attributes:
@@ -71,7 +71,7 @@ class _Want:
     price: Callable[[Quote], float | None]
 
 
-def tariff_of(scenario: ScenarioFile, *, on_demand: bool, spot: bool, now: datetime) -> Tariff:
+def pricing_of(scenario: ScenarioFile, *, on_demand: bool, spot: bool, now: datetime) -> Pricing:
     """Look up what the scenario does not state.
 
     Args:
@@ -102,21 +102,21 @@ def tariff_of(scenario: ScenarioFile, *, on_demand: bool, spot: bool, now: datet
             f"no cloud and region has all prices, so they are of different ones ({places}): set prices.cloud "
             "and prices.region, or state prices in cluster"
         )
-    return Tariff(tags["reserved"], tags.get("on_demand"), tags.get("spot"), caveat)
+    return Pricing(tags["reserved"], tags.get("on_demand"), tags.get("spot"), caveat)
 
 
-def _wants(cluster: Cluster, *, on_demand: bool, spot: bool) -> dict[str, _Want]:
+def _wants(cluster: ClusterSection, *, on_demand: bool, spot: bool) -> dict[str, _PriceRequest]:
     """By what a GPU is rented as."""
     fixed, coming = cluster.reserved, cluster.spot
     rented, places = fixed.nodes * fixed.gpus_per_node, coming.nodes * coming.gpus_per_node
     key = "cluster.reserved.usd_gpu_h"
-    wants = {"reserved": _Want(key, fixed.usd_gpu_h, fixed.gpu_type, rented, "on-demand", _on_demand)}
+    wants = {"reserved": _PriceRequest(key, fixed.usd_gpu_h, fixed.gpu_type, rented, "on-demand", _on_demand)}
     if on_demand:
         key, stated = "cluster.spot.usd_gpu_h_on_demand", coming.usd_gpu_h_on_demand
-        wants["on_demand"] = _Want(key, stated, coming.gpu_type, places, "on-demand", _on_demand)
+        wants["on_demand"] = _PriceRequest(key, stated, coming.gpu_type, places, "on-demand", _on_demand)
     if spot:
         key = "cluster.spot.usd_gpu_h"
-        wants["spot"] = _Want(key, coming.usd_gpu_h, coming.gpu_type, places, "spot", _spot)
+        wants["spot"] = _PriceRequest(key, coming.usd_gpu_h, coming.gpu_type, places, "spot", _spot)
     return wants
 
 
@@ -125,7 +125,7 @@ def quotes_of(scenario: ScenarioFile, gpus: Sequence[str], now: datetime) -> tup
     wish = scenario.prices
     clouds = () if wish.cloud is None else (wish.cloud,)
     regions = () if wish.region is None else (wish.region,)
-    question = Question(gpus=tuple(gpus), clouds=clouds, regions=regions, now=now)
+    question = PriceQuery(gpus=tuple(gpus), clouds=clouds, regions=regions, now=now)
     found = select(load_prices(wish.source, question), gpus=gpus, clouds=clouds, regions=regions)
     return tuple(quote for quote in found if wish.instance_type in {None, quote.instance_type})
 
@@ -138,7 +138,7 @@ def _spot(quote: Quote) -> float | None:
     return quote.spot_usd_gpu_h
 
 
-def _place(wants: Sequence[_Want], quotes: Sequence[Quote]) -> tuple[Quote, ...]:
+def _place(wants: Sequence[_PriceRequest], quotes: Sequence[Quote]) -> tuple[Quote, ...]:
     """Quotes of the cloud and region where all wants together cost least; empty if none has them all."""
     found: list[tuple[float, tuple[Quote, ...]]] = []
     for cloud, region in dict.fromkeys((quote.cloud, quote.region) for quote in quotes):
@@ -153,7 +153,7 @@ def _place(wants: Sequence[_Want], quotes: Sequence[Quote]) -> tuple[Quote, ...]
     return min(found, key=lambda item: item[0])[1] if found else ()
 
 
-def _tag(want: _Want, quotes: Sequence[Quote]) -> PriceTag:
+def _tag(want: _PriceRequest, quotes: Sequence[Quote]) -> PriceTag:
     """What the scenario states, else the cheapest quote."""
     if want.stated is not None:
         return PriceTag(want.stated, STATED)
@@ -163,12 +163,12 @@ def _tag(want: _Want, quotes: Sequence[Quote]) -> PriceTag:
     return PriceTag(usd, f"{where}: {quote.source}{caveat}", quote.as_of, (quote.cloud, quote.region))
 
 
-def _priced(want: _Want, quotes: Sequence[Quote]) -> list[tuple[float, Quote]]:
+def _priced(want: _PriceRequest, quotes: Sequence[Quote]) -> list[tuple[float, Quote]]:
     """Quotes that answer a want, with their price."""
     return [(usd, quote) for quote in quotes if quote.gpu == want.gpu_type and (usd := want.price(quote))]
 
 
-def _missing(want: _Want, scenario: ScenarioFile) -> PriceError:
+def _missing(want: _PriceRequest, scenario: ScenarioFile) -> PriceError:
     wish = scenario.prices.model_dump(exclude_none=True)
     return PriceError(
         f"prices: found no {want.kind} price of {want.gpu_type} with "

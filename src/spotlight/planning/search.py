@@ -23,14 +23,19 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from spotlight.config.errors import ConfigError, Problem
-from spotlight.planning.compare import Task, run_task, run_tasks
+from spotlight.planning.compare import PREVIEWS_WANTED, SimulationOutcome, SimulationTask, run_task, run_tasks
 from spotlight.planning.prices.quotes import PriceError
 from spotlight.planning.scenarios.prepare import Prepared, prepare
 from spotlight.planning.scenarios.profile import load_profile
 from spotlight.planning.scenarios.scenario_file import ScenarioFile
 from spotlight.planning.scenarios.scenario_load import build_scenario
-from spotlight.planning.scenarios.strategies import Part, SpotPlaces, strategy_named, with_parts, without_part
-from spotlight.planning.simulation_outcome import PREVIEWS_WANTED, Outcome
+from spotlight.planning.scenarios.strategies import (
+    PipelinePart,
+    SpotPlaces,
+    strategy_named,
+    with_parts,
+    without_part,
+)
 
 ROUNDS = 3
 CHECKS_MAX = 4
@@ -71,14 +76,14 @@ class Goal:
             problem = Problem("--deadline-h, --budget-usd", found, "exactly one, above 0", remedy)
             raise ConfigError("the goal", [problem])
 
-    def met_by(self, outcome: Outcome) -> bool:
+    def met_by(self, outcome: SimulationOutcome) -> bool:
         """Whether time or cost to target is within the goal."""
         if self.deadline_h is not None:
             return outcome.target_h <= self.deadline_h
         assert self.budget_usd is not None
         return outcome.target_usd <= self.budget_usd
 
-    def rank(self, outcome: Outcome) -> tuple[bool, float, float]:
+    def rank(self, outcome: SimulationOutcome) -> tuple[bool, float, float]:
         """Best first: what meets the goal, by what the goal leaves open; else what comes nearest."""
         time, cost = outcome.target_h, outcome.target_usd
         bound, free = (time, cost) if self.deadline_h is not None else (cost, time)
@@ -86,16 +91,16 @@ class Goal:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluated:
+class EvaluatedCandidate:
     """A candidate and what it comes to; ``whole`` if it was simulated to its target."""
 
     candidate: Candidate
-    outcome: Outcome
+    outcome: SimulationOutcome
     whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """What a search found.
 
     Attributes:
@@ -108,21 +113,21 @@ class Found:
     """
 
     goal: Goal
-    evaluated: tuple[Evaluated, ...]
-    front: tuple[Evaluated, ...]
-    answer: Evaluated | None
-    rejected: tuple[Evaluated, ...]
+    evaluated: tuple[EvaluatedCandidate, ...]
+    front: tuple[EvaluatedCandidate, ...]
+    answer: EvaluatedCandidate | None
+    rejected: tuple[EvaluatedCandidate, ...]
     parts: tuple[str, ...]
     left_out: tuple[str, ...]
 
     @property
-    def nearest(self) -> Evaluated:
+    def nearest(self) -> EvaluatedCandidate:
         """What comes nearest to the goal, when nothing meets it."""
         return min(self.evaluated, key=lambda one: self.goal.rank(one.outcome))
 
 
 @dataclass(slots=True)
-class _Search:
+class _SearchState:
     """The state of a search."""
 
     file: ScenarioFile
@@ -130,7 +135,7 @@ class _Search:
     now: datetime
     jobs: int
     told: Callable[[str], None]
-    done: dict[Candidate, Evaluated] = field(default_factory=dict)
+    done: dict[Candidate, EvaluatedCandidate] = field(default_factory=dict)
     tried: set[Candidate] = field(default_factory=set)
     left_out: dict[str, list[str]] = field(default_factory=dict)
     refuted: set[str] = field(default_factory=set)
@@ -138,7 +143,7 @@ class _Search:
 
     def simulate(self, candidates: Sequence[Candidate]) -> None:
         """Simulate those that are new and possible, as far as the bound allows."""
-        tasks: dict[Candidate, Task] = {}
+        tasks: dict[Candidate, SimulationTask] = {}
         for candidate in candidates:
             if candidate in self.tried:
                 continue
@@ -151,13 +156,13 @@ class _Search:
             except (ConfigError, PriceError) as error:
                 self._leave_out(candidate, str(error).splitlines()[-1].strip(" -"))
                 continue
-            tasks[candidate] = Task(prepared, candidate.strategy)
+            tasks[candidate] = SimulationTask(prepared, candidate.strategy)
         results = run_tasks(list(tasks.values()), self.jobs, lambda task: self.told(task.strategy))
         for candidate, compared in zip(tasks, results, strict=True):
             if (reason := useless(compared.outcome)) is not None:
                 self._leave_out(candidate, reason)
             else:
-                self.done[candidate] = Evaluated(candidate, compared.outcome)
+                self.done[candidate] = EvaluatedCandidate(candidate, compared.outcome)
 
     def _leave_out(self, candidate: Candidate, reason: str) -> None:
         self.left_out.setdefault(reason, []).append(shape_of(self.file, candidate))
@@ -169,7 +174,7 @@ class _Search:
             for reason, shapes in self.left_out.items()
         )
 
-    def best(self) -> list[Evaluated]:
+    def best(self) -> list[EvaluatedCandidate]:
         """Those that may be recommended, best first."""
         able = (one for one in self.done.values() if one.candidate.strategy not in self.refuted)
         return sorted(able, key=lambda one: (*self.goal.rank(one.outcome), one.candidate))
@@ -201,7 +206,7 @@ def search(
     *,
     jobs: int = 1,
     told: Callable[[str], None] = lambda strategy: None,
-) -> Found:
+) -> SearchResult:
     """Find the cheapest cluster that meets a deadline, or the fastest within a budget.
 
     Args:
@@ -211,7 +216,7 @@ def search(
         ConfigError: a strategy without ``iterations_to_target``; nothing at all that can be simulated.
     """
     _require_targets(file)
-    state = _Search(file, goal, now, jobs, told)
+    state = _SearchState(file, goal, now, jobs, told)
     state.simulate(grid(file))
     if not state.done:
         reasons = "; ".join(state.reasons()) or "an empty grid"
@@ -223,10 +228,10 @@ def search(
     answer, rejected = _checked(state)
     everything = tuple(state.done[candidate] for candidate in sorted(state.done))
     parts = tuple(filter(None, told_parts))
-    return Found(goal, everything, pareto(state.best()), answer, rejected, parts, state.reasons())
+    return SearchResult(goal, everything, pareto(state.best()), answer, rejected, parts, state.reasons())
 
 
-def _refine(state: _Search) -> None:
+def _refine(state: _SearchState) -> None:
     for _ in range(ROUNDS):
         before = len(state.tried)
         state.simulate(list(state.refinements()))
@@ -234,7 +239,7 @@ def _refine(state: _Search) -> None:
             break
 
 
-def _pipeline(state: _Search, strategy: str) -> str:
+def _pipeline(state: _SearchState, strategy: str) -> str:
     """Find the parts that pay on a strategy's best candidate, try them on all of its kind, and tell."""
     own = [one.candidate for one in state.best() if one.candidate.strategy == strategy]
     everything = with_parts(strategy, state.file.plan.parts)
@@ -243,7 +248,7 @@ def _pipeline(state: _Search, strategy: str) -> str:
     kept, before = everything, ""
     while kept != before:  # without one part, another may not pay either
         before = kept
-        for part in reversed(Part):
+        for part in reversed(PipelinePart):
             less = without_part(kept, part)
             if less != kept and not state.gains(_as(own[0], kept), _as(own[0], less)):
                 state.refuted.add(kept)
@@ -304,7 +309,7 @@ def prepared_for(file: ScenarioFile, candidate: Candidate, iterations: int, now:
     return prepare(changed, (candidate.strategy,), now)
 
 
-def useless(outcome: Outcome) -> str | None:
+def useless(outcome: SimulationOutcome) -> str | None:
     """Why an outcome says nothing of the target, or None.
 
     Without its previews a strategy trains on random seeds, and the iterations that the scenario states do not
@@ -319,9 +324,9 @@ def useless(outcome: Outcome) -> str | None:
     return None
 
 
-def pareto(evaluated: Sequence[Evaluated]) -> tuple[Evaluated, ...]:
+def pareto(evaluated: Sequence[EvaluatedCandidate]) -> tuple[EvaluatedCandidate, ...]:
     """Those that no other one beats in time and cost, fastest first."""
-    front: list[Evaluated] = []
+    front: list[EvaluatedCandidate] = []
     for one in sorted(evaluated, key=lambda one: (one.outcome.target_h, one.outcome.target_usd)):
         if not front or one.outcome.target_usd < front[-1].outcome.target_usd:
             front.append(one)
@@ -348,15 +353,17 @@ def _as(candidate: Candidate, strategy: str) -> Candidate:
     return replace(candidate, strategy=strategy)
 
 
-def _checked(state: _Search) -> tuple[Evaluated | None, tuple[Evaluated, ...]]:
+def _checked(state: _SearchState) -> tuple[EvaluatedCandidate | None, tuple[EvaluatedCandidate, ...]]:
     """The best candidate that also meets the goal when it is simulated whole."""
-    rejected: list[Evaluated] = []
+    rejected: list[EvaluatedCandidate] = []
     meeting = [one for one in state.best() if state.goal.met_by(one.outcome)]
     for one in meeting[:CHECKS_MAX]:
         target = one.outcome.target
         assert target is not None, "every strategy has a target"
         prepared = prepared_for(state.file, one.candidate, target.value, state.now)
-        whole = Evaluated(one.candidate, run_task(Task(prepared, one.candidate.strategy)).outcome, True)
+        whole = EvaluatedCandidate(
+            one.candidate, run_task(SimulationTask(prepared, one.candidate.strategy)).outcome, True
+        )
         state.told(one.candidate.strategy)
         if useless(whole.outcome) is None and state.goal.met_by(whole.outcome):
             return whole, tuple(rejected)

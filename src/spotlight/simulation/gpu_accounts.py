@@ -1,9 +1,12 @@
 """Where every GPU-second went, and what it cost.
 
-Invariant: from when a GPU is billed until it is not, each moment is in exactly one segment of one phase.
+Invariants:
 
-Work counts as LOST until the controller has accepted its result (:meth:`Accounts.confirm`): so whatever dies,
-is fenced off or never arrives is lost without anybody having to notice.
+- From when a GPU is billed until it is not, each moment is in exactly one segment of one phase.
+- Work counts as LOST until the controller has accepted its result (:meth:`GpuAccounts.confirm`): what dies, is
+  fenced off or never arrives is lost without anybody having to notice.
+- A GPU that trains and rolls out pays once per switch: with its first lease after training, and with the
+  learner's first pass after any of its GPUs rolled out.
 """
 
 from __future__ import annotations
@@ -13,11 +16,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from spotlight.scheduler.types import Node, NodeId, NodeKind, Phase
-from spotlight.simulation.result import GpuTimeline, Segment
+from spotlight.simulation.scenario import GpuTimeline, Segment
 
 
 @dataclass(slots=True)
-class Spent:
+class BilledSegment:
     """A closed segment; ``phase`` may still change."""
 
     kind: NodeKind
@@ -28,7 +31,7 @@ class Spent:
 
 
 @dataclass(slots=True)
-class Gpu:
+class VirtualGpu:
     """One billed GPU. What its learner rank does hides what its worker does.
 
     Attributes:
@@ -42,9 +45,9 @@ class Gpu:
     since_s: float
     worker: Phase
     learner: Phase
-    unconfirmed: list[Spent] | None = None
-    training: list[Spent] | None = None
-    history: list[Spent] = field(default_factory=list)
+    unconfirmed: list[BilledSegment] | None = None
+    training: list[BilledSegment] | None = None
+    history: list[BilledSegment] = field(default_factory=list)
 
     @property
     def phase(self) -> Phase:
@@ -55,15 +58,15 @@ class Gpu:
 
 
 @dataclass(slots=True)
-class Accounts:
+class GpuAccounts:
     """All GPUs of a run, present and past."""
 
     timelines: bool
     seconds: dict[tuple[NodeKind, Phase], float] = field(default_factory=lambda: defaultdict(float))
     usd: dict[tuple[NodeKind, Phase], float] = field(default_factory=lambda: defaultdict(float))
     billed_s: float = 0.0
-    gpus: dict[NodeId, list[Gpu]] = field(default_factory=dict)
-    _past: list[Gpu] = field(default_factory=list)
+    gpus: dict[NodeId, list[VirtualGpu]] = field(default_factory=dict)
+    _past: list[VirtualGpu] = field(default_factory=list)
 
     def add(self, node: Node, now: float) -> None:
         """A node is billed from now on."""
@@ -71,7 +74,7 @@ class Accounts:
         worker = Phase.SETUP if node.rolls_out else Phase.IDLE
         usd_s = node.price_usd_h / node.gpus / 3600
         self.gpus[node.id] = [
-            Gpu(node, index, usd_s, now, now, worker, learner) for index in range(node.gpus)
+            VirtualGpu(node, index, usd_s, now, now, worker, learner) for index in range(node.gpus)
         ]
 
     def remove(self, node: NodeId, now: float) -> None:
@@ -88,17 +91,17 @@ class Accounts:
             self._close(gpu, now)
             gpu.usd_s = price_usd_h / gpu.node.gpus / 3600
 
-    def worker(self, gpu: Gpu, phase: Phase, now: float) -> None:
+    def worker(self, gpu: VirtualGpu, phase: Phase, now: float) -> None:
         """A GPU's worker turns to something that is not work in progress."""
         self._close(gpu, now)
         gpu.worker, gpu.unconfirmed = phase, None
 
-    def work(self, gpu: Gpu, unconfirmed: list[Spent], now: float) -> None:
+    def work(self, gpu: VirtualGpu, unconfirmed: list[BilledSegment], now: float) -> None:
         """A GPU's worker begins, or goes on with, work that will be confirmed or lost."""
         self._close(gpu, now)
         gpu.unconfirmed = unconfirmed
 
-    def learner(self, phase: Phase, training: list[Spent], now: float) -> None:
+    def learner(self, phase: Phase, training: list[BilledSegment], now: float) -> None:
         """All learner ranks turn to a phase; training is kept in ``training``, to be lost if it must be."""
         for gpus in self.gpus.values():
             for gpu in gpus:
@@ -106,7 +109,7 @@ class Accounts:
                     self._close(gpu, now)
                     gpu.learner, gpu.training = phase, training
 
-    def confirm(self, segments: Iterable[Spent], phase: Phase) -> None:
+    def confirm(self, segments: Iterable[BilledSegment], phase: Phase) -> None:
         """Closed segments were this phase (or were lost after all)."""
         for spent in segments:
             seconds = spent.end_s - spent.start_s
@@ -152,7 +155,7 @@ class Accounts:
         billed, spent = self.billed_s + present, sum(self.seconds.values())
         assert abs(billed - spent) <= 1e-6 * max(1.0, billed), f"billed {billed} s, spent {spent} s"
 
-    def _close(self, gpu: Gpu, now: float) -> None:
+    def _close(self, gpu: VirtualGpu, now: float) -> None:
         if now <= gpu.since_s:
             return
         phase = gpu.phase
@@ -166,7 +169,7 @@ class Accounts:
         else:
             keep = gpu.unconfirmed
         if keep is not None or self.timelines:
-            spent = Spent(kind, gpu.since_s, now, usd, phase)
+            spent = BilledSegment(kind, gpu.since_s, now, usd, phase)
             if keep is not None:
                 keep.append(spent)
             if self.timelines:
@@ -174,7 +177,7 @@ class Accounts:
         gpu.since_s = now
 
 
-def _merged(history: list[Spent]) -> tuple[Segment, ...]:
+def _merged(history: list[BilledSegment]) -> tuple[Segment, ...]:
     merged: list[Segment] = []
     for spent in history:
         if merged and merged[-1].phase is spent.phase:
@@ -182,3 +185,34 @@ def _merged(history: list[Spent]) -> tuple[Segment, ...]:
         else:
             merged.append(Segment(spent.start_s, spent.end_s, spent.phase))
     return tuple(merged)
+
+
+@dataclass(slots=True)
+class GpuSwitches:
+    """See the module's docstring.
+
+    Attributes:
+        switch_s: a turn takes.
+        count: turns so far, of groups and of the learner.
+    """
+
+    switch_s: float
+    count: int = 0
+    _rolling: set[tuple[NodeId, int]] = field(default_factory=set)
+
+    def to_rollout(self, gpus: Iterable[VirtualGpu]) -> float:
+        """A group begins a lease: seconds until it can denoise."""
+        turning = {(gpu.node.id, gpu.index) for gpu in gpus if gpu.node.trains} - self._rolling
+        if not turning:
+            return 0.0
+        self._rolling |= turning
+        self.count += 1
+        return self.switch_s
+
+    def to_training(self) -> float:
+        """The learner begins a pass: seconds until all its GPUs can train."""
+        if not self._rolling:
+            return 0.0
+        self._rolling.clear()
+        self.count += 1
+        return self.switch_s

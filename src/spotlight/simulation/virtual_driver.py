@@ -32,15 +32,12 @@ from spotlight.scheduler.types import (
     RolloutId,
     WorkerId,
 )
-from spotlight.simulation.gpu_accounts import Accounts
-from spotlight.simulation.machines import Process, Weights
-from spotlight.simulation.network import Network
-from spotlight.simulation.result import IterationTime, SimulationResult
-from spotlight.simulation.scenario import NodeEvent, PriceChanged, Scenario
-from spotlight.simulation.timing_noise import Noise
-from spotlight.simulation.turns import Turns
-from spotlight.simulation.virtual_learner import Learner, Store
-from spotlight.simulation.virtual_workers import Costs, Receipt, Workers
+from spotlight.simulation.disturbances import Network, TimingNoise
+from spotlight.simulation.gpu_accounts import GpuAccounts, GpuSwitches
+from spotlight.simulation.scenario import IterationTime, NodeEvent, PriceChanged, Scenario, SimulationResult
+from spotlight.simulation.virtual_learner import VirtualLearner, VirtualStore
+from spotlight.simulation.virtual_processes import VirtualProcess, VirtualWeights
+from spotlight.simulation.virtual_workers import ImageCosts, Receipt, VirtualWorkers
 
 CONTENT = "content"
 """A score that says which weights made the sample that was scored."""
@@ -75,14 +72,14 @@ class Simulation:
         self.controller = Controller(scenario.plan, self.train, self.test)
         self.random = random.Random(scenario.seed)
         self.network = Network(random.Random(scenario.seed + 1))
-        self.accounts = Accounts(scenario.timelines)
-        self.store = Store()
-        costs = Costs(scenario.costs, scenario.plan.cluster.pixels)
-        turns = Turns(scenario.costs.switch_s())
-        self.workers = Workers(self, self.accounts, costs, scenario.commit_every, turns)
+        self.accounts = GpuAccounts(scenario.timelines)
+        self.store = VirtualStore()
+        costs = ImageCosts(scenario.costs, scenario.plan.cluster.pixels)
+        turns = GpuSwitches(scenario.costs.switch_s())
+        self.workers = VirtualWorkers(self, self.accounts, costs, scenario.commit_every, turns)
         trains = [e.node for _, e in scenario.nodes if isinstance(e, ev.NodeJoined) and e.node.trains]
         gpu_type = trains[0].gpu_type
-        self.learner = Learner(
+        self.learner = VirtualLearner(
             scenario,
             self.accounts,
             self.store,
@@ -92,8 +89,8 @@ class Simulation:
             self.after_ranks,
             turns,
         )
-        self._learner_noise = Noise(scenario.seed, "learner", scenario.noise)
-        self._reward_noise = Noise(scenario.seed, "rewards", scenario.noise)
+        self._learner_noise = TimingNoise(scenario.seed, "learner", scenario.noise)
+        self._reward_noise = TimingNoise(scenario.seed, "rewards", scenario.noise)
         self.nodes: dict[NodeId, Node] = {}
         self._gone: Node | None = None
         self._start_due = False
@@ -257,7 +254,11 @@ class Simulation:
             self.workers.start(effect, self.nodes[effect.node].gpu_type)
 
     def _score(
-        self, life: int, rollouts: tuple[Rollout, ...], made_by: tuple[Weights | None, ...], lineage: int
+        self,
+        life: int,
+        rollouts: tuple[Rollout, ...],
+        made_by: tuple[VirtualWeights | None, ...],
+        lineage: int,
     ) -> None:
         scores: dict[RolloutId, dict[str, float]] = {}
         for rollout, sample in zip(rollouts, made_by, strict=True):
@@ -307,13 +308,13 @@ class Simulation:
         else:
             obey(effect)
 
-    def tell(self, event: ev.Event, sender: Process, receipt: Receipt | None = None) -> None:
+    def tell(self, event: ev.Event, sender: VirtualProcess, receipt: Receipt | None = None) -> None:
         """Send a message of a worker to the controller; a stopped process sends when it is continued."""
         wait_s = max(0.0, sender.frozen_until_s - self.now)
         for delay_s in [0.0] if self.network.faultless else self.network.delays():
             self.after(wait_s + delay_s, self.feed, event, receipt)
 
-    def published(self, version: int) -> Weights | None:
+    def published(self, version: int) -> VirtualWeights | None:
         """The weights of a version in the store."""
         return self.store.versions.get(version)
 
@@ -369,7 +370,7 @@ class Simulation:
         self._gone = self.nodes.pop(node_id)
         self.noticed.pop(node_id, None)
 
-    def crash(self, process: Process) -> None:
+    def crash(self, process: VirtualProcess) -> None:
         """A worker's process dies, and the driver notices."""
         self.workers.kill(process)
         self.after(1.0, self.feed, ev.WorkerCrashed(process.worker, process.epoch))

@@ -12,27 +12,26 @@ from dataclasses import dataclass, field
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.types import Phase, PolicyVersion, RolloutId
-from spotlight.simulation.gpu_accounts import Accounts, Spent
-from spotlight.simulation.machines import FIRST, Weights
+from spotlight.simulation.gpu_accounts import BilledSegment, GpuAccounts, GpuSwitches
 from spotlight.simulation.scenario import Scenario
-from spotlight.simulation.turns import Turns
+from spotlight.simulation.virtual_processes import INITIAL_WEIGHTS, VirtualWeights
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class VirtualCheckpoint:
     """What is durable: learner, controller and ledger position, together."""
 
     effect: ef.CommitCheckpoint
-    weights: Weights
+    weights: VirtualWeights
 
 
 @dataclass(slots=True)
-class Store:
+class VirtualStore:
     """Tensors that outlive workers: finished samples, committed progress, published versions."""
 
-    samples: dict[RolloutId, Weights] = field(default_factory=dict)
-    progress: dict[RolloutId, tuple[int, Weights]] = field(default_factory=dict)
-    versions: dict[int, Weights] = field(default_factory=dict)
+    samples: dict[RolloutId, VirtualWeights] = field(default_factory=dict)
+    progress: dict[RolloutId, tuple[int, VirtualWeights]] = field(default_factory=dict)
+    versions: dict[int, VirtualWeights] = field(default_factory=dict)
 
     def discard(self, rollouts: tuple[RolloutId, ...]) -> None:
         """Free what nobody asks for again."""
@@ -52,7 +51,7 @@ LearnerEffect = (
 
 
 @dataclass(slots=True)
-class Learner:
+class VirtualLearner:
     """All learner ranks as one.
 
     Attributes:
@@ -65,22 +64,22 @@ class Learner:
     """
 
     scenario: Scenario
-    accounts: Accounts
-    store: Store
+    accounts: GpuAccounts
+    store: VirtualStore
     gpu_type: str
     now: Callable[[], float]
     answer: Callable[[ev.Event], None]
     after: Callable[..., None]
-    turns: Turns
+    turns: GpuSwitches
     prepared: set[RolloutId] = field(default_factory=set)
     trained: int = 0
-    weights: Weights = FIRST
-    checkpoint: Checkpoint | None = None
+    weights: VirtualWeights = INITIAL_WEIGHTS
+    checkpoint: VirtualCheckpoint | None = None
     life: int = 0
     alive: bool = False
     busy: bool = True
     _contents: int = 0
-    _uncommitted: list[Spent] = field(default_factory=list)
+    _uncommitted: list[BilledSegment] = field(default_factory=list)
 
     def start(self) -> None:
         """The first start, or one after the head restarted; :class:`RunStarted` follows."""
@@ -160,7 +159,7 @@ class Learner:
                 self.answer(ev.MicroBatchTrained(batch.iteration, batch.update, index))
             case ef.StepOptimizer(iteration, update):
                 self._contents += 1
-                self.weights = Weights(PolicyVersion(self.weights.version + 1), self._contents)
+                self.weights = VirtualWeights(PolicyVersion(self.weights.version + 1), self._contents)
                 self.answer(ev.OptimizerStepped(iteration, update, 0.0, 1.0))
             case ef.FinishBatch(iteration):
                 self.answer(ev.BatchFinished(iteration))
@@ -169,7 +168,7 @@ class Learner:
                 self.store.versions[version] = self.weights
                 self.answer(ev.WeightsPublished(version))
             case ef.CommitCheckpoint(iteration):
-                self.checkpoint = Checkpoint(effect, self.weights)
+                self.checkpoint = VirtualCheckpoint(effect, self.weights)
                 self._uncommitted = []
                 self.answer(ev.CheckpointCommitted(iteration))
 
@@ -177,7 +176,7 @@ class Learner:
         self.life, self.alive = self.life + 1, False
         self.turns.to_training()  # within the time of a restart
         self.prepared, self.trained = set(), 0
-        self.weights = self.checkpoint.weights if self.checkpoint else FIRST
+        self.weights = self.checkpoint.weights if self.checkpoint else INITIAL_WEIGHTS
         self.store.versions[self.weights.version] = self.weights
         self._phase(Phase.SETUP)
 

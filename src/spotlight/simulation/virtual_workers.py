@@ -17,13 +17,18 @@ from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.types import NodeId, Phase, Rollout, RolloutId, WeightKind, WorkerId
 from spotlight.simulation.costs import CostModel
-from spotlight.simulation.gpu_accounts import Accounts, Spent
-from spotlight.simulation.machines import PHASE_OF, Process, ProcessGroup, Run, Weights
-from spotlight.simulation.turns import Turns
+from spotlight.simulation.gpu_accounts import BilledSegment, GpuAccounts, GpuSwitches
+from spotlight.simulation.virtual_processes import (
+    PHASE_OF,
+    LeaseWork,
+    VirtualGroup,
+    VirtualProcess,
+    VirtualWeights,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class ImageCosts:
     """The cost model, and the size of the images it is asked about."""
 
     model: CostModel
@@ -34,14 +39,14 @@ class Costs:
 class Receipt:
     """What a message to the controller proves if it is accepted."""
 
-    segments: list[Spent]
+    segments: list[BilledSegment]
     phase: Phase
-    weights: Weights
-    group: ProcessGroup
+    weights: VirtualWeights
+    group: VirtualGroup
     progress: tuple[tuple[RolloutId, int], ...] = ()
 
 
-class World(Protocol):
+class WorkerHost(Protocol):
     """What workers need of the simulation."""
 
     @property
@@ -53,11 +58,11 @@ class World(Protocol):
         """Call later."""
         ...
 
-    def tell(self, event: ev.Event, sender: Process, receipt: Receipt | None = None) -> None:
+    def tell(self, event: ev.Event, sender: VirtualProcess, receipt: Receipt | None = None) -> None:
         """Send a message to the controller."""
         ...
 
-    def published(self, version: int) -> Weights | None:
+    def published(self, version: int) -> VirtualWeights | None:
         """The weights of a version in the store."""
         ...
 
@@ -71,16 +76,16 @@ class World(Protocol):
 
 
 @dataclass(slots=True)
-class Workers:
+class VirtualWorkers:
     """All workers' processes and their groups."""
 
-    world: World
-    accounts: Accounts
-    costs: Costs
+    world: WorkerHost
+    accounts: GpuAccounts
+    costs: ImageCosts
     commit_every: int
-    turns: Turns
+    turns: GpuSwitches
     poll_s: float | None = None
-    processes: dict[WorkerId, Process] = field(default_factory=dict)
+    processes: dict[WorkerId, VirtualProcess] = field(default_factory=dict)
 
     # -- processes -------------------------------------------------------------------------------------
 
@@ -94,19 +99,19 @@ class Workers:
         if old is not None:
             self.kill(old)
         gpu = self.accounts.gpus[effect.node][effect.gpu]
-        process = Process(effect.worker, effect.node, gpu, gpu_type, effect.epoch)
+        process = VirtualProcess(effect.worker, effect.node, gpu, gpu_type, effect.epoch)
         self.processes[effect.worker] = process
         self.accounts.worker(gpu, Phase.SETUP, self.world.now)
         self.world.after(
             self.world.noisy(self.costs.model.worker_start_s(), effect.node), self._started, process
         )
 
-    def _started(self, process: Process) -> None:
+    def _started(self, process: VirtualProcess) -> None:
         if process.alive:
             process.up = True
             self.world.tell(ev.WorkerStarted(process.worker, process.epoch), process)
 
-    def kill(self, process: Process) -> None:
+    def kill(self, process: VirtualProcess) -> None:
         """A process dies. Its group is broken: what survives holds the last finished step."""
         process.alive = process.up = False
         del self.processes[process.worker]
@@ -144,12 +149,16 @@ class Workers:
             self.world.noisy(seconds, process.node), self._loaded, process, effect, peer, weights
         )
 
-    def _pull_failed(self, process: Process, effect: ef.PullWeights) -> None:
+    def _pull_failed(self, process: VirtualProcess, effect: ef.PullWeights) -> None:
         failed = ev.PullFailed(process.worker, process.epoch, effect.version, effect.lineage)
         self.world.after(1.0, self.world.tell, failed, process)
 
     def _loaded(
-        self, process: Process, effect: ef.PullWeights, peer: Process | None, weights: Weights
+        self,
+        process: VirtualProcess,
+        effect: ef.PullWeights,
+        peer: VirtualProcess | None,
+        weights: VirtualWeights,
     ) -> None:
         if not process.alive or process.ordered != (effect.lineage, int(effect.version)):
             return
@@ -184,7 +193,7 @@ class Workers:
             return
         if any(effect.epoch <= process.fence for process in ready):
             return
-        group = ProcessGroup(effect.leader, effect.epoch, ready)
+        group = VirtualGroup(effect.leader, effect.epoch, ready)
         for process in ready:
             if process.group is not None:
                 self._part(process.group)
@@ -193,7 +202,7 @@ class Workers:
         seconds = self.costs.model.group_setup_s(len(ready))
         self.world.after(self.world.noisy(seconds, ready[0].node), self._formed, group)
 
-    def _formed(self, group: ProcessGroup) -> None:
+    def _formed(self, group: VirtualGroup) -> None:
         if group.broken:
             return
         group.formed = True
@@ -226,7 +235,7 @@ class Workers:
             group.stopping = True
             self._at_boundary(group, self._commit_and_part, group, effect, speaker)
 
-    def _commit_and_part(self, group: ProcessGroup, effect: ef.StopGroup, speaker: Process) -> None:
+    def _commit_and_part(self, group: VirtualGroup, effect: ef.StopGroup, speaker: VirtualProcess) -> None:
         if speaker.group is not group:
             return
         if group.run is not None:
@@ -234,17 +243,17 @@ class Workers:
         self._part(group)
         self._stopped(effect, speaker)
 
-    def _stopped(self, effect: ef.StopGroup, speaker: Process) -> None:
+    def _stopped(self, effect: ef.StopGroup, speaker: VirtualProcess) -> None:
         self.world.tell(ev.GroupStopped(effect.leader, effect.epoch), speaker)
 
-    def _part(self, group: ProcessGroup) -> None:
+    def _part(self, group: VirtualGroup) -> None:
         self._halt(group)
         group.broken, group.run = True, None
         for process in group.members:
             process.group = None
             self.accounts.worker(process.gpu, Phase.RECONFIGURATION, self.world.now)
 
-    def _ask(self, group: ProcessGroup) -> None:
+    def _ask(self, group: VirtualGroup) -> None:
         """Pull work; ask again after a while where messages may be lost."""
         if group.broken or group.run is not None:
             return
@@ -257,7 +266,7 @@ class Workers:
         if self.poll_s is not None:
             self.world.after(self.poll_s, self._poll, group, group.polls)
 
-    def _poll(self, group: ProcessGroup, polls: int) -> None:
+    def _poll(self, group: VirtualGroup, polls: int) -> None:
         if group.polls == polls:
             self._ask(group)
 
@@ -275,7 +284,7 @@ class Workers:
             self._halt(group)
         group.seen = effect.lease.id
         left = {rollout.id: (rollout, effect.resume.get(rollout.id, 0)) for rollout in effect.rollouts}
-        group.run = run = Run(effect.lease, weights, PHASE_OF[effect.rollouts[0].purpose], left)
+        group.run = run = LeaseWork(effect.lease, weights, PHASE_OF[effect.rollouts[0].purpose], left)
         turn_s = self.turns.to_rollout(process.gpu for process in group.members)
         if not turn_s:
             self._next_chunk(group, run)
@@ -285,7 +294,7 @@ class Workers:
         turn_s = self.world.noisy(turn_s, group.members[0].node)
         self.world.after(turn_s, self._turned, group, run, run.turn)
 
-    def _turned(self, group: ProcessGroup, run: Run, turn: int) -> None:
+    def _turned(self, group: VirtualGroup, run: LeaseWork, turn: int) -> None:
         if group.run is run and run.turn == turn and not run.halting and not group.stopping:
             self._next_chunk(group, run)
 
@@ -297,13 +306,13 @@ class Workers:
         group.run.halting = True
         self._at_boundary(group, self._abandoned, group, group.run)
 
-    def _abandoned(self, group: ProcessGroup, run: Run) -> None:
+    def _abandoned(self, group: VirtualGroup, run: LeaseWork) -> None:
         if group.run is run:
             self._halt(group)
             group.run = None
             self._ask(group)
 
-    def _group_of(self, leader: WorkerId, epoch: int) -> ProcessGroup | None:
+    def _group_of(self, leader: WorkerId, epoch: int) -> VirtualGroup | None:
         process = self.processes.get(leader)
         group = process.group if process is not None else None
         return (
@@ -312,7 +321,7 @@ class Workers:
             else None
         )
 
-    def _next_chunk(self, group: ProcessGroup, run: Run) -> None:
+    def _next_chunk(self, group: VirtualGroup, run: LeaseWork) -> None:
         """Denoise until the next commit or the next finished rollout."""
         first = group.members[0]
         to_finish = min(rollout.steps - start - run.done for rollout, start in run.left.values())
@@ -326,7 +335,7 @@ class Workers:
             self.accounts.work(process.gpu, run.unconfirmed, self.world.now)
         self.world.after(run.chunk * run.step_s, self._chunk_done, group, run, run.turn)
 
-    def _chunk_done(self, group: ProcessGroup, run: Run, turn: int) -> None:
+    def _chunk_done(self, group: VirtualGroup, run: LeaseWork, turn: int) -> None:
         if group.run is not run or run.turn != turn:
             return
         thaw_s = max(process.frozen_until_s for process in group.members)
@@ -343,7 +352,7 @@ class Workers:
         seconds = self.costs.model.decode_s(first.gpu_type, self.costs.pixels, len(finished))
         self.world.after(self.world.noisy(seconds, first.node), self._decoded, group, run, turn, finished)
 
-    def _decoded(self, group: ProcessGroup, run: Run, turn: int, finished: list[Rollout]) -> None:
+    def _decoded(self, group: VirtualGroup, run: LeaseWork, turn: int, finished: list[Rollout]) -> None:
         if group.run is not run or run.turn != turn:
             return
         for rollout in finished:
@@ -361,7 +370,7 @@ class Workers:
         else:
             self._ask(group)
 
-    def _tell_progress(self, group: ProcessGroup, run: Run, speaker: Process) -> None:
+    def _tell_progress(self, group: VirtualGroup, run: LeaseWork, speaker: VirtualProcess) -> None:
         if run.done <= run.told:
             return
         run.told = run.done
@@ -375,13 +384,13 @@ class Workers:
             ev.LeaseProgressed(group.leader, run.lease.id, group.epoch, run.done), speaker, receipt
         )
 
-    def _closed_segments(self, group: ProcessGroup, run: Run) -> list[Spent]:
+    def _closed_segments(self, group: VirtualGroup, run: LeaseWork) -> list[BilledSegment]:
         closed, run.unconfirmed = run.unconfirmed, []
         for process in group.members:
             self.accounts.work(process.gpu, run.unconfirmed, self.world.now)
         return closed
 
-    def _at_boundary(self, group: ProcessGroup, then: Callable[..., None], *args: object) -> None:
+    def _at_boundary(self, group: VirtualGroup, then: Callable[..., None], *args: object) -> None:
         """Let the step under way end, and no further one begin; then go on."""
         run = group.run
         if run is None or run.decoding or not run.step_s:  # without a step, its GPUs still turn to it
@@ -396,13 +405,18 @@ class Workers:
         self.world.after(max(0.0, end_s - self.world.now), self._boundary, group, run, run.turn, then, args)
 
     def _boundary(
-        self, group: ProcessGroup, run: Run, turn: int, then: Callable[..., None], args: tuple[object, ...]
+        self,
+        group: VirtualGroup,
+        run: LeaseWork,
+        turn: int,
+        then: Callable[..., None],
+        args: tuple[object, ...],
     ) -> None:
         if group.run is run and run.turn == turn:
             self._halt(group)
         then(*args)
 
-    def _halt(self, group: ProcessGroup) -> None:
+    def _halt(self, group: VirtualGroup) -> None:
         """Stop denoising now; steps finished so far are held."""
         run = group.run
         if run is None:

@@ -15,7 +15,7 @@ from spotlight.cli.exit_codes import EXIT_INTERRUPTED, failure, told_plainly
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from spotlight.fleet.notices.notice import Notice, Noticed, Source
+    from spotlight.fleet.notices.notice import Notice, Noticed, NoticeSource
 
 
 class CloudChoice(StrEnum):
@@ -99,7 +99,7 @@ async def _watch(
     import random
 
     from spotlight.fleet.notices.sigterm import catching_sigterm
-    from spotlight.fleet.notices.watcher import Watcher
+    from spotlight.fleet.notices.watcher import NoticeWatcher
 
     def tell(notice: Notice) -> None:
         if as_json:
@@ -108,17 +108,17 @@ async def _watch(
             _print([notice])
 
     with ExitStack() as stack:
-        sources: list[Source] = []
+        sources: list[NoticeSource] = []
         if sigterm_grace_s is not None:  # first: the signal may come while the cloud is being found
             sources.append(stack.enter_context(catching_sigterm(sigterm_grace_s)))
         if cloud is not CloudChoice.NONE:
             sources.append(await _cloud_source(cloud, endpoint))
         names = " and ".join(source.name for source in sources)
         typer.echo(f"Watching {names}. Ctrl-C ends.", err=True)
-        await Watcher(sources, random.Random()).run(tell)
+        await NoticeWatcher(sources, random.Random()).run(tell)
 
 
-async def _cloud_source(cloud: CloudChoice, endpoint: str | None) -> Source:
+async def _cloud_source(cloud: CloudChoice, endpoint: str | None) -> NoticeSource:
     from spotlight.fleet.notices.clouds import Cloud, cloud_source, find_cloud
     from spotlight.fleet.notices.metadata import LINK_LOCAL_URL, MetadataServer
 

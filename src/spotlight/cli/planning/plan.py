@@ -18,7 +18,7 @@ from spotlight.cli.planning.simulate import Bar, print_notes, print_table, read_
 if TYPE_CHECKING:
     from spotlight.planning.scenarios.prepare import Prepared
     from spotlight.planning.scenarios.scenario_file import ScenarioFile
-    from spotlight.planning.search import Found
+    from spotlight.planning.search import SearchResult
 
 
 def plan(
@@ -89,7 +89,7 @@ def plan(
         raise typer.Exit(EXIT_STOPPED_BY_ERROR)
 
 
-def _print(file: ScenarioFile, found: Found, prepared: Prepared, now: datetime) -> None:
+def _print(file: ScenarioFile, found: SearchResult, prepared: Prepared, now: datetime) -> None:
     from spotlight.planning.pages.plan_page import COLUMNS, answer_text, lines_of, plan_notes
 
     console = wide_console()

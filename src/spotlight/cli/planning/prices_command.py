@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from spotlight.planning.prices.quotes import Quote
-    from spotlight.planning.prices.sources import Question
+    from spotlight.planning.prices.sources import PriceQuery
 
 
 def prices(
@@ -66,16 +66,16 @@ def prices(
       spotlight prices --source gcp=vms.csv --gpu A100-80GB --zones
     """
     from spotlight.planning.prices.cache import PriceCache, default_directory
-    from spotlight.planning.prices.fetch import Limits
+    from spotlight.planning.prices.fetch import FetchLimits
     from spotlight.planning.prices.quotes import cheapest, select
-    from spotlight.planning.prices.sources import Question, load_prices
+    from spotlight.planning.prices.sources import PriceQuery, load_prices
 
-    question = Question(
+    question = PriceQuery(
         gpus=tuple(gpu or ()),
         clouds=tuple(cloud or ()),
         regions=tuple(region or ()),
         cache=PriceCache(default_directory(), timedelta(hours=max_age_h)),
-        limits=Limits(idle_s=timeout_s, total_s=max(60.0, timeout_s)),
+        limits=FetchLimits(idle_s=timeout_s, total_s=max(60.0, timeout_s)),
     )
     with told_plainly():
         loaded = [
@@ -153,7 +153,7 @@ def _record(quote: Quote, now: datetime) -> dict[str, object]:
     }
 
 
-def _nothing(question: Question, loaded: Sequence[Quote]) -> str:
+def _nothing(question: PriceQuery, loaded: Sequence[Quote]) -> str:
     asked = ", ".join((*question.gpus, *question.clouds, *question.regions)) or "anything"
     kinds = sorted({f"{quote.cloud} {quote.gpu}" for quote in loaded})
     there = f"it has {', '.join(kinds[:20])}" if kinds else "it has none at all"

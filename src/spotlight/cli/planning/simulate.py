@@ -18,8 +18,8 @@ from spotlight.cli.exit_codes import failure, told_plainly
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from spotlight.planning.compare import Compared
-    from spotlight.planning.pages.comparison_summary import Line, Note
+    from spotlight.planning.compare import ComparedStrategy
+    from spotlight.planning.pages.comparison_summary import PageNote, TableLine
     from spotlight.planning.scenarios.prepare import Prepared
     from spotlight.planning.scenarios.scenario_file import ScenarioFile
 
@@ -71,7 +71,7 @@ def simulate(
     if scenario is None:
         _list()
         return
-    from spotlight.planning.compare import Task, run_tasks
+    from spotlight.planning.compare import SimulationTask, run_tasks
     from spotlight.planning.pages.comparison_page import require_place, require_plotly
     from spotlight.planning.scenarios.prepare import prepare
 
@@ -84,7 +84,7 @@ def simulate(
         file = read_scenario(scenario, overrides or [], trace, seed)
         names = chosen_strategies(file, strategy or [])
         prepared = prepare(file, names, now)
-    tasks = [Task(prepared, name, page is not None) for name in names]
+    tasks = [SimulationTask(prepared, name, page is not None) for name in names]
     with told_plainly(), Bar(len(tasks)) as bar:
         compared = run_tasks(tasks, jobs or os.cpu_count() or 1, lambda task: bar.done(task.strategy))
     _print(prepared, compared, now)
@@ -94,10 +94,14 @@ def simulate(
 
 
 def _write(
-    prepared: Prepared, compared: Sequence[Compared], now: datetime, as_json: Path | None, page: Path | None
+    prepared: Prepared,
+    compared: Sequence[ComparedStrategy],
+    now: datetime,
+    as_json: Path | None,
+    page: Path | None,
 ) -> None:
     from spotlight.planning.pages.comparison_page import comparison_page, write_file
-    from spotlight.planning.pages.scenario_record import record_of
+    from spotlight.planning.pages.comparison_summary import record_of
 
     with told_plainly():
         if as_json is not None:
@@ -171,7 +175,7 @@ def _list() -> None:
     console.print("\nsimulate one: spotlight simulate paper-512. Your own: docs/howto/simulate-and-plan.md")
 
 
-def _print(prepared: Prepared, compared: Sequence[Compared], now: datetime) -> None:
+def _print(prepared: Prepared, compared: Sequence[ComparedStrategy], now: datetime) -> None:
     from spotlight.fleet.traces.picture import sparkline
     from spotlight.fleet.traces.transforms import cut
     from spotlight.planning.pages.comparison_summary import notes_of, table_of
@@ -194,7 +198,7 @@ def wide_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=140)
 
 
-def print_table(console: Console, columns: Sequence[str], lines: Sequence[Line]) -> None:
+def print_table(console: Console, columns: Sequence[str], lines: Sequence[TableLine]) -> None:
     """A table; lines without cells are headings."""
     table = Table(box=None, pad_edge=False)
     for index, column in enumerate(columns):
@@ -205,7 +209,7 @@ def print_table(console: Console, columns: Sequence[str], lines: Sequence[Line])
     console.print(table)
 
 
-def print_notes(console: Console, notes: Sequence[Note]) -> None:
+def print_notes(console: Console, notes: Sequence[PageNote]) -> None:
     """What stands below a table."""
     for note in notes:
         console.print()

@@ -19,8 +19,8 @@ from spotlight.cli.exit_codes import failure, told_plainly
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from spotlight.fleet.traces.statistics import TraceStatistics
     from spotlight.fleet.traces.trace import Trace
+    from spotlight.fleet.traces.trace_statistics import TraceStatistics
 
 
 class Format(StrEnum):
@@ -149,7 +149,7 @@ def _read(
     horizon_s: float | None,
     notice_lead_s: float | None,
 ) -> Trace:
-    from spotlight.fleet.traces.readers import read_trace
+    from spotlight.fleet.traces.trace_files import read_trace
     from spotlight.fleet.traces.transforms import limit, repeat, with_notices
 
     trace = read_trace(path, format=format.value, gpus_per_node=gpus_per_node)
@@ -163,7 +163,7 @@ def _read(
 def _write(traces: Sequence[Trace], out: Path | None, page: Path | None) -> None:
     from spotlight.fleet.traces.picture import html
     from spotlight.fleet.traces.trace import TraceError
-    from spotlight.fleet.traces.writers import write_trace
+    from spotlight.fleet.traces.trace_files import write_trace
 
     if out is not None:
         write_trace(traces[0], out)
@@ -176,7 +176,7 @@ def _write(traces: Sequence[Trace], out: Path | None, page: Path | None) -> None
 
 
 def _record(trace: Trace) -> dict[str, object]:
-    from spotlight.fleet.traces.statistics import statistics
+    from spotlight.fleet.traces.trace_statistics import statistics
 
     numbers = asdict(statistics(trace)).items()
     # JSON has no NaN: what nothing happened for is null.
@@ -188,7 +188,7 @@ def _record(trace: Trace) -> dict[str, object]:
 
 def _print(traces: Sequence[Trace], written: Sequence[Path]) -> None:
     from spotlight.fleet.traces.picture import sparkline
-    from spotlight.fleet.traces.statistics import statistics
+    from spotlight.fleet.traces.trace_statistics import statistics
 
     console = Console(highlight=False)
     for trace in traces:

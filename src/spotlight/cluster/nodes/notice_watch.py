@@ -13,8 +13,8 @@ from typing import Literal
 from spotlight.cluster.nodes.notice_mail import Outbox
 from spotlight.fleet.notices.clouds import Cloud, cloud_source, find_cloud
 from spotlight.fleet.notices.metadata import MetadataServer
-from spotlight.fleet.notices.notice import NoticeError, Source
-from spotlight.fleet.notices.watcher import Watcher
+from spotlight.fleet.notices.notice import NoticeError, NoticeSource
+from spotlight.fleet.notices.watcher import NoticeWatcher
 
 log = logging.getLogger("spotlight.cluster.notices")
 
@@ -46,10 +46,10 @@ class NoticeWatch:
         outbox: gets notices, and why nothing is watched.
     """
 
-    def __init__(self, settings: NoticeSettings, sigterm: Source | None, outbox: Outbox) -> None:
+    def __init__(self, settings: NoticeSettings, sigterm: NoticeSource | None, outbox: Outbox) -> None:
         self._settings, self._sigterm, self._outbox = settings, sigterm, outbox
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._watcher: Watcher | None = None
+        self._watcher: NoticeWatcher | None = None
 
     def start(self) -> None:
         """Begin to watch; the thread ends with the process."""
@@ -93,10 +93,10 @@ class NoticeWatch:
             )
             return
         self._loop = asyncio.get_running_loop()
-        self._watcher = Watcher(sources, random.Random(os.getpid()))
+        self._watcher = NoticeWatcher(sources, random.Random(os.getpid()))
         await self._watcher.run(self._outbox.put)
 
-    async def _cloud(self) -> Source | None:
+    async def _cloud(self) -> NoticeSource | None:
         choice, endpoint = self._settings.cloud, self._settings.endpoint
         server = MetadataServer() if endpoint is None else MetadataServer(endpoint)
         if choice == "none":

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
-from spotlight.fleet.notices.metadata import Answer, MetadataServer
-from spotlight.fleet.notices.notice import MetadataError, Pending, Reading, Trouble
+from spotlight.fleet.notices.metadata import MetadataAnswer, MetadataServer
+from spotlight.fleet.notices.notice import MetadataError, NoticeReading, NoticeTrouble, PendingNotice
 
 TOKEN = "/latest/api/token"
 ACTION = "/latest/meta-data/spot/instance-action"
@@ -42,7 +42,7 @@ class AwsNotices:
     name: str = field(default="aws", init=False)
     _token: str = field(default="", init=False)
 
-    async def read(self) -> Reading:
+    async def read(self) -> NoticeReading:
         """See :class:`Source`."""
         action = await self._ask(ACTION)
         pending = () if action is None else (parse_action(action),)
@@ -51,8 +51,8 @@ class AwsNotices:
             advice = await self._ask(REBALANCE)
             rebalance = "" if advice is None else parse_rebalance(advice)
         except MetadataError as error:
-            return Reading(pending, trouble=error)
-        return Reading(pending, rebalance)
+            return NoticeReading(pending, trouble=error)
+        return NoticeReading(pending, rebalance)
 
     async def acknowledge(self) -> bool:
         """AWS takes no acknowledgement."""
@@ -62,7 +62,7 @@ class AwsNotices:
         """Raises :class:`MetadataError` if this is not AWS."""
         await self._renew()
 
-    async def _ask(self, path: str) -> Answer | None:
+    async def _ask(self, path: str) -> MetadataAnswer | None:
         """An answer of status 200, or None for 404."""
         if not self._token:
             await self._renew()
@@ -74,11 +74,11 @@ class AwsNotices:
             return None
         if answer.status == 401:
             self._token = ""
-            raise answer.error(Trouble.REFUSED, "refuses a token it has just given", "200 or 404")
+            raise answer.error(NoticeTrouble.REFUSED, "refuses a token it has just given", "200 or 404")
         answer.require_ok(_REFUSED)
         return answer
 
-    async def _with_token(self, path: str) -> Answer:
+    async def _with_token(self, path: str) -> MetadataAnswer:
         return await self.server.ask(path, {"X-aws-ec2-metadata-token": self._token}, self.answer_s)
 
     async def _renew(self) -> None:
@@ -88,28 +88,28 @@ class AwsNotices:
         answer.require_ok(_REFUSED)
         token = answer.text.strip()
         if not token or not token.isascii() or not token.isprintable() or set(token) & set(" <>{}"):
-            raise answer.error(Trouble.BROKEN, f"sent {answer.text[:80]!r}", "a token")
+            raise answer.error(NoticeTrouble.BROKEN, f"sent {answer.text[:80]!r}", "a token")
         self._token = token
 
 
-def parse_action(answer: Answer) -> Pending:
+def parse_action(answer: MetadataAnswer) -> PendingNotice:
     """``{"action": "terminate", "time": "2017-09-18T08:22:00Z"}``. Raises :class:`MetadataError`."""
     told = answer.json_object()
     action, time = told.get("action"), told.get("time")
     if not isinstance(action, str) or not action:
-        raise answer.error(Trouble.BROKEN, f"sent action {action!r}", "terminate, stop or hibernate")
+        raise answer.error(NoticeTrouble.BROKEN, f"sent action {action!r}", "terminate, stop or hibernate")
     remaining_s = min(answer.remaining_s(_time(answer, "time", time)), NOTICE_MAX_S)
-    return Pending(action, str(time), remaining_s, f"{action} at {time}")
+    return PendingNotice(action, str(time), remaining_s, f"{action} at {time}")
 
 
-def parse_rebalance(answer: Answer) -> str:
+def parse_rebalance(answer: MetadataAnswer) -> str:
     """``{"noticeTime": "2020-10-27T08:22:00Z"}``. Raises :class:`MetadataError`."""
     time = answer.json_object().get("noticeTime")
     _time(answer, "noticeTime", time)
     return f"rebalance recommended at {time}"
 
 
-def _time(answer: Answer, key: str, value: object) -> datetime:
+def _time(answer: MetadataAnswer, key: str, value: object) -> datetime:
     try:
         if not isinstance(value, str):
             raise ValueError
@@ -118,6 +118,6 @@ def _time(answer: Answer, key: str, value: object) -> datetime:
             raise ValueError
     except ValueError:
         raise answer.error(
-            Trouble.BROKEN, f"sent {key} {value!r}", "a time in UTC such as 2017-09-18T08:22:00Z"
+            NoticeTrouble.BROKEN, f"sent {key} {value!r}", "a time in UTC such as 2017-09-18T08:22:00Z"
         ) from None
     return time

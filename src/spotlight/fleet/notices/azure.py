@@ -13,8 +13,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from spotlight.fleet.notices.metadata import Answer, MetadataServer, parse_http_date
-from spotlight.fleet.notices.notice import Pending, Reading, Trouble
+from spotlight.fleet.notices.metadata import MetadataAnswer, MetadataServer, parse_http_date
+from spotlight.fleet.notices.notice import NoticeReading, NoticeTrouble, PendingNotice
 
 VM = "/metadata/instance/compute?api-version=2021-02-01"
 EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
@@ -23,10 +23,10 @@ _HEADERS = {"Metadata": "true"}
 
 
 @dataclass(frozen=True, slots=True)
-class _Event:
+class _AzureEvent:
     """An event that concerns this VM; ``alone``: and no other one."""
 
-    pending: Pending
+    pending: PendingNotice
     alone: bool
 
 
@@ -46,9 +46,9 @@ class AzureNotices:
     name: str = field(default="azure", init=False)
     _vm: str = field(default="", init=False)
     _switched_on: bool = field(default=False, init=False)
-    _events: tuple[_Event, ...] = field(default=(), init=False)
+    _events: tuple[_AzureEvent, ...] = field(default=(), init=False)
 
-    async def read(self) -> Reading:
+    async def read(self) -> NoticeReading:
         """See :class:`Source`."""
         await self.probe()
         patience_s = self.answer_s if self._switched_on else self.first_answer_s
@@ -56,7 +56,7 @@ class AzureNotices:
         answer.require_ok()
         self._switched_on = True
         self._events = parse_events(answer, self._vm)
-        return Reading(tuple(event.pending for event in self._events))
+        return NoticeReading(tuple(event.pending for event in self._events))
 
     async def acknowledge(self) -> bool:
         """Let the events begin that concern no other VM; the VM may be gone at once.
@@ -80,48 +80,50 @@ class AzureNotices:
         answer.require_ok()
         name = answer.json_object().get("name")
         if not isinstance(name, str) or not name:
-            raise answer.error(Trouble.BROKEN, f"sent the name {name!r}", "the VM's name")
+            raise answer.error(NoticeTrouble.BROKEN, f"sent the name {name!r}", "the VM's name")
         self._vm = name
 
 
-def parse_events(answer: Answer, vm: str) -> tuple[_Event, ...]:
+def parse_events(answer: MetadataAnswer, vm: str) -> tuple[_AzureEvent, ...]:
     """The events that end ``vm``'s processes. Raises :class:`MetadataError` if any event cannot be read."""
     events = answer.json_object().get("Events")
     if not isinstance(events, list):
-        raise answer.error(Trouble.BROKEN, f"sent Events {events!r:.80}", "a list")
+        raise answer.error(NoticeTrouble.BROKEN, f"sent Events {events!r:.80}", "a list")
     found = []
     for index, event in enumerate(events):
         place = f"Events[{index}]"
         if not isinstance(event, dict):
-            raise answer.error(Trouble.BROKEN, f"sent {place} {event!r:.80}", "an object")
+            raise answer.error(NoticeTrouble.BROKEN, f"sent {place} {event!r:.80}", "an object")
         kind, names = _text(answer, place, event, "EventType"), _names(answer, place, event)
         if kind in ENDS_PROCESSES and vm.casefold() in names:
-            found.append(_Event(_pending(answer, place, event, kind), alone=len(set(names)) == 1))
+            found.append(_AzureEvent(_pending(answer, place, event, kind), alone=len(set(names)) == 1))
     return tuple(found)
 
 
-def _pending(answer: Answer, place: str, event: Mapping[str, object], kind: str) -> Pending:
+def _pending(answer: MetadataAnswer, place: str, event: Mapping[str, object], kind: str) -> PendingNotice:
     key, before = _text(answer, place, event, "EventId"), event.get("NotBefore")
     if not before or event.get("EventStatus") == "Started":
-        return Pending(key, "started", 0.0, f"{kind} has begun (event {key})")
+        return PendingNotice(key, "started", 0.0, f"{kind} has begun (event {key})")
     deadline = parse_http_date(before) if isinstance(before, str) else None
     if deadline is None:
         expected = "a date such as Mon, 19 Sep 2016 18:29:47 GMT"
-        raise answer.error(Trouble.BROKEN, f"sent {place}.NotBefore {before!r}", expected)
+        raise answer.error(NoticeTrouble.BROKEN, f"sent {place}.NotBefore {before!r}", expected)
     detail = f"{kind} not before {before} (event {key})"
-    return Pending(key, str(before), answer.remaining_s(deadline), detail)
+    return PendingNotice(key, str(before), answer.remaining_s(deadline), detail)
 
 
-def _text(answer: Answer, place: str, event: Mapping[str, object], key: str) -> str:
+def _text(answer: MetadataAnswer, place: str, event: Mapping[str, object], key: str) -> str:
     value = event.get(key)
     if not isinstance(value, str) or not value:
-        raise answer.error(Trouble.BROKEN, f"sent {place}.{key} {value!r:.80}", "a text")
+        raise answer.error(NoticeTrouble.BROKEN, f"sent {place}.{key} {value!r:.80}", "a text")
     return value
 
 
-def _names(answer: Answer, place: str, event: Mapping[str, object]) -> Sequence[str]:
+def _names(answer: MetadataAnswer, place: str, event: Mapping[str, object]) -> Sequence[str]:
     """Azure's names do not tell case apart."""
     value = event.get("Resources")
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise answer.error(Trouble.BROKEN, f"sent {place}.Resources {value!r:.80}", "a list of VM names")
+        raise answer.error(
+            NoticeTrouble.BROKEN, f"sent {place}.Resources {value!r:.80}", "a list of VM names"
+        )
     return [name.casefold() for name in value]

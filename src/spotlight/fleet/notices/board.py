@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from spotlight.fleet.notices.notice import Cancelled, Notice, Noticed, Reading, Rebalance
+from spotlight.fleet.notices.notice import Cancelled, Notice, Noticed, NoticeReading, Rebalance
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _Announcement:
     """An announcement as first read."""
 
     source: str
@@ -24,25 +24,25 @@ class _Held:
 
 
 @dataclass(slots=True)
-class Board:
+class NoticeBoard:
     """What every source said last."""
 
-    _held: dict[str, tuple[_Held, ...]] = field(default_factory=dict)
-    _told: _Held | None = None
+    _held: dict[str, tuple[_Announcement, ...]] = field(default_factory=dict)
+    _told: _Announcement | None = None
     _advised: set[tuple[str, str]] = field(default_factory=set)
 
-    def update(self, source: str, reading: Reading, now_s: float) -> list[Notice]:
+    def update(self, source: str, reading: NoticeReading, now_s: float) -> list[Notice]:
         """Take a reading of ``source`` at ``now_s`` (watcher's clock); returns what is new for the node."""
         before = {(held.key, held.stamp): held for held in self._held.get(source, ())}
         self._held[source] = tuple(
             # Seen before: the deadline computed first stands, so a jittering clock tells nothing new.
             before.get((item.key, item.stamp))
-            or _Held(source, item.key, item.stamp, now_s + item.remaining_s, item.detail)
+            or _Announcement(source, item.key, item.stamp, now_s + item.remaining_s, item.detail)
             for item in reading.pending
         )
         return [*self._advice(source, reading), *self._change()]
 
-    def _advice(self, source: str, reading: Reading) -> Iterator[Notice]:
+    def _advice(self, source: str, reading: NoticeReading) -> Iterator[Notice]:
         if reading.rebalance and (source, reading.rebalance) not in self._advised:
             self._advised.add((source, reading.rebalance))
             yield Rebalance(source, reading.rebalance)

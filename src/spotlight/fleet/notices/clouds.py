@@ -11,7 +11,7 @@ from spotlight.fleet.notices.aws import AwsNotices
 from spotlight.fleet.notices.azure import AzureNotices
 from spotlight.fleet.notices.gcp import GcpNotices
 from spotlight.fleet.notices.metadata import MetadataServer
-from spotlight.fleet.notices.notice import MetadataError, NoticeError, Source
+from spotlight.fleet.notices.notice import MetadataError, NoticeError, NoticeSource
 
 
 class Cloud(StrEnum):
@@ -22,7 +22,7 @@ class Cloud(StrEnum):
     AZURE = "azure"
 
 
-class CloudSource(Source, Protocol):
+class CloudSource(NoticeSource, Protocol):
     """A source that knows its own cloud."""
 
     async def probe(self) -> None:

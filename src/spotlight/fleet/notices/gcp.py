@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from urllib.parse import quote
 
 from spotlight.fleet.notices.metadata import MetadataServer
-from spotlight.fleet.notices.notice import MetadataError, Pending, Reading, Trouble
+from spotlight.fleet.notices.notice import MetadataError, NoticeReading, NoticeTrouble, PendingNotice
 
 PREEMPTED = "/computeMetadata/v1/instance/preempted"
 NOTICE_S = 30.0
@@ -37,7 +37,7 @@ class GcpNotices:
     name: str = field(default="gcp", init=False)
     _etag: str = field(default="", init=False)
 
-    async def read(self) -> Reading:
+    async def read(self) -> NoticeReading:
         """See :class:`Source`; waits for a change after the first answer."""
         try:
             preempted = await self._ask()
@@ -45,9 +45,9 @@ class GcpNotices:
             self._etag = ""  # what changed meanwhile is asked for at once
             raise
         if not preempted:
-            return Reading()
+            return NoticeReading()
         detail = f"preempted: Google gives about {NOTICE_S:g} s"
-        return Reading((Pending("preempted", "TRUE", NOTICE_S, detail),))
+        return NoticeReading((PendingNotice("preempted", "TRUE", NOTICE_S, detail),))
 
     async def acknowledge(self) -> bool:
         """Google takes no acknowledgement."""
@@ -66,9 +66,9 @@ class GcpNotices:
         answer = await self.server.ask(path, _FLAVOR, timeout_s)
         answer.require_ok(_REFUSED)
         if (flavor := answer.headers.get("metadata-flavor")) != "Google":
-            raise answer.error(Trouble.BROKEN, f"sent Metadata-Flavor {flavor!r}", "'Google'")
+            raise answer.error(NoticeTrouble.BROKEN, f"sent Metadata-Flavor {flavor!r}", "'Google'")
         text = answer.text.strip()
         if text not in {"TRUE", "FALSE"}:
-            raise answer.error(Trouble.BROKEN, f"sent {text[:80]!r}", "TRUE or FALSE")
+            raise answer.error(NoticeTrouble.BROKEN, f"sent {text[:80]!r}", "TRUE or FALSE")
         self._etag = answer.headers.get("etag", "")
         return text == "TRUE"

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from spotlight.fleet.notices.notice import MetadataError, NoticeError, Trouble
+from spotlight.fleet.notices.notice import MetadataError, NoticeError, NoticeTrouble
 
 LINK_LOCAL_URL = "http://169.254.169.254"
 """Where AWS, GCP and Azure answer."""
@@ -31,7 +31,7 @@ def utc_now() -> datetime:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class MetadataAnswer:
     """What a service said.
 
     Attributes:
@@ -54,7 +54,7 @@ class Answer:
         """Raises :class:`MetadataError` unless the status is 200; ``hint``: what to do about a refusal."""
         if self.status != 200:
             refused = 300 <= self.status < 500 and self.status not in {408, 410, 429}
-            trouble = Trouble.REFUSED if refused else Trouble.BROKEN
+            trouble = NoticeTrouble.REFUSED if refused else NoticeTrouble.BROKEN
             raise self.error(trouble, f"answered {self.status}", "200", hint if refused else "")
 
     def json_object(self) -> Mapping[str, object]:
@@ -64,10 +64,10 @@ class Answer:
         except (ValueError, RecursionError):
             value = None
         if not isinstance(value, dict):
-            raise self.error(Trouble.BROKEN, f"sent {self.text[:80]!r}", "a JSON object")
+            raise self.error(NoticeTrouble.BROKEN, f"sent {self.text[:80]!r}", "a JSON object")
         return value
 
-    def error(self, trouble: Trouble, found: str, expected: str, hint: str = "") -> MetadataError:
+    def error(self, trouble: NoticeTrouble, found: str, expected: str, hint: str = "") -> MetadataError:
         """An error about this answer."""
         return MetadataError(trouble, f"{self.question} {found}; expected {expected}. {hint}".rstrip())
 
@@ -104,7 +104,7 @@ class MetadataServer:
         method: str = "GET",
         body: str = "",
         silence: str = "",
-    ) -> Answer:
+    ) -> MetadataAnswer:
         """One question and its answer, whatever its status.
 
         Args:
@@ -134,22 +134,22 @@ class MetadataServer:
                     content += part
                     if len(content) > BYTES_MAX:
                         raise MetadataError(
-                            Trouble.BROKEN, f"{question} sent more; expected at most {BYTES_MAX} bytes."
+                            NoticeTrouble.BROKEN, f"{question} sent more; expected at most {BYTES_MAX} bytes."
                         )
             text = content.decode("utf-8")
         except (TimeoutError, httpx2.TimeoutException):
             message = f"{question} was not answered within {timeout_s:g} s. {silence}"
-            raise MetadataError(Trouble.ABSENT, message.rstrip()) from None
+            raise MetadataError(NoticeTrouble.ABSENT, message.rstrip()) from None
         except httpx2.NetworkError as error:
             message = f"{question} found no metadata service ({error or type(error).__name__}). {silence}"
-            raise MetadataError(Trouble.ABSENT, message.rstrip()) from None
+            raise MetadataError(NoticeTrouble.ABSENT, message.rstrip()) from None
         except (httpx2.HTTPError, httpx2.InvalidURL, UnicodeDecodeError) as error:
             message = (
                 f"{question} could not be read ({error or type(error).__name__}); expected text over HTTP."
             )
-            raise MetadataError(Trouble.BROKEN, message) from None
+            raise MetadataError(NoticeTrouble.BROKEN, message) from None
         told = {name.lower(): value for name, value in response.headers.items()}
-        return Answer(response.status_code, told, text, question, self._now(told.get("date")))
+        return MetadataAnswer(response.status_code, told, text, question, self._now(told.get("date")))
 
     def _now(self, date: str | None) -> datetime:
         """The service's clock by its Date header.

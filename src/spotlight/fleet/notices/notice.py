@@ -1,6 +1,6 @@
 """The nouns of preemption notices, and what the controller is told of them. Pure.
 
-A *source* (a cloud's metadata service, a signal) answers with a :class:`Reading`: everything that is
+A *source* (a cloud's metadata service, a signal) answers with a :class:`NoticeReading`: everything that is
 pending now. The board (``board.py``) compares readings and tells what changed as a :data:`Notice`.
 """
 
@@ -18,7 +18,7 @@ class NoticeError(Exception):
     """Notices cannot be watched as asked: a wrong address, no cloud, a signal outside the main thread."""
 
 
-class Trouble(StrEnum):
+class NoticeTrouble(StrEnum):
     """What is wrong with a metadata service."""
 
     ABSENT = "absent"
@@ -29,13 +29,13 @@ class Trouble(StrEnum):
 class MetadataError(NoticeError):
     """A metadata service is silent (``ABSENT``), refuses (``REFUSED``) or answers nonsense (``BROKEN``)."""
 
-    def __init__(self, trouble: Trouble, message: str) -> None:
+    def __init__(self, trouble: NoticeTrouble, message: str) -> None:
         super().__init__(message)
         self.trouble = trouble
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class PendingNotice:
     """An announced end of this node.
 
     Attributes:
@@ -53,7 +53,7 @@ class Pending:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class NoticeReading:
     """All that a source knows now.
 
     Attributes:
@@ -62,12 +62,12 @@ class Reading:
         trouble: a part of the answer that is of no consequence for ``pending`` could not be had.
     """
 
-    pending: tuple[Pending, ...] = ()
+    pending: tuple[PendingNotice, ...] = ()
     rebalance: str = ""
     trouble: MetadataError | None = None
 
 
-class Source(Protocol):
+class NoticeSource(Protocol):
     """Where notices come from: one cloud's metadata service, or a signal."""
 
     @property
@@ -80,7 +80,7 @@ class Source(Protocol):
         """Shortest time between the beginnings of two readings."""
         ...
 
-    async def read(self) -> Reading | None:
+    async def read(self) -> NoticeReading | None:
         """What is pending now; may wait until that has changed. None: nothing more will ever come.
 
         Raises:

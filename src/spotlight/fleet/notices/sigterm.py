@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
-from spotlight.fleet.notices.notice import NoticeError, Pending, Reading
+from spotlight.fleet.notices.notice import NoticeError, NoticeReading, PendingNotice
 
 GRACE_S = 30.0
 """Kubernetes' terminationGracePeriodSeconds, and SLURM's KillWait, unless set otherwise."""
@@ -38,7 +38,7 @@ class SigtermNotices:
     came_s: float | None = field(default=None, init=False)
     _told: bool = field(default=False, init=False)
 
-    async def read(self) -> Reading | None:
+    async def read(self) -> NoticeReading | None:
         """See :class:`Source`; waits for the signal, and tells of it once."""
         if self._told:
             return None
@@ -52,7 +52,7 @@ class SigtermNotices:
         assert self.came_s is not None
         remaining_s = max(0.0, self.came_s + self.grace_s - self.clock())
         detail = f"SIGTERM, SIGKILL after {self.grace_s:g} s"
-        return Reading((Pending("sigterm", "", remaining_s, detail),))
+        return NoticeReading((PendingNotice("sigterm", "", remaining_s, detail),))
 
     async def acknowledge(self) -> bool:
         """Nobody waits for an answer: the process ends by itself."""

@@ -1,7 +1,7 @@
 """Watches this node's sources of notices, and tells what changes. I/O.
 
 Asyncio, not threads: a question that hangs for a minute is dropped at once when the watcher stops, the
-bound on the whole time of a call holds, and all sources share one thread. :meth:`Watcher.run` runs in any
+bound on the whole time of a call holds, and all sources share one thread. :meth:`NoticeWatcher.run` runs in any
 thread that has no loop of its own (``asyncio.run``), or as a task of one that has.
 
 Each source has a task of its own: asks, hands the reading to the board, sleeps for what is left of its
@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from spotlight.fleet.notices.board import Board
-from spotlight.fleet.notices.notice import MetadataError, Notice, NoticeError, Source, Trouble
+from spotlight.fleet.notices.board import NoticeBoard
+from spotlight.fleet.notices.notice import MetadataError, Notice, NoticeError, NoticeSource, NoticeTrouble
 
 SAY_AGAIN_S = 3600.0
 
@@ -44,14 +44,14 @@ class Backoff:
 
 
 @dataclass(slots=True)
-class _Health:
+class _SourceHealth:
     """What was logged about one source, and when."""
 
     name: str
     failures: int = 0
-    trouble: Trouble | None = None
+    trouble: NoticeTrouble | None = None
     logged: bool = False
-    _said_s: dict[Trouble, float] = field(default_factory=dict)
+    _said_s: dict[NoticeTrouble, float] = field(default_factory=dict)
 
     def failed(self, error: MetadataError, now_s: float) -> None:
         if error.trouble is self.trouble:
@@ -71,7 +71,7 @@ class _Health:
         self.trouble, self.logged = None, False
 
 
-class Watcher:
+class NoticeWatcher:
     """Notices of this node from all of its sources.
 
     Args:
@@ -84,7 +84,7 @@ class Watcher:
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[NoticeSource],
         rng: random.Random,
         backoff: Backoff | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -96,7 +96,7 @@ class Watcher:
         self._rng = rng
         self._backoff = backoff or Backoff()
         self._clock = clock
-        self._board = Board()
+        self._board = NoticeBoard()
 
     async def run(self, tell: Callable[[Notice], None]) -> None:
         """Call ``tell`` with every notice, in order, in this loop; until cancelled, or all sources are done.
@@ -120,8 +120,8 @@ class Watcher:
         """
         return any([await source.acknowledge() for source in self._sources])
 
-    async def _follow(self, source: Source, tell: Callable[[Notice], None]) -> None:
-        health = _Health(source.name)
+    async def _follow(self, source: NoticeSource, tell: Callable[[Notice], None]) -> None:
+        health = _SourceHealth(source.name)
         while True:
             began_s = self._clock()
             try:
@@ -144,11 +144,11 @@ class Watcher:
             await asyncio.sleep(max(0.0, pause_s))
 
 
-async def ask_once(source: Source, clock: Callable[[], float] = time.monotonic) -> list[Notice]:
+async def ask_once(source: NoticeSource, clock: Callable[[], float] = time.monotonic) -> list[Notice]:
     """What is pending now. Raises :class:`MetadataError`, also for a part of the answer that failed."""
     reading = await source.read()
     if reading is None:
         return []
     if reading.trouble is not None:
         raise reading.trouble
-    return Board().update(source.name, reading, clock())
+    return NoticeBoard().update(source.name, reading, clock())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spotlight.fleet.traces.statistics import Availability, availability
 from spotlight.fleet.traces.trace import Trace, TraceError, TraceEventKind
+from spotlight.fleet.traces.trace_statistics import Availability, availability
 
 _BARS = "▁▂▃▄▅▆▇█"
 _COLOURS = ("#2563c9", "#d9622b", "#1a7f4b", "#8a4fbf", "#b3382c", "#5b6470")

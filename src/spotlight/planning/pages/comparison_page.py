@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spotlight.config.errors import ConfigError, Problem
-from spotlight.fleet.traces.statistics import availability
-from spotlight.planning.compare import Compared
+from spotlight.fleet.traces.trace_statistics import availability
+from spotlight.planning.compare import ComparedStrategy
 from spotlight.planning.pages.comparison_summary import (
     KIND_NAMES,
     PHASE_COLOURS,
-    Line,
-    Note,
+    PageNote,
+    TableLine,
     notes_of,
     table_of,
 )
-from spotlight.planning.pages.gantt import Gantt, gantt
+from spotlight.planning.pages.timeline_chart import TimelineChart, timeline_chart
 from spotlight.planning.scenarios.prepare import Prepared
 from spotlight.scheduler.types import NodeKind, Phase
 
@@ -70,7 +70,7 @@ def _no_place(path: Path, error: OSError) -> ConfigError:
     return ConfigError(str(path), [Problem("FILE", str(path), "a place for it", f"{error.strerror}.")])
 
 
-def comparison_page(prepared: Prepared, compared: Sequence[Compared], now: datetime) -> str:
+def comparison_page(prepared: Prepared, compared: Sequence[ComparedStrategy], now: datetime) -> str:
     """The table, GPU-seconds by phase, availability, and what every GPU did, strategy by strategy."""
     outcomes = [one.outcome for one in compared]
     figures = [_phases_figure(compared), _availability_figure(prepared, compared)]
@@ -94,7 +94,7 @@ def page_html(title: str, parts: Iterable[str]) -> str:
     return f"<!doctype html><html lang='en'><head>{head}{script}</head><body>{body}</body></html>\n"
 
 
-def table_html(columns: Sequence[str], lines: Sequence[Line]) -> str:
+def table_html(columns: Sequence[str], lines: Sequence[TableLine]) -> str:
     """A table; lines without cells are headings."""
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     rows = "".join(
@@ -106,7 +106,7 @@ def table_html(columns: Sequence[str], lines: Sequence[Line]) -> str:
     return f"<table><tr>{head}</tr>{rows}</table>"
 
 
-def notes_html(notes: Sequence[Note]) -> str:
+def notes_html(notes: Sequence[PageNote]) -> str:
     """What stands below a table."""
     parts: list[str] = []
     for note in notes:
@@ -139,7 +139,7 @@ def new_figure(title: str, x: str, y: str, **layout: object) -> Figure:
     return figure
 
 
-def _phases_figure(compared: Sequence[Compared]) -> Figure:
+def _phases_figure(compared: Sequence[ComparedStrategy]) -> Figure:
     """Bars of GPU-hours per iteration: so strategies that simulated fewer compare."""
     title = (
         f"GPU-hours per iteration by phase ({KIND_NAMES[NodeKind.RESERVED]}, and {KIND_NAMES[NodeKind.SPOT]})"
@@ -161,7 +161,7 @@ def _phases_figure(compared: Sequence[Compared]) -> Figure:
     return figure
 
 
-def _availability_figure(prepared: Prepared, compared: Sequence[Compared]) -> Figure:
+def _availability_figure(prepared: Prepared, compared: Sequence[ComparedStrategy]) -> Figure:
     """Spot GPUs over the time that any strategy needed."""
     last_h = max((one.outcome.simulated_h for one in compared), default=0.0)
     parts = [part for part in availability(prepared.trace) if part.start_s / 3600 <= last_h]
@@ -179,20 +179,20 @@ def _availability_figure(prepared: Prepared, compared: Sequence[Compared]) -> Fi
     return figure
 
 
-def _gantt_figures(compared: Compared) -> list[Figure]:
+def _gantt_figures(compared: ComparedStrategy) -> list[Figure]:
     """The whole run, and a close-up of some iterations."""
     name, ends = compared.outcome.strategy, compared.iteration_ends_s
     if not compared.gpus:
         return []
     last_s = max(stay.segments[-1].end_s for stay in compared.gpus if stay.segments)
-    figures = [_gantt_figure(f"{name}: what every GPU did", gantt(compared.gpus, 0.0, last_s))]
+    figures = [_gantt_figure(f"{name}: what every GPU did", timeline_chart(compared.gpus, 0.0, last_s))]
     if len(ends) > _CLOSE_UP + 1:
-        close = gantt(compared.gpus, ends[0], ends[_CLOSE_UP])
+        close = timeline_chart(compared.gpus, ends[0], ends[_CLOSE_UP])
         figures.append(_gantt_figure(f"{name}: iterations 2 to {_CLOSE_UP + 1}", close))
     return figures
 
 
-def _gantt_figure(title: str, content: Gantt) -> Figure:
+def _gantt_figure(title: str, content: TimelineChart) -> Figure:
     gathered = max(row.gpus for row in content.rows)
     about = f"; up to {gathered} GPUs a line" if gathered > 1 else ""
     cell = f"each cell of {content.cell_s:.3g} s shows its longest phase"

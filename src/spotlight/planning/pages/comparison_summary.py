@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 
 from spotlight.fleet.gpus import GPU_TYPES
-from spotlight.fleet.traces.statistics import statistics
-from spotlight.planning.pages.scenario_record import assumed_of, prices_of
+from spotlight.fleet.traces.trace_statistics import statistics
+from spotlight.planning.compare import PREVIEWS_WANTED, SimulationOutcome
+from spotlight.planning.pricing import PriceTag
 from spotlight.planning.scenarios.prepare import Prepared, bytes_of_both
+from spotlight.planning.scenarios.profile import NamedFigure, assumptions
 from spotlight.planning.scenarios.strategies import SpotPlaces, strategy_named
-from spotlight.planning.simulation_outcome import PREVIEWS_WANTED, Outcome
 from spotlight.scheduler.types import Filler, NodeKind, Phase
 
 _DROPPED_TOLD = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class TableLine:
     """One line of the table: a label and a cell for each strategy; without cells it is a heading."""
 
     label: str
@@ -27,21 +28,21 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class PageNote:
     """Something said below the table, under a heading."""
 
     heading: str
     lines: tuple[str, ...]
 
 
-def table_of(outcomes: Sequence[Outcome]) -> tuple[Line, ...]:
+def table_of(outcomes: Sequence[SimulationOutcome]) -> tuple[TableLine, ...]:
     """The table, metric by metric."""
     return tuple(_lines(outcomes))
 
 
-def _lines(outcomes: Sequence[Outcome]) -> Iterator[Line]:
-    def line(label: str, cell: Callable[[Outcome], str]) -> Line:
-        return Line(label, tuple(cell(one) for one in outcomes))
+def _lines(outcomes: Sequence[SimulationOutcome]) -> Iterator[TableLine]:
+    def line(label: str, cell: Callable[[SimulationOutcome], str]) -> TableLine:
+        return TableLine(label, tuple(cell(one) for one in outcomes))
 
     yield line("time per iteration", lambda one: seconds(one.iteration_s))
     yield line("cost per iteration", lambda one: usd(one.iteration_usd))
@@ -54,47 +55,51 @@ def _lines(outcomes: Sequence[Outcome]) -> Iterator[Line]:
     yield line("work lost", lambda one: f"{_three(one.lost_s / 3600)} GPU-h")
     if any(not math.isnan(one.preview_share) for one in outcomes):
         yield line("previews used", lambda one: percent(one.preview_share))
-    yield Line("GPU-hours, and share")
+    yield TableLine("GPU-hours, and share")
     for phase in Phase:
         if any(one.seconds([phase]) for one in outcomes):
             cells = tuple(_spent(one, phase) for one in outcomes)
-            yield Line(f"  {phase.value.replace('_', ' ')}", cells)
+            yield TableLine(f"  {phase.value.replace('_', ' ')}", cells)
     yield line("  together", lambda one: _three(one.total_s / 3600))
     yield from _overlaps(outcomes)
     yield line("iterations simulated", lambda one: str(one.iterations))
 
 
-def _overlaps(outcomes: Sequence[Outcome]) -> Iterator[Line]:
+def _overlaps(outcomes: Sequence[SimulationOutcome]) -> Iterator[TableLine]:
     """What filled GPU-hours in which somebody would have waited; nothing where nothing did."""
     fillers = [filler for filler in Filler if any(filler in one.filled_s for one in outcomes)]
     if fillers:
-        yield Line("GPU-hours that would have been idle")
+        yield TableLine("GPU-hours that would have been idle")
     for filler in fillers:
-        yield Line(f"  {filler.words}", tuple(_filled(one, filler) for one in outcomes))
+        yield TableLine(f"  {filler.words}", tuple(_filled(one, filler) for one in outcomes))
     if any(one.overlapped_share for one in outcomes):
-        yield Line("trained before all were there", tuple(percent(one.overlapped_share) for one in outcomes))
+        yield TableLine(
+            "trained before all were there", tuple(percent(one.overlapped_share) for one in outcomes)
+        )
     if any(one.early_share for one in outcomes):
-        yield Line("begun an iteration early", tuple(percent(one.early_share) for one in outcomes))
+        yield TableLine("begun an iteration early", tuple(percent(one.early_share) for one in outcomes))
 
 
-def _filled(one: Outcome, filler: Filler) -> str:
+def _filled(one: SimulationOutcome, filler: Filler) -> str:
     return _three(one.filled_s[filler] / 3600) if filler in one.filled_s else "-"
 
 
-def _spent(one: Outcome, phase: Phase) -> str:
+def _spent(one: SimulationOutcome, phase: Phase) -> str:
     spent = one.seconds([phase])
     return f"{_three(spent / 3600)} {spent / one.total_s:>6.1%}" if spent else "-"
 
 
-def notes_of(prepared: Prepared, outcomes: Sequence[Outcome], now: datetime) -> tuple[Note, ...]:
+def notes_of(
+    prepared: Prepared, outcomes: Sequence[SimulationOutcome], now: datetime
+) -> tuple[PageNote, ...]:
     """What the table rests on."""
     notes = [
-        Note("Strategies", tuple(_abouts(outcomes))),
-        Note("Iterations to target: an input, not a result", tuple(_targets(outcomes))),
-        Note("Prices of a GPU-hour", tuple(_prices(prepared, now))),
-        Note("Spot nodes", tuple(_trace(prepared))),
-        Note("Assumed in the cost profile", tuple(_assumed(prepared))),
-        Note("How to read it", tuple(_reading(prepared))),
+        PageNote("Strategies", tuple(_abouts(outcomes))),
+        PageNote("Iterations to target: an input, not a result", tuple(_targets(outcomes))),
+        PageNote("Prices of a GPU-hour", tuple(_prices(prepared, now))),
+        PageNote("Spot nodes", tuple(_trace(prepared))),
+        PageNote("Assumed in the cost profile", tuple(_assumed(prepared))),
+        PageNote("How to read it", tuple(_reading(prepared))),
     ]
     warnings = (
         *warnings_of(outcomes),
@@ -103,11 +108,11 @@ def notes_of(prepared: Prepared, outcomes: Sequence[Outcome], now: datetime) -> 
         *_crowded(prepared, outcomes),
     )
     if warnings:
-        notes.insert(0, Note("Mind", warnings))
+        notes.insert(0, PageNote("Mind", warnings))
     return tuple(notes)
 
 
-def warnings_of(outcomes: Sequence[Outcome]) -> Iterator[str]:
+def warnings_of(outcomes: Sequence[SimulationOutcome]) -> Iterator[str]:
     """What makes a column of the table less than it seems."""
     for one in outcomes:
         if one.problem is not None:
@@ -125,7 +130,7 @@ def warnings_of(outcomes: Sequence[Outcome]) -> Iterator[str]:
             )
 
 
-def _crowded(prepared: Prepared, outcomes: Sequence[Outcome]) -> Iterator[str]:
+def _crowded(prepared: Prepared, outcomes: Sequence[SimulationOutcome]) -> Iterator[str]:
     """Which strategies ask more of a GPU than it has, if it keeps what it needs for both of its tasks."""
     gpu = prepared.file.cluster.reserved.gpu_type
     has = GPU_TYPES[gpu].vram_bytes
@@ -141,7 +146,7 @@ def _crowded(prepared: Prepared, outcomes: Sequence[Outcome]) -> Iterator[str]:
         )
 
 
-def _too_short(prepared: Prepared, outcomes: Sequence[Outcome]) -> Iterator[str]:
+def _too_short(prepared: Prepared, outcomes: Sequence[SimulationOutcome]) -> Iterator[str]:
     """Whether too little was simulated for preemptions to show."""
     spans = [one.simulated_h for one in outcomes if strategy_named(one.strategy).places is SpotPlaces.SPOT]
     stay_h = statistics(prepared.trace).uptime_mean_s / 3600  # NaN if no node ever goes
@@ -154,12 +159,12 @@ def _too_short(prepared: Prepared, outcomes: Sequence[Outcome]) -> Iterator[str]
         )
 
 
-def _abouts(outcomes: Sequence[Outcome]) -> Iterator[str]:
+def _abouts(outcomes: Sequence[SimulationOutcome]) -> Iterator[str]:
     for one in outcomes:
         yield f"{one.strategy}: {strategy_named(one.strategy).about}"
 
 
-def _targets(outcomes: Sequence[Outcome]) -> Iterator[str]:
+def _targets(outcomes: Sequence[SimulationOutcome]) -> Iterator[str]:
     by_source: dict[str, list[str]] = {}
     for one in outcomes:
         told = (
@@ -262,3 +267,59 @@ PHASE_COLOURS: Mapping[Phase, str] = {
 """The same colour for a phase in every picture."""
 
 KIND_NAMES: Mapping[NodeKind, str] = {NodeKind.RESERVED: "reserved or on demand", NodeKind.SPOT: "spot"}
+
+
+def assumed_of(prepared: Prepared) -> tuple[NamedFigure, ...]:
+    """The guesses of the profile that this scenario rests on."""
+    cluster = prepared.file.cluster
+    return assumptions(prepared.profile, (cluster.reserved.gpu_type, cluster.spot.gpu_type))
+
+
+def prices_of(prepared: Prepared) -> dict[str, PriceTag]:
+    """What a GPU costs, by what it is rented as."""
+    tariff = prepared.tariff
+    tags = {"reserved": tariff.reserved, "on demand": tariff.on_demand, "spot": tariff.spot}
+    return {name: tag for name, tag in tags.items() if tag is not None}
+
+
+def record_of(prepared: Prepared, outcomes: Sequence[SimulationOutcome], now: datetime) -> dict[str, object]:
+    """What ``--json`` writes."""
+    trace = prepared.trace
+    return {
+        "scenario": prepared.file.model_dump(mode="json"),
+        "profile": prepared.profile.name,
+        "prices": {
+            name: {
+                "usd_gpu_h": tag.usd_gpu_h,
+                "source": tag.source,
+                "as_of": tag.as_of.isoformat() if tag.as_of else None,
+                "age_days": (now - tag.as_of).days if tag.as_of else None,
+            }
+            for name, tag in prices_of(prepared).items()
+        },
+        "trace": {"source": trace.source} | _finite(asdict(statistics(trace))),
+        "assumed": [asdict(figure) for figure in assumed_of(prepared)],
+        "strategies": [outcome_record(outcome) for outcome in outcomes],
+    }
+
+
+def outcome_record(outcome: SimulationOutcome) -> dict[str, object]:
+    """One strategy's figures; what is unknown is null."""
+    names = set(SimulationOutcome.__slots__) - {"gpu_s", "target", "filled_s"}
+    record = _finite({name: getattr(outcome, name) for name in SimulationOutcome.__slots__ if name in names})
+    target = outcome.target
+    record["iterations_to_target"] = target.model_dump() if target is not None else None
+    record["gpu_s"] = {
+        kind.value: {phase.value: outcome.gpu_s.get((kind, phase), 0.0) for phase in Phase}
+        for kind in NodeKind
+    }
+    record["filled_s"] = {filler.value: seconds for filler, seconds in outcome.filled_s.items()}
+    return record
+
+
+def _finite(numbers: dict[str, object]) -> dict[str, object]:
+    """JSON has no NaN."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in numbers.items()
+    }

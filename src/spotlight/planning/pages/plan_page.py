@@ -7,13 +7,20 @@ from datetime import datetime
 from html import escape
 from typing import TYPE_CHECKING
 
+from spotlight.planning.compare import SimulationOutcome
 from spotlight.planning.pages.comparison_page import div_html, new_figure, notes_html, page_html, table_html
-from spotlight.planning.pages.comparison_summary import Line, Note, hours, notes_of, percent, usd
-from spotlight.planning.pages.scenario_record import outcome_record
+from spotlight.planning.pages.comparison_summary import (
+    PageNote,
+    TableLine,
+    hours,
+    notes_of,
+    outcome_record,
+    percent,
+    usd,
+)
 from spotlight.planning.scenarios.prepare import Prepared
 from spotlight.planning.scenarios.scenario_file import ScenarioFile
-from spotlight.planning.search import GAIN_MIN, Evaluated, Found, Goal, shape_of
-from spotlight.planning.simulation_outcome import Outcome
+from spotlight.planning.search import GAIN_MIN, EvaluatedCandidate, Goal, SearchResult, shape_of
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -29,7 +36,7 @@ def goal_text(goal: Goal) -> str:
     return f"a budget of {usd(goal.budget_usd)}"
 
 
-def answer_text(file: ScenarioFile, found: Found) -> str:
+def answer_text(file: ScenarioFile, found: SearchResult) -> str:
     """The recommendation, or why there is none, in one or two sentences."""
     one = found.answer
     if one is not None:
@@ -50,14 +57,14 @@ def answer_text(file: ScenarioFile, found: Found) -> str:
     )
 
 
-def lines_of(file: ScenarioFile, found: Found, *, every: bool) -> tuple[Line, ...]:
+def lines_of(file: ScenarioFile, found: SearchResult, *, every: bool) -> tuple[TableLine, ...]:
     """The table: the front and the answer, or every candidate; fastest first."""
     front = {one.candidate for one in found.front}
     best = found.answer.candidate if found.answer else None
     shown = [one for one in found.evaluated if every or one.candidate in front or one.candidate == best]
     shown.sort(key=lambda one: (one.outcome.target_h, one.candidate))
     return tuple(
-        Line(
+        TableLine(
             ">" if one.candidate == best else "*" if one.candidate in front else " ",
             (shape_of(file, one.candidate), *_numbers(one.outcome)),
         )
@@ -65,12 +72,14 @@ def lines_of(file: ScenarioFile, found: Found, *, every: bool) -> tuple[Line, ..
     )
 
 
-def _numbers(one: Outcome) -> tuple[str, ...]:
+def _numbers(one: SimulationOutcome) -> tuple[str, ...]:
     idle, previews = percent(one.spot_idle_share), percent(one.preview_share)
     return hours(one.target_h), usd(one.target_usd), f"{one.iteration_s:,.0f} s", idle, previews
 
 
-def plan_notes(file: ScenarioFile, found: Found, prepared: Prepared, now: datetime) -> tuple[Note, ...]:
+def plan_notes(
+    file: ScenarioFile, found: SearchResult, prepared: Prepared, now: datetime
+) -> tuple[PageNote, ...]:
     """What the answer rests on; ``prepared`` is of the answer, or of the nearest."""
     one = found.answer or found.nearest
     searched = [
@@ -83,16 +92,16 @@ def plan_notes(file: ScenarioFile, found: Found, prepared: Prepared, now: dateti
             for missed in found.rejected
         ),
     ]
-    notes = [Note("Searched", tuple(searched))]
+    notes = [PageNote("Searched", tuple(searched))]
     if found.parts:
         gain = f"parts that shorten iterations by less than {GAIN_MIN:.0%} or two errors are left off"
-        notes.append(Note("Parts of the pipeline", (*found.parts, gain)))
+        notes.append(PageNote("Parts of the pipeline", (*found.parts, gain)))
     if found.left_out:
-        notes.append(Note("Left out", found.left_out))
+        notes.append(PageNote("Left out", found.left_out))
     return (*notes, *notes_of(prepared, [one.outcome], now))
 
 
-def plan_record(file: ScenarioFile, found: Found) -> dict[str, object]:
+def plan_record(file: ScenarioFile, found: SearchResult) -> dict[str, object]:
     """What ``--json`` writes."""
     front = {one.candidate for one in found.front}
     return {
@@ -107,7 +116,7 @@ def plan_record(file: ScenarioFile, found: Found) -> dict[str, object]:
     }
 
 
-def _record(file: ScenarioFile, one: Evaluated) -> dict[str, object]:
+def _record(file: ScenarioFile, one: EvaluatedCandidate) -> dict[str, object]:
     candidate = one.candidate
     return {
         "strategy": candidate.strategy,
@@ -121,7 +130,7 @@ def _record(file: ScenarioFile, one: Evaluated) -> dict[str, object]:
     }
 
 
-def plan_page(file: ScenarioFile, found: Found, prepared: Prepared, now: datetime) -> str:
+def plan_page(file: ScenarioFile, found: SearchResult, prepared: Prepared, now: datetime) -> str:
     """The answer, the trade-off curve, every candidate, and what it rests on."""
     parts = [
         f"<p><b>{escape(answer_text(file, found))}</b></p>",
@@ -132,12 +141,12 @@ def plan_page(file: ScenarioFile, found: Found, prepared: Prepared, now: datetim
     return page_html(f"{file.name}: {goal_text(found.goal)}", parts)
 
 
-def _curve(file: ScenarioFile, found: Found) -> Figure:
+def _curve(file: ScenarioFile, found: SearchResult) -> Figure:
     """Cost over time: every candidate a point, the front a line, the goal a line, the answer a star."""
     figure = new_figure("Time and cost to target", "hours to target", "$ to target")
     front = {one.candidate for one in found.front}
 
-    def add(shown: Sequence[Evaluated], name: str, mode: str, **marker: object) -> None:
+    def add(shown: Sequence[EvaluatedCandidate], name: str, mode: str, **marker: object) -> None:
         figure.add_scatter(
             x=[one.outcome.target_h for one in shown],
             y=[one.outcome.target_usd for one in shown],

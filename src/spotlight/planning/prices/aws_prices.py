@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import Protocol
 
 from spotlight.fleet.gpus import instance_types
-from spotlight.planning.prices.fetch import Limits
+from spotlight.planning.prices.fetch import FetchLimits
 from spotlight.planning.prices.quotes import PriceError, Quote, refuse
 
 NAME = "aws"
@@ -37,10 +37,10 @@ class SpotClient(Protocol):
         ...
 
 
-Connect = Callable[[str, Limits], SpotClient]
+Connect = Callable[[str, FetchLimits], SpotClient]
 
 
-def connect(region: str, limits: Limits) -> SpotClient:
+def connect(region: str, limits: FetchLimits) -> SpotClient:
     """An EC2 client of one region. Raises :class:`PriceError` without boto3."""
     try:
         import boto3
@@ -61,13 +61,13 @@ def _without_boto3() -> PriceError:
 
 
 def fetch_records(
-    regions: Sequence[str], limits: Limits, now: datetime, client: Connect = connect
+    regions: Sequence[str], limits: FetchLimits, now: datetime, client: Connect = connect
 ) -> list[str]:
     """Prices in effect now, a JSON list a region. Raises :class:`PriceError`."""
     return [json.dumps({"region": region, "prices": _ask(region, limits, now, client)}) for region in regions]
 
 
-def _ask(region: str, limits: Limits, now: datetime, client: Connect) -> list[dict[str, str]]:
+def _ask(region: str, limits: FetchLimits, now: datetime, client: Connect) -> list[dict[str, str]]:
     try:
         from botocore.exceptions import BotoCoreError, ClientError
     except ImportError:

@@ -16,7 +16,7 @@ from datetime import datetime
 from urllib.parse import urlsplit
 
 from spotlight.fleet.gpus import InstanceType, instance_types
-from spotlight.planning.prices.fetch import Limits, get_text
+from spotlight.planning.prices.fetch import FetchLimits, get_text
 from spotlight.planning.prices.quotes import PriceError, Quote, refuse
 
 URL = "https://prices.azure.com/api/retail/prices"
@@ -39,7 +39,7 @@ class _Price:
     since: str
 
 
-def fetch_pages(regions: Sequence[str], limits: Limits, url: str = URL) -> list[str]:
+def fetch_pages(regions: Sequence[str], limits: FetchLimits, url: str = URL) -> list[str]:
     """All pages of the answer, as text. Empty ``regions``: of all. Raises :class:`PriceError`."""
     pages: list[str] = []
     params: dict[str, str] | None = {"$filter": _filter(regions)}

@@ -51,7 +51,7 @@ class _BadRowError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _CatalogueRow:
     """One line of a catalogue, checked; ``gpu`` is empty for a machine without one."""
 
     line: int
@@ -82,7 +82,7 @@ def parse_catalogue(
     """
     for name in gpus:
         gpu_type(name)
-    rows: list[_Row] = []
+    rows: list[_CatalogueRow] = []
     problems: list[str] = []
     for line, record in _records(text, source, COLUMNS):
         try:
@@ -150,7 +150,7 @@ def _records(text: str, source: str, columns: Sequence[str]) -> Iterator[tuple[i
         raise PriceError(f"{source}:{reader.line_num}: no CSV ({error})") from None
 
 
-def _row(line: int, record: dict[str, str], gpus: Collection[str], *, machines: bool) -> _Row | None:
+def _row(line: int, record: dict[str, str], gpus: Collection[str], *, machines: bool) -> _CatalogueRow | None:
     """A row of ours; None where there is nothing to read.
 
     Args:
@@ -172,7 +172,7 @@ def _row(line: int, record: dict[str, str], gpus: Collection[str], *, machines: 
         raise _BadRowError("Price and SpotPrice are both empty; expected a number of $/h in at least one")
     zone = record["AvailabilityZone"]
     place = record["Region"], "" if zone == record["Region"] else zone
-    return _Row(line, record["InstanceType"], gpu, count, *place, on_demand, spot)
+    return _CatalogueRow(line, record["InstanceType"], gpu, count, *place, on_demand, spot)
 
 
 def _count(text: str) -> int | None:
@@ -207,7 +207,7 @@ def _day(text: str) -> datetime:
     return datetime(day.year, day.month, day.day, tzinfo=UTC)
 
 
-def _with_their_machines(rows: Sequence[_Row]) -> Iterator[_Row]:
+def _with_their_machines(rows: Sequence[_CatalogueRow]) -> Iterator[_CatalogueRow]:
     """GCP: each GPU row with the price of the machine it is rented in, where there is such a machine."""
     bare = {(row.instance_type, row.region, row.zone): row for row in rows if not row.gpu}
     for row in rows:
@@ -224,14 +224,16 @@ def _with_their_machines(rows: Sequence[_Row]) -> Iterator[_Row]:
                     f"{row.line}: machine {machine.name} (line {host.line}) and its GPUs have no price of "
                     "one kind in common; expected Price or SpotPrice in both rows"
                 )
-            yield _Row(row.line, machine.name, row.gpu, row.gpus, row.region, row.zone, on_demand, spot)
+            yield _CatalogueRow(
+                row.line, machine.name, row.gpu, row.gpus, row.region, row.zone, on_demand, spot
+            )
 
 
 def _sum(one: float | None, other: float | None) -> float | None:
     return None if one is None or other is None else one + other
 
 
-def _quote(row: _Row, cloud: str, source: str, as_of: datetime) -> Quote:
+def _quote(row: _CatalogueRow, cloud: str, source: str, as_of: datetime) -> Quote:
     return Quote(
         cloud=cloud,
         region=row.region,

@@ -15,7 +15,7 @@ from spotlight.planning.prices.quotes import PriceError
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class FetchLimits:
     """How long to wait for a server.
 
     Attributes:
@@ -28,7 +28,7 @@ class Limits:
     bytes_max: int = 64 << 20
 
 
-def get_text(url: str, limits: Limits, params: Mapping[str, str] | None = None) -> str:
+def get_text(url: str, limits: FetchLimits, params: Mapping[str, str] | None = None) -> str:
     """The body of an answer of status 200, as UTF-8.
 
     Redirects are not followed: prices come from the address that was named, or not at all.
@@ -43,7 +43,7 @@ def get_text(url: str, limits: Limits, params: Mapping[str, str] | None = None) 
         raise _failed(url, f"sent no text (byte {error.start})", "UTF-8") from None
 
 
-async def _get(url: str, limits: Limits, params: Mapping[str, str] | None) -> bytes:
+async def _get(url: str, limits: FetchLimits, params: Mapping[str, str] | None) -> bytes:
     import httpx2  # here: commands that need no prices start without it
 
     body = bytearray()

@@ -14,7 +14,7 @@ from spotlight.planning.prices import aws_prices as aws
 from spotlight.planning.prices import azure_prices as azure
 from spotlight.planning.prices.cache import PriceCache, default_directory
 from spotlight.planning.prices.catalogue import BUILT_IN, built_in, parse_catalogue
-from spotlight.planning.prices.fetch import Limits, get_text
+from spotlight.planning.prices.fetch import FetchLimits, get_text
 from spotlight.planning.prices.quotes import PriceError, Quote
 
 SKYPILOT_URL = "https://raw.githubusercontent.com/skypilot-org/skypilot-catalog/master/catalogs/v8/{}/vms.csv"
@@ -22,7 +22,7 @@ SKYPILOT_CLOUDS = ("aws", "azure", "gcp")
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class PriceQuery:
     """What prices are wanted, when, and how patiently.
 
     Attributes:
@@ -36,10 +36,10 @@ class Question:
     regions: tuple[str, ...] = ()
     now: datetime = field(default_factory=lambda: datetime.now(UTC))
     cache: PriceCache = field(default_factory=lambda: PriceCache(default_directory()))
-    limits: Limits = field(default_factory=Limits)
+    limits: FetchLimits = field(default_factory=FetchLimits)
 
 
-def load_prices(source: str, question: Question) -> tuple[Quote, ...]:
+def load_prices(source: str, question: PriceQuery) -> tuple[Quote, ...]:
     """Prices of a source: all that the question asks for, and more where that costs nothing.
 
     Raises:
@@ -59,11 +59,11 @@ def load_prices(source: str, question: Question) -> tuple[Quote, ...]:
     )
 
 
-def _builtin(question: Question) -> tuple[Quote, ...]:
+def _builtin(question: PriceQuery) -> tuple[Quote, ...]:
     return built_in()
 
 
-def _azure(question: Question) -> tuple[Quote, ...]:
+def _azure(question: PriceQuery) -> tuple[Quote, ...]:
     return question.cache.quotes(
         f"azure {azure.URL} {' '.join(question.regions)}",
         lambda: azure.fetch_pages(question.regions, question.limits, azure.URL),
@@ -72,7 +72,7 @@ def _azure(question: Question) -> tuple[Quote, ...]:
     )
 
 
-def _aws(question: Question) -> tuple[Quote, ...]:
+def _aws(question: PriceQuery) -> tuple[Quote, ...]:
     regions = question.regions or aws.REGIONS
     return question.cache.quotes(
         f"aws {' '.join(regions)}",
@@ -82,7 +82,7 @@ def _aws(question: Question) -> tuple[Quote, ...]:
     )
 
 
-def _skypilot(question: Question) -> tuple[Quote, ...]:
+def _skypilot(question: PriceQuery) -> tuple[Quote, ...]:
     return tuple(
         quote
         for cloud in SKYPILOT_CLOUDS
@@ -91,7 +91,7 @@ def _skypilot(question: Question) -> tuple[Quote, ...]:
     )
 
 
-def _published(cloud: str, url: str, question: Question) -> tuple[Quote, ...]:
+def _published(cloud: str, url: str, question: PriceQuery) -> tuple[Quote, ...]:
     def read(texts: Sequence[str], came: datetime) -> tuple[Quote, ...]:
         return parse_catalogue(texts[0], cloud=cloud, source=url, as_of=came, gpus=question.gpus)
 
@@ -99,7 +99,7 @@ def _published(cloud: str, url: str, question: Question) -> tuple[Quote, ...]:
     return question.cache.quotes(key, lambda: [get_text(url, question.limits)], read, question.now)
 
 
-def _file(cloud: str, path: Path, question: Question) -> tuple[Quote, ...]:
+def _file(cloud: str, path: Path, question: PriceQuery) -> tuple[Quote, ...]:
     """A catalogue on disk; its prices are as old as the file."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -111,7 +111,7 @@ def _file(cloud: str, path: Path, question: Question) -> tuple[Quote, ...]:
     return parse_catalogue(text, cloud=cloud, source=str(path), as_of=written, gpus=question.gpus)
 
 
-_NAMED: Mapping[str, Callable[[Question], tuple[Quote, ...]]] = {
+_NAMED: Mapping[str, Callable[[PriceQuery], tuple[Quote, ...]]] = {
     BUILT_IN: _builtin,
     azure.NAME: _azure,
     aws.NAME: _aws,

@@ -12,10 +12,10 @@ from datetime import datetime
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.exploration import deepest_pool
 from spotlight.fleet.traces.generator import TraceSpec, generate
-from spotlight.fleet.traces.readers import read_trace
 from spotlight.fleet.traces.trace import Trace, TraceEvent, TraceEventKind
+from spotlight.fleet.traces.trace_files import read_trace
 from spotlight.fleet.traces.transforms import cut, limit, repeat, with_notices
-from spotlight.planning.pricing import PriceTag, Tariff, tariff_of
+from spotlight.planning.pricing import PriceTag, Pricing, pricing_of
 from spotlight.planning.scenarios.fleet_events import SpotOffer, spot_events
 from spotlight.planning.scenarios.profile import (
     Profile,
@@ -25,16 +25,16 @@ from spotlight.planning.scenarios.profile import (
     require_size,
     timesteps_that_fit,
 )
-from spotlight.planning.scenarios.profile_costs import ProfileCosts, Workload, sp_degrees
+from spotlight.planning.scenarios.profile_costs import ProfileCosts, ProfiledWorkload, sp_degrees
 from spotlight.planning.scenarios.scenario_file import (
     AlwaysOn,
-    Exploration,
+    ExplorationSection,
     GeneratedTrace,
     PipelineSection,
     Pool,
     ScenarioFile,
 )
-from spotlight.planning.scenarios.strategies import Part, SpotPlaces, Strategy, strategy_named
+from spotlight.planning.scenarios.strategies import PipelinePart, SpotPlaces, Strategy, strategy_named
 from spotlight.scheduler.events import NodeJoined
 from spotlight.scheduler.exploration.budget import PreviewCosts
 from spotlight.scheduler.plan import (
@@ -64,7 +64,7 @@ class Prepared:
 
     file: ScenarioFile
     profile: Profile
-    tariff: Tariff
+    tariff: Pricing
     trace: Trace
 
 
@@ -88,7 +88,7 @@ def prepare(file: ScenarioFile, strategies: tuple[str, ...], now: datetime) -> P
         names = ", ".join(strategy.name for strategy in needy)
         remedy = "Ask for spot nodes, or simulate reserved_only alone."
         raise ConfigError(file.name, [Problem("cluster.spot.nodes", "0", f"1 or more for {names}", remedy)])
-    tariff = tariff_of(
+    tariff = pricing_of(
         file, on_demand=any(one.stays for one in places), spot=SpotPlaces.SPOT in places, now=now
     )
     prepared = Prepared(file, profile, tariff, _trace(file))
@@ -119,7 +119,7 @@ def scenario_of(prepared: Prepared, strategy: Strategy, *, timelines: bool = Fal
     )
     costs = ProfileCosts(
         prepared.profile,
-        Workload(
+        ProfiledWorkload(
             pixels=file.pixels,
             trained_timesteps=work.trained_timesteps,
             learner_gpu=learner_gpu,
@@ -179,7 +179,7 @@ def bytes_of_both(prepared: Prepared, strategy: Strategy) -> float:
 def timesteps_per_pass(prepared: Prepared, strategy: Strategy, ranks: int) -> int:
     """As the scenario says, with TSP; else as many as fit beside whatever else a learner GPU holds."""
     work, reserved = prepared.file.workload, prepared.file.cluster.reserved
-    if Part.TSP not in strategy.parts:
+    if PipelinePart.TSP not in strategy.parts:
         return 1
     if work.timesteps_per_pass is not None:
         return min(work.timesteps_per_pass, work.trained_timesteps)
@@ -191,14 +191,20 @@ def timesteps_per_pass(prepared: Prepared, strategy: Strategy, ranks: int) -> in
 def pipeline_plan(strategy: Strategy, section: PipelineSection, switch_s: float) -> PipelinePlan:
     """The parts of a strategy's pipeline that the controller runs."""
     parts = strategy.parts
-    axis = Axis.PROMPT if Part.GAP in parts else Axis.GENERATION if Part.SLICES in parts else None
+    axis = (
+        Axis.PROMPT
+        if PipelinePart.GAP in parts
+        else Axis.GENERATION
+        if PipelinePart.SLICES in parts
+        else None
+    )
     return PipelinePlan(
         axis=axis,
         slice_size=section.slice_size,
         baseline=section.baseline if axis is Axis.GENERATION else Baseline.GROUP,
-        bounded=Part.TAG in parts,
+        bounded=PipelinePart.TAG in parts,
         switch_s=switch_s,
-        next_share=section.next_share if Part.TCSS in parts else 0.0,
+        next_share=section.next_share if PipelinePart.TCSS in parts else 0.0,
     )
 
 
@@ -301,7 +307,7 @@ def _exploration(
     )
 
 
-def _seeds_max(section: Exploration, group_size: int, where: Explore) -> int | None:
+def _seeds_max(section: ExplorationSection, group_size: int, where: Explore) -> int | None:
     """As a run's configuration has it."""
     if where is not Explore.IDLE:
         return None

@@ -34,13 +34,13 @@ _GRID = 16
 Source = Annotated[str, Field(pattern=_SOURCE)]
 
 
-class _Section(BaseModel):
+class _ProfileSection(BaseModel):
     """A strict, immutable part of a profile."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
-class Figure(_Section):
+class Figure(_ProfileSection):
     """A positive number and where it comes from."""
 
     value: PositiveFloat
@@ -49,7 +49,7 @@ class Figure(_Section):
     """``published:``, ``measured:``, ``derived:`` or ``assumed:``, and what or why."""
 
 
-class StepPoint(_Section):
+class StepPoint(_ProfileSection):
     """Time of one forward of the DiT."""
 
     height: PositiveInt
@@ -66,7 +66,7 @@ class StepPoint(_Section):
     """Where it comes from."""
 
 
-class TrainPoint(_Section):
+class TrainPoint(_ProfileSection):
     """Time of one forward and backward of one sample at one timestep, on one learner GPU."""
 
     height: PositiveInt
@@ -79,7 +79,7 @@ class TrainPoint(_Section):
     """Where it comes from."""
 
 
-class GpuCosts(_Section):
+class GpuCosts(_ProfileSection):
     """The model on one type of GPU."""
 
     denoise: tuple[StepPoint, ...] = Field(min_length=1)
@@ -94,7 +94,7 @@ class GpuCosts(_Section):
     """As the profile's, of this type; null: as there."""
 
 
-class Weights(_Section):
+class ProfileWeights(_ProfileSection):
     """What is moved when weights are."""
 
     full_bytes: Figure
@@ -105,7 +105,7 @@ class Weights(_Section):
     """What a checkpoint holds: master weights and optimizer, of what is trained."""
 
 
-class Memory(_Section):
+class ProfileMemory(_ProfileSection):
     """What must fit a GPU."""
 
     rollout_bytes: Figure
@@ -118,7 +118,7 @@ class Memory(_Section):
     """Of each learner GPU, for every timestep of a pass after the first."""
 
 
-class Rewards(_Section):
+class ProfileRewards(_ProfileSection):
     """From pictures to scores."""
 
     latency_s: Figure
@@ -127,7 +127,7 @@ class Rewards(_Section):
     """Of the whole pool: its workers share the samples."""
 
 
-class Infrastructure(_Section):
+class Infrastructure(_ProfileSection):
     """What does not depend on the model."""
 
     intra_node_bytes_s: Figure
@@ -148,7 +148,7 @@ class Infrastructure(_Section):
     """Joining workers into an SP group."""
 
 
-class Profile(_Section):
+class Profile(_ProfileSection):
     """One model on some hardware."""
 
     name: str
@@ -159,11 +159,11 @@ class Profile(_Section):
     """Of a sample: above 1 for video; all points are of so many."""
     lease_pixels: Figure
     """Height times width times samples of a lease: more in one forward saves no time."""
-    weights: Weights
+    weights: ProfileWeights
     """Bytes moved."""
-    memory: Memory
+    memory: ProfileMemory
     """Bytes resident."""
-    rewards: Rewards
+    rewards: ProfileRewards
     """Scoring."""
     optimizer_step_s: Figure
     """Gradient norm, optimizer, old policy."""

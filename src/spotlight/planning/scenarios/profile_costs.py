@@ -20,7 +20,7 @@ from spotlight.scheduler.types import WeightKind
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class ProfiledWorkload:
     """What is asked of the model.
 
     Attributes:
@@ -56,7 +56,7 @@ class ProfileCosts:
     """
 
     profile: Profile
-    workload: Workload
+    workload: ProfiledWorkload
     _known: dict[tuple[str, int, int, int], float] = field(default_factory=dict, compare=False, repr=False)
 
     def denoise_step_s(self, gpu_type: str, pixels: int, batch: int, sp_degree: int) -> float:

@@ -22,18 +22,18 @@ from pydantic import (
 )
 
 from spotlight.planning.scenarios.profile import Source
-from spotlight.planning.scenarios.strategies import Part, Strategy
+from spotlight.planning.scenarios.strategies import PipelinePart, Strategy
 from spotlight.scheduler.exploration.selection import SelectionPolicy
 from spotlight.scheduler.types import Baseline, WeightKind
 
 
-class _Section(BaseModel):
+class _ScenarioSection(BaseModel):
     """A strict, immutable part of a scenario."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
-class Pool(_Section):
+class Pool(_ScenarioSection):
     """Nodes of one kind."""
 
     nodes: NonNegativeInt
@@ -60,7 +60,7 @@ class SpotPool(Pool):
     """Price of one of its GPUs on demand, whatever reserved ones cost; null asks the source in ``prices``."""
 
 
-class Cluster(_Section):
+class ClusterSection(_ScenarioSection):
     """What is rented."""
 
     reserved: ReservedPool
@@ -69,7 +69,7 @@ class Cluster(_Section):
     """Nodes that the cloud may take back."""
 
 
-class Prices(_Section):
+class PricesSection(_ScenarioSection):
     """Where prices come from that the pools do not state."""
 
     source: str = "builtin"
@@ -82,13 +82,13 @@ class Prices(_Section):
     """Only this machine."""
 
 
-class AlwaysOn(_Section):
+class AlwaysOn(_ScenarioSection):
     """No spot node is ever taken back."""
 
     kind: Literal["always_on"] = "always_on"
 
 
-class TraceFile(_Section):
+class TraceFile(_ScenarioSection):
     """Spot nodes as in a trace file, repeated when the run is longer."""
 
     kind: Literal["file"] = "file"
@@ -102,7 +102,7 @@ class TraceFile(_Section):
     """A notice so long before each removal; 0: none; null: as the file says."""
 
 
-class GeneratedTrace(_Section):
+class GeneratedTrace(_ScenarioSection):
     """Spot nodes that come and go at random."""
 
     kind: Literal["generated"] = "generated"
@@ -121,7 +121,7 @@ class GeneratedTrace(_Section):
 TraceSection = Annotated[AlwaysOn | TraceFile | GeneratedTrace, Field(discriminator="kind")]
 
 
-class Evaluation(_Section):
+class EvaluationSection(_ScenarioSection):
     """Validation between iterations."""
 
     every: PositiveInt
@@ -134,7 +134,7 @@ class Evaluation(_Section):
     """Denoising steps."""
 
 
-class WorkSection(_Section):
+class WorkSection(_ScenarioSection):
     """One run of reinforcement learning."""
 
     profile: str
@@ -168,11 +168,11 @@ class WorkSection(_Section):
     """What a new policy version changes: adapter, or full."""
     checkpoint_every: PositiveInt = 5
     """Iterations."""
-    evaluation: Evaluation | None = None
+    evaluation: EvaluationSection | None = None
     """Null: none."""
 
 
-class ArmPlanner(_Section):
+class ArmPlanner(_ScenarioSection):
     """A bandit chooses how much to explore, iteration by iteration."""
 
     seed_counts: Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
@@ -189,7 +189,7 @@ class ArmPlanner(_Section):
     """Standard deviations by which an expected window is taken smaller."""
 
 
-class SimulatedRewards(_Section):
+class SimulatedRewards(_ScenarioSection):
     """How well previews rank, in a simulation: the testbed's figures, not those of a large model."""
 
     exponent: PositiveFloat = 1.66
@@ -204,7 +204,7 @@ class SimulatedRewards(_Section):
     """Share of prompts whose rewards are all equal."""
 
 
-class Exploration(_Section):
+class ExplorationSection(_ScenarioSection):
     """Previews, for the strategies that make them."""
 
     seeds_per_prompt: PositiveInt
@@ -230,7 +230,7 @@ class Exploration(_Section):
     """What simulated samples score."""
 
 
-class PipelineSection(_Section):
+class PipelineSection(_ScenarioSection):
     """How the parts of a pipeline work, for the strategies that have them."""
 
     slice_size: PositiveInt = 4
@@ -241,7 +241,7 @@ class PipelineSection(_Section):
     """Of the next iteration's groups that may begin with the previous weights, with ``+tcss``."""
 
 
-class Target(_Section):
+class Target(_ScenarioSection):
     """How long learning takes: an assumption of the scenario, not a result."""
 
     value: PositiveInt
@@ -250,7 +250,7 @@ class Target(_Section):
     """``published:``, ``measured:``, ``derived:`` or ``assumed:``, and what or why."""
 
 
-class Run(_Section):
+class SimulationRunSection(_ScenarioSection):
     """What is simulated of it."""
 
     iterations: PositiveInt = 30
@@ -265,7 +265,7 @@ class Run(_Section):
     """Denoising steps between two commits of progress."""
 
 
-class Search(_Section):
+class SearchSection(_ScenarioSection):
     """Where ``spotlight plan`` looks; empty lists: around the cluster of the scenario."""
 
     strategies: tuple[str, ...] = ("reserved_only", "spotlight")
@@ -275,7 +275,12 @@ class Search(_Section):
     enough. If the scenario's two pools differ in type, this pair is tried besides."""
     spot_gpu_types: tuple[str, ...] = ()
     """For spot nodes, each beside each of ``gpu_types``. Empty: as the reserved ones."""
-    parts: tuple[Part, ...] = (Part.GAP, Part.TSP, Part.TAG, Part.TCSS)
+    parts: tuple[PipelinePart, ...] = (
+        PipelinePart.GAP,
+        PipelinePart.TSP,
+        PipelinePart.TAG,
+        PipelinePart.TCSS,
+    )
     """Parts of the pipeline that the strategies may have besides; those that do not pay are left off."""
     reserved_nodes: tuple[PositiveInt, ...] = ()
     """Numbers to try."""
@@ -287,20 +292,20 @@ class Search(_Section):
     """Stop after so many."""
 
 
-class ScenarioFile(_Section):
+class ScenarioFile(_ScenarioSection):
     """A scenario."""
 
     name: str
     """Of the scenario, for titles."""
-    cluster: Cluster
+    cluster: ClusterSection
     """What is rented."""
-    prices: Prices = Prices()
+    prices: PricesSection = PricesSection()
     """Where prices come from."""
     trace: TraceSection = AlwaysOn()
     """When spot nodes come and go: ``kind`` is always_on, file or generated."""
     workload: WorkSection
     """The run."""
-    exploration: Exploration | None = None
+    exploration: ExplorationSection | None = None
     """Previews, for the strategies that make them."""
     pipeline: PipelineSection = PipelineSection()
     """How generation and training overlap, for the strategies that let them."""
@@ -309,9 +314,9 @@ class ScenarioFile(_Section):
     iterations_to_target: Mapping[str, Target] = {}
     """By strategy; of one with parts of the pipeline, else those of the strategy without them hold. Without
     any, time and cost to target are unknown."""
-    run: Run = Run()
+    run: SimulationRunSection = SimulationRunSection()
     """What is simulated of it."""
-    plan: Search = Search()
+    plan: SearchSection = SearchSection()
     """Where ``spotlight plan`` looks."""
 
     def target_of(self, strategy: Strategy) -> Target | None:

@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.load import apply_override, merge, read_tree
 from spotlight.fleet.gpus import GPU_TYPES, unknown_gpu
-from spotlight.planning.scenarios.scenario_file import Exploration, ScenarioFile
+from spotlight.planning.scenarios.scenario_file import ExplorationSection, ScenarioFile
 from spotlight.planning.scenarios.strategies import STRATEGIES, UnknownStrategyError, strategy_named
 
 _BASE = "base"
@@ -203,7 +203,7 @@ def _contradictions(scenario: ScenarioFile) -> Iterator[Problem]:
         yield Problem("workload.updates_per_batch", found, expected, "An update trains whole groups.")
 
 
-def _exploration(explore: Exploration, group: int, steps: int) -> Iterator[Problem]:
+def _exploration(explore: ExplorationSection, group: int, steps: int) -> Iterator[Problem]:
     seeds, counts = (
         {"exploration.seeds_per_prompt": explore.seeds_per_prompt},
         {"exploration.steps": explore.steps},

@@ -46,7 +46,7 @@ class SpotPlaces(StrEnum):
         return self in {SpotPlaces.ON_DEMAND, SpotPlaces.ROLLOUT}
 
 
-class Part(StrEnum):
+class PipelinePart(StrEnum):
     """A part of the pipeline of generation and training."""
 
     GAP = "gap"
@@ -58,21 +58,24 @@ class Part(StrEnum):
     EXPLORATION = "exploration"
 
 
-PARTS: Mapping[Part, str] = MappingProxyType(
+PARTS: Mapping[PipelinePart, str] = MappingProxyType(
     {
-        Part.GAP: "whole groups are trained as they complete",
-        Part.SLICES: "slices of groups are trained as they complete",
-        Part.TSP: "several timesteps of a sample in one pass",
-        Part.TAG: "idle trainers roll out, as far as that ends sooner",
-        Part.STEAL: "idle trainers roll out whatever waits",
-        Part.TCSS: "some of the next iteration's rollouts are made before this one is trained",
-        Part.EXPLORATION: "previews for the next iteration while the learner trains",
+        PipelinePart.GAP: "whole groups are trained as they complete",
+        PipelinePart.SLICES: "slices of groups are trained as they complete",
+        PipelinePart.TSP: "several timesteps of a sample in one pass",
+        PipelinePart.TAG: "idle trainers roll out, as far as that ends sooner",
+        PipelinePart.STEAL: "idle trainers roll out whatever waits",
+        PipelinePart.TCSS: "some of the next iteration's rollouts are made before this one is trained",
+        PipelinePart.EXPLORATION: "previews for the next iteration while the learner trains",
     }
 )
 """What each does."""
 
-_ONE_OF = (frozenset({Part.GAP, Part.SLICES}), frozenset({Part.TAG, Part.STEAL}))
-_OVERLAPPING = frozenset(Part) - {Part.TSP}
+_ONE_OF = (
+    frozenset({PipelinePart.GAP, PipelinePart.SLICES}),
+    frozenset({PipelinePart.TAG, PipelinePart.STEAL}),
+)
+_OVERLAPPING = frozenset(PipelinePart) - {PipelinePart.TSP}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +93,13 @@ class Strategy:
     about: str
     places: SpotPlaces
     explore: Explore | None
-    parts: frozenset[Part] = frozenset()
+    parts: frozenset[PipelinePart] = frozenset()
 
     @property
     def learns_as(self) -> str:
         """The strategy without what changes no seed: iterations to the target that are stated of it hold."""
         base, *_ = self.name.split("+")
-        return base + (f"+{Part.EXPLORATION}" if Part.EXPLORATION in self.parts else "")
+        return base + (f"+{Part.EXPLORATION}" if PipelinePart.EXPLORATION in self.parts else "")
 
     def trainers_roll_out(self, wished: bool) -> bool:
         """Whether the GPUs that train denoise too.
@@ -109,7 +112,7 @@ class Strategy:
         """
         if self.places in {SpotPlaces.NOTHING, SpotPlaces.ON_DEMAND} or self.parts & _ONE_OF[1]:
             return True
-        pipelined = self.parts & {Part.GAP, Part.SLICES, Part.TCSS}
+        pipelined = self.parts & {PipelinePart.GAP, PipelinePart.SLICES, PipelinePart.TCSS}
         return wished and self.places is SpotPlaces.SPOT and not pipelined
 
 
@@ -167,31 +170,31 @@ def strategy_named(name: str) -> Strategy:
         close = difflib.get_close_matches(base_name, STRATEGIES, n=1)
         remedy = f"Did you mean {close[0]!r}?" if close else "Remove it."
         raise UnknownStrategyError(name, f"one of {', '.join(STRATEGIES)}", remedy)
-    if unknown := [part for part in added if part not in set(Part)]:
-        known = ", ".join(f"+{part}" for part in Part)
+    if unknown := [part for part in added if part not in set(PipelinePart)]:
+        known = ", ".join(f"+{part}" for part in PipelinePart)
         raise UnknownStrategyError(name, f"parts {known}", f"Remove +{unknown[0]}.")
-    parts = frozenset(Part(part) for part in added)
+    parts = frozenset(PipelinePart(part) for part in added)
     if len(parts) < len(added):
         raise UnknownStrategyError(name, "each part once", "Remove the second.")
     _require_together(name, base, parts)
-    explore = Explore.IDLE if Part.EXPLORATION in parts else base.explore
-    about = "; ".join([base.about, *(PARTS[part] for part in Part if part in parts)])
+    explore = Explore.IDLE if PipelinePart.EXPLORATION in parts else base.explore
+    about = "; ".join([base.about, *(PARTS[part] for part in PipelinePart if part in parts)])
     return replace(base, name=name, about=about, explore=explore, parts=parts)
 
 
-def with_parts(name: str, parts: Iterable[Part]) -> str:
-    """The name of a strategy with these parts as well, in the order of :class:`Part`; without those it cannot
+def with_parts(name: str, parts: Iterable[PipelinePart]) -> str:
+    """The name of a strategy with these parts as well, in the order of :class:`PipelinePart`; without those it cannot
     have."""
     added = {part for part in parts if _allows(name, part)} | strategy_named(name).parts
-    return "+".join([name.split("+")[0], *(part for part in Part if part in added)])
+    return "+".join([name.split("+")[0], *(part for part in PipelinePart if part in added)])
 
 
-def without_part(name: str, part: Part) -> str:
+def without_part(name: str, part: PipelinePart) -> str:
     """The name of a strategy without one of its parts."""
     return "+".join(piece for piece in name.split("+") if piece != part)
 
 
-def _allows(name: str, part: Part) -> bool:
+def _allows(name: str, part: PipelinePart) -> bool:
     try:
         strategy_named(f"{name}+{part}")
     except UnknownStrategyError:
@@ -199,7 +202,7 @@ def _allows(name: str, part: Part) -> bool:
     return True
 
 
-def _require_together(name: str, base: Strategy, parts: frozenset[Part]) -> None:
+def _require_together(name: str, base: Strategy, parts: frozenset[PipelinePart]) -> None:
     for either in _ONE_OF:
         if either <= parts:
             raise UnknownStrategyError(name, f"one of {' and '.join(sorted(either))}", "Remove the other.")
@@ -207,5 +210,5 @@ def _require_together(name: str, base: Strategy, parts: frozenset[Part]) -> None
     if alone and (overlapping := parts & _OVERLAPPING):
         expected = f"GPUs that only roll out, with {', '.join(sorted(overlapping))}"
         raise UnknownStrategyError(name, expected, f"Of {base.name} all train: take disaggregated.")
-    if Part.EXPLORATION in parts and base.explore is not None:
+    if PipelinePart.EXPLORATION in parts and base.explore is not None:
         raise UnknownStrategyError(name, f"exploration once: {base.name} has it", "Remove +exploration.")

@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from spotlight.scheduler.types import NodeKind, Phase
-from spotlight.simulation.result import GpuTimeline
+from spotlight.simulation.scenario import GpuTimeline
 
 ROWS_MAX = 48
 CELLS_MAX = 400
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TimelineRow:
     """One line of the picture.
 
     Attributes:
@@ -32,7 +32,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class TimelineBar:
     """A row shows one phase for a while."""
 
     row: int
@@ -42,15 +42,15 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True)
-class Gantt:
+class TimelineChart:
     """The picture's content; rows from top to bottom."""
 
-    rows: tuple[Row, ...]
-    stretches: tuple[Stretch, ...]
+    rows: tuple[TimelineRow, ...]
+    stretches: tuple[TimelineBar, ...]
     cell_s: float
 
 
-def gantt(timelines: Sequence[GpuTimeline], start_s: float, end_s: float) -> Gantt:
+def timeline_chart(timelines: Sequence[GpuTimeline], start_s: float, end_s: float) -> TimelineChart:
     """The part of the timelines between two times.
 
     Raises:
@@ -61,8 +61,8 @@ def gantt(timelines: Sequence[GpuTimeline], start_s: float, end_s: float) -> Gan
     cell_s = (end_s - start_s) / CELLS_MAX
     laned = [(kind, lane) for kind in NodeKind for lane in _lanes(timelines, kind)]
     share = -(-len(laned) // ROWS_MAX)
-    rows: list[Row] = []
-    stretches: list[Stretch] = []
+    rows: list[TimelineRow] = []
+    stretches: list[TimelineBar] = []
     for kind in NodeKind:
         mine = [lane for of, lane in laned if of is kind]
         for first in range(0, len(mine), share):
@@ -71,8 +71,8 @@ def gantt(timelines: Sequence[GpuTimeline], start_s: float, end_s: float) -> Gan
             label = f"{kind.value} {first}" if len(gathered) == 1 else f"{kind.value} {first}-{last}"
             cells = _cells([stay for lane in gathered for stay in lane], start_s, end_s, cell_s)
             stretches += _runs(len(rows), cells, len(gathered) * cell_s, start_s, cell_s)
-            rows.append(Row(label, kind, len(gathered)))
-    return Gantt(tuple(rows), tuple(stretches), cell_s)
+            rows.append(TimelineRow(label, kind, len(gathered)))
+    return TimelineChart(tuple(rows), tuple(stretches), cell_s)
 
 
 def _lanes(timelines: Sequence[GpuTimeline], kind: NodeKind) -> list[list[GpuTimeline]]:
@@ -108,7 +108,7 @@ def _cells(
 
 def _runs(
     row: int, cells: Mapping[int, Mapping[Phase, float]], full_s: float, start_s: float, cell_s: float
-) -> Iterator[Stretch]:
+) -> Iterator[TimelineBar]:
     """Neighbouring cells of one phase as one; cells whose GPUs are mostly absent are left empty."""
     open_phase: Phase | None = None
     begun = 0
@@ -118,5 +118,5 @@ def _runs(
         phase = max(spent, key=lambda name: spent[name]) if present else None
         if phase is not open_phase:
             if open_phase is not None:
-                yield Stretch(row, open_phase, start_s + begun * cell_s, start_s + cell * cell_s)
+                yield TimelineBar(row, open_phase, start_s + begun * cell_s, start_s + cell * cell_s)
             open_phase, begun = phase, cell

@@ -2,7 +2,7 @@
 
 ``bamboo``: ``ms,add|remove,node`` a line, without header (the traces of Bamboo, NSDI 2023).
 ``skypilot``: ``{"metadata": {"gap_seconds": N}, "data": [n_available, ...]}``, maybe with ``"prices"``.
-``csv``, ``jsonl``: canonical, as :mod:`spotlight.fleet.traces.writers` writes them.
+``csv``, ``jsonl``: canonical, as :mod:`spotlight.fleet.traces.trace_files` writes them.
 
 Pure but for :func:`read_trace`. Nothing is sorted, skipped or repaired: each bad line is told by its number,
 up to ten at once.
@@ -37,7 +37,7 @@ JSONL_FORMAT = "spotlight-trace"
 _NODES_MAX = 100_000
 
 
-class _BadLineError(Exception):
+class _BadTraceLineError(Exception):
     """What is wrong with one line."""
 
 
@@ -88,12 +88,12 @@ def parse_bamboo(text: str, source: str, gpus_per_node: int = 1) -> Trace:
     def event(line: str) -> TraceEvent:
         fields = [field.strip() for field in line.split(",")]
         if len(fields) != 3:
-            raise _BadLineError(f"{line[:60]!r} has {len(fields)} fields; expected ms,add|remove,node")
+            raise _BadTraceLineError(f"{line[:60]!r} has {len(fields)} fields; expected ms,add|remove,node")
         ms, kind, node = fields
         if not ms.isdecimal():
-            raise _BadLineError(f"the time is {ms!r}; expected whole milliseconds, such as 480000")
+            raise _BadTraceLineError(f"the time is {ms!r}; expected whole milliseconds, such as 480000")
         if kind not in ("add", "remove"):
-            raise _BadLineError(f"the event is {kind!r}; expected add or remove")
+            raise _BadTraceLineError(f"the event is {kind!r}; expected add or remove")
         return TraceEvent(int(ms) / 1000, TraceEventKind(kind), node, gpus_per_node)
 
     events = _events(_lines(text), event, source)
@@ -144,9 +144,9 @@ def parse_csv(text: str, source: str, gpus_per_node: int = 1) -> Trace:
         try:
             (fields,) = csv.reader(io.StringIO(line), strict=True)
         except (csv.Error, ValueError) as error:
-            raise _BadLineError(f"{line[:60]!r} is no CSV ({error}); expected {CSV_HEADER}") from None
+            raise _BadTraceLineError(f"{line[:60]!r} is no CSV ({error}); expected {CSV_HEADER}") from None
         if len(fields) != 4:
-            raise _BadLineError(f"{line[:60]!r} has {len(fields)} fields; expected {CSV_HEADER}")
+            raise _BadTraceLineError(f"{line[:60]!r} has {len(fields)} fields; expected {CSV_HEADER}")
         time_text, kind, node, gpus = fields
         return _event(_float(time_text), kind, node, int(gpus) if gpus.isdecimal() else gpus)
 
@@ -159,7 +159,7 @@ def parse_jsonl(text: str, source: str, gpus_per_node: int = 1) -> Trace:
     (number, first), *rest = _lines(text)
     try:
         head = _object(first)
-    except _BadLineError as error:
+    except _BadTraceLineError as error:
         raise TraceError(f"{source}:{number}: {error}") from None
     horizon_s = _number(head.get("horizon_s"))
     if head.get("format") != JSONL_FORMAT or head.get("version") != 1 or horizon_s is None:
@@ -178,9 +178,9 @@ def parse_jsonl(text: str, source: str, gpus_per_node: int = 1) -> Trace:
                 continue
             time_s, usd_h = _number(record.get("time_s")), _number(record["spot_usd_h"])
             if time_s is None or usd_h is None or usd_h <= 0:
-                raise _BadLineError(f"{line[:80]!r}; expected a time_s and a spot_usd_h above 0")
+                raise _BadTraceLineError(f"{line[:80]!r}; expected a time_s and a spot_usd_h above 0")
             prices.append(PricePoint(time_s, usd_h))
-        except _BadLineError as error:
+        except _BadTraceLineError as error:
             problems.append((str(line_number), str(error)))
     if problems:
         raise refuse(source, problems)
@@ -220,7 +220,7 @@ def _events(
         try:
             events.append(parse(line))
             numbers.append(number)
-        except _BadLineError as error:
+        except _BadTraceLineError as error:
             problems.append((number, str(error)))
     # A line that could not be read makes later ones look impossible: those are told only when all can be.
     if not problems:
@@ -243,13 +243,13 @@ def _trace(
 def _event(time_s: object, kind: object, node: object, gpus: object) -> TraceEvent:
     number = _number(time_s)
     if number is None or number < 0:
-        raise _BadLineError(f"time_s is {time_s!r}; expected a number of at least 0")
+        raise _BadTraceLineError(f"time_s is {time_s!r}; expected a number of at least 0")
     if kind not in {known.value for known in TraceEventKind}:
-        raise _BadLineError(f"event is {kind!r}; expected add, notice or remove")
+        raise _BadTraceLineError(f"event is {kind!r}; expected add, notice or remove")
     if not isinstance(node, str) or not node:
-        raise _BadLineError(f"node is {node!r}; expected a name")
+        raise _BadTraceLineError(f"node is {node!r}; expected a name")
     if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
-        raise _BadLineError(f"gpus is {gpus!r}; expected a whole number of at least 1")
+        raise _BadTraceLineError(f"gpus is {gpus!r}; expected a whole number of at least 1")
     return TraceEvent(number, TraceEventKind(str(kind)), node, gpus)
 
 
@@ -296,9 +296,9 @@ def _object(line: str) -> dict[str, object]:
     try:
         record: object = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise _BadLineError(f"{line[:60]!r} is no JSON ({error})") from None
+        raise _BadTraceLineError(f"{line[:60]!r} is no JSON ({error})") from None
     if not isinstance(record, dict):
-        raise _BadLineError(f"{line[:60]!r}; expected a JSON object")
+        raise _BadTraceLineError(f"{line[:60]!r}; expected a JSON object")
     return record
 
 
@@ -319,3 +319,39 @@ def _number(value: object) -> float | None:
         return float(value) if math.isfinite(value) else None
     except OverflowError:  # a whole number beyond every float
         return None
+
+
+def write_trace(trace: Trace, path: Path) -> None:
+    """Write to a ``.csv`` or ``.jsonl`` file. Raises :class:`TraceError`: other endings, unwritable."""
+    ending = path.suffix.lower()
+    if ending not in (".csv", ".jsonl"):
+        raise TraceError(f"{path}: the ending is {ending!r}; expected .csv or .jsonl")
+    text = to_csv(trace) if ending == ".csv" else to_jsonl(trace)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise TraceError(f"{path}: {error.strerror}; expected a place to write a trace to") from None
+
+
+def to_csv(trace: Trace) -> str:
+    """A comment with the horizon, a header, an event a line. Raises :class:`TraceError`: it has prices."""
+    if trace.prices:
+        raise TraceError(f"{trace.source} has prices, and CSV has no place for them; write .jsonl")
+    out = io.StringIO()
+    out.write(f"{CSV_COMMENT} horizon_s={trace.horizon_s!r}\n{CSV_HEADER}\n")
+    writer = csv.writer(out, lineterminator="\n")
+    for event in trace.events:
+        writer.writerow((repr(event.time_s), event.kind.value, event.node, event.gpus))
+    return out.getvalue()
+
+
+def to_jsonl(trace: Trace) -> str:
+    """A head with the horizon, then events and prices, an object a line."""
+    head = {"format": JSONL_FORMAT, "version": 1, "horizon_s": trace.horizon_s}
+    events = (
+        {"time_s": event.time_s, "event": event.kind.value, "node": event.node, "gpus": event.gpus}
+        for event in trace.events
+    )
+    prices = ({"time_s": point.time_s, "spot_usd_h": point.usd_h} for point in trace.prices)
+    return "".join(f"{json.dumps(record)}\n" for record in (head, *events, *prices))

@@ -15,27 +15,27 @@ from spotlight.scheduler.types import (
     RolloutId,
     WorkerId,
 )
-from spotlight.simulation.gpu_accounts import Gpu, Spent
+from spotlight.simulation.gpu_accounts import BilledSegment, VirtualGpu
 
 PHASE_OF = {Purpose.TRAIN: Phase.ROLLOUT, Purpose.EVAL: Phase.EVALUATION, Purpose.EXPLORE: Phase.EXPLORATION}
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class VirtualWeights:
     """A policy version as it really is: versions of one number from two learners differ in ``content``."""
 
     version: PolicyVersion
     content: int
 
 
-FIRST = Weights(PolicyVersion(0), 0)
+INITIAL_WEIGHTS = VirtualWeights(PolicyVersion(0), 0)
 """What every run starts with."""
 
 NO_LEASE = LeaseId(0)
 
 
 @dataclass(slots=True, eq=False)
-class Process:
+class VirtualProcess:
     """A worker's process.
 
     Attributes:
@@ -46,22 +46,22 @@ class Process:
 
     worker: WorkerId
     node: NodeId
-    gpu: Gpu
+    gpu: VirtualGpu
     gpu_type: str
     epoch: int
     up: bool = False
     alive: bool = True
     based: bool = False
-    weights: Weights | None = None
+    weights: VirtualWeights | None = None
     ordered: tuple[int, int] = (-1, -1)
     pulling: bool = False
     fence: int = 0
-    group: ProcessGroup | None = None
+    group: VirtualGroup | None = None
     frozen_until_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
-class Run:
+class LeaseWork:
     """A lease being worked on.
 
     Attributes:
@@ -71,7 +71,7 @@ class Run:
     """
 
     lease: Lease
-    weights: Weights
+    weights: VirtualWeights
     phase: Phase
     left: dict[RolloutId, tuple[Rollout, int]]
     done: int = 0
@@ -82,19 +82,19 @@ class Run:
     decoding: bool = False
     halting: bool = False
     turn: int = 0
-    unconfirmed: list[Spent] = field(default_factory=list)
+    unconfirmed: list[BilledSegment] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
-class ProcessGroup:
+class VirtualGroup:
     """Processes that can reach each other; ``seen`` is the last lease they were granted."""
 
     leader: WorkerId
     epoch: int
-    members: list[Process]
+    members: list[VirtualProcess]
     formed: bool = False
     broken: bool = False
     stopping: bool = False
-    run: Run | None = None
+    run: LeaseWork | None = None
     seen: LeaseId = NO_LEASE
     polls: int = 0
