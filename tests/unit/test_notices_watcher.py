@@ -30,7 +30,7 @@ from spotlight.fleet.notices.notice import (
 )
 from spotlight.fleet.notices.watcher import Backoff, NoticeWatcher, ask_once
 
-QUICK = Backoff(first_s=0.02, most_s=0.04)
+QUICK = Backoff(first_s=0.02, max_s=0.04)
 EVENTS_PATH = "/metadata/scheduledevents"
 
 Next = Callable[[], Awaitable[Notice]]
@@ -222,7 +222,7 @@ def test_pauses_are_drawn_from_the_given_source_of_chance() -> None:
     failures: list[NoticeReading | MetadataError] = [
         MetadataError(NoticeTrouble.ABSENT, "gone") for _ in range(4)
     ]
-    source, backoff, rng = Scripted(failures), Backoff(first_s=0.01, most_s=0.04), random.Random(7)
+    source, backoff, rng = Scripted(failures), Backoff(first_s=0.01, max_s=0.04), random.Random(7)
     asyncio.run(NoticeWatcher([source], random.Random(7), backoff).run(lambda notice: None))
     for index in range(4):
         pause_s = source.asked_s[index + 1] - source.asked_s[index]

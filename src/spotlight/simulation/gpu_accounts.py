@@ -3,8 +3,8 @@
 Invariants:
 
 - From when a GPU is billed until it is not, each moment is in exactly one segment of one phase.
-- Work counts as LOST until the controller has accepted its result (:meth:`GpuAccounts.confirm`): what dies, is
-  fenced off or never arrives is lost without anybody having to notice.
+- Work counts as LOST until the controller has accepted its result (:meth:`GpuAccounts.confirm`), so whatever
+  dies, is fenced off or never arrives is lost without further bookkeeping.
 - A GPU that trains and rolls out pays once per switch: with its first lease after training, and with the
   learner's first pass after any of its GPUs rolled out.
 """

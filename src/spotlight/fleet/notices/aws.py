@@ -43,7 +43,7 @@ class AwsNotices:
     _token: str = field(default="", init=False)
 
     async def read(self) -> NoticeReading:
-        """See :class:`Source`."""
+        """See :class:`NoticeSource`."""
         action = await self._ask(ACTION)
         pending = () if action is None else (parse_action(action),)
         # Advice only: when it cannot be had, what was just learnt must not be lost.

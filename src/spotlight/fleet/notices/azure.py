@@ -49,7 +49,7 @@ class AzureNotices:
     _events: tuple[_AzureEvent, ...] = field(default=(), init=False)
 
     async def read(self) -> NoticeReading:
-        """See :class:`Source`."""
+        """See :class:`NoticeSource`."""
         await self.probe()
         patience_s = self.answer_s if self._switched_on else self.first_answer_s
         answer = await self.server.ask(EVENTS, _HEADERS, patience_s)

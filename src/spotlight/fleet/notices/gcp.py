@@ -38,7 +38,7 @@ class GcpNotices:
     _etag: str = field(default="", init=False)
 
     async def read(self) -> NoticeReading:
-        """See :class:`Source`; waits for a change after the first answer."""
+        """See :class:`NoticeSource`; waits for a change after the first answer."""
         try:
             preempted = await self._ask()
         except MetadataError:

@@ -1,8 +1,8 @@
-"""Questions to a metadata service over HTTP, each with a bound on time and size. I/O.
+"""Requests to a metadata service over HTTP, bounded in time and size. I/O.
 
-Never through a proxy (``HTTP_PROXY`` must not carry tokens of this machine elsewhere), never along a
-redirect, never over a kept connection: a service that restarts is met anew. What goes wrong becomes a
-:class:`MetadataError` that names the question.
+Never through a proxy (``HTTP_PROXY`` must not carry this machine's tokens elsewhere), never along a redirect,
+never over a kept-alive connection (the service may restart). Failures become a :class:`MetadataError` that
+names the request.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ BYTES_MAX = 1 << 20
 
 
 def utc_now() -> datetime:
-    """This machine's idea of the time."""
+    """This machine's clock."""
     return datetime.now(UTC)
 
 
 @dataclass(frozen=True, slots=True)
 class MetadataAnswer:
-    """What a service said.
+    """A response.
 
     Attributes:
         headers: names in lower case.
-        question: ``GET http://...``, for errors.
-        now: the service's clock: deadlines of its answers are on it. Without a Date header, this machine's.
+        request: ``GET http://...``, for errors.
+        now: the service's clock, which its deadlines refer to; without a Date header, this machine's.
     """
 
     status: int
     headers: Mapping[str, str]
     text: str
-    question: str
+    request: str
     now: datetime
 
     def remaining_s(self, deadline: datetime) -> float:
@@ -69,7 +69,7 @@ class MetadataAnswer:
 
     def error(self, trouble: NoticeTrouble, found: str, expected: str, hint: str = "") -> MetadataError:
         """An error about this answer."""
-        return MetadataError(trouble, f"{self.question} {found}; expected {expected}. {hint}".rstrip())
+        return MetadataError(trouble, f"{self.request} {found}; expected {expected}. {hint}".rstrip())
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,59 +105,63 @@ class MetadataServer:
         body: str = "",
         silence: str = "",
     ) -> MetadataAnswer:
-        """One question and its answer, whatever its status.
+        """Send one request and return the answer, whatever its status.
 
         Args:
-            timeout_s: for all of it, connecting included.
-            silence: what to do when there is no answer, told in the error.
+            timeout_s: for the whole exchange, connecting included.
+            silence: remedy to name in the error when there is no answer.
 
         Raises:
             MetadataError: ``ABSENT``: no connection, time is up; ``BROKEN``: not HTTP, not text, too large.
         """
         url = self.base_url.rstrip("/") + path
-        question = f"{method} {url}"
-        content = bytearray()
-        # No certificates are loaded (0.2 s), so none is trusted: the address is checked to be http.
-        client = httpx2.AsyncClient(
+        request = f"{method} {url}"
+        try:
+            async with asyncio.timeout(timeout_s):
+                response, content = await _exchange(method, url, headers, body, timeout_s)
+            text = content.decode("utf-8")
+        except (TimeoutError, httpx2.TimeoutException):
+            message = f"{request} was not answered within {timeout_s:g} s. {silence}"
+            raise MetadataError(NoticeTrouble.ABSENT, message.rstrip()) from None
+        except httpx2.NetworkError as error:
+            message = f"{request} found no metadata service ({error or type(error).__name__}). {silence}"
+            raise MetadataError(NoticeTrouble.ABSENT, message.rstrip()) from None
+        except (httpx2.HTTPError, httpx2.InvalidURL, UnicodeDecodeError) as error:
+            message = (
+                f"{request} could not be read ({error or type(error).__name__}); expected text over HTTP."
+            )
+            raise MetadataError(NoticeTrouble.BROKEN, message) from None
+        received = {name.lower(): value for name, value in response.headers.items()}
+        return MetadataAnswer(response.status_code, received, text, request, self._now(received.get("date")))
+
+    def _now(self, date: str | None) -> datetime:
+        """The service's clock by its Date header."""
+        stated = parse_http_date(date or "")
+        # The header is cut to seconds; rounded up, no notice seems longer than it is.
+        return self.wall_clock() if stated is None else stated + timedelta(seconds=1)
+
+
+async def _exchange(
+    method: str, url: str, headers: Mapping[str, str], body: str, timeout_s: float
+) -> tuple[httpx2.Response, bytearray]:
+    content = bytearray()
+    # No certificates are loaded (0.2 s), so none is trusted: the address is checked to be http.
+    async with (
+        httpx2.AsyncClient(
             timeout=timeout_s,
             trust_env=False,
             verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
             limits=httpx2.Limits(max_keepalive_connections=0),
-        )
-        try:
-            async with (
-                client,
-                asyncio.timeout(timeout_s),
-                client.stream(method, url, headers=dict(headers), content=body.encode()) as response,
-            ):
-                async for part in response.aiter_bytes():
-                    content += part
-                    if len(content) > BYTES_MAX:
-                        raise MetadataError(
-                            NoticeTrouble.BROKEN, f"{question} sent more; expected at most {BYTES_MAX} bytes."
-                        )
-            text = content.decode("utf-8")
-        except (TimeoutError, httpx2.TimeoutException):
-            message = f"{question} was not answered within {timeout_s:g} s. {silence}"
-            raise MetadataError(NoticeTrouble.ABSENT, message.rstrip()) from None
-        except httpx2.NetworkError as error:
-            message = f"{question} found no metadata service ({error or type(error).__name__}). {silence}"
-            raise MetadataError(NoticeTrouble.ABSENT, message.rstrip()) from None
-        except (httpx2.HTTPError, httpx2.InvalidURL, UnicodeDecodeError) as error:
-            message = (
-                f"{question} could not be read ({error or type(error).__name__}); expected text over HTTP."
-            )
-            raise MetadataError(NoticeTrouble.BROKEN, message) from None
-        told = {name.lower(): value for name, value in response.headers.items()}
-        return MetadataAnswer(response.status_code, told, text, question, self._now(told.get("date")))
-
-    def _now(self, date: str | None) -> datetime:
-        """The service's clock by its Date header.
-
-        The header is cut to seconds; rounded up, no notice seems longer than it is.
-        """
-        stated = parse_http_date(date or "")
-        return self.wall_clock() if stated is None else stated + timedelta(seconds=1)
+        ) as client,
+        client.stream(method, url, headers=dict(headers), content=body.encode()) as response,
+    ):
+        async for part in response.aiter_bytes():
+            content += part
+            if len(content) > BYTES_MAX:
+                raise MetadataError(
+                    NoticeTrouble.BROKEN, f"{method} {url} sent more; expected at most {BYTES_MAX} bytes."
+                )
+    return response, content
 
 
 def parse_http_date(text: str) -> datetime | None:

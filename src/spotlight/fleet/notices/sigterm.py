@@ -39,7 +39,7 @@ class SigtermNotices:
     _told: bool = field(default=False, init=False)
 
     async def read(self) -> NoticeReading | None:
-        """See :class:`Source`; waits for the signal, and tells of it once."""
+        """See :class:`NoticeSource`; waits for the signal, and tells of it once."""
         if self._told:
             return None
         loop, came = asyncio.get_running_loop(), asyncio.Event()

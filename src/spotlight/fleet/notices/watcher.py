@@ -1,13 +1,12 @@
-"""Watches this node's sources of notices, and tells what changes. I/O.
+"""Watches this node's sources of preemption notices and reports changes. I/O.
 
-Asyncio, not threads: a question that hangs for a minute is dropped at once when the watcher stops, the
-bound on the whole time of a call holds, and all sources share one thread. :meth:`NoticeWatcher.run` runs in any
-thread that has no loop of its own (``asyncio.run``), or as a task of one that has.
+Asyncio, not threads: a request that hangs is dropped as soon as the watcher stops, time-outs bound whole
+calls, and all sources share one thread.
 
-Each source has a task of its own: asks, hands the reading to the board, sleeps for what is left of its
-period. A source that fails is asked again after a growing, bounded, jittered pause; meanwhile what it
-last said stands, because a service that falls silent has not taken anything back. Trouble is logged when
-it begins and when it is over, and the same trouble at most once an hour.
+Each source has its own task: ask, hand the reading to the board, sleep for the rest of the period. A source
+that fails is asked again after a growing, bounded, jittered pause. Meanwhile its last reading stands: a
+service that falls silent has not cancelled anything. Trouble is logged when it begins and ends, and the same
+trouble at most once per hour.
 """
 
 from __future__ import annotations
@@ -22,30 +21,30 @@ from dataclasses import dataclass, field
 from spotlight.fleet.notices.board import NoticeBoard
 from spotlight.fleet.notices.notice import MetadataError, Notice, NoticeError, NoticeSource, NoticeTrouble
 
-SAY_AGAIN_S = 3600.0
+LOG_AGAIN_S = 3600.0
 
 log = logging.getLogger("spotlight.fleet.notices")
 
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Pauses after failures: doubled from ``first_s`` up to ``most_s``, then shortened by up to half.
+    """Pauses after failures: doubled from ``first_s`` up to ``max_s``, then shortened by up to half.
 
-    ``most_s`` stays below the shortest notice (30 s), so a service that recovers is heard in time.
+    ``max_s`` stays below the shortest notice (30 s), so a notice after an outage is still seen in time.
     """
 
     first_s: float = 1.0
-    most_s: float = 12.0
+    max_s: float = 12.0
 
     def pause_s(self, failures: int, rng: random.Random) -> float:
-        """Seconds to wait after so many failures in a row (at least 1)."""
-        longest = min(self.most_s, self.first_s * 2.0 ** min(failures - 1, 30))
+        """Seconds to wait after ``failures`` (1 or more) in a row."""
+        longest = min(self.max_s, self.first_s * 2.0 ** min(failures - 1, 30))
         return longest * rng.uniform(0.5, 1.0)
 
 
 @dataclass(slots=True)
 class _SourceHealth:
-    """What was logged about one source, and when."""
+    """Consecutive failures of one source, and what was logged about it."""
 
     name: str
     failures: int = 0
@@ -57,7 +56,7 @@ class _SourceHealth:
         if error.trouble is self.trouble:
             return
         self.trouble = error.trouble
-        if now_s - self._said_s.get(error.trouble, -SAY_AGAIN_S) < SAY_AGAIN_S:
+        if now_s - self._said_s.get(error.trouble, -LOG_AGAIN_S) < LOG_AGAIN_S:
             return
         self._said_s[error.trouble] = now_s
         self.logged = True
@@ -99,9 +98,9 @@ class NoticeWatcher:
         self._board = NoticeBoard()
 
     async def run(self, tell: Callable[[Notice], None]) -> None:
-        """Call ``tell`` with every notice, in order, in this loop; until cancelled, or all sources are done.
+        """Call ``tell`` with every notice, in order, until cancelled or all sources are done.
 
-        An exception of ``tell`` ends the watch, and is raised.
+        An exception from ``tell`` ends the watch and is raised.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -111,12 +110,10 @@ class NoticeWatcher:
             raise group.exceptions[0] from None  # the others were cancelled: there is one
 
     async def acknowledge(self) -> bool:
-        """This node is drained: tell the clouds that wait. False: none does, or not for this node alone.
-
-        The node may vanish at once.
+        """Report that this node is drained; it may vanish at once. False: no cloud waits for this node alone.
 
         Raises:
-            MetadataError: a cloud did not take it.
+            MetadataError: a cloud refused the acknowledgement.
         """
         return any([await source.acknowledge() for source in self._sources])
 

@@ -99,7 +99,7 @@ class Strategy:
     def learns_as(self) -> str:
         """The strategy without what changes no seed: iterations to the target that are stated of it hold."""
         base, *_ = self.name.split("+")
-        return base + (f"+{Part.EXPLORATION}" if PipelinePart.EXPLORATION in self.parts else "")
+        return base + (f"+{PipelinePart.EXPLORATION}" if PipelinePart.EXPLORATION in self.parts else "")
 
     def trainers_roll_out(self, wished: bool) -> bool:
         """Whether the GPUs that train denoise too.
@@ -183,8 +183,7 @@ def strategy_named(name: str) -> Strategy:
 
 
 def with_parts(name: str, parts: Iterable[PipelinePart]) -> str:
-    """The name of a strategy with these parts as well, in the order of :class:`PipelinePart`; without those it cannot
-    have."""
+    """The name of a strategy with as many of these parts as it may have, in :class:`PipelinePart`'s order."""
     added = {part for part in parts if _allows(name, part)} | strategy_named(name).parts
     return "+".join([name.split("+")[0], *(part for part in PipelinePart if part in added)])
 
