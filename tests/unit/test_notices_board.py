@@ -111,7 +111,7 @@ def test_the_controller_is_told_the_deadline_on_its_own_clock(notice: Notice, ex
 @settings(max_examples=30)
 @given(st.integers(1, 10_000), st.integers())
 def test_pauses_grow_stay_bounded_and_come_from_the_source_that_is_given(failures: int, seed: int) -> None:
-    backoff = Backoff(first_s=1.0, most_s=12.0)
+    backoff = Backoff(first_s=1.0, max_s=12.0)
     pause_s = backoff.pause_s(failures, random.Random(seed))
     longest = min(12.0, 2.0 ** (min(failures, 10) - 1))
     assert longest / 2 <= pause_s <= longest

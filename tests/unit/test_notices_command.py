@@ -21,11 +21,11 @@ from spotlight.fleet.notices.sigterm import catching_sigterm
 IN_A_THREAD = """
 import asyncio, random, threading
 from spotlight.fleet.notices.sigterm import catching_sigterm
-from spotlight.fleet.notices.watcher import Watcher
+from spotlight.fleet.notices.watcher import NoticeWatcher
 
 with catching_sigterm(20.0) as source:
     told = []
-    watcher = Watcher([source], random.Random(0))
+    watcher = NoticeWatcher([source], random.Random(0))
     thread = threading.Thread(target=lambda: asyncio.run(watcher.run(told.append)))
     thread.start()
     print("ready", flush=True)
