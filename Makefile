@@ -12,10 +12,10 @@ STAMP := $(VENV)/.installed
 TESSERACT := $(wildcard scripts/install_tesseract.sh)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-long check format bench soak docs lock clean
+.PHONY: help env demo test test-long check format bench simulate-faults soak docs lock clean
 
 help: ## Show these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 env: $(STAMP) ## Create the environment from the lock file (nothing to do when it is up to date)
 
@@ -54,6 +54,10 @@ bench: env ## Compare rollouts with the pipeline, training steps with a plain lo
 	$(BIN)/python benchmarks/newcomer.py --json build/newcomer.json
 	$(BIN)/python benchmarks/commit_overhead.py --json build/commit.json
 	$(BIN)/python benchmarks/cheap_previews.py --json build/cheap_previews.json
+
+SEEDS ?= 300
+simulate-faults: env ## Run the controller through SEEDS simulated faulty runs (300), e.g. SEEDS=10000
+	$(BIN)/python -m tests.simulation.check --seeds $(SEEDS) --jobs $$(nproc)
 
 soak: env ## Half an hour of training under SIGKILL and SIGSTOP on a local cluster, then the audit
 	$(BIN)/python benchmarks/soak.py --json build/soak.json

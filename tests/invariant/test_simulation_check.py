@@ -63,7 +63,7 @@ def test_shrinking_keeps_the_kind_of_failure(monkeypatch: pytest.MonkeyPatch) ->
     assert shrink(trial) == trial
 
 
-def test_a_run_without_faults_is_the_same_with_and_without_a_witness() -> None:
+def test_a_run_without_faults_is_the_same_with_and_without_the_checks() -> None:
     trial = dataclasses.replace(draw_trial(5), faults=())
     outcome = run_trial(trial)
     assert outcome.failure is None

@@ -1,1 +1,1 @@
-"""Fault injection on the simulated cluster: `python -m tests.simulation.check --help`."""
+"""Fault injection on the simulated cluster: run `python -m tests.simulation.check --help`."""

@@ -1,4 +1,4 @@
-"""What a simulation's GPUs cost, reckoned a second time and otherwise than the accounts do.
+"""What a simulation's GPUs cost, computed a second time and in another way than the accounts do.
 
     nodes that come, go and change their price ──► GPU-seconds and dollars, by kind of node
     segments of work that the controller accepted ──► GPU-seconds and dollars, by kind and phase
@@ -30,7 +30,7 @@ class Amount:
     usd: float = 0.0
 
     def add(self, seconds: float, usd: float) -> None:
-        """More of both."""
+        """Add to both."""
         self.seconds += seconds
         self.usd += usd
 
@@ -40,8 +40,8 @@ class Bill:
     """See the module's docstring.
 
     Attributes:
-        total: what nodes of a kind were billed until ``since_s``.
-        work: of it, what was accepted; all of the phases in which results are made.
+        total: billed to nodes of each kind until ``since_s``.
+        work: the accepted part of it, by phase in which results are made.
     """
 
     since_s: float = 0.0
@@ -50,8 +50,8 @@ class Bill:
     _present: dict[NodeId, tuple[Node, float]] = field(default_factory=dict)
     _accepted: dict[int, BilledSegment] = field(default_factory=dict)
 
-    def happen(self, event: NodeEvent, now: float) -> None:
-        """Nodes that are there do not join, and those that are not have no price."""
+    def apply(self, event: NodeEvent, now: float) -> None:
+        """Start, stop or re-price a node's billing; repeated joins and unknown nodes change nothing."""
         self.advance(now)
         match event:
             case NodeJoined(node):
@@ -62,21 +62,21 @@ class Bill:
                 self._present[name] = self._present[name][0], price_usd_h
 
     def advance(self, now: float) -> None:
-        """Time passes, and is billed."""
+        """Bill the time until ``now``."""
         seconds = now - self.since_s
         for node, price_usd_h in self._present.values():
             self.total[node.kind].add(seconds * node.gpus, seconds * price_usd_h / 3600)
         self.since_s = now
 
     def accept(self, segments: Iterable[BilledSegment], phase: Phase) -> None:
-        """Work counts, once, however often the message about it came."""
+        """Count accepted work once, however often its message arrived."""
         for spent in segments:
             if id(spent) not in self._accepted:
-                self._accepted[id(spent)] = spent  # kept, so that no other takes its id
+                self._accepted[id(spent)] = spent  # kept alive, so that its id is not reused
                 self.work[spent.kind, phase].add(spent.end_s - spent.start_s, spent.usd)
 
     def compare(self, accounts: GpuAccounts, now: float) -> None:
-        """Assert that the accounts say the same."""
+        """Assert that the accounts agree."""
         self.advance(now)
         spent: dict[NodeKind, Amount] = defaultdict(Amount)
         for key, seconds in accounts.seconds.items():

@@ -1,24 +1,28 @@
 """Deterministic simulation testing: the production controller under thousands of faulty runs.
 
-    python -m tests.simulation.check --seeds 300        run seeds 0..299, and report coverage
-    python -m tests.simulation.check --replay 17        run one of them again
-    python -m tests.simulation.check --mutations        plant bugs, and see each of them found
-
-A seed fixes everything: the configuration, the faults and their times, the noise. A trial has a fault phase,
-in which every invariant is checked after every event, and then a liveness phase without faults: the run
-must come to its end. Many seeds together fail, too, when some branch of recovery was never taken.
+A seed fixes everything: configuration, faults and their times, noise. A trial has a fault phase, in which
+every invariant is checked after every event, and then a liveness phase without faults, in which the run must
+come to its end. The seeds together also fail when some branch of recovery was never taken.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import hashlib
+import os
 import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
+
+from rich.console import Console
+from rich.progress import track
 
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
@@ -27,11 +31,11 @@ from spotlight.scheduler.types import Filler, Node
 from spotlight.simulation.scenario import NodeEvent
 from spotlight.simulation.virtual_driver import Simulation
 from spotlight.simulation.virtual_workers import Receipt
-from tests.simulation.faults import FaultKind, Injector
+from tests.simulation.faults import FaultInjector, FaultKind
 from tests.simulation.reference_model import ReferenceModel
 from tests.simulation.swarm import Trial, draw_trial
 
-PATIENCE_S = 3000.0
+LIVENESS_S = 3000.0
 """After the last fault has healed, a run must end within this time (a trial takes some hundred seconds)."""
 EVENTS_MAX = 30_000
 SHRINK_RUNS = 60
@@ -42,6 +46,18 @@ OVERLAPS = (
 )
 """What an iteration's pipeline reports, counted by iterations in which there was some."""
 PROGRAM = "python -m tests.simulation.check"
+EXAMPLES = f"""\
+Run it from the root of a checkout (`make env` installs what it needs).
+
+examples:
+  {PROGRAM}                             seeds 0 to 299, and how often each recovery was taken
+  {PROGRAM} --seeds 10000 --jobs 8      more of them, each twice, in 8 processes
+  {PROGRAM} --first 10000 --seeds 5000  others
+  {PROGRAM} --mutations                 plant bugs, one at a time: each must be found
+  {PROGRAM} --replay 17                 one seed again, with its plan and its faults
+
+A failing seed is shrunk and printed as a --replay line. The exit status is 0 if nothing failed.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,51 +79,50 @@ class TrialOutcome:
 
 
 class CheckedSimulation(Simulation):
-    """A simulation with faults, watched by a witness."""
+    """A simulation with faults, compared with a reference model after every event."""
 
     def __init__(self, trial: Trial) -> None:
         super().__init__(trial.scenario, log=True)
         self.workers.poll_s = trial.poll_s
-        self.injector = Injector(self, trial.faults)
-        self.witness = ReferenceModel(self)
+        self.injector = FaultInjector(self, trial.faults)
+        self.reference = ReferenceModel(self)
         self.branches: Counter[str] = Counter()
 
     def observe(self, event: ev.Event, effects: list[ef.Effect], receipt: Receipt | None) -> None:
-        """Check, and let faults happen."""
-        self.witness.see(event, effects, receipt)
+        """Check, then inject the faults that are due."""
+        self.reference.check(event, effects, receipt)
         self.injector.advance()
 
     def happen(self, event: NodeEvent) -> None:
-        """See :class:`Simulation`; the witness keeps its own bill."""
-        self.witness.bill.happen(event, self.now)
+        """See :class:`Simulation`; the reference model computes its own bill."""
+        self.reference.bill.apply(event, self.now)
         super().happen(event)
 
     def reboot(self, node: Node) -> None:
         """See :class:`Simulation`."""
-        self.witness.bill.happen(
-            ev.NodeLost(node.id), self.now
-        )  # it joins again by `happen`, if it was there
+        # `happen` bills the node again, if it was there.
+        self.reference.bill.apply(ev.NodeLost(node.id), self.now)
         super().reboot(node)
 
     def restart_head(self, down_s: float) -> None:
-        """See :class:`Simulation`; what the old controller counted is kept."""
+        """See :class:`Simulation`; recoveries counted by the old controller are kept."""
         self.branches.update(self.controller.cluster.recoveries)
         super().restart_head(down_s)
         durable = self.learner.checkpoint
-        self.witness.head_restarted(durable.effect.position if durable else 0)
+        self.reference.head_restarted(durable.effect.position if durable else 0)
 
     def run(self) -> None:
         """Fault phase, then liveness phase; raises AssertionError for whatever is violated."""
         self.begin()
         while self.step():
             late_s = self.now - self.injector.last_s
-            if not self.injector.pending and late_s > PATIENCE_S:
+            if not self.injector.pending and late_s > LIVENESS_S:
                 raise AssertionError(f"no end {late_s:.0f} s after the last fault: {self.controller.stage}")
             if self.events > EVENTS_MAX:
                 raise AssertionError(f"no end after {self.events} events: {self.controller.stage}")
         if self.finish is None:
             raise AssertionError(f"nothing is left to happen, and the run is {self.controller.stage}")
-        self.witness.at_the_end()
+        self.reference.check_end()
 
 
 def run_trial(trial: Trial) -> TrialOutcome:
@@ -124,19 +139,24 @@ def run_trial(trial: Trial) -> TrialOutcome:
         return TrialOutcome(failure, "", Counter(), 0, 0.0, kind)
     branches = Counter(simulation.branches)
     branches.update(simulation.controller.cluster.recoveries)
-    branches.update(simulation.injector.happened)
+    branches.update(simulation.injector.injected)
     for overlap in simulation.overlaps:
-        branches.update(name for name, much in overlap.row().items() if much)
-    digest = simulation.log_hash()
+        branches.update(name for name, amount in overlap.row().items() if amount)
     hours = sum(simulation.accounts.seconds.values()) / 3600
-    return TrialOutcome(failure, digest, branches, simulation.events, hours, kind)
+    return TrialOutcome(failure, simulation.log_hash(), branches, simulation.events, hours, kind)
+
+
+def run_seed(seed: int, *, twice: bool) -> TrialOutcome:
+    """Run a seed's trial; ``twice``: and again, which must give the same event log."""
+    trial = draw_trial(seed)
+    outcome = run_trial(trial)
+    if outcome.failure is None and twice and run_trial(trial).log_hash != outcome.log_hash:
+        return dataclasses.replace(outcome, failure="two runs of the seed differ in their event logs")
+    return outcome
 
 
 def shrink(trial: Trial) -> Trial:
-    """A trial with as few faults and iterations as still fail, as far as a bounded number of runs finds.
-
-    It fails in the same way: a smaller trial with another failure would explain nothing.
-    """
+    """A smaller trial that fails in the same way, as far as a bounded number of runs finds one."""
     kind = run_trial(trial).kind
     if kind is None:  # only two runs together show what is wrong: that they differ
         return trial
@@ -183,24 +203,29 @@ def missing_branches(branches: Counter[str]) -> list[str]:
     return [str(name) for name in (*Recovery, *FaultKind, *OVERLAPS) if not branches[name]]
 
 
-def check_seeds(first: int, count: int, *, twice: bool) -> int:
+def check_seeds(first: int, count: int, *, twice: bool, jobs: int = 1) -> int:
     """Run seeds; print failures, coverage and figures. Returns the number of failures."""
     started_s, failures = time.monotonic(), 0
     branches: Counter[str] = Counter()
-    events, gpu_hours = 0, 0.0
-    for seed in range(first, first + count):
-        trial = draw_trial(seed)
-        outcome = run_trial(trial)
+    events, gpu_hours, logs = 0, 0.0, hashlib.sha256()
+    seeds = range(first, first + count)
+    console = Console(stderr=True)
+    outcomes = _outcomes(seeds, twice=twice, jobs=jobs)
+    bar = track(
+        outcomes, "seeds", total=count, console=console, transient=True, disable=not console.is_terminal
+    )
+    for seed, outcome in zip(seeds, bar, strict=True):
         branches.update(outcome.branches)
         events, gpu_hours = events + outcome.events, gpu_hours + outcome.gpu_hours
-        if outcome.failure is None and twice and run_trial(trial).log_hash != outcome.log_hash:
-            outcome = dataclasses.replace(outcome, failure="two runs of the seed differ in their event logs")
+        logs.update(outcome.log_hash.encode())
         if outcome.failure is not None:
             failures += 1
             print(f"seed {seed}: {outcome.failure}")
-            print(f"  {replay_command(shrink(trial))}", flush=True)
+            print(f"  {replay_command(shrink(draw_trial(seed)))}", flush=True)
     seconds = time.monotonic() - started_s
-    print(f"{count} seeds, {failures} failed; {events} events, {gpu_hours:.0f} GPU-hours, {seconds:.0f} s")
+    runs = f"{count} seeds{', each twice' if twice else ''}"
+    print(f"{runs}, {failures} failed; {events} events, {gpu_hours:.0f} GPU-hours, {seconds:.0f} s")
+    print(f"hash of all event logs: {logs.hexdigest()[:16]}")
     for name in (*FaultKind, *Recovery, *OVERLAPS):
         print(f"  {name:28} {branches[name]}")
     if missing := missing_branches(branches):
@@ -209,8 +234,18 @@ def check_seeds(first: int, count: int, *, twice: bool) -> int:
     return failures
 
 
+def _outcomes(seeds: Sequence[int], *, twice: bool, jobs: int) -> Iterator[TrialOutcome]:
+    """In the order of the seeds, however many processes run them."""
+    run = functools.partial(run_seed, twice=twice)
+    if jobs <= 1:
+        yield from map(run, seeds)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        yield from pool.map(run, seeds, chunksize=8)
+
+
 def replay(seed: int, faults: str | None, iterations: int | None) -> int:
-    """Run one trial again, whole or shrunk, and tell what happens in it."""
+    """Run one trial again, whole or shrunk, and print what happens in it. Returns the exit status."""
     trial = draw_trial(seed)
     if faults is not None:
         kept = {int(n) for n in faults.split(",")} if faults != "none" else set()
@@ -229,22 +264,33 @@ def replay(seed: int, faults: str | None, iterations: int | None) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog=PROGRAM, description="Deterministic simulation testing.")
-    parser.add_argument("--seeds", type=int, default=300, help="number of seeds")
-    parser.add_argument("--first", type=int, default=0, help="the first of them")
-    parser.add_argument("--twice", action="store_true", help="each seed twice (default from 1,000 seeds on)")
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--seeds", type=int, default=300, help="number of seeds (%(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="the first of them (%(default)s)")
+    parser.add_argument(
+        "--twice",
+        action=argparse.BooleanOptionalAction,
+        help="run each seed twice and compare the event logs (default: from 1,000 seeds on)",
+    )
+    parser.add_argument("--jobs", type=int, default=1, help=f"processes (1; this machine: {os.cpu_count()})")
+    parser.add_argument("--mutations", action="store_true", help="plant bugs, and find them")
     parser.add_argument("--replay", type=int, metavar="SEED", help="run one seed again")
     parser.add_argument("--faults", help="with --replay: only these of its faults, as 0,3 or none")
     parser.add_argument("--iterations", type=int, help="with --replay: only so many iterations")
-    parser.add_argument("--mutations", action="store_true", help="plant bugs, and find them")
     given = parser.parse_args(arguments)
     if given.replay is not None:
         return replay(given.replay, given.faults, given.iterations)
     if given.mutations:
-        from tests.simulation.mutations import report_mutations
+        from tests.simulation.mutations import report_mutations  # imports this module
 
-        return report_mutations(given.seeds)
-    return int(check_seeds(given.first, given.seeds, twice=given.twice or given.seeds >= 1000) > 0)
+        return int(report_mutations(given.seeds) > 0)
+    twice = given.seeds >= 1000 if given.twice is None else given.twice
+    return int(check_seeds(given.first, given.seeds, twice=twice, jobs=given.jobs) > 0)
 
 
 if __name__ == "__main__":

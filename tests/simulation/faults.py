@@ -1,8 +1,8 @@
 """Faults, injected into a simulation at any event.
 
-Each fault is one small frozen value, drawn from a seed, so that a failing run can be repeated with fewer of
-them. What is broken heals by itself: killed nodes come back, stopped processes are continued, the network
-recovers. After the last fault nothing is wrong any more, and the run must come to its end.
+Each fault is a small frozen value drawn from a seed, so a failing run can be repeated with fewer of them. All
+faults heal: killed nodes come back, stopped processes are continued, the network recovers. After the last
+one the run must come to its end.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Fault:
     """One thing that goes wrong.
 
     Attributes:
-        after_events: when the controller has been told this many events.
-        which: in [0, 1): whom it hits, among those that there are.
-        seconds: how long it lasts; of a notice, how long it is given before.
+        after_events: injected when the controller has handled this many events.
+        which: selects the node or process it hits among those present, in [0, 1).
+        seconds: duration; of a notice, its lead.
         share: of messages or rewards, in [0, 1).
     """
 
@@ -69,7 +69,7 @@ class Fault:
 
 
 def draw_faults(source: random.Random, count: int, within_events: int) -> tuple[Fault, ...]:
-    """Faults in the order in which they happen, of some kinds only: so they get deeper than all at once."""
+    """Faults in order of time. Only some kinds per trial: their combinations are then explored deeper."""
     enabled = source.sample(list(WEIGHTS), k=source.choice([2, 3, 4, len(WEIGHTS)]))
     kinds = source.choices(enabled, [WEIGHTS[kind] for kind in enabled], k=count)
     faults = [
@@ -86,12 +86,12 @@ def draw_faults(source: random.Random, count: int, within_events: int) -> tuple[
 
 
 @dataclass(slots=True)
-class Injector:
-    """Injects faults as their time comes; ``happened`` counts them by kind."""
+class FaultInjector:
+    """Injects faults when they are due; ``injected`` counts them by kind."""
 
     simulation: Simulation
     faults: tuple[Fault, ...]
-    happened: Counter[FaultKind] = field(default_factory=Counter)
+    injected: Counter[FaultKind] = field(default_factory=Counter)
     last_s: float = 0.0
     _next: int = 0
 
@@ -105,14 +105,14 @@ class Injector:
 
     @property
     def pending(self) -> bool:
-        """Whether faults are to come."""
+        """Whether faults are left to inject."""
         return self._next < len(self.faults)
 
     def inject(self, fault: Fault) -> None:
-        """Let it happen."""
+        """Inject one fault now, and schedule its end."""
         simulation = self.simulation
         self.last_s = max(self.last_s, simulation.now + fault.seconds)
-        self.happened[fault.kind] += 1
+        self.injected[fault.kind] += 1
         match fault.kind:
             case FaultKind.BAD_NETWORK:
                 network = simulation.network

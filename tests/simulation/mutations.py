@@ -1,6 +1,6 @@
-"""Bugs planted into controller and accounts, to learn what a clean run of seeds is worth: each must be found.
+"""Mutations: bugs planted into controller and accounts, each of which the seeds must find.
 
-The production code knows nothing of them: a mutation replaces functions while it is switched on.
+The production code knows nothing of them: a mutation replaces functions while it is active.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ Granted = tuple[Lease, tuple[Rollout, ...], dict[RolloutId, int]]
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """A planted bug: what is wrong then, and the functions that are replaced (owner, name, replacement)."""
+    """A planted bug, and the functions it replaces as (owner, name, replacement)."""
 
     bug: str
     patches: tuple[tuple[object, str, Callable[..., object] | property], ...]
 
     @contextmanager
     def planted(self) -> Iterator[None]:
-        """While the bug is there."""
+        """Plant the bug within the block."""
         with ExitStack() as stack:
             for owner, name, replacement in self.patches:
                 stack.enter_context(patch.object(owner, name, replacement))
@@ -111,7 +111,7 @@ def _skips_a_step(self: PullQueue, worker: WorkerId, capacity: int, now: float) 
     return granted and (granted[0], granted[1], {name: step + 1 for name, step in granted[2].items()})
 
 
-def _starts_anew(self: PullQueue, leases: list[_Held]) -> list[RolloutId]:
+def _discards_progress(self: PullQueue, leases: list[_Held]) -> list[RolloutId]:
     for held in leases:
         for rollout in held.open:
             self._entries[rollout].step = 0
@@ -139,7 +139,7 @@ def _grants_before_weights(self: Cluster, group: Group) -> None:
         self.serving.idle[group.leader] = None
 
 
-def _waits_for_ever(self: Commands, now: float) -> Iterator[tuple[CommandEffect, bool]]:
+def _never_repeats(self: Commands, now: float) -> Iterator[tuple[CommandEffect, bool]]:
     return iter(())
 
 
@@ -151,7 +151,7 @@ def _leases_busy_learners(self: Cluster, rollouts: float, *, explore: bool) -> N
     self.serving.trainers_may, self.serving.trainers_explore = math.inf, True
 
 
-def _never_gives_way(
+def _never_preempts(
     self: SpareTime, groups: int, able: Callable[[WorkerId], bool], now: float
 ) -> list[Lease]:
     return []
@@ -199,7 +199,7 @@ def _keeps_older_work(self: Rollouts, version: PolicyVersion) -> None:
     pass
 
 
-def _adopts_nothing(self: Rollouts, prompt: Prompt, name: RolloutId) -> bool:
+def _reissues_early(self: Rollouts, prompt: Prompt, name: RolloutId) -> bool:
     return False
 
 
@@ -209,7 +209,7 @@ _NEVER = property(lambda self: False)
 
 MUTATIONS = (
     Mutation("a second completion counts", ((PullQueue, "complete", _completes_twice),)),
-    Mutation("what a lost group held is not requeued", ((PullQueue, "_revoke", _forgets_requeued),)),
+    Mutation("the leases of a lost group are not requeued", ((PullQueue, "_revoke", _forgets_requeued),)),
     Mutation(
         "old epochs and leases are believed",
         ((PullQueue, "_check", _believes_anyone), (PullQueue, "_close", _closes_any)),
@@ -217,22 +217,22 @@ MUTATIONS = (
     Mutation("samples are one version too old", ((rollouts_module, "train_rollouts", _lags_a_version),)),
     Mutation("leases never expire", ((PullQueue, "expire", _never_expires),)),
     Mutation("a resumed rollout skips a step", ((PullQueue, "pull", _skips_a_step),)),
-    Mutation("committed progress is thrown away", ((PullQueue, "_revoke", _starts_anew),)),
+    Mutation("committed progress is thrown away", ((PullQueue, "_revoke", _discards_progress),)),
     Mutation("a repeated grant counts steps from now", ((PullQueue, "granted", _grants_again_from_now),)),
     Mutation("the ledger is not rolled back", ((Rollouts, "load", _keeps_the_ledger),)),
     Mutation(
         "work is granted before the weights are there", ((Cluster, "_consider", _grants_before_weights),)
     ),
-    Mutation("unanswered commands are not repeated", ((Commands, "overdue", _waits_for_ever),)),
+    Mutation("unanswered commands are not repeated", ((Commands, "overdue", _never_repeats),)),
     Mutation("a lost member of a group is overlooked", ((Cluster, "_leave", _overlooks_a_lost_member),)),
     Mutation("GPUs that train are leased meanwhile", ((Cluster, "let_trainers", _leases_busy_learners),)),
-    Mutation("previews do not give way", ((SpareTime, "give_way", _never_gives_way),)),
+    Mutation("previews are not preempted", ((SpareTime, "give_way", _never_preempts),)),
     Mutation("previews begin while rollouts wait", ((Rollouts, "explore_ahead", _looks_ahead_at_once),)),
     Mutation("exploration windows are never closed", ((Rollouts, "close_window", _leaves_windows_open),)),
     Mutation("workers keep weights that were undone", ((Cluster, "roll_back", _keeps_newer_weights),)),
     Mutation("rollouts of the version before last are begun", ((Rollouts, "renew", _keeps_older_work),)),
     Mutation("more groups than allowed begin early", ((Plan, "early_groups", _ALL_GROUPS),)),
-    Mutation("what was begun early is issued anew", ((Rollouts, "_adopt", _adopts_nothing),)),
+    Mutation("rollouts begun early are issued a second time", ((Rollouts, "_adopt", _reissues_early),)),
     Mutation("the learner trains while its GPUs roll out", ((Cluster, "trainers_work", _NEVER),)),
     Mutation(
         "several updates train the same samples",
@@ -246,7 +246,7 @@ MUTATIONS = (
 
 
 def find(mutation: Mutation, seeds: int) -> tuple[int, str] | None:
-    """The first seed that finds a planted bug, and by what."""
+    """The first seed that finds a planted bug, and the failure."""
     with mutation.planted():
         for seed in range(seeds):
             outcome = run_trial(draw_trial(seed))

@@ -1,6 +1,6 @@
-"""A second opinion: its own simple account of a simulation, held against the controller after every event.
+"""The reference model (test oracle): a second, simpler account of a run, compared after every event.
 
-It believes effects and records only, and knows what the simulated workers and the store really hold.
+It is built from effects and records alone, and sees what the simulated workers and the store really contain.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from tests.simulation.bill import Bill
 
 
 @dataclass(slots=True)
-class Books:
-    """The durable ledger, counted anew from its records.
+class LedgerModel:
+    """The ledger as its durable records imply it.
 
     Attributes:
         stale: samples of an iteration that may be one published version old.
         older: the version published before ``published``.
-        begun: samples of each iteration that were issued, and are one published version old.
+        begun: issued samples of each iteration that are one published version old.
     """
 
     stale: int
@@ -56,7 +56,7 @@ class Books:
     begun: Counter[int] = field(default_factory=Counter)
 
     def write(self, position: int, record: Record) -> None:
-        """Append; raises AssertionError for a record that may not follow."""
+        """Append a record. Raises AssertionError if it may not follow."""
         assert position == len(self.records) + 1, f"record {position} follows {len(self.records)}"
         self.records.append(record)
         match record:
@@ -97,7 +97,7 @@ class Books:
                 self.older, self.published = self.published, version
 
     def _may_be_stale(self, rollout: Rollout) -> None:
-        """Begun before the iteration it is of, as far as that is allowed."""
+        """Only samples of the next iteration may be begun early, and only so many."""
         assert rollout.version == self.older, f"{rollout} asks for other weights than published"
         assert rollout.purpose is Purpose.TRAIN, f"{rollout} is one version old"
         self.begun[rollout.iteration] += 1
@@ -110,12 +110,12 @@ class Books:
         self.ended[rollout] = purpose.value
 
     @classmethod
-    def until(cls, records: Sequence[Record], stale: int) -> Books:
-        """Books with these records only."""
-        books = cls(stale)
+    def until(cls, records: Sequence[Record], stale: int) -> LedgerModel:
+        """The model of these records only."""
+        ledger = cls(stale)
         for position, record in enumerate(records, start=1):
-            books.write(position, record)
-        return books
+            ledger.write(position, record)
+        return ledger
 
 
 @dataclass(slots=True)
@@ -123,87 +123,89 @@ class ReferenceModel:
     """Checks a simulation after every event.
 
     Attributes:
-        early: rollouts of the next iteration that were granted; records tell of them when it begins.
+        early: granted rollouts of the next iteration, which are recorded when it begins.
         made: those of them whose samples count.
+        intended: the group of processes that each lease was granted to.
+        holder: the lease and epoch under which each rollout was last granted.
     """
 
     simulation: Simulation
-    books: Books = field(init=False)
+    expected: LedgerModel = field(init=False)
     early: dict[RolloutId, Rollout] = field(default_factory=dict)
     made: set[RolloutId] = field(default_factory=set)
     leases: dict[LeaseId, tuple[Lease, float]] = field(default_factory=dict)
-    meant: dict[LeaseId, VirtualGroup] = field(default_factory=dict)
+    intended: dict[LeaseId, VirtualGroup] = field(default_factory=dict)
     holder: dict[RolloutId, tuple[LeaseId, int]] = field(default_factory=dict)
     bill: Bill = field(default_factory=Bill)
     window: Window | None = None
     over: bool = False
 
     def __post_init__(self) -> None:
-        """Begin with empty books."""
-        self.books = Books(self._stale)
+        """Start from an empty ledger."""
+        self.expected = LedgerModel(self._stale)
 
     @property
     def _stale(self) -> int:
         plan = self.simulation.scenario.plan
         return math.floor(round(plan.pipeline.next_share * plan.prompts_per_iteration, 6)) * plan.group_size
 
-    def see(self, event: ev.Event, effects: Sequence[ef.Effect], receipt: Receipt | None) -> None:
-        """Raise AssertionError where the controller's effects disagree with what is known."""
+    def check(self, event: ev.Event, effects: Sequence[ef.Effect], receipt: Receipt | None) -> None:
+        """Raise AssertionError where the controller's effects contradict the model."""
         self.simulation.controller.check()
-        self._see_commit(event, effects, receipt)
+        self._check_commit(event, effects, receipt)
         discarded: set[RolloutId] = set()
         for effect in effects:
             match effect:
                 case ef.RollBack(position):
-                    assert position <= len(self.books.records), "undone is more than was recorded"
-                    self.books = Books.until(self.books.records[:position], self._stale)
+                    assert position <= len(self.expected.records), "undone is more than was recorded"
+                    self.expected = LedgerModel.until(self.expected.records[:position], self._stale)
                     self.early.clear()
                     self.made.clear()
                 case ef.WriteRecord(position, record):
-                    self.books.write(position, record)
+                    self.expected.write(position, record)
                     if isinstance(record, RolloutIssued):
-                        self._see_issue(record.rollout)
+                        self._check_issue(record.rollout)
                     if isinstance(record, SampleScored):
                         made_by = self.simulation.store.samples[record.rollout]
                         assert record.scores[CONTENT] == made_by.content, f"{record} is of another sample"
                 case ef.GrantLease():
-                    self._see_grant(effect, discarded)
+                    self._check_grant(effect, discarded)
                 case ef.DiscardSamples(rollouts):
                     discarded.update(rollouts)
                 case ef.PrepareBatch(_, groups):
                     for group in groups:
                         for rollout in group.rollouts:
-                            self._see_sample(self.books.issued[rollout])
-                    self._see_trainers_free()
+                            self._check_sample(self.expected.issued[rollout])
+                    self._check_trainers_free()
                 case ef.TrainMicroBatch():
-                    self._see_trainers_free()
+                    self._check_trainers_free()
                 case ef.CommitCheckpoint(_, position):
-                    assert position == len(self.books.records), "a checkpoint stands for other records"
+                    assert position == len(self.expected.records), "a checkpoint stands for other records"
                 case ef.FinishRun():
                     self.over = True
-        self._see_spare_time()
+        self._check_spare_time()
         self._balance()
         self.bill.compare(self.simulation.accounts, self.simulation.now)
 
     def head_restarted(self, position: int) -> None:
-        """The durable ledger is cut to the checkpoint's position; what was in memory is gone."""
-        self.books = Books.until(self.books.records[:position], self._stale)
+        """Cut the durable ledger to the checkpoint's position; forget what was in memory."""
+        self.expected = LedgerModel.until(self.expected.records[:position], self._stale)
         self.early.clear()
         self.made.clear()
         self.leases.clear()
-        self.meant.clear()
+        self.intended.clear()
         self.holder.clear()
 
     def _balance(self) -> None:
-        books, ledger = self.books, self.simulation.controller.ledger
-        assert len(books.issued) == ledger.issued.total(), "rollouts were issued without a record"
-        in_flight = len(books.issued) - len(books.ended)
+        expected, ledger = self.expected, self.simulation.controller.ledger
+        assert len(expected.issued) == ledger.issued.total(), "rollouts were issued without a record"
+        in_flight = len(expected.issued) - len(expected.ended)
         assert in_flight == ledger.in_flight, f"{in_flight} are in flight, the ledger has {ledger.in_flight}"
         if self.over and self.simulation.finish is None and not in_flight:
-            assert len(books.ended) == len(books.issued)
+            assert len(expected.ended) == len(expected.issued)
 
-    def _see_commit(self, event: ev.Event, effects: Sequence[ef.Effect], receipt: Receipt | None) -> None:
-        """What counts was sent by the one who holds it, in time."""
+    def _check_commit(self, event: ev.Event, effects: Sequence[ef.Effect], receipt: Receipt | None) -> None:
+        """Only the current holder's messages count, and only before the lease expires."""
         now = self.simulation.now
         if isinstance(event, ev.LeaseProgressed):
             voided = any(isinstance(e, ef.AbandonLease) and e.lease == event.lease for e in effects)
@@ -226,22 +228,22 @@ class ReferenceModel:
                         self.made.add(rollout.id)
 
     def _accept(self, rollout: RolloutId, receipt: Receipt | None) -> None:
-        """What was spent on work that counts is no loss."""
+        """Bill accepted work to its phase."""
         assert receipt is not None
         self.bill.accept(receipt.segments, PHASE_OF[self._known(rollout).purpose])
 
     def _known(self, rollout: RolloutId) -> Rollout:
-        return self.early[rollout] if rollout in self.early else self.books.issued[rollout]
+        return self.early[rollout] if rollout in self.early else self.expected.issued[rollout]
 
-    def _see_issue(self, rollout: Rollout) -> None:
-        """What was begun early is issued as it was begun, or anew if nobody made it."""
+    def _check_issue(self, rollout: Rollout) -> None:
+        """A rollout begun early is issued unchanged if it was made; otherwise it may be issued again."""
         early = self.early.pop(rollout.id, None)
-        if rollout.id in self.made or rollout.version != self.books.published:
+        if rollout.id in self.made or rollout.version != self.expected.published:
             assert rollout == early, f"{rollout} is issued, and {early} was begun"
         self.made.discard(rollout.id)
 
-    def _see_early(self, rollout: Rollout) -> None:
-        """A rollout is granted that no record told of yet."""
+    def _check_early(self, rollout: Rollout) -> None:
+        """A rollout is granted before it was recorded."""
         self.early[rollout.id] = rollout
         assert rollout.purpose is Purpose.TRAIN, f"{rollout} is begun early"
         assert rollout.iteration == self.simulation.controller.iteration + 1, f"{rollout} is too early"
@@ -249,10 +251,12 @@ class ReferenceModel:
         assert len(begun) <= self._stale, f"more is begun early than allowed: {rollout}"
 
     def _from_holder(self, lease: LeaseId, receipt: Receipt | None) -> None:
-        """The group that sent it is made of the processes that were meant, not of a namesake of theirs."""
-        meant = self.meant.get(lease)
+        """The sender is the group the lease was granted to, not a later one of the same name."""
+        intended = self.intended.get(lease)
         assert receipt is not None
-        assert meant is None or receipt.group is meant, f"a namesake finishes lease {lease}"
+        assert intended is None or receipt.group is intended, (
+            f"another group of that name finishes lease {lease}"
+        )
 
     def _in_time(
         self, event: ev.LeaseProgressed | ev.LeaseCompleted, held: tuple[Lease, float], now: float
@@ -261,22 +265,24 @@ class ReferenceModel:
         assert now < deadline_s, f"believed {now - deadline_s} s after the lease expired: {event}"
         self.leases[event.lease] = lease, now + self.simulation.scenario.plan.lease_s
 
-    def _see_grant(self, grant: ef.GrantLease, discarded: set[RolloutId]) -> None:
+    def _check_grant(self, grant: ef.GrantLease, discarded: set[RolloutId]) -> None:
         lease, simulation = grant.lease, self.simulation
         again = lease.id in self.leases
         for rollout in grant.rollouts:
-            if rollout.id not in self.books.issued and rollout.id not in self.early:
-                self._see_early(rollout)
+            if rollout.id not in self.expected.issued and rollout.id not in self.early:
+                self._check_early(rollout)
             assert rollout == self._known(rollout.id), f"granted is {rollout}"
-            assert again or rollout.version == self.books.published, f"{rollout} is begun with old weights"
+            assert again or rollout.version == self.expected.published, f"{rollout} is begun with old weights"
             assert rollout.id not in self.made, f"{rollout.id} is made again after it was finished"
-            assert rollout.id not in self.books.ended
-            assert rollout.id not in self.books.finished, f"{rollout.id} is made again after it was finished"
+            assert rollout.id not in self.expected.ended
+            assert rollout.id not in self.expected.finished, (
+                f"{rollout.id} is made again after it was finished"
+            )
             if not again:
                 # What this very event discards is still in the store.
                 safe = None if rollout.id in discarded else simulation.store.progress.get(rollout.id)
                 step = grant.resume.get(rollout.id, 0)
-                # One begun early, and not done in time, is begun anew by the next weights under its name.
+                # One begun early and not done in time starts again under the next weights, with the same id.
                 ours = safe is not None and safe[1] == simulation.store.versions[rollout.version]
                 assert step == (safe[0] if safe and ours else 0), (
                     f"{rollout.id} resumes at {step}, not {safe}"
@@ -287,7 +293,7 @@ class ReferenceModel:
         process = simulation.workers.processes.get(lease.worker)
         group = process.group if process is not None else None
         if group is not None and group.epoch == lease.epoch and not group.broken:
-            self.meant[lease.id] = group
+            self.intended[lease.id] = group
             for member in group.members:
                 real = simulation.store.versions[grant.rollouts[0].version]
                 assert member.weights == real, f"{member.worker} has {member.weights}, the lease needs {real}"
@@ -296,9 +302,8 @@ class ReferenceModel:
             "the learner's GPU is leased"
         )
 
-    def _see_spare_time(self) -> None:
-        """Previews made in idle time take nothing from an iteration: see
-        :mod:`spotlight.scheduler.cluster.spare_time`."""
+    def _check_spare_time(self) -> None:
+        """Previews in idle time take nothing from an iteration; see the scheduler's ``spare_time``."""
         controller = self.simulation.controller
         queue, cluster = controller.queue, controller.cluster
         if not cluster.spare.explores:
@@ -309,7 +314,7 @@ class ReferenceModel:
         self.window = controller.work.window
         able = [lease for lease in queue.previews() if cluster.groups[lease.worker].state is GroupState.READY]
         assert not pressing or not able or cluster.spare.awaited(self.simulation.now), (
-            f"{pressing} rollouts wait, {len(able)} groups make previews, and nobody gives way"
+            f"{pressing} rollouts wait, {len(able)} groups make previews, and none is preempted"
         )
         for lease in able:
             host = cluster.hosts[cluster.groups[lease.worker].node]
@@ -318,26 +323,26 @@ class ReferenceModel:
                 "previews are made beside better work"
             )
 
-    def _see_sample(self, rollout: Rollout) -> None:
+    def _check_sample(self, rollout: Rollout) -> None:
         made_by = self.simulation.store.samples.get(rollout.id)
         real = self.simulation.store.versions[rollout.version]
         assert made_by == real, f"{rollout.id} was made by {made_by}, and is trained as {real}"
 
-    def _see_trainers_free(self) -> None:
+    def _check_trainers_free(self) -> None:
         """The learner is given nothing to train while its GPUs roll out."""
         controller = self.simulation.controller
         for leader, group in controller.cluster.groups.items():
             if controller.cluster.hosts[group.node].node.trains:
                 assert not controller.queue.holds(leader), f"the learner trains, and {leader} rolls out"
 
-    def at_the_end(self) -> None:
-        """The run is over: everything ended, every second is accounted for."""
+    def check_end(self) -> None:
+        """At the end of a run every sample has ended and every second is accounted for."""
         simulation = self.simulation
         assert simulation.finish is not None
         simulation.accounts.check(simulation.now)
         self.bill.compare(simulation.accounts, simulation.now)
         if simulation.finish.error is None:
-            assert set(self.books.issued) == set(self.books.ended), "samples disappeared"
+            assert set(self.expected.issued) == set(self.expected.ended), "samples disappeared"
             assert simulation.controller.iteration == simulation.scenario.plan.iterations
         result = simulation.result()
         lost = sum(seconds for (_, phase), seconds in result.phase_s.items() if phase is Phase.LOST)

@@ -1,4 +1,4 @@
-"""Configurations drawn from seeds: small, and as different from each other as the plan allows."""
+"""Swarm testing: small configurations drawn from seeds, as different as the plan allows."""
 
 from __future__ import annotations
 
