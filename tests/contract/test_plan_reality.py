@@ -124,7 +124,6 @@ def _calls_of_one_sample(settings: RunConfig) -> list[str]:
     from dataclasses import replace
 
     from spotlight.algorithms.algorithm import TrainBatch
-    from spotlight.config.contradictions import kept_steps
 
     calls: list[str] = []
 
@@ -133,7 +132,7 @@ def _calls_of_one_sample(settings: RunConfig) -> list[str]:
             calls.append(slot)
             return torch.zeros_like(latents)
 
-    algorithm, kept = build.make_algorithm(settings), kept_steps(settings)
+    algorithm, kept = build.make_algorithm(settings), settings.rollout.kept_steps
     levels = torch.linspace(1, 0, STEPS + 1)[None]
     states = torch.randn(1, kept + 1, 4, 3) if kept else None
     batch = TrainBatch(

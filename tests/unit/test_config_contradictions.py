@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.config.contradictions import batch_problems, find_problems, kept_steps
 from spotlight.config.errors import ConfigError, Problem
+from spotlight.config.learner import LearnerConfig
 from spotlight.config.load import load_config
-from spotlight.config.schema import LearnerConfig, RolloutConfig, RunConfig
+from spotlight.config.rollout import RolloutConfig
+from spotlight.config.schema import RunConfig
 
 BASE = (
     "algorithm.name=diffusion-nft",
@@ -139,9 +140,9 @@ def test_what_looks_odd_but_is_fine() -> None:
 
 
 def test_trainable_steps_of_a_rollout() -> None:
-    assert kept_steps(load_config(None, BASE)) == 0
-    assert kept_steps(load_config(None, [*BASE, *GRPO])) == 9
-    assert kept_steps(load_config(None, [*BASE, *WINDOW])) == 3
+    assert load_config(None, BASE).rollout.kept_steps == 0
+    assert load_config(None, [*BASE, *GRPO]).rollout.kept_steps == 9
+    assert load_config(None, [*BASE, *WINDOW]).rollout.kept_steps == 3
 
 
 def batch_config(prompts: int, group: int, updates: int, micro: int) -> RunConfig:
@@ -178,18 +179,20 @@ def test_batches_divide_or_the_error_says_what_does(
     prompts: int, group: int, updates: int, micro: int, ranks: int
 ) -> None:
     config = batch_config(prompts, group, updates, micro)
-    problems = list(batch_problems(config, ranks))
+    problems = list(config.learner.batch_problems(config.rollout, ranks))
     share = prompts * group / updates / ranks
     divides = prompts % updates == 0 and share % 1 == 0 and (share % micro == 0 or micro > share)
     assert bool(problems) != divides
     for problem in problems:
         for fixed, fixed_ranks in fixes(problem, config, ranks):
             # One problem at a time: the same key is not wrong again.
-            assert problem.key not in {p.key for p in batch_problems(fixed, fixed_ranks)}
+            assert problem.key not in {
+                p.key for p in fixed.learner.batch_problems(fixed.rollout, fixed_ranks)
+            }
 
 
 def test_the_default_has_no_contradictions() -> None:
-    assert find_problems(RunConfig()) == []
+    assert list(RunConfig().every_problem()) == []
 
 
 def test_on_a_cluster_the_batch_must_divide_by_its_learner_ranks() -> None:

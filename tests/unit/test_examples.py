@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from spotlight.config.contradictions import batch_problems, find_problems
 from spotlight.config.load import load_config
 from spotlight.data.datasets import load_prompts
 from spotlight.dry_run.run_plan import make_plan
@@ -40,9 +39,11 @@ def test_there_are_examples() -> None:
 
 def test_it_is_free_of_contradictions(example: Path) -> None:
     config = load_config(example)
-    assert find_problems(config) == []
+    assert list(config.every_problem()) == []
     ranks = [1, *(int(number) for number, _ in RANKS.findall(example.read_text()))]
-    assert not [problem for count in ranks for problem in batch_problems(config, count)]
+    assert not [
+        problem for count in ranks for problem in config.learner.batch_problems(config.rollout, count)
+    ]
     assert config.name == example.stem.replace("_", "-")
 
 

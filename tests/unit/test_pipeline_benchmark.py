@@ -15,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import itertools
 
 import _pipeline_ray as bench
-from spotlight.config.contradictions import batch_problems
 from spotlight.config.load import load_config
 from spotlight.scheduler.types import Phase
 
@@ -54,7 +53,7 @@ def test_modes_add_up_and_are_configurations() -> None:
         assert after.overrides[: len(before.overrides)] == before.overrides
     for mode in modes:
         config = load_config(None, [*bench.SETTINGS, *mode.overrides])
-        assert list(batch_problems(config, mode.ranks)) == []
+        assert list(config.learner.batch_problems(config.rollout, mode.ranks)) == []
         assert config.fleet.learner_ranks == mode.ranks
         assert config.pipeline.trainers_generate == mode.trainers
         if mode is added[-1]:

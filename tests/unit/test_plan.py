@@ -14,7 +14,6 @@ from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from spotlight.cli.main import app
-from spotlight.config.contradictions import trained_timesteps
 from spotlight.config.errors import ConfigError
 from spotlight.config.load import build_config, load_config
 from spotlight.config.schema import RunConfig
@@ -123,7 +122,7 @@ def test_forwards_are_those_of_a_walk_through_the_iteration(
     rollout = {**ROLLOUT, "sampler": sampler, "true_cfg_scale": guidance}
     settings = config(algorithm=algorithm, rollout=rollout)
     passes = count_passes(settings, evaluation_images=10)
-    assert trained_timesteps(settings) == timesteps
+    assert settings.trained_timesteps == timesteps
     assert passes.forwards == walk(settings, timesteps, per_timestep)
     assert passes.backward == passes.policy == walk(settings, timesteps, 1) - passes.rollout
     assert passes.evaluation == 10 * settings.evaluation.steps * (2 if guidance > 1 else 1)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated, Literal
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from spotlight.config.errors import Problem
 from spotlight.config.section import Section
+
+if TYPE_CHECKING:
+    from spotlight.config.schema import RunConfig
 
 
 class PreviewCostsConfig(Section):
@@ -110,10 +114,157 @@ class ExplorationConfig(Section):
             return None
         return self.seeds_per_prompt_max or deepest_pool(group_size, self.arms(group_size, rollout_steps)[0])
 
+    def problems(self, run: RunConfig) -> Iterator[Problem]:
+        """What cannot be explored for, or at the place asked for."""
+        if self.where == "idle" and run.fleet.driver == "inline":
+            yield Problem(
+                "exploration.where", "'idle'", "'critical_path' with fleet.driver=inline",
+                "One process trains and denoises in turn, so nothing idles: set fleet.driver=ray, or explore "
+                "on "
+                "the critical path.",
+            )  # fmt: skip
+        elif self.where == "idle" and run.fleet.only_learner_slots:
+            yield Problem(
+                "exploration.where", "'idle'", "'critical_path' where all slots train",
+                "The learner's slots preview nothing beside training: set exploration.where=critical_path, "
+                "fleet.local.rollout_slots or fleet.spot.nodes to at least 1, or name a fleet.spot.trace.",
+            )  # fmt: skip
+        yield from self._arm_problems(run)
+        yield from self._drawn_problems(run)
+        guidance, scale = self.guidance, run.rollout.true_cfg_scale
+        if guidance is not None and guidance > scale:
+            yield Problem(
+                "exploration.guidance", f"{guidance:g}", f"at most rollout.true_cfg_scale = {scale:g}",
+                "Previews stand for rollouts and may only be cheaper: leave it out, or set 1 for none.",
+            )  # fmt: skip
+        yield from self._shortcut_problems(run)
+
+    def _arm_problems(self, run: RunConfig) -> Iterator[Problem]:
+        group, steps = run.rollout.group_size, run.rollout.steps
+        planned = self.planner is not None
+        if planned:
+            for name in ("seeds_per_prompt", "steps"):
+                if (value := getattr(self, name)) is not None:
+                    yield Problem(
+                        f"exploration.{name}", str(value), "nothing with exploration.planner",
+                        "The planner decides: leave one of the two keys out.",
+                    )  # fmt: skip
+            yield from self._unread_problems()
+        seeds_key, steps_key = (
+            ("exploration.planner.seed_counts", "exploration.planner.step_counts")
+            if planned
+            else ("exploration.seeds_per_prompt", "exploration.steps")
+        )
+        seed_counts, step_counts = self.arms(group, steps)
+        if min(seed_counts) <= group:
+            yield Problem(
+                seeds_key, str(min(seed_counts)), f"more than rollout.group_size = {group}",
+                "Of no more seeds than a group has members, none can be left out: preview more, twice as "
+                "many or "
+                "so.",
+            )  # fmt: skip
+        if self.seeds_per_prompt_max is not None:
+            yield from self._pool_problems(self.seeds_per_prompt_max, seeds_key, max(seed_counts))
+        if max(step_counts) > steps:
+            yield Problem(
+                steps_key, str(max(step_counts)), f"at most rollout.steps = {steps}",
+                "Previews follow the noise path of the rollouts that they choose seeds for: lower it.",
+            )  # fmt: skip
+
+    def _pool_problems(self, limit: int, seeds_key: str, planned: int) -> Iterator[Problem]:
+        """Of seeds that idle time may preview beyond the ``planned``."""
+        if self.where != "idle":
+            yield Problem(
+                "exploration.seeds_per_prompt_max", str(limit), "nothing with "
+                "exploration.where=critical_path",
+                "Only idle time previews more seeds than were planned: leave it out.",
+            )  # fmt: skip
+        elif self.undo_selection and not self.draws:
+            yield Problem(
+                "exploration.seeds_per_prompt_max", str(limit),
+                f"nothing with exploration.undo_selection and policy={self.policy}",
+                "Drawn seeds stand for most of the pool, and weigh the more, the deeper it is: leave it out, "
+                "or "
+                "set exploration.policy=proportional.",
+            )  # fmt: skip
+        elif limit < planned:
+            yield Problem(
+                "exploration.seeds_per_prompt_max", str(limit), f"at least {seeds_key} = {planned}",
+                "So many are planned: raise it, or leave it out.",
+            )  # fmt: skip
+
+    def _unread_problems(self) -> Iterator[Problem]:
+        """What the planner reads only where time is short."""
+        planner, default = self.planner, PlannerConfig()
+        if planner is None or self.where == "idle":
+            return
+        for name in ("caution", "costs"):
+            if (value := getattr(planner, name)) != getattr(default, name):
+                yield Problem(
+                    f"exploration.planner.{name}", str(value), "nothing with exploration.where=critical_path",
+                    "Previews are waited for there, and nothing has to fit: leave it out, and name only "
+                    "seed_counts and step_counts whose time you would spend.",
+                )  # fmt: skip
+
+    def step_cache_problem(self, model_path: str, why: str) -> Problem:
+        """Where previews are to reuse blocks of a model that cannot."""
+        return Problem(
+            "exploration.step_cache", str(self.step_cache), f"nothing with model.path={model_path}",
+            f"{why}: leave it out; previews of fewer exploration.steps are cheaper with any model.",
+        )  # fmt: skip
+
+    def _shortcut_problems(self, run: RunConfig) -> Iterator[Problem]:
+        fewest = min(self.arms(run.rollout.group_size, run.rollout.steps)[1])
+        if self.step_cache is not None and self.step_cache > fewest:
+            yield Problem(
+                "exploration.step_cache", str(self.step_cache),
+                f"at most the fewest steps of a preview, {fewest}",
+                "Only the first of them would run all blocks: lower it, 2 ranks best.",
+            )  # fmt: skip
+        for key, value in (("model.dtype", run.model.dtype), ("learner.autocast", run.learner.autocast)):
+            if self.dtype == value:
+                yield Problem(
+                    "exploration.dtype", f"'{self.dtype}'", f"a lower precision than {key}={value}",
+                    "Rollouts are of that precision already, and so are their previews: leave it out.",
+                )  # fmt: skip
+                return
+
+    def _drawn_problems(self, run: RunConfig) -> Iterator[Problem]:
+        group, prompts = run.rollout.group_size, run.rollout.prompts_per_iteration
+        draws = self.draws
+        if self.drawn_seeds > group:
+            yield Problem(
+                "exploration.drawn_seeds", str(self.drawn_seeds), f"at most rollout.group_size = {group}",
+                "Two are enough to measure with.",
+            )  # fmt: skip
+        if self.sampled_prompts > prompts:
+            yield Problem(
+                "exploration.sampled_prompts", str(self.sampled_prompts),
+                f"at most rollout.prompts_per_iteration = {prompts}", "Lower it.",
+            )  # fmt: skip
+        if self.sampled_prompts and (draws or self.drawn_seeds < 2):
+            yield Problem(
+                "exploration.sampled_prompts", str(self.sampled_prompts),
+                "0 with exploration.drawn_seeds below 2, or with a policy that draws by itself",
+                "What a group measures it measures by pairs: set exploration.drawn_seeds=2, or leave it out.",
+            )  # fmt: skip
+        if self.undo_selection and not draws and self.drawn_seeds == 0:
+            yield Problem(
+                "exploration.undo_selection", "true",
+                f"false with exploration.policy={self.policy} and drawn_seeds=0",
+                "Seeds that are never chosen cannot be weighted: set exploration.drawn_seeds=2 or "
+                "exploration.policy=proportional.",
+            )  # fmt: skip
+        if self.undo_selection and self.spare_prompts:
+            yield Problem(
+                "exploration.spare_prompts", str(self.spare_prompts), "0 with exploration.undo_selection",
+                "No weights undo that a prompt is replaced for its rewards: leave one of the two keys out.",
+            )  # fmt: skip
+
+
+_DEEPEST = 16
+
 
 def deepest_pool(group_size: int, seed_counts: Iterable[int]) -> int:
     """Where idle time deepens pools no more: the contrast of a group grows with the logarithm of its pool."""
     return max(_DEEPEST * group_size, *seed_counts)
-
-
-_DEEPEST = 16

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from spotlight.config.errors import Problem
 from spotlight.config.section import Section
+
+if TYPE_CHECKING:
+    from spotlight.config.schema import RunConfig
+
+_TIMES_ASKED = 3
+"""A group is told to form or part so often before its members are given up."""
+_BEATS_MIN = 3
+"""A lease outlives so many heartbeats: one that is lost or late must not cost work."""
 
 
 class LocalNodesConfig(Section):
@@ -98,3 +108,66 @@ class FleetConfig(Section):
     """A node that will be taken stops its work so long before: at once where its notice is shorter."""
     store_gb: PositiveFloat = 4.0
     """Memory for states and samples in flight, on this process's node; more goes to the run directory."""
+
+    @property
+    def only_learner_slots(self) -> bool:
+        """Whether the learner's slots are all there ever are, as far as a configuration can tell."""
+        ours, spot = self.driver == "ray" and self.address is None, self.spot
+        return ours and spot.trace is None and spot.nodes == 0 and self.local.rollout_slots == 0
+
+    def problems(self, run: RunConfig) -> Iterator[Problem]:
+        """Keys of another driver or cluster, slots that nobody uses, and patience that does not suffice."""
+        yield from self._place_problems()
+        if self.spot.trace is not None and self.spot.nodes:
+            yield Problem(
+                "fleet.spot.nodes", str(self.spot.nodes), "0 with fleet.spot.trace",
+                "The trace says which nodes there are: leave one of the two keys out.",
+            )  # fmt: skip
+        if self.only_learner_slots and not run.pipeline.trainers_generate:
+            yield Problem(
+                "fleet.spot.nodes", "0, with no other slot that rolls out", "a slot that rolls out",
+                "Set fleet.spot.nodes or fleet.local.rollout_slots to at least 1, or name a "
+                "fleet.spot.trace.",
+            )  # fmt: skip
+        degrees = list(self.sequence_parallel.degrees)
+        if degrees != (ascending := sorted(set(degrees))):
+            yield Problem(
+                "fleet.sequence_parallel.degrees", str(degrees), "each degree once, ascending",
+                f"Set {ascending}.",
+            )  # fmt: skip
+        forming_s = self.answer_s / 2 + 2 * self.collective_s
+        if degrees[-1] > 1 and _TIMES_ASKED * self.answer_s < forming_s:
+            yield Problem(
+                "fleet.answer_s", f"{self.answer_s:g}",
+                f"at least {0.8 * self.collective_s:g} with fleet.collective_s = {self.collective_s:g}",
+                "Raise it, or lower fleet.collective_s: who waits for a dead member would be given up too.",
+            )  # fmt: skip
+        if self.lease_s < _BEATS_MIN * self.heartbeat_s:
+            yield Problem(
+                "fleet.lease_s", f"{self.lease_s:g}",
+                f"at least {_BEATS_MIN} heartbeats ({_BEATS_MIN * self.heartbeat_s:g} s)",
+                "Raise it, or lower fleet.heartbeat_s.",
+            )  # fmt: skip
+
+    def _place_problems(self) -> Iterator[Problem]:
+        """Keys of another driver, or of a cluster that is not ours to start."""
+        emulated = {"fleet.spot.nodes": self.spot.nodes, "fleet.spot.trace": self.spot.trace}
+        if self.driver == "inline":
+            for key, value in {"fleet.address": self.address, **emulated}.items():
+                if value:
+                    yield Problem(
+                        key, "set", "nothing with fleet.driver=inline",
+                        "Set fleet.driver=ray, or leave it out.",
+                    )  # fmt: skip
+            if self.learner_ranks > 1:
+                yield Problem(
+                    "fleet.learner_ranks", str(self.learner_ranks), "1 with fleet.driver=inline",
+                    "Start so many ranks with torchrun, or set fleet.driver=ray.",
+                )  # fmt: skip
+        elif self.address is not None:
+            for key, value in emulated.items():
+                if value:
+                    yield Problem(
+                        key, "set", "nothing with fleet.address",
+                        "Spot nodes are emulated on a local Ray only: leave one of the two keys out.",
+                    )  # fmt: skip

@@ -15,7 +15,6 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from spotlight.config.contradictions import find_problems
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.schema import RunConfig
 
@@ -85,7 +84,7 @@ def build_config(tree: Mapping[str, Any], source: str) -> RunConfig:
         config = RunConfig.model_validate_json(text, strict=True)
     except ValidationError as error:
         raise ConfigError(source, _explain_all(error.errors())) from None
-    if problems := find_problems(config):
+    if problems := list(config.every_problem()):
         raise ConfigError(source, problems)
     return config
 

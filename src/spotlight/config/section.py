@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 from pydantic import BaseModel, ConfigDict
+
+from spotlight.config.errors import Problem
+
+if TYPE_CHECKING:
+    from spotlight.config.schema import RunConfig
 
 
 class Section(BaseModel):
@@ -15,3 +23,7 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         allow_inf_nan=False,
     )
+
+    def problems(self, run: RunConfig) -> Iterator[Problem]:
+        """What in this section contradicts itself or other sections of ``run``: none unless overridden."""
+        yield from ()

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from spotlight.config.contradictions import kept_steps, trained_timesteps
 from spotlight.config.schema import RunConfig
 from spotlight.dry_run.model_plan import ModelSizes, bind_targets
 from spotlight.models.layouts import FamilyLayout
@@ -109,12 +108,12 @@ def _merged(config: RunConfig, model: ModelSizes, layout: FamilyLayout) -> Itera
 def timesteps_per_pass(config: RunConfig) -> int:
     """K; with ``auto`` 1, because more are taken only where they fit."""
     wanted = config.learner.timesteps_per_pass
-    return 1 if wanted == "auto" else largest_pass(trained_timesteps(config), wanted)
+    return 1 if wanted == "auto" else largest_pass(config.trained_timesteps, wanted)
 
 
 def _optimizer(config: RunConfig, trained: int) -> Iterator[Estimate]:
     yield Estimate("gradients", trained * 4, "4 B x P", "training")
-    if config.learner.timesteps_per_pass == "auto" and trained_timesteps(config) > 1:
+    if config.learner.timesteps_per_pass == "auto" and config.trained_timesteps > 1:
         # Those so far are kept apart, so that a pass that runs out of memory can be dropped.
         yield Estimate("gradients of a pass", trained * 4, "4 B x P (timesteps_per_pass auto)", "training")
     yield Estimate("Adam", trained * 8, "2 x 4 B x P")
@@ -156,7 +155,7 @@ def _activations(
 def _samples(config: RunConfig, model: ModelSizes) -> Iterator[Estimate]:
     rollout = config.rollout
     samples = rollout.prompts_per_iteration * rollout.group_size
-    steps = kept_steps(config)
+    steps = config.rollout.kept_steps
     kept = 1 if steps == 0 else 1 + steps + 1
     tokens = model.image_tokens(rollout.height, rollout.width)
     yield Estimate(

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from spotlight.config.contradictions import trained_timesteps
 from spotlight.config.errors import ConfigError
-from spotlight.config.exploration_contradictions import step_cache_problem
 from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import Prompts, load_prompts
 from spotlight.dry_run.memory_plan import Estimate, disk_parts, memory_parts
@@ -121,7 +119,7 @@ def make_plan(config: RunConfig) -> RunPlan:
         memory = memory_parts(config, model, layout_of(config), trained, text_tokens(config, prompts))
     return RunPlan(
         samples=config.rollout.prompts_per_iteration * config.rollout.group_size,
-        trained_timesteps=trained_timesteps(config),
+        trained_timesteps=config.trained_timesteps,
         guidance=forwards_per_velocity(config),
         passes=count_passes(config, images),
         optimizer_steps=config.iterations * config.learner.updates_per_batch,
@@ -147,7 +145,7 @@ def count_passes(config: RunConfig, evaluation_images: int) -> Passes:
     """Passes of an iteration: samples x steps (or trained timesteps) x forwards a velocity costs."""
     algorithm, guidance = config.algorithm, forwards_per_velocity(config)
     samples = config.rollout.prompts_per_iteration * config.rollout.group_size * guidance
-    trained = samples * trained_timesteps(config)
+    trained = samples * config.trained_timesteps
     return Passes(
         rollout=samples * config.rollout.steps,
         previews=_preview_passes(config),
@@ -177,14 +175,15 @@ def text_tokens(config: RunConfig, prompts: Prompts) -> int:
 
 
 def _require_step_cache(config: RunConfig, model: ModelSizes | NotHere) -> None:
-    why = ""
+    exploration, why = config.exploration, ""
+    if exploration is None or exploration.step_cache is None:
+        return
     if not layout_of(config).reuses_blocks:
         why = f"diffusers has no step cache for model.family={config.model.family}"
     elif isinstance(model, ModelSizes) and model.layers < 2:
         why = f"it has {model.layers} transformer blocks, of which the first always runs"
-    problem = step_cache_problem(config, why) if why else None
-    if problem is not None:
-        raise ConfigError("the configuration", [problem])
+    if why:
+        raise ConfigError("the configuration", [exploration.step_cache_problem(config.model.path, why)])
 
 
 def parameters_trained(config: RunConfig, model: ModelSizes) -> int:

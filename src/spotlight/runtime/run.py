@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 
-from spotlight.config.contradictions import batch_problems
 from spotlight.config.errors import ConfigError
 from spotlight.config.load import dump_config
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
@@ -90,7 +89,7 @@ def train(config: RunConfig, observer: Observer) -> RunResult:
 
 
 def _gather(config: RunConfig, device: torch.device, ranks: Ranks, stack: ExitStack) -> _Materials:
-    if problems := list(batch_problems(config, ranks.world)):
+    if problems := list(config.learner.batch_problems(config.rollout, ranks.world)):
         raise ConfigError(f"this configuration on {ranks.world} ranks", problems)
     if config.metrics.wandb is not None:
         require_wandb()

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from spotlight.config.contradictions import batch_problems
 from spotlight.config.errors import ConfigError
 from spotlight.config.load import build_config, parse_yaml
 from spotlight.config.schema import RunConfig
@@ -99,7 +98,7 @@ class LearnerRank:
 
     def __init__(self, config: str, place: RankPlace) -> None:
         self.config = _parsed(config)
-        if problems := list(batch_problems(self.config, place.world)):
+        if problems := list(self.config.learner.batch_problems(self.config.rollout, place.world)):
             raise ConfigError(f"this configuration on {place.world} ranks", problems)
         self.place = place
         self._clock = PhaseClock()

@@ -12,7 +12,6 @@ import torch
 
 from spotlight.algorithms import Algorithm
 from spotlight.config.errors import ConfigError, Problem
-from spotlight.config.exploration_contradictions import step_cache_problem
 from spotlight.config.schema import RunConfig
 from spotlight.data.section_names import under
 from spotlight.models.family import Condition, ImageSize, ModelFamily
@@ -134,7 +133,7 @@ def _require_shortcuts(config: RunConfig, family: ModelFamily) -> None:
         try:
             step_cache.require(family.transformer)
         except step_cache.StepCacheError as error:
-            problems += filter(None, [step_cache_problem(config, str(error))])
+            problems.append(exploration.step_cache_problem(config.model.path, str(error)))
     cuda = family.device.type == "cuda"
     if exploration.dtype is not None and cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
         name = torch.cuda.get_device_name(family.device)

@@ -16,8 +16,9 @@ import torch
 
 from spotlight.algorithms import Algorithm, build_algorithm
 from spotlight.algorithms.advantages import AdvantageParams
+from spotlight.config.algorithm import DiffusionNFTConfig
 from spotlight.config.errors import ConfigError, Problem
-from spotlight.config.schema import DiffusionNFTConfig, RunConfig
+from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import TESTBED
 from spotlight.data.datasets import Prompts as Prompts
 from spotlight.data.datasets import load_prompts as load_prompts

@@ -1,0 +1,191 @@
+"""The RL algorithms, their settings, and what each asks of rollouts and of memory."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from spotlight.config.section import Section
+
+
+class AdvantageConfig(Section):
+    """From rewards to advantages."""
+
+    std: Literal["global", "group"] = "global"
+    """Spread used to scale: of the whole batch, or of each prompt's group."""
+    ddof: Literal[0, 1] = 0
+    """0: population standard deviation (Flow-GRPO); 1: unbiased (DanceGRPO)."""
+    epsilon: PositiveFloat = 1e-4
+    """Added to the standard deviation."""
+    clip: PositiveFloat = 5.0
+    """Advantages are clipped to +- this."""
+    combine: Literal["sum", "normalise_each"] = "sum"
+    """Several rewards: weighted sum first, or normalise each by ``std`` and then sum (MixGRPO: by group)."""
+
+
+class AlgorithmSection(Section):
+    """An RL algorithm, and what it asks of rollouts and of memory."""
+
+    @property
+    def learns_from_clean_samples(self) -> bool:
+        """Whether it trains on x0 alone, whatever ODE made it; else it trains a rollout's SDE steps."""
+        return False
+
+    @property
+    def uses_old_policy(self) -> bool:
+        """Whether a second, slower set of weights is kept and evaluated at every trained timestep."""
+        return False
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the starting model is evaluated at every trained timestep."""
+        return False
+
+    @property
+    def recomputes_log_probs(self) -> bool:
+        """Whether the learner evaluates every trained timestep once more before the first update."""
+        return False
+
+
+class FlowGRPOConfig(AlgorithmSection):
+    """Flow-GRPO (arXiv 2505.05470); Flow-GRPO-Fast is this with a random ``rollout.sde_window``."""
+
+    name: Literal["flow-grpo"] = "flow-grpo"
+    """Selects this algorithm."""
+    advantage: AdvantageConfig = AdvantageConfig()
+    """From rewards to advantages."""
+    clip_range: Annotated[float, Field(gt=0, lt=1)] = 1e-4
+    """Ratio clip. Log-probs are means over the latent, so this is far below PPO's .2."""
+    kl_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the divergence from the starting model; above 0 costs one more forward a timestep."""
+    old_log_probs: Literal["recompute", "stop_gradient", "rollout"] = "recompute"
+    """Denominator of the ratio: recomputed by the learner, this pass's own value, or the rollout's."""
+    train_timesteps: PositiveInt | None = None
+    """Trained steps a sample, drawn among its stochastic steps; default: all of them."""
+
+    @property
+    def uses_reference(self) -> bool:
+        """With a KL term."""
+        return self.kl_weight > 0
+
+    @property
+    def recomputes_log_probs(self) -> bool:
+        """With ``old_log_probs: recompute``."""
+        return self.old_log_probs == "recompute"
+
+
+class FlowGRPOFastConfig(FlowGRPOConfig):
+    """Flow-GRPO-Fast: few stochastic steps a rollout, ODE elsewhere, no KL."""
+
+    name: Literal["flow-grpo-fast"] = "flow-grpo-fast"  # type: ignore[assignment]
+    """Selects this algorithm."""
+    clip_range: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    """Ratio clip."""
+
+
+class OldPolicyConfig(Section):
+    """How fast DiffusionNFT's behaviour policy follows: decay m = min(slope (n - delay), cap), 0 before."""
+
+    slope: Annotated[float, Field(ge=0)] = 0.001
+    """Growth of the decay per batch trained."""
+    cap: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    """Largest decay; 0 makes the old policy equal the trained one."""
+    delay: Annotated[int, Field(ge=0)] = 0
+    """Batches before the decay starts to grow."""
+
+
+class DiffusionNFTConfig(AlgorithmSection):
+    """DiffusionNFT (arXiv 2509.16117): negative-aware fine-tuning on the forward process; any ODE sampler."""
+
+    name: Literal["diffusion-nft"] = "diffusion-nft"
+    """Selects this algorithm."""
+    advantage: AdvantageConfig = AdvantageConfig()
+    """From rewards to advantages; ``clip`` is A_max."""
+    beta: PositiveFloat = 1.0
+    """Interpolation between the old and the implicit positive / negative policies."""
+    reference_weight: Annotated[float, Field(ge=0)] = 1e-4
+    """Weight of the distance to the starting model; above 0 costs one more forward a timestep."""
+    train_timesteps: PositiveInt = 3
+    """Noise levels trained per sample, stratified."""
+    noise_levels: Literal["uniform", "schedule"] = "uniform"
+    """Their distribution: uniform over (0, 1), or that of the rollout's schedule (shifted like it)."""
+    old_policy: OldPolicyConfig = OldPolicyConfig()
+    """How fast the behaviour policy follows the trained one."""
+
+    @property
+    def learns_from_clean_samples(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def uses_old_policy(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def uses_reference(self) -> bool:
+        """With a weight."""
+        return self.reference_weight > 0
+
+
+class GRPOGuardConfig(AlgorithmSection):
+    """GRPO-Guard: Flow-GRPO with a ratio that is normalised per sample and step."""
+
+    name: Literal["grpo-guard"] = "grpo-guard"
+    """Selects this algorithm."""
+    advantage: AdvantageConfig = AdvantageConfig()
+    """From rewards to advantages."""
+    clip_range: Annotated[float, Field(gt=0, lt=1)] = 2e-6
+    """Ratio clip."""
+    train_timesteps: PositiveInt | None = None
+    """Trained steps a sample, drawn among its stochastic steps; default: all of them."""
+
+    @property
+    def uses_old_policy(self) -> bool:
+        """Always."""
+        return True
+
+
+class AWMConfig(AlgorithmSection):
+    """AWM: advantage-weighted flow matching on clean samples; any ODE sampler."""
+
+    name: Literal["awm"] = "awm"
+    """Selects this algorithm."""
+    advantage: AdvantageConfig = AdvantageConfig()
+    """From rewards to advantages."""
+    power: PositiveFloat = 0.25
+    """Exponent of the pseudo log-prob; 1 is plain flow matching."""
+    advantage_scale: PositiveFloat = 5.0
+    """Advantages are divided by this."""
+    reference_weight: Annotated[float, Field(ge=0)] = 1e-3
+    """Weight of the distance to the starting model; above 0 costs one more forward a timestep."""
+    old_weight: Annotated[float, Field(ge=0)] = 1.0
+    """Weight of the distance to the moving average; above 0 costs one more forward a timestep."""
+    train_timesteps: PositiveInt = 3
+    """Noise levels trained per sample, stratified."""
+    noise_levels: Literal["uniform", "schedule"] = "uniform"
+    """Their distribution: uniform over (0, 1), or that of the rollout's schedule (shifted like it)."""
+    old_policy: OldPolicyConfig = OldPolicyConfig(cap=0.3)
+    """How fast the moving average follows."""
+
+    @property
+    def learns_from_clean_samples(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def uses_old_policy(self) -> bool:
+        """With a weight."""
+        return self.old_weight > 0
+
+    @property
+    def uses_reference(self) -> bool:
+        """With a weight."""
+        return self.reference_weight > 0
+
+
+AlgorithmConfig = Annotated[
+    FlowGRPOConfig | FlowGRPOFastConfig | GRPOGuardConfig | DiffusionNFTConfig | AWMConfig,
+    Field(discriminator="name"),
+]

@@ -1,0 +1,152 @@
+"""How the policy is updated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from spotlight.config.errors import Problem
+from spotlight.config.section import Section
+
+if TYPE_CHECKING:
+    from spotlight.config.rollout import RolloutConfig
+    from spotlight.config.schema import RunConfig
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (peft)."""
+
+    rank: PositiveInt = 32
+    """Inner dimension."""
+    alpha: PositiveFloat = 64.0
+    """Scale: the update is multiplied by alpha / rank."""
+    targets: tuple[str, ...] | None = None
+    """Names of the linear layers to adapt (suffixes); default: the family's attention and MLP layers."""
+
+
+class EmaConfig(Section):
+    """Exponential moving average of the policy: decay min((1 + n)/(10 + n), cap)."""
+
+    cap: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Largest decay."""
+    every: PositiveInt = 8
+    """Optimizer steps between two updates of the average."""
+
+
+class LearnerConfig(Section):
+    """How the policy is updated."""
+
+    mode: Literal["lora", "full"] = "lora"
+    """Train adapters, or every weight of the DiT."""
+    lora: LoraConfig = LoraConfig()
+    """Adapters' shape. Unused by ``mode: full``."""
+    learning_rate: PositiveFloat = 3e-4
+    """AdamW's, after warm-up."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    """AdamW's."""
+    epsilon: PositiveFloat = 1e-8
+    """AdamW's; the gradients' RMS is logged beside it, because mean-reduced log-probs can fall below it."""
+    weight_decay: Annotated[float, Field(ge=0)] = 1e-4
+    """AdamW's."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Optimizer steps of linear warm-up."""
+    decay_iterations: PositiveInt | None = None
+    """After warm-up the learning rate falls along half a cosine, to 0 after so many iterations; default: it
+    stays."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Gradients are scaled down to this norm."""
+    updates_per_batch: PositiveInt = 1
+    """Optimizer steps an iteration; its groups are divided among them, so a sample is in exactly one."""
+    micro_batch_size: PositiveInt = 64
+    """Samples in one forward/backward of one rank; bound by memory, gradients accumulate."""
+    ema: EmaConfig | None = None
+    """Keep a moving average of the policy."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    timesteps_per_pass: PositiveInt | Literal["auto"] = 1
+    """Training timesteps of a micro-batch in one forward and backward, at most. Activations grow in
+    proportion; sharded weights are gathered once for all of them. ``auto``: as many as fit into memory,
+    measured when a shape is first seen."""
+    pass_memory_gib: PositiveFloat | None = None
+    """With ``timesteps_per_pass: auto``, memory that a pass may take; default: what is free."""
+    autocast: Literal["none", "bfloat16"] = "none"
+    """Precision of the DiT's matrix products; sampler maths and losses stay float32."""
+
+    def problems(self, run: RunConfig) -> Iterator[Problem]:
+        """Batches that do not divide, and what contradicts weights, schedule or memory."""
+        # Of the inline driver torchrun says how many ranks there are, and asks again.
+        yield from self.batch_problems(
+            run.rollout, run.fleet.learner_ranks if run.fleet.driver == "ray" else 1
+        )
+        if self.mode == "full" and run.model.dtype != "float32":
+            yield Problem(
+                "model.dtype", repr(run.model.dtype), "'float32' with learner.mode=full",
+                "bfloat16 swallows small updates: set model.dtype=float32 (and learner.autocast=bfloat16 for "
+                "speed), or learner.mode=lora.",
+            )  # fmt: skip
+        if self.decay_iterations is not None:
+            yield from self._decay_problems(run.iterations, self.decay_iterations)
+        if self.pass_memory_gib is not None and self.timesteps_per_pass != "auto":
+            yield Problem(
+                "learner.pass_memory_gib", f"{self.pass_memory_gib:g}",
+                f"not set with learner.timesteps_per_pass={self.timesteps_per_pass}",
+                "Only learner.timesteps_per_pass=auto looks at memory: set that, or leave the budget out.",
+            )  # fmt: skip
+
+    def _decay_problems(self, iterations: int, until: int) -> Iterator[Problem]:
+        if iterations > until:
+            yield Problem(
+                "iterations", str(iterations),
+                f"at most learner.decay_iterations={until}, where the learning rate is 0",
+                "Raise learner.decay_iterations with it (for a new run: it changes every step's learning "
+                "rate).",
+            )  # fmt: skip
+        if self.warmup_steps >= (steps := until * self.updates_per_batch):
+            yield Problem(
+                "learner.warmup_steps", str(self.warmup_steps),
+                f"fewer than the {steps} optimizer steps of learner.decay_iterations={until}",
+                "Shorten the warm-up, or lengthen the decay.",
+            )  # fmt: skip
+
+    def batch_problems(self, rollout: RolloutConfig, ranks: int = 1) -> Iterator[Problem]:
+        """What does not divide, with the nearest values that do.
+
+        Args:
+            ranks: processes that share the work (``fleet.learner_ranks``, ``torchrun --nproc-per-node``).
+        """
+        prompts, group = rollout.prompts_per_iteration, rollout.group_size
+        updates, micro = self.updates_per_batch, self.micro_batch_size
+        if prompts % updates:
+            more = -(-prompts // updates) * updates
+            yield Problem(
+                "learner.updates_per_batch", str(updates),
+                f"a divisor of rollout.prompts_per_iteration = {prompts} (groups are not cut)",
+                f"Nearest: {divisors_near(prompts, updates)}; or rollout.prompts_per_iteration={more}.",
+            )  # fmt: skip
+            return
+        update_samples = prompts // updates * group
+        if update_samples % ranks:
+            yield Problem(
+                "rollout.group_size", str(group),
+                f"samples of an update ({update_samples}) divisible by the {ranks} ranks",
+                f"Take {divisors_near(update_samples, ranks)} ranks (fleet.learner_ranks, or torchrun's), "
+                f"or rollout.group_size={-(-group // ranks) * ranks}.",
+            )  # fmt: skip
+            return
+        share = update_samples // ranks
+        if share % micro and micro < share:
+            yield Problem(
+                "learner.micro_batch_size", str(micro),
+                f"a divisor of the {share} samples that a rank trains in an update "
+                f"({prompts} prompts x {group} samples / {updates} updates / {ranks} ranks)",
+                f"Nearest: {divisors_near(share, micro)}.",
+            )  # fmt: skip
+
+
+def divisors_near(number: int, wanted: int) -> str:
+    """The nearest divisors of ``number`` around ``wanted``, as text ("4 or 6")."""
+    below = max((d for d in range(1, min(number, wanted) + 1) if number % d == 0), default=1)
+    above = next((d for d in range(wanted, number + 1) if number % d == 0), number)
+    return str(below) if below == above else f"{below} or {above}"

@@ -1,0 +1,67 @@
+"""What is maximised, and what happens when a sample cannot be scored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, PositiveInt
+
+from spotlight.config.errors import Problem
+from spotlight.config.section import Section
+
+if TYPE_CHECKING:
+    from spotlight.config.schema import RunConfig
+
+
+TOTAL = "reward"
+"""Name of the weighted sum among the curves of a sample."""
+
+
+class RewardConfig(Section):
+    """One reward; the run's reward is the weighted sum of all."""
+
+    name: str
+    """A built-in reward (``spotlight rewards`` lists them) or ``module:function`` of your own."""
+    weight: float = 1.0
+    """Factor in the sum."""
+    deadline_s: Annotated[float, Field(gt=0, le=1e6)] = 60.0
+    """A call that takes longer is ended and counts as failed."""
+    retries: Annotated[int, Field(ge=0)] = 1
+    """Further attempts after a failure."""
+    isolation_s: Annotated[float, Field(ge=0)] | None = None
+    """How long a failed batch is tried image by image, to lose only the bad one; default: 4 deadlines."""
+    label: str = ""
+    """Name of the reward's curves; default: the function's name."""
+    params: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies it
+    """Keyword arguments for the function."""
+
+    @property
+    def curve(self) -> str:
+        """What the reward's curves are called: its label, or the function that ``module:function`` names."""
+        return self.label or self.name.rpartition(":")[2].rpartition(".")[2]
+
+
+class RewardPolicyConfig(Section):
+    """What happens when a sample cannot be scored. It never becomes a zero."""
+
+    on_failure: Literal["stop", "drop"] = "stop"
+    """``stop`` ends the run with the reward's own error; ``drop`` records the sample as dropped, and why."""
+    max_drop_share: Annotated[float, Field(ge=0, le=1)] = 0.25
+    """With ``drop``: the run stops when more than this share of an iteration was dropped."""
+    workers: PositiveInt = 1
+    """Processes per reward."""
+    start_deadline_s: Annotated[float, Field(gt=0, le=86400)] = 120.0
+    """How long a reward's process may take to start and load what it needs, and to check the prompts."""
+
+    def problems(self, run: RunConfig) -> Iterator[Problem]:
+        """Rewards that cannot be told apart, or teach nothing."""
+        curves = [reward.curve for reward in run.rewards]
+        for curve in sorted({curve for curve in curves if curves.count(curve) > 1}):
+            yield Problem(
+                "rewards", f"{curve!r} twice", "each name once", "Add the weights, or give a label."
+            )
+        if all(reward.weight == 0 for reward in run.rewards):
+            yield Problem(
+                "rewards", "only weights of 0", "at least one other weight", "Nothing would be learnt."
+            )

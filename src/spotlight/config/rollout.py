@@ -1,0 +1,125 @@
+"""How the samples of an iteration are made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, PositiveInt
+
+from spotlight.config.errors import Problem
+from spotlight.config.section import Section
+
+if TYPE_CHECKING:
+    from spotlight.config.schema import RunConfig
+
+
+class SdeWindowConfig(Section):
+    """Which denoising steps are stochastic, and hence trainable by policy-gradient algorithms."""
+
+    kind: Literal["all", "random", "sliding"] = "all"
+    """``all`` steps but the last; ``random``: a window per rollout; ``sliding``: MixGRPO's, by iteration."""
+    size: PositiveInt = 3
+    """Steps in the window (``random``, ``sliding``)."""
+    low: Annotated[int, Field(ge=0)] = 0
+    """First step the window may cover (``random``, ``sliding``)."""
+    high: PositiveInt | None = None
+    """One past the last step it may cover; default: half of the steps (``random``), all but the last."""
+    every: PositiveInt = 25
+    """Iterations between two moves (``sliding``)."""
+    decay: Annotated[float, Field(ge=0)] = 0.0
+    """Shortens the clean half: ``every * exp(-decay * max(position - steps / 2, 0))`` (``sliding``)."""
+
+
+class RolloutConfig(Section):
+    """How the samples of an iteration are made."""
+
+    height: PositiveInt = 32
+    """Picture height in pixels."""
+    width: PositiveInt = 32
+    """Picture width in pixels."""
+    steps: Annotated[int, Field(ge=2)] = 10
+    """Denoising steps of a training rollout."""
+    sampler: Literal["flow-sde", "cps", "dance", "ode"] = "ode"
+    """Sampler inside the SDE window; outside of it and in evaluation it is always the ODE."""
+    noise_level: Annotated[float, Field(ge=0)] = 0.7
+    """``a`` of flow-sde and cps, ``eta`` of dance. Unused by ode."""
+    sde_window: SdeWindowConfig = SdeWindowConfig()
+    """Where the sampler is stochastic. Unused by ode."""
+    true_cfg_scale: Annotated[float, Field(ge=1)] = 1.0
+    """Classifier-free guidance with a negative prompt; above 1 every step costs two forwards."""
+    negative_prompt: str = " "
+    """What guidance steers away from."""
+    prompts_per_iteration: PositiveInt = 12
+    """Groups in an iteration."""
+    group_size: Annotated[int, Field(ge=2)] = 16
+    """Samples a prompt; their rewards are compared with each other."""
+    batch_size: PositiveInt = 64
+    """Samples denoised in one forward; bound by memory, has no effect on results."""
+
+    @property
+    def kept_steps(self) -> int:
+        """Stochastic (trainable) steps of a rollout; 0 with the ODE sampler."""
+        if self.sampler == "ode":
+            return 0
+        return self.steps - 1 if self.sde_window.kind == "all" else self.sde_window.size
+
+    def problems(self, run: RunConfig) -> Iterator[Problem]:
+        """What sampler and SDE window do not offer the algorithm."""
+        name = run.algorithm.name
+        if not run.algorithm.learns_from_clean_samples:
+            yield from self._noise_problems(name)
+        elif self.sampler != "ode":
+            yield Problem(
+                "rollout.sampler", repr(self.sampler), f"'ode' with algorithm.name={name}",
+                "It learns from clean samples, which SDE noise makes worse: set rollout.sampler=ode.",
+            )  # fmt: skip
+        if self.sampler == "ode":
+            return
+        if self.sde_window.kind != "all":
+            yield from self._window_problems()
+        wanted = run.algorithm.train_timesteps
+        if wanted is not None and wanted > self.kept_steps:
+            yield Problem(
+                "algorithm.train_timesteps", str(wanted),
+                f"at most {self.kept_steps}, the stochastic steps of a rollout",
+                "Lower it, or widen rollout.sde_window.",
+            )  # fmt: skip
+
+    def _noise_problems(self, algorithm: str) -> Iterator[Problem]:
+        """Of a policy gradient, which needs the log-probability of a noisy step."""
+        if self.sampler == "cps" and self.noise_level > 1:
+            yield Problem(
+                "rollout.noise_level", str(self.noise_level), "at most 1 with rollout.sampler=cps",
+                "At 1 all noise of a step is fresh; 0.8 is usual.",
+            )  # fmt: skip
+        if self.sampler == "ode":
+            yield Problem(
+                "rollout.sampler", "'ode'", f"a stochastic sampler with algorithm.name={algorithm}",
+                "Set rollout.sampler to flow-sde, cps or dance: an ODE step has no log-probability.",
+            )  # fmt: skip
+        if self.noise_level == 0:
+            yield Problem(
+                "rollout.noise_level", "0", f"above 0 with algorithm.name={algorithm}",
+                "Without noise a step has no log-probability; Flow-GRPO uses 0.7.",
+            )  # fmt: skip
+
+    def _window_problems(self) -> Iterator[Problem]:
+        window, last = self.sde_window, self.steps - 1
+        high = window.high
+        if high is None:  # what spotlight.diffusion.schedule takes
+            high = (
+                last
+                if window.kind == "sliding"
+                else min(max(window.low + window.size, self.steps // 2), last)
+            )
+        if high > last:
+            yield Problem(
+                "rollout.sde_window.high", str(high), f"at most rollout.steps - 1 = {last}",
+                "The last step is never stochastic: it would leave noise in the picture.",
+            )  # fmt: skip
+        if window.low + window.size > high:
+            yield Problem(
+                "rollout.sde_window.size", str(window.size), f"at most high - low = {high - window.low}",
+                "Widen [low, high) or take fewer steps.",
+            )  # fmt: skip
