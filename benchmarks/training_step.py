@@ -26,10 +26,9 @@ from torch import Tensor, nn
 
 from _measure import CLOCK_HELP, Clock, Report, Row, ratio, take_turns, wide_console
 from spotlight.algorithms import Algorithm, TrainBatch, build_algorithm
-from spotlight.algorithms.advantages import AdvantageParams, advantages
-from spotlight.algorithms.diffusion_nft import DiffusionNFTParams
-from spotlight.algorithms.flow_grpo import FlowGRPOParams
+from spotlight.algorithms.advantages import advantages
 from spotlight.algorithms.forward_process import noised
+from spotlight.config.algorithm import AdvantageConfig, DiffusionNFTConfig, FlowGRPOConfig
 from spotlight.diffusion.samplers import ODE, FlowSDE
 from spotlight.diffusion.schedule import AllSteps
 from spotlight.models.family import Condition, ConditionBatch, ImageSize
@@ -61,10 +60,10 @@ Draw = Callable[[TrainBatch, int], tuple[Tensor, Tensor]]
 
 
 def make_algorithm(name: str) -> Algorithm:
-    """As configured by default, with :data:`TIMESTEPS` passes a sample."""
+    """As configured by default, with :data:`TIMESTEPS` passes per sample."""
     if name == "flow-grpo":
-        return build_algorithm(name, SAMPLER, {"old_log_probs": "recompute"})
-    return build_algorithm(name, ODE(), {"train_timesteps": TIMESTEPS})
+        return build_algorithm(FlowGRPOConfig(old_log_probs="recompute"), SAMPLER)
+    return build_algorithm(DiffusionNFTConfig(train_timesteps=TIMESTEPS), ODE())
 
 
 def make_learner(
@@ -260,7 +259,7 @@ class Plain:
 
 def plain_flow_grpo(plain: Plain, batches: Sequence[PlainBatch], samples: int) -> float:
     """An update of Flow-GRPO with recomputed old log-probs."""
-    params = FlowGRPOParams()
+    params = FlowGRPOConfig()
     old: list[list[Tensor]] = []
     with torch.no_grad():
         for batch in batches:
@@ -285,10 +284,10 @@ def _log_prob(plain: Plain, batch: PlainBatch, step: int) -> Tensor:
 
 def plain_diffusion_nft(plain: Plain, batches: Sequence[PlainBatch], samples: int, draw: Draw) -> float:
     """An update of DiffusionNFT with its default weights."""
-    params = DiffusionNFTParams()
+    params = DiffusionNFTConfig()
     for batch in batches:
         x0, advantage = batch.tensors.final, batch.tensors.advantages
-        rho = (advantage / (2 * params.advantage_max) + 0.5).clamp(0, 1)
+        rho = (advantage / (2 * params.advantage.clip) + 0.5).clamp(0, 1)
         for step in range(TIMESTEPS):
             x, t = draw(batch.tensors, step)
             with torch.no_grad():
@@ -301,7 +300,7 @@ def plain_diffusion_nft(plain: Plain, batches: Sequence[PlainBatch], samples: in
                 error.square().mean((1, 2)) / error.detach().abs().mean((1, 2)).clamp(min=1e-5)
                 for error in errors
             )
-            loss = params.advantage_max * (rho * positive + (1 - rho) * negative) / params.beta
+            loss = params.advantage.clip * (rho * positive + (1 - rho) * negative) / params.beta
             loss = loss + params.reference_weight * (velocity - reference).square().mean((1, 2))
             (loss.sum() / (samples * TIMESTEPS)).backward()  # type: ignore[no-untyped-call]
     norm = plain.finish()
@@ -363,7 +362,7 @@ def plain_batches(family: QwenImage, samples: Sequence[TrainingSample], size: in
     groups: dict[str, list[dict[str, float]]] = {}
     for sample in samples:
         groups.setdefault(sample.group, []).append(dict(sample.rewards))
-    rows = advantages(list(groups.values()), {"quality": 1.0}, AdvantageParams())
+    rows = advantages(list(groups.values()), {"quality": 1.0}, AdvantageConfig())
     values = [value for row in rows for value in row]
     return [
         PlainBatch(

@@ -12,6 +12,7 @@ import torch
 
 from spotlight.algorithms import Algorithm, build_algorithm
 from spotlight.algorithms.algorithm import Slot
+from spotlight.config.algorithm import ALGORITHM_SECTIONS
 from spotlight.diffusion.samplers import CPS, ODE, FlowSDE
 from spotlight.diffusion.schedule import AllSteps, RandomWindow, SdeWindow
 from spotlight.models.family import Condition, ImageSize
@@ -52,9 +53,9 @@ class World:
 
 def algorithm(name: str, **params: Any) -> Algorithm:
     if name in ("diffusion-nft", "awm"):
-        return build_algorithm(name, ODE(), {"train_timesteps": 2, **params})
+        return build_algorithm(ALGORITHM_SECTIONS[name](**{"train_timesteps": 2, **params}), ODE())
     sampler = CPS(0.8) if name == "flow-grpo-fast" else FlowSDE(0.7)
-    return build_algorithm(name, sampler, params)
+    return build_algorithm(ALGORITHM_SECTIONS[name](**params), sampler)
 
 
 def make_slots(family: QwenImage, algo: Algorithm, mode: str, extra: Sequence[Slot] = ()) -> WeightSlots:

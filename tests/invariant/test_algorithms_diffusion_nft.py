@@ -12,8 +12,9 @@ from tiny_policy import CHANNELS, TOKENS, TinyPolicy, rollout, schedule
 from torch import Tensor
 
 from spotlight.algorithms.algorithm import TrainBatch
-from spotlight.algorithms.diffusion_nft import DiffusionNFT, DiffusionNFTParams
-from spotlight.algorithms.forward_process import OldPolicy, noised, stratified
+from spotlight.algorithms.diffusion_nft import DiffusionNFT
+from spotlight.algorithms.forward_process import noised, stratified
+from spotlight.config.algorithm import DiffusionNFTConfig, OldPolicyConfig
 from spotlight.diffusion.samplers import ODE
 
 
@@ -22,10 +23,10 @@ def algorithm(
     beta: float = 1.0,
     reference_weight: float = 0.0,
     noise_levels: Literal["uniform", "schedule"] = "uniform",
-    old_policy: OldPolicy | None = None,
+    old_policy: OldPolicyConfig | None = None,
 ) -> DiffusionNFT:
-    old_policy = OldPolicy() if old_policy is None else old_policy
-    params = DiffusionNFTParams(
+    old_policy = OldPolicyConfig() if old_policy is None else old_policy
+    params = DiffusionNFTConfig(
         beta=beta, reference_weight=reference_weight, noise_levels=noise_levels, old_policy=old_policy
     )
     return DiffusionNFT(params, ODE())
@@ -216,7 +217,7 @@ def test_draws_have_fixed_golden_values() -> None:
 
 def test_the_old_policy_follows_by_the_published_schedules() -> None:
     assert [algorithm().old_decay(n) for n in (0, 100, 500, 9000)] == [0, 0.1, 0.5, 0.5]
-    ocr = algorithm(old_policy=OldPolicy(slope=0.0075, cap=0.999, delay=75))
+    ocr = algorithm(old_policy=OldPolicyConfig(slope=0.0075, cap=0.999, delay=75))
     assert [ocr.old_decay(n) for n in (0, 75, 175, 9000)] == [0, 0, 0.75, 0.999]
     assert algorithm().rollout_slot == "old"
     assert algorithm().old_log_probs(TinyPolicy(), batch_of(TinyPolicy()), 0) is None
@@ -238,8 +239,8 @@ def test_wrong_use_is_an_error() -> None:
     policy = TinyPolicy()
     with pytest.raises(ValueError, match="timestep is 3 of 3"):
         algorithm().loss(policy, batch_of(policy), 3)
-    for bad in ({"beta": 0.0}, {"advantage_max": -1.0}, {"train_timesteps": 0}, {"noise_levels": "normal"}):
+    for bad in ({"beta": 0.0}, {"train_timesteps": 0}, {"noise_levels": "normal"}):
         with pytest.raises(ValueError, match=next(iter(bad))):
-            DiffusionNFTParams(**bad)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="cap < 1"):
-        OldPolicy(cap=1.0)
+            DiffusionNFTConfig(**bad)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="less than 1"):
+        OldPolicyConfig(cap=1.0)

@@ -10,8 +10,9 @@ from tiny_policy import TinyPolicy, rollout
 from torch import Tensor
 
 from spotlight.algorithms.algorithm import LossTerms, TrainBatch
-from spotlight.algorithms.flow_grpo import FlowGRPO, FlowGRPOParams
+from spotlight.algorithms.flow_grpo import FlowGRPO
 from spotlight.algorithms.replay import trained_steps, transition
+from spotlight.config.algorithm import FlowGRPOConfig
 from spotlight.diffusion.samplers import CPS, ODE, Dance, FlowSDE, Sampler
 
 SAMPLERS: list[Sampler] = [FlowSDE(0.7), CPS(0.8), Dance(0.3)]
@@ -49,7 +50,7 @@ def test_before_any_update_every_ratio_is_bitwise_one(
     sampler: Sampler, mode: str, dtype: torch.dtype
 ) -> None:
     policy = TinyPolicy()
-    algorithm = FlowGRPO(FlowGRPOParams(old_log_probs=mode), sampler)  # type: ignore[arg-type]
+    algorithm = FlowGRPO(FlowGRPOConfig(old_log_probs=mode), sampler)  # type: ignore[arg-type]
     batch = with_old(algorithm, policy, rollout(policy, sampler, dtype=dtype, window=range(1, 4)))
     for terms in losses(algorithm, policy, batch):
         assert torch.equal(terms.metrics["ratio"], torch.ones(6))
@@ -61,7 +62,7 @@ def test_before_any_update_every_ratio_is_bitwise_one(
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_the_on_policy_gradient_is_minus_mean_of_advantage_times_score(sampler: Sampler) -> None:
     policy = TinyPolicy()
-    algorithm = FlowGRPO(FlowGRPOParams(), sampler)
+    algorithm = FlowGRPO(FlowGRPOConfig(), sampler)
     batch = with_old(algorithm, policy, rollout(policy, sampler))
     expected = policy.gradient(-(batch.advantages[:, None] * log_probs(sampler, policy, batch)).mean())
     loss = torch.stack([terms.per_sample for terms in losses(algorithm, policy, batch)]).mean()
@@ -72,7 +73,7 @@ def test_the_on_policy_gradient_is_minus_mean_of_advantage_times_score(sampler: 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_off_policy_the_gradient_is_zero_on_the_clipped_side_and_only_there(sampler: Sampler) -> None:
     policy = TinyPolicy()
-    algorithm = FlowGRPO(FlowGRPOParams(clip_range=1e-3), sampler)
+    algorithm = FlowGRPO(FlowGRPOConfig(clip_range=1e-3), sampler)
     batch = with_old(algorithm, policy, rollout(policy, sampler, batch=16))
     policy.nudge(0.02)
     clipped, open_, signs = 0, 0, set()
@@ -95,7 +96,7 @@ def test_off_policy_the_gradient_is_zero_on_the_clipped_side_and_only_there(samp
 
 def test_the_loss_is_the_pessimistic_clipped_surrogate() -> None:
     policy, sampler = TinyPolicy(), FlowSDE(0.7)
-    algorithm = FlowGRPO(FlowGRPOParams(clip_range=1e-3), sampler)
+    algorithm = FlowGRPO(FlowGRPOConfig(clip_range=1e-3), sampler)
     batch = with_old(algorithm, policy, rollout(policy, sampler, batch=16))
     assert batch.old_log_probs is not None
     policy.nudge(0.02)
@@ -111,7 +112,7 @@ def test_the_loss_is_the_pessimistic_clipped_surrogate() -> None:
 def test_the_kl_has_a_gradient_off_the_reference_and_none_at_it(sampler: Sampler) -> None:
     policy = TinyPolicy()
     batch = replace(rollout(policy, sampler), advantages=torch.zeros(6))
-    algorithm = FlowGRPO(FlowGRPOParams(kl_weight=0.04, old_log_probs="stop_gradient"), sampler)
+    algorithm = FlowGRPO(FlowGRPOConfig(kl_weight=0.04, old_log_probs="stop_gradient"), sampler)
     assert algorithm.extra_slots == ("reference",)
 
     def total() -> Tensor:
@@ -132,7 +133,7 @@ def test_the_kl_is_weighted_by_beta_and_matches_the_formula() -> None:
     batch = rollout(policy, sampler)
     policy.nudge(0.1)
     assert batch.latents is not None
-    terms = FlowGRPO(FlowGRPOParams(kl_weight=0.5, old_log_probs="stop_gradient"), sampler).loss(
+    terms = FlowGRPO(FlowGRPOConfig(kl_weight=0.5, old_log_probs="stop_gradient"), sampler).loss(
         policy, batch, 0
     )
     x, s, s1 = batch.latents[:, 0], batch.sigmas[:, 0], batch.sigmas[:, 1]
@@ -149,7 +150,7 @@ def test_the_kl_is_weighted_by_beta_and_matches_the_formula() -> None:
 
 def test_without_kl_the_reference_is_never_evaluated() -> None:
     policy = TinyPolicy()
-    algorithm = FlowGRPO(FlowGRPOParams(), FlowSDE())
+    algorithm = FlowGRPO(FlowGRPOConfig(), FlowSDE())
     batch = rollout(policy, algorithm.sampler)
     policy.calls.clear()
     losses(algorithm, policy, with_old(algorithm, policy, batch))
@@ -161,7 +162,7 @@ def test_without_kl_the_reference_is_never_evaluated() -> None:
 @pytest.mark.parametrize("mode", ["recompute", "stop_gradient"])
 def test_chunks_of_a_batch_give_the_gradient_of_the_whole(mode: str) -> None:
     policy, sampler = TinyPolicy(), FlowSDE()
-    params = FlowGRPOParams(train_timesteps=2, kl_weight=0.1, old_log_probs=mode)  # type: ignore[arg-type]
+    params = FlowGRPOConfig(train_timesteps=2, kl_weight=0.1, old_log_probs=mode)  # type: ignore[arg-type]
     algorithm = FlowGRPO(params, sampler)
     batch = rollout(policy, sampler)
     policy.nudge(0.01, "reference")
@@ -208,7 +209,7 @@ def test_a_sample_trains_the_steps_of_its_own_version_whatever_the_others_have()
 
 def test_a_transition_is_one_step_of_the_rollout_and_old_log_probs_are_of_those() -> None:
     policy, sampler = TinyPolicy(), CPS()
-    algorithm = FlowGRPO(FlowGRPOParams(train_timesteps=2), sampler)
+    algorithm = FlowGRPO(FlowGRPOConfig(train_timesteps=2), sampler)
     batch = with_old(algorithm, policy, rollout(policy, sampler))
     assert batch.latents is not None
     assert batch.old_log_probs is not None
@@ -229,7 +230,7 @@ def test_the_rollout_difference_is_reported() -> None:
     batch = rollout(policy, sampler)
     assert batch.rollout_log_probs is not None
     batch = replace(batch, rollout_log_probs=batch.rollout_log_probs + 0.25)
-    terms = FlowGRPO(FlowGRPOParams(old_log_probs="stop_gradient"), sampler).loss(policy, batch, 0)
+    terms = FlowGRPO(FlowGRPOConfig(old_log_probs="stop_gradient"), sampler).loss(policy, batch, 0)
     torch.testing.assert_close(terms.metrics["log_prob_rollout_difference"], torch.full((6,), 0.25))
     for metric in terms.metrics.values():
         assert metric.shape == (6,)
@@ -240,16 +241,16 @@ def test_wrong_use_is_an_error() -> None:
     policy, sampler = TinyPolicy(), FlowSDE()
     batch = rollout(policy, sampler)
     with pytest.raises(ValueError, match="before the first update"):
-        FlowGRPO(FlowGRPOParams(), sampler).loss(policy, batch, 0)
+        FlowGRPO(FlowGRPOConfig(), sampler).loss(policy, batch, 0)
     with pytest.raises(ValueError, match="must store its log-probs"):
-        FlowGRPO(FlowGRPOParams(old_log_probs="rollout"), sampler).loss(
+        FlowGRPO(FlowGRPOConfig(old_log_probs="rollout"), sampler).loss(
             policy, replace(batch, rollout_log_probs=None), 0
         )
     with pytest.raises(ValueError, match="holds no trajectory"):
-        FlowGRPO(FlowGRPOParams(), sampler).loss(policy, replace(batch, latents=None), 0)
+        FlowGRPO(FlowGRPOConfig(), sampler).loss(policy, replace(batch, latents=None), 0)
     with pytest.raises(ValueError, match="keeps 5 stochastic step"):
-        FlowGRPO(FlowGRPOParams(train_timesteps=6), sampler).timesteps(5)
+        FlowGRPO(FlowGRPOConfig(train_timesteps=6), sampler).timesteps(5)
     with pytest.raises(ValueError, match="0 <= timestep < 5"):
-        FlowGRPO(FlowGRPOParams(), sampler).loss(policy, batch, 5)
+        FlowGRPO(FlowGRPOConfig(), sampler).loss(policy, batch, 5)
     with pytest.raises(ValueError, match="needs rollouts with noise"):
-        FlowGRPO(FlowGRPOParams(), ODE())
+        FlowGRPO(FlowGRPOConfig(), ODE())

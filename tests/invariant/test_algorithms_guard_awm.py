@@ -9,10 +9,11 @@ import torch
 from tiny_policy import TinyPolicy, rollout
 from torch import Tensor
 
-from spotlight.algorithms.awm import AWM, AWMParams
+from spotlight.algorithms.awm import AWM
 from spotlight.algorithms.forward_process import noised
-from spotlight.algorithms.grpo_guard import GRPOGuard, GRPOGuardParams
+from spotlight.algorithms.grpo_guard import GRPOGuard
 from spotlight.algorithms.replay import transition
+from spotlight.config.algorithm import AWMConfig, GRPOGuardConfig
 from spotlight.diffusion.noise import noise_batch
 from spotlight.diffusion.samplers import CPS, ODE, Dance, FlowSDE, Moments, Sampler
 
@@ -27,7 +28,7 @@ def test_the_guarded_ratio_is_k_times_the_centred_log_ratio_and_the_kick_times_t
     sampler: Sampler,
 ) -> None:
     policy = TinyPolicy()
-    guard, batch = GRPOGuard(GRPOGuardParams(clip_range=0.5), sampler), rollout(policy, sampler)
+    guard, batch = GRPOGuard(GRPOGuardConfig(clip_range=0.5), sampler), rollout(policy, sampler)
     policy.nudge(0.05)
     for timestep in range(guard.timesteps(5)):
         at = transition(batch, timestep, None)
@@ -51,7 +52,7 @@ def test_the_guarded_ratio_is_k_times_the_centred_log_ratio_and_the_kick_times_t
 
 def test_the_guarded_ratio_of_a_sample_ignores_the_others_and_is_one_before_any_update() -> None:
     policy, sampler = TinyPolicy(), FlowSDE()
-    guard, batch = GRPOGuard(GRPOGuardParams(), sampler), rollout(policy, sampler)
+    guard, batch = GRPOGuard(GRPOGuardConfig(), sampler), rollout(policy, sampler)
     assert torch.equal(guard.loss(policy, batch, 2).metrics["ratio"], torch.ones(6))
     policy.nudge(0.05)
     whole = guard.loss(policy, batch, 2).metrics["ratio"]
@@ -71,7 +72,7 @@ def test_the_guarded_ratio_of_a_sample_ignores_the_others_and_is_one_before_any_
 
 def test_guard_reports_how_far_the_replay_is_from_the_rollout_for_each_step() -> None:
     policy, sampler = TinyPolicy(), FlowSDE()
-    guard, batch = GRPOGuard(GRPOGuardParams(train_timesteps=2), sampler), rollout(policy, sampler)
+    guard, batch = GRPOGuard(GRPOGuardConfig(train_timesteps=2), sampler), rollout(policy, sampler)
     assert batch.rollout_log_probs is not None
     off = replace(batch, rollout_log_probs=batch.rollout_log_probs + 0.25)
     for timestep in range(2):
@@ -85,7 +86,7 @@ def test_guard_reports_how_far_the_replay_is_from_the_rollout_for_each_step() ->
 @pytest.mark.parametrize("power", [0.25, 1.0])
 def test_awm_is_advantage_weighted_flow_matching(power: float) -> None:
     policy = TinyPolicy()
-    awm = AWM(AWMParams(power=power, reference_weight=0, old_weight=0), ODE())
+    awm = AWM(AWMConfig(power=power, reference_weight=0, old_weight=0), ODE())
     assert awm.extra_slots == ()
     batch = rollout(policy, ODE())
     x_t, sigma, e = noised(batch, 1, 3, "uniform")
@@ -104,7 +105,7 @@ def test_awm_is_advantage_weighted_flow_matching(power: float) -> None:
 def test_awm_is_held_by_its_average_and_its_reference() -> None:
     policy = TinyPolicy()
     batch = replace(rollout(policy, ODE()), advantages=torch.zeros(6))
-    awm = AWM(AWMParams(reference_weight=0.5, old_weight=2.0), ODE())
+    awm = AWM(AWMConfig(reference_weight=0.5, old_weight=2.0), ODE())
     assert awm.extra_slots == ("old", "reference")
     assert not awm.loss(policy, batch, 0).per_sample.any()
     policy.nudge(0.1)

@@ -21,8 +21,9 @@ from learner_world import (
 )
 from torch import Tensor
 
-from spotlight.algorithms.advantages import AdvantageParams, advantages
+from spotlight.algorithms.advantages import advantages
 from spotlight.algorithms.algorithm import Slot
+from spotlight.config.algorithm import AdvantageConfig
 from spotlight.models.family import ConditionBatch
 from spotlight.models.slots import LoraSlots
 from spotlight.training.batching.batch import kept_steps, stack
@@ -129,7 +130,7 @@ def plain_gradients(learner: Learner, samples: list[TrainingSample]) -> dict[str
     for sample in samples:
         groups.setdefault(sample.group, []).append(sample)
     scaled = advantages(
-        [[s.rewards for s in g] for g in groups.values()], {"quality": 1.0}, AdvantageParams()
+        [[s.rewards for s in g] for g in groups.values()], {"quality": 1.0}, AdvantageConfig()
     )
     flat = [value for group in scaled for value in group]
     condition = family.collate([sample.condition for sample in samples])

@@ -10,12 +10,12 @@ import torch
 from learner_world import GROUP, World, algorithm, cut, gradients, make_learner, roll_out, train_batch
 from torch import Tensor
 
-from spotlight.algorithms.advantages import AdvantageParams
 from spotlight.algorithms.baselines import TOTAL, slice_advantages
+from spotlight.config.algorithm import AdvantageConfig
 from spotlight.training.batching.batch import scaled_advantages
 from spotlight.training.learner import Learner, TrainingSample
 
-OWN = AdvantageParams(std="group")
+OWN = AdvantageConfig(std="group")
 WEIGHTS = {"quality": 1.0}
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 
@@ -100,7 +100,7 @@ def test_slices_with_the_advantages_of_their_groups_give_the_gradient_of_the_who
     slices = by_member(roll_out(world, whole))
     samples = [sample for part in slices for sample in part]
     expected = gradients(whole, samples, len(slices[0]))
-    scaled = scaled_advantages(samples, WEIGHTS, AdvantageParams())
+    scaled = scaled_advantages(samples, WEIGHTS, AdvantageConfig())
     learner = make_learner(world, algorithm("flow-grpo"))
     for part in slices:
         keys = [sample.key for sample in part]
@@ -116,7 +116,7 @@ def test_a_baseline_of_slices_drives_the_learner(world: World) -> None:
     given = {}
     for group in {sample.group for sample in samples}:
         members = [sample for sample in samples if sample.group == group]
-        values = slice_advantages([m.rewards for m in members], [], WEIGHTS, AdvantageParams(), {TOTAL: 2.0})
+        values = slice_advantages([m.rewards for m in members], [], WEIGHTS, AdvantageConfig(), {TOTAL: 2.0})
         given |= {member.key: value for member, value in zip(members, values, strict=True)}
     report = learner.prepare_part(samples, [], given)
     assert report.advantage_abs_mean == pytest.approx(sum(map(abs, given.values())) / len(given))

@@ -17,6 +17,7 @@ from tiny_policy import TinyPolicy, rollout
 from torch import Tensor
 
 from spotlight.algorithms import Algorithm, LossTerms, TrainBatch, build_algorithm
+from spotlight.config.algorithm import ALGORITHM_SECTIONS, AWMConfig
 from spotlight.diffusion.samplers import CPS, ODE, FlowSDE
 from spotlight.training.device_memory import free_bytes, is_out_of_memory, measure_peak
 from spotlight.training.learner import Learner, TrainingSample
@@ -54,7 +55,7 @@ def test_rows_of_several_timesteps_have_the_losses_and_the_gradient_of_single_st
     name: str, timesteps: int, per_pass: int, batch: int
 ) -> None:
     sampler, params = made_of(name, timesteps)
-    algo, policy = build_algorithm(name, sampler, params), TinyPolicy()
+    algo, policy = build_algorithm(ALGORITHM_SECTIONS[name](**params), sampler), TinyPolicy()
     samples = rollout(policy, sampler, batch=batch)
     for slot in ("old", "reference"):
         policy.nudge(0.05, slot, seed=len(slot))
@@ -104,7 +105,7 @@ def at(part: range, batch: int) -> list[int]:
 
 
 def test_rows_and_timesteps_must_match() -> None:
-    algo = build_algorithm("awm", ODE(), {})
+    algo = build_algorithm(AWMConfig(), ODE())
     with pytest.raises(ValueError, match="2 training timesteps for a batch of 6 rows; expected 6"):
         algo.loss(TinyPolicy(), rollout(TinyPolicy(), ODE()), [0, 1])
 

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from spotlight.algorithms.advantages import AdvantageParams, advantages
+from spotlight.algorithms.advantages import advantages
+from spotlight.config.algorithm import AdvantageConfig
 from spotlight.scheduler.exploration.selection import SelectionPolicy, select
 
 THETA = (0.0, 0.5)
 TRUTH = (1.0, 1.0)
 POOL, GROUP, TRIALS = 32, 8, 2000
-CENTRED = AdvantageParams(std="group", epsilon=1e9, clip=1e9)  # what is left of it is centring and weighting
+CENTRED = AdvantageConfig(std="group", epsilon=1e9, clip=1e9)  # what is left of it is centring and weighting
 Vector = tuple[float, float]
 
 

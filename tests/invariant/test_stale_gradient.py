@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from spotlight.algorithms.algorithm import Slot, TrainBatch
-from spotlight.algorithms.flow_grpo import FlowGRPO, FlowGRPOParams, OldLogProbs
+from spotlight.algorithms.flow_grpo import FlowGRPO
+from spotlight.config.algorithm import FlowGRPOConfig, OldLogProbs
 from spotlight.diffusion.samplers import FlowSDE
 
 SAMPLER = FlowSDE(0.7)
@@ -67,7 +68,9 @@ def expected_gradient(
         versions=(0,) * count,
     )
     policy = Constant(now)
-    terms = FlowGRPO(FlowGRPOParams(clip_range, old_log_probs=kind), SAMPLER).loss(policy, batch, 0)
+    terms = FlowGRPO(FlowGRPOConfig(clip_range=clip_range, old_log_probs=kind), SAMPLER).loss(
+        policy, batch, 0
+    )
     (gradient,) = torch.autograd.grad(-(chance * terms.per_sample).sum(), policy.weight)
     slope = (moments((1.0,))[0] - moments((0.0,))[0]).item()  # of m by the velocity
     return gradient.detach().double() / slope

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.algorithms.advantages import AdvantageParams, advantages
+from spotlight.algorithms.advantages import advantages
+from spotlight.config.algorithm import AdvantageConfig
 
 VALUES = st.floats(-100, 100, allow_subnormal=False)
 GROUPS = st.lists(st.lists(VALUES, min_size=1, max_size=9), min_size=1, max_size=6)
 PARAMS = st.builds(
-    AdvantageParams,
+    AdvantageConfig,
     std=st.sampled_from(["global", "group"]),
     ddof=st.sampled_from([0, 1]),
     epsilon=st.sampled_from([1e-4, 1e-8]),
@@ -22,13 +23,13 @@ PARAMS = st.builds(
 )
 
 
-def one_reward(groups: list[list[float]], params: AdvantageParams) -> list[list[float]]:
+def one_reward(groups: list[list[float]], params: AdvantageConfig) -> list[list[float]]:
     return advantages([[{"r": value} for value in group] for group in groups], {"r": 1.0}, params)
 
 
 @given(GROUPS, PARAMS)
 def test_groups_have_mean_zero_and_agree_with_numpy(
-    groups: list[list[float]], params: AdvantageParams
+    groups: list[list[float]], params: AdvantageConfig
 ) -> None:
     result = one_reward(groups, params)
     everything = np.concatenate([np.array(group) for group in groups])
@@ -43,7 +44,7 @@ def test_groups_have_mean_zero_and_agree_with_numpy(
 
 @given(GROUPS, PARAMS, st.randoms())
 def test_order_changes_not_a_bit(
-    groups: list[list[float]], params: AdvantageParams, rng: random.Random
+    groups: list[list[float]], params: AdvantageConfig, rng: random.Random
 ) -> None:
     labelled = [[(g, i) for i in range(len(group))] for g, group in enumerate(groups)]
     rng.shuffle(labelled)
@@ -57,10 +58,10 @@ def test_order_changes_not_a_bit(
 
 @given(st.floats(0.1, 50), st.floats(-50, 50), PARAMS)
 def test_an_affine_change_of_the_rewards_changes_nothing(
-    scale: float, shift: float, params: AdvantageParams
+    scale: float, shift: float, params: AdvantageConfig
 ) -> None:
     groups = [[0.0, 1.0, 0.25], [2.0, 5.0, 3.0, 3.5]]
-    tiny = AdvantageParams(params.std, params.ddof, 1e-12, params.clip, params.combine)
+    tiny = params.model_copy(update={"epsilon": 1e-12})
     changed = one_reward([[scale * value + shift for value in group] for group in groups], tiny)
     for a, b in zip(one_reward(groups, tiny), changed, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-9)
@@ -69,13 +70,13 @@ def test_an_affine_change_of_the_rewards_changes_nothing(
 def test_equal_rewards_and_lone_survivors_get_exactly_zero() -> None:
     for std in ("global", "group"):
         for ddof in (0, 1):
-            params = AdvantageParams(std=std, ddof=ddof, epsilon=1e-8)  # type: ignore[arg-type]
+            params = AdvantageConfig(std=std, ddof=ddof, epsilon=1e-8)  # type: ignore[arg-type]
             assert one_reward([[0.1, 0.1, 0.1], [0.7]], params) == [[0, 0, 0], [0]]
             assert one_reward([[0.1]], params) == [[0]]
 
 
 def test_clipping_is_last_and_at_five() -> None:
-    result = one_reward([[0.0] * 99 + [1.0]], AdvantageParams(std="group"))
+    result = one_reward([[0.0] * 99 + [1.0]], AdvantageConfig(std="group"))
     assert max(result[0]) == 5.0
     assert -5.0 < min(result[0]) < 0
 
@@ -83,16 +84,18 @@ def test_clipping_is_last_and_at_five() -> None:
 def test_normalising_each_reward_keeps_a_large_scale_from_drowning_a_small_one() -> None:
     samples = [{"big": 0.0, "small": 1.0}, {"big": 1000.0, "small": 0.0}]
     weights = {"big": 1.0, "small": 2.0}
-    summed = advantages([samples], weights, AdvantageParams(std="group", epsilon=1e-12))
-    each = advantages([samples], weights, AdvantageParams("group", 0, 1e-12, 5.0, "normalise_each"))
+    summed = advantages([samples], weights, AdvantageConfig(std="group", epsilon=1e-12))
+    each = advantages(
+        [samples], weights, AdvantageConfig(std="group", epsilon=1e-12, combine="normalise_each")
+    )
     np.testing.assert_allclose(summed[0], [-1, 1])
     np.testing.assert_allclose(each[0], [-1 + 2, 1 - 2])
 
 
 def test_weights_apply_to_the_sum() -> None:
     samples = [{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}]
-    assert advantages([samples], {"a": 1.0, "b": 1.0}, AdvantageParams()) == [[0, 0]]
-    assert advantages([samples], {"a": 2.0, "b": 1.0}, AdvantageParams())[0][0] > 0.9
+    assert advantages([samples], {"a": 1.0, "b": 1.0}, AdvantageConfig()) == [[0, 0]]
+    assert advantages([samples], {"a": 2.0, "b": 1.0}, AdvantageConfig())[0][0] > 0.9
 
 
 @pytest.mark.parametrize(
@@ -106,20 +109,20 @@ def test_weights_apply_to_the_sum() -> None:
 )
 def test_bad_rewards_are_errors(groups: list[list[dict[str, float]]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        advantages(groups, {"r": 1.0}, AdvantageParams())
+        advantages(groups, {"r": 1.0}, AdvantageConfig())
 
 
 @pytest.mark.parametrize(
     "field", [{"std": "batch"}, {"ddof": 2}, {"epsilon": 0.0}, {"clip": -1.0}, {"combine": "mean"}]
 )
 def test_bad_conventions_are_errors(field: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=f"advantage {next(iter(field))} is"):
-        AdvantageParams(**field)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=next(iter(field))):
+        AdvantageConfig(**field)  # type: ignore[arg-type]
 
 
 @given(GROUPS, PARAMS, st.data())
 def test_importance_weighs_means_spreads_and_samples(
-    groups: list[list[float]], params: AdvantageParams, data: st.DataObject
+    groups: list[list[float]], params: AdvantageConfig, data: st.DataObject
 ) -> None:
     weights = [[data.draw(st.sampled_from([0.25, 1.0, 2.5])) for _ in group] for group in groups]
     named = [[{"r": value} for value in group] for group in groups]
@@ -141,4 +144,4 @@ def test_importance_weighs_means_spreads_and_samples(
 @pytest.mark.parametrize("importance", [[[1.0]], [[1.0, 1.0], [1.0]], [[1.0, 0.0]], [[1.0, math.inf]]])
 def test_importance_is_one_positive_number_a_sample(importance: list[list[float]]) -> None:
     with pytest.raises(ValueError, match="importance"):
-        advantages([[{"r": 0.0}, {"r": 1.0}]], {"r": 1.0}, AdvantageParams(), importance)
+        advantages([[{"r": 0.0}, {"r": 1.0}]], {"r": 1.0}, AdvantageConfig(), importance)

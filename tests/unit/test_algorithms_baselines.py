@@ -16,11 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from spotlight.algorithms.advantages import AdvantageParams, advantages
+from spotlight.algorithms.advantages import advantages
 from spotlight.algorithms.baselines import TOTAL, exploration_advantages, slice_advantages, spreads_of
+from spotlight.config.algorithm import AdvantageConfig
 
 WEIGHTS = {"quality": 1.0}
-PLAIN = AdvantageParams(epsilon=1e-15, clip=1e12)
+PLAIN = AdvantageConfig(epsilon=1e-15, clip=1e12)
 UNIT = {TOTAL: 1.0}
 Vector = NDArray[np.float64]
 Estimator = Callable[[Sequence[float]], Sequence[float]]
@@ -51,7 +52,7 @@ def expected_gradient(estimator: Estimator, size: int = K) -> Vector:
     return total
 
 
-def in_slices(sizes: Sequence[int], spreads: dict[str, float] | None, params: AdvantageParams) -> Estimator:
+def in_slices(sizes: Sequence[int], spreads: dict[str, float] | None, params: AdvantageConfig) -> Estimator:
     def estimate(values: Sequence[float]) -> list[float]:
         found: list[float] = []
         for size in sizes:
@@ -72,7 +73,7 @@ def cosine(a: Vector, b: Vector) -> float:
 
 def test_the_groups_own_mean_shortens_the_gradient_by_one_kth() -> None:
     large = 1e9  # so much epsilon that the spread does not matter
-    params = AdvantageParams(epsilon=large, clip=1e12)
+    params = AdvantageConfig(epsilon=large, clip=1e12)
 
     def estimate(values: Sequence[float]) -> list[float]:
         return [large * a for a in advantages([rows(values)], WEIGHTS, params)[0]]
@@ -115,7 +116,7 @@ def test_the_spread_of_what_was_explored_scales_the_gradient_and_does_not_bend_i
     explored: list[float],
 ) -> None:
     """What runs do: mean and spread are both of the explored seeds."""
-    params = AdvantageParams(epsilon=0.2, clip=1e12)
+    params = AdvantageConfig(epsilon=0.2, clip=1e12)
     found = expected_gradient(
         lambda values: exploration_advantages(rows(values), rows(explored), WEIGHTS, params), 1
     )
@@ -141,7 +142,7 @@ def by_exploration(own: float, others: Sequence[float]) -> float:
 
 def by_group(own: float, others: Sequence[float]) -> float:
     large = 1e9  # so much epsilon that the spread does not matter
-    params = AdvantageParams(epsilon=large, clip=1e12)
+    params = AdvantageConfig(epsilon=large, clip=1e12)
     return large * advantages([rows([own, *others])], WEIGHTS, params)[0][0]
 
 
@@ -184,7 +185,7 @@ def test_an_explored_mean_that_is_off_adds_its_distance(off: float) -> None:
 
 
 def test_a_spread_of_others_keeps_the_direction_and_one_with_the_sample_bends_it() -> None:
-    params = AdvantageParams(std="group", epsilon=0.2, clip=1e12)
+    params = AdvantageConfig(std="group", epsilon=0.2, clip=1e12)
     own = expected_gradient(lambda values: advantages([rows(values)], WEIGHTS, params)[0])
     assert cosine(own, TRUE) < 0.9  # the rare action that is worth much divides itself away
     left_out = expected_gradient(in_slices((K,), None, params))
@@ -199,7 +200,7 @@ def test_a_spread_of_others_keeps_the_direction_and_one_with_the_sample_bends_it
 
 
 def test_a_known_spread_scales_all_slices_alike_and_their_own_weighs_early_ones_more() -> None:
-    params = AdvantageParams(epsilon=0.2, clip=1e12)
+    params = AdvantageConfig(epsilon=0.2, clip=1e12)
 
     def of_slice(index: int, spreads: dict[str, float] | None) -> float:
         """Length along the true gradient of what the slice's samples give."""
@@ -226,7 +227,7 @@ def gaussian_factor(estimator: Estimator, size: int, groups: int) -> tuple[float
 
 def test_dividing_by_the_groups_own_spread_shortens_a_gaussian_gradient_as_predicted() -> None:
     """E of the population deviation over the true one: sqrt(2/K) Γ(K/2) / Γ((K-1)/2)."""
-    params = AdvantageParams(std="group", epsilon=1e-12, clip=1e9)
+    params = AdvantageConfig(std="group", epsilon=1e-12, clip=1e9)
     factor, error = gaussian_factor(lambda row: advantages([rows(row)], WEIGHTS, params)[0], K, 4000)
     predicted = math.sqrt(2 / K) * math.gamma(K / 2) / math.gamma((K - 1) / 2)
     assert predicted == pytest.approx(0.798, abs=1e-3)
@@ -236,7 +237,7 @@ def test_dividing_by_the_groups_own_spread_shortens_a_gaussian_gradient_as_predi
 def test_dividing_by_the_spread_of_others_lengthens_a_gaussian_gradient_as_predicted() -> None:
     """E of the true deviation over the unbiased one of n others: sqrt((n-1)/2) Γ((n-2)/2) / Γ((n-1)/2)."""
     size = 9
-    params = AdvantageParams(ddof=1, epsilon=1e-12, clip=1e9)
+    params = AdvantageConfig(ddof=1, epsilon=1e-12, clip=1e9)
     factor, error = gaussian_factor(in_slices((size,), None, params), size, 3000)
     n = size - 1
     predicted = math.sqrt((n - 1) / 2) * math.gamma((n - 2) / 2) / math.gamma((n - 1) / 2)
@@ -264,7 +265,7 @@ def test_a_whole_group_left_out_is_the_group_mean_times_k_over_k_minus_1(
 def test_order_changes_not_a_bit_and_a_samples_own_reward_does_not_move_its_baseline(
     values: list[float], cut: int
 ) -> None:
-    params = AdvantageParams(clip=1e12)
+    params = AdvantageConfig(clip=1e12)
     cut = min(cut, len(values) - 1)
     seen, arrived = values[:cut], values[cut:]
     found = slice_advantages(rows(arrived), rows(seen), WEIGHTS, params)
@@ -277,18 +278,18 @@ def test_order_changes_not_a_bit_and_a_samples_own_reward_does_not_move_its_base
 def test_rewards_are_combined_by_the_conventions() -> None:
     samples = [{"a": 1.0, "b": 10.0}, {"a": 2.0, "b": 50.0}, {"a": 4.0, "b": 20.0}]
     weights = {"a": 1.0, "b": 0.5}
-    each = AdvantageParams(combine="normalise_each", epsilon=1e-12, clip=100.0)
+    each = AdvantageConfig(combine="normalise_each", epsilon=1e-12, clip=100.0)
     spreads = spreads_of([samples], weights, each)
     assert spreads == {"a": pytest.approx(np.std([1, 2, 4])), "b": pytest.approx(np.std([10, 50, 20]))}
     found = exploration_advantages(samples[:1], samples[1:], weights, each, spreads)
     assert found == pytest.approx([(1 - 3) / spreads["a"] + 0.5 * (10 - 35) / spreads["b"]])
-    whole = AdvantageParams(epsilon=1e-12, clip=1.0)
+    whole = AdvantageConfig(epsilon=1e-12, clip=1.0)
     assert spreads_of([samples], weights, whole) == {TOTAL: pytest.approx(np.std([6, 27, 14]))}
     assert slice_advantages(samples, [], weights, whole) == [-1.0, 1.0, pytest.approx((14 - 16.5) / 10.5)]
 
 
 def test_too_few_to_compare_with_is_an_error_with_a_remedy() -> None:
-    params = AdvantageParams()
+    params = AdvantageConfig()
     with pytest.raises(ValueError, match=r"has 0 other\(s\).*at least 1: make the first slice larger"):
         slice_advantages(rows([1]), [], WEIGHTS, params, UNIT)
     with pytest.raises(ValueError, match=r"has 1 other\(s\).*at least 2"):

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from spotlight.algorithms.advantages import AdvantageParams
 from spotlight.algorithms.baselines import exploration_advantages, slice_advantages
+from spotlight.config.algorithm import AdvantageConfig
 from spotlight.config.errors import ConfigError
 from spotlight.config.load import load_config
 from spotlight.runtime.build.parts import cluster_plan_of, plan_of
@@ -120,7 +120,7 @@ def test_every_switch_works_alone_and_with_all_others() -> None:
 
 def test_the_smallest_that_is_allowed_is_what_baselines_need() -> None:
     """The limits told to people are those of the maths."""
-    params, weights = AdvantageParams(), {"r": 1.0}
+    params, weights = AdvantageConfig(), {"r": 1.0}
     rewards = [{"r": float(value)} for value in range(3)]
     assert len(slice_advantages(rewards, [], weights, params)) == 3
     with pytest.raises(ValueError, match="first slice"):

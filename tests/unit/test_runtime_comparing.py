@@ -6,14 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.algorithms.advantages import AdvantageParams, advantages
+from spotlight.algorithms.advantages import advantages
 from spotlight.algorithms.baselines import exploration_advantages, slice_advantages
+from spotlight.config.algorithm import AdvantageConfig
 from spotlight.scheduler.effects import PrepareBatch
 from spotlight.scheduler.types import Baseline, Comparison, Group, PromptId, RolloutId
 from spotlight.training.batching.part_advantages import part_advantages
 
 WEIGHTS = {"ocr": 1.0, "jpeg": 0.5}
-OWN = AdvantageParams(std="group")
+OWN = AdvantageConfig(std="group")
 Scores = list[dict[str, float]]
 
 
@@ -85,7 +86,7 @@ def test_a_slice_that_lost_too_many_has_nothing_to_be_compared_with(
 
 def test_what_cannot_be_compared_is_named() -> None:
     some = scores([1.0, 2.0, 4.0])
-    params = AdvantageParams(std="global")
+    params = AdvantageConfig(std="global")
     with pytest.raises(ValueError, match=r"advantage.std is 'global'.*set it to 'group'"):
         part_advantages(part([some]), WEIGHTS, params)
     explored = Comparison(Baseline.EXPLORATION, tuple(some))

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from spotlight.algorithms.advantages import AdvantageParams, advantages
+from spotlight.algorithms.advantages import advantages
 from spotlight.cluster.head import Head
 from spotlight.cluster.loop import Loop
+from spotlight.config.algorithm import AdvantageConfig
 from spotlight.config.load import load_config
 from spotlight.data.datasets import Prompts
 from spotlight.runtime.build import parts as build
@@ -185,7 +186,7 @@ def sample(key: str, reward: float, importance: float) -> TrainingSample:
 
 
 def test_weights_of_samples_reach_their_advantages() -> None:
-    params = AdvantageParams()
+    params = AdvantageConfig()
     rewards, weights = [0.0, 0.4, 1.0], [0.5, 0.5, 2.0]
     rows = [[{"r": reward} for reward in rewards]]
     weighted = scaled_advantages(

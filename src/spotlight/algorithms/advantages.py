@@ -10,46 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
-
-@dataclass(frozen=True, slots=True)
-class AdvantageParams:
-    """Conventions of the scaling.
-
-    Attributes:
-        std: scale by the spread of the whole batch ("global") or of each prompt's group ("group").
-        ddof: 0 for the population standard deviation (Flow-GRPO), 1 for the unbiased (DanceGRPO).
-        epsilon: added to the standard deviation: 1e-4 (Flow-GRPO), 1e-8 (DanceGRPO).
-        clip: advantages are clipped to [-clip, clip].
-        combine: several rewards: weighted sum first ("sum"), or normalise each on its own and sum the
-            advantages by weight ("normalise_each", MixGRPO).
-    """
-
-    std: Literal["global", "group"] = "global"
-    ddof: Literal[0, 1] = 0
-    epsilon: float = 1e-4
-    clip: float = 5.0
-    combine: Literal["sum", "normalise_each"] = "sum"
-
-    def __post_init__(self) -> None:
-        for key, value, known in (
-            ("std", self.std, ("global", "group")),
-            ("ddof", self.ddof, (0, 1)),
-            ("combine", self.combine, ("sum", "normalise_each")),
-        ):
-            if value not in known:
-                raise ValueError(f"advantage {key} is {value!r}; expected one of {known}")
-        for key, number in (("epsilon", self.epsilon), ("clip", self.clip)):
-            if not number > 0:
-                raise ValueError(f"advantage {key} is {number}; expected a number above 0")
+from spotlight.config.algorithm import AdvantageConfig
 
 
 def advantages(
     groups: Sequence[Sequence[Mapping[str, float]]],
     weights: Mapping[str, float],
-    params: AdvantageParams,
+    config: AdvantageConfig,
     importance: Sequence[Sequence[float]] | None = None,
 ) -> list[list[float]]:
     """Advantages of one iteration's groups, in the order given.
@@ -58,7 +26,7 @@ def advantages(
         groups: one entry a prompt, one mapping (reward name to value) a surviving sample. A group of one
             gets advantage 0.
         weights: factor of each reward; its names are those every sample must have.
-        params: conventions.
+        config: conventions.
         importance: a factor above 0 for each sample, that undoes how its seed was chosen: means and spreads
             are weighted with it, and advantages multiplied by it. None: 1 each.
 
@@ -69,19 +37,19 @@ def advantages(
     check_rewards(groups, weights)
     if importance is not None:
         _check_importance(groups, importance)
-    if params.combine == "sum":
+    if config.combine == "sum":
         totals = [[weighted_sum(sample, weights) for sample in group] for group in groups]
-        raw = _normalise(totals, params, importance)
+        raw = _normalise(totals, config, importance)
     else:
         each = {
-            name: _normalise([[sample[name] for sample in group] for group in groups], params, importance)
+            name: _normalise([[sample[name] for sample in group] for group in groups], config, importance)
             for name in weights
         }
         raw = [
             [weighted_sum({name: each[name][g][i] for name in weights}, weights) for i in range(len(group))]
             for g, group in enumerate(groups)
         ]
-    clipped = [[min(max(a, -params.clip), params.clip) for a in group] for group in raw]
+    clipped = [[min(max(a, -config.clip), config.clip) for a in group] for group in raw]
     if importance is None:
         return clipped
     return [[w * a for w, a in zip(*pair, strict=True)] for pair in zip(importance, clipped, strict=True)]
@@ -94,19 +62,19 @@ def weighted_sum(rewards: Mapping[str, float], weights: Mapping[str, float]) -> 
 
 def _normalise(
     groups: Sequence[Sequence[float]],
-    params: AdvantageParams,
+    config: AdvantageConfig,
     importance: Sequence[Sequence[float]] | None,
 ) -> list[list[float]]:
     shares = [[1.0] * len(group) for group in groups] if importance is None else importance
     means = [mean_of(group, share) for group, share in zip(groups, shares, strict=True)]
-    if params.std == "global":
+    if config.std == "global":
         everything = [value for group in groups for value in group]
-        spread = spread_of(everything, params.ddof, [weight for share in shares for weight in share])
+        spread = spread_of(everything, config.ddof, [weight for share in shares for weight in share])
         spreads = [spread] * len(groups)
     else:
-        spreads = [spread_of(group, params.ddof, share) for group, share in zip(groups, shares, strict=True)]
+        spreads = [spread_of(group, config.ddof, share) for group, share in zip(groups, shares, strict=True)]
     return [
-        [(value - mean) / (spread + params.epsilon) for value in group]
+        [(value - mean) / (spread + config.epsilon) for value in group]
         for group, mean, spread in zip(groups, means, spreads, strict=True)
     ]
 

@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from spotlight.algorithms.advantages import (
-    AdvantageParams,
     check_rewards,
     mean_of,
     spread_of,
     weighted_sum,
 )
+from spotlight.config.algorithm import AdvantageConfig
 
 Rewards = Mapping[str, float]
 """A sample's value of each reward."""
@@ -33,7 +33,7 @@ def slice_advantages(
     arrived: Sequence[Rewards],
     seen: Sequence[Rewards],
     weights: Mapping[str, float],
-    params: AdvantageParams,
+    config: AdvantageConfig,
     spreads: Mapping[str, float] | None = None,
 ) -> list[float]:
     """Advantages of a slice of one prompt's group, by all others of the group that are there: [arrived].
@@ -42,7 +42,7 @@ def slice_advantages(
         arrived: the slice.
         seen: the group's earlier slices.
         weights: factor of each reward; its names are those every sample must have.
-        params: conventions; ``std`` does not matter.
+        config: conventions; ``std`` does not matter.
         spreads: known before these samples, such as :func:`spreads_of` the iteration before: every slice
             is then scaled alike. None: that of the others, which scales early slices more.
 
@@ -57,19 +57,19 @@ def slice_advantages(
             f"a sample of the slice has {others} other(s) of its group to be compared with; expected at "
             f"least {wanted}: make the first slice larger, or give spreads"
         )
-    channels = _channels([*arrived, *seen], weights, params)
+    channels = _channels([*arrived, *seen], weights, config)
     rows = []
     for i in range(len(arrived)):
         rest = {name: [*values[:i], *values[i + 1 :]] for name, values in channels.items()}
-        rows.append(_advantage({name: values[i] for name, values in channels.items()}, rest, spreads, params))
-    return [_combined(row, weights, params) for row in rows]
+        rows.append(_advantage({name: values[i] for name, values in channels.items()}, rest, spreads, config))
+    return [_combined(row, weights, config) for row in rows]
 
 
 def exploration_advantages(
     arrived: Sequence[Rewards],
     explored: Sequence[Rewards],
     weights: Mapping[str, float],
-    params: AdvantageParams,
+    config: AdvantageConfig,
     spreads: Mapping[str, float] | None = None,
 ) -> list[float]:
     """Advantages of any samples of one prompt, by what exploration found at OTHER seeds: [arrived].
@@ -80,7 +80,7 @@ def exploration_advantages(
         arrived: the samples.
         explored: of seeds that none of the samples has: a seed's own exploration is correlated with it.
         weights: factor of each reward; its names are those every sample must have.
-        params: conventions; ``std`` does not matter.
+        config: conventions; ``std`` does not matter.
         spreads: known before these samples; None: that of ``explored``.
 
     Raises:
@@ -94,32 +94,32 @@ def exploration_advantages(
             "more of them, or wait for the group"
         )
     check_rewards([arrived, explored], weights)
-    others = _channels(explored, weights, params)
-    channels = _channels(arrived, weights, params)
+    others = _channels(explored, weights, config)
+    channels = _channels(arrived, weights, config)
     rows = [
-        _advantage({name: values[i] for name, values in channels.items()}, others, spreads, params)
+        _advantage({name: values[i] for name, values in channels.items()}, others, spreads, config)
         for i in range(len(arrived))
     ]
-    return [_combined(row, weights, params) for row in rows]
+    return [_combined(row, weights, config) for row in rows]
 
 
 def spreads_of(
-    groups: Sequence[Sequence[Rewards]], weights: Mapping[str, float], params: AdvantageParams
+    groups: Sequence[Sequence[Rewards]], weights: Mapping[str, float], config: AdvantageConfig
 ) -> dict[str, float]:
     """Standard deviation over all samples of all groups, of their sum or of each reward as ``combine`` says.
 
     That is what ``advantage.std`` "global" divides by.
     """
     check_rewards(groups, weights)
-    channels = _channels([sample for group in groups for sample in group], weights, params)
-    return {name: spread_of(values, params.ddof) for name, values in channels.items()}
+    channels = _channels([sample for group in groups for sample in group], weights, config)
+    return {name: spread_of(values, config.ddof) for name, values in channels.items()}
 
 
 def _channels(
-    samples: Sequence[Rewards], weights: Mapping[str, float], params: AdvantageParams
+    samples: Sequence[Rewards], weights: Mapping[str, float], config: AdvantageConfig
 ) -> dict[str, list[float]]:
     """What is normalised: the sums, or each reward."""
-    if params.combine == "sum":
+    if config.combine == "sum":
         return {TOTAL: [weighted_sum(sample, weights) for sample in samples]}
     return {name: [sample[name] for sample in samples] for name in weights}
 
@@ -128,17 +128,17 @@ def _advantage(
     sample: Rewards,
     others: Mapping[str, Sequence[float]],
     spreads: Mapping[str, float] | None,
-    params: AdvantageParams,
+    config: AdvantageConfig,
 ) -> dict[str, float]:
     row = {}
     for name, value in sample.items():
         if spreads is not None and name not in spreads:
             raise ValueError(f"spreads has {sorted(spreads)}; expected one of {name!r}")
-        spread = spread_of(others[name], params.ddof) if spreads is None else spreads[name]
-        row[name] = (value - mean_of(others[name])) / (spread + params.epsilon)
+        spread = spread_of(others[name], config.ddof) if spreads is None else spreads[name]
+        row[name] = (value - mean_of(others[name])) / (spread + config.epsilon)
     return row
 
 
-def _combined(row: Mapping[str, float], weights: Mapping[str, float], params: AdvantageParams) -> float:
-    total = row[TOTAL] if params.combine == "sum" else weighted_sum(row, weights)
-    return min(max(total, -params.clip), params.clip)
+def _combined(row: Mapping[str, float], weights: Mapping[str, float], config: AdvantageConfig) -> float:
+    total = row[TOTAL] if config.combine == "sum" else weighted_sum(row, weights)
+    return min(max(total, -config.clip), config.clip)

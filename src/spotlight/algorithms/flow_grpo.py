@@ -2,60 +2,21 @@
 
 Per step of a sample: max(-A r, -A clip(r, 1 ± c)) + β KL(policy, reference), r = exp(log p - log p_old).
 Log-probs are means over the latent, hence the tiny clip ranges. Flow-GRPO-Fast is the same loss on a
-short random SDE window, without KL (:data:`FAST`).
+short random SDE window, without KL (its rollouts use CPS at 0.8 in a window of 3 steps).
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from spotlight.algorithms.algorithm import LossTerms, Policy, Slot, Timesteps, TrainBatch, timestep_of_rows
 from spotlight.algorithms.replay import Transition, replay_metrics, timestep_count, transition
+from spotlight.config.algorithm import FlowGRPOConfig
 from spotlight.diffusion.samplers import Moments, Sampler
-
-OldLogProbs = Literal["recompute", "stop_gradient", "rollout"]
-
-
-@dataclass(frozen=True, slots=True)
-class FlowGRPOParams:
-    """Settings of Flow-GRPO.
-
-    Attributes:
-        clip_range: c of the ratio clip; 1e-4 for full SDE, 1e-5 for Flow-GRPO-Fast.
-        kl_weight: β of the KL to the starting model; above 0 costs one more forward a timestep.
-        old_log_probs: denominator of the ratio. "recompute": the learner evaluates it before the batch's
-            first update; "stop_gradient": this pass's own value (always on-policy: one update a batch);
-            "rollout": as scored while rolling out (differs by the kernels' rounding).
-        train_timesteps: trained steps a sample, drawn among its kept steps; None trains all.
-    """
-
-    clip_range: float = 1e-4
-    kl_weight: float = 0.0
-    old_log_probs: OldLogProbs = "recompute"
-    train_timesteps: int | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 < self.clip_range < 1:
-            raise ValueError(f"clip_range is {self.clip_range}; expected 0 < clip_range < 1 (about 1e-4)")
-        if not 0 <= self.kl_weight < math.inf:
-            raise ValueError(f"kl_weight is {self.kl_weight}; expected a number >= 0")
-        if self.old_log_probs not in get_args(OldLogProbs):
-            raise ValueError(
-                f"old_log_probs is {self.old_log_probs!r}; expected one of {', '.join(get_args(OldLogProbs))}"
-            )
-        if self.train_timesteps is not None and self.train_timesteps < 1:
-            raise ValueError(
-                f"train_timesteps is {self.train_timesteps}; expected at least 1, or none for all"
-            )
-
-
-FAST = FlowGRPOParams(clip_range=1e-5)
-"""Flow-GRPO-Fast; its rollouts use CPS at 0.8 in a random window of 3 steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +27,8 @@ class FlowGRPO:
         ValueError: the sampler is deterministic.
     """
 
-    params: FlowGRPOParams
+    config: FlowGRPOConfig
     sampler: Sampler
-    name: str = "flow-grpo"
     keeps: Literal["trajectory"] = "trajectory"
     rollout_slot: Slot = "policy"
 
@@ -76,40 +36,45 @@ class FlowGRPO:
         require_stochastic(self.name, self.sampler)
 
     @property
+    def name(self) -> str:
+        """Flow-GRPO's, or that of its fast variant."""
+        return self.config.name
+
+    @property
     def extra_slots(self) -> tuple[Slot, ...]:
         """The reference, when there is a KL."""
-        return ("reference",) if self.params.kl_weight > 0 else ()
+        return ("reference",) if self.config.kl_weight > 0 else ()
 
     @property
     def takes_stale(self) -> bool:
         """Where the ratio is to the rollout's own log-probs."""
-        return self.params.old_log_probs == "rollout"
+        return self.config.old_log_probs == "rollout"
 
     def timesteps(self, kept_steps: int) -> int:
         """All kept steps, or ``train_timesteps`` of them."""
-        return timestep_count(kept_steps, self.params.train_timesteps)
+        return timestep_count(kept_steps, self.config.train_timesteps)
 
     @torch.no_grad()
     def old_log_probs(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> Tensor | None:
         """Log-probs of the steps that will be trained under the current policy, with ``recompute``."""
-        if self.params.old_log_probs != "recompute" or batch.latents is None:
+        if self.config.old_log_probs != "recompute" or batch.latents is None:
             return None
-        at = transition(batch, timesteps, self.params.train_timesteps)
+        at = transition(batch, timesteps, self.config.train_timesteps)
         return self.sampler.log_prob(at.x_next, self._moments(policy, at, "policy"))
 
     def loss(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
         """Clipped surrogate plus KL of one step of every row."""
-        at = transition(batch, timesteps, self.params.train_timesteps)
+        at = transition(batch, timesteps, self.config.train_timesteps)
         moments = self._moments(policy, at, "policy")
         log_prob = self.sampler.log_prob(at.x_next, moments)
         log_ratio = log_prob - self._old(batch, at, timesteps, log_prob)
-        loss, metrics = clipped_surrogate(log_ratio, batch.advantages, self.params.clip_range)
+        loss, metrics = clipped_surrogate(log_ratio, batch.advantages, self.config.clip_range)
         metrics |= replay_metrics(log_prob.detach(), at, batch)
-        if self.params.kl_weight > 0:
+        if self.config.kl_weight > 0:
             with torch.no_grad():
                 reference = self._moments(policy, at, "reference")
             kl = self.sampler.kl(moments, reference)
-            loss = loss + self.params.kl_weight * kl
+            loss = loss + self.config.kl_weight * kl
             metrics["kl"] = kl.detach()
         return LossTerms(loss, metrics, kept_step=at.index)
 
@@ -122,7 +87,7 @@ class FlowGRPO:
         return self.sampler.moments(at.x, velocity, at.sigma, at.sigma_next)
 
     def _old(self, batch: TrainBatch, at: Transition, timesteps: Timesteps, log_prob: Tensor) -> Tensor:
-        match self.params.old_log_probs:
+        match self.config.old_log_probs:
             case "stop_gradient":
                 return log_prob.detach()
             case "recompute" if batch.old_log_probs is not None:
@@ -134,7 +99,7 @@ class FlowGRPO:
                 remedy = "fill it from old_log_probs() before the first update"
             case "rollout":
                 remedy = "the rollout must store its log-probs"
-        raise ValueError(f"{self.name} with old_log_probs={self.params.old_log_probs} got none: {remedy}")
+        raise ValueError(f"{self.name} with old_log_probs={self.config.old_log_probs} got none: {remedy}")
 
 
 def clipped_surrogate(

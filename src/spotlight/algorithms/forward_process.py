@@ -1,4 +1,4 @@
-"""What forward-process algorithms share: noised samples at stratified levels, and a following old policy.
+"""What forward-process algorithms share: noised samples at stratified levels.
 
 Draws are counter-based: a function of (seed, policy version, training timestep) alone, so they do not
 depend on micro-batches or ranks.
@@ -6,40 +6,18 @@ depend on micro-batches or ranks.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from spotlight.algorithms.algorithm import Timesteps, TrainBatch, timestep_of_rows
+from spotlight.config.algorithm import NoiseLevels
 from spotlight.diffusion.noise import Stream, normal_batch, uniform
 from spotlight.diffusion.samplers import interpolate
 
-NoiseLevels = Literal["uniform", "schedule"]
 _TIMESTEPS_MAX = 2**16  # indices of TRAIN_NOISE reserved per policy version
-
-
-@dataclass(frozen=True, slots=True)
-class OldPolicy:
-    """How the old policy follows the trained one: m = min(slope · max(n - delay, 0), cap) after n batches.
-
-    DiffusionNFT: (0.001, 0.5, 0); for OCR (0.0075, 0.999, 75).
-    """
-
-    slope: float = 0.001
-    cap: float = 0.5
-    delay: int = 0
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.slope < math.inf and 0 <= self.cap < 1 and self.delay >= 0):
-            raise ValueError(f"old policy is {self}; expected slope >= 0, 0 <= cap < 1, delay >= 0")
-
-    def decay(self, batches_trained: int) -> float:
-        """m after ``batches_trained`` batches."""
-        return min(self.slope * max(batches_trained - self.delay, 0), self.cap)
 
 
 class Noised(NamedTuple):

@@ -20,28 +20,8 @@ import torch
 from spotlight.algorithms.algorithm import LossTerms, Policy, Slot, Timesteps, TrainBatch
 from spotlight.algorithms.flow_grpo import clipped_surrogate, require_stochastic
 from spotlight.algorithms.replay import replay_metrics, timestep_count, transition
+from spotlight.config.algorithm import GRPOGuardConfig
 from spotlight.diffusion.samplers import Sampler
-
-
-@dataclass(frozen=True, slots=True)
-class GRPOGuardParams:
-    """Settings of GRPO-Guard.
-
-    Attributes:
-        clip_range: c of the ratio clip.
-        train_timesteps: trained steps a sample, drawn among its kept steps; None trains all.
-    """
-
-    clip_range: float = 2e-6
-    train_timesteps: int | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 < self.clip_range < 1:
-            raise ValueError(f"clip_range is {self.clip_range}; expected 0 < clip_range < 1 (about 2e-6)")
-        if self.train_timesteps is not None and self.train_timesteps < 1:
-            raise ValueError(
-                f"train_timesteps is {self.train_timesteps}; expected at least 1, or none for all"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +32,7 @@ class GRPOGuard:
     the one that made a sample of an older version, whose kick and ratio would be wrong.
     """
 
-    params: GRPOGuardParams
+    config: GRPOGuardConfig
     sampler: Sampler
     name: str = "grpo-guard"
     keeps: Literal["trajectory"] = "trajectory"
@@ -65,7 +45,7 @@ class GRPOGuard:
 
     def timesteps(self, kept_steps: int) -> int:
         """All kept steps, or ``train_timesteps`` of them."""
-        return timestep_count(kept_steps, self.params.train_timesteps)
+        return timestep_count(kept_steps, self.config.train_timesteps)
 
     def old_log_probs(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> None:
         """None: the ratio needs μ_old itself, which the old slot gives."""
@@ -73,7 +53,7 @@ class GRPOGuard:
 
     def loss(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
         """Clipped surrogate of the guarded ratio, over the step length."""
-        at = transition(batch, timesteps, self.params.train_timesteps)
+        at = transition(batch, timesteps, self.config.train_timesteps)
         velocity = policy.velocity(at.x, at.sigma)
         with torch.no_grad():
             old_velocity = policy.velocity(at.x, at.sigma, "old")
@@ -81,7 +61,7 @@ class GRPOGuard:
         kick = (at.x_next - old.mean) / old.std
         moments = self.sampler.moments(at.x, velocity, at.sigma, at.sigma_next)
         log_ratio = (kick * (moments.mean - old.mean)).flatten(1).mean(1)
-        loss, metrics = clipped_surrogate(log_ratio, batch.advantages, self.params.clip_range)
+        loss, metrics = clipped_surrogate(log_ratio, batch.advantages, self.config.clip_range)
         with torch.no_grad():
             metrics |= replay_metrics(self.sampler.log_prob(at.x_next, moments), at, batch)
         return LossTerms(loss / (at.sigma - at.sigma_next), metrics, kept_step=at.index)

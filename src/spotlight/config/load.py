@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from spotlight.config.algorithm import ALGORITHM_SECTIONS
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.schema import RunConfig
 
@@ -112,8 +113,10 @@ def _defaults_for(tree: Mapping[str, Any]) -> dict[str, Any]:
     chosen = tree.get("algorithm")
     name = chosen.get("name") if isinstance(chosen, Mapping) else None
     if isinstance(name, str) and name != defaults["algorithm"]["name"]:
-        section = _ALGORITHMS.get(name)
-        defaults["algorithm"] = section().model_dump(mode="json") if section else {}
+        section = ALGORITHM_SECTIONS.get(name)
+        defaults["algorithm"] = (
+            section.model_validate({"name": name}).model_dump(mode="json") if section else {}
+        )
     return defaults
 
 
@@ -205,7 +208,7 @@ def _explain(detail: ErrorDetails) -> Problem:
     """One pydantic error in our four parts."""
     # Discriminated unions put the chosen tag into the location: it is no key of the file.
     parts = [str(part) for part in detail["loc"]]
-    if len(parts) > 1 and parts[0] == "algorithm" and parts[1] in _ALGORITHMS:
+    if len(parts) > 1 and parts[0] == "algorithm" and parts[1] in ALGORITHM_SECTIONS:
         del parts[1]
     key = ".".join(parts) or "CONFIG"
     if detail["type"] == "extra_forbidden":
@@ -277,9 +280,3 @@ def _sections_at(path: Sequence[str]) -> list[type[BaseModel]]:
             for section in _sections(model.model_fields[part].annotation)
         ]
     return current
-
-
-_ALGORITHMS: dict[object, type[BaseModel]] = {
-    section.model_fields["name"].default: section
-    for section in _sections(RunConfig.model_fields["algorithm"].annotation)
-}

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from spotlight.algorithms.advantages import AdvantageParams
+from spotlight.config.algorithm import AdvantageConfig
 from spotlight.models.family import Condition
 
 
@@ -56,7 +56,7 @@ class LearnerSettings:
     """
 
     reward_weights: Mapping[str, float]
-    advantage: AdvantageParams = field(default_factory=AdvantageParams)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     learning_rate: float = 3e-4
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = 1e-8

@@ -15,8 +15,6 @@ from pathlib import Path
 import torch
 
 from spotlight.algorithms import Algorithm, build_algorithm
-from spotlight.algorithms.advantages import AdvantageParams
-from spotlight.config.algorithm import DiffusionNFTConfig
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import TESTBED
@@ -152,10 +150,7 @@ def make_window(config: RunConfig) -> SdeWindow | None:
 
 def make_algorithm(config: RunConfig) -> Algorithm:
     """The RL algorithm."""
-    params = config.algorithm.model_dump(exclude={"name", "advantage"})
-    if isinstance(config.algorithm, DiffusionNFTConfig):
-        params["advantage_max"] = config.algorithm.advantage.clip
-    return build_algorithm(config.algorithm.name, make_sampler(config), params)
+    return build_algorithm(config.algorithm, make_sampler(config))
 
 
 def make_slots(config: RunConfig, family: ModelFamily, algorithm: Algorithm) -> WeightSlots:
@@ -234,6 +229,6 @@ def make_learner_settings(config: RunConfig) -> LearnerSettings:
         timesteps_per_pass=learner.timesteps_per_pass,
         pass_memory_bytes=None if learner.pass_memory_gib is None else int(learner.pass_memory_gib * 2**30),
         autocast=autocast_type(config),
-        advantage=AdvantageParams(**advantage.model_dump()),
+        advantage=advantage,
         reward_weights={spec.name: spec.weight for spec in make_reward_specs(config)},
     )

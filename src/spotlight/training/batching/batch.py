@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spotlight.algorithms.advantages import AdvantageParams, advantages
+from spotlight.algorithms.advantages import advantages
 from spotlight.algorithms.algorithm import Algorithm, TrainBatch
+from spotlight.config.algorithm import AdvantageConfig
 from spotlight.models.family import Condition
 
 
@@ -64,7 +65,7 @@ class TrainingSample:
 
 
 def scaled_advantages(
-    samples: Sequence[TrainingSample], weights: Mapping[str, float], params: AdvantageParams
+    samples: Sequence[TrainingSample], weights: Mapping[str, float], params: AdvantageConfig
 ) -> dict[str, float]:
     """Advantages by key, of samples of whole groups.
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from spotlight.algorithms.advantages import AdvantageParams, advantages
+from spotlight.algorithms.advantages import advantages
 from spotlight.algorithms.baselines import Rewards, exploration_advantages, slice_advantages
+from spotlight.config.algorithm import AdvantageConfig
 from spotlight.scheduler.effects import PrepareBatch
 from spotlight.scheduler.overlap.slices import COMPARED_MIN
 from spotlight.scheduler.types import Baseline, Comparison
 
 
 def part_advantages(
-    effect: PrepareBatch, weights: Mapping[str, float], params: AdvantageParams
+    effect: PrepareBatch, weights: Mapping[str, float], params: AdvantageConfig
 ) -> dict[str, float]:
     """Advantages of all samples of ``effect``, times what undoes the choice of their seeds.
 
@@ -47,7 +48,7 @@ def _values(
     others: Sequence[Rewards],
     factors: Sequence[float],
     weights: Mapping[str, float],
-    params: AdvantageParams,
+    params: AdvantageConfig,
 ) -> list[float]:
     match baseline:
         case Baseline.GROUP:
