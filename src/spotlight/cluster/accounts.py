@@ -53,10 +53,6 @@ class Accounts:
             case ev.NodeLost(node_id):
                 self._dismiss(node_id, now, book)
 
-    def trained(self) -> None:
-        """A checkpoint holds all that was trained: it is not at risk any more."""
-        self.billing.trained(self.clock())
-
     def write(self, book: RunBook) -> None:
         """Write down where the time since the last call went."""
         now = self.clock()

@@ -3,8 +3,9 @@
 Invariants
     1. From when a node joins until it is lost, each moment of each of its slots is in one segment of one
        phase.
-    2. Denoising counts once the controller has accepted its result, training once a checkpoint holds it; else
-       the segment is LOST. So whatever dies or is fenced off is lost without anybody having to notice.
+    2. Denoising counts once the controller has accepted its result, training once a checkpoint that holds it
+       is ordered (if that is never committed, the ledger's rollback makes it LOST); else the segment is LOST.
+       So whatever dies or is fenced off is lost without anybody having to notice.
     3. :meth:`Billing.take` gives each second once, and keeps those back that may still be either.
 
 A group that works on several leases is in the phase of the oldest. A GPU that both trains and rolls out has
@@ -119,7 +120,7 @@ class Billing:
             case ev.WeightsPublished():
                 self._train(Phase.IDLE, now)
             case ev.CheckpointCommitted():
-                self._settle_training(Phase.TRAINING, now)
+                self._train(Phase.IDLE, now)
             case ev.LearnerLost():
                 self._settle_training(Phase.LOST, now)
                 self._train(Phase.SETUP, now)
@@ -152,13 +153,10 @@ class Billing:
             case ef.PublishWeights():
                 self._train(Phase.WEIGHT_SYNC, now)
             case ef.CommitCheckpoint():
+                self._settle_training(Phase.TRAINING, now)
                 self._train(Phase.CHECKPOINT, now)
             case ef.FinishRun():
                 self._settle_training(Phase.TRAINING, now)
-
-    def trained(self, now: float) -> None:
-        """What was trained until now is in a checkpoint."""
-        self._settle_training(Phase.TRAINING, now)
 
     def price_of(self, node: NodeId) -> dict[WorkerId, float]:
         """USD an hour of each slot of a node."""

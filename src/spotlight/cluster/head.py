@@ -561,7 +561,8 @@ class Head:
         self.observer.iterated(controller.iteration, row)
 
     def _checkpoint(self, effect: ef.CommitCheckpoint) -> None:
-        # Accounted right before and right after: a resume from here on finds exactly the lost seconds.
+        # What the checkpoint holds is accounted for at its position, before it is committed: a kill at any
+        # moment leaves either both or neither, once the next attempt has rolled back.
         self.accounts.write(self.parts.book)
         committing = self._committing = self.parts.book.committing(effect)
         directory = committing.__enter__()
@@ -573,7 +574,6 @@ class Head:
             self._beside(lambda: committing.__exit__(None, None, None), lambda _: sealed())
 
         def sealed() -> None:
-            self.accounts.trained()
             self.accounts.write(self.parts.book)
             self.stopped = self._over = self._stop_requested
             if not self._over:

@@ -426,6 +426,7 @@ class Controller:
         self.work.roll_back(self._committed.ledger, self._committed.exploration)
         self._undo.append(RollBack(self.ledger.position))
         self.cluster.roll_back(self.version, self._now)
+        self.cluster.pace.filled_s.clear()  # undone, as the ledger undoes what was reported since the commit
         self.cluster.serving.turned.clear()  # its GPUs are another process's now
         self._learner_up, self._restore_due = False, True
         self._restore_learner()

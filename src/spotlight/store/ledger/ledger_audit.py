@@ -26,6 +26,9 @@ BILLING_TOLERANCE = 0.01
 BILLING_SLACK_S = 0.05
 """Seconds a worker that the tolerance never goes below: the clock is read twice."""
 
+_WORK = (Phase.TRAINING, Phase.ROLLOUT, Phase.EVALUATION, Phase.EXPLORATION, Phase.LOST)
+"""Where filled seconds are billed: those of rollouts that were cut short are lost, and filled still."""
+
 
 @dataclass(frozen=True, slots=True)
 class AuditLimits:
@@ -71,10 +74,14 @@ class AttemptBill:
     accounted_s: float
 
     @property
+    def slack_s(self) -> float:
+        """By how much its numbers may differ."""
+        return max(BILLING_TOLERANCE * self.billed_s, BILLING_SLACK_S * self.workers)
+
+    @property
     def is_honest(self) -> bool:
         """Whether both agree within the tolerance."""
-        slack = max(BILLING_TOLERANCE * self.billed_s, BILLING_SLACK_S * self.workers)
-        return abs(self.billed_s - self.accounted_s) <= slack
+        return abs(self.billed_s - self.accounted_s) <= self.slack_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +149,7 @@ def _audit(connection: sqlite3.Connection, paths: RunPaths, limits: AuditLimits)
         found += [
             broken_file,
             Violation("billing", "attempts whose billed GPU seconds are not the sum over phases", dishonest),
+            _filled(connection, attempts, checkpoint_position or 0),
             broken_checkpoint,
         ]
         return AuditReport(
@@ -178,7 +186,7 @@ def _attempts(connection: sqlite3.Connection) -> tuple[AttemptBill, ...]:
     rows = connection.execute(
         """
         SELECT number, ended, (SELECT COUNT(*) FROM attempt_workers WHERE attempt = number),
-            (SELECT TOTAL(COALESCE(left_at, ended_at, seen_at) - joined_at) FROM attempt_workers
+            (SELECT TOTAL(MAX(0.0, COALESCE(left_at, ended_at, seen_at) - joined_at)) FROM attempt_workers
                 WHERE attempt = number),
             (SELECT TOTAL(seconds) FROM gpu_seconds WHERE attempt = number)
         FROM attempts ORDER BY number
@@ -187,6 +195,26 @@ def _attempts(connection: sqlite3.Connection) -> tuple[AttemptBill, ...]:
     return tuple(
         AttemptBill(number, Ending(ended) if ended else None, workers, billed_s, accounted_s)
         for number, ended, workers, billed_s, accounted_s in rows
+    )
+
+
+def _filled(connection: sqlite3.Connection, bills: tuple[AttemptBill, ...], position: int) -> Violation:
+    """What is said to have filled GPUs up to the newest checkpoint, at record ``position``, was worked.
+
+    Seconds after it may be at risk still: they are billed, or taken back, later.
+    """
+    ids = []
+    for bill in bills:
+        filled = queries.filled_s(connection, bill.attempt, position)
+        spent = queries.gpu_seconds_by_phase(connection, bill.attempt)
+        training = filled.get(Filler.TRAINING, 0.0) - spent[Phase.TRAINING]
+        everything = sum(filled.values()) - sum(spent[phase] for phase in _WORK)
+        if max(training, everything) > bill.slack_s:
+            ids.append(str(bill.attempt))
+    return Violation(
+        "filled",
+        "attempts in which more GPU seconds were filled, by training or in all, than worked",
+        tuple(ids),
     )
 
 

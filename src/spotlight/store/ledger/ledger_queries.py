@@ -167,18 +167,32 @@ def _logical_rows(connection: sqlite3.Connection, table: str, columns: str) -> I
         yield row[0], json.dumps([table, *row[1:]], ensure_ascii=True, separators=(",", ":")).encode() + b"\n"
 
 
-def gpu_seconds_by_phase(connection: sqlite3.Connection) -> dict[Phase, float]:
-    """GPU-seconds of all attempts, every phase present."""
-    spent = dict(connection.execute("SELECT phase, SUM(seconds) FROM gpu_seconds GROUP BY phase"))
+def gpu_seconds_by_phase(connection: sqlite3.Connection, attempt: int | None = None) -> dict[Phase, float]:
+    """GPU-seconds of one attempt, or of all; every phase is present."""
+    rows = connection.execute(
+        "SELECT phase, SUM(seconds) FROM gpu_seconds WHERE attempt = COALESCE(?, attempt) GROUP BY phase",
+        (attempt,),
+    )
+    spent = dict(rows)
     return {phase: float(spent.get(phase.value, 0.0)) for phase in Phase}
 
 
-def filled_s(connection: sqlite3.Connection) -> dict[Filler, float]:
-    """GPU-seconds by what filled them while a GPU would have waited, of all attempts; what filled none is
-    absent."""
+def filled_s(
+    connection: sqlite3.Connection, attempt: int | None = None, up_to: int | None = None
+) -> dict[Filler, float]:
+    """GPU-seconds by what filled them while a GPU would have waited; what filled none is absent.
+
+    Args:
+        attempt: None for all.
+        up_to: number of the last record that counts; None for all.
+    """
     if _integer(connection, "SELECT COUNT(*) FROM sqlite_master WHERE name = 'filled_seconds'") == 0:
         return {}  # a ledger of the version before, which nobody wrote to since
-    rows = connection.execute("SELECT filler, SUM(seconds) FROM filled_seconds GROUP BY filler")
+    rows = connection.execute(
+        "SELECT filler, SUM(seconds) FROM filled_seconds WHERE attempt = COALESCE(?1, attempt)"
+        " AND position <= COALESCE(?2, position) GROUP BY filler",
+        (attempt, up_to),
+    )
     found = dict(rows)
     return {filler: float(found[filler]) for filler in Filler if filler in found}
 

@@ -278,7 +278,8 @@ class Ledger:
         """Forget the records after ``position`` (a checkpoint's), and mark the GPU seconds they cost as lost.
 
         Args:
-            attempt: the attempt that rolls back; its own seconds are not lost.
+            attempt: the attempt that rolls back. Of its own seconds only training is lost: it was written for
+                a checkpoint that was never committed.
 
         Returns:
             the number of records forgotten.
@@ -299,7 +300,7 @@ class Ledger:
                 self._connection.execute(f"DELETE FROM {table} WHERE seq > ?", (position,))
             self._connection.execute(
                 "UPDATE gpu_seconds SET was_phase = phase, phase = 'lost' "
-                "WHERE position > ? AND attempt <> ? AND phase <> 'lost'",
+                "WHERE position > ? AND (attempt <> ? OR phase = 'training') AND phase <> 'lost'",
                 (position, attempt),
             )
             self._connection.execute("DELETE FROM filled_seconds WHERE position > ?", (position,))
