@@ -11,7 +11,8 @@ from spotlight.config.load import load_config
 from spotlight.data.datasets import load_prompts
 from spotlight.dry_run.run_plan import make_plan
 from spotlight.models.model_errors import ModelError
-from spotlight.rewards.registry import BUILT_IN, load, parse
+from spotlight.registry import REWARDS
+from spotlight.rewards.registry import load, parse
 from spotlight.testbed import PIPELINE_DIR
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +65,7 @@ def test_its_rewards_exist_and_take_its_prompts(example: Path) -> None:
     prompts = load_prompts(config)
     every = [*prompts.train, *prompts.test]
     for reward in config.rewards:
-        if reward.name in BUILT_IN and reward.name != "shapes":
+        if reward.name in REWARDS and reward.name != "shapes":
             assert parse(reward.name)  # loading it needs Tesseract
             continue
         loaded = load(reward.name, reward.params)

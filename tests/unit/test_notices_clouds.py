@@ -13,7 +13,7 @@ from metadata_server import VM, FakeMetadata, metadata, serving
 
 from spotlight.fleet.notices.aws import ACTION, REBALANCE, TOKEN, AwsNotices
 from spotlight.fleet.notices.azure import AzureNotices
-from spotlight.fleet.notices.clouds import Cloud, cloud_source, find_cloud
+from spotlight.fleet.notices.clouds import cloud_source, find_cloud
 from spotlight.fleet.notices.gcp import PREEMPTED, GcpNotices
 from spotlight.fleet.notices.metadata import BYTES_MAX, MetadataServer
 from spotlight.fleet.notices.notice import (
@@ -23,6 +23,7 @@ from spotlight.fleet.notices.notice import (
     NoticeSource,
     NoticeTrouble,
 )
+from spotlight.registry import CLOUDS
 
 VM_PATH, EVENTS_PATH = "/metadata/instance/compute", "/metadata/scheduledevents"
 
@@ -336,9 +337,9 @@ def test_an_address_that_is_not_one_is_refused(url: str) -> None:
 # -- which cloud -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cloud", list(Cloud))
-def test_the_cloud_is_recognised_and_what_is_pending_is_seen_at_once(cloud: Cloud) -> None:
-    with metadata(cloud.value, preempted=True) as fake:
+@pytest.mark.parametrize("cloud", list(CLOUDS))
+def test_the_cloud_is_recognised_and_what_is_pending_is_seen_at_once(cloud: str) -> None:
+    with metadata(cloud, preempted=True) as fake:
         fake.action = {"action": "terminate", "time": fake.in_s(90)}
         fake.events = [fake.event()]
         source = asyncio.run(find_cloud(MetadataServer(fake.url), timeout_s=10.0))
@@ -349,7 +350,7 @@ def test_the_cloud_is_recognised_and_what_is_pending_is_seen_at_once(cloud: Clou
 def test_no_cloud_is_told_with_what_each_question_met() -> None:
     with metadata() as fake, pytest.raises(NoticeError) as raised:
         asyncio.run(find_cloud(MetadataServer(fake.url)))
-    assert all(f"\n  {cloud}: " in str(raised.value) for cloud in Cloud)
+    assert all(f"\n  {cloud}: " in str(raised.value) for cloud in CLOUDS)
 
 
 def test_a_service_that_answers_as_several_clouds_is_not_guessed() -> None:

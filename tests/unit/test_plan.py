@@ -17,10 +17,10 @@ from spotlight.cli.main import app
 from spotlight.config.errors import ConfigError
 from spotlight.config.load import build_config, load_config
 from spotlight.config.schema import RunConfig
-from spotlight.dry_run import model_plan as plan_model
 from spotlight.dry_run.memory_plan import Estimate, peak_bytes, weight_copies
 from spotlight.dry_run.model_plan import ModelSizes, NotHere, bind_targets, lora_parameters, read_sizes
 from spotlight.dry_run.run_plan import RunPlan, count_passes, make_plan
+from spotlight.models import qwen_layout
 from spotlight.models.model_errors import ModelError
 from spotlight.rewards.reward import RewardSetupError
 from spotlight.rollout.limits import decode_batch
@@ -87,9 +87,8 @@ def test_a_model_without_blocks_to_reuse_is_told_before_it_is_loaded(
     make_plan(config(**sections, exploration={}))
     with pytest.raises(ConfigError, match=r"step_cache: found 2; expected nothing with .*has 1 transformer"):
         make_plan(reuses)
-    (layout,) = plan_model.LAYOUTS.values()
-    without = {name: dataclasses.replace(layout, reuses_blocks=False) for name in plan_model.LAYOUTS}
-    monkeypatch.setattr(plan_model, "LAYOUTS", without)
+    without = dataclasses.replace(qwen_layout.QWEN_IMAGE, reuses_blocks=False)
+    monkeypatch.setattr(qwen_layout, "QWEN_IMAGE", without)
     with pytest.raises(ConfigError, match=r"no step cache for model\.family=qwen-image: leave it out"):
         make_plan(reuses)
 

@@ -240,5 +240,5 @@ def test_a_file_is_as_old_as_it_was_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", ["nosuch", "=vms.csv", "aws=", "a b=vms.csv"])
 def test_an_unknown_source_names_those_there_are(source: str, tmp_path: Path) -> None:
-    with pytest.raises(PriceError, match="expected builtin, azure, aws, skypilot"):
+    with pytest.raises(PriceError, match="expected builtin, skypilot, aws, azure"):
         load_prices(source, question(tmp_path))

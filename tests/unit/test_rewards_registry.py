@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from spotlight.registry import REWARDS
 from spotlight.rewards import registry
-from spotlight.rewards.registry import BUILT_IN, Reference, load, parse
+from spotlight.rewards.registry import Reference, load, parse
 from spotlight.rewards.reward import RewardSetupError
 
 MODULE = """
@@ -51,7 +52,7 @@ def failure(name: str, **params: object) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", list(REWARDS))
 def test_every_built_in_loads(name: str) -> None:
     assert parse(name).name == name
     assert callable(load(name, {}).function)
@@ -84,7 +85,7 @@ def test_the_modules_check_gets_the_params_it_names(own: Path) -> None:
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
     assert (
-        "unknown reward 'shape'; the built-in rewards are shapes, ocr, jpeg_size. Did you mean 'shapes'?"
+        "unknown reward 'shape'; the registered rewards are shapes, ocr, jpeg_size. Did you mean 'shapes'?"
         in failure("shape")
     )
     assert "'module:function'" in failure("my_reward")

@@ -117,12 +117,12 @@ def disk(runs_dir: Path) -> Iterator[Finding]:
 
 def pipeline() -> Iterator[Finding]:
     """The embedded default's files."""
-    from spotlight.models.layouts import LAYOUTS
     from spotlight.models.model_errors import ModelError
     from spotlight.models.pipeline_files import locate
+    from spotlight.registry import FAMILIES
     from spotlight.testbed import PIPELINE_DIR, TEST_PROMPTS, TRAIN_PROMPTS
 
-    layout = LAYOUTS["qwen-image"]
+    layout = FAMILIES.load("qwen-image")
     remedy = "Install Spotlight again: files of the package are missing."
     missing = [path for path in (TRAIN_PROMPTS, TEST_PROMPTS) if not path.is_file()]
     try:

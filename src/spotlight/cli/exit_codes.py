@@ -22,6 +22,7 @@ _OURS = (
     ("spotlight.planning.prices.quotes", "PriceError"),
     ("spotlight.fleet.traces.trace", "TraceError"),
     ("spotlight.models.model_errors", "ModelError"),
+    ("spotlight.registry", "RegistryError"),
     ("spotlight.rewards.reward", "RewardSetupError"),
     ("spotlight.rewards.reward", "RewardInputError"),
     ("spotlight.runtime.process_memory", "DeviceMemoryError"),

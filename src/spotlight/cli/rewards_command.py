@@ -1,4 +1,4 @@
-"""``spotlight rewards``: the built-in rewards."""
+"""``spotlight rewards``: the rewards that have a name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.table import Table
 
 
 def rewards() -> None:
-    """List the built-in rewards, each with its parameters.
+    """List the rewards that have a name, each with its parameters.
 
     A reward of your own is named [bold]module:function[/bold]: any function
     (images, prompts, metadata, **params) that returns one number a picture.
@@ -26,20 +26,21 @@ def rewards() -> None:
     table = Table(box=None, pad_edge=False)
     for title in ("name", "what it scores", "params"):
         table.add_column(title, overflow="fold")
-    for row in built_in_rewards():
+    for row in registered_rewards():
         table.add_row(*row)
     console.print(table)
     console.print("\nYour own: [bold]module:function[/bold], from the current directory or a package.")
 
 
-def built_in_rewards() -> Iterator[tuple[str, str, str]]:
-    """(name, first sentence of its documentation, parameters with defaults) of every built-in reward."""
+def registered_rewards() -> Iterator[tuple[str, str, str]]:
+    """(name, first sentence of its documentation, parameters with defaults) of every registered reward."""
     import importlib
     import inspect
 
-    from spotlight.rewards.registry import BUILT_IN, parse
+    from spotlight.registry import REWARDS
+    from spotlight.rewards.registry import parse
 
-    for name in BUILT_IN:
+    for name in REWARDS:
         reference = parse(name)
         function = getattr(importlib.import_module(reference.module), reference.attribute)
         line = (inspect.getdoc(function) or "").partition("\n")[0]

@@ -36,7 +36,7 @@ from spotlight.runtime.observer import Observer
 from spotlight.runtime.results import conclude_run
 from spotlight.scheduler.types import NodeKind
 from spotlight.store.run_directory import RunDirectory
-from spotlight.store.sinks import require_wandb
+from spotlight.store.sinks import check_sinks
 from spotlight.training.sharding import Ranks
 
 KEEPER_FOLDER = "in-flight"
@@ -81,8 +81,7 @@ def train_on_cluster(config: RunConfig, observer: Observer) -> RunResult:
 
 
 def _gather(config: RunConfig, observer: Observer, stack: ExitStack) -> Materials:
-    if config.metrics.wandb is not None:
-        require_wandb()
+    check_sinks(config.metrics.chosen)
     if config.fleet.address is None:
         spot_trace(config.fleet)  # raises for a trace that cannot be read
     prompts = build.load_prompts(config)

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
 from spotlight.config.errors import Problem
 from spotlight.config.section import Section
+from spotlight.registry import CLOUDS
 
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
@@ -61,7 +62,7 @@ class SequenceParallelConfig(Section):
 class NoticesConfig(Section):
     """Where nodes hear of their preemption."""
 
-    cloud: Literal["auto", "aws", "gcp", "azure", "none"] = "auto"
+    cloud: Annotated[str, AfterValidator(CLOUDS.known("auto", "none"))] = "auto"
     """Whose metadata service each node asks; ``auto`` finds out on the node."""
     endpoint: str | None = None
     """Address of the metadata service; default: the cloud's own."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from spotlight.config.section import Section
+from spotlight.registry import FAMILIES
 
 
 class ModelConfig(Section):
     """Which Diffusion Transformer is trained."""
 
-    family: Literal["qwen-image"] = "qwen-image"
+    family: Annotated[str, AfterValidator(FAMILIES.known())] = "qwen-image"
     """Adapter that knows the pipeline: prompt template, guidance, schedule, decoding, LoRA targets."""
     path: str = "testbed"
     """Directory or hub id of a diffusers pipeline; ``testbed`` is the tiny Qwen-Image shipped here."""

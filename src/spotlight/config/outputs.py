@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from pydantic import PositiveInt
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, PositiveInt
 
 from spotlight.config.section import Section
+from spotlight.registry import SINKS
+
+_OTHERS = SINKS.known(without=("tensorboard", "wandb"))
 
 
 class CheckpointConfig(Section):
@@ -32,3 +37,14 @@ class MetricsConfig(Section):
     """Write TensorBoard event files into the run directory."""
     wandb: WandbConfig | None = None
     """Also log to Weights & Biases."""
+    sinks: dict[Annotated[str, AfterValidator(_OTHERS)], dict[str, Any]] = {}  # noqa: RUF012 - pydantic copies
+    """Further trackers by their registered name, each with its options (``mlflow: {uri: ...}``)."""
+
+    @property
+    def chosen(self) -> dict[str, dict[str, Any]]:
+        """Every sink that is written, with its options."""
+        return {
+            **({"tensorboard": {}} if self.tensorboard else {}),
+            **({"wandb": self.wandb.model_dump()} if self.wandb else {}),
+            **self.sinks,
+        }

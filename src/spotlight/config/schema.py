@@ -88,7 +88,7 @@ class RunConfig(Section):
 
 RESUMABLE_KEYS = frozenset(
     {"iterations", "evaluation.every", "checkpoint.every", "checkpoint.keep", "fleet", "runs_dir",
-     "cache_dir", "metrics.tensorboard", "metrics.wandb", "device", "rollout.batch_size",
+     "cache_dir", "metrics.tensorboard", "metrics.wandb", "metrics.sinks", "device", "rollout.batch_size",
      "learner.micro_batch_size", "learner.gradient_checkpointing", "learner.timesteps_per_pass",
      "learner.pass_memory_gib", "pipeline.trainers_generate", "pipeline.switch_s", "reward_policy.workers",
      "reward_policy.start_deadline_s"}

@@ -13,9 +13,10 @@ from safetensors import safe_open
 from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import TESTBED
 from spotlight.data.section_names import under
-from spotlight.models.layouts import LAYOUTS, FamilyLayout, check_size
+from spotlight.models.layouts import FamilyLayout, check_size
 from spotlight.models.model_errors import ModelError
 from spotlight.models.pipeline_files import PipelineFiles, locate
+from spotlight.registry import FAMILIES
 from spotlight.testbed import PIPELINE_DIR
 
 
@@ -64,7 +65,7 @@ class NotHere:
 
 def layout_of(config: RunConfig) -> FamilyLayout:
     """The constants of the configured family."""
-    return LAYOUTS[config.model.family]
+    return FAMILIES.load(config.model.family)
 
 
 def read_sizes(config: RunConfig) -> ModelSizes | NotHere:
@@ -81,11 +82,11 @@ def read_sizes(config: RunConfig) -> ModelSizes | NotHere:
             return NotHere(
                 path, f"hf download {path}" + (f" --revision {model.revision}" if model.revision else "")
             )
-        return _sizes(PipelineFiles(cached))
+        return _sizes(PipelineFiles(cached), layout)
     files = locate(
         path, revision=model.revision, pipeline_class=layout.pipeline_class, components=layout.components
     )
-    return _sizes(files)
+    return _sizes(files, layout)
 
 
 def _cached(hub_id: str, revision: str | None) -> Path | None:
@@ -100,8 +101,8 @@ def _cached(hub_id: str, revision: str | None) -> Path | None:
     return root if all(_shapes(root / part) for part in ("transformer", "vae")) else None
 
 
-def _sizes(files: PipelineFiles) -> ModelSizes:
-    dit, vae = files.config("transformer"), files.config("vae")
+def _sizes(files: PipelineFiles, layout: FamilyLayout) -> ModelSizes:
+    dimensions = layout.dimensions(files)
     shapes = _shapes(files.folder("transformer"))
     return ModelSizes(
         root=files.root,
@@ -111,12 +112,12 @@ def _sizes(files: PipelineFiles) -> ModelSizes:
             for name, shape in shapes.items()
             if name.endswith(".weight") and len(shape) == 2
         },
-        layers=_integer(files, dit, "num_layers"),
-        width=_integer(files, dit, "num_attention_heads") * _integer(files, dit, "attention_head_dim"),
-        channels=_integer(files, dit, "in_channels"),
-        patch_px=2 * 2 ** len(_list(files, vae, "temperal_downsample")),
+        layers=dimensions.layers,
+        width=dimensions.width,
+        channels=dimensions.channels,
+        patch_px=dimensions.patch_px,
         vae_parameters=_count(_shapes(files.folder("vae"))),
-        vae_width=_integer(files, vae, "base_dim"),
+        vae_width=dimensions.vae_width,
         text_encoder_parameters=_count(_shapes(files.folder("text_encoder"))),
     )
 
@@ -160,17 +161,3 @@ def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def _count(shapes: Mapping[str, tuple[int, ...]]) -> int:
     return sum(math.prod(shape) for shape in shapes.values())
-
-
-def _integer(files: PipelineFiles, config: Mapping[str, object], key: str) -> int:
-    value = config.get(key)
-    if not isinstance(value, int):
-        raise ModelError(f"{files.root}: a config.json has {key} = {value!r}; expected an integer")
-    return value
-
-
-def _list(files: PipelineFiles, config: Mapping[str, object], key: str) -> list[object]:
-    value = config.get(key)
-    if not isinstance(value, list):
-        raise ModelError(f"{files.root}: a config.json has {key} = {value!r}; expected a list")
-    return value

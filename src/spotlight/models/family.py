@@ -112,3 +112,24 @@ class ModelFamily(Protocol):
 
         With ``replace`` a pipeline directory that is there gives way to the new one; else it is an error.
         """
+
+
+class FamilyLoader(Protocol):
+    """How every family is loaded."""
+
+    def __call__(
+        self,
+        path: str | Path,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        revision: str | None = None,
+        embeddings_cache: Path,
+        max_text_tokens: int = 512,
+        read_transformer: bool = True,
+    ) -> ModelFamily:
+        """Load a family from a pipeline directory or hub id (see the family's ``load``).
+
+        With ``read_transformer=False`` the transformer has no weights and refuses to run until
+        :func:`spotlight.models.skeleton.filling` was used on it.
+        """

@@ -1,4 +1,4 @@
-"""What can be said of a DiT family without loading it, nor torch: what planning needs.
+"""What planning knows of a DiT family: read without loading the model and without torch.
 
 The values measured here (contract test in ``tests/contract/test_plan_reality.py``) are floats kept per token,
 layer and unit of width; they do not depend on the size of the model.
@@ -6,11 +6,30 @@ layer and unit of width; they do not depend on the size of the model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from spotlight.models.model_errors import ModelError
-from spotlight.models.pipeline_files import Component
+from spotlight.models.pipeline_files import Component, PipelineFiles
+
+
+@dataclass(frozen=True, slots=True)
+class Dimensions:
+    """Sizes of one pipeline, from its ``config.json`` files.
+
+    Attributes:
+        layers: blocks of the DiT.
+        width: of the DiT's hidden states.
+        channels: of the packed latents.
+        patch_px: side of the square of pixels that becomes one token.
+        vae_width: channels of the VAE's outermost layers.
+    """
+
+    layers: int
+    width: int
+    channels: int
+    patch_px: int
+    vae_width: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +37,11 @@ class FamilyLayout:
     """A family's constants.
 
     Attributes:
+        loader: ``module:function`` that loads the model
+            (:class:`~spotlight.models.family.FamilyLoader`); that module may import torch.
         pipeline_class: the ``_class_name`` in ``model_index.json``.
         components: folder -> what must be there.
+        dimensions: reads the sizes of a pipeline; raises :class:`ModelError`.
         lora_targets: ends of the names of the layers that LoRA adapts by default.
         reuses_blocks: whether previews may reuse what its blocks added (``exploration.step_cache``).
         kept_lora: values that a layer keeps for the backward pass when only adapters are trained.
@@ -29,8 +51,10 @@ class FamilyLayout:
         decode_peak: values alive at the peak of decoding, per pixel and unit of the VAE's base width.
     """
 
+    loader: str
     pipeline_class: str
     components: Mapping[str, Component]
+    dimensions: Callable[[PipelineFiles], Dimensions]
     lora_targets: tuple[str, ...]
     reuses_blocks: bool
     kept_lora: float
@@ -38,32 +62,6 @@ class FamilyLayout:
     kept_checkpointed: float
     forward_peak: float
     decode_peak: float
-
-
-LAYOUTS: Mapping[str, FamilyLayout] = {
-    "qwen-image": FamilyLayout(
-        pipeline_class="QwenImagePipeline",
-        components={
-            "transformer": Component(("QwenImageTransformer2DModel",), weights=True),
-            "vae": Component(("AutoencoderKLQwenImage",), weights=True),
-            "scheduler": Component(("FlowMatchEulerDiscreteScheduler",), weights=False),
-            "tokenizer": Component(("Qwen2Tokenizer", "Qwen2TokenizerFast"), weights=False),
-            "text_encoder": Component(("Qwen2_5_VLForConditionalGeneration",), weights=True, lazy=True),
-        },
-        lora_targets=(
-            *("to_q", "to_k", "to_v", "to_out.0"),
-            *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
-            *("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2"),
-        ),
-        reuses_blocks=True,
-        kept_lora=20.0,
-        kept_full=27.0,
-        kept_checkpointed=1.5,
-        forward_peak=15.0,
-        decode_peak=21.0,
-    )
-}
-"""By the names of :data:`spotlight.models.FAMILIES`."""
 
 
 def check_size(height: int, width: int, unit: int, why: str) -> None:
@@ -80,3 +78,19 @@ def check_size(height: int, width: int, unit: int, why: str) -> None:
                 f"{side} is {value}; expected a multiple of {unit} pixels ({why}); "
                 f"nearest: {' or '.join(map(str, near))}"
             )
+
+
+def config_integer(files: PipelineFiles, part: str, key: str) -> int:
+    """An integer of ``<part>/config.json``. Raises :class:`ModelError`."""
+    value = files.config(part).get(key)
+    if not isinstance(value, int):
+        raise ModelError(f"{files.root / part}/config.json has {key} = {value!r}; expected an integer")
+    return value
+
+
+def config_list(files: PipelineFiles, part: str, key: str) -> list[object]:
+    """A list of ``<part>/config.json``. Raises :class:`ModelError`."""
+    value = files.config(part).get(key)
+    if not isinstance(value, list):
+        raise ModelError(f"{files.root / part}/config.json has {key} = {value!r}; expected a list")
+    return value

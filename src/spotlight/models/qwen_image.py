@@ -29,9 +29,10 @@ from torch import Tensor, nn
 
 from spotlight.models import qwen_export
 from spotlight.models.family import Condition, ConditionBatch, Guidance, ImageSize, ModelError, ModelFamily
-from spotlight.models.layouts import LAYOUTS, check_size
+from spotlight.models.layouts import check_size
 from spotlight.models.model_errors import storing
 from spotlight.models.pipeline_files import PipelineFiles, locate
+from spotlight.models.qwen_layout import QWEN_IMAGE
 from spotlight.models.qwen_text import PromptEncoder
 from spotlight.models.skeleton import skeleton
 
@@ -39,7 +40,6 @@ _NOT_STORED = (
     "Free some space there or name a directory that can be written, then run the same command again: "
     "the run's checkpoints are as they were."
 )
-LAYOUT = LAYOUTS["qwen-image"]
 
 
 class QwenImage:
@@ -54,7 +54,7 @@ class QwenImage:
     """
 
     name = "qwen-image"
-    default_lora_targets: tuple[str, ...] = LAYOUT.lora_targets
+    default_lora_targets: tuple[str, ...] = QWEN_IMAGE.lora_targets
 
     def __init__(
         self,
@@ -109,10 +109,12 @@ class QwenImage:
         """
         if dtype not in (torch.float32, torch.bfloat16):
             raise ModelError(f"dtype of the transformer is {dtype}; expected torch.float32 or torch.bfloat16")
-        components = dict(LAYOUT.components)
+        components = dict(QWEN_IMAGE.components)
         if not read_transformer:
             components["transformer"] = replace(components["transformer"], weights=False, lazy=True)
-        files = locate(path, revision=revision, pipeline_class=LAYOUT.pipeline_class, components=components)
+        files = locate(
+            path, revision=revision, pipeline_class=QWEN_IMAGE.pipeline_class, components=components
+        )
         scheduler = _scheduler(files)
         device = torch.device(device)
         prompts = PromptEncoder(files, device, dtype, embeddings_cache, max_text_tokens)

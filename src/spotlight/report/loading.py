@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from spotlight.config.schema import RunConfig
+from spotlight.registry import FAMILIES
 from spotlight.testbed import PIPELINE_DIR
 
-_PIPELINES = {"qwen-image": "QwenImagePipeline"}
 _EXAMPLE_PROMPT = "two red circles"
 
 
@@ -29,7 +29,7 @@ def loading_snippet(
         merged: whether ``weights`` is a whole pipeline; default: for a full fine-tune.
     """
     lora = config.learner.mode == "lora" if merged is None else not merged
-    pipeline = _PIPELINES[config.model.family]
+    pipeline = FAMILIES.load(config.model.family).pipeline_class
     source = base_model(config) if lora else str(weights)
     loaded = [repr(source)]
     if config.model.revision is not None and lora:

@@ -1,4 +1,4 @@
-"""From a reward's name to its function: built-ins by name, everything else as ``module:function``.
+"""From a reward's name to its function: by its name in the registry, or as ``module:function``.
 
 :func:`parse` only reads the name and imports nothing, so a configuration can be judged at once.
 :func:`load` imports; the reward pool calls it inside the reward's own process (``rewards/reward_worker.py``).
@@ -17,14 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias, cast
 
+from spotlight.registry import REWARDS
 from spotlight.rewards.reward import RewardFunction, RewardSetupError
-
-BUILT_IN: Mapping[str, str] = {
-    "shapes": "spotlight.rewards.shapes:shapes",
-    "ocr": "spotlight.rewards.ocr:ocr",
-    "jpeg_size": "spotlight.rewards.jpeg:jpeg_size",
-}
-"""Name to ``module:function``. A new built-in reward is its file and one line here."""
 
 Check: TypeAlias = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], object]
 
@@ -56,17 +50,17 @@ def parse(name_or_path: str) -> Reference:
     """Read a reward's name without importing anything.
 
     Raises:
-        RewardSetupError: neither a built-in nor of the form ``module:function``.
+        RewardSetupError: neither a registered name nor of the form ``module:function``.
     """
-    if name_or_path in BUILT_IN:
-        module, _, attribute = BUILT_IN[name_or_path].partition(":")
-        return Reference(name_or_path, module, attribute)
     module, colon, attribute = name_or_path.partition(":")
+    if not colon and name_or_path in REWARDS:
+        module, _, attribute = REWARDS.locate(name_or_path).partition(":")
+        return Reference(name_or_path, module, attribute)
     if not colon:
-        close = difflib.get_close_matches(name_or_path, BUILT_IN, n=1)
+        close = difflib.get_close_matches(name_or_path, list(REWARDS), n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise RewardSetupError(
-            f"unknown reward {name_or_path!r}; the built-in rewards are {', '.join(BUILT_IN)}.{hint} "
+            f"unknown reward {name_or_path!r}; the registered rewards are {', '.join(REWARDS)}.{hint} "
             "A reward of your own is named 'module:function', for example 'my_rewards:brightness'."
         )
     if not all(part.isidentifier() for part in (*module.split("."), *attribute.split("."))):

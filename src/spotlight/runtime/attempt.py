@@ -30,10 +30,10 @@ from spotlight.store.images import drop_pictures
 from spotlight.store.ledger.ledger_schema import Ending
 from spotlight.store.ledger.sqlite_ledger import Ledger
 from spotlight.store.manifest import CheckpointHeader
-from spotlight.store.metrics import MetricsWriter, Sink
-from spotlight.store.run_directory import RunDirectory, RunPaths
+from spotlight.store.metrics import MetricsWriter
+from spotlight.store.run_directory import RunDirectory
 from spotlight.store.run_summary import RunSummary
-from spotlight.store.sinks import TensorBoard, WeightsAndBiases
+from spotlight.store.sinks import open_sinks
 from spotlight.store.store_errors import StoreError
 from spotlight.training.sharding import Ranks
 
@@ -100,7 +100,11 @@ def open_attempt(
         resume_at = newest.header.iteration if newest else 0
         # What can fail here fails before an attempt is opened, which somebody would have to close.
         metrics = stack.enter_context(
-            MetricsWriter(directory, resume_at=resume_at, sinks=_sinks(config, directory, resume_at))
+            MetricsWriter(
+                directory,
+                resume_at=resume_at,
+                sinks=open_sinks(config.metrics.chosen, directory, resume_at=resume_at),
+            )
         )
         drop_pictures(directory, resume_at=resume_at)
         number = ledger.begin_attempt(
@@ -167,16 +171,6 @@ def _say_where(newest: Checkpoint | None, observer: Observer, attempt: int) -> N
 def config_digest(config: RunConfig) -> str:
     """SHA-256 of the resolved configuration."""
     return hashlib.sha256(dump_config(config).encode()).hexdigest()
-
-
-def _sinks(config: RunConfig, paths: RunPaths, resume_at: int) -> tuple[Sink, ...]:
-    sinks: list[Sink] = []
-    if config.metrics.tensorboard:
-        sinks.append(TensorBoard(paths, resume_at=resume_at))
-    if config.metrics.wandb is not None:
-        wandb = config.metrics.wandb
-        sinks.append(WeightsAndBiases(paths, project=wandb.project, entity=wandb.entity))
-    return tuple(sinks)
 
 
 class _AttemptLog(logging.FileHandler):

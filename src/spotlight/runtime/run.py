@@ -38,7 +38,7 @@ from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.types import Prompt, PromptId, WorkerId
 from spotlight.store.checkpoints import Checkpoint
 from spotlight.store.run_directory import RunDirectory, RunPaths
-from spotlight.store.sinks import require_wandb
+from spotlight.store.sinks import check_sinks
 from spotlight.training.sharding import Ranks, process_group
 
 
@@ -91,8 +91,7 @@ def train(config: RunConfig, observer: Observer) -> RunResult:
 def _gather(config: RunConfig, device: torch.device, ranks: Ranks, stack: ExitStack) -> _Materials:
     if problems := list(config.learner.batch_problems(config.rollout, ranks.world)):
         raise ConfigError(f"this configuration on {ranks.world} ranks", problems)
-    if config.metrics.wandb is not None:
-        require_wandb()
+    check_sinks(config.metrics.chosen)
     prompts = build.load_prompts(config)
     model = prepare_model(config, device)
     rewards = stack.enter_context(build.make_reward_pool(config))

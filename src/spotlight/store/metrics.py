@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from spotlight.store.files import write_atomically
 from spotlight.store.run_directory import RunPaths
@@ -54,6 +54,20 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """No more rows will come."""
+
+
+class SinkFactory(Protocol):
+    """Opens a sink; named in :data:`spotlight.registry.SINKS`. Usually the sink's class.
+
+    It may offer ``check()``, called before any work: raise :class:`StoreError` where the sink cannot be used.
+    """
+
+    def __call__(self, paths: RunPaths, *, resume_at: int, **options: Any) -> Sink:
+        """Open the sink of an attempt that makes the iterations from ``resume_at`` on.
+
+        Args:
+            options: the mapping below the sink's name in ``metrics.sinks``.
+        """
 
 
 class MetricsWriter:

@@ -1,4 +1,4 @@
-"""Further places for the curves of a run: TensorBoard and Weights & Biases.
+"""Experiment trackers that a run's curves go to: TensorBoard, Weights & Biases, and registered ones.
 
 TensorBoard is written with its own event writer, without torch. On resume it is told to purge the iterations
 that are made anew.
@@ -7,19 +7,53 @@ that are made anew.
 from __future__ import annotations
 
 import importlib
+import inspect
 import time
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from spotlight.registry import SINKS
 from spotlight.store.files import write_atomically
-from spotlight.store.metrics import SAMPLES_TRAINED, WALL_S, MetricsRow
+from spotlight.store.metrics import SAMPLES_TRAINED, WALL_S, MetricsRow, Sink
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.store_errors import StoreError, storage_error
+
+Options = Mapping[str, Mapping[str, Any]]
+"""Name of a sink -> its options."""
+
+
+def check_sinks(chosen: Options) -> None:
+    """Whether sinks can be opened, before any work.
+
+    Raises:
+        RegistryError: no sink of that name.
+        StoreError: options that it does not take, or what it needs is not installed.
+    """
+    for name, options in chosen.items():
+        factory = SINKS.load(name)
+        signature = inspect.signature(factory)
+        try:
+            signature.bind(None, resume_at=0, **options)
+        except TypeError as error:
+            taken = [key for key in signature.parameters if key not in {"paths", "resume_at"}]
+            raise StoreError(
+                f"metrics.sinks.{name} is {dict(options)!r} ({error}); expected "
+                f"{', '.join(taken) or 'no options'}. Correct its options."
+            ) from None
+        if check := getattr(factory, "check", None):
+            check()
+
+
+def open_sinks(chosen: Options, paths: RunPaths, *, resume_at: int) -> tuple[Sink, ...]:
+    """The sinks of an attempt; :func:`check_sinks` has been called on them. Raises :class:`StoreError`."""
+    return tuple(SINKS.load(name)(paths, resume_at=resume_at, **options) for name, options in chosen.items())
 
 
 class TensorBoard:
@@ -72,8 +106,11 @@ def require_wandb() -> ModuleType:
 class WeightsAndBiases:
     """A run on wandb.ai, or offline below the run directory, by wandb's own environment variables."""
 
-    def __init__(self, paths: RunPaths, *, project: str, entity: str | None) -> None:
+    def __init__(self, paths: RunPaths, *, resume_at: int = 0, project: str, entity: str | None) -> None:
         """Start, or resume, the W&B run named after the run directory.
+
+        Args:
+            resume_at: of no use here: W&B drops rows of steps that it has.
 
         Raises:
             StoreError: the package is not installed.
@@ -86,6 +123,11 @@ class WeightsAndBiases:
             resume="allow",
             dir=str(paths.path),
         )
+
+    @staticmethod
+    def check() -> None:
+        """Raise :class:`StoreError` unless the package is installed."""
+        require_wandb()
 
     def write(self, row: MetricsRow) -> None:
         """Log the row; W&B drops rows of steps that it has already."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
-from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,20 +17,16 @@ if TYPE_CHECKING:
     from spotlight.fleet.notices.notice import Notice, Noticed, NoticeSource
 
 
-class CloudChoice(StrEnum):
-    """Whose metadata service to ask."""
-
-    AUTO = "auto"
-    AWS = "aws"
-    GCP = "gcp"
-    AZURE = "azure"
-    NONE = "none"
-
-
 def notices(
     cloud: Annotated[
-        CloudChoice, typer.Option("--cloud", help="Whose metadata service to ask; auto: find out.")
-    ] = CloudChoice.AUTO,
+        str,
+        typer.Option(
+            "--cloud",
+            metavar="NAME",
+            help="Whose metadata service to ask: aws, gcp, azure, or one that a package adds; auto: find "
+            "out; none: no one's.",
+        ),
+    ] = "auto",
     endpoint: Annotated[
         str | None,
         typer.Option(
@@ -63,7 +58,7 @@ def notices(
 
       spotlight notices --cloud aws --endpoint http://127.0.0.1:1338 --json
     """
-    if cloud is CloudChoice.NONE and (endpoint is not None or sigterm_grace_s is None):
+    if cloud == "none" and (endpoint is not None or sigterm_grace_s is None):
         raise failure("--cloud none asks no metadata service; expected --sigterm-grace-s, and no --endpoint.")
     if once and sigterm_grace_s is not None:
         raise failure(
@@ -80,7 +75,7 @@ def notices(
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
-async def _once(cloud: CloudChoice, endpoint: str | None, as_json: bool) -> None:
+async def _once(cloud: str, endpoint: str | None, as_json: bool) -> None:
     from spotlight.fleet.notices.watcher import ask_once
 
     source = await _cloud_source(cloud, endpoint)
@@ -93,9 +88,7 @@ async def _once(cloud: CloudChoice, endpoint: str | None, as_json: bool) -> None
         _print(found)
 
 
-async def _watch(
-    cloud: CloudChoice, endpoint: str | None, sigterm_grace_s: float | None, as_json: bool
-) -> None:
+async def _watch(cloud: str, endpoint: str | None, sigterm_grace_s: float | None, as_json: bool) -> None:
     import random
 
     from spotlight.fleet.notices.sigterm import catching_sigterm
@@ -111,22 +104,20 @@ async def _watch(
         sources: list[NoticeSource] = []
         if sigterm_grace_s is not None:  # first: the signal may come while the cloud is being found
             sources.append(stack.enter_context(catching_sigterm(sigterm_grace_s)))
-        if cloud is not CloudChoice.NONE:
+        if cloud != "none":
             sources.append(await _cloud_source(cloud, endpoint))
         names = " and ".join(source.name for source in sources)
         typer.echo(f"Watching {names}. Ctrl-C ends.", err=True)
         await NoticeWatcher(sources, random.Random()).run(tell)
 
 
-async def _cloud_source(cloud: CloudChoice, endpoint: str | None) -> NoticeSource:
-    from spotlight.fleet.notices.clouds import Cloud, cloud_source, find_cloud
+async def _cloud_source(cloud: str, endpoint: str | None) -> NoticeSource:
+    from spotlight.fleet.notices.clouds import cloud_source, find_cloud
     from spotlight.fleet.notices.metadata import LINK_LOCAL_URL, MetadataServer
 
     server = MetadataServer(LINK_LOCAL_URL if endpoint is None else endpoint)
-    source = (
-        await find_cloud(server) if cloud is CloudChoice.AUTO else cloud_source(Cloud(cloud.value), server)
-    )
-    if source.name == Cloud.AZURE:
+    source = await find_cloud(server) if cloud == "auto" else cloud_source(cloud, server)
+    if source.name == "azure":
         typer.echo("Azure's first answer can take two minutes.", err=True)
     return source
 

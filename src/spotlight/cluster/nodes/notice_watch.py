@@ -8,10 +8,9 @@ import os
 import random
 import threading
 from dataclasses import dataclass
-from typing import Literal
 
 from spotlight.cluster.nodes.notice_mail import Outbox
-from spotlight.fleet.notices.clouds import Cloud, cloud_source, find_cloud
+from spotlight.fleet.notices.clouds import cloud_source, find_cloud
 from spotlight.fleet.notices.metadata import MetadataServer
 from spotlight.fleet.notices.notice import NoticeError, NoticeSource
 from spotlight.fleet.notices.watcher import NoticeWatcher
@@ -19,8 +18,6 @@ from spotlight.fleet.notices.watcher import NoticeWatcher
 log = logging.getLogger("spotlight.cluster.notices")
 
 _ACKNOWLEDGE_S = 10.0
-
-CloudChoice = Literal["auto", "aws", "gcp", "azure", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +30,7 @@ class NoticeSettings:
         sigterm_grace_s: from SIGTERM to SIGKILL; None: SIGTERM is no notice.
     """
 
-    cloud: CloudChoice = "auto"
+    cloud: str = "auto"
     endpoint: str | None = None
     sigterm_grace_s: float | None = 30.0
 
@@ -101,4 +98,4 @@ class NoticeWatch:
         server = MetadataServer() if endpoint is None else MetadataServer(endpoint)
         if choice == "none":
             return None
-        return await find_cloud(server) if choice == "auto" else cloud_source(Cloud(choice), server)
+        return await find_cloud(server) if choice == "auto" else cloud_source(choice, server)

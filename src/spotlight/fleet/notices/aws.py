@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 from spotlight.fleet.notices.metadata import MetadataAnswer, MetadataServer
-from spotlight.fleet.notices.notice import MetadataError, NoticeReading, NoticeTrouble, PendingNotice
+from spotlight.fleet.notices.notice import Cloud, MetadataError, NoticeReading, NoticeTrouble, PendingNotice
 
 TOKEN = "/latest/api/token"
 ACTION = "/latest/meta-data/spot/instance-action"
@@ -121,3 +121,6 @@ def _time(answer: MetadataAnswer, key: str, value: object) -> datetime:
             NoticeTrouble.BROKEN, f"sent {key} {value!r}", "a time in UTC such as 2017-09-18T08:22:00Z"
         ) from None
     return time
+
+
+AWS = Cloud(AwsNotices, prices="spotlight.planning.prices.aws_prices:prices")

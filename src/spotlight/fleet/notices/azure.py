@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from spotlight.fleet.notices.metadata import MetadataAnswer, MetadataServer, parse_http_date
-from spotlight.fleet.notices.notice import NoticeReading, NoticeTrouble, PendingNotice
+from spotlight.fleet.notices.notice import Cloud, NoticeReading, NoticeTrouble, PendingNotice
 
 VM = "/metadata/instance/compute?api-version=2021-02-01"
 EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
@@ -127,3 +127,6 @@ def _names(answer: MetadataAnswer, place: str, event: Mapping[str, object]) -> S
             NoticeTrouble.BROKEN, f"sent {place}.Resources {value!r:.80}", "a list of VM names"
         )
     return [name.casefold() for name in value]
+
+
+AZURE = Cloud(AzureNotices, prices="spotlight.planning.prices.azure_prices:prices")

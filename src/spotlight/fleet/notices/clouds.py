@@ -1,45 +1,17 @@
-"""Which cloud this is, and its source of notices. A new cloud is one file and one line in :data:`_CLOUDS`."""
+"""Which cloud this is, and its source of notices. Clouds are named in :data:`spotlight.registry.CLOUDS`."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from enum import StrEnum
-from typing import Protocol
 
-from spotlight.fleet.notices.aws import AwsNotices
-from spotlight.fleet.notices.azure import AzureNotices
-from spotlight.fleet.notices.gcp import GcpNotices
 from spotlight.fleet.notices.metadata import MetadataServer
-from spotlight.fleet.notices.notice import MetadataError, NoticeError, NoticeSource
+from spotlight.fleet.notices.notice import CloudSource, MetadataError, NoticeError
+from spotlight.registry import CLOUDS
 
 
-class Cloud(StrEnum):
-    """Clouds that announce preemptions through a metadata service."""
-
-    AWS = "aws"
-    GCP = "gcp"
-    AZURE = "azure"
-
-
-class CloudSource(NoticeSource, Protocol):
-    """A source that knows its own cloud."""
-
-    async def probe(self) -> None:
-        """One quick question that only this cloud answers. Raises :class:`MetadataError`."""
-        ...
-
-
-_CLOUDS: Mapping[Cloud, Callable[[MetadataServer], CloudSource]] = {
-    Cloud.AWS: AwsNotices,
-    Cloud.GCP: GcpNotices,
-    Cloud.AZURE: AzureNotices,
-}
-
-
-def cloud_source(cloud: Cloud, server: MetadataServer | None = None) -> CloudSource:
-    """Notices of ``cloud``, from its usual address unless ``server`` says another."""
-    return _CLOUDS[cloud](server or MetadataServer())
+def cloud_source(cloud: str, server: MetadataServer | None = None) -> CloudSource:
+    """Notices of ``cloud``, from its usual address unless ``server`` says another. Raises RegistryError."""
+    return CLOUDS.load(cloud).notices(server or MetadataServer())
 
 
 async def find_cloud(server: MetadataServer | None = None, timeout_s: float = 3.0) -> CloudSource:
@@ -52,7 +24,7 @@ async def find_cloud(server: MetadataServer | None = None, timeout_s: float = 3.
         NoticeError: none answers (the message says how each failed), or several do.
     """
     server = server or MetadataServer()
-    sources = {cloud: cloud_source(cloud, server) for cloud in Cloud}
+    sources = {cloud: cloud_source(cloud, server) for cloud in CLOUDS}
     failures = dict(
         zip(sources, await asyncio.gather(*(_probe(one, timeout_s) for one in sources.values())), strict=True)
     )
@@ -65,8 +37,8 @@ async def find_cloud(server: MetadataServer | None = None, timeout_s: float = 3.
         )
     tried = "\n".join(f"  {cloud}: {failure}" for cloud, failure in failures.items())
     raise NoticeError(
-        f"no cloud's metadata service at {server.base_url}; expected AWS, GCP or Azure. Off these clouds, "
-        f"only SIGTERM can announce a preemption. Tried:\n{tried}"
+        f"no cloud's metadata service at {server.base_url}; expected one of {', '.join(CLOUDS)}. Off these "
+        f"clouds, only SIGTERM can announce a preemption. Tried:\n{tried}"
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from urllib.parse import quote
 
 from spotlight.fleet.notices.metadata import MetadataServer
-from spotlight.fleet.notices.notice import MetadataError, NoticeReading, NoticeTrouble, PendingNotice
+from spotlight.fleet.notices.notice import Cloud, MetadataError, NoticeReading, NoticeTrouble, PendingNotice
 
 PREEMPTED = "/computeMetadata/v1/instance/preempted"
 NOTICE_S = 30.0
@@ -72,3 +72,6 @@ class GcpNotices:
             raise answer.error(NoticeTrouble.BROKEN, f"sent {text[:80]!r}", "TRUE or FALSE")
         self._etag = answer.headers.get("etag", "")
         return text == "TRUE"
+
+
+GCP = Cloud(GcpNotices)

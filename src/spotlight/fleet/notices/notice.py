@@ -6,12 +6,16 @@ pending now. The board (``board.py``) compares readings and tells what changed a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from spotlight.scheduler.events import NodeNoticed, NoticeCancelled
 from spotlight.scheduler.types import NodeId
+
+if TYPE_CHECKING:
+    from spotlight.fleet.notices.metadata import MetadataServer
 
 
 class NoticeError(Exception):
@@ -95,6 +99,28 @@ class NoticeSource(Protocol):
             MetadataError: the cloud did not take it.
         """
         ...
+
+
+class CloudSource(NoticeSource, Protocol):
+    """A source that can tell whether this is its cloud."""
+
+    async def probe(self) -> None:
+        """One quick question that only this cloud answers. Raises :class:`MetadataError`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Cloud:
+    """What can be asked of a cloud; named in :data:`spotlight.registry.CLOUDS`.
+
+    Attributes:
+        notices: its preemption notices, from its usual address or another server.
+        prices: ``module:function`` from a :class:`~spotlight.planning.prices.sources.PriceQuery` to its price
+            list (a tuple of quotes), or that function; None: it publishes none.
+    """
+
+    notices: Callable[[MetadataServer], CloudSource]
+    prices: str | Callable[[Any], Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

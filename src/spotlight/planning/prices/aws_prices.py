@@ -10,11 +10,14 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from spotlight.fleet.gpus import instance_types
 from spotlight.planning.prices.fetch import FetchLimits
 from spotlight.planning.prices.quotes import PriceError, Quote, refuse
+
+if TYPE_CHECKING:
+    from spotlight.planning.prices.sources import PriceQuery
 
 NAME = "aws"
 REGIONS = ("us-east-1", "us-east-2", "us-west-2")
@@ -57,6 +60,17 @@ def connect(region: str, limits: FetchLimits) -> SpotClient:
 def _without_boto3() -> PriceError:
     return PriceError(
         "aws: boto3 is not installed; expected it for AWS's spot prices. Run: pip install 'spotlight-rl[aws]'"
+    )
+
+
+def prices(question: PriceQuery) -> tuple[Quote, ...]:
+    """Prices of the regions asked for, from the cache while it is fresh. Raises :class:`PriceError`."""
+    regions = question.regions or REGIONS
+    return question.cache.quotes(
+        f"aws {' '.join(regions)}",
+        lambda: fetch_records(regions, question.limits, question.now),
+        parse_records,
+        question.now,
     )
 
 

@@ -13,11 +13,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from spotlight.fleet.gpus import InstanceType, instance_types
 from spotlight.planning.prices.fetch import FetchLimits, get_text
 from spotlight.planning.prices.quotes import PriceError, Quote, refuse
+
+if TYPE_CHECKING:
+    from spotlight.planning.prices.sources import PriceQuery
 
 URL = "https://prices.azure.com/api/retail/prices"
 NAME = "azure"
@@ -37,6 +41,16 @@ class _Price:
     spot: bool
     usd_h: float
     since: str
+
+
+def prices(question: PriceQuery) -> tuple[Quote, ...]:
+    """Prices of the regions asked for, from the cache while it is fresh. Raises :class:`PriceError`."""
+    return question.cache.quotes(
+        f"azure {URL} {' '.join(question.regions)}",
+        lambda: fetch_pages(question.regions, question.limits, URL),
+        parse_pages,
+        question.now,
+    )
 
 
 def fetch_pages(regions: Sequence[str], limits: FetchLimits, url: str = URL) -> list[str]:

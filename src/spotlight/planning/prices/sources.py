@@ -1,4 +1,4 @@
-"""The names by which prices are asked for, and where each leads. A new source is one line in :data:`_NAMED`.
+"""Where prices come from, by name: catalogues, and the price lists of :data:`spotlight.registry.CLOUDS`.
 
 ``builtin`` | ``azure`` | ``aws`` | ``skypilot`` | ``CLOUD=FILE.csv`` | ``CLOUD=https://...csv``
 """
@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from spotlight.planning.prices import aws_prices as aws
-from spotlight.planning.prices import azure_prices as azure
 from spotlight.planning.prices.cache import PriceCache, default_directory
 from spotlight.planning.prices.catalogue import BUILT_IN, built_in, parse_catalogue
 from spotlight.planning.prices.fetch import FetchLimits, get_text
 from spotlight.planning.prices.quotes import PriceError, Quote
+from spotlight.registry import CLOUDS, resolve
 
 SKYPILOT_URL = "https://raw.githubusercontent.com/skypilot-org/skypilot-catalog/master/catalogs/v8/{}/vms.csv"
 SKYPILOT_CLOUDS = ("aws", "azure", "gcp")
@@ -28,7 +27,7 @@ class PriceQuery:
     Attributes:
         gpus: types; empty: all. Catalogues are read for nothing else.
         clouds: which of several catalogues to fetch; empty: all.
-        regions: empty: all, of AWS ``aws.REGIONS``.
+        regions: empty: all, of AWS ``aws_prices.REGIONS``.
     """
 
     gpus: tuple[str, ...] = ()
@@ -46,15 +45,18 @@ def load_prices(source: str, question: PriceQuery) -> tuple[Quote, ...]:
         PriceError: an unknown source, or one that cannot be read.
         UnknownGpuError: a GPU type that nobody knows.
     """
-    if source in _NAMED:
-        return _NAMED[source](question)
+    if source in _CATALOGUES:
+        return _CATALOGUES[source](question)
+    if "=" not in source and source in CLOUDS and (prices := _prices_of(source)) is not None:
+        return prices(question)
     cloud, separator, place = source.partition("=")
     if separator and cloud.isidentifier() and place:
         if place.startswith(("http://", "https://")):
             return _published(cloud, place, question)
         return _file(cloud, Path(place), question)
+    named = [*_CATALOGUES, *(cloud for cloud in CLOUDS if _prices_of(cloud) is not None)]
     raise PriceError(
-        f"source {source!r}; expected {', '.join(_NAMED)}, or CLOUD=FILE.csv or CLOUD=URL for a catalogue "
+        f"source {source!r}; expected {', '.join(named)}, or CLOUD=FILE.csv or CLOUD=URL for a catalogue "
         "in SkyPilot's form, such as aws=vms.csv"
     )
 
@@ -63,23 +65,10 @@ def _builtin(question: PriceQuery) -> tuple[Quote, ...]:
     return built_in()
 
 
-def _azure(question: PriceQuery) -> tuple[Quote, ...]:
-    return question.cache.quotes(
-        f"azure {azure.URL} {' '.join(question.regions)}",
-        lambda: azure.fetch_pages(question.regions, question.limits, azure.URL),
-        azure.parse_pages,
-        question.now,
-    )
-
-
-def _aws(question: PriceQuery) -> tuple[Quote, ...]:
-    regions = question.regions or aws.REGIONS
-    return question.cache.quotes(
-        f"aws {' '.join(regions)}",
-        lambda: aws.fetch_records(regions, question.limits, question.now),
-        aws.parse_records,
-        question.now,
-    )
+def _prices_of(cloud: str) -> _PriceList | None:
+    """The price list of a registered cloud; None where it publishes none."""
+    prices = CLOUDS.load(cloud).prices
+    return resolve(prices) if isinstance(prices, str) else prices
 
 
 def _skypilot(question: PriceQuery) -> tuple[Quote, ...]:
@@ -111,10 +100,5 @@ def _file(cloud: str, path: Path, question: PriceQuery) -> tuple[Quote, ...]:
     return parse_catalogue(text, cloud=cloud, source=str(path), as_of=written, gpus=question.gpus)
 
 
-_NAMED: Mapping[str, Callable[[PriceQuery], tuple[Quote, ...]]] = {
-    BUILT_IN: _builtin,
-    azure.NAME: _azure,
-    aws.NAME: _aws,
-    "skypilot": _skypilot,
-}
-SOURCES = tuple(_NAMED)
+_PriceList = Callable[[PriceQuery], tuple[Quote, ...]]
+_CATALOGUES: Mapping[str, _PriceList] = {BUILT_IN: _builtin, "skypilot": _skypilot}

@@ -1,0 +1,177 @@
+"""Everything that has a name in a configuration and can be added: one line here, or an entry point.
+
+A line leads from the name to ``module:attribute``; nothing is imported before it is used, so this module is
+light. An installed package adds a name of its own by an entry point of the registry's group:
+
+    [project.entry-points."spotlight.rewards"]
+    brightness = "my_package.rewards:brightness"
+
+Built-in names cannot be replaced, and a name that two packages offer is an error.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from spotlight.fleet.notices.notice import Cloud
+    from spotlight.models.layouts import FamilyLayout
+    from spotlight.store.metrics import SinkFactory
+
+T = TypeVar("T")
+
+
+class RegistryError(ValueError):
+    """A name that nobody registered, or a registration that cannot be used; names the key and the remedy."""
+
+
+class Registry(Generic[T]):
+    """Names of one kind, each leading to an object of type ``T``.
+
+    Args:
+        key: the configuration key whose values these names are.
+        group: the entry points' group.
+        built_in: name -> ``module:attribute``.
+    """
+
+    def __init__(self, key: str, group: str, built_in: Mapping[str, str]) -> None:
+        self.key, self.group, self.built_in = key, group, built_in
+
+    def __iter__(self) -> Iterator[str]:
+        """All names: the built-in ones first."""
+        yield from self.built_in
+        yield from (name for name in self._added if name not in self.built_in)
+
+    def __contains__(self, name: object) -> bool:
+        # Built-in names are looked up first: reading the metadata of all installed packages takes a while.
+        return name in self.built_in or name in self._added
+
+    def locate(self, name: str) -> str:
+        """``module:attribute`` of a name; nothing is imported.
+
+        Raises:
+            RegistryError: nobody registered the name, or two packages did.
+        """
+        if name in self.built_in:
+            return self.built_in[name]
+        match self._added.get(name, []):
+            case [entry]:
+                return entry.value
+            case []:
+                close = difflib.get_close_matches(name, list(self), n=1)
+                hint = f" Did you mean {close[0]!r}?" if close else ""
+                raise RegistryError(f"{self.key} is {name!r}; expected {self.expected()}.{hint}")
+            case several:
+                raise RegistryError(
+                    f"{self.key} is {name!r}, which {' and '.join(map(_origin, several))} register in the "
+                    f"entry points {self.group}; expected one of them. Uninstall the others."
+                )
+
+    def load(self, name: str) -> T:
+        """What the name leads to.
+
+        Raises:
+            RegistryError: see :meth:`locate`; or it cannot be imported.
+        """
+        place = self.locate(name)
+        if name in self.built_in:
+            return cast(T, resolve(place))
+        try:
+            return cast(T, resolve(place))
+        except Exception as error:
+            raise RegistryError(
+                f"{self.key} is {name!r}, which {_origin(self._added[name][0])} registers as {place!r}; "
+                f"importing that raised {type(error).__name__}: {error}. Repair that package or uninstall it."
+            ) from error
+
+    def known(self, *besides: str, without: tuple[str, ...] = ()) -> Callable[[str], str]:
+        """A validator for a field whose values are these names; it raises ValueError with what is expected.
+
+        Args:
+            besides: further values that the field takes.
+            without: names that it does not take.
+        """
+
+        def check(name: str) -> str:
+            if name in without or (name not in besides and name not in self):
+                raise ValueError(self.expected(*besides))
+            return name
+
+        return check
+
+    def expected(self, *besides: str) -> str:
+        """The known names as text, for error messages.
+
+        Args:
+            besides: further values of the key, named first.
+        """
+        *names, last = map(repr, (*besides, *self))
+        known = f"{', '.join(names)} or {last}" if names else last
+        return f"{known} (an installed package can add one: entry points {self.group})"
+
+    @cached_property
+    def _added(self) -> Mapping[str, list[EntryPoint]]:
+        added: dict[str, list[EntryPoint]] = {}
+        for entry in entry_points(group=self.group):
+            added.setdefault(entry.name, []).append(entry)
+        return added
+
+
+def resolve(place: str) -> Any:
+    """The object at ``module:attribute``. Raises ImportError or AttributeError."""
+    module, _, attribute = place.partition(":")
+    found: object = importlib.import_module(module)
+    for part in attribute.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _origin(entry: EntryPoint) -> str:
+    return "an unknown package" if entry.dist is None else f"the package {entry.dist.name}"
+
+
+FAMILIES: Registry[FamilyLayout] = Registry(
+    "model.family",
+    "spotlight.families",
+    {"qwen-image": "spotlight.models.qwen_layout:QWEN_IMAGE"},
+)
+"""Model families: a :class:`~spotlight.models.layouts.FamilyLayout`, which names the class that runs it."""
+
+REWARDS: Registry[Callable[..., Any]] = Registry(
+    "rewards.name",
+    "spotlight.rewards",
+    {
+        "shapes": "spotlight.rewards.shapes:shapes",
+        "ocr": "spotlight.rewards.ocr:ocr",
+        "jpeg_size": "spotlight.rewards.jpeg:jpeg_size",
+    },
+)
+"""Rewards: a :class:`~spotlight.rewards.reward.RewardFunction`."""
+
+CLOUDS: Registry[Cloud] = Registry(
+    "fleet.notices.cloud",
+    "spotlight.clouds",
+    {
+        "aws": "spotlight.fleet.notices.aws:AWS",
+        "gcp": "spotlight.fleet.notices.gcp:GCP",
+        "azure": "spotlight.fleet.notices.azure:AZURE",
+    },
+)
+"""Clouds: a :class:`~spotlight.fleet.notices.notice.Cloud`, its preemption notices and its prices."""
+
+SINKS: Registry[SinkFactory] = Registry(
+    "metrics.sinks",
+    "spotlight.sinks",
+    {
+        "tensorboard": "spotlight.store.sinks:TensorBoard",
+        "wandb": "spotlight.store.sinks:WeightsAndBiases",
+    },
+)
+"""Experiment trackers: a :class:`~spotlight.store.metrics.SinkFactory`."""
