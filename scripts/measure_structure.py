@@ -1,0 +1,173 @@
+"""How large the package is, and how many of its files work on a rollout.
+
+    python scripts/measure_structure.py                 # sizes, names that occur twice, long functions
+    python scripts/measure_structure.py --walk          # files in which a function runs during one iteration
+    python scripts/measure_structure.py --root OTHER    # of another checkout
+
+``--walk`` trains three iterations of the embedded default in one process and on an emulated Ray cluster, with
+a mark in every function, and lists the files of the package in which a function was called while the second
+iteration ran: controller, driver, rollout, scoring, training, publishing and bookkeeping. Start-up,
+evaluations and the export are left out. Code lines leave out docstrings, comments and blank lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import tokenize
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+LONG = 50
+"""Lines past which a function counts as long."""
+
+HOOK = """
+import ast, builtins, os, time
+from importlib.machinery import SourceFileLoader
+flags, package, seen, last = os.environ["WALK_FLAGS"], os.environ["WALK_PACKAGE"], set(), [0.0, False]
+def walked(name):
+    now = time.monotonic()
+    if now > last[0] + 0.02:
+        last[:] = now, os.path.exists(flags + "/on") and not os.path.exists(flags + "/off")
+    if last[1] and name not in seen:
+        seen.add(name)
+        with open(f"{flags}/{os.getpid()}.files", "a") as file:
+            file.write(name + "\\n")
+builtins.__walked__ = walked
+plain = SourceFileLoader.source_to_code
+def marked(self, data, path, **options):
+    if not str(path).startswith(package):
+        return plain(self, data, path, **options)
+    tree = ast.parse(data)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            documented = isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant)
+            node.body.insert(int(documented), ast.parse(f"__walked__({str(path)!r})").body[0])
+    return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
+SourceFileLoader.source_to_code = marked
+"""
+"""A ``sitecustomize`` that makes every function of the package tell that it was called, in any thread."""
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--root", type=Path, default=Path(__file__).parents[1], help="the checkout to measure"
+    )
+    parser.add_argument("--walk", action="store_true", help="count the files that work on a rollout, too")
+    parser.add_argument("--json", type=Path, help="write the figures here, too")
+    options = parser.parse_args()
+    package = (options.root / "src" / "spotlight").resolve()
+    figures: dict[str, object] = dict(measure(package))
+    for name, figure in figures.items():
+        print(f"{name:42} {figure}")
+    if options.walk:
+        for driver in ("inline", "ray"):
+            files = walk(package, driver)
+            figures[f"files that work on a rollout, {driver}"] = len(files)
+            print(f"\nfiles that work on a rollout, {driver}: {len(files)}")
+            print(textwrap.indent("\n".join(files), "  "))
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def measure(package: Path) -> Iterator[tuple[str, int]]:
+    """Sizes by name."""
+    counts: Counter[str] = Counter()
+    classes: dict[str, int] = defaultdict(int)
+    modules: dict[str, int] = defaultdict(int)
+    folders: Counter[Path] = Counter()
+    long = 0
+    for path in package.rglob("*.py"):
+        text = path.read_text()
+        tree = ast.parse(text)
+        if path.name != "__init__.py":
+            modules[path.name] += 1
+            folders[path.parent] += 1
+        documented: set[int] = set()
+        for node in ast.walk(tree):
+            body = getattr(node, "body", None)
+            for statement in body if isinstance(body, list) else []:
+                text_of = statement.value if isinstance(statement, ast.Expr) else None
+                if isinstance(text_of, ast.Constant) and isinstance(text_of.value, str):
+                    documented |= set(range(statement.lineno, (statement.end_lineno or 0) + 1))
+                    counts["docstring words"] += len(text_of.value.split())
+            if isinstance(node, ast.ClassDef):
+                classes[node.name] += 1
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                long += (node.end_lineno or 0) - node.lineno + 1 > LONG
+        counts["code lines"] += len(_code_lines(text, counts) - documented)
+        counts["files"] += 1
+    yield "code lines", counts["code lines"]
+    yield "files", counts["files"]
+    yield "classes", sum(classes.values())
+    yield "class names that occur twice", sum(number > 1 for number in classes.values())
+    yield "module names that occur twice", sum(number > 1 for number in modules.values())
+    yield "docstring words", counts["docstring words"]
+    yield "comment lines", counts["comment lines"]
+    yield f"functions over {LONG} lines", long
+    yield "most files in one folder", max(folders.values())
+
+
+def _code_lines(text: str, counts: Counter[str]) -> set[int]:
+    layout = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            counts["comment lines"] += 1
+        elif token.type not in layout:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    return lines
+
+
+def walk(package: Path, driver: str) -> list[str]:
+    """Files of the package in which a function is called during the middle one of three iterations."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = Path(folder)
+        (flags / "sitecustomize.py").write_text(HOOK)
+        environment = os.environ | {
+            "PYTHONPATH": f"{flags}:{package.parent}",
+            "PYTHONPYCACHEPREFIX": str(flags / "bytecode"),
+            "WALK_FLAGS": str(flags),
+            "WALK_PACKAGE": str(package),
+        }
+        arguments = ["name=walk", f"runs_dir={flags}", "iterations=3", "checkpoint.every=1"]
+        arguments += ["evaluation.every=100", "evaluation.images_per_prompt=4", "evaluation.grid_images=1"]
+        arguments += ["rollout.prompts_per_iteration=4", "rollout.group_size=4", f"fleet.driver={driver}"]
+        command = [sys.executable, "-m", "spotlight.cli", "train", "--plain", *arguments]
+        with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
+            while process.poll() is None:
+                time.sleep(0.05)
+                done = _iterations(flags / "walk" / "metrics.jsonl")
+                if done >= 1:
+                    (flags / "on").touch()
+                if done >= 2:
+                    time.sleep(0.5)  # the checkpoint after it
+                    (flags / "off").touch()
+        if process.returncode:
+            raise SystemExit(f"the run with fleet.driver={driver} ended with status {process.returncode}")
+        names = {name for file in flags.glob("*.files") for name in file.read_text().split()}
+        return sorted(str(Path(name).relative_to(package)) for name in names)
+
+
+def _iterations(metrics: Path) -> int:
+    if not metrics.exists():
+        return 0
+    return sum('"train/' in line for line in metrics.read_text().split("\n"))
+
+
+if __name__ == "__main__":
+    main()
