@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from spotlight.scheduler import events as ev
-from spotlight.scheduler.controller import Controller, Stage
+from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.effects import (
     CommitCheckpoint,
     DiscardSamples,
@@ -28,6 +28,7 @@ from spotlight.scheduler.effects import (
 )
 from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.records import CommitRejected, SampleDropped
+from spotlight.scheduler.stages import Stage
 from spotlight.scheduler.types import (
     DropReason,
     Phase,

@@ -38,7 +38,8 @@ from spotlight.runtime.observer import Observer
 from spotlight.runtime.recorder import LEARNER_FOLDER, RunBook, shown
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
-from spotlight.scheduler.controller import Controller, Stage
+from spotlight.scheduler.controller import Controller
+from spotlight.scheduler.stages import Stage
 from spotlight.scheduler.types import (
     NodeId,
     Phase,

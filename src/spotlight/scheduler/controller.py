@@ -2,24 +2,24 @@
 
     effects = controller.handle(event, now)
 
-No torch, no clock, no threads, no global randomness: the same events give the same effects. Drivers
-(``runtime/inline`` in one process; others beside it) carry effects out in order and feed back events.
+No torch, no clock, no threads, no global randomness: the same events give the same effects. Drivers carry
+effects out in order and feed back events. One iteration, each line a stage of the table in ``stages.py``:
 
-Who waits on whom, in one iteration of the synchronous schedule:
+    starting    draw prompts and seeds (hashes of the run seed), put the rollouts into the queue
+    exploring   with previews on the critical path only: their scores choose the seeds
+    rolling     a worker pulls ► GrantLease ► it completes ► ScoreSamples ► rewards, until none is awaited
+    reporting   ReportEvaluation, when one was due: its rollouts followed the others through the same queue
+    learning    PrepareBatch ► TrainMicroBatch* ► StepOptimizer, once per update ► FinishBatch
+    publishing  PublishWeights ► workers pull the new version before they are granted work again
+    committing  CommitCheckpoint, when due, of learner, this state and the ledger's position; then starting
 
-    issue ──► queue ──► WorkPulled / GrantLease ──► RolloutCompleted ──► ScoreSamples ──► SampleRewarded
-                                                                                               │ all in
-              StepOptimizer* ◄── TrainMicroBatch* ◄── PrepareBatch ◄── ReportEvaluation, if any ◄──┘
-                    └──► FinishBatch ──► PublishWeights ──► CommitCheckpoint, when due ──► next iteration
-
-Evaluation rollouts of an iteration go through the same queue, after its train rollouts. Optimizer steps come
-when both are done, because they must be made by the version that the iteration started with.
-
-``Plan.pipeline`` lets more overlap: samples are prepared and trained in parts as they come (``axis``), the
-learner's GPUs roll out as long as that is sooner (``bounded``), rollouts of the next iteration begin before
-this one is trained (``next_share``). See ``scheduler/overlap``.
+Workers wait for the published version, the learner waits for all scores of its iteration, since optimizer
+steps are made on samples of the version that the iteration started with; nobody else waits. ``Plan.pipeline``
+lets more overlap (see ``overlap/``): samples are trained in parts as they come (``axis``), the learner's GPUs
+generate as long as that is sooner (``bounded``), the next iteration's rollouts begin early (``next_share``).
 
 Invariants: those of the ledger (checked after every event) and of the queue (see ``Controller.check``), and
+    - every change of stage is one of ``stages.TRANSITIONS``;
     - a sample is made by the version its rollout asks for (admission) and trained in the iteration it was
       made for (consumption): its staleness is 0 published versions, or 1 if it was begun early;
     - a sample enters at most one optimizer step.
@@ -57,8 +57,14 @@ from spotlight.scheduler.queue import PullQueue, Value, first_epoch
 from spotlight.scheduler.records import StepApplied
 from spotlight.scheduler.rollouts import Rollouts
 from spotlight.scheduler.snapshot import Snapshot
-from spotlight.scheduler.stages import LEARNER_IDLES, LOOKS_AHEAD
-from spotlight.scheduler.stages import Stage as Stage
+from spotlight.scheduler.stages import (
+    GENERATING,
+    LEARNER_IDLES,
+    LOOKS_AHEAD,
+    Stage,
+    StageMachine,
+    Trigger,
+)
 from spotlight.scheduler.types import (
     Filler,
     PolicyVersion,
@@ -76,7 +82,7 @@ class Controller:
         self.plan = plan
         self.prompts = {prompt.id: prompt for prompt in (*train, *test)}
         self.queue = PullQueue(plan.lease_s, term)
-        self.stage = Stage.IDLE
+        self._stages = StageMachine()
         self.iteration = 0
         self.version = self._published_before = PolicyVersion(0)
         self.cluster = Cluster(plan.cluster, self.queue, first_epoch(term), self.version)
@@ -89,6 +95,11 @@ class Controller:
         self._committed = self._to_commit = self._snapshot()
         self._learner_up, self._restore_due = True, False
         self._undo: list[Effect] = []
+
+    @property
+    def stage(self) -> Stage:
+        """Of the current iteration."""
+        return self._stages.stage
 
     @property
     def ledger(self) -> Ledger:
@@ -125,7 +136,7 @@ class Controller:
     def _dispatch(self, event: ev.Event) -> None:
         match event:
             case ev.RunStarted():
-                self._expect(Stage.IDLE, event)
+                self._stages.move(Trigger.RUN_STARTED)
                 self._start_iteration()
             case ev.WorkerJoined(worker):
                 self.queue.admit(worker)
@@ -165,12 +176,12 @@ class Controller:
                 self._trained(event)
             case ev.EvaluationReported(_, lineage):
                 if lineage == self.cluster.lineage:
-                    self._expect(Stage.REPORTING, event)
+                    self._stages.move(Trigger.EVALUATION_REPORTED)
                     self._evaluation_reported()
             case ev.WeightsPublished(version):
                 self._published(version)
             case ev.CheckpointCommitted():
-                self._expect(Stage.COMMITTING, event)
+                self._stages.move(Trigger.CHECKPOINT_COMMITTED)
                 self._committed = self._to_commit
                 self._start_iteration()
             case ev.LearnerLost() | ev.LearnerRestored():
@@ -220,7 +231,7 @@ class Controller:
             work.issue_evaluation(self.iteration, self.version)
         if self.iteration + 1 < self.plan.iterations:
             work.issue_early(self.iteration + 1, self.version)
-        self.stage = Stage.EXPLORING if first else Stage.ROLLING
+        self._stages.move(Trigger.PREVIEWS_ISSUED if first else Trigger.ROLLOUTS_ISSUED)
         if first:
             work.open_window(self.iteration, self.version, self._now)
         else:
@@ -243,13 +254,14 @@ class Controller:
             self.work.close_window(self._now)
             self.work.issue_training(self.iteration, self.version)
             self.work.forget_safe()
-            self.stage = Stage.ROLLING
+            self._stages.move(Trigger.PREVIEWS_SCORED)
         if self.stage is not Stage.ROLLING or self.work.at.unscored:
             return
         if self.work.at.evaluation:
-            self.stage = Stage.REPORTING
+            self._stages.move(Trigger.EVALUATION_SCORED)
             self._report_evaluation()
         else:
+            self._stages.move(Trigger.SAMPLES_SCORED)
             self._all_there()
 
     def _report_evaluation(self) -> None:
@@ -274,7 +286,6 @@ class Controller:
         if self.iteration >= self.plan.iterations:
             self._finish()
             return
-        self.stage = Stage.LEARNING
         if not self._learner_up:
             self.cluster.recoveries[Recovery.LEARNER_AWAITED] += 1
         self.work.learn_from_groups(self.iteration, self.version)
@@ -284,7 +295,7 @@ class Controller:
     def _learn(self) -> None:
         """Give the learner its next task, if it has none, and the GPUs for it."""
         there, training = self.stage is Stage.LEARNING, self.training
-        rolls = self.stage in (Stage.ROLLING, Stage.REPORTING)
+        rolls = self.stage in GENERATING
         if training.task or not self._learner_up or not (there or rolls):
             self._takes = 0
             return
@@ -364,8 +375,8 @@ class Controller:
             case ev.OptimizerStepped(_, update, loss, grad_norm):
                 self._stepped(update, loss, grad_norm)
             case ev.BatchFinished():
+                self._stages.move(Trigger.BATCH_FINISHED)
                 self._report_pipeline()
-                self.stage = Stage.PUBLISHING
                 self.work.effects.append(PublishWeights(self.version))
 
     def _stepped(self, update: int, loss: float, grad_norm: float) -> None:
@@ -388,9 +399,10 @@ class Controller:
         self._published_before = version
         self.iteration += 1
         if self.iteration % self.plan.checkpoint_every and self.iteration < self.plan.iterations:
+            self._stages.move(Trigger.WEIGHTS_PUBLISHED)
             self._start_iteration()
             return
-        self.stage = Stage.COMMITTING
+        self._stages.move(Trigger.CHECKPOINT_DUE)
         # The records of this very event count as written: the driver writes them before the checkpoint.
         self._to_commit = self._snapshot()
         snapshot = self._to_commit.as_json()
@@ -411,7 +423,7 @@ class Controller:
     def _learner_changed(self, event: ev.LearnerLost | ev.LearnerRestored) -> None:
         match event:
             case ev.LearnerLost():
-                self._expect(self.stage, event, self.stage is not Stage.IDLE)
+                self._stages.move(Trigger.LEARNER_LOST)
                 self._roll_back()
             case ev.LearnerRestored(lineage):
                 if lineage == self.cluster.lineage:
@@ -439,21 +451,15 @@ class Controller:
             self.work.effects.append(RestoreLearner(self.iteration, self.cluster.lineage))
 
     def _finish(self) -> None:
-        self.stage = Stage.OVER
+        self._stages.move(Trigger.ITERATIONS_DONE)
         if self.cluster.pace.filled_s:
             self._report_pipeline()
         self.work.effects.append(FinishRun(None))
 
     def _stop(self, error: str) -> None:
-        self.stage = Stage.OVER
+        self._stages.move(Trigger.RUN_STOPPED)
         self.work.effects = [e for e in self.work.effects if isinstance(e, DiscardSamples)]
         self.work.effects.append(FinishRun(error))
-
-    def _expect(self, stage: Stage, event: ev.Event, also: bool = True) -> None:
-        if self.stage is not stage or not also:
-            raise RuntimeError(
-                f"{event} came while the iteration was {self.stage}; drivers answer effects in order"
-            )
 
     # -- checkpoints -----------------------------------------------------------------------------------
 

@@ -24,12 +24,12 @@ from spotlight.scheduler.effects import DiscardSamples, Effect, ReportExploratio
 from spotlight.scheduler.exploration.explorer import Explorer
 from spotlight.scheduler.exploration.window import Window
 from spotlight.scheduler.issue import evaluation_rollouts, preview_rollouts, train_rollouts
+from spotlight.scheduler.iteration import Iteration, Safe
 from spotlight.scheduler.ledger import Ledger
 from spotlight.scheduler.plan import Explore, Plan
 from spotlight.scheduler.queue import PullQueue, Value, Verdict
 from spotlight.scheduler.records import REWARD
 from spotlight.scheduler.seeds import prompts_of_iteration
-from spotlight.scheduler.stages import Iteration, Safe
 from spotlight.scheduler.types import DropReason, LeaseId, PolicyVersion, Prompt, Rollout, RolloutId, WorkerId
 
 ROLLOUT_ATTEMPTS = 2

@@ -1,93 +1,128 @@
-"""Bookkeeping of one iteration, and the stages it goes through."""
+"""The stages of an iteration, and the one table of what leads from each to the next.
+
+``docs/architecture.md`` shows the table as a diagram, which ``scripts/draw_stages.py`` renders from it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-
-from spotlight.scheduler.types import DropReason, PromptId, Rollout, RolloutId, WorkerId
 
 
 class Stage(StrEnum):
     """Where the current iteration stands."""
 
     IDLE = "idle"
+    """The run has not begun."""
+    STARTING = "starting"
+    """Prompts and seeds are drawn. Passed through within one event."""
     EXPLORING = "exploring"
+    """Previews on the critical path; evaluation rollouts may be made beside them."""
     ROLLING = "rolling"
+    """Samples are generated and scored; with a pipeline axis the learner trains those that are there."""
     REPORTING = "reporting"
+    """All samples are there; the driver writes the evaluation."""
     LEARNING = "learning"
+    """The learner trains all that it has not trained yet."""
     PUBLISHING = "publishing"
     COMMITTING = "committing"
     OVER = "over"
 
 
-LEARNER_IDLES = frozenset({Stage.IDLE, Stage.EXPLORING, Stage.ROLLING, Stage.REPORTING})
-"""Stages in which the GPUs of the learner may roll out, while it has nothing to do."""
+class Trigger(StrEnum):
+    """What ends a stage."""
 
-LOOKS_AHEAD = frozenset(Stage) - {Stage.IDLE, Stage.EXPLORING, Stage.COMMITTING, Stage.OVER}
+    RUN_STARTED = "run started"
+    PREVIEWS_ISSUED = "previews issued"
+    ROLLOUTS_ISSUED = "rollouts issued"
+    PREVIEWS_SCORED = "previews scored"
+    SAMPLES_SCORED = "samples scored"
+    """Or dropped, every one of the iteration; there is no evaluation among them."""
+    EVALUATION_SCORED = "evaluation scored"
+    """The same, with an evaluation."""
+    EVALUATION_REPORTED = "evaluation reported"
+    BATCH_FINISHED = "batch finished"
+    WEIGHTS_PUBLISHED = "weights published"
+    CHECKPOINT_DUE = "checkpoint due"
+    """The weights are published, and the iteration ends with a checkpoint."""
+    CHECKPOINT_COMMITTED = "checkpoint committed"
+    LEARNER_LOST = "learner lost"
+    ITERATIONS_DONE = "iterations done"
+    """The last evaluation is reported, and there is nothing left to train."""
+    RUN_STOPPED = "run stopped"
+    """By an error that the user has to deal with."""
+
+
+TRANSITIONS: Mapping[Stage, Mapping[Trigger, Stage]] = {
+    Stage.IDLE: {
+        Trigger.RUN_STARTED: Stage.STARTING,
+    },
+    Stage.STARTING: {
+        Trigger.PREVIEWS_ISSUED: Stage.EXPLORING,
+        Trigger.ROLLOUTS_ISSUED: Stage.ROLLING,
+    },
+    Stage.EXPLORING: {
+        Trigger.PREVIEWS_SCORED: Stage.ROLLING,
+        Trigger.LEARNER_LOST: Stage.STARTING,
+        Trigger.RUN_STOPPED: Stage.OVER,
+    },
+    Stage.ROLLING: {
+        Trigger.SAMPLES_SCORED: Stage.LEARNING,
+        Trigger.EVALUATION_SCORED: Stage.REPORTING,
+        Trigger.LEARNER_LOST: Stage.STARTING,
+        Trigger.RUN_STOPPED: Stage.OVER,
+    },
+    Stage.REPORTING: {
+        Trigger.EVALUATION_REPORTED: Stage.LEARNING,
+        Trigger.LEARNER_LOST: Stage.STARTING,
+        Trigger.RUN_STOPPED: Stage.OVER,
+    },
+    Stage.LEARNING: {
+        Trigger.BATCH_FINISHED: Stage.PUBLISHING,
+        Trigger.ITERATIONS_DONE: Stage.OVER,
+        Trigger.LEARNER_LOST: Stage.STARTING,
+        Trigger.RUN_STOPPED: Stage.OVER,
+    },
+    Stage.PUBLISHING: {
+        Trigger.WEIGHTS_PUBLISHED: Stage.STARTING,
+        Trigger.CHECKPOINT_DUE: Stage.COMMITTING,
+        Trigger.LEARNER_LOST: Stage.STARTING,
+    },
+    Stage.COMMITTING: {
+        Trigger.CHECKPOINT_COMMITTED: Stage.STARTING,
+        Trigger.LEARNER_LOST: Stage.STARTING,
+    },
+    Stage.OVER: {},
+}
+
+GENERATING = frozenset({Stage.ROLLING, Stage.REPORTING})
+"""The batch is being made, or was made and is reported: the learner may train parts of it."""
+
+LEARNER_IDLES = frozenset({Stage.IDLE, Stage.EXPLORING, Stage.ROLLING, Stage.REPORTING})
+"""Stages in which the learner's GPUs may generate, while it has nothing to train."""
+
+LOOKS_AHEAD = frozenset({Stage.ROLLING, Stage.REPORTING, Stage.LEARNING, Stage.PUBLISHING})
 """Stages in which idle workers may explore for the next iteration: its version is not published yet."""
 
 
-@dataclass(slots=True)
-class Iteration:
-    """What was issued and what became of it.
-
-    Attributes:
-        unscored: rollouts neither scored nor dropped.
-        finished: rollouts whose samples are held somewhere.
-        makers: who made them, under which epoch.
-        lost: rollouts of an iteration that has not begun, to be dropped then, and why.
-    """
-
-    rollouts: dict[RolloutId, Rollout] = field(default_factory=dict)
-    groups: dict[tuple[int, PromptId], list[RolloutId]] = field(default_factory=dict)
-    scores: dict[RolloutId, Mapping[str, float]] = field(default_factory=dict)
-    unscored: set[RolloutId] = field(default_factory=set)
-    finished: set[RolloutId] = field(default_factory=set)
-    makers: dict[RolloutId, tuple[WorkerId, int]] = field(default_factory=dict)
-    lost: dict[RolloutId, tuple[DropReason, str]] = field(default_factory=dict)
-    evaluation: list[RolloutId] = field(default_factory=list)
-    drops: int = 0
+class IllegalTransitionError(RuntimeError):
+    """An event came that the current stage does not allow: a bug of the driver or of the controller."""
 
 
 @dataclass(slots=True)
-class Safe:
-    """What outlived a lost learner: samples, their scores and makers, and steps of unfinished rollouts."""
+class StageMachine:
+    """The one place where the stage changes."""
 
-    samples: dict[RolloutId, Rollout] = field(default_factory=dict)
-    scores: dict[RolloutId, Mapping[str, float]] = field(default_factory=dict)
-    makers: dict[RolloutId, tuple[WorkerId, int]] = field(default_factory=dict)
-    progress: dict[RolloutId, tuple[Rollout, int]] = field(default_factory=dict)
+    stage: Stage = Stage.IDLE
 
-    @classmethod
-    def of(cls, at: Iteration, unfinished: Mapping[RolloutId, tuple[Rollout, int]]) -> Safe:
-        """What is safe of an iteration."""
-        return cls(
-            {name: at.rollouts[name] for name in at.rollouts if name in at.finished},
-            dict(at.scores),
-            dict(at.makers),
-            {name: (rollout, step) for name, (rollout, step) in unfinished.items() if step},
-        )
-
-    def merge(self, older: Safe) -> None:
-        """Add what an older loss left, and nothing was asked for since."""
-        self.samples = older.samples | self.samples
-        self.scores = {**older.scores, **self.scores}
-        self.makers = older.makers | self.makers
-        self.progress = older.progress | self.progress
-
-    def take(self, rollout: Rollout) -> bool:
-        """Whether the sample of exactly this rollout is safe; it is then no longer among ``samples``."""
-        if self.samples.get(rollout.id) != rollout:
-            return False
-        del self.samples[rollout.id]
-        return True
-
-    def step_of(self, rollout: Rollout) -> int:
-        """The step at which exactly this rollout is safe (then no longer in ``progress``), or 0."""
-        known, step = self.progress.get(rollout.id, (None, 0))
-        if known != rollout:
-            return 0
-        del self.progress[rollout.id]
-        return step
+    def move(self, trigger: Trigger) -> None:
+        """Follow the table. Raises :class:`IllegalTransitionError` where it has no such way."""
+        following = TRANSITIONS[self.stage].get(trigger)
+        if following is None:
+            known = ", ".join(TRANSITIONS[self.stage]) or "nothing"
+            raise IllegalTransitionError(
+                f"{trigger!r} in stage {self.stage.value!r}, which only {known} can end; "
+                "drivers answer effects in order"
+            )
+        self.stage = following

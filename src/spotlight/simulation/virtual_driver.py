@@ -20,8 +20,9 @@ from itertools import count
 
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
-from spotlight.scheduler.controller import Controller, Stage
+from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.records import REWARD
+from spotlight.scheduler.stages import Stage
 from spotlight.scheduler.types import (
     DropReason,
     Node,

@@ -24,11 +24,11 @@ from typing import TypeAlias
 
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.effects import FinishBatch, PrepareBatch, StepOptimizer, TrainMicroBatch
+from spotlight.scheduler.iteration import Iteration
 from spotlight.scheduler.overlap.batches import even_out, micro_batches, split_updates
 from spotlight.scheduler.overlap.slices import Slice, slices
 from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.rollouts import Rollouts
-from spotlight.scheduler.stages import Iteration
 from spotlight.scheduler.types import Comparison, DropReason, Group, MicroBatch, Purpose, RolloutId
 
 Task: TypeAlias = PrepareBatch | TrainMicroBatch | StepOptimizer | FinishBatch

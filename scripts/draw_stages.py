@@ -1,0 +1,48 @@
+"""Draw the stages of an iteration, as ``scheduler/stages.py`` has them, into ``docs/architecture.md``.
+
+python scripts/draw_stages.py
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from pathlib import Path
+
+from spotlight.scheduler.stages import TRANSITIONS, Stage, Trigger
+
+PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
+PLACE = re.compile(
+    r"(?<=<!-- stages: drawn by scripts/draw_stages.py -->\n).*?(?=<!-- end of stages -->)", re.DOTALL
+)
+_COMMON = 3
+"""A trigger that leads from so many stages to one is told in a sentence: arrows would hide the others."""
+
+
+def draw() -> str:
+    """The table of transitions as a Mermaid diagram, and below it what may happen in many stages."""
+    sources: defaultdict[tuple[Trigger, Stage], list[Stage]] = defaultdict(list)
+    for stage, ways in TRANSITIONS.items():
+        for trigger, following in ways.items():
+            sources[trigger, following].append(stage)
+    arrows, sentences = [f"    [*] --> {Stage.IDLE.value}"], []
+    for (trigger, following), stages in sources.items():
+        if len(stages) < _COMMON:
+            arrows += [f"    {stage.value} --> {following.value}: {trigger.value}" for stage in stages]
+        else:
+            names = ", ".join(f"`{stage.value}`" for stage in stages)
+            sentences.append(f"- *{trigger.value}* leads to `{following.value}` from {names}.")
+    arrows.append(f"    {Stage.OVER.value} --> [*]")
+    return "\n".join(["```mermaid", "stateDiagram-v2", *arrows, "```", "", *sentences, ""])
+
+
+def main() -> None:
+    """Rewrite the part of the page between the two marks."""
+    page, count = PLACE.subn(lambda _: draw(), PAGE.read_text())
+    if count != 1:
+        raise SystemExit(f"{PAGE} has {count} places for the diagram of stages; expected one")
+    PAGE.write_text(page)
+
+
+if __name__ == "__main__":
+    main()
