@@ -29,6 +29,7 @@ from spotlight.algorithms import Algorithm, TrainBatch, build_algorithm
 from spotlight.algorithms.advantages import advantages
 from spotlight.algorithms.forward_process import noised
 from spotlight.config.algorithm import AdvantageConfig, DiffusionNFTConfig, FlowGRPOConfig
+from spotlight.config.learner import LearnerConfig
 from spotlight.diffusion.samplers import ODE, FlowSDE
 from spotlight.diffusion.schedule import AllSteps
 from spotlight.models.family import Condition, ConditionBatch, ImageSize
@@ -41,7 +42,7 @@ from spotlight.runtime.build.process_setup import prepare_process
 from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 from spotlight.testbed import PIPELINE_DIR
 from spotlight.training.batching.batch import SampleTensors, stack
-from spotlight.training.learner import Learner, LearnerSettings, TrainingSample
+from spotlight.training.learner import Learner, TrainingSample
 from spotlight.training.sharding import Ranks
 
 PROMPTS = ("a photo of a red circle", "a photo of a green triangle left of a yellow circle")
@@ -84,14 +85,13 @@ def make_learner(
         slots = LoraSlots(own.transformer, spec, algorithm.extra_slots)
     else:
         slots = CopySlots(own.transformer, algorithm.extra_slots)
-    settings = LearnerSettings(
-        {"quality": 1.0},
+    settings = LearnerConfig(
         learning_rate=LEARNING_RATE,
         weight_decay=WEIGHT_DECAY,
         max_grad_norm=MAX_GRAD_NORM,
         timesteps_per_pass=timesteps_per_pass,
     )
-    return Learner(own, slots, algorithm, settings, size=size, ranks=ranks)
+    return Learner(own, slots, algorithm, settings, {"quality": 1.0}, size=size, ranks=ranks)
 
 
 def roll_out(learner: Learner, conditions: Sequence[Condition], count: int) -> list[TrainingSample]:

@@ -71,7 +71,7 @@ class Batch:
 
 def make_batch(config: RunConfig, learning: Learning, iteration: int, version: int) -> Batch:
     """Real rollouts by the policy as it is, with made-up rewards; one update of four micro-batches."""
-    (name,) = learning.learner.settings.reward_weights
+    (name,) = learning.learner.reward_weights
     prompts = prompts_of_iteration(build.load_prompts(config).train, config.run_seed, iteration, 2)
     rollouts = [
         Rollout(

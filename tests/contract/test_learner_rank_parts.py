@@ -118,10 +118,10 @@ def test_slices_train_with_the_advantages_of_their_baseline(random_pipeline: Pat
     parts = slice_by_slice(batch.effect, 3)
     assert [len(part.groups[0].rollouts) for part in parts] == [3, 1]
     train_parts(rank, batch, parts, 8)
-    settings, trainer = by_hand.learning.learner.settings, by_hand.learning.trainer
+    learner, trainer = by_hand.learning.learner, by_hand.learning.trainer
     given: dict[str, float] = {}
     for part in parts:
-        given |= part_advantages(part, settings.reward_weights, settings.advantage)
+        given |= part_advantages(part, learner.reward_weights, learner.advantage)
     assert len({round(value, 6) for value in given.values()}) > 2
     order = [micro_batch for part in parts for micro_batch in part.micro_batches]
     samples = trainer._batch(batch.effect, batch.rollouts, batch.finished)

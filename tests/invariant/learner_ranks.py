@@ -116,7 +116,7 @@ def main(rank: int, count: int, port: int, pipeline: Path, directory: Path) -> N
             "lora",
             ranks=ranks,
             dtype=torch.bfloat16,
-            autocast=torch.bfloat16,
+            autocast="bfloat16",
         )
         samples = torch.load(directory / "nft-lora-samples.pt", weights_only=False)
         mine = [sample.key for sample in samples][rank::count]

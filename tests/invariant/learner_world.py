@@ -12,7 +12,8 @@ import torch
 
 from spotlight.algorithms import Algorithm, build_algorithm
 from spotlight.algorithms.algorithm import Slot
-from spotlight.config.algorithm import ALGORITHM_SECTIONS
+from spotlight.config.algorithm import ALGORITHM_SECTIONS, AdvantageConfig
+from spotlight.config.learner import EmaConfig, LearnerConfig
 from spotlight.diffusion.samplers import CPS, ODE, FlowSDE
 from spotlight.diffusion.schedule import AllSteps, RandomWindow, SdeWindow
 from spotlight.models.family import Condition, ImageSize
@@ -23,7 +24,7 @@ from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe
 from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 from spotlight.training.batching.batch import SampleTensors
-from spotlight.training.learner import Learner, LearnerSettings, TrainingGuidance, TrainingSample
+from spotlight.training.learner import Learner, TrainingGuidance, TrainingSample
 from spotlight.training.sharding import Ranks
 
 SIZE = ImageSize(16, 16)
@@ -82,16 +83,27 @@ def make_learner(
     ranks: Ranks | None = None,
     guidance: float = 1.0,
     dtype: torch.dtype = torch.float32,
+    advantage: AdvantageConfig | None = None,
+    ema_cap: float | None = None,
+    ema_every: int = 1,
+    pass_memory_bytes: int | None = None,
     **settings: Any,
 ) -> Learner:
+    if advantage is not None:
+        algo = build_algorithm(algo.config.model_copy(update={"advantage": advantage}), algo.sampler)
+    ema = None if ema_cap is None else EmaConfig(cap=ema_cap, every=ema_every)
+    budget = None if pass_memory_bytes is None else pass_memory_bytes / 2**30
+    learner_config = LearnerConfig(
+        **{"learning_rate": 1e-3, "ema": ema, "pass_memory_gib": budget, **settings}
+    )
     family = world.fresh(dtype)
-    extra: tuple[Slot, ...] = ("ema",) if settings.get("ema_cap") is not None else ()
-    defaults = {"reward_weights": {"quality": 1.0}, "learning_rate": 1e-3}
+    extra: tuple[Slot, ...] = () if ema is None else ("ema",)
     return Learner(
         family,
         make_slots(family, algo, mode, extra),
         algo,
-        LearnerSettings(**{**defaults, **settings}),
+        learner_config,
+        {"quality": 1.0},
         size=SIZE,
         guidance=TrainingGuidance(guidance, world.negative) if guidance > 1 else None,
         ranks=ranks,

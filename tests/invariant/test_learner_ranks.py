@@ -100,7 +100,7 @@ def test_sharded_weights_merge_whole(both: Both, case: str) -> None:
 def test_bfloat16_base_with_autocast_trains_sharded(both: Both) -> None:
     name, mode, params, _ = CASES["nft-lora"]
     learner = make_learner(
-        both.world, algorithm(name, **params), mode, dtype=torch.bfloat16, autocast=torch.bfloat16
+        both.world, algorithm(name, **params), mode, dtype=torch.bfloat16, autocast="bfloat16"
     )
     samples = torch.load(both.directory / "nft-lora-samples.pt", weights_only=False)
     one, two = train_batch(learner, samples, 6).flat(), torch.load(both.directory / "half.pt")

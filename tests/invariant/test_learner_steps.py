@@ -9,11 +9,14 @@ import pytest
 import torch
 from learner_world import World, algorithm, cut, gradients, make_learner, roll_out, train_batch
 
+from spotlight.config.learner import LearnerConfig
 from spotlight.models.family import ImageSize, ModelError
 from spotlight.models.slots import CopySlots
-from spotlight.training.learner import Learner, LearnerSettings, TrainingError
+from spotlight.training.learner import Learner, TrainingError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+
+WEIGHTS = {"quality": 1.0}
 
 
 @pytest.fixture(scope="module")
@@ -156,17 +159,15 @@ def test_samples_that_do_not_belong_are_named(world: World) -> None:
 def test_missing_slots_and_unsuitable_sizes_are_errors_at_once(world: World) -> None:
     family = world.fresh()
     algo = algorithm("diffusion-nft")
-    slots, settings = CopySlots(family.transformer, ["reference"]), LearnerSettings({"quality": 1.0})
+    slots, settings = CopySlots(family.transformer, ["reference"]), LearnerConfig()
     with pytest.raises(ModelError, match="weight slots old are missing; have policy, reference"):
-        Learner(family, slots, algo, settings, size=ImageSize(16, 16))
+        Learner(family, slots, algo, settings, WEIGHTS, size=ImageSize(16, 16))
     with pytest.raises(ModelError, match="height is 17"):
-        Learner(family, slots, algorithm("flow-grpo"), settings, size=ImageSize(17, 16))
-    settings = LearnerSettings({"quality": 1.0}, gradient_checkpointing=True)
+        Learner(family, slots, algorithm("flow-grpo"), settings, WEIGHTS, size=ImageSize(17, 16))
+    settings, grpo = LearnerConfig(gradient_checkpointing=True), algorithm("flow-grpo")
     family.transformer = torch.nn.Linear(2, 2)
     with pytest.raises(ModelError, match="Linear cannot recompute activations"):
-        Learner(
-            family, CopySlots(family.transformer), algorithm("flow-grpo"), settings, size=ImageSize(16, 16)
-        )
+        Learner(family, CopySlots(family.transformer), grpo, settings, WEIGHTS, size=ImageSize(16, 16))
 
 
 def test_advantages_are_reported(world: World) -> None:

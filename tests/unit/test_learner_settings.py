@@ -1,10 +1,8 @@
-"""The learner's plain settings and the sums it reports."""
+"""The learner's schedules and the sums it reports."""
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -12,16 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotlight.algorithms.algorithm import LossTerms
-from spotlight.training.settings import LearnerSettings
+from spotlight.config.learner import EmaConfig, LearnerConfig
 from spotlight.training.sharding import Ranks
 from spotlight.training.step_metrics import StepReport, UpdateMeter
-
-REWARDS = {"quality": 1.0}
 
 
 @given(st.integers(0, 50), st.integers(0, 80))
 def test_warm_up_is_linear_and_its_first_step_moves(warmup: int, step: int) -> None:
-    settings = LearnerSettings(REWARDS, learning_rate=0.5, warmup_steps=warmup)
+    settings = LearnerConfig(learning_rate=0.5, warmup_steps=warmup)
     rate = settings.learning_rate_at(step)
     assert 0 < rate <= 0.5
     assert rate == pytest.approx(0.5 * min(1, (step + 1) / max(warmup, 1)))
@@ -29,7 +25,7 @@ def test_warm_up_is_linear_and_its_first_step_moves(warmup: int, step: int) -> N
 
 @given(st.integers(0, 20), st.integers(1, 200))
 def test_the_learning_rate_falls_along_a_cosine_to_nothing(warmup: int, after: int) -> None:
-    settings = LearnerSettings(REWARDS, learning_rate=0.5, warmup_steps=warmup, decay_steps=warmup + after)
+    settings = LearnerConfig(learning_rate=0.5, warmup_steps=warmup, decay_iterations=warmup + after)
     rates = [settings.learning_rate_at(step) for step in range(warmup, warmup + after + 1)]
     assert rates[0] == 0.5
     assert all(earlier > later for earlier, later in pairwise(rates))
@@ -40,32 +36,10 @@ def test_the_learning_rate_falls_along_a_cosine_to_nothing(warmup: int, after: i
 
 @given(st.integers(1, 1000), st.integers(1, 10), st.floats(0, 0.999))
 def test_the_average_decays_as_published(step: int, every: int, cap: float) -> None:
-    decay = LearnerSettings(REWARDS, ema_cap=cap, ema_every=every).ema_decay(step)
+    decay = EmaConfig(cap=cap, every=every).decay(step)
     assert (decay is None) == (step % every != 0)
     if decay is not None:
         assert decay == min((1 + step) / (10 + step), cap)
-    assert LearnerSettings(REWARDS, ema_every=every).ema_decay(step) is None
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"learning_rate": 0.0}, "learning_rate is 0.0"),
-        ({"epsilon": math.nan}, "epsilon is nan"),
-        ({"max_grad_norm": -1.0}, "max_grad_norm is -1.0"),
-        ({"warmup_steps": -1}, "warmup_steps is -1"),
-        ({"warmup_steps": 5, "decay_steps": 5}, "decay_steps is 5"),
-        ({"ema_cap": 1.0}, "ema_cap is 1.0"),
-        ({"ema_cap": 0.5, "ema_every": 0}, "ema_every 0"),
-        ({"autocast": torch.float16}, "autocast is torch.float16"),
-        ({"timesteps_per_pass": 0}, "timesteps_per_pass is 0; expected at least 1, or auto"),
-        ({"pass_memory_bytes": 0}, "pass_memory_bytes is 0"),
-        ({"reward_weights": {}}, "nothing would be learnt"),
-    ],
-)
-def test_settings_out_of_range_are_named(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        LearnerSettings(**{"reward_weights": REWARDS, **settings})
 
 
 def test_sums_are_means_over_samples_and_timesteps() -> None:

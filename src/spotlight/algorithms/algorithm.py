@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from spotlight.config.algorithm import AlgorithmSection
 from spotlight.diffusion.samplers import Sampler
 
 Slot = Literal["policy", "reference", "old", "ema"]
@@ -114,6 +115,10 @@ class Algorithm(Protocol):
     @property
     def name(self) -> str:
         """Its name in the registry."""
+
+    @property
+    def config(self) -> AlgorithmSection:
+        """Its section of the configuration."""
 
     @property
     def keeps(self) -> Literal["trajectory", "final"]:

@@ -33,6 +33,8 @@ class AlgorithmSection(Section):
 
     name: str
     """Selects this algorithm."""
+    advantage: AdvantageConfig = AdvantageConfig()
+    """From rewards to advantages."""
 
     @property
     def learns_from_clean_samples(self) -> bool:
@@ -60,8 +62,6 @@ class FlowGRPOConfig(AlgorithmSection):
 
     name: Literal["flow-grpo"] = "flow-grpo"
     """Selects this algorithm."""
-    advantage: AdvantageConfig = AdvantageConfig()
-    """From rewards to advantages."""
     clip_range: Annotated[float, Field(gt=0, lt=1)] = 1e-4
     """Ratio clip. Log-probs are means over the latent, so this is far below PPO's .2."""
     kl_weight: Annotated[float, Field(ge=0)] = 0.0
@@ -149,8 +149,6 @@ class GRPOGuardConfig(AlgorithmSection):
 
     name: Literal["grpo-guard"] = "grpo-guard"
     """Selects this algorithm."""
-    advantage: AdvantageConfig = AdvantageConfig()
-    """From rewards to advantages."""
     clip_range: Annotated[float, Field(gt=0, lt=1)] = 2e-6
     """Ratio clip."""
     train_timesteps: PositiveInt | None = None
@@ -167,8 +165,6 @@ class AWMConfig(AlgorithmSection):
 
     name: Literal["awm"] = "awm"
     """Selects this algorithm."""
-    advantage: AdvantageConfig = AdvantageConfig()
-    """From rewards to advantages."""
     power: PositiveFloat = 0.25
     """Exponent of the pseudo log-prob; 1 is plain flow matching."""
     advantage_scale: PositiveFloat = 5.0

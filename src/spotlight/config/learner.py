@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -33,6 +34,10 @@ class EmaConfig(Section):
     """Largest decay."""
     every: PositiveInt = 8
     """Optimizer steps between two updates of the average."""
+
+    def decay(self, steps: int) -> float | None:
+        """Of the update after optimizer step number ``steps`` (1 is the first); None: not now."""
+        return None if steps % self.every else min((1 + steps) / (10 + steps), self.cap)
 
 
 class LearnerConfig(Section):
@@ -73,6 +78,21 @@ class LearnerConfig(Section):
     """With ``timesteps_per_pass: auto``, memory that a pass may take; default: what is free."""
     autocast: Literal["none", "bfloat16"] = "none"
     """Precision of the DiT's matrix products; sampler maths and losses stay float32."""
+
+    @property
+    def pass_memory_bytes(self) -> int | None:
+        """``pass_memory_gib`` in bytes."""
+        return None if self.pass_memory_gib is None else int(self.pass_memory_gib * 2**30)
+
+    def learning_rate_at(self, step: int) -> float:
+        """Of the optimizer step that follows ``step`` steps."""
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        if self.decay_iterations is None:
+            return self.learning_rate
+        falling = self.decay_iterations * self.updates_per_batch - self.warmup_steps
+        done = min((step - self.warmup_steps) / falling, 1.0)
+        return self.learning_rate * (1 + math.cos(math.pi * done)) / 2
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
         """Batches that do not divide, and what contradicts weights, schedule or memory."""

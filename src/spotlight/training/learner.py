@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from spotlight.algorithms.algorithm import Algorithm
+from spotlight.config.learner import LearnerConfig
 from spotlight.models.family import Condition, ImageSize, ModelError, ModelFamily
 from spotlight.models.slots import WeightSlots
 from spotlight.training import learner_state as state
@@ -50,11 +51,11 @@ from spotlight.training.batching.batch import (
 )
 from spotlight.training.passes import Bound, Passes
 from spotlight.training.policy import MicroBatchPolicy
-from spotlight.training.settings import LearnerSettings, TrainingError, TrainingGuidance
+from spotlight.training.settings import TrainingError, TrainingGuidance, autocast_type
 from spotlight.training.sharding import Ranks, shard
 from spotlight.training.step_metrics import BatchReport, StepReport, UpdateMeter, batch_report
 
-__all__ = ["Learner", "LearnerSettings", "TrainingError", "TrainingGuidance", "TrainingSample"]
+__all__ = ["Learner", "TrainingError", "TrainingGuidance", "TrainingSample"]
 
 
 @runtime_checkable
@@ -95,7 +96,8 @@ class Learner:
         slots: ``policy``, the algorithm's extra slots, and ``ema`` if the settings ask for an average. With
             several ranks they are sharded in place here.
         algorithm: advantages in, loss out.
-        settings: plain values.
+        config: how the policy is updated.
+        reward_weights: factor of each reward; its names are those every sample has.
         size: of the images trained on.
         guidance: that of the rollouts; None without.
         ranks: the processes that train together.
@@ -109,37 +111,40 @@ class Learner:
         family: ModelFamily,
         slots: WeightSlots,
         algorithm: Algorithm,
-        settings: LearnerSettings,
+        config: LearnerConfig,
+        reward_weights: Mapping[str, float],
         *,
         size: ImageSize,
         guidance: TrainingGuidance | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        needed = [*algorithm.extra_slots, *(["ema"] if settings.ema_cap is not None else [])]
+        needed = [*algorithm.extra_slots, *(["ema"] if config.ema is not None else [])]
         missing = [slot for slot in needed if slot not in slots.slots]
         if missing:
             raise ModelError(f"weight slots {', '.join(missing)} are missing; have {', '.join(slots.slots)}")
         family.check_size(size)
-        self.family, self.slots, self.algorithm, self.settings = family, slots, algorithm, settings
+        self.family, self.slots, self.algorithm, self.config = family, slots, algorithm, config
+        self.reward_weights, self.advantage = dict(reward_weights), algorithm.config.advantage
+        self.autocast = autocast_type(config)
         self.ranks = Ranks() if ranks is None else ranks
         self._size, self._guidance = size, guidance
-        if settings.gradient_checkpointing:
+        if config.gradient_checkpointing:
             _enable_checkpointing(slots.modules()["policy"])
-        shard(slots, self.ranks, settings.autocast)
+        shard(slots, self.ranks, self.autocast)
         self.optimizer = torch.optim.AdamW(
             list(slots.trainable_parameters().values()),
-            lr=settings.learning_rate,
-            betas=settings.betas,
-            eps=settings.epsilon,
-            weight_decay=settings.weight_decay,
+            lr=config.learning_rate,
+            betas=config.betas,
+            eps=config.epsilon,
+            weight_decay=config.weight_decay,
             fused=True,
         )
         self.passes = Passes(
             algorithm,
             self.ranks,
             family.device,
-            per_pass=settings.timesteps_per_pass,
-            budget_bytes=settings.pass_memory_bytes,
+            per_pass=config.timesteps_per_pass,
+            budget_bytes=config.pass_memory_bytes,
             parameters=self._trainable,
             reserve=self._bytes_to_come,
         )
@@ -201,7 +206,7 @@ class Learner:
             ValueError: a sample was given before or has no advantage, or advantages need the whole batch.
         """
         started = time.perf_counter()
-        if scaled is None and self.settings.advantage.std == "global":
+        if scaled is None and self.advantage.std == "global":
             raise ValueError(
                 "advantage.std is 'global', the spread of the whole batch, which a part does not know: "
                 "set it to 'group', or give advantages by a baseline"
@@ -277,7 +282,7 @@ class Learner:
                 The gradient is dropped and no parameter has changed.
         """
         started = time.perf_counter()
-        settings, optimizer = self.settings, self.optimizer
+        config, optimizer = self.config, self.optimizer
         sums = self._update.meter.reduce(self.ranks)
         norm, entries = self._gradient_norm()
         grad_norm = norm.item()
@@ -285,14 +290,14 @@ class Learner:
         if problem is not None:
             self._drop_update()
             raise TrainingError(problem)
-        clip_grads_with_norm_(self._trainable(), settings.max_grad_norm, norm)
-        learning_rate = settings.learning_rate_at(self.steps)
+        clip_grads_with_norm_(self._trainable(), config.max_grad_norm, norm)
+        learning_rate = config.learning_rate_at(self.steps)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         optimizer.step()
         self.steps += 1
         self._stepped = True
-        decay = settings.ema_decay(self.steps)
+        decay = None if config.ema is None else config.ema.decay(self.steps)
         if decay is not None:
             self.slots.blend("ema", "policy", decay)
         rms = grad_norm / math.sqrt(entries)
@@ -301,7 +306,7 @@ class Learner:
             sums=sums,
             grad_norm=grad_norm,
             grad_rms=rms,
-            epsilon_ratio=rms / settings.epsilon,
+            epsilon_ratio=rms / config.epsilon,
             learning_rate=learning_rate,
             seconds=self._update.seconds + time.perf_counter() - started,
             timesteps_per_pass=self._update.largest_pass,
@@ -340,7 +345,7 @@ class Learner:
     # -- a batch ---------------------------------------------------------------------------------------
 
     def _scaled(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
-        return scaled_advantages(samples, self.settings.reward_weights, self.settings.advantage)
+        return scaled_advantages(samples, self.reward_weights, self.advantage)
 
     def _open_batch(self) -> None:
         self._waiting, self._taken, self._preparing_s = {}, {}, 0.0
@@ -437,7 +442,7 @@ class Learner:
             [*conditions] * times,
             size=self._size,
             guidance=self._guidance,
-            autocast=self.settings.autocast,
+            autocast=self.autocast,
         )
 
     def _denoising_steps(self) -> int:
@@ -449,7 +454,7 @@ class Learner:
 
     def _report(self, started: float) -> BatchReport:
         self._preparing_s += time.perf_counter() - started
-        return batch_report(self._taken.values(), self.settings.advantage.clip, self._preparing_s)
+        return batch_report(self._taken.values(), self.advantage.clip, self._preparing_s)
 
     # -- an update -------------------------------------------------------------------------------------
 

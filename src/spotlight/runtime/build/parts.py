@@ -37,7 +37,7 @@ from spotlight.scheduler.plan import Axis, ClusterPlan, PipelinePlan, Plan
 from spotlight.scheduler.seeds import derive_seed
 from spotlight.scheduler.types import Baseline, Purpose, WeightKind
 from spotlight.testbed import PIPELINE_DIR
-from spotlight.training.learner import LearnerSettings
+from spotlight.training.settings import autocast_type
 
 
 def plan_of(config: RunConfig, ranks: int = 1) -> Plan:
@@ -200,35 +200,8 @@ def make_reward_pool(config: RunConfig) -> RewardPool:
     return RewardPool(make_reward_specs(config), policy.workers, start_deadline_s=policy.start_deadline_s)
 
 
-def autocast_type(config: RunConfig) -> torch.dtype | None:
-    """Type of the DiT's matrix products, the same in rollouts and training; None: that of its weights."""
-    return torch.bfloat16 if config.learner.autocast == "bfloat16" else None
-
-
 def make_engine(config: RunConfig, family: ModelFamily, negative: Condition) -> Engine:
     """The denoising engine of this process."""
     return Engine(
-        family, max_batch=config.rollout.batch_size, negative=negative, autocast=autocast_type(config)
-    )
-
-
-def make_learner_settings(config: RunConfig) -> LearnerSettings:
-    """The learner's plain settings."""
-    learner, advantage = config.learner, config.algorithm.advantage
-    return LearnerSettings(
-        learning_rate=learner.learning_rate,
-        betas=learner.betas,
-        epsilon=learner.epsilon,
-        weight_decay=learner.weight_decay,
-        warmup_steps=learner.warmup_steps,
-        decay_steps=learner.decay_iterations and learner.decay_iterations * learner.updates_per_batch,
-        max_grad_norm=learner.max_grad_norm,
-        ema_cap=learner.ema.cap if learner.ema else None,
-        ema_every=learner.ema.every if learner.ema else 1,
-        gradient_checkpointing=learner.gradient_checkpointing,
-        timesteps_per_pass=learner.timesteps_per_pass,
-        pass_memory_bytes=None if learner.pass_memory_gib is None else int(learner.pass_memory_gib * 2**30),
-        autocast=autocast_type(config),
-        advantage=advantage,
-        reward_weights={spec.name: spec.weight for spec in make_reward_specs(config)},
+        family, max_batch=config.rollout.batch_size, negative=negative, autocast=autocast_type(config.learner)
     )

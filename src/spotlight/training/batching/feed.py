@@ -101,11 +101,11 @@ class Trainer:
             rollouts: at least those of the groups.
             samples: those whose tensors this rank has.
         """
-        settings = self.learner.settings
+        learner = self.learner
         order = [micro_batch.rollouts for micro_batch in effect.micro_batches]
         batch = self._batch(effect, rollouts, samples)
         if effect.partial:
-            scaled = part_advantages(effect, settings.reward_weights, settings.advantage)
+            scaled = part_advantages(effect, learner.reward_weights, learner.advantage)
             report = self.learner.prepare_part(batch, order, scaled)
         else:
             report = self.learner.prepare(batch, order)
@@ -134,7 +134,7 @@ class Trainer:
         samples: Mapping[RolloutId, KeptSample],
     ) -> list[TrainingSample]:
         """In group order; tensors are with those that this rank trains."""
-        weights = self.learner.settings.reward_weights
+        weights = self.learner.reward_weights
         held = {
             rollout: self._tensors(rollouts[rollout], samples[rollout])
             for group in effect.groups
