@@ -18,7 +18,7 @@ from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.records import Record
 from spotlight.store.ledger.ledger_audit import AuditLimits, audit
 from spotlight.store.ledger.ledger_schema import Ending
-from spotlight.store.ledger.sqlite_ledger import Ledger
+from spotlight.store.ledger.sqlite_ledger import SqliteLedger
 
 SCRATCH = "/dev/shm" if Path("/dev/shm").is_dir() else None
 GROUP_SIZE = 3
@@ -58,7 +58,7 @@ def appends(effects: Sequence[Effect]) -> list[list[tuple[int, Record]]]:
 def test_stormy_runs_are_accepted_and_pass_the_audit(plan: Plan, seed: int) -> None:
     world = World(start(plan), seed, calm=False, failing=0.1).run()
     with tempfile.TemporaryDirectory(dir=SCRATCH) as name:
-        with Ledger(Path(name) / "ledger.sqlite") as ledger:
+        with SqliteLedger(Path(name) / "ledger.sqlite") as ledger:
             ledger.begin_attempt(pid=1, host="h", workers={}, now_s=0.0)
             for records in appends(world.effects):
                 ledger.append(records)
@@ -81,19 +81,19 @@ def test_a_run_interrupted_anywhere_leaves_the_ledger_of_an_uninterrupted_one(
 ) -> None:
     straight = World(start(plan), 0, calm=True).run()
     with tempfile.TemporaryDirectory(dir=SCRATCH) as name:
-        with Ledger(Path(name) / "straight.sqlite") as ledger:
+        with SqliteLedger(Path(name) / "straight.sqlite") as ledger:
             for records in appends(straight.effects):
                 ledger.append(records)
             expected = (ledger.digest(), ledger.counts(), ledger.position())
         index, checkpoint = data.draw(st.sampled_from(straight.checkpoints))
         appended = appends(straight.effects)
         death = data.draw(st.integers(len(appends(straight.effects[:index])), len(appended)))
-        with Ledger(Path(name) / "ledger.sqlite") as ledger:
+        with SqliteLedger(Path(name) / "ledger.sqlite") as ledger:
             for records in appended[:death]:
                 ledger.append(records)
         snapshot = json.loads(json.dumps(checkpoint.snapshot))
         resumed = World(Controller.restore(plan, TRAIN, TEST, snapshot), 1, calm=True).run()
-        with Ledger(Path(name) / "ledger.sqlite") as ledger:
+        with SqliteLedger(Path(name) / "ledger.sqlite") as ledger:
             attempt = ledger.begin_attempt(pid=2, host="h", workers={}, now_s=0.0)
             ledger.rollback(checkpoint.position, attempt)
             for records in appends(resumed.effects):

@@ -16,7 +16,7 @@ import pytest
 
 from spotlight.scheduler.records import CommitRejected
 from spotlight.store.checkpoints import CheckpointStore
-from spotlight.store.ledger.sqlite_ledger import Ledger
+from spotlight.store.ledger.sqlite_ledger import SqliteLedger
 from spotlight.store.manifest import CheckpointHeader
 
 FILE_EVENTS = {
@@ -150,7 +150,7 @@ def test_acknowledged_records_survive_kills_at_random_moments(tmp_path: Path) ->
     for attempt in range(1, 13):
 
         def work(attempt: int = attempt) -> Iterator[int]:
-            with Ledger(path) as ledger:
+            with SqliteLedger(path) as ledger:
                 ledger.begin_attempt(pid=attempt, host="h", workers={}, now_s=attempt)
                 while True:
                     first = ledger.position() + 1
@@ -158,7 +158,7 @@ def test_acknowledged_records_survive_kills_at_random_moments(tmp_path: Path) ->
                     yield ledger.position()
 
         safe = acknowledged_until_killed(work, rng)
-        with Ledger(path) as ledger:
+        with SqliteLedger(path) as ledger:
             assert safe <= ledger.position() <= safe + 3
             assert ledger.position() % 3 == 0
             assert ledger.counts().rejected == ledger.position()

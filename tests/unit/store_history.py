@@ -32,7 +32,7 @@ from spotlight.scheduler.types import (
     RolloutId,
     WorkerId,
 )
-from spotlight.store.ledger.sqlite_ledger import Ledger
+from spotlight.store.ledger.sqlite_ledger import SqliteLedger
 
 SCRATCH = "/dev/shm" if Path("/dev/shm").is_dir() else None
 """Where property tests put their many small files: memory, where syncing costs nothing."""
@@ -114,15 +114,15 @@ def _sample(rng: random.Random, rollout: Rollout, trainable: list[Rollout]) -> I
         trainable.append(rollout)
 
 
-def write(ledger: Ledger, transactions: Sequence[Transaction]) -> None:
+def write(ledger: SqliteLedger, transactions: Sequence[Transaction]) -> None:
     """Append whole transactions, numbered from where the ledger stands."""
     for transaction in transactions:
         ledger.append(list(enumerate(transaction, ledger.position() + 1)))
 
 
-def whole_ledger(directory: Path, seed: int, iterations: int) -> Ledger:
+def whole_ledger(directory: Path, seed: int, iterations: int) -> SqliteLedger:
     """A ledger holding a whole history; the caller closes it."""
     directory.mkdir(parents=True, exist_ok=True)
-    ledger = Ledger(directory / "ledger.sqlite")
+    ledger = SqliteLedger(directory / "ledger.sqlite")
     write(ledger, history(seed, iterations))
     return ledger

@@ -21,7 +21,7 @@ from spotlight.scheduler.types import Filler, Phase
 from spotlight.store.checkpoints import CheckpointStore
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.ledger_audit import AuditLimits, AuditReport, audit
-from spotlight.store.ledger.sqlite_ledger import Ledger
+from spotlight.store.ledger.sqlite_ledger import SqliteLedger
 from spotlight.store.run_directory import RunPaths
 
 OVERLAP = (
@@ -89,14 +89,14 @@ def kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     commit = CheckpointStore.writer
     monkeypatch.setattr(CheckpointStore, "writer", writer)
     for name in ("append", "spend", "fill", "rollback"):
-        monkeypatch.setattr(Ledger, name, copied_after(getattr(Ledger, name)))
+        monkeypatch.setattr(SqliteLedger, name, copied_after(getattr(SqliteLedger, name)))
     return copies
 
 
 def taken_up(run: Path) -> tuple[int, AuditReport]:
     """Iterations that the newest checkpoint holds; the audit once an attempt undid what came after."""
     newest = CheckpointStore(RunPaths(run).checkpoints, keep=9).newest_valid()
-    with Ledger(RunPaths(run).ledger) as ledger:
+    with SqliteLedger(RunPaths(run).ledger) as ledger:
         attempt = ledger.begin_attempt(pid=1, host="here", workers={}, now_s=0.0)
         ledger.rollback(newest.header.ledger_position if newest else 0, attempt)
     return (newest.header.iteration if newest else 0), audit(run, LIMITS)

@@ -21,7 +21,7 @@ from spotlight.report import wording
 from spotlight.report.final_screen import print_final_screen
 from spotlight.report.loading import loading_snippet
 from spotlight.report.model_card import write_card
-from spotlight.report.record import Change, Mean, RunRecord, read_run
+from spotlight.report.record import Mean, RunRecord, ValidationChange, read_run
 from spotlight.scheduler.records import (
     PromptSeen,
     Record,
@@ -48,7 +48,7 @@ from spotlight.scheduler.types import (
 from spotlight.store.images import Tile, write_grid
 from spotlight.store.ledger.history import read_history
 from spotlight.store.ledger.ledger_schema import Ending
-from spotlight.store.ledger.sqlite_ledger import GpuSpend, Ledger
+from spotlight.store.ledger.sqlite_ledger import GpuSpend, SqliteLedger
 from spotlight.store.metrics import MetricsRow, MetricsWriter
 from spotlight.store.run_directory import RunDirectory
 from spotlight.store.store_errors import StoreError
@@ -79,7 +79,7 @@ def records(iteration: int) -> list[Record]:
 
 def write_ledger(run: RunDirectory) -> None:
     """Two iterations in two attempts; the first died and lost five records."""
-    with Ledger(run.ledger) as ledger:
+    with SqliteLedger(run.ledger) as ledger:
         for attempt in (1, 2):
             ledger.begin_attempt(pid=1, host="there", workers={WORKER: 0.05}, now_s=1000.0 * attempt)
             made = records(attempt - 1)
@@ -127,11 +127,11 @@ def screen_of(run: RunRecord, width: int = 100) -> str:
 
 
 def test_the_margin_is_in_units_of_the_noise_of_the_difference() -> None:
-    change = Change(Mean(0.5, 0.03), Mean(0.7, 0.04))
+    change = ValidationChange(Mean(0.5, 0.03), Mean(0.7, 0.04))
     assert change.noise == pytest.approx(0.05)
     assert change.margin_in_noise == pytest.approx(4.0)
-    assert math.isnan(Change(Mean(0.5, 0.0), Mean(0.7, 0.0)).margin_in_noise)
-    assert math.isnan(Change(Mean(0.5, math.inf), Mean(0.7, 0.1)).margin_in_noise)
+    assert math.isnan(ValidationChange(Mean(0.5, 0.0), Mean(0.7, 0.0)).margin_in_noise)
+    assert math.isnan(ValidationChange(Mean(0.5, math.inf), Mean(0.7, 0.1)).margin_in_noise)
 
 
 def test_a_run_is_read_back_as_it_was_written(run: RunRecord) -> None:
@@ -277,7 +277,7 @@ def test_an_attempt_without_an_end_is_running_while_its_process_lives(tmp_path: 
     for pid, state in ((os.getpid(), "running"), (dead.pid, "killed")):
         folder = tmp_path / str(pid)
         folder.mkdir()
-        with Ledger(folder / "ledger.sqlite") as ledger:
+        with SqliteLedger(folder / "ledger.sqlite") as ledger:
             ledger.begin_attempt(pid=pid, host=socket.gethostname(), workers={}, now_s=1.0)
         assert read_history(folder).state == state
 

@@ -14,7 +14,7 @@ from spotlight.config.schema import RunConfig
 from spotlight.runtime.finished import finished_summary
 from spotlight.scheduler.types import DropReason, Phase, WorkerId
 from spotlight.store.ledger.ledger_schema import Ending
-from spotlight.store.ledger.sqlite_ledger import Ledger
+from spotlight.store.ledger.sqlite_ledger import SqliteLedger
 from spotlight.store.run_directory import RunDirectory
 from spotlight.store.run_summary import RunSummary, SampleCounts, ValidationPoint, write_summary
 from spotlight.store.store_errors import OtherConfigurationError, StoreError
@@ -36,7 +36,7 @@ def make_run(root: Path, ending: Ending) -> RunSummary:
         lora="lora/adapter.safetensors",
         run_seed=0,
     )
-    with RunDirectory.open(root, made.name, dump_config(made)) as run, Ledger(run.ledger) as ledger:
+    with RunDirectory.open(root, made.name, dump_config(made)) as run, SqliteLedger(run.ledger) as ledger:
         ledger.begin_attempt(pid=1, host="here", workers={WorkerId("w"): 0.1}, now_s=time.time() - 9)
         ledger.end_attempt(ending, time.time())
         write_summary(run.summary, summary)

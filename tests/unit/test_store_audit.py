@@ -15,7 +15,7 @@ from spotlight.store.checkpoints import CheckpointStore
 from spotlight.store.ledger.audit_checks import CHECKS
 from spotlight.store.ledger.ledger_audit import AuditLimits, AuditReport, audit
 from spotlight.store.ledger.ledger_schema import RECORD_TABLES, Ending
-from spotlight.store.ledger.sqlite_ledger import GpuSpend, Ledger
+from spotlight.store.ledger.sqlite_ledger import GpuSpend, SqliteLedger
 from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.store_errors import LedgerError
 
@@ -33,7 +33,7 @@ def make_run(run: Path, seed: int = 1, appends: int | None = None, ending: Endin
     """A run of one attempt: a whole history, or its first appends, with a checkpoint in the middle."""
     (run / "checkpoints").mkdir(parents=True)
     transactions = history(seed, iterations=3)[:appends]
-    with Ledger(run / "ledger.sqlite") as ledger:
+    with SqliteLedger(run / "ledger.sqlite") as ledger:
         ledger.begin_attempt(pid=1, host="h", workers={WORKER: 1.0}, now_s=1000.0)
         for number, transaction in enumerate(transactions):
             write(ledger, [transaction])
@@ -87,6 +87,7 @@ TAMPERING = {
     "attempts": "INSERT INTO attempts VALUES (0, 1, 'h', 1.0, 2.0, NULL, NULL)",
     "integrity": "UPDATE rollouts SET prompt = 'nowhere'",
     "billing": "UPDATE gpu_seconds SET seconds = seconds * 1.02",
+    "filled": "INSERT INTO filled_seconds VALUES (NULL, 1, 0, 0, 'training', 1e6)",
     "checkpoint": "DELETE FROM versions WHERE seq > 0; DELETE FROM rollouts; DELETE FROM samples; "
     "DELETE FROM rewards; DELETE FROM outcomes; DELETE FROM optimizer_steps; DELETE FROM rejected",
 }
@@ -105,7 +106,12 @@ def loosen(connection: sqlite3.Connection) -> None:
 
 
 def test_every_check_has_its_tampering() -> None:
-    assert set(TAMPERING) == {check.name for check in CHECKS} | {"integrity", "billing", "checkpoint"}
+    assert set(TAMPERING) == {check.name for check in CHECKS} | {
+        "integrity",
+        "billing",
+        "filled",
+        "checkpoint",
+    }
 
 
 @pytest.mark.parametrize("check", TAMPERING)
@@ -141,12 +147,12 @@ def test_limits_of_the_configuration_are_checked(tmp_path: Path) -> None:
 
 def test_a_killed_attempt_is_billed_until_it_was_last_seen(tmp_path: Path) -> None:
     make_run(tmp_path, ending=Ending.STOPPED)
-    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+    with SqliteLedger(tmp_path / "ledger.sqlite") as ledger:
         ledger.begin_attempt(pid=2, host="h", workers={WORKER: 1.0}, now_s=5000.0)
         ledger.spend([GpuSpend(WORKER, Phase.SETUP, 3.0, 1.0)], 5003.0)
         ledger.spend([], 5004.0)
         assert broken(audit(tmp_path, LIMITS)) == {"billing"}  # a second is in no phase, while it works
-    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+    with SqliteLedger(tmp_path / "ledger.sqlite") as ledger:
         ledger.begin_attempt(pid=3, host="h", workers={WORKER: 1.0}, now_s=6000.0)
         ledger.end_attempt(Ending.FINISHED, 6000.0)
     report = audit(tmp_path, LIMITS)

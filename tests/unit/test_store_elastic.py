@@ -18,7 +18,7 @@ from spotlight.scheduler.types import Filler, Phase, PolicyVersion, WorkerId
 from spotlight.store.ledger.history import read_history
 from spotlight.store.ledger.ledger_audit import AuditLimits, audit
 from spotlight.store.ledger.ledger_schema import SCHEMA_VERSION, Ending, Incident
-from spotlight.store.ledger.sqlite_ledger import GpuSpend, Ledger
+from spotlight.store.ledger.sqlite_ledger import GpuSpend, SqliteLedger
 from spotlight.store.store_errors import LedgerError
 
 T0 = 1000.0
@@ -37,11 +37,11 @@ def make(parent: Path) -> Path:
     return parent / "run"
 
 
-def begin(ledger: Ledger, now_s: float = T0) -> int:
+def begin(ledger: SqliteLedger, now_s: float = T0) -> int:
     return ledger.begin_attempt(pid=1, host="h", workers={}, now_s=now_s)
 
 
-def spend(ledger: Ledger, worker: str, seconds: float, now_s: float, price: float = 3600.0) -> None:
+def spend(ledger: SqliteLedger, worker: str, seconds: float, now_s: float, price: float = 3600.0) -> None:
     ledger.spend([GpuSpend(WorkerId(worker), Phase.ROLLOUT, seconds, price)], now_s)
 
 
@@ -56,23 +56,23 @@ def test_bills_add_up_whoever_comes_and_goes(lives: list[tuple[int, int]], late_
     end_s = TOLD_S + late_s
     with tempfile.TemporaryDirectory(dir=SCRATCH) as name:
         run = make(Path(name))
-        with Ledger(run / "ledger.sqlite") as ledger:
+        with SqliteLedger(run / "ledger.sqlite") as ledger:
             begin(ledger)
             for second in range(end_s + 1):
                 now_s = T0 + second
                 for number, (first, length) in enumerate(lives):
                     worker = WorkerId(f"w{number}")
                     if second == first:
-                        ledger.hire({worker: 3600.0}, now_s)
+                        ledger.start_billing({worker: 3600.0}, now_s)
                     if first < second <= first + length and not (killed and second > TOLD_S):
                         spend(ledger, worker, 1.0, now_s)
                     if second == first + length:
-                        ledger.dismiss([worker], now_s)
+                        ledger.stop_billing([worker], now_s)
             if killed:
                 ledger.spend([], T0 + end_s)
             else:
                 ledger.end_attempt(Ending.FINISHED, T0 + end_s)
-        with Ledger(run / "ledger.sqlite") as ledger:
+        with SqliteLedger(run / "ledger.sqlite") as ledger:
             begin(ledger, T0 + 100)
             ledger.end_attempt(Ending.FINISHED, T0 + 100)
         report = audit(run, AuditLimits())
@@ -86,13 +86,13 @@ def test_bills_add_up_whoever_comes_and_goes(lives: list[tuple[int, int]], late_
 
 
 def test_a_killed_attempt_bills_nobody_beyond_when_it_was_last_seen(run: Path) -> None:
-    with Ledger(run / "ledger.sqlite") as ledger:
+    with SqliteLedger(run / "ledger.sqlite") as ledger:
         begin(ledger)
-        ledger.hire({WorkerId("stays"): 1.0, WorkerId("went"): 1.0}, T0 + 10)
+        ledger.start_billing({WorkerId("stays"): 1.0, WorkerId("went"): 1.0}, T0 + 10)
         spend(ledger, "went", 5.0, T0 + 15)
-        ledger.dismiss([WorkerId("went")], T0 + 16)
+        ledger.stop_billing([WorkerId("went")], T0 + 16)
         ledger.spend([], T0 + 30)
-    with Ledger(run / "ledger.sqlite") as ledger:
+    with SqliteLedger(run / "ledger.sqlite") as ledger:
         begin(ledger, T0 + 500)
         assert ledger.gpu_seconds_by_phase() == {
             **dict.fromkeys(Phase, 0.0),
@@ -102,26 +102,26 @@ def test_a_killed_attempt_bills_nobody_beyond_when_it_was_last_seen(run: Path) -
 
 
 def test_seconds_that_were_not_told_are_found(run: Path) -> None:
-    with Ledger(run / "ledger.sqlite") as ledger:
+    with SqliteLedger(run / "ledger.sqlite") as ledger:
         begin(ledger)
-        ledger.hire({WorkerId("w"): 1.0}, T0)
+        ledger.start_billing({WorkerId("w"): 1.0}, T0)
         spend(ledger, "w", 40.0, T0 + 100)
-        ledger.dismiss([WorkerId("w")], T0 + 100)
+        ledger.stop_billing([WorkerId("w")], T0 + 100)
         ledger.end_attempt(Ending.FINISHED, T0 + 200)
     assert [violation.check for violation in audit(run, AuditLimits()).violations] == ["billing"]
 
 
 def test_a_worker_is_hired_once_and_paid_only_if_hired(run: Path) -> None:
-    with Ledger(run / "ledger.sqlite") as ledger:
+    with SqliteLedger(run / "ledger.sqlite") as ledger:
         with pytest.raises(LedgerError, match="begin_attempt first"):
-            ledger.hire({WorkerId("w"): 1.0}, T0)
+            ledger.start_billing({WorkerId("w"): 1.0}, T0)
         begin(ledger)
-        ledger.hire({WorkerId("w"): 1.0}, T0)
+        ledger.start_billing({WorkerId("w"): 1.0}, T0)
         with pytest.raises(LedgerError, match="workers that join attempt 1"):
-            ledger.hire({WorkerId("w"): 2.0}, T0 + 1)
+            ledger.start_billing({WorkerId("w"): 2.0}, T0 + 1)
         with pytest.raises(LedgerError, match="GPU seconds of attempt 1"):
             spend(ledger, "stranger", 1.0, T0 + 1)
-        ledger.dismiss([WorkerId("w")], T0 - 5)  # a clock that was set back
+        ledger.stop_billing([WorkerId("w")], T0 - 5)  # a clock that was set back
         ledger.end_attempt(Ending.FINISHED, T0 + 1)
 
 
@@ -152,13 +152,13 @@ J, N, C, L = (
 def test_preemptions_are_counted_with_what_was_announced(
     run: Path, story: list[Incident], expected: tuple[int, int]
 ) -> None:
-    with Ledger(run / "ledger.sqlite") as ledger:
+    with SqliteLedger(run / "ledger.sqlite") as ledger:
         begin(ledger)
         for at_s, kind in enumerate(story):
             # Another spot node's notice, and a reserved node's whole story, are none of its own.
-            ledger.befall(N, "other", spot=True, detail="", now_s=T0 + at_s)
-            ledger.befall(kind, "reserved", spot=False, detail="", now_s=T0 + at_s)
-            ledger.befall(kind, "s", spot=True, detail="why", now_s=T0 + at_s)
+            ledger.record_incident(N, "other", spot=True, detail="", now_s=T0 + at_s)
+            ledger.record_incident(kind, "reserved", spot=False, detail="", now_s=T0 + at_s)
+            ledger.record_incident(kind, "s", spot=True, detail="why", now_s=T0 + at_s)
         ledger.end_attempt(Ending.FINISHED, T0 + 100)
     history = read_history(run)
     assert (history.preemptions, history.noticed) == expected
@@ -168,30 +168,30 @@ def test_preemptions_are_counted_with_what_was_announced(
 
 def test_a_notice_of_an_attempt_before_is_none_of_this_one(run: Path) -> None:
     for story in ([J, N], [L]):
-        with Ledger(run / "ledger.sqlite") as ledger:
+        with SqliteLedger(run / "ledger.sqlite") as ledger:
             begin(ledger)
             for kind in story:
-                ledger.befall(kind, "s", spot=True, detail="", now_s=T0)
+                ledger.record_incident(kind, "s", spot=True, detail="", now_s=T0)
             ledger.end_attempt(Ending.FINISHED, T0)
     history = read_history(run)
     assert (history.preemptions, history.noticed) == (1, 0)
 
 
 def test_incidents_survive_a_rollback_and_need_an_attempt(run: Path) -> None:
-    with Ledger(run / "ledger.sqlite") as ledger:
+    with SqliteLedger(run / "ledger.sqlite") as ledger:
         with pytest.raises(LedgerError, match="begin_attempt first"):
-            ledger.befall(L, "s", spot=True, detail="", now_s=T0)
+            ledger.record_incident(L, "s", spot=True, detail="", now_s=T0)
         number = begin(ledger)
-        ledger.befall(L, "s", spot=True, detail="", now_s=T0)
+        ledger.record_incident(L, "s", spot=True, detail="", now_s=T0)
         ledger.rollback(0, number)
         ledger.end_attempt(Ending.FINISHED, T0)
     assert read_history(run).preemptions == 1
 
 
 def test_prices_are_those_that_were_paid(run: Path) -> None:
-    with Ledger(run / "ledger.sqlite") as ledger:
+    with SqliteLedger(run / "ledger.sqlite") as ledger:
         begin(ledger)
-        ledger.hire({WorkerId("a"): 3.0, WorkerId("b"): 1.0, WorkerId("c"): 9.0}, T0)
+        ledger.start_billing({WorkerId("a"): 3.0, WorkerId("b"): 1.0, WorkerId("c"): 9.0}, T0)
         spend(ledger, "a", 1.0, T0 + 1, price=3.0)
         spend(ledger, "b", 1.0, T0 + 1, price=1.0)
         spend(ledger, "b", 1.0, T0 + 2, price=1.0)
@@ -200,14 +200,14 @@ def test_prices_are_those_that_were_paid(run: Path) -> None:
 
 
 def test_what_filled_idle_time_adds_up_without_what_is_undone(run: Path) -> None:
-    with Ledger(run / "ledger.sqlite") as ledger:
+    with SqliteLedger(run / "ledger.sqlite") as ledger:
         begin(ledger)
         ledger.fill(0, {Filler.NEXT: 2.0, Filler.TRAINING: 1.5})
         ledger.fill(1, {Filler.NEXT: 3.0})
         ledger.append([(1, VersionPublished(PolicyVersion(0)))])
         ledger.fill(2, {Filler.NEXT: 50.0})
         ledger.rollback(0, 1)
-    with Ledger(run / "ledger.sqlite") as ledger:
+    with SqliteLedger(run / "ledger.sqlite") as ledger:
         begin(ledger)
         ledger.fill(1, {Filler.NEXT: 0.5})
         ledger.fill(2, {})
@@ -219,13 +219,13 @@ def test_what_filled_idle_time_adds_up_without_what_is_undone(run: Path) -> None
 
 
 def test_a_ledger_of_the_version_before_is_read_as_it_is_and_upgraded_to_be_written(run: Path) -> None:
-    with Ledger(run / "ledger.sqlite") as ledger:
+    with SqliteLedger(run / "ledger.sqlite") as ledger:
         begin(ledger)
     with closing(sqlite3.connect(run / "ledger.sqlite")) as connection:
         connection.executescript("DROP TABLE filled_seconds; PRAGMA user_version = 2;")
     before = read_history(run)
     assert before.filled_s == {}
-    with Ledger(run / "ledger.sqlite") as ledger:
+    with SqliteLedger(run / "ledger.sqlite") as ledger:
         begin(ledger)
         ledger.fill(0, {Filler.NEXT: 1.0})
     after = read_history(run)
@@ -234,10 +234,10 @@ def test_a_ledger_of_the_version_before_is_read_as_it_is_and_upgraded_to_be_writ
 
 
 def test_a_ledger_of_another_version_is_refused_by_name(run: Path) -> None:
-    Ledger(run / "ledger.sqlite").close()
+    SqliteLedger(run / "ledger.sqlite").close()
     with closing(sqlite3.connect(run / "ledger.sqlite")) as connection:
         connection.execute("PRAGMA user_version = 1")
     with pytest.raises(LedgerError, match=rf"1\), expected \(\d+, {SCHEMA_VERSION}\)"):
-        Ledger(run / "ledger.sqlite")
+        SqliteLedger(run / "ledger.sqlite")
     with pytest.raises(LedgerError, match="start a run of another name"):
         read_history(run)

@@ -38,7 +38,7 @@ from spotlight.scheduler.types import (
 )
 from spotlight.store.ledger.ledger_queries import open_readonly
 from spotlight.store.ledger.ledger_schema import RECORD_TABLES, Ending
-from spotlight.store.ledger.sqlite_ledger import GpuSpend, Ledger
+from spotlight.store.ledger.sqlite_ledger import GpuSpend, SqliteLedger
 from spotlight.store.store_errors import LedgerError, StoreError
 
 TRAIN = RolloutId("train")
@@ -64,8 +64,8 @@ PUBLISHED = VersionPublished(PolicyVersion(1))
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[Ledger]:
-    with Ledger(tmp_path / "ledger.sqlite") as opened:
+def ledger(tmp_path: Path) -> Iterator[SqliteLedger]:
+    with SqliteLedger(tmp_path / "ledger.sqlite") as opened:
         yield opened
 
 
@@ -91,7 +91,7 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
         pytest.param([PUBLISHED, PUBLISHED], id="published-twice"),
     ],
 )  # fmt: skip
-def test_unlawful_records_are_refused_whole(ledger: Ledger, unlawful: list[Record]) -> None:
+def test_unlawful_records_are_refused_whole(ledger: SqliteLedger, unlawful: list[Record]) -> None:
     write(ledger, [STARTED])
     before = (ledger.digest(), ledger.position())
     with pytest.raises(LedgerError, match="record"):
@@ -103,7 +103,7 @@ def test_unlawful_records_are_refused_whole(ledger: Ledger, unlawful: list[Recor
 
 
 @pytest.mark.parametrize("number", [0, 1, 7, 12])
-def test_a_gap_or_repetition_in_the_numbers_is_refused(ledger: Ledger, number: int) -> None:
+def test_a_gap_or_repetition_in_the_numbers_is_refused(ledger: SqliteLedger, number: int) -> None:
     write(ledger, [STARTED])
     with pytest.raises(LedgerError, match=f"record {number} where 6 was expected"):
         ledger.append([(number, CommitRejected(None, "stale epoch"))])
@@ -129,7 +129,7 @@ def test_rollback_and_replay_leave_no_trace(seed: int, iterations: int, cuts: li
             expected = (straight.digest(), straight.counts(), straight.position())
         path = Path(name) / "ledger.sqlite"
         for attempt, cut in enumerate(cuts, 1):
-            with Ledger(path) as ledger:
+            with SqliteLedger(path) as ledger:
                 assert ledger.begin_attempt(pid=1, host="h", workers={WORKER: 1.0}, now_s=attempt) == attempt
                 kept = int(cut * len(transactions))
                 position = sum(len(transaction) for transaction in transactions[:kept])
@@ -139,7 +139,7 @@ def test_rollback_and_replay_leave_no_trace(seed: int, iterations: int, cuts: li
                     lengths.append(lengths[-1] + len(transaction))
                 ledger.rollback(position, attempt)
                 write(ledger, transactions[lengths.index(position) : kept + 1])
-        with Ledger(path) as ledger:
+        with SqliteLedger(path) as ledger:
             done = 0
             while sum(len(t) for t in transactions[:done]) < ledger.position():
                 done += 1
@@ -178,7 +178,7 @@ def test_digest_covers_decisions_and_not_places(tmp_path: Path, change: Record, 
     usual = SampleFinished(EVAL, PolicyVersion(0), WORKER, 0)
     digests = []
     for name, record in (("a", usual), ("b", change)):
-        with Ledger(tmp_path / name) as ledger:
+        with SqliteLedger(tmp_path / name) as ledger:
             write(ledger, [STARTED, [record]])
             digests.append(ledger.digest())
     assert (digests[0] != digests[1]) is differs
@@ -187,7 +187,7 @@ def test_digest_covers_decisions_and_not_places(tmp_path: Path, change: Record, 
 def test_digest_covers_every_last_bit_of_a_score(tmp_path: Path) -> None:
     digests = set()
     for name, value in (("a", 0.1), ("b", 0.1 + 2**-56), ("c", float("nan")), ("d", float("inf"))):
-        with Ledger(tmp_path / name) as ledger:
+        with SqliteLedger(tmp_path / name) as ledger:
             write(ledger, [STARTED[:-1], [SampleScored(TRAIN, {REWARD: value})]])
             digests.add(ledger.digest())
     assert len(digests) == 4
@@ -196,7 +196,7 @@ def test_digest_covers_every_last_bit_of_a_score(tmp_path: Path) -> None:
 def test_lost_seconds_keep_what_they_were_spent_on(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     other = WorkerId("worker-1")
-    with Ledger(path) as ledger:
+    with SqliteLedger(path) as ledger:
         ledger.begin_attempt(pid=1, host="h", workers={WORKER: 3.6, other: 3.6}, now_s=100.0)
         write(ledger, [STARTED])
         checkpoint = ledger.position()
@@ -204,7 +204,7 @@ def test_lost_seconds_keep_what_they_were_spent_on(tmp_path: Path) -> None:
         write(ledger, [[STEP, TRAINED]])
         ledger.spend([GpuSpend(worker, Phase.TRAINING, 2.0, 7.2) for worker in (WORKER, other)], 106.0)
         ledger.spend([GpuSpend(WORKER, Phase.IDLE, 1.5, 3.6)], 107.5)
-    with Ledger(path) as ledger:  # the first attempt never ended: it was killed
+    with SqliteLedger(path) as ledger:  # the first attempt never ended: it was killed
         attempt = ledger.begin_attempt(pid=2, host="h", workers={WORKER: 3.6}, now_s=200.0)
         ledger.spend([GpuSpend(WORKER, Phase.SETUP, 1.0, 3.6)], 201.0)
         assert ledger.rollback(checkpoint, attempt) == 2
@@ -228,7 +228,7 @@ def test_lost_seconds_keep_what_they_were_spent_on(tmp_path: Path) -> None:
     connection.close()
 
 
-def test_seconds_of_an_unknown_worker_are_refused(ledger: Ledger) -> None:
+def test_seconds_of_an_unknown_worker_are_refused(ledger: SqliteLedger) -> None:
     with pytest.raises(LedgerError, match="begin_attempt"):
         ledger.spend([], 1.0)
     ledger.begin_attempt(pid=1, host="h", workers={WORKER: 1.0}, now_s=0.0)
@@ -236,7 +236,7 @@ def test_seconds_of_an_unknown_worker_are_refused(ledger: Ledger) -> None:
         ledger.spend([GpuSpend(WorkerId("ghost"), Phase.IDLE, 1.0, 1.0)], 1.0)
 
 
-def test_rollback_must_not_part_what_was_appended_together(ledger: Ledger) -> None:
+def test_rollback_must_not_part_what_was_appended_together(ledger: SqliteLedger) -> None:
     attempt = ledger.begin_attempt(pid=1, host="h", workers={}, now_s=0.0)
     write(ledger, [STARTED, [TRAINED, STEP]])
     digest = ledger.digest()
@@ -261,15 +261,15 @@ def test_a_foreign_or_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match=r"ledger\.sqlite: no ledger here"):
         open_readonly(path)
     path.write_bytes(b"not a database, and long enough to have a header " * 4)
-    for open_it in (Ledger, open_readonly):
+    for open_it in (SqliteLedger, open_readonly):
         with pytest.raises(LedgerError, match="cannot be read as a SQLite database"):
             open_it(path)
     path.unlink()
     connection = sqlite3.connect(path)
     connection.execute("CREATE TABLE another (x)")
     connection.close()
-    for open_it in (Ledger, open_readonly):
+    for open_it in (SqliteLedger, open_readonly):
         with pytest.raises(LedgerError, match="no ledger of this Spotlight"):
             open_it(path)
     with pytest.raises(StoreError, match="missing"):
-        Ledger(tmp_path / "missing" / "ledger.sqlite")
+        SqliteLedger(tmp_path / "missing" / "ledger.sqlite")

@@ -85,10 +85,10 @@ class Accounts:
         prices = self.billing.price_of(node)
         names = {slot: WorkerId(f"{slot}#{life}") if life > 1 else slot for slot in prices}
         self._payroll |= names
-        book.ledger.hire({names[slot]: price for slot, price in prices.items()}, self._epoch_s + now)
+        book.ledger.start_billing({names[slot]: price for slot, price in prices.items()}, self._epoch_s + now)
 
     def _dismiss(self, node: NodeId, now: float, book: RunBook) -> None:
         slots = [slot for slot in self._payroll if slot.rpartition("/")[0] == node]
         if slots:
             self.write(book)
-            book.ledger.dismiss([self._payroll.pop(slot) for slot in slots], self._epoch_s + now)
+            book.ledger.stop_billing([self._payroll.pop(slot) for slot in slots], self._epoch_s + now)

@@ -12,7 +12,7 @@ from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.members import Host
 from spotlight.scheduler.types import NodeId, NodeKind
 from spotlight.store.ledger.ledger_schema import Incident
-from spotlight.store.ledger.sqlite_ledger import Ledger
+from spotlight.store.ledger.sqlite_ledger import SqliteLedger
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Incidents:
     clock: Clock
     observer: Observer
 
-    def tell(self, event: ev.Event, hosts: Mapping[NodeId, Host], ledger: Ledger) -> None:
+    def tell(self, event: ev.Event, hosts: Mapping[NodeId, Host], ledger: SqliteLedger) -> None:
         """Of an event, if it is one of those that befall somebody."""
         note = self.observer.note
         match event:
@@ -44,12 +44,12 @@ class Incidents:
                 self.write(Incident.LEARNER_LOST, "learner", detail, hosts, ledger)
 
     def write(
-        self, kind: Incident, subject: str, detail: str, hosts: Mapping[NodeId, Host], ledger: Ledger
+        self, kind: Incident, subject: str, detail: str, hosts: Mapping[NodeId, Host], ledger: SqliteLedger
     ) -> None:
         """Of a node, a worker or the learner, into the ledger."""
         host = hosts.get(NodeId(subject)) or hosts.get(NodeId(subject.rpartition("/")[0]))
         _write(ledger, kind, subject, host is not None and host.node.kind is NodeKind.SPOT, detail)
 
 
-def _write(ledger: Ledger, kind: Incident, subject: str, is_spot: bool, detail: str) -> None:
-    ledger.befall(kind, subject, spot=is_spot, detail=detail, now_s=time.time())
+def _write(ledger: SqliteLedger, kind: Incident, subject: str, is_spot: bool, detail: str) -> None:
+    ledger.record_incident(kind, subject, spot=is_spot, detail=detail, now_s=time.time())

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spotlight.report.loading import loading_snippet
-from spotlight.report.record import Change, RunRecord
+from spotlight.report.record import RunRecord, ValidationChange
 from spotlight.report.wording import count, duration, money, plural, score
 from spotlight.scheduler.types import Purpose
 from spotlight.store.ledger.ledger_schema import Incident
@@ -71,7 +71,7 @@ def validation_table(run: RunRecord) -> Table:
     return table
 
 
-def in_noise(change: Change) -> str:
+def in_noise(change: ValidationChange) -> str:
     """The margin in words, in units of the evaluation's noise."""
     if not math.isfinite(change.margin_in_noise):
         return "(no spread to compare it with)"

@@ -44,7 +44,7 @@ class ValidationRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ValidationChange:
     """First against last validation of one curve.
 
     Attributes:
@@ -95,9 +95,9 @@ class RunRecord:
         last = self.validations[-1].scores if self.validations else {}
         return tuple(name for name in (STRICT, GRADED) if name in last)
 
-    def change(self, curve: str) -> Change:
+    def change(self, curve: str) -> ValidationChange:
         """From the first to the last validation. Raises IndexError without one."""
-        return Change(self.validations[0].scores[curve], self.validations[-1].scores[curve])
+        return ValidationChange(self.validations[0].scores[curve], self.validations[-1].scores[curve])
 
     @property
     def wall_s(self) -> float:

@@ -86,7 +86,7 @@ class Requirements:
 
 
 @dataclass(frozen=True, slots=True)
-class Component:
+class DetectedObject:
     """One detected component.
 
     Attributes:
@@ -245,7 +245,7 @@ def _templates(width: int, height: int) -> NDArray[np.bool_]:
     return np.stack(fitted)
 
 
-def detect(image: Image) -> list[Component]:
+def detect(image: Image) -> list[DetectedObject]:
     """Find the objects of a picture, in the order of their top-left pixel.
 
     Raises:
@@ -265,7 +265,7 @@ def detect(image: Image) -> list[Component]:
     return [_component(image, labels[boxes[k - 1]] == k, boxes[k - 1]) for k in kept]
 
 
-def _component(image: Image, mask: NDArray[np.bool_], box: tuple[slice, slice]) -> Component:
+def _component(image: Image, mask: NDArray[np.bool_], box: tuple[slice, slice]) -> DetectedObject:
     rows, columns = box
     height, width = mask.shape
     shorter = min(image.shape[:2])
@@ -276,7 +276,7 @@ def _component(image: Image, mask: NDArray[np.bool_], box: tuple[slice, slice]) 
         overlap = np.zeros(len(SHAPES))
     distance = np.linalg.norm(_PALETTE_RGB - np.median(image[box][mask], axis=0), axis=1)
     best, nearest = int(overlap.argmax()), int(distance.argmin())
-    return Component(
+    return DetectedObject(
         box=(columns.start, rows.start, columns.stop, rows.stop),
         shape=SHAPES[best] if overlap[best] >= _IOU_MIN else None,
         color=_COLORS[nearest] if distance[nearest] <= _COLOR_DISTANCE_MAX else None,
@@ -285,7 +285,7 @@ def _component(image: Image, mask: NDArray[np.bool_], box: tuple[slice, slice]) 
     )
 
 
-def direction(a: Component, b: Component) -> tuple[float, float]:
+def direction(a: DetectedObject, b: DetectedObject) -> tuple[float, float]:
     """GenEval's (dx, dy) of ``a`` seen from ``b``: the unit offset of the centres, shrunk by the boxes.
 
     ``relative_position`` of the official script: 10 % of both extents is subtracted from the offset
@@ -302,19 +302,19 @@ def direction(a: Component, b: Component) -> tuple[float, float]:
     return float(shrunk[0]) / length, float(shrunk[1]) / length
 
 
-def _along(relation: str, a: Component, b: Component) -> float:
+def _along(relation: str, a: DetectedObject, b: DetectedObject) -> float:
     """How far ``a`` lies in the relation's direction from ``b``, in [-1, 1]; the relation holds above .5."""
     dx, dy = direction(a, b)
     return {"left of": -dx, "right of": dx, "above": -dy, "below": dy}[relation]
 
 
-def strict_score(components: Sequence[Component], wanted: Requirements) -> float:
+def strict_score(components: Sequence[DetectedObject], wanted: Requirements) -> float:
     """GenEval's score: 1.0 when every ``include`` and no ``exclude`` entry is met, else 0.0."""
-    by_shape: dict[str, list[Component]] = {
+    by_shape: dict[str, list[DetectedObject]] = {
         shape: sorted((c for c in components if c.shape == shape), key=lambda c: -c.overlap.max())
         for shape in SHAPES
     }
-    matched: list[list[Component]] = []
+    matched: list[list[DetectedObject]] = []
     for need in wanted.include:
         found = by_shape[need.shape][: need.count]
         if len(found) < need.count:
@@ -330,14 +330,14 @@ def strict_score(components: Sequence[Component], wanted: Requirements) -> float
     return 0.0 if too_many else 1.0
 
 
-def graded_score(components: Sequence[Component], wanted: Requirements) -> float:
+def graded_score(components: Sequence[DetectedObject], wanted: Requirements) -> float:
     """Mean over the clauses of a prompt, in [0, 1]: its objects (one clause) and each position relation."""
     expected = [(index, need) for index, need in enumerate(wanted.include) for _ in range(need.count)]
     scores = np.array([[_likeness(c, need) for c in components] for _, need in expected])
     scores = scores.reshape(len(expected), len(components))
     rows, columns = linear_sum_assignment(scores, maximize=True)
     clauses = [float(scores[rows, columns].sum()) / max(len(expected), len(components))]
-    groups: list[list[tuple[float, Component]]] = [[] for _ in wanted.include]
+    groups: list[list[tuple[float, DetectedObject]]] = [[] for _ in wanted.include]
     for row, column in zip(rows, columns, strict=True):
         groups[expected[row][0]].append((float(scores[row, column]), components[column]))
     for need, group in zip(wanted.include, groups, strict=True):
@@ -352,7 +352,7 @@ def graded_score(components: Sequence[Component], wanted: Requirements) -> float
     return sum(clauses) / len(clauses)
 
 
-def _likeness(component: Component, need: Requirement) -> float:
+def _likeness(component: DetectedObject, need: Requirement) -> float:
     """Softened shape score, averaged with the softened colour score where a colour is asked for."""
     wanted = SHAPES.index(need.shape)
     others = np.delete(component.overlap, wanted).max()

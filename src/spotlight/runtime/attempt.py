@@ -28,7 +28,7 @@ from spotlight.scheduler.types import Prompt, PromptId, WorkerId
 from spotlight.store.checkpoints import Checkpoint, CheckpointStore
 from spotlight.store.images import drop_pictures
 from spotlight.store.ledger.ledger_schema import Ending
-from spotlight.store.ledger.sqlite_ledger import Ledger
+from spotlight.store.ledger.sqlite_ledger import SqliteLedger
 from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.metrics import MetricsWriter
 from spotlight.store.run_directory import RunDirectory
@@ -93,7 +93,7 @@ def open_attempt(
         account: writes down where the time since the last account went, at the very end.
     """
     with ExitStack() as stack:
-        ledger = stack.enter_context(Ledger(directory.ledger))
+        ledger = stack.enter_context(SqliteLedger(directory.ledger))
         checkpoints = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
         newest = checkpoints.newest_valid()
         before_s = ledger.worked_s()

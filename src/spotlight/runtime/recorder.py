@@ -23,7 +23,7 @@ from spotlight.scheduler.records import REWARD, Record
 from spotlight.scheduler.types import Phase, Prompt, PromptId, Rollout, WorkerId
 from spotlight.store.checkpoints import CheckpointStore
 from spotlight.store.images import Tile, write_grid
-from spotlight.store.ledger.sqlite_ledger import GpuSpend, Ledger
+from spotlight.store.ledger.sqlite_ledger import GpuSpend, SqliteLedger
 from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.metrics import MetricsRow, MetricsWriter
 from spotlight.store.run_directory import RunPaths
@@ -72,7 +72,7 @@ class RunBook:
     """
 
     paths: RunPaths
-    ledger: Ledger
+    ledger: SqliteLedger
     checkpoints: CheckpointStore
     metrics: MetricsWriter
     ranks: Ranks

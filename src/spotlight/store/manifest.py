@@ -43,7 +43,7 @@ class FileEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class CheckpointManifest:
     """A checkpoint's header and its files, by path relative to the checkpoint, with forward slashes."""
 
     header: CheckpointHeader
@@ -76,7 +76,7 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def make_manifest(directory: Path, header: CheckpointHeader) -> Manifest:
+def make_manifest(directory: Path, header: CheckpointHeader) -> CheckpointManifest:
     """Take stock of a directory.
 
     Raises:
@@ -90,10 +90,10 @@ def make_manifest(directory: Path, header: CheckpointHeader) -> Manifest:
             )
         if path.is_file():
             files[path.relative_to(directory).as_posix()] = FileEntry(path.stat().st_size, sha256_of(path))
-    return Manifest(header, files)
+    return CheckpointManifest(header, files)
 
 
-def render(manifest: Manifest) -> bytes:
+def render(manifest: CheckpointManifest) -> bytes:
     """The manifest's one exact text."""
     body = asdict(manifest)
     unsigned = json.dumps(body, indent=1, sort_keys=True)
@@ -104,7 +104,7 @@ def _text_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_manifest(directory: Path) -> Manifest | Damage:
+def read_manifest(directory: Path) -> CheckpointManifest | Damage:
     """Read a checkpoint's manifest, or say how it is damaged."""
     path = directory / MANIFEST
     if not path.is_file():
@@ -112,7 +112,7 @@ def read_manifest(directory: Path) -> Manifest | Damage:
     content = path.read_bytes()
     try:
         body = json.loads(content)
-        manifest = Manifest(
+        manifest = CheckpointManifest(
             CheckpointHeader(**body["header"]),
             {name: FileEntry(**entry) for name, entry in body["files"].items()},
         )
@@ -125,7 +125,7 @@ def read_manifest(directory: Path) -> Manifest | Damage:
     return manifest
 
 
-def verify(directory: Path) -> tuple[Manifest | None, tuple[Damage, ...]]:
+def verify(directory: Path) -> tuple[CheckpointManifest | None, tuple[Damage, ...]]:
     """Read every byte of a checkpoint; the manifest is None where it is damaged itself."""
     manifest = read_manifest(directory)
     if isinstance(manifest, Damage):

@@ -16,7 +16,7 @@ from spotlight.store.run_directory import RunPaths
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class AttemptRecord:
     """One process that worked on the run.
 
     Attributes:
@@ -62,7 +62,7 @@ class History:
         incidents: everything that befell the cluster, by kind and whether it befell a spot node.
     """
 
-    attempts: tuple[Attempt, ...]
+    attempts: tuple[AttemptRecord, ...]
     undone: int
     lost_s: float
     iterations: int
@@ -101,7 +101,7 @@ def read_history(run: Path) -> History:
         queries.consistent_reading(connection),
     ):
         attempts = tuple(
-            Attempt(number, pid, host, started_at, seen_at, Ending(ended) if ended else None)
+            AttemptRecord(number, pid, host, started_at, seen_at, Ending(ended) if ended else None)
             for number, pid, host, started_at, seen_at, ended in connection.execute(
                 "SELECT number, pid, host, started_at, seen_at, ended FROM attempts ORDER BY number"
             )

@@ -45,7 +45,7 @@ class Incident(StrEnum):
     LEARNER_LOST = "learner_lost"
 
 
-class Outcome(StrEnum):
+class RolloutOutcome(StrEnum):
     """How a rollout ended."""
 
     TRAINED = "trained"
@@ -130,7 +130,7 @@ CREATE TABLE outcomes (
     seq INTEGER PRIMARY KEY,
     rollout TEXT NOT NULL UNIQUE,
     purpose TEXT NOT NULL,
-    kind TEXT NOT NULL CHECK (kind IN ({_one_of(Outcome)})),
+    kind TEXT NOT NULL CHECK (kind IN ({_one_of(RolloutOutcome)})),
     optimizer_step INTEGER REFERENCES optimizer_steps (version) DEFERRABLE INITIALLY DEFERRED,
     reason TEXT CHECK (reason IN ({_one_of(DropReason)})),
     detail TEXT,

@@ -3,8 +3,8 @@
 Invariants:
 - Records are numbered 1, 2, 3, ... without gaps; what must not happen is refused by
   ``store/ledger/ledger_schema.py``.
-- :meth:`Ledger.append` returns only when the records are on the disk (WAL, ``synchronous=FULL``), and an
-  interrupted one leaves nothing of itself.
+- :meth:`SqliteLedger.append` returns only when the records are on the disk (WAL, ``synchronous=FULL``), and
+  an interrupted one leaves nothing of itself.
 - One writer: whoever holds the lock of the run directory (``store/run_directory.py``).
 
 Resuming from a checkpoint taken at position p: :meth:`begin_attempt` closes the attempt that died,
@@ -45,7 +45,7 @@ from spotlight.store.ledger.ledger_schema import (
     UPGRADE,
     Ending,
     Incident,
-    Outcome,
+    RolloutOutcome,
 )
 from spotlight.store.store_errors import LedgerError, storage_error
 
@@ -67,7 +67,7 @@ class GpuSpend:
     price_usd_h: float
 
 
-class Ledger:
+class SqliteLedger:
     """The one writer of ``ledger.sqlite``. Use as a context manager, or :meth:`close` it."""
 
     def __init__(self, path: Path) -> None:
@@ -160,7 +160,7 @@ class Ledger:
             the attempt's number, from 1.
         """
         with self._transaction("the account of a new attempt"):
-            self._bury_the_dead()
+            self._close_dead_attempts()
             row = self._connection.execute("SELECT COALESCE(MAX(number), 0) + 1 FROM attempts").fetchone()
             number = int(row[0])
             self._connection.execute(
@@ -174,7 +174,7 @@ class Ledger:
         self._attempt = number
         return number
 
-    def _bury_the_dead(self) -> None:
+    def _close_dead_attempts(self) -> None:
         self._connection.execute(
             """
             INSERT INTO gpu_seconds (attempt, worker, position, phase, was_phase, seconds, price_usd_h)
@@ -192,7 +192,7 @@ class Ledger:
             "UPDATE attempts SET ended = ?, ended_at = seen_at WHERE ended IS NULL", (Ending.KILLED,)
         )
 
-    def hire(self, workers: Mapping[WorkerId, float], now_s: float) -> None:
+    def start_billing(self, workers: Mapping[WorkerId, float], now_s: float) -> None:
         """Workers are billed from ``now_s`` (seconds since the epoch) on; see :meth:`begin_attempt`."""
         attempt = self._current_attempt()
         with self._transaction(f"workers that join attempt {attempt}"):
@@ -201,7 +201,7 @@ class Ledger:
                 [(attempt, worker, price, now_s) for worker, price in workers.items()],
             )
 
-    def dismiss(self, workers: Iterable[WorkerId], now_s: float) -> None:
+    def stop_billing(self, workers: Iterable[WorkerId], now_s: float) -> None:
         """Workers are not billed any more; every second up to ``now_s`` must have its phase by now."""
         attempt = self._current_attempt()
         with self._transaction(f"workers that leave attempt {attempt}"):
@@ -210,7 +210,7 @@ class Ledger:
                 [(now_s, attempt, worker) for worker in workers],
             )
 
-    def befall(self, kind: Incident, subject: str, *, spot: bool, detail: str, now_s: float) -> None:
+    def record_incident(self, kind: Incident, subject: str, *, spot: bool, detail: str, now_s: float) -> None:
         """Write down what happened to a node, a worker or the learner."""
         attempt = self._current_attempt()
         with self._transaction(f"an incident of attempt {attempt}"):
@@ -398,13 +398,13 @@ def _rows(number: int, record: Record) -> Iterator[tuple[str, _Values]]:
             for name, value in scores.items():
                 yield "INSERT INTO rewards VALUES (?, ?, ?, ?)", (number, rollout_id, name, float(value))
         case SampleTrained(rollout_id, step):
-            yield _OUTCOME, (number, rollout_id, Outcome.TRAINED, step, None, None)
+            yield _OUTCOME, (number, rollout_id, RolloutOutcome.TRAINED, step, None, None)
         case SampleDropped(rollout_id, reason, detail):
-            yield _OUTCOME, (number, rollout_id, Outcome.DROPPED, None, reason, detail)
+            yield _OUTCOME, (number, rollout_id, RolloutOutcome.DROPPED, None, reason, detail)
         case SampleEvaluated(rollout_id):
-            yield _OUTCOME, (number, rollout_id, Outcome.EVALUATED, None, None, None)
+            yield _OUTCOME, (number, rollout_id, RolloutOutcome.EVALUATED, None, None, None)
         case SampleExplored(rollout_id):
-            yield _OUTCOME, (number, rollout_id, Outcome.EXPLORED, None, None, None)
+            yield _OUTCOME, (number, rollout_id, RolloutOutcome.EXPLORED, None, None, None)
         case StepApplied(version, iteration, update, samples, loss, grad_norm):
             yield (
                 "INSERT INTO optimizer_steps VALUES (?, ?, ?, ?, ?, ?, ?)",
