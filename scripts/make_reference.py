@@ -22,12 +22,14 @@ from enum import Enum
 from pathlib import Path
 
 import typer
-from pydantic import BaseModel
+from pydantic import AfterValidator, BaseModel, PlainValidator, SerializeAsAny
 from pydantic.fields import FieldInfo
 from typer.core import TyperArgument, TyperGroup, TyperOption
 
 from spotlight.cli.main import app
+from spotlight.config.algorithm import AlgorithmSection
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
+from spotlight.registry import ALGORITHMS
 
 ROOT = Path(__file__).resolve().parent.parent
 INTERFACES = (
@@ -137,7 +139,9 @@ def _is_required(section: type[BaseModel]) -> bool:
 
 
 def _sections(annotation: object) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    if annotation is AlgorithmSection:
+        yield from (ALGORITHMS.load(name) for name in ALGORITHMS.built_in)
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     elif isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is not None:
         for argument in typing.get_args(annotation):
@@ -145,8 +149,8 @@ def _sections(annotation: object) -> Iterator[type[BaseModel]]:
 
 
 def _type(annotation: object, constraints: Sequence[object] = ()) -> str:
-    if constraints:
-        return f"{_type(annotation)} {', '.join(_constraint(constraint) for constraint in constraints)}"
+    if words := [_constraint(constraint) for constraint in constraints]:
+        return f"{_type(annotation)} {', '.join(words)}"
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
         return " or ".join(_type(argument) for argument in typing.get_args(annotation))
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
@@ -179,6 +183,10 @@ def _constraint(constraint: object) -> str:
         return f"matching `{pattern}`"
     if (length := getattr(constraint, "min_length", None)) is not None:
         return f"of at least {length}"
+    if isinstance(constraint, AfterValidator):
+        return "that is registered"
+    if isinstance(constraint, PlainValidator | SerializeAsAny):
+        return ""
     raise ValueError(f"no words for the constraint {constraint!r}; add them here")
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from spotlight.config.algorithm import AlgorithmSection
     from spotlight.fleet.notices.notice import Cloud
     from spotlight.models.layouts import FamilyLayout
     from spotlight.store.metrics import SinkFactory
@@ -96,11 +97,13 @@ class Registry(Generic[T]):
 
         Args:
             besides: further values that the field takes.
-            without: names that it does not take.
+            without: registered names that have keys of their own.
         """
 
         def check(name: str) -> str:
-            if name in without or (name not in besides and name not in self):
+            if name in without:
+                raise ValueError(f"no {name!r} here, which has a key of its own")
+            if name not in besides and name not in self:
                 raise ValueError(self.expected(*besides))
             return name
 
@@ -143,6 +146,19 @@ FAMILIES: Registry[FamilyLayout] = Registry(
     {"qwen-image": "spotlight.models.qwen_layout:QWEN_IMAGE"},
 )
 """Model families: a :class:`~spotlight.models.layouts.FamilyLayout`, which names the class that runs it."""
+
+ALGORITHMS: Registry[type[AlgorithmSection]] = Registry(
+    "algorithm.name",
+    "spotlight.algorithms",
+    {
+        "flow-grpo": "spotlight.config.algorithm:FlowGRPOConfig",
+        "flow-grpo-fast": "spotlight.config.algorithm:FlowGRPOFastConfig",
+        "grpo-guard": "spotlight.config.algorithm:GRPOGuardConfig",
+        "diffusion-nft": "spotlight.config.algorithm:DiffusionNFTConfig",
+        "awm": "spotlight.config.algorithm:AWMConfig",
+    },
+)
+"""Algorithms: the section of the configuration, which names the class that computes the loss."""
 
 REWARDS: Registry[Callable[..., Any]] = Registry(
     "rewards.name",

@@ -12,7 +12,7 @@ import torch
 
 from spotlight.algorithms import Algorithm, build_algorithm
 from spotlight.algorithms.algorithm import Slot
-from spotlight.config.algorithm import ALGORITHM_SECTIONS, AdvantageConfig
+from spotlight.config.algorithm import AdvantageConfig
 from spotlight.config.learner import EmaConfig, LearnerConfig
 from spotlight.diffusion.samplers import CPS, ODE, FlowSDE
 from spotlight.diffusion.schedule import AllSteps, RandomWindow, SdeWindow
@@ -20,6 +20,7 @@ from spotlight.models.family import Condition, ImageSize
 from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.qwen_image import QwenImage
 from spotlight.models.slots import CopySlots, LoraSlots, WeightSlots
+from spotlight.registry import ALGORITHMS
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe
 from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
@@ -54,9 +55,9 @@ class World:
 
 def algorithm(name: str, **params: Any) -> Algorithm:
     if name in ("diffusion-nft", "awm"):
-        return build_algorithm(ALGORITHM_SECTIONS[name](**{"train_timesteps": 2, **params}), ODE())
+        return build_algorithm(ALGORITHMS.load(name)(**{"train_timesteps": 2, **params}), ODE())
     sampler = CPS(0.8) if name == "flow-grpo-fast" else FlowSDE(0.7)
-    return build_algorithm(ALGORITHM_SECTIONS[name](**params), sampler)
+    return build_algorithm(ALGORITHMS.load(name)(**params), sampler)
 
 
 def make_slots(family: QwenImage, algo: Algorithm, mode: str, extra: Sequence[Slot] = ()) -> WeightSlots:

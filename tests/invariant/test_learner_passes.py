@@ -17,8 +17,9 @@ from tiny_policy import TinyPolicy, rollout
 from torch import Tensor
 
 from spotlight.algorithms import Algorithm, LossTerms, TrainBatch, build_algorithm
-from spotlight.config.algorithm import ALGORITHM_SECTIONS, AWMConfig
+from spotlight.config.algorithm import AWMConfig
 from spotlight.diffusion.samplers import CPS, ODE, FlowSDE
+from spotlight.registry import ALGORITHMS
 from spotlight.training.device_memory import free_bytes, is_out_of_memory, measure_peak
 from spotlight.training.learner import Learner, TrainingSample
 from spotlight.training.timesteps import cut_timesteps
@@ -55,7 +56,7 @@ def test_rows_of_several_timesteps_have_the_losses_and_the_gradient_of_single_st
     name: str, timesteps: int, per_pass: int, batch: int
 ) -> None:
     sampler, params = made_of(name, timesteps)
-    algo, policy = build_algorithm(ALGORITHM_SECTIONS[name](**params), sampler), TinyPolicy()
+    algo, policy = build_algorithm(ALGORITHMS.load(name)(**params), sampler), TinyPolicy()
     samples = rollout(policy, sampler, batch=batch)
     for slot in ("old", "reference"):
         policy.nudge(0.05, slot, seed=len(slot))

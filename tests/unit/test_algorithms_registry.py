@@ -2,16 +2,16 @@ from __future__ import annotations
 
 import pytest
 
-from spotlight.algorithms import ALGORITHMS, build_algorithm
+from spotlight.algorithms import build_algorithm
 from spotlight.algorithms.flow_grpo import FlowGRPO
 from spotlight.config.algorithm import (
-    ALGORITHM_SECTIONS,
     DiffusionNFTConfig,
     FlowGRPOConfig,
     FlowGRPOFastConfig,
     OldPolicyConfig,
 )
 from spotlight.diffusion.samplers import CPS, ODE, FlowSDE, Sampler
+from spotlight.registry import ALGORITHMS
 
 SUITABLE: dict[str, Sampler] = {name: FlowSDE() for name in ALGORITHMS} | {
     "diffusion-nft": ODE(),
@@ -19,9 +19,9 @@ SUITABLE: dict[str, Sampler] = {name: FlowSDE() for name in ALGORITHMS} | {
 }
 
 
-@pytest.mark.parametrize("name", ALGORITHM_SECTIONS)
+@pytest.mark.parametrize("name", list(ALGORITHMS))
 def test_every_section_names_an_algorithm_that_is_built_with_its_defaults(name: str) -> None:
-    built = build_algorithm(ALGORITHM_SECTIONS[name](), SUITABLE[name])
+    built = build_algorithm(ALGORITHMS.load(name)(), SUITABLE[name])
     assert built.name == name
     assert built.sampler == SUITABLE[name]
     assert built.keeps in ("trajectory", "final")
@@ -39,10 +39,6 @@ def test_an_algorithm_takes_its_section_of_the_configuration() -> None:
     assert (fast.config.clip_range, fast.config.kl_weight, fast.timesteps(3)) == (1e-5, 0, 2)
     nft = build_algorithm(DiffusionNFTConfig(beta=0.1, old_policy=OldPolicyConfig(slope=0.02)), ODE())
     assert nft.old_decay(3) == pytest.approx(0.06)
-
-
-def test_every_algorithm_has_a_section() -> None:
-    assert ALGORITHMS.keys() == ALGORITHM_SECTIONS.keys()
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ WINDOW = (*GRPO, "rollout.sde_window.kind=random")
         (
             ["algorithm.name=grpo-guard", "rollout.sampler=flow-sde", "algorithm.clip_range=1.5"],
             "algorithm.clip_range",
-            "Change the value",
+            "the default, 2e-06",
         ),
         (["rewards=[{name: shapes, deadline_s: 1e7}]"], "rewards.0.deadline_s", "default"),
         (["exploration.where=idle"], "exploration.where", "fleet.driver=ray"),

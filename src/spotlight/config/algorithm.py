@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Annotated, Literal, get_args
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PlainValidator, PositiveFloat, PositiveInt, SerializeAsAny
+from pydantic_core import PydanticKnownError
 
 from spotlight.config.section import Section
+from spotlight.registry import ALGORITHMS
 
 OldLogProbs = Literal["recompute", "stop_gradient", "rollout"]
 NoiseLevels = Literal["uniform", "schedule"]
@@ -29,12 +32,21 @@ class AdvantageConfig(Section):
 
 
 class AlgorithmSection(Section):
-    """An RL algorithm, and what it asks of rollouts and of memory."""
+    """An RL algorithm, and what it asks of rollouts and of memory.
+
+    Attributes:
+        implementation: ``module:attribute`` of what makes a
+            :class:`~spotlight.algorithms.algorithm.Algorithm` from this section and the rollouts' sampler.
+    """
+
+    implementation: ClassVar[str]
 
     name: str
     """Selects this algorithm."""
     advantage: AdvantageConfig = AdvantageConfig()
     """From rewards to advantages."""
+    train_timesteps: PositiveInt | None = None
+    """Trained timesteps per sample; default: all stochastic steps of its rollout."""
 
     @property
     def learns_from_clean_samples(self) -> bool:
@@ -59,6 +71,8 @@ class AlgorithmSection(Section):
 
 class FlowGRPOConfig(AlgorithmSection):
     """Flow-GRPO (arXiv 2505.05470); Flow-GRPO-Fast is this with a random ``rollout.sde_window``."""
+
+    implementation = "spotlight.algorithms.flow_grpo:FlowGRPO"
 
     name: Literal["flow-grpo"] = "flow-grpo"
     """Selects this algorithm."""
@@ -112,6 +126,8 @@ class OldPolicyConfig(Section):
 class DiffusionNFTConfig(AlgorithmSection):
     """DiffusionNFT (arXiv 2509.16117): negative-aware fine-tuning on the forward process; any ODE sampler."""
 
+    implementation = "spotlight.algorithms.diffusion_nft:DiffusionNFT"
+
     name: Literal["diffusion-nft"] = "diffusion-nft"
     """Selects this algorithm."""
     advantage: AdvantageConfig = AdvantageConfig()
@@ -147,6 +163,8 @@ class DiffusionNFTConfig(AlgorithmSection):
 class GRPOGuardConfig(AlgorithmSection):
     """GRPO-Guard: Flow-GRPO with a ratio that is normalised per sample and step."""
 
+    implementation = "spotlight.algorithms.grpo_guard:GRPOGuard"
+
     name: Literal["grpo-guard"] = "grpo-guard"
     """Selects this algorithm."""
     clip_range: Annotated[float, Field(gt=0, lt=1)] = 2e-6
@@ -162,6 +180,8 @@ class GRPOGuardConfig(AlgorithmSection):
 
 class AWMConfig(AlgorithmSection):
     """AWM: advantage-weighted flow matching on clean samples; any ODE sampler."""
+
+    implementation = "spotlight.algorithms.awm:AWM"
 
     name: Literal["awm"] = "awm"
     """Selects this algorithm."""
@@ -196,11 +216,19 @@ class AWMConfig(AlgorithmSection):
         return self.reference_weight > 0
 
 
-AlgorithmConfig = Annotated[
-    FlowGRPOConfig | FlowGRPOFastConfig | GRPOGuardConfig | DiffusionNFTConfig | AWMConfig,
-    Field(discriminator="name"),
-]
-ALGORITHM_SECTIONS: Mapping[str, type[AlgorithmSection]] = {
-    section.model_fields["name"].default: section for section in get_args(get_args(AlgorithmConfig)[0])
-}
-"""Each algorithm's section, by the algorithm's name."""
+def _choose(value: object) -> AlgorithmSection:
+    """The section that the value's ``name`` registers, validated strictly."""
+    if isinstance(value, AlgorithmSection):
+        return value
+    name = value.get("name") if isinstance(value, Mapping) else None
+    if name is None:
+        raise PydanticKnownError("union_tag_not_found", {"discriminator": "'name'"})
+    if not isinstance(name, str) or name not in ALGORITHMS:
+        context = {"discriminator": "'name'", "tag": str(name), "expected_tags": ALGORITHMS.expected()}
+        raise PydanticKnownError("union_tag_invalid", context)
+    # Through JSON: strict validation then takes lists for tuples.
+    return ALGORITHMS.load(name).model_validate_json(json.dumps(value), strict=True)
+
+
+AlgorithmConfig = Annotated[SerializeAsAny[AlgorithmSection], PlainValidator(_choose)]
+"""The section of any registered algorithm."""

@@ -15,9 +15,10 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from spotlight.config.algorithm import ALGORITHM_SECTIONS
+from spotlight.config.algorithm import AlgorithmSection
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.schema import RunConfig
+from spotlight.registry import ALGORITHMS
 
 
 class _Loader(yaml.SafeLoader):
@@ -84,7 +85,7 @@ def build_config(tree: Mapping[str, Any], source: str) -> RunConfig:
         text = json.dumps(merge(_defaults_for(tree), tree), default=str)
         config = RunConfig.model_validate_json(text, strict=True)
     except ValidationError as error:
-        raise ConfigError(source, _explain_all(error.errors())) from None
+        raise ConfigError(source, _explain_all(error.errors(), _algorithm_of(tree))) from None
     if problems := list(config.every_problem()):
         raise ConfigError(source, problems)
     return config
@@ -110,14 +111,20 @@ def _defaults_for(tree: Mapping[str, Any]) -> dict[str, Any]:
     Merging onto these, and not section by section, keeps defaults that a section has in this place only.
     """
     defaults = RunConfig().model_dump(mode="json")
+    if (section := _algorithm_of(tree)) is None:
+        defaults["algorithm"] = {}
+    elif (name := section.model_fields["name"].default) != defaults["algorithm"]["name"]:
+        defaults["algorithm"] = section.model_validate({"name": name}).model_dump(mode="json")
+    return defaults
+
+
+def _algorithm_of(tree: Mapping[str, Any]) -> type[AlgorithmSection] | None:
+    """The section of ``tree``'s algorithm, or the default's where it names none; None for an unknown name."""
     chosen = tree.get("algorithm")
     name = chosen.get("name") if isinstance(chosen, Mapping) else None
-    if isinstance(name, str) and name != defaults["algorithm"]["name"]:
-        section = ALGORITHM_SECTIONS.get(name)
-        defaults["algorithm"] = (
-            section.model_validate({"name": name}).model_dump(mode="json") if section else {}
-        )
-    return defaults
+    if not isinstance(name, str):
+        return type(RunConfig().algorithm)
+    return ALGORITHMS.load(name) if name in ALGORITHMS else None
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,23 +203,22 @@ def _is_another(key: str, current: Mapping[str, Any], value: Mapping[str, Any]) 
     return key == "algorithm" and value.get("name", current.get("name")) != current.get("name")
 
 
-def _explain_all(details: Sequence[ErrorDetails]) -> list[Problem]:
+def _explain_all(details: Sequence[ErrorDetails], algorithm: type[AlgorithmSection] | None) -> list[Problem]:
     """One problem an error, without those that only follow: a bad item also makes its list "too short"."""
     broken = {detail["loc"][:depth] for detail in details for depth in range(len(detail["loc"]))}
     return [
-        _explain(detail) for detail in details if detail["type"] != "too_short" or detail["loc"] not in broken
+        _explain(detail, algorithm)
+        for detail in details
+        if detail["type"] != "too_short" or detail["loc"] not in broken
     ]
 
 
-def _explain(detail: ErrorDetails) -> Problem:
+def _explain(detail: ErrorDetails, algorithm: type[AlgorithmSection] | None) -> Problem:
     """One pydantic error in our four parts."""
-    # Discriminated unions put the chosen tag into the location: it is no key of the file.
     parts = [str(part) for part in detail["loc"]]
-    if len(parts) > 1 and parts[0] == "algorithm" and parts[1] in ALGORITHM_SECTIONS:
-        del parts[1]
     key = ".".join(parts) or "CONFIG"
     if detail["type"] == "extra_forbidden":
-        known = list(_fields_at(parts[:-1]))
+        known = list(_fields_at(parts[:-1], algorithm))
         close = difflib.get_close_matches(parts[-1], known, n=1, cutoff=0.6)
         remedy = f"Did you mean {close[0]!r}?" if close else "Remove it."
         return Problem(key, "an unknown key", f"one of {', '.join(sorted(known))}", remedy)
@@ -226,7 +232,7 @@ def _explain(detail: ErrorDetails) -> Problem:
         )
         return Problem(f"{key}.name", repr(tag), expected, _nearest(tag, expected) or "Change the value.")
     expected = re.sub(r"^(Input should be |Value error, |\w+ should (have|match) )", "", detail["msg"])
-    remedy = _nearest(detail["input"], expected) or _default_of(parts)
+    remedy = _nearest(detail["input"], expected) or _default_of(parts, algorithm)
     return Problem(key, repr(detail["input"]), expected, remedy)
 
 
@@ -236,11 +242,11 @@ def _nearest(found: object, expected: str) -> str | None:
     return f"Did you mean {close[0]!r}?" if close else None
 
 
-def _default_of(path: Sequence[str]) -> str:
+def _default_of(path: Sequence[str], algorithm: type[AlgorithmSection] | None) -> str:
     """What to write instead of a bad value."""
     defaults = {
         repr(section.model_fields[path[-1]].default)
-        for section in _sections_at(path[:-1])
+        for section in _sections_at(path[:-1], algorithm)
         if path[-1:] and path[-1] in section.model_fields
     }
     # A section has no short default, and fields of one name in several sections may disagree.
@@ -262,13 +268,13 @@ def _sections(annotation: object) -> Iterator[type[BaseModel]]:
             yield from _sections(argument)
 
 
-def _fields_at(path: Sequence[str]) -> set[str]:
+def _fields_at(path: Sequence[str], algorithm: type[AlgorithmSection] | None) -> set[str]:
     """Names of the fields that may stand at a dotted path."""
-    return {name for model in _sections_at(path) for name in model.model_fields}
+    return {name for model in _sections_at(path, algorithm) for name in model.model_fields}
 
 
-def _sections_at(path: Sequence[str]) -> list[type[BaseModel]]:
-    """The sections that may stand at a dotted path."""
+def _sections_at(path: Sequence[str], algorithm: type[AlgorithmSection] | None) -> list[type[BaseModel]]:
+    """The sections that may stand at a dotted path, with ``algorithm`` the chosen algorithm's."""
     current: list[type[BaseModel]] = [RunConfig]
     for part in path:
         if part.isdigit():
@@ -279,4 +285,6 @@ def _sections_at(path: Sequence[str]) -> list[type[BaseModel]]:
             if part in model.model_fields
             for section in _sections(model.model_fields[part].annotation)
         ]
+        if current == [AlgorithmSection] and algorithm is not None:
+            current = [algorithm]
     return current
