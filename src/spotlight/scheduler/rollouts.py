@@ -147,6 +147,8 @@ class Rollouts:
 
     def renew(self) -> None:
         """Rollouts of an older version that nobody makes (any more) start anew with the one published."""
+        if not self.older or not self.queue.waiting:
+            return
         for name in sorted(name for name in self.older if self.queue.waits(name)):
             self.older.discard(name)
             begun = self.queue.step_of(name) > 0
@@ -223,7 +225,7 @@ class Rollouts:
             return
         if window.opened_s is None and not self.queue.waiting:
             self.open_window(iteration + 1, self.cluster.target, now)
-        if self.window.opened_s is None or explores.seeds_per_prompt_max is None:
+        if self.window.opened_s is None or explores.seeds_per_prompt_max is None or self.window.is_full:
             return
         wanted = self.cluster.preview_capacity if self.cluster.hosts else min(1, len(self.queue.workers))
         while self.queue.waiting < wanted and self.explorer and (members := self.explorer.deepen()):

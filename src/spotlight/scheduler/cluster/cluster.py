@@ -41,7 +41,7 @@ from spotlight.scheduler.cluster.members import (
 from spotlight.scheduler.cluster.placement import choose_degree, form_groups
 from spotlight.scheduler.cluster.recovery import Recovery
 from spotlight.scheduler.cluster.sharing import Serving
-from spotlight.scheduler.cluster.spare_time import Demand, SpareTime
+from spotlight.scheduler.cluster.spare_time import SpareTime
 from spotlight.scheduler.cluster.weight_sources import choose_source
 from spotlight.scheduler.effects import (
     AbandonLease,
@@ -95,6 +95,7 @@ class Cluster:
     serving: Serving = field(init=False)
     _now: float = 0.0
     _capable: int = 0
+    _trainers: list[Group] | None = None
     _commands: Commands = field(default_factory=Commands)
     _drains: Alarms[NodeId] = field(default_factory=Alarms)
     _epochs: dict[WorkerId, int] = field(default_factory=dict)
@@ -356,6 +357,7 @@ class Cluster:
             kind, trains = GroupKind(host.node.gpu_type, len(members)), host.node.trains
             group = Group(members[0], self.queue.admit(members[0]), node, members, kind, trains)
             self.groups[group.leader] = group
+            self._trainers = None
             host.leaders[group.leader] = None
             self.serving.shares.count(group, 1)
             for name in members:
@@ -419,6 +421,7 @@ class Cluster:
 
     def _dissolve(self, group: Group, host: Host) -> None:
         del self.groups[group.leader], host.leaders[group.leader]
+        self._trainers = None
         self.serving.dissolved(group)
         self._commands.done(("form", group.leader))
         self._commands.done(("stop", group.leader))
@@ -477,7 +480,12 @@ class Cluster:
         if not self.queue.waiting:
             return
         self._now = now
-        serving, sated = self.serving, list[WorkerId]()
+        if self.serving.idle:
+            self._grant()
+        self._make_way()
+
+    def _grant(self) -> None:
+        serving, sated, now = self.serving, list[WorkerId](), self._now
         demand = self.spare.demand()
         wanted = self.degree_for(demand.contended)
         able = cache(self._able)
@@ -505,7 +513,6 @@ class Cluster:
         # What others have not taken yet is theirs: groups with their share wait for it to be taken, or for
         # less work to be outstanding.
         serving.idle.update(dict.fromkeys(leader for leader in sated if self.groups[leader].capacity))
-        self._make_way(demand)
 
     def _able(self) -> Counter[GroupKind]:
         """Groups that work, or wait for work, and compete for what is pulled next."""
@@ -514,9 +521,12 @@ class Cluster:
             group.kind for group in groups if self.queue.holds(group.leader) or self.willing(group)
         )
 
-    def _make_way(self, demand: Demand) -> None:
+    def _make_way(self) -> None:
         """Have groups that hold previews take better work that waits."""
-        if not (self.spare.explores and demand.pressing and self.queue.previews_held):
+        if not (self.spare.explores and self.queue.previews_held):
+            return
+        demand = self.spare.demand()
+        if not demand.pressing:
             return
         ready = [group for group in self.groups.values() if group.state is GroupState.READY]
         share = max((self.serving.share(group, demand) for group in ready), default=1)
@@ -548,13 +558,16 @@ class Cluster:
                 self._consider(group)
 
     def trainers(self) -> list[Group]:
-        """Groups of GPUs that train."""
-        return [self.groups[leader] for host in self.helpers.values() for leader in host.leaders]
+        """Groups of GPUs that train. Asked at every event, so it is listed anew only once groups changed."""
+        if self._trainers is None:
+            self._trainers = [self.groups[name] for host in self.helpers.values() for name in host.leaders]
+        return self._trainers
 
     @property
     def trainers_work(self) -> bool:
         """Whether GPUs that train roll out just now: nothing can be trained then."""
-        return any(self.queue.holds(group.leader) for group in self.trainers())
+        holders = self.queue.holders
+        return bool(holders) and any(group.leader in holders for group in self.trainers())
 
     def willing(self, group: Group) -> bool:
         """Whether a group waits for work, has the weights for it and time enough to do it."""
@@ -637,4 +650,6 @@ class Cluster:
         assert set(self.serving.idle) <= {group.leader for group in self.groups.values() if group.capacity}
         helping = {name for name, host in self.hosts.items() if host.node.trains and host.node.rolls_out}
         assert self.helpers.keys() == helping
+        trainers = [group.leader for group in self.groups.values() if group.trains]
+        assert sorted(group.leader for group in self.trainers()) == sorted(trainers)
         self._commands.check()

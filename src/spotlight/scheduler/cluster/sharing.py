@@ -115,8 +115,10 @@ class Serving:
         """How many rollouts GPUs that train may pull now; returns whether that lets some, or stops all."""
         changed = (rollouts > 0) != (self.trainers_may > 0)
         self.trainers_may, self.trainers_explore = rollouts, explore
-        able = sum(group.state is GroupState.READY for group in trainers)
-        self._each_trainer = math.ceil(rollouts / max(1, able)) if math.isfinite(rollouts) else rollouts
+        self._each_trainer = rollouts
+        if rollouts and math.isfinite(rollouts):
+            ready = sum(group.state is GroupState.READY for group in trainers)
+            self._each_trainer = math.ceil(rollouts / max(1, ready))
         return changed
 
     def learner_turns(self) -> float:

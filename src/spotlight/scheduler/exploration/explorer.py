@@ -75,7 +75,7 @@ class Explorer:
     def spare(self, slot: int) -> tuple[int, Prompt] | None:
         """A slot and a prompt to preview besides, once ``slot`` is seen to have no contrast."""
         window, plan = self.window, self._plan
-        spares = sum(explored >= plan.prompts_per_iteration for explored in window.prompts)
+        spares = len(window.replaced)  # each brought one spare prompt
         if spares >= self._exploration.spare_prompts or slot in window.replaced:
             return None
         if not flat(window, slot, self._exploration, plan.group_size):
@@ -85,8 +85,7 @@ class Explorer:
         if len(found) <= spares:
             return None
         new = plan.prompts_per_iteration + spares
-        window.prompts[new] = found[spares]
-        window.replaced.add(slot)
+        window.replace(slot, new, found[spares])
         return new, found[spares]
 
     def deepen(self) -> dict[int, range]:

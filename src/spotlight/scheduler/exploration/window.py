@@ -133,6 +133,7 @@ class Window:
         replaced: slots without contrast, for each of which a spare prompt is previewed.
         pools: seeds of scored previews, by slot.
         scored_s: when the last score came.
+        is_full: no slot may be deepened any more, unless a spare prompt comes.
     """
 
     iteration: int
@@ -151,6 +152,7 @@ class Window:
     replaced: set[int] = field(default_factory=set)
     pools: dict[int, dict[RolloutId, int]] = field(default_factory=dict)
     scored_s: float = 0.0
+    is_full: bool = False
 
     def issue(self, slot: int, rollout: Rollout) -> None:
         """A preview is wanted."""
@@ -175,11 +177,18 @@ class Window:
         self.unscored.discard(rollout)
         del self.rollouts[rollout], self.slots[rollout]
 
+    def replace(self, slot: int, new: int, spare: Prompt) -> None:
+        """Preview a spare prompt, in a slot of its own, for one without contrast."""
+        self.prompts[new] = spare
+        self.replaced.add(slot)
+        self.is_full = False
+
     def round(self, limit: int) -> dict[int, range]:
         """One more member of each slot that has the fewest; none where all have ``limit``."""
         wanted = {slot: self.issued[slot] for slot in self.prompts if slot not in self.replaced}
         fewest = min(wanted.values(), default=limit)
         if fewest >= limit:
+            self.is_full = True
             return {}
         return {slot: range(made, made + 1) for slot, made in wanted.items() if made == fewest}
 
