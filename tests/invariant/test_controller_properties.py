@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.simulation.mutations import MUTATIONS, Mutation
 
+from spotlight.config.evaluation import EvaluationConfig
 from spotlight.scheduler import controller as controller_module
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.effects import Effect, PrepareBatch, WriteRecord
@@ -47,9 +48,11 @@ def plans(draw: st.DrawFn) -> Plan:
         prompts_per_iteration=draw(st.integers(1, 4)),
         group_size=draw(st.integers(2, 5)),
         rollout_steps=draw(st.integers(2, 5)),
-        evaluation_steps=draw(st.integers(1, 5)),
-        evaluation_images=draw(st.integers(1, 2)),
-        evaluate_every=draw(st.integers(1, 3)),
+        evaluation=EvaluationConfig(
+            steps=draw(st.integers(1, 5)),
+            images_per_prompt=draw(st.integers(1, 2)),
+            every=draw(st.integers(1, 3)),
+        ),
         updates_per_batch=draw(st.integers(1, 3)),
         micro_batch_size=ranks * draw(st.integers(1, 4)),
         checkpoint_every=draw(st.integers(1, 3)),
@@ -121,8 +124,9 @@ def test_what_samples_are_compared_with_does_not_depend_on_the_schedule(plan: Pl
 
 def test_slices_are_compared_with_all_previews_but_their_own_seeds() -> None:
     plan = Plan(
-        run_seed=0, iterations=2, prompts_per_iteration=2, group_size=4, rollout_steps=3, evaluation_steps=3,
-        evaluation_images=1, evaluate_every=9, updates_per_batch=1, micro_batch_size=2, checkpoint_every=1,
+        run_seed=0, iterations=2, prompts_per_iteration=2, group_size=4, rollout_steps=3,
+        evaluation=EvaluationConfig(steps=3, images_per_prompt=1, every=9),
+        updates_per_batch=1, micro_batch_size=2, checkpoint_every=1,
         lease_s=20.0, max_drop_share=None,
         pipeline=PipelinePlan(Axis.GENERATION, 2, Baseline.EXPLORATION),
         exploration=ExplorationPlan(Explore.CRITICAL_PATH, 9, 3),
@@ -245,8 +249,9 @@ def test_the_bugs_shared_with_the_simulation_are_there() -> None:
 
 def run_some_worlds() -> None:
     plan = Plan(
-        run_seed=0, iterations=3, prompts_per_iteration=3, group_size=5, rollout_steps=4, evaluation_steps=4,
-        evaluation_images=2, evaluate_every=2, updates_per_batch=2, micro_batch_size=4, checkpoint_every=1,
+        run_seed=0, iterations=3, prompts_per_iteration=3, group_size=5, rollout_steps=4,
+        evaluation=EvaluationConfig(steps=4, images_per_prompt=2, every=2),
+        updates_per_batch=2, micro_batch_size=4, checkpoint_every=1,
         lease_s=20.0, max_drop_share=1.0, ranks=2,
     )  # fmt: skip
     for seed in range(20):

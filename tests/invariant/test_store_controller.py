@@ -12,6 +12,7 @@ from controller_world import TEST, TRAIN, World, start
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spotlight.config.evaluation import EvaluationConfig
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.effects import Effect, WriteRecord
 from spotlight.scheduler.plan import Plan
@@ -32,9 +33,7 @@ def plans(draw: st.DrawFn) -> Plan:
         prompts_per_iteration=draw(st.integers(1, 7)),  # more than there are prompts: one comes twice
         group_size=GROUP_SIZE,
         rollout_steps=3,
-        evaluation_steps=3,
-        evaluation_images=1,
-        evaluate_every=draw(st.integers(1, 2)),
+        evaluation=EvaluationConfig(steps=3, images_per_prompt=1, every=draw(st.integers(1, 2))),
         updates_per_batch=draw(st.integers(1, 2)),
         micro_batch_size=draw(st.integers(1, 4)),
         checkpoint_every=1,

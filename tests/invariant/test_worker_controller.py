@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from worker_world import RECIPES, SLOT_OF, Body, Kept, MemoryHome, SeededLoader, fill, loop, mark_of
 
+from spotlight.config.evaluation import EvaluationConfig
 from spotlight.rollout.serialization import pack_condition, unpack_sample
 from spotlight.rollout.state import FinishedRollout
 from spotlight.scheduler import effects as ef
@@ -230,9 +231,7 @@ PLAN = Plan(
     prompts_per_iteration=2,
     group_size=4,
     rollout_steps=6,
-    evaluation_steps=4,
-    evaluation_images=2,
-    evaluate_every=1,
+    evaluation=EvaluationConfig(steps=4, images_per_prompt=2, every=1),
     updates_per_batch=1,
     micro_batch_size=2,
     checkpoint_every=1,

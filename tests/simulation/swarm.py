@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from spotlight.config.evaluation import EvaluationConfig
 from spotlight.scheduler.events import NodeJoined
 from spotlight.scheduler.exploration.budget import PreviewCosts
 from spotlight.scheduler.exploration.selection import SelectionPolicy
@@ -110,9 +111,9 @@ def _draw_plan(seed: int, source: random.Random, ranks: int, degree_min: int) ->
         prompts_per_iteration=source.choice([1, 2, 3]),
         group_size=group_size,
         rollout_steps=source.choice([2, 4, 8]),
-        evaluation_steps=source.choice([2, 5]),
-        evaluation_images=1,
-        evaluate_every=source.choice([1, 2]),
+        evaluation=EvaluationConfig(
+            steps=source.choice([2, 5]), images_per_prompt=1, every=source.choice([1, 2])
+        ),
         updates_per_batch=source.choice([1, 2]),
         micro_batch_size=ranks * source.choice([1, 2]),
         checkpoint_every=source.choice([1, 2, 3]),

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import pytest
 
+from spotlight.config.evaluation import EvaluationConfig
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.commands import REPEATS
@@ -28,8 +29,9 @@ from spotlight.scheduler.types import (
 
 ANSWER_S, START_S, LEASE_S = 5.0, 60.0, 100.0
 PLAN = Plan(
-    run_seed=0, iterations=2, prompts_per_iteration=2, group_size=2, rollout_steps=8, evaluation_steps=8,
-    evaluation_images=1, evaluate_every=9, updates_per_batch=1, micro_batch_size=4, checkpoint_every=1,
+    run_seed=0, iterations=2, prompts_per_iteration=2, group_size=2, rollout_steps=8,
+    evaluation=EvaluationConfig(steps=8, images_per_prompt=1, every=9),
+    updates_per_batch=1, micro_batch_size=4, checkpoint_every=1,
     lease_s=LEASE_S, max_drop_share=None,
     cluster=ClusterPlan(
         pixels=1280 * 1280, heads=24, degrees=(1, 2, 3, 4),

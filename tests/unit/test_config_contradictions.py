@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotlight.config.errors import ConfigError, Problem
+from spotlight.config.evaluation import EvaluationConfig
 from spotlight.config.learner import LearnerConfig
 from spotlight.config.load import load_config
 from spotlight.config.rollout import RolloutConfig
@@ -203,3 +204,19 @@ def test_on_a_cluster_the_batch_must_divide_by_its_learner_ranks() -> None:
     (problem,) = caught.value.problems
     assert problem.key == "learner.micro_batch_size"
     assert "96 samples that a rank trains" in problem.expected
+
+
+@given(st.integers(1, 30), st.integers(0, 12), st.booleans(), st.booleans())
+def test_evaluations_are_due_as_often_as_counted(
+    iterations: int, every: int, at_start: bool, at_end: bool
+) -> None:
+    evaluation = EvaluationConfig(every=every, at_start=at_start, at_end=at_end)
+    due = [number for number in range(iterations + 1) if evaluation.is_due(number, iterations)]
+    assert len(due) == evaluation.count(iterations)
+    assert (0 in due, iterations in due) == (at_start, at_end)
+
+
+def test_grids_show_no_more_images_than_there_are() -> None:
+    assert load_config(None, ["evaluation.images_per_prompt=1"]).evaluation.grid == (8, 1)
+    assert EvaluationConfig().grid == (8, 4)
+    assert EvaluationConfig(grid_images=16).grid == (8, 16)

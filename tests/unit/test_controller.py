@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from spotlight.config.evaluation import EvaluationConfig
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.effects import (
@@ -50,9 +51,7 @@ PLAN = Plan(
     prompts_per_iteration=2,
     group_size=3,
     rollout_steps=4,
-    evaluation_steps=3,
-    evaluation_images=2,
-    evaluate_every=2,
+    evaluation=EvaluationConfig(steps=3, images_per_prompt=2, every=2),
     updates_per_batch=1,
     micro_batch_size=4,
     checkpoint_every=1,
@@ -183,6 +182,16 @@ def test_without_held_out_prompts_a_run_still_ends() -> None:
 
 
 # -- drops -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("at_start", "at_end"), [(True, False), (False, True), (False, False)])
+def test_evaluations_at_start_and_end_can_be_left_out(at_start: bool, at_end: bool) -> None:
+    evaluation = EvaluationConfig(steps=3, images_per_prompt=2, every=0, at_start=at_start, at_end=at_end)
+    plan = replace(PLAN, evaluation=evaluation)
+    run = Run(plan)
+    assert run.until(FinishRun) == FinishRun(None)
+    reported = [effect.iteration for effect in run.log if isinstance(effect, ReportEvaluation)]
+    assert reported == [0] * at_start + [PLAN.iterations] * at_end
 
 
 def test_by_default_a_failing_reward_stops_the_run_with_its_error() -> None:

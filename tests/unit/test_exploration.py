@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from spotlight.config.evaluation import EvaluationConfig
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.events import NodeJoined
@@ -40,8 +41,9 @@ from spotlight.simulation.virtual_workers import Receipt
 RESERVED = Node(NodeId("r"), NodeKind.RESERVED, 1, "H100", 10.0, True, False)
 SPOT = Node(NodeId("s"), NodeKind.SPOT, 4, "H100", 7.2, False, True)
 PLAN = Plan(
-    run_seed=0, iterations=6, prompts_per_iteration=4, group_size=6, rollout_steps=10, evaluation_steps=10,
-    evaluation_images=1, evaluate_every=100, updates_per_batch=1, micro_batch_size=4, checkpoint_every=2,
+    run_seed=0, iterations=6, prompts_per_iteration=4, group_size=6, rollout_steps=10,
+    evaluation=EvaluationConfig(steps=10, images_per_prompt=1, every=100),
+    updates_per_batch=1, micro_batch_size=4, checkpoint_every=2,
     lease_s=60.0, max_drop_share=None, cluster=ClusterPlan(),
 )  # fmt: skip
 CRITICAL = ExplorationPlan(Explore.CRITICAL_PATH, seeds_per_prompt=16, steps=5)

@@ -27,6 +27,7 @@ def config(root: Path, *overrides: str) -> RunConfig:
 def make_run(root: Path, ending: Ending) -> RunSummary:
     made = config(root)
     summary = RunSummary(
+        iterations=4,
         validation=(ValidationPoint(0, 0, 1.0, None, 0.5), ValidationPoint(4, 96, 9.0, None, 0.75)),
         validation_stderr=0.01,
         wall_s=9.0,

@@ -8,6 +8,7 @@ import statistics
 
 import pytest
 
+from spotlight.config.evaluation import EvaluationConfig
 from spotlight.scheduler.events import NodeJoined, NodeLost
 from spotlight.scheduler.plan import ClusterPlan, ExplorationPlan, Explore, Plan
 from spotlight.scheduler.types import Node, NodeId, NodeKind, Phase
@@ -19,8 +20,9 @@ from spotlight.simulation.virtual_driver import Simulation, simulate
 RESERVED = Node(NodeId("r"), NodeKind.RESERVED, 2, "H100", 20.0, True, False)
 SPOT = [Node(NodeId(f"s{n}"), NodeKind.SPOT, 2, "H100", 7.2, False, True) for n in range(2)]
 PLAN = Plan(
-    run_seed=0, iterations=3, prompts_per_iteration=4, group_size=4, rollout_steps=10, evaluation_steps=10,
-    evaluation_images=1, evaluate_every=2, updates_per_batch=2, micro_batch_size=4, checkpoint_every=1,
+    run_seed=0, iterations=3, prompts_per_iteration=4, group_size=4, rollout_steps=10,
+    evaluation=EvaluationConfig(steps=10, images_per_prompt=1, every=2),
+    updates_per_batch=2, micro_batch_size=4, checkpoint_every=1,
     lease_s=60.0, max_drop_share=None, ranks=2, cluster=ClusterPlan(heads=24, degrees=(1, 2, 3, 4)),
 )  # fmt: skip
 JOINED: tuple[tuple[float, NodeEvent], ...] = tuple((0.0, NodeJoined(node)) for node in (RESERVED, *SPOT))

@@ -10,6 +10,7 @@ from functools import cache
 import pytest
 
 from spotlight.config.errors import ConfigError
+from spotlight.config.evaluation import EvaluationConfig
 from spotlight.planning.compare import SimulationOutcome, SimulationTask, run_task
 from spotlight.planning.pages.comparison_summary import notes_of, outcome_record, table_of
 from spotlight.planning.scenarios.prepare import Prepared, prepare, scenario_of
@@ -147,8 +148,9 @@ def test_targets_are_of_what_changes_seeds() -> None:
 BOTH = Node(NodeId("r"), NodeKind.RESERVED, 2, "H100", 20.0, True, True)
 ONLY = Node(NodeId("s"), NodeKind.RESERVED, 2, "H100", 20.0, False, True)
 PLAN = Plan(
-    run_seed=0, iterations=4, prompts_per_iteration=2, group_size=4, rollout_steps=5, evaluation_steps=5,
-    evaluation_images=1, evaluate_every=9, updates_per_batch=1, micro_batch_size=4, checkpoint_every=9,
+    run_seed=0, iterations=4, prompts_per_iteration=2, group_size=4, rollout_steps=5,
+    evaluation=EvaluationConfig(steps=5, images_per_prompt=1, every=9),
+    updates_per_batch=1, micro_batch_size=4, checkpoint_every=9,
     lease_s=600.0, max_drop_share=None, ranks=2,
 )  # fmt: skip
 

@@ -105,6 +105,7 @@ def test_wandb_missing_is_an_error_with_the_remedy(tmp_path: Path, monkeypatch: 
 
 
 SUMMARY = RunSummary(
+    iterations=40,
     validation=(ValidationPoint(0, 0, 1.0, 0.49, 0.6), ValidationPoint(40, 1920, 90.5, None, 0.9)),
     validation_stderr=0.02,
     wall_s=100.0,
@@ -197,3 +198,12 @@ def test_a_summary_without_a_standard_error_is_written(tmp_path: Path) -> None:
     alone = dataclasses.replace(SUMMARY, validation_stderr=None)
     write_summary(path, alone)
     assert read_summary(path) == alone
+
+
+def test_an_older_summary_ended_with_an_evaluation(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    write_summary(path, SUMMARY)
+    fields = json.loads(path.read_text())
+    del fields["iterations"]
+    path.write_text(json.dumps(fields))
+    assert read_summary(path) == SUMMARY

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spotlight.config.evaluation import EvaluationConfig
 from spotlight.scheduler.cluster.placement import choose_degree, form_groups
 from spotlight.scheduler.plan import ClusterPlan, Plan, divisors, require_usable
 from spotlight.scheduler.types import Prompt, PromptId
@@ -86,8 +87,9 @@ def test_three_survivors_of_four_become_two_and_one() -> None:
 def test_degrees_that_no_model_of_these_heads_allows_are_refused(degrees: tuple[int, ...]) -> None:
     prompt = Prompt(PromptId("a"), "a", {})
     plan = Plan(
-        run_seed=0, iterations=1, prompts_per_iteration=1, group_size=2, rollout_steps=1, evaluation_steps=1,
-        evaluation_images=1, evaluate_every=1, updates_per_batch=1, micro_batch_size=1, checkpoint_every=1,
+        run_seed=0, iterations=1, prompts_per_iteration=1, group_size=2, rollout_steps=1,
+        evaluation=EvaluationConfig(steps=1, images_per_prompt=1, every=1),
+        updates_per_batch=1, micro_batch_size=1, checkpoint_every=1,
         lease_s=1.0, max_drop_share=None, cluster=ClusterPlan(heads=HEADS, degrees=degrees),
     )  # fmt: skip
     with pytest.raises(ValueError, match="dividing 24 attention heads"):

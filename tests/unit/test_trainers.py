@@ -8,6 +8,7 @@ import pytest
 from test_cluster import ANSWER_S, PLAN, SPOT, V0, Room, of, only
 from test_pipeline import FAST, SINGLE, TRAINER, finish
 
+from spotlight.config.evaluation import EvaluationConfig
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.overlap import trainer_budget as takes_module
@@ -145,7 +146,7 @@ def test_a_new_plan_to_take_nothing_ends_the_one_before() -> None:
 def test_rollouts_are_counted_by_their_steps_and_made_ones_without_evaluation() -> None:
     """Evaluation of four times the steps: of what waits it is most of the work, and few rollouts of it."""
     plan = dataclasses.replace(
-        SINGLE, evaluate_every=1, evaluation_images=16, evaluation_steps=32, rollout_steps=8,
+        SINGLE, evaluation=EvaluationConfig(every=1, images_per_prompt=16, steps=32), rollout_steps=8,
         pipeline=PipelinePlan(Axis.PROMPT, bounded=True, switch_s=0.1), micro_batch_size=2,
     )  # fmt: skip
     room = Room(plan, [Prompt(PromptId("t"), "a square", {})])
@@ -182,7 +183,9 @@ def test_a_plan_trains_all_that_is_left_also_where_nobody_else_works(
 def test_evaluation_is_not_expected_to_be_trained() -> None:
     """Training lasts long: where all that waits were trained, making it sooner would hardly show."""
     plan = dataclasses.replace(
-        SINGLE, evaluate_every=1, evaluation_images=16, pipeline=PipelinePlan(bounded=True, switch_s=0.1)
+        SINGLE,
+        evaluation=EvaluationConfig(every=1, images_per_prompt=16, steps=SINGLE.evaluation.steps),
+        pipeline=PipelinePlan(bounded=True, switch_s=0.1),
     )
     room = Room(plan, [Prompt(PromptId("t"), "a square", {})])
     room.now = 100.0

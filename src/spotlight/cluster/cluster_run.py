@@ -54,7 +54,7 @@ def train_on_cluster(config: RunConfig, observer: Observer) -> RunResult:
     """
     began_s = time.time()
     if (summary := finished_summary(config)) is not None:
-        observer.note(f"finished before: {summary.validation[-1].iteration} iterations are trained")
+        observer.note(f"finished before: {summary.iterations} iterations are trained")
         return RunResult(config.runs_dir / config.name, summary, None, stopped=False)
     with ExitStack() as stack:
         materials = _gather(config, observer, stack)

@@ -165,7 +165,7 @@ class Control:
             drains=Drains(self._emptied),
             attempt=attempt.number,
             prompts=tuple(prompt.id for prompt in materials.prompts.used(config)),
-            grid=(config.evaluation.grid_prompts, config.evaluation.grid_images),
+            grid=config.evaluation.grid,
         )
 
     def _pool(self, calls: Calls, starter: ActorStarter) -> WorkerPool:

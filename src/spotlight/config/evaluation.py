@@ -15,15 +15,22 @@ if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
 
 
+_GRID_IMAGES = 4
+
+
 class EvaluationConfig(Section):
     """Judging on fixed held-out prompts and seeds, with the ODE sampler."""
 
-    every: PositiveInt = 10
-    """Iterations between evaluations; the start and the end are always evaluated."""
+    every: Annotated[int, Field(ge=0)] = 10
+    """Iterations between evaluations; 0: none between the start and the end."""
+    at_start: bool = True
+    """Evaluate before the first iteration."""
+    at_end: bool = True
+    """Evaluate after the last iteration."""
     prompts: PositiveInt | None = None
     """Use so many held-out prompts, evenly spaced over the file; default: all."""
     images_per_prompt: PositiveInt = 16
-    """Fixed seeds a prompt."""
+    """Fixed seeds per prompt."""
     steps: Annotated[int, Field(ge=1)] = 10
     """Denoising steps."""
     weights: Literal["policy", "ema", "old"] = "policy"
@@ -32,8 +39,24 @@ class EvaluationConfig(Section):
     """Curve that judges strictly (``shapes/strict``); default: the first reward's ``strict``, if any."""
     grid_prompts: PositiveInt = 8
     """Held-out prompts shown in the image grids."""
-    grid_images: PositiveInt = 4
-    """Images a prompt in the grids."""
+    grid_images: PositiveInt | None = None
+    """Images per prompt in the grids; default: 4, or ``images_per_prompt`` if that is less."""
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Prompts and images per prompt that the grids show."""
+        return self.grid_prompts, self.grid_images or min(_GRID_IMAGES, self.images_per_prompt)
+
+    def is_due(self, iteration: int, iterations: int) -> bool:
+        """Whether the weights that ``iteration`` of ``iterations`` starts from (or the last) are judged."""
+        if iteration in (0, iterations):
+            return self.at_start if iteration == 0 else self.at_end
+        return self.every > 0 and iteration % self.every == 0
+
+    def count(self, iterations: int) -> int:
+        """Evaluations of a whole run."""
+        between = (iterations - 1) // self.every if self.every else 0
+        return self.at_start + between + self.at_end
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
         """Weights, curves and pictures that the run does not make."""
@@ -47,7 +70,7 @@ class EvaluationConfig(Section):
                 "evaluation.weights", "'old'", f"'policy' or 'ema' with algorithm.name={run.algorithm.name}",
                 "This algorithm keeps no old policy.",
             )  # fmt: skip
-        if self.grid_images > self.images_per_prompt:
+        if self.grid_images is not None and self.grid_images > self.images_per_prompt:
             yield Problem(
                 "evaluation.grid_images", str(self.grid_images),
                 f"at most evaluation.images_per_prompt = {self.images_per_prompt}",
@@ -61,3 +84,6 @@ class EvaluationConfig(Section):
                 f"{TOTAL!r}, or a curve of {' or '.join(map(repr, curves))}",
                 f"Name a curve that the rewards make, such as {curves[0]!r}, or leave the key out.",
             )  # fmt: skip
+
+
+NO_EVALUATION = EvaluationConfig(every=0, at_start=False, at_end=False)

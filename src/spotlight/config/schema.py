@@ -87,7 +87,8 @@ class RunConfig(Section):
 
 
 RESUMABLE_KEYS = frozenset(
-    {"iterations", "evaluation.every", "checkpoint.every", "checkpoint.keep", "fleet", "runs_dir",
+    {"iterations", "evaluation.every", "evaluation.at_start", "evaluation.at_end",
+     "evaluation.grid_images", "checkpoint.every", "checkpoint.keep", "fleet", "runs_dir",
      "cache_dir", "metrics.tensorboard", "metrics.wandb", "metrics.sinks", "device", "rollout.batch_size",
      "learner.micro_batch_size", "learner.gradient_checkpointing", "learner.timesteps_per_pass",
      "learner.pass_memory_gib", "pipeline.trainers_generate", "pipeline.switch_s", "reward_policy.workers",

@@ -7,6 +7,7 @@ bfloat16).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -189,7 +190,7 @@ def disk_parts(config: RunConfig, trained: int | None, evaluations: int, images:
     """Disk of the run directory at the end of the run."""
     evaluation, rollout = config.evaluation, config.rollout
     parts = checkpoint_parts(config, trained)
-    shown = min(evaluation.grid_prompts * evaluation.grid_images, images)
+    shown = min(math.prod(evaluation.grid), images)
     pixels = rollout.height * rollout.width
     parts.append(
         Estimate(

@@ -5,7 +5,6 @@ Nothing is loaded: sizes come from headers (``plan_model.py``), counts from arit
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -69,7 +68,7 @@ class RunPlan:
         trained_timesteps: forward/backward passes a sample.
         guidance: forwards a velocity costs: 2 with true classifier-free guidance.
         optimizer_steps: of the whole run.
-        evaluations: of the whole run, the first and the last included.
+        evaluations: of the whole run.
         evaluation_images: of one evaluation.
         train_prompts: in the file, after ``data.tags``.
         notes: what is odd about the prompts, if anything.
@@ -113,7 +112,7 @@ def make_plan(config: RunConfig) -> RunPlan:
     _require_step_cache(config, model)
     trained = None if isinstance(model, NotHere) else parameters_trained(config, model)
     images = len(prompts.test) * config.evaluation.images_per_prompt
-    evaluations = 1 + math.ceil(config.iterations / config.evaluation.every)
+    evaluations = config.evaluation.count(config.iterations)
     memory: tuple[Estimate, ...] = ()
     if isinstance(model, ModelSizes) and trained is not None:
         memory = memory_parts(config, model, layout_of(config), trained, text_tokens(config, prompts))

@@ -38,7 +38,8 @@ def print_final_screen(console: Console, run: RunRecord, card: Path | None) -> N
     images = plural(run.config.evaluation.images_per_prompt, "picture")
     if run.validations:
         console.print(_title(f"Validation on held-out prompts, {images} each, the same seeds every time"))
-        console.print(validation_table(run), Text(), curve_table(run), Text(), sep="\n")
+        tables = [validation_table(run), Text()] if len(run.validations) > 1 else []
+        console.print(*tables, curve_table(run), Text(), sep="\n")
     spent = sum(run.seconds_by_phase.values())
     console.print(
         _title(f"{spent:,.1f} worker seconds at {prices(run)} an hour: {money(run.history.cost_usd)}")
@@ -56,7 +57,7 @@ def print_final_screen(console: Console, run: RunRecord, card: Path | None) -> N
 def validation_table(run: RunRecord) -> Table:
     """Before and after, with standard errors and the margin in units of the evaluation's own noise."""
     table = Table(box=None, pad_edge=True)
-    for name in ("", "before", "after", "margin", ""):
+    for name in ("", run.since, "after", "margin", ""):
         table.add_column(name, justify="right" if name else "left")
     for curve in run.curves:
         change = run.change(curve)
@@ -79,7 +80,7 @@ def in_noise(change: ValidationChange) -> str:
 
 
 def curve_table(run: RunRecord) -> Table:
-    """The validation curve, a row an evaluation (every second, third, ... when there are many)."""
+    """The validation curve, a row per evaluation (every second, third, ... when there are many)."""
     table = Table(box=None, pad_edge=True)
     for name in ("iteration", "samples", "time", *run.curves):
         table.add_column(name, justify="right")

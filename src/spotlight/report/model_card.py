@@ -134,15 +134,20 @@ def _introduction(run: RunRecord) -> str:
 
 
 def _scores(run: RunRecord) -> str:
-    lines = ["| held-out prompts | before | after | margin |", "|---|---|---|---|"]
+    lines = [f"| held-out prompts | {run.since} | after | margin |", "|---|---|---|---|"]
+    if len(run.validations) == 1:
+        lines = [f"| held-out prompts | {run.since} |", "|---|---|"]
     names = [*run.curves, *sorted(name for name in run.validations[-1].scores if name.startswith("tag/"))]
     for name in names:
         if name not in run.validations[0].scores:
             continue
-        change = run.change(name)
+        label, change = name.removeprefix("tag/"), run.change(name)
+        if len(run.validations) == 1:
+            lines.append(f"| {label} | {score(change.after.mean, change.after.stderr)} |")
+            continue
         before, after = change.before, change.after
         lines.append(
-            f"| {name.removeprefix('tag/')} | {score(before.mean, before.stderr)} "
+            f"| {label} | {score(before.mean, before.stderr)} "
             f"| {score(after.mean, after.stderr)} | {change.margin:+.3f} {in_noise(change)} |"
         )
     note = (

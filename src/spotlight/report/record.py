@@ -95,6 +95,12 @@ class RunRecord:
         last = self.validations[-1].scores if self.validations else {}
         return tuple(name for name in (STRICT, GRADED) if name in last)
 
+    @property
+    def since(self) -> str:
+        """What the first validation judged, in a word or three."""
+        first = self.validations[0].iteration
+        return "before" if first == 0 else f"after {first}"
+
     def change(self, curve: str) -> ValidationChange:
         """From the first to the last validation. Raises IndexError without one."""
         return ValidationChange(self.validations[0].scores[curve], self.validations[-1].scores[curve])

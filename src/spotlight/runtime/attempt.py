@@ -120,7 +120,7 @@ def open_attempt(
             prompts=prompts,
             header=CheckpointHeader(0, 0, config_digest(config), spotlight.__version__),
             strict=config.evaluation.strict,
-            grid_images=config.evaluation.grid_images,
+            grid_images=config.evaluation.grid[1],
             before_s=before_s,
         )
         attempt = Attempt(number, book, newest)

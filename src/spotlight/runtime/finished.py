@@ -34,4 +34,4 @@ def finished_summary(config: RunConfig) -> RunSummary | None:
     summary = read_summary(paths.summary)
     if summary.lora is not None and not (paths.path / summary.lora).exists():
         return None
-    return summary if summary.validation[-1].iteration >= config.iterations else None
+    return summary if summary.iterations >= config.iterations else None

@@ -58,9 +58,11 @@ def summarise_run(config: RunConfig, book: RunBook, lora: Path | None) -> RunSum
     """Count a run's outcome from its ledger and metrics."""
     counts = book.ledger.counts()
     validations = [row for row in read_metrics(book.paths.path) if f"{_VALIDATION}{GRADED}" in row.values]
-    judged = STRICT if f"{_VALIDATION}{STRICT}" in validations[-1].values else GRADED
-    stderr = validations[-1].values[f"{_VALIDATION}{judged}_stderr"]
+    last = validations[-1].values if validations else {}
+    judged = STRICT if f"{_VALIDATION}{STRICT}" in last else GRADED
+    stderr = last.get(f"{_VALIDATION}{judged}_stderr", math.inf)
     return RunSummary(
+        iterations=config.iterations,
         validation=tuple(_point(row) for row in validations),
         validation_stderr=stderr if math.isfinite(stderr) else None,
         wall_s=book.wall_s,
@@ -76,7 +78,10 @@ def summarise_run(config: RunConfig, book: RunBook, lora: Path | None) -> RunSum
 
 def _compare(book: RunBook) -> None:
     drawn = drawn_iterations(book.paths)
-    title = f"before and after {drawn[-1]} iterations"
+    if len(drawn) < 2:
+        return
+    since = "before" if drawn[0] == 0 else f"after {drawn[0]}"
+    title = f"{since} and after {drawn[-1]} iterations"
     write_comparison(book.paths, before=drawn[0], after=drawn[-1], title=title)
 
 

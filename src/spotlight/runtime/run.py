@@ -65,7 +65,7 @@ def train(config: RunConfig, observer: Observer) -> RunResult:
     """
     clock = PhaseClock()
     if (summary := finished_summary(config)) is not None:
-        observer.note(f"finished before: {summary.validation[-1].iteration} iterations are trained")
+        observer.note(f"finished before: {summary.iterations} iterations are trained")
         return RunResult(config.runs_dir / config.name, summary, None, stopped=False)
     device = build.pick_device(config)
     prepare_process(device, config.deterministic)
@@ -155,7 +155,7 @@ def _drive(
             observer=observer,
             ranks=ranks,
             lease_size=config.rollout.batch_size * ranks.world,
-            grid=(config.evaluation.grid_prompts, config.evaluation.grid_images),
+            grid=config.evaluation.grid,
         )
     )
     clock.ready()

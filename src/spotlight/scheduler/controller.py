@@ -227,7 +227,7 @@ class Controller:
         first = not last and explores is not None and explores.where is Explore.CRITICAL_PATH
         if not last and not first:
             work.issue_training(self.iteration, self.version)
-        if last or self.iteration % self.plan.evaluate_every == 0:
+        if self.plan.evaluation.is_due(self.iteration, self.plan.iterations):
             work.issue_evaluation(self.iteration, self.version)
         if self.iteration + 1 < self.plan.iterations:
             work.issue_early(self.iteration + 1, self.version)
@@ -326,7 +326,7 @@ class Controller:
         made = self.training.untrained - trainable if overlaps else 0
         backlog = Backlog(
             self.plan.rollout_steps,
-            self.plan.evaluation_steps,
+            self.plan.evaluation.steps,
             trainable,
             made,
             pace.train_s,

@@ -55,7 +55,7 @@ def evaluation_rollouts(
 ) -> Iterator[tuple[int, Prompt, Rollout]]:
     """The validation images of an iteration."""
     for slot, prompt in enumerate(prompts):
-        for member in range(plan.evaluation_images):
+        for member in range(plan.evaluation.images_per_prompt):
             # The same seeds at every evaluation AND in every run: curves differ only by the weights.
             seed = derive_seed(0, "eval", prompt.id, member)
             name = RolloutId(f"e{iteration:06d}-{slot:03d}-{member:03d}")
@@ -63,7 +63,7 @@ def evaluation_rollouts(
                 slot,
                 prompt,
                 Rollout(
-                    name, Purpose.EVAL, iteration, prompt.id, member, seed, plan.evaluation_steps, version
+                    name, Purpose.EVAL, iteration, prompt.id, member, seed, plan.evaluation.steps, version
                 ),
             )
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from spotlight.config.evaluation import EvaluationConfig
 from spotlight.scheduler.exploration.arms import Arm, arm_grid
 from spotlight.scheduler.exploration.budget import PreviewCosts
 from spotlight.scheduler.exploration.selection import SelectionPolicy
@@ -158,7 +159,7 @@ class Plan:
     Attributes:
         ranks: learner ranks; every rank must train equally many samples.
         micro_batch_size: samples of one forward/backward over all ranks: a multiple of ``ranks``.
-        evaluate_every: iterations between evaluations; the start and the end are always evaluated.
+        evaluation: when the held-out prompts are rolled out, and with how many images and steps.
         max_drop_share: the run stops when a larger share of an iteration's samples cannot be scored;
             None stops at the first.
         cluster: nothing a driver without nodes ever uses.
@@ -171,9 +172,7 @@ class Plan:
     prompts_per_iteration: int
     group_size: int
     rollout_steps: int
-    evaluation_steps: int
-    evaluation_images: int
-    evaluate_every: int
+    evaluation: EvaluationConfig
     updates_per_batch: int
     micro_batch_size: int
     checkpoint_every: int

@@ -46,13 +46,15 @@ class RunSummary:
     """The keys of ``summary.json``.
 
     Attributes:
-        validation: in order of the iterations.
+        iterations: trained.
+        validation: in order of the iterations; empty where the run was never evaluated.
         validation_stderr: standard error of the last validation's mean score (strict where there is one);
-            None where a single picture was judged.
+            None where a single picture was judged, or none.
         wall_s: seconds of work on the run, all attempts together.
         lora: where the adapter lies, relative to the run directory; None where none was exported.
     """
 
+    iterations: int
     validation: tuple[ValidationPoint, ...]
     validation_stderr: float | None
     wall_s: float
@@ -86,8 +88,11 @@ def read_summary(path: Path) -> RunSummary:
     try:
         fields = json.loads(path.read_bytes())
         samples = fields.pop("samples")
+        validation = tuple(ValidationPoint(**point) for point in fields.pop("validation"))
+        if "iterations" not in fields:  # an older summary: every run ended with an evaluation
+            fields["iterations"] = validation[-1].iteration
         return RunSummary(
-            validation=tuple(ValidationPoint(**point) for point in fields.pop("validation")),
+            validation=validation,
             gpu_seconds_by_phase={
                 Phase(phase): seconds for phase, seconds in fields.pop("gpu_seconds_by_phase").items()
             },
@@ -100,5 +105,5 @@ def read_summary(path: Path) -> RunSummary:
         )
     except FileNotFoundError as error:
         raise StoreError(f"{path}: no summary here; the run has not come to its end yet.") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise StoreError(f"{path}: not a summary of a run ({error!r}).") from error

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 
 from spotlight.config.errors import ConfigError, Problem
+from spotlight.config.evaluation import NO_EVALUATION, EvaluationConfig
 from spotlight.config.exploration import deepest_pool
 from spotlight.fleet.traces.generator import TraceSpec, generate
 from spotlight.fleet.traces.trace import Trace, TraceEvent, TraceEventKind
@@ -136,9 +137,9 @@ def scenario_of(prepared: Prepared, strategy: Strategy, *, timelines: bool = Fal
         prompts_per_iteration=work.prompts,
         group_size=work.group_size,
         rollout_steps=work.steps,
-        evaluation_steps=test.steps if test else 1,
-        evaluation_images=test.images_per_prompt if test else 1,
-        evaluate_every=test.every if test else file.run.iterations,
+        evaluation=NO_EVALUATION
+        if test is None
+        else EvaluationConfig(every=test.every, images_per_prompt=test.images_per_prompt, steps=test.steps),
         updates_per_batch=work.updates_per_batch,
         micro_batch_size=ranks * work.micro_batch_per_gpu,
         checkpoint_every=work.checkpoint_every,
