@@ -187,7 +187,7 @@ def test_without_held_out_prompts_a_run_still_ends() -> None:
 @pytest.mark.parametrize(("at_start", "at_end"), [(True, False), (False, True), (False, False)])
 def test_evaluations_at_start_and_end_can_be_left_out(at_start: bool, at_end: bool) -> None:
     evaluation = EvaluationConfig(steps=3, images_per_prompt=2, every=0, at_start=at_start, at_end=at_end)
-    plan = replace(PLAN, evaluation=evaluation)
+    plan = dataclasses.replace(PLAN, evaluation=evaluation)
     run = Run(plan)
     assert run.until(FinishRun) == FinishRun(None)
     reported = [effect.iteration for effect in run.log if isinstance(effect, ReportEvaluation)]

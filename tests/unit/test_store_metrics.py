@@ -124,7 +124,7 @@ def test_summary_round_trips_under_its_public_keys(tmp_path: Path) -> None:
     fields = json.loads(path.read_text())
     assert set(fields) == {
         "validation", "validation_stderr", "wall_s", "gpu_seconds_by_phase", "cost_usd", "samples", "lora",
-        "run_seed",
+        "run_seed", "iterations",
     }  # fmt: skip
     assert fields["samples"] == {"issued": 1930, "trained": 1920, "dropped": {"group_too_small": 10}}
     assert fields["validation"][0] == {
