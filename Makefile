@@ -47,20 +47,20 @@ format: env ## Repair what ruff can
 	$(BIN)/ruff format .
 
 bench: env ## Compare rollouts with the pipeline, training steps with a plain loop, timesteps per pass, regroups with restarts
-	$(BIN)/python benchmarks/rollout_loop.py --json build/rollout_loop.json
-	$(BIN)/python benchmarks/training_step.py --json build/training_step.json
-	$(BIN)/python benchmarks/timesteps_per_pass.py --json build/timesteps_per_pass.json
-	$(BIN)/python benchmarks/regroup.py --json build/regroup.json
-	$(BIN)/python benchmarks/newcomer.py --json build/newcomer.json
-	$(BIN)/python benchmarks/commit_overhead.py --json build/commit.json
-	$(BIN)/python benchmarks/cheap_previews.py --json build/cheap_previews.json
+	$(BIN)/python -m benchmarks.rollout_loop --json build/rollout_loop.json
+	$(BIN)/python -m benchmarks.training_step --json build/training_step.json
+	$(BIN)/python -m benchmarks.timesteps_per_pass --json build/timesteps_per_pass.json
+	$(BIN)/python -m benchmarks.regroup --json build/regroup.json
+	$(BIN)/python -m benchmarks.new_worker --json build/new_worker.json
+	$(BIN)/python -m benchmarks.commit_overhead --json build/commit.json
+	$(BIN)/python -m benchmarks.cheap_previews --json build/cheap_previews.json
 
 SEEDS ?= 300
 simulate-faults: env ## Run the controller through SEEDS simulated faulty runs (300), e.g. SEEDS=10000
 	$(BIN)/python -m tests.simulation.check --seeds $(SEEDS) --jobs $$(nproc)
 
 soak: env ## Half an hour of training under SIGKILL and SIGSTOP on a local cluster, then the audit
-	$(BIN)/python benchmarks/soak.py --json build/soak.json
+	$(BIN)/python -m benchmarks.soak --json build/soak.json
 
 docs: env ## Generate the reference pages from the sources
 	$(BIN)/python scripts/make_reference.py

@@ -10,7 +10,7 @@ from itertools import product
 
 from rich.table import Table
 
-from _exploration_settings import REWARD, SUCCESS, Sizes, Tree
+from benchmarks._exploration_settings import REWARD, SUCCESS, Sizes, Tree
 from spotlight.scheduler.exploration.fidelity import hit_rate, kendall_tau, spearman_rho
 from spotlight.scheduler.exploration.selection import (
     SelectionPolicy,

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.table import Table
 
-from _measure import machine, wide_console
-from _saboteur import tally
+from benchmarks._measure import machine, wide_console
+from benchmarks._process_faults import tally
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.history import read_history
 from spotlight.store.metrics import read_metrics
@@ -25,7 +25,7 @@ from spotlight.store.run_directory import RunPaths
 from spotlight.store.store_errors import StoreError
 
 if TYPE_CHECKING:
-    from soak import Soak
+    from benchmarks.soak import Soak
 
 BILLING_TOLERANCE = 0.01
 
@@ -34,8 +34,8 @@ def collect(soak: Soak) -> dict[str, Any]:
     """Everything that is told; adds what the ledger has against the run to the violations."""
     took_s = time.monotonic() - soak.began_s
     ledger = _ledger(soak)
-    if soak.saboteur.kills < soak.kills:
-        soak.violations.append(f"{soak.saboteur.kills} were killed; expected {soak.kills}")
+    if soak.injector.kills < soak.kills:
+        soak.violations.append(f"{soak.injector.kills} were killed; expected {soak.kills}")
     progress = soak.progress
     return {
         "benchmark": "soak",
@@ -45,10 +45,10 @@ def collect(soak: Soak) -> dict[str, Any]:
         "seed": soak.seed,
         "directory": str(soak.run_directory),
         "took_s": round(took_s, 1),
-        "killed": soak.saboteur.kills,
+        "killed": soak.injector.kills,
         "done": {
             name: {"killed": own, "killed by the trace": trace, "stopped": stopped}
-            for name, own, trace, stopped in tally(soak.saboteur.deeds)
+            for name, own, trace, stopped in tally(soak.injector.deeds)
         },
         "heads": len(soak.heads),
         "steps": {
@@ -61,7 +61,7 @@ def collect(soak: Soak) -> dict[str, Any]:
         "stopping_s": round(soak.stopping_s, 1),
         "ledger": ledger,
         "violations": soak.violations,
-        "deeds": [asdict(deed) for deed in soak.saboteur.deeds],
+        "deeds": [asdict(deed) for deed in soak.injector.deeds],
     }
 
 

@@ -1,6 +1,6 @@
 """What cheaper previews cost and how well they rank: fewer steps, reused blocks, half precision.
 
-    python benchmarks/cheap_previews.py --json cheap-previews.json
+    python -m benchmarks.cheap_previews --json cheap-previews.json
 
 Rollouts of the testbed as it is shipped, and previews of the same seeds with the same weights: what a preview
 misses it misses by its own shortcut. Prompt by prompt, all settings take turns; Kendall's tau (tau-b) is
@@ -28,7 +28,7 @@ import typer
 from numpy.typing import NDArray
 from rich.table import Table
 
-from _measure import CLOCK_HELP, Clock, machine, ratio, take_turns, wide_console
+from benchmarks._measure import CLOCK_HELP, Clock, machine, ratio, take_turns, wide_console
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
 from spotlight.models.family import Condition

@@ -1,7 +1,7 @@
 """How fast the cluster is simulated, how that grows with it, and what the pull queue does a second.
 
-    python benchmarks/cluster_scale.py
-    python benchmarks/cluster_scale.py --gpus 12 --gpus 1000 --work image --hours 1 --json out.json
+    python -m benchmarks.cluster_scale
+    python -m benchmarks.cluster_scale --gpus 12 --gpus 1000 --work image --hours 1 --json out.json
 
 Every size does the same work per GPU: nodes of eight, a fifth of the GPUs reserved, the others spot nodes
 that stay eight hours on average. ``video``: HunyuanVideo at 1280x720, one rollout a quarter of an hour;

@@ -1,7 +1,7 @@
 """What a progress commit costs, as a share of the denoising step that it follows.
 
-    python benchmarks/commit_overhead.py
-    python benchmarks/commit_overhead.py --megabytes 1.6 --batch 16 --rounds 100 --json build/commit.json
+    python -m benchmarks.commit_overhead
+    python -m benchmarks.commit_overhead --megabytes 1.6 --batch 16 --rounds 100 --json build/commit.json
 
 A commit is what a worker does after a step: it packs the state of every rollout (latents, those kept for
 training, text embeddings), and delivers them to the keeper, an actor in another process, over a real Ray on
@@ -42,7 +42,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from _measure import machine, wide_console
+from benchmarks._measure import machine, wide_console
 from spotlight.cluster.blobs.keeper_actor import start_keeper
 from spotlight.diffusion.samplers import ODE
 from spotlight.models.family import Condition, ImageSize

@@ -1,10 +1,10 @@
 """The demo's learning curve over several run seeds, and where its time goes.
 
-    python benchmarks/demo_seeds.py --json demo_seeds.json
-    python benchmarks/demo_seeds.py --seeds 3 iterations=20 learner.learning_rate=5e-4
-    python benchmarks/demo_seeds.py --runs-dir runs/preempted fleet.driver=ray \\
+    python -m benchmarks.demo_seeds --json demo_seeds.json
+    python -m benchmarks.demo_seeds --seeds 3 iterations=20 learner.learning_rate=5e-4
+    python -m benchmarks.demo_seeds --runs-dir runs/preempted fleet.driver=ray \\
         fleet.spot.trace=minute fleet.drain_margin_s=2
-    python benchmarks/demo_seeds.py --seeds 1 --config examples/testbed-full.yaml \\
+    python -m benchmarks.demo_seeds --seeds 1 --config examples/testbed-full.yaml \\
         --config examples/testbed-flow-grpo.yaml 'data.tags=[counting]' iterations=30
 
 Runs the embedded default of ``spotlight train``, or each configuration named, once a seed, one after the
@@ -30,7 +30,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from _measure import machine
+from benchmarks._measure import machine
 from spotlight.report.record import RunRecord, read_run
 from spotlight.store.run_summary import read_summary
 

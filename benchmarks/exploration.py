@@ -1,9 +1,9 @@
 """Seed exploration, measured: how well previews rank, what contrast they bring, whether learning gains, and
 what it does for spot slots that would idle.
 
-    python benchmarks/exploration.py --json exploration.json
-    python benchmarks/exploration.py --json exploration.json --part curves --seeds 8
-    python benchmarks/exploration.py --json sde.json --seeds-per-prompt 48 --preview-steps 10 \\
+    python -m benchmarks.exploration --json exploration.json
+    python -m benchmarks.exploration --json exploration.json --part curves --seeds 8
+    python -m benchmarks.exploration --json sde.json --seeds-per-prompt 48 --preview-steps 10 \\
         algorithm.name=flow-grpo rollout.sampler=flow-sde learner.learning_rate=1e-3
 
 Parts (results of those that are in the file already are not made again, so a run may be interrupted):
@@ -41,11 +41,11 @@ import torch
 import typer
 from rich.console import Console
 
-from _exploration_curves import curve_figures, curve_tables
-from _exploration_figures import condition_rows, fidelity_rows, table_of, variance_rows
-from _exploration_lab import Weights, laboratory
-from _exploration_settings import CONDITIONS, KINDS, STRATEGY, Sizes, Tree
-from _measure import machine, wide_console
+from benchmarks._exploration_curves import curve_figures, curve_tables
+from benchmarks._exploration_figures import condition_rows, fidelity_rows, table_of, variance_rows
+from benchmarks._exploration_lab import Weights, laboratory
+from benchmarks._exploration_settings import CONDITIONS, KINDS, STRATEGY, Sizes, Tree
+from benchmarks._measure import machine, wide_console
 from spotlight.planning.compare import SimulationTask, run_task
 from spotlight.planning.scenarios.prepare import prepare
 from spotlight.planning.scenarios.scenario_load import build_scenario

@@ -1,8 +1,8 @@
 """What overlapping generation and training brings, switch by switch, beside the ceiling of any overlap.
 
-    python benchmarks/pipeline.py --json pipeline.json
-    python benchmarks/pipeline.py --part ray --seeds 1 --mode synchronous --mode +GAP --runs-dir runs/pipeline
-    python benchmarks/pipeline.py --part simulator --model Wan2.1 --gpus 32 --steps 40 --fraction 0.6
+    python -m benchmarks.pipeline --json pipeline.json
+    python -m benchmarks.pipeline --part ray --seeds 1 --mode synchronous --mode +GAP --runs-dir runs/pipeline
+    python -m benchmarks.pipeline --part simulator --model Wan2.1 --gpus 32 --steps 40 --fraction 0.6
 
 ``--part ray``: the real Ray driver on CPU slots of this machine; see ``_pipeline_ray.py``. Runs that are
 finished already are read, not repeated. Extra arguments are overrides of all its runs.
@@ -20,9 +20,9 @@ from typing import Annotated
 import torch
 import typer
 
-from _measure import machine
-from _pipeline_ray import run_ray
-from _pipeline_simulator import MODELS, Setting, run_simulator
+from benchmarks._measure import machine
+from benchmarks._pipeline_ray import run_ray
+from benchmarks._pipeline_simulator import MODELS, Setting, run_simulator
 
 
 class Part(StrEnum):

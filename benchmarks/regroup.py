@@ -1,7 +1,7 @@
 """How long survivors of a killed rank need to denoise on, against starting a process anew.
 
-    python benchmarks/regroup.py
-    python benchmarks/regroup.py --degree 4 --rounds 100 --json build/regroup.json
+    python -m benchmarks.regroup
+    python -m benchmarks.regroup --degree 4 --rounds 100 --json build/regroup.json
 
 Each round kills a random rank of a working group with SIGKILL, at a random moment within a step, and measures
 both remedies, one after the other, on the same machine in the same minute:
@@ -40,8 +40,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from _measure import machine, wide_console
-from _regroup_worker import PROMPT, Lost, Ran, serve
+from benchmarks._measure import machine, wide_console
+from benchmarks._regroup_worker import PROMPT, Lost, Ran, serve
 from spotlight.models.qwen_image import QwenImage
 from spotlight.rollout.sequence_parallel import rendezvous
 from spotlight.scheduler.cluster.placement import form_groups

@@ -1,7 +1,7 @@
 """Our rollout loop against ``QwenImagePipeline.__call__``: same modules, latents, embeddings and steps.
 
-    python benchmarks/rollout_loop.py
-    python benchmarks/rollout_loop.py --device cuda --dtype bfloat16 --pipeline Qwen/Qwen-Image --height 512
+    python -m benchmarks.rollout_loop
+    python -m benchmarks.rollout_loop --device cuda --dtype bfloat16 --pipeline Qwen/Qwen-Image --height 512
 
 Ours includes drawing the initial noise (counter-based; the pipeline is handed the latents) and, with
 decoding, rounding to bytes and copying x0 to the host. In the column ``LoRA`` ours runs a second copy of the
@@ -25,7 +25,7 @@ from diffusers import QwenImagePipeline
 from diffusers.utils import logging as diffusers_logging
 from torch import Tensor, nn
 
-from _measure import CLOCK_HELP, Clock, Report, Row, ratio, take_turns, wide_console
+from benchmarks._measure import CLOCK_HELP, Clock, Report, Row, ratio, take_turns, wide_console
 from spotlight.diffusion.samplers import ODE
 from spotlight.models.family import Condition, ImageSize
 from spotlight.models.peft_layers import LoraSpec

@@ -1,10 +1,10 @@
 """A training run under fire: is everything accounted for, and does it get on, when anything may die any time?
 
-    python benchmarks/soak.py --json soak.json
-    python benchmarks/soak.py --kills 12 --minutes 4 --seed 3 fleet.learner_ranks=2
+    python -m benchmarks.soak --json soak.json
+    python -m benchmarks.soak --kills 12 --minutes 4 --seed 3 fleet.learner_ranks=2
 
 Starts ``spotlight train`` on a cluster of this machine whose spot nodes come, get notices (some) and are
-killed by a trace made from the seed. Beside it, a saboteur kills (SIGKILL) or stops (SIGSTOP, later SIGCONT)
+killed by a trace made from the seed. Beside it, a injector kills (SIGKILL) or stops (SIGSTOP, later SIGCONT)
 workers, reward processes, node agents, learner ranks, whole nodes, the head, and the head with all else on
 its node; after the last two the same command is started again. When enough was killed, or time is nearly up,
 the run is left alone until its next optimizer step, stopped by SIGTERM, and audited.
@@ -34,8 +34,8 @@ from typing import Annotated
 
 import typer
 
-from _saboteur import MARK, Kind, Saboteur, end, processes_of
-from _soak_result import collect, show
+from benchmarks._process_faults import MARK, ProcessFaultInjector, TargetKind, end, processes_of
+from benchmarks._soak_result import collect, show
 from spotlight.cli.exit_codes import EXIT_INTERRUPTED
 from spotlight.cluster.local import guard
 from spotlight.fleet.traces.generator import TraceSpec, generate
@@ -93,7 +93,7 @@ def main(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value for the run.")] = None,
     kills: Annotated[int, typer.Option(min=1, help="Until so many were killed.")] = 120,
     minutes: Annotated[float, typer.Option(min=0.5, help="At most, from start to audit.")] = 29.0,
-    seed: Annotated[int, typer.Option(help="Of the trace, and of what the saboteur does.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the trace, and of what the injector does.")] = 0,
     patience: Annotated[float, typer.Option(help="Longest time without an optimizer step, s.")] = 300.0,
     slots: Annotated[list[int] | None, typer.Option(help="Of spot nodes, once a place: 2 and 1.")] = None,
     runs_dir: Annotated[Path | None, typer.Option(help="New directory for the run.")] = None,
@@ -138,8 +138,8 @@ class Progress:
     made: int = 0
     last_s: float | None = None
     longest_s: float = 0.0
-    waiting: list[tuple[Kind, float]] = field(default_factory=list)
-    waited_s: dict[Kind, list[float]] = field(default_factory=dict)
+    waiting: list[tuple[TargetKind, float]] = field(default_factory=list)
+    waited_s: dict[TargetKind, list[float]] = field(default_factory=dict)
     undone: int = 0
     _known: int = 0
 
@@ -166,7 +166,7 @@ class Progress:
 
 
 class Soak:
-    """One run, its saboteur, and what is wrong with them.
+    """One run, its injector, and what is wrong with them.
 
     Attributes:
         violations: broken promises, in words.
@@ -188,7 +188,7 @@ class Soak:
         self.kills, self.limit_s, self.seed = kills, limit_s, seed
         self.slots, self.overrides = tuple(slots), list(overrides)
         self.began_s = time.monotonic()
-        self.saboteur = Saboteur(secrets.token_hex(8), seed, self.began_s)
+        self.injector = ProcessFaultInjector(secrets.token_hex(8), seed, self.began_s)
         self.progress = Progress(RunPaths(self.run_directory).ledger, patience_s)
         self.violations: list[str] = []
         self.heads: list[str] = []
@@ -212,7 +212,7 @@ class Soak:
         self._start()
         ending_s = self.began_s + self.limit_s - min(ENDING_MOST_S, 0.3 * self.limit_s)
         next_s: float | None = None
-        while self.saboteur.kills < self.kills and time.monotonic() < ending_s:
+        while self.injector.kills < self.kills and time.monotonic() < ending_s:
             if not self._turn():
                 return
             if self.progress.made and (next_s is None or time.monotonic() >= next_s):
@@ -223,7 +223,7 @@ class Soak:
 
     def clean_up(self) -> None:
         """End what is left, whatever happened."""
-        end(lambda: processes_of(self.saboteur.mark))
+        end(lambda: processes_of(self.injector.mark))
         if self._head is not None:
             self._head.wait()
         guard.sweep(_base())
@@ -231,7 +231,7 @@ class Soak:
     def _pause_s(self, ending_s: float) -> float:
         """Until the next deed: soon enough that as many are killed as asked for."""
         left_s = max(0.0, ending_s - time.monotonic())
-        mean_s = 0.6 * left_s / max(1, self.kills - self.saboteur.kills)
+        mean_s = 0.6 * left_s / max(1, self.kills - self.injector.kills)
         return min(self._pace.expovariate(1 / max(mean_s, 0.1)), 3 * mean_s)
 
     def _start(self) -> None:
@@ -243,7 +243,7 @@ class Soak:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=os.environ | {MARK: self.saboteur.mark},
+                env=os.environ | {MARK: self.injector.mark},
                 start_new_session=True,
             )
         self.heads.append(guard.owner_of(self._head.pid))
@@ -255,9 +255,9 @@ class Soak:
         time.sleep(LOOK_S)
         if (status := self._head.poll()) is not None:
             self._broken(f"head {len(self.heads)} ended by itself with status {status}; see train.log")
-            self.saboteur.head_is_gone()
+            self.injector.head_is_gone()
             return False
-        self.saboteur.watch()
+        self.injector.watch()
         if self.progress.look():
             self._since_s = time.monotonic()
         elif (without_s := time.monotonic() - self._since_s) > self.progress.patience_s:
@@ -267,23 +267,23 @@ class Soak:
 
     def _act(self) -> None:
         assert self._head is not None
-        killed = self.saboteur.act(self._head.pid, recovered=not self.progress.waiting)
-        if killed in (Kind.HEAD, Kind.HEAD_NODE):
+        killed = self.injector.act(self._head.pid, recovered=not self.progress.waiting)
+        if killed in (TargetKind.HEAD, TargetKind.HEAD_NODE):
             self._restart()
-        if killed in (Kind.HEAD, Kind.HEAD_NODE, Kind.LEARNER):
+        if killed in (TargetKind.HEAD, TargetKind.HEAD_NODE, TargetKind.LEARNER):
             self.progress.waiting.append((killed, time.monotonic()))
 
     def _restart(self) -> None:
         assert self._head is not None
         self._head.wait()
-        self.saboteur.head_is_gone()
+        self.injector.head_is_gone()
         self._expect_gone(f"of head {len(self.heads)}, which was killed")
         self._start()
 
     def _stop(self) -> None:
         """In peace, the run gets on by itself, and ends when it is told to."""
         assert self._head is not None
-        self.saboteur.wake_all()
+        self.injector.wake_all()
         before = self.progress.made
         while self.progress.made == before:
             if not self._turn():
@@ -303,7 +303,7 @@ class Soak:
 
     def _expect_gone(self, of: str) -> None:
         began_s = time.monotonic()
-        while left := processes_of(self.saboteur.mark):
+        while left := processes_of(self.injector.mark):
             if time.monotonic() - began_s > GONE_S:
                 names = "; ".join(f"{process.pid} {process.title[:60]}" for process in left)
                 self._broken(f"processes {of}, are left after {GONE_S:g} s: {names}")

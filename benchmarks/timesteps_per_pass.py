@@ -1,7 +1,7 @@
 """Several training timesteps in one pass against one after the other, on one rank or sharded over several.
 
-    python benchmarks/timesteps_per_pass.py
-    torchrun --nproc-per-node 2 benchmarks/timesteps_per_pass.py --clock wall
+    python -m benchmarks.timesteps_per_pass
+    torchrun --nproc-per-node 2 -m benchmarks.timesteps_per_pass --clock wall
 
 All contestants train the same samples at the same timesteps; before timing, their gradient norms are
 compared. The memory column is the peak of one micro-batch on the first rank, in the contestants' order;
@@ -20,7 +20,8 @@ import torch
 import typer
 from diffusers.utils import logging as diffusers_logging
 
-from _measure import CLOCK_HELP, Clock, Report, Row, ratio, take_turns, wide_console
+from benchmarks._measure import CLOCK_HELP, Clock, Report, Row, ratio, take_turns, wide_console
+from benchmarks.training_step import PROMPTS, TIMESTEPS, Mode, made_now, make_learner, ours, roll_out
 from spotlight.models.family import Condition, ImageSize
 from spotlight.models.qwen_image import QwenImage
 from spotlight.runtime.build.process_setup import prepare_process
@@ -28,7 +29,6 @@ from spotlight.testbed import PIPELINE_DIR
 from spotlight.training.device_memory import measure_peak
 from spotlight.training.learner import Learner, TrainingSample
 from spotlight.training.sharding import Ranks, process_group
-from training_step import PROMPTS, TIMESTEPS, Mode, made_now, make_learner, ours, roll_out
 
 SIZE = ImageSize(32, 32)
 

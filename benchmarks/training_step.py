@@ -1,7 +1,7 @@
 """Our learner's optimizer step against a plain PyTorch loop of the same passes.
 
-    python benchmarks/training_step.py
-    python benchmarks/training_step.py --algorithm diffusion-nft --mode lora --samples 64 --micro-batch 64
+    python -m benchmarks.training_step
+    python -m benchmarks.training_step --algorithm diffusion-nft --mode lora --samples 64 --micro-batch 64
 
 Both make the same number of forwards and backwards over the same samples, with the same LoRA (peft) and
 the same fused AdamW; the plain loop switches weights through diffusers' public ``set_adapter`` and has its
@@ -24,7 +24,7 @@ from peft import LoraConfig
 from rich.console import Console
 from torch import Tensor, nn
 
-from _measure import CLOCK_HELP, Clock, Report, Row, ratio, take_turns, wide_console
+from benchmarks._measure import CLOCK_HELP, Clock, Report, Row, ratio, take_turns, wide_console
 from spotlight.algorithms import Algorithm, TrainBatch, build_algorithm
 from spotlight.algorithms.advantages import advantages
 from spotlight.algorithms.forward_process import noised

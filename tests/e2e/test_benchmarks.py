@@ -13,20 +13,19 @@ from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
+from benchmarks import (
+    _measure,
+    _process_faults,
+    cheap_previews,
+    commit_overhead,
+    new_worker,
+    regroup,
+    rollout_loop,
+    soak,
+    training_step,
+)
 from torch import Tensor
 
-import _measure
-import _saboteur
-import cheap_previews
-import commit_overhead
-import newcomer
-import regroup
-import rollout_loop
-import soak
-import training_step
 from spotlight.algorithms.algorithm import TrainBatch
 from spotlight.fleet.traces.trace import TraceEventKind
 
@@ -172,27 +171,27 @@ def test_a_commits_cost_is_told_as_a_share_of_steps(
 
 
 @pytest.mark.slow  # every round starts three processes
-def test_newcomers_get_the_same_weights_from_a_peer_and_from_disk(
+def test_new_workers_get_the_same_weights_from_a_peer_and_from_disk(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "newcomer.json"
-    newcomer.main(megabytes=0, rounds=2, json=path)
+    path = tmp_path / "new_worker.json"
+    new_worker.main(megabytes=0, rounds=2, json=path)
     assert "peer / disk, cached" in " ".join(capsys.readouterr().out.split())
     (row,) = json.loads(path.read_text())["rows"]
-    assert tuple(row["seconds"]) == newcomer.WAYS
+    assert tuple(row["seconds"]) == new_worker.WAYS
     for taken in row["seconds"].values():
         assert len(taken) == 2
         for phases in taken:
-            start, model, total = (phases[name] for name in newcomer.PHASES)
+            start, model, total = (phases[name] for name in new_worker.PHASES)
             assert start + model == pytest.approx(total)
 
 
 def test_the_larger_model_is_as_large_as_said(tmp_path: Path) -> None:
-    newcomer.write_synthetic(tmp_path / "model", 200)
-    files = newcomer.weight_files(tmp_path / "model")
+    new_worker.write_synthetic(tmp_path / "model", 200)
+    files = new_worker.weight_files(tmp_path / "model")
     assert sum(path.stat().st_size for path in files) == pytest.approx(200e6, rel=0.25)
-    newcomer.read_whole(files)
-    assert 0 <= newcomer.drop_from_cache(files) <= 1
+    new_worker.read_whole(files)
+    assert 0 <= new_worker.drop_from_cache(files) <= 1
 
 
 def test_the_soaks_trace_is_the_seeds_and_tells_of_some_ends() -> None:
@@ -204,18 +203,18 @@ def test_the_soaks_trace_is_the_seeds_and_tells_of_some_ends() -> None:
     assert {event.gpus for event in trace.events} == {1, 2}
 
 
-def test_a_saboteur_meets_only_its_own_and_only_while_they_live() -> None:
+def test_the_injector_meets_only_its_own_and_only_while_they_live() -> None:
     sleeper = [sys.executable, "-c", "import time; time.sleep(60)"]
     with (
-        subprocess.Popen(sleeper, env=os.environ | {_saboteur.MARK: "ours"}) as ours,
-        subprocess.Popen(sleeper, env=os.environ | {_saboteur.MARK: "theirs"}) as theirs,
+        subprocess.Popen(sleeper, env=os.environ | {_process_faults.MARK: "ours"}) as ours,
+        subprocess.Popen(sleeper, env=os.environ | {_process_faults.MARK: "theirs"}) as theirs,
     ):
         try:
-            while not (found := _saboteur.processes_of("ours")):
+            while not (found := _process_faults.processes_of("ours")):
                 time.sleep(0.01)
             assert [process.pid for process in found] == [ours.pid]
             assert found[0].send(signal.SIGSTOP)
-            assert _saboteur.end(lambda: _saboteur.processes_of("ours")) == []
+            assert _process_faults.end(lambda: _process_faults.processes_of("ours")) == []
             assert ours.wait() == -signal.SIGKILL
             assert not found[0].send(signal.SIGKILL)
             assert theirs.poll() is None
@@ -225,17 +224,18 @@ def test_a_saboteur_meets_only_its_own_and_only_while_they_live() -> None:
 
 
 def test_ray_processes_are_known_by_their_titles() -> None:
-    def kind(title: str) -> _saboteur.Kind | None:
-        return _saboteur.Process(1, "1", title, 1).kind
+    def kind(title: str) -> _process_faults.TargetKind | None:
+        return _process_faults.Process(1, "1", title, 1).kind
 
-    assert kind("ray::WorkerActor.watch") is _saboteur.Kind.WORKER
-    assert kind("ray::LearnerActor") is _saboteur.Kind.LEARNER
-    assert kind("ray::NodeAgent.notices") is _saboteur.Kind.AGENT
+    assert kind("ray::WorkerActor.watch") is _process_faults.TargetKind.WORKER
+    assert kind("ray::LearnerActor") is _process_faults.TargetKind.LEARNER
+    assert kind("ray::NodeAgent.notices") is _process_faults.TargetKind.AGENT
     assert (
-        kind("/bin/python -P -u -c from spotlight.rewards.reward_worker import main") is _saboteur.Kind.REWARD
+        kind("/bin/python -P -u -c from spotlight.rewards.reward_worker import main")
+        is _process_faults.TargetKind.REWARD
     )
     assert kind("ray::KeeperActor.take") is None  # it dies with the head's node
-    assert _saboteur.Process(1, "1", "/lib/ray/core/src/ray/raylet/raylet --a=/b", 1).is_raylet
+    assert _process_faults.Process(1, "1", "/lib/ray/core/src/ray/raylet/raylet --a=/b", 1).is_raylet
 
 
 @pytest.mark.slow  # it starts a cluster, and waits for training on it

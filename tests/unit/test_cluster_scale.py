@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-
-PROGRAM = Path(__file__).parents[2] / "benchmarks" / "cluster_scale.py"
-
-
-@pytest.fixture(scope="module")
-def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("cluster_scale", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["cluster_scale"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+from benchmarks import cluster_scale as bench
 
 
 @pytest.mark.parametrize("gpus", [12, 1000, 10_000])
 @pytest.mark.parametrize("work", ["video", "image"])
-def test_every_size_has_its_gpus_and_as_much_work_for_each(bench: ModuleType, work: str, gpus: int) -> None:
+def test_every_size_has_its_gpus_and_as_much_work_for_each(work: str, gpus: int) -> None:
     file = bench.scaled(bench.Work(work), gpus, 1.0)
     pools = file.cluster.reserved, file.cluster.spot
     assert sum(pool.nodes * pool.gpus_per_node for pool in pools) == gpus
     assert file.samples / gpus == pytest.approx(bench.SAMPLES_PER_GPU[bench.Work(work)], rel=0.35)
 
 
-def test_it_measures_and_writes(
-    bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_measures_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "made" / "scale.json"
     bench.main(
         gpus=[12], work=[bench.Work.VIDEO], hours=2.0, operations=2000, clock=bench.Clock.WALL, json=path

@@ -6,16 +6,13 @@ import json
 import math
 import random
 import statistics
-import sys
 from pathlib import Path
 
 import pytest
+from benchmarks import _exploration_curves as lines
+from benchmarks import _exploration_figures as figures
+from benchmarks import exploration
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import _exploration_curves as lines
-import _exploration_figures as figures
-import exploration
 from spotlight.scheduler.exploration.selection import SelectionPolicy
 
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
+import itertools
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from benchmarks import _pipeline_ray as bench
 from hypothesis import given
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import itertools
-
-import _pipeline_ray as bench
 from spotlight.config.load import load_config
 from spotlight.scheduler.types import Phase
 

@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from dataclasses import asdict, replace
-from pathlib import Path
-from types import ModuleType
 
 import pytest
-
-PROGRAM = Path(__file__).parents[2] / "benchmarks" / "_pipeline_simulator.py"
-
-
-@pytest.fixture(scope="module")
-def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("_pipeline_simulator", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["_pipeline_simulator"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+from benchmarks import _pipeline_simulator as bench
 
 
-def test_the_ceiling_is_the_published_one(bench: ModuleType) -> None:
+def test_the_ceiling_is_the_published_one() -> None:
     prepared = bench.Setting("Wan2.1", 16, 8, 20, 0.4, True).prepared()
     both_s = bench.shortest_s(prepared, "disaggregated")
     overlapped_s = bench.shortest_s(prepared, "disaggregated+gap")
@@ -38,7 +22,7 @@ def test_the_ceiling_is_the_published_one(bench: ModuleType) -> None:
     assert bench.shortest_s(prepared, "all_on_demand") == pytest.approx(both_s / 2)
 
 
-def test_turns_take_time_and_are_not_taken_where_they_take_more_than_they_bring(bench: ModuleType) -> None:
+def test_turns_take_time_and_are_not_taken_where_they_take_more_than_they_bring() -> None:
     work = bench.Work(generation_gpu_s=80.0, training_s=4.0, turn_s=1.0, ranks=6, apart=2, rolling=8)
     assert work.overlapping_s(turns=0) == pytest.approx((80 + 6 * 4) / 8)
     assert work.overlapping_s(turns=2) == pytest.approx((80 + 6 * 6) / 8)
@@ -52,7 +36,7 @@ def test_turns_take_time_and_are_not_taken_where_they_take_more_than_they_bring(
 
 @pytest.mark.parametrize("model", ["FLUX.1", "HunyuanVideo"])
 def test_no_mode_beats_its_ceiling(
-    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
 ) -> None:
     chosen = ("colocated", "disaggregated", "+gap", "+gap+tsp+tag+tcss", "+tsp", "+tag")
     modes = {name: bench.MODES[name] for name in chosen}
@@ -72,7 +56,7 @@ def test_no_mode_beats_its_ceiling(
     assert f"{model}, 12 + 4 H100" in capsys.readouterr().out
 
 
-def test_settings_are_what_they_say(bench: ModuleType) -> None:
+def test_settings_are_what_they_say() -> None:
     setting = bench.Setting("Qwen-Image", 32, 24, 40, 0.6, False)
     file = setting.prepared().file
     assert file.cluster.reserved.nodes * file.cluster.reserved.gpus_per_node == 24

@@ -24,7 +24,7 @@ _PROC = Path("/proc")
 _SETTLE_S = 0.02
 
 
-class Kind(StrEnum):
+class TargetKind(StrEnum):
     """What is killed or stopped."""
 
     WORKER = "worker"
@@ -52,12 +52,12 @@ class Process:
     node: int | None
 
     @property
-    def kind(self) -> Kind | None:
+    def kind(self) -> TargetKind | None:
         """What kills of it alone are counted as; None: it is not killed alone."""
         for start, kind in _TITLES.items():
             if self.title.startswith(start):
                 return kind
-        return Kind.REWARD if "spotlight.rewards.reward_worker" in self.title else None
+        return TargetKind.REWARD if "spotlight.rewards.reward_worker" in self.title else None
 
     @property
     def is_raylet(self) -> bool:
@@ -77,9 +77,9 @@ class Process:
 
 
 _TITLES = {
-    "ray::WorkerActor": Kind.WORKER,
-    "ray::LearnerActor": Kind.LEARNER,
-    "ray::NodeAgent": Kind.AGENT,
+    "ray::WorkerActor": TargetKind.WORKER,
+    "ray::LearnerActor": TargetKind.LEARNER,
+    "ray::NodeAgent": TargetKind.AGENT,
 }
 
 
@@ -125,33 +125,33 @@ class Deed:
     Attributes:
         at_s: since the soak began.
         stopped_s: how long it was stopped; None: it was killed.
-        by: who did it: ``saboteur``, or the ``trace`` that the spot nodes follow.
+        by: who did it: ``injector``, or the ``trace`` that the spot nodes follow.
     """
 
     at_s: float
-    kind: Kind
+    kind: TargetKind
     what: str
     stopped_s: float | None = None
-    by: str = "saboteur"
+    by: str = "injector"
 
 
 KILLS = {
-    Kind.WORKER: 42.0, Kind.REWARD: 18.0, Kind.AGENT: 12.0, Kind.NODE: 8.0,
-    Kind.LEARNER: 10.0, Kind.HEAD: 5.0, Kind.HEAD_NODE: 5.0,
+    TargetKind.WORKER: 42.0, TargetKind.REWARD: 18.0, TargetKind.AGENT: 12.0, TargetKind.NODE: 8.0,
+    TargetKind.LEARNER: 10.0, TargetKind.HEAD: 5.0, TargetKind.HEAD_NODE: 5.0,
 }  # fmt: skip
 """How often each is killed, relative to the others."""
 STOPS = {
-    Kind.WORKER: 40.0, Kind.REWARD: 14.0, Kind.AGENT: 10.0, Kind.NODE: 14.0,
-    Kind.LEARNER: 14.0, Kind.HEAD: 8.0,
+    TargetKind.WORKER: 40.0, TargetKind.REWARD: 14.0, TargetKind.AGENT: 10.0, TargetKind.NODE: 14.0,
+    TargetKind.LEARNER: 14.0, TargetKind.HEAD: 8.0,
 }  # fmt: skip
 SHORT_S = (0.5, 5.0)
 """A stop that nobody should mind."""
 LONG_S = {
-    Kind.WORKER: (8.0, 25.0), Kind.REWARD: (10.0, 25.0), Kind.AGENT: (20.0, 40.0),
-    Kind.NODE: (10.0, 30.0), Kind.LEARNER: (10.0, 70.0), Kind.HEAD: (5.0, 15.0),
+    TargetKind.WORKER: (8.0, 25.0), TargetKind.REWARD: (10.0, 25.0), TargetKind.AGENT: (20.0, 40.0),
+    TargetKind.NODE: (10.0, 30.0), TargetKind.LEARNER: (10.0, 70.0), TargetKind.HEAD: (5.0, 15.0),
 }  # fmt: skip
 """A stop beyond heartbeats, leases, answers, and what Ray waits for a silent node."""
-DISRUPTIVE = frozenset({Kind.LEARNER, Kind.HEAD, Kind.HEAD_NODE})
+DISRUPTIVE = frozenset({TargetKind.LEARNER, TargetKind.HEAD, TargetKind.HEAD_NODE})
 """After which the run goes back to its last checkpoint."""
 STOP_SHARE = 0.25
 LONG_SHARE = 0.6
@@ -160,7 +160,7 @@ DOUBLE_SHARE = 0.15
 
 
 @dataclass(slots=True)
-class Saboteur:
+class ProcessFaultInjector:
     """Does things to one run; draws from ``seed`` what and to whom, as far as the run lets it foresee.
 
     Attributes:
@@ -177,14 +177,14 @@ class Saboteur:
     _touched: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._draw = random.Random(f"{self.seed}/saboteur")
+        self._draw = random.Random(f"{self.seed}/injector")
 
     @property
     def kills(self) -> int:
         """Kills so far, the trace's included."""
         return sum(deed.stopped_s is None for deed in self.deeds)
 
-    def act(self, head: int, recovered: bool) -> Kind | None:
+    def act(self, head: int, recovered: bool) -> TargetKind | None:
         """Kill or stop something. Returns the kind if that was a kill.
 
         Args:
@@ -220,9 +220,9 @@ class Saboteur:
         for number in self._nodes - raylets:
             # One that was stopped may have been given up by Ray instead: that is no kill.
             if number not in self._touched:
-                self._note(Kind.NODE, f"node {number}", by="trace")
+                self._note(TargetKind.NODE, f"node {number}", by="trace")
         # Without an agent a node is still coming up, and may fail to.
-        usable = {process.node for process in everything if process.kind is Kind.AGENT and process.node}
+        usable = {process.node for process in everything if process.kind is TargetKind.AGENT and process.node}
         self._nodes = (self._nodes | usable) & raylets
 
     def wake_all(self) -> None:
@@ -237,9 +237,9 @@ class Saboteur:
         self._touched.clear()
         self._asleep.clear()
 
-    def _victims(self, head: int) -> dict[Kind, list[list[Process]]]:
+    def _victims(self, head: int) -> dict[TargetKind, list[list[Process]]]:
         """Whom one deed would hit, by kind."""
-        found: dict[Kind, list[list[Process]]] = {}
+        found: dict[TargetKind, list[list[Process]]] = {}
         nodes: dict[int, list[Process]] = {}
         everything = processes_of(self.mark)
         for process in everything:
@@ -250,20 +250,24 @@ class Saboteur:
         there = [members for members in nodes.values() if any(member.is_raylet for member in members)]
         if not any(process.is_raylet for process in everything):
             # A head tries its rewards before anything else, and does not start where one fails: no promise.
-            found.pop(Kind.REWARD, None)
+            found.pop(TargetKind.REWARD, None)
         own = [process for process in everything if process.pid == head]
-        return found | {Kind.NODE: there, Kind.HEAD: [own] if own else [], Kind.HEAD_NODE: [everything]}
+        return found | {
+            TargetKind.NODE: there,
+            TargetKind.HEAD: [own] if own else [],
+            TargetKind.HEAD_NODE: [everything],
+        }
 
-    def _kill(self, kind: Kind, victim: Sequence[Process]) -> bool:
+    def _kill(self, kind: TargetKind, victim: Sequence[Process]) -> bool:
         """False: it had died meanwhile."""
         match kind:
-            case Kind.NODE:
+            case TargetKind.NODE:
                 number = victim[0].node
                 assert number is not None
                 self._touched.add(number)
                 self._note(kind, f"node {number}, {len(victim)} processes")
                 end(lambda: [p for p in processes_of(self.mark) if p.node == number])
-            case Kind.HEAD_NODE:
+            case TargetKind.HEAD_NODE:
                 self._note(kind, f"{len(victim)} processes")
                 end(lambda: processes_of(self.mark))
             case _:
@@ -273,14 +277,16 @@ class Saboteur:
                 self._note(kind, _where(process))
         return True
 
-    def _stop(self, kind: Kind, victim: Sequence[Process], seconds: float) -> None:
-        if kind is Kind.NODE and victim[0].node is not None:
+    def _stop(self, kind: TargetKind, victim: Sequence[Process], seconds: float) -> None:
+        if kind is TargetKind.NODE and victim[0].node is not None:
             self._touched.add(victim[0].node)
         _send_all(victim, signal.SIGSTOP)
         self._asleep.append((time.monotonic() + seconds, victim))
         self._note(kind, _where(victim[0]), stopped_s=round(seconds, 2))
 
-    def _note(self, kind: Kind, what: str, stopped_s: float | None = None, by: str = "saboteur") -> None:
+    def _note(
+        self, kind: TargetKind, what: str, stopped_s: float | None = None, by: str = "injector"
+    ) -> None:
         deed = Deed(round(time.monotonic() - self.began_s, 2), kind, what, stopped_s, by)
         self.deeds.append(deed)
         done = "killed" if stopped_s is None else f"stopped for {stopped_s:.1f} s:"
@@ -306,8 +312,8 @@ def _stat(pid: int) -> list[str]:
 
 
 def tally(deeds: Sequence[Deed]) -> Iterator[tuple[str, int, int, int]]:
-    """Of each kind: its name, kills by the saboteur, kills by the trace, stops."""
-    for kind in Kind:
+    """Of each kind: its name, kills by the injector, kills by the trace, stops."""
+    for kind in TargetKind:
         own = [deed for deed in deeds if deed.kind is kind]
         killed = [deed.by for deed in own if deed.stopped_s is None]
-        yield kind.value, killed.count("saboteur"), killed.count("trace"), len(own) - len(killed)
+        yield kind.value, killed.count("injector"), killed.count("trace"), len(own) - len(killed)

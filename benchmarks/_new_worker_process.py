@@ -1,17 +1,17 @@
-"""The processes of newcomer.py: a worker that lends its model, and a newcomer that needs one.
+"""The processes of new_worker.py: a worker that serves its weights, and a new worker that needs them.
 
 Times are of the monotonic clock, which all processes of a machine share.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
+from tools.testbed.architecture import TEXT_WIDTH
 
 from spotlight.models.family import Condition, ImageSize
 from spotlight.models.qwen_image import QwenImage
@@ -20,19 +20,16 @@ from spotlight.weights.flat import as_bytes, checksum
 from spotlight.weights.peers import Lender, borrow
 from spotlight.weights.shelf import Shelf
 
-sys.path.append(str(Path(__file__).parents[1]))  # the repository root, where `tools` is
-from tools.testbed.architecture import TEXT_WIDTH
-
 DIGEST = "base"
 SIZE = ImageSize(16, 16)
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A newcomer that could go to work.
+    """A new worker that could start to denoise.
 
     Attributes:
-        imported_s: when interpreter and libraries were there.
+        imported_s: when interpreter and libraries were loaded.
         ran_s: when the first forward was done.
         sums: over all weights: the same, however they came.
     """

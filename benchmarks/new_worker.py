@@ -1,16 +1,16 @@
 """How soon a new worker process has the model: from a peer on its node, against from disk.
 
-    python benchmarks/newcomer.py
-    python benchmarks/newcomer.py --megabytes 2000 --rounds 10 --json build/newcomer.json
+    python -m benchmarks.new_worker
+    python -m benchmarks.new_worker --megabytes 2000 --rounds 10 --json build/new_worker.json
 
-Each round starts three processes anew, one after the other in an order drawn anew, on the same machine in the
-same minute. Each imports what a worker imports, and gets the model:
+Each round starts three processes, one after the other in a random order, on the same machine in the same
+minute. Each imports what a worker imports, and gets the model:
 
 - peer: its skeleton, then the weights from a worker of the node, checked byte by byte on arrival.
 - disk, cached: from the pipeline's directory, whose files are in the page cache. Nothing is checked.
-- disk: the same, after the files were dropped from the page cache. The share still there is said.
+- disk: the same, after the files were dropped from the page cache. The share still there is reported.
 
-The end is a first forward: on a CPU the weights from disk are mapped, and read only when they are used.
+Timing ends after a first forward: on a CPU, weights from disk are mapped, and read only when they are used.
 
 Models: the shipped testbed, and one of the same family made larger, with random weights, written to --folder.
 What arrived is compared: all three ways must give the same weights.
@@ -39,13 +39,11 @@ import typer
 from diffusers import QwenImageTransformer2DModel
 from rich.console import Console
 from rich.table import Table
-
-from _measure import machine, ratio, wide_console
-from _newcomer_process import Ready, arrive, lend
-from spotlight.testbed import PIPELINE_DIR
-
-sys.path.append(str(Path(__file__).parents[1]))  # the repository root, where `tools` is
 from tools.testbed.architecture import LATENT_CHANNELS, TEXT_WIDTH, build, save
+
+from benchmarks._measure import machine, ratio, wide_console
+from benchmarks._new_worker_process import Ready, arrive, lend
+from spotlight.testbed import PIPELINE_DIR
 
 WAYS = ("peer", "disk, cached", "disk")
 PHASES = ("start, import", "model, first forward", "total")
@@ -105,14 +103,16 @@ def drop_from_cache(files: Sequence[Path]) -> float:
 
 
 def read_whole(files: Sequence[Path]) -> None:
-    """Have files in the page cache."""
+    """Bring files into the page cache."""
     for path in files:
         with path.open("rb", buffering=0) as file:
             while file.read(2**24):
                 pass
 
 
-def newcomer(pipeline: Path, cache: Path, device: str, peer: Path | None) -> tuple[Ready, dict[str, float]]:
+def start_worker(
+    pipeline: Path, cache: Path, device: str, peer: Path | None
+) -> tuple[Ready, dict[str, float]]:
     """Start a process that gets the model; seconds of its phases."""
     ours, theirs = _processes.Pipe()
     began = time.monotonic()
@@ -121,7 +121,7 @@ def newcomer(pipeline: Path, cache: Path, device: str, peer: Path | None) -> tup
     theirs.close()
     if not ours.poll(_ANSWER_S):
         process.kill()
-        raise TimeoutError(f"the newcomer did not answer within {_ANSWER_S:g} s")
+        raise TimeoutError(f"the new worker did not answer within {_ANSWER_S:g} s")
     ready = ours.recv()
     assert isinstance(ready, Ready)
     process.join()
@@ -151,7 +151,7 @@ def measure(
                     left.append(drop_from_cache(weight_files(pipeline)))
                 elif way == "disk, cached":
                     read_whole(weight_files(pipeline))
-                ready, taken = newcomer(pipeline, cache, device, peer if way == "peer" else None)
+                ready, taken = start_worker(pipeline, cache, device, peer if way == "peer" else None)
                 sums.add(ready.sums)
                 if turn > 0:
                     seconds[way].append(taken)
@@ -220,7 +220,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the order of the ways.")] = 0,
     json: Annotated[Path | None, typer.Option(help="Also write everything measured here.")] = None,
 ) -> None:
-    """Time newcomers that get the model from a peer, and from disk."""
+    """Time new workers that get the model from a peer, and from disk."""
     if rounds < 2:
         raise typer.BadParameter(f"{rounds} rounds: at least 2 are needed to speak of a spread")
     console = wide_console()
@@ -250,7 +250,7 @@ def main(
     console.print(", ".join(f"{key} {value}" for key, value in about.items()), style="dim")
     if json is not None:
         content = {
-            "benchmark": "Newcomer: from a peer against from disk",
+            "benchmark": "New worker: from a peer against from disk",
             "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
             "utc": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": about,
