@@ -67,7 +67,7 @@ def test_prices_of_a_server_its_cheapest_zone_and_its_failure(here: Path) -> Non
     [
         (["--gpu", "h100"], "Did you mean 'H100'?"),
         (["--gpu", "L4"], "No price of L4 in this source; it has aws H100"),
-        (["--source", "nosuch"], "expected builtin, azure, aws, skypilot"),
+        (["--source", "nosuch"], "expected builtin, skypilot, aws, azure"),
         (["--source", "aws=absent.csv"], "absent.csv: No such file"),
         (["--source", "aws=bad.csv"], "bad.csv:2: Price is '-1'; expected a number of $/h above 0"),
     ],

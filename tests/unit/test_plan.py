@@ -286,7 +286,8 @@ def test_the_dry_run_prints_the_configuration_and_the_plan_and_touches_nothing(
     assert result.exit_code == 0, result.output
     words = " ".join(result.output.split())
     resolved = load_config(None, arguments)
-    assert f"run_seed: {resolved.run_seed}" in result.output
+    assert "Every key of this configuration: spotlight config model.path=" in words
+    assert "run_seed:" not in words
     passes = count_passes(resolved, 1)
     assert f"rollout forwards {passes.rollout:,} " in words
     assert f"backwards {passes.backward:,} " in words

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
@@ -17,30 +17,35 @@ if TYPE_CHECKING:
     from spotlight.fleet.notices.notice import Notice, Noticed, NoticeSource
 
 
+CloudOption: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        "--cloud",
+        metavar="NAME",
+        help="Whose metadata service to ask: aws, gcp, azure, or one that a package adds; auto: find "
+        "out; none: no one's.",
+    ),
+]
+EndpointOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--endpoint",
+        metavar="URL",
+        help="Address of the metadata service, where it is not http://169.254.169.254.",
+    ),
+]
+SigtermGraceSOption: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        "--sigterm-grace-s", min=0, help="Take SIGTERM as a notice too, with so long until SIGKILL."
+    ),
+]
+
+
 def notices(
-    cloud: Annotated[
-        str,
-        typer.Option(
-            "--cloud",
-            metavar="NAME",
-            help="Whose metadata service to ask: aws, gcp, azure, or one that a package adds; auto: find "
-            "out; none: no one's.",
-        ),
-    ] = "auto",
-    endpoint: Annotated[
-        str | None,
-        typer.Option(
-            "--endpoint",
-            metavar="URL",
-            help="Address of the metadata service, where it is not http://169.254.169.254.",
-        ),
-    ] = None,
-    sigterm_grace_s: Annotated[
-        float | None,
-        typer.Option(
-            "--sigterm-grace-s", min=0, help="Take SIGTERM as a notice too, with so long until SIGKILL."
-        ),
-    ] = None,
+    cloud: CloudOption = "auto",
+    endpoint: EndpointOption = None,
+    sigterm_grace_s: SigtermGraceSOption = None,
     once: Annotated[bool, typer.Option("--once", help="Ask once, say what is pending, and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one notice a line.")] = False,
 ) -> None:

@@ -6,14 +6,23 @@ import json
 import os
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from spotlight.cli.exit_codes import EXIT_STOPPED_BY_ERROR, told_plainly
-from spotlight.cli.planning.simulate import Bar, print_notes, print_table, read_scenario, wide_console
+from spotlight.cli.planning.simulate import (
+    Bar,
+    JobsOption,
+    OverridesArgument,
+    TraceOption,
+    print_notes,
+    print_table,
+    read_scenario,
+    wide_console,
+)
 
 if TYPE_CHECKING:
     from spotlight.planning.scenarios.prepare import Prepared
@@ -21,31 +30,30 @@ if TYPE_CHECKING:
     from spotlight.planning.search import SearchResult
 
 
+ScenarioArgument: TypeAlias = Annotated[
+    str, typer.Argument(metavar="SCENARIO", help="Name of a shipped scenario, or a YAML file.")
+]
+DeadlineHOption: TypeAlias = Annotated[
+    float | None, typer.Option("--deadline-h", help="Reach the target in so many hours, at least cost.")
+]
+BudgetUsdOption: TypeAlias = Annotated[
+    float | None, typer.Option("--budget-usd", help="Reach the target for so much, as fast as possible.")
+]
+PageOption: TypeAlias = Annotated[
+    Path | None, typer.Option("--html", help="Write a page with the trade-off curve (Plotly).")
+]
+
+
 def plan(
-    scenario: Annotated[
-        str, typer.Argument(metavar="SCENARIO", help="Name of a shipped scenario, or a YAML file.")
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Keys in YAML syntax, as for train.", show_default=False),
-    ] = None,
-    deadline_h: Annotated[
-        float | None, typer.Option("--deadline-h", help="Reach the target in so many hours, at least cost.")
-    ] = None,
-    budget_usd: Annotated[
-        float | None, typer.Option("--budget-usd", help="Reach the target for so much, as fast as possible.")
-    ] = None,
-    trace: Annotated[
-        Path | None, typer.Option("--trace", help="A trace file in place of the scenario's trace.")
-    ] = None,
+    scenario: ScenarioArgument,
+    overrides: OverridesArgument = None,
+    deadline_h: DeadlineHOption = None,
+    budget_usd: BudgetUsdOption = None,
+    trace: TraceOption = None,
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="In place of run.seed.")] = None,
     as_json: Annotated[Path | None, typer.Option("--json", help="Write all candidates to this file.")] = None,
-    page: Annotated[
-        Path | None, typer.Option("--html", help="Write a page with the trade-off curve (Plotly).")
-    ] = None,
-    jobs: Annotated[
-        int | None, typer.Option("--jobs", min=1, help="Processes [default: the cores].", show_default=False)
-    ] = None,
+    page: PageOption = None,
+    jobs: JobsOption = None,
 ) -> None:
     """How many reserved and spot GPUs of which type meet a deadline, or a budget.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 from rich.console import Console
@@ -20,34 +20,43 @@ if TYPE_CHECKING:
     from spotlight.planning.prices.sources import PriceQuery
 
 
+GpuOption: TypeAlias = Annotated[
+    list[str] | None, typer.Option("--gpu", help="Only this GPU type, such as H100; repeatable.")
+]
+CloudOption: TypeAlias = Annotated[
+    list[str] | None, typer.Option("--cloud", help="Only this cloud, such as aws; repeatable.")
+]
+RegionOption: TypeAlias = Annotated[
+    list[str] | None, typer.Option("--region", help="Only this region; repeatable.")
+]
+SourceOption: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--source",
+        help="builtin (a dated table, the default), skypilot (its published catalogues), azure, aws, "
+        "or CLOUD=FILE.csv or CLOUD=URL for a catalogue in SkyPilot's form; repeatable.",
+        show_default=False,
+    ),
+]
+MaxAgeHOption: TypeAlias = Annotated[
+    float, typer.Option("--max-age-h", min=0, help="Ask servers anew when answers are older than this.")
+]
+TimeoutSOption: TypeAlias = Annotated[
+    float, typer.Option("--timeout-s", min=0.1, help="Longest silence of a server.")
+]
+ZonesOption: TypeAlias = Annotated[
+    bool, typer.Option("--zones", help="Every zone, not only each region's cheapest.")
+]
+
+
 def prices(
-    gpu: Annotated[
-        list[str] | None, typer.Option("--gpu", help="Only this GPU type, such as H100; repeatable.")
-    ] = None,
-    cloud: Annotated[
-        list[str] | None, typer.Option("--cloud", help="Only this cloud, such as aws; repeatable.")
-    ] = None,
-    region: Annotated[
-        list[str] | None, typer.Option("--region", help="Only this region; repeatable.")
-    ] = None,
-    source: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--source",
-            help="builtin (a dated table, the default), skypilot (its published catalogues), azure, aws, "
-            "or CLOUD=FILE.csv or CLOUD=URL for a catalogue in SkyPilot's form; repeatable.",
-            show_default=False,
-        ),
-    ] = None,
-    max_age_h: Annotated[
-        float, typer.Option("--max-age-h", min=0, help="Ask servers anew when answers are older than this.")
-    ] = 6.0,
-    timeout_s: Annotated[
-        float, typer.Option("--timeout-s", min=0.1, help="Longest silence of a server.")
-    ] = 10.0,
-    zones: Annotated[
-        bool, typer.Option("--zones", help="Every zone, not only each region's cheapest.")
-    ] = False,
+    gpu: GpuOption = None,
+    cloud: CloudOption = None,
+    region: RegionOption = None,
+    source: SourceOption = None,
+    max_age_h: MaxAgeHOption = 6.0,
+    timeout_s: TimeoutSOption = 10.0,
+    zones: ZonesOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
     """What GPUs cost: on demand and spot, by cloud and region, cheapest first.

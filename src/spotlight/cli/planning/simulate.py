@@ -6,7 +6,7 @@ import json
 import os
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 from rich.console import Console
@@ -24,34 +24,42 @@ if TYPE_CHECKING:
     from spotlight.planning.scenarios.scenario_file import ScenarioFile
 
 
+ScenarioArgument: TypeAlias = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="SCENARIO", help="Name of a shipped scenario, or a YAML file.", show_default=False
+    ),
+]
+OverridesArgument: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Keys in YAML syntax, as for train.", show_default=False),
+]
+StrategyOption: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--strategy", help="Only this one; repeatable [default: the scenario's].", show_default=False
+    ),
+]
+TraceOption: TypeAlias = Annotated[
+    Path | None, typer.Option("--trace", help="A trace file in place of the scenario's trace.")
+]
+PageOption: TypeAlias = Annotated[
+    Path | None, typer.Option("--html", help="Write a page with pictures of every GPU (Plotly).")
+]
+JobsOption: TypeAlias = Annotated[
+    int | None, typer.Option("--jobs", min=1, help="Processes [default: the cores].", show_default=False)
+]
+
+
 def simulate(
-    scenario: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="SCENARIO", help="Name of a shipped scenario, or a YAML file.", show_default=False
-        ),
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Keys in YAML syntax, as for train.", show_default=False),
-    ] = None,
-    strategy: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--strategy", help="Only this one; repeatable [default: the scenario's].", show_default=False
-        ),
-    ] = None,
-    trace: Annotated[
-        Path | None, typer.Option("--trace", help="A trace file in place of the scenario's trace.")
-    ] = None,
+    scenario: ScenarioArgument = None,
+    overrides: OverridesArgument = None,
+    strategy: StrategyOption = None,
+    trace: TraceOption = None,
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="In place of run.seed.")] = None,
     as_json: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
-    page: Annotated[
-        Path | None, typer.Option("--html", help="Write a page with pictures of every GPU (Plotly).")
-    ] = None,
-    jobs: Annotated[
-        int | None, typer.Option("--jobs", min=1, help="Processes [default: the cores].", show_default=False)
-    ] = None,
+    page: PageOption = None,
+    jobs: JobsOption = None,
 ) -> None:
     """What a run would take and cost: strategies side by side, on the same spot trace and seed.
 

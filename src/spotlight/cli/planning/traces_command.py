@@ -7,7 +7,7 @@ import math
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 from rich.console import Console
@@ -33,43 +33,56 @@ class Format(StrEnum):
     JSONL = "jsonl"
 
 
+FilesArgument: TypeAlias = Annotated[
+    list[Path] | None, typer.Argument(metavar="FILE", help="Trace files.", show_default=False)
+]
+GpusPerNodeOption: TypeAlias = Annotated[
+    int, typer.Option("--gpus-per-node", min=1, help="Where the form does not say it, and generated.")
+]
+NodesOption: TypeAlias = Annotated[
+    int | None, typer.Option("--nodes", min=1, help="At most so many at once; generated: 8.")
+]
+HorizonHOption: TypeAlias = Annotated[
+    float | None, typer.Option("--horizon-h", help="Cut or repeat to so many hours; generated: 24.")
+]
+NoticeLeadSOption: TypeAlias = Annotated[
+    float | None, typer.Option("--notice-lead-s", help="A notice so long before each removal; 0: none.")
+]
+MeanUptimeHOption: TypeAlias = Annotated[
+    float | None, typer.Option("--mean-uptime-h", help="With --generate: of one node (default 2).")
+]
+MeanDowntimeSOption: TypeAlias = Annotated[
+    float | None, typer.Option("--mean-downtime-s", help="With --generate, until another (default 600).")
+]
+BurstsPerHOption: TypeAlias = Annotated[
+    float | None, typer.Option("--bursts-per-h", help="With --generate: losses together (default 0).")
+]
+BurstFractionOption: TypeAlias = Annotated[
+    float | None, typer.Option("--burst-fraction", help="With --generate: share lost (default 0.5).")
+]
+OutOption: TypeAlias = Annotated[
+    Path | None, typer.Option("--out", help="Write the one trace, in canonical form: .csv or .jsonl.")
+]
+PageOption: TypeAlias = Annotated[
+    Path | None, typer.Option("--html", help="Write a page with curves over time (Plotly).")
+]
+
+
 def traces(
-    files: Annotated[
-        list[Path] | None, typer.Argument(metavar="FILE", help="Trace files.", show_default=False)
-    ] = None,
+    files: FilesArgument = None,
     format: Annotated[Format, typer.Option("--format", help="Form of the files.")] = Format.AUTO,
-    gpus_per_node: Annotated[
-        int, typer.Option("--gpus-per-node", min=1, help="Where the form does not say it, and generated.")
-    ] = 1,
-    nodes: Annotated[
-        int | None, typer.Option("--nodes", min=1, help="At most so many at once; generated: 8.")
-    ] = None,
-    horizon_h: Annotated[
-        float | None, typer.Option("--horizon-h", help="Cut or repeat to so many hours; generated: 24.")
-    ] = None,
-    notice_lead_s: Annotated[
-        float | None, typer.Option("--notice-lead-s", help="A notice so long before each removal; 0: none.")
-    ] = None,
+    gpus_per_node: GpusPerNodeOption = 1,
+    nodes: NodesOption = None,
+    horizon_h: HorizonHOption = None,
+    notice_lead_s: NoticeLeadSOption = None,
     generate: Annotated[bool, typer.Option("--generate", help="Make a trace instead of reading.")] = False,
     seed: Annotated[int | None, typer.Option("--seed", help="With --generate (default 0).")] = None,
-    mean_uptime_h: Annotated[
-        float | None, typer.Option("--mean-uptime-h", help="With --generate: of one node (default 2).")
-    ] = None,
-    mean_downtime_s: Annotated[
-        float | None, typer.Option("--mean-downtime-s", help="With --generate, until another (default 600).")
-    ] = None,
-    bursts_per_h: Annotated[
-        float | None, typer.Option("--bursts-per-h", help="With --generate: losses together (default 0).")
-    ] = None,
-    burst_fraction: Annotated[
-        float | None, typer.Option("--burst-fraction", help="With --generate: share lost (default 0.5).")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Write the one trace, in canonical form: .csv or .jsonl.")
-    ] = None,
-    page: Annotated[
-        Path | None, typer.Option("--html", help="Write a page with curves over time (Plotly).")
-    ] = None,
+    mean_uptime_h: MeanUptimeHOption = None,
+    mean_downtime_s: MeanDowntimeSOption = None,
+    bursts_per_h: BurstsPerHOption = None,
+    burst_fraction: BurstFractionOption = None,
+    out: OutOption = None,
+    page: PageOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print statistics as JSON.")] = False,
 ) -> None:
     """What spot traces are like: availability, up-times, preemptions, bursts. Or make one from a seed.

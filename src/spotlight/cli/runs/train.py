@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 from rich.console import Console
@@ -30,30 +31,36 @@ if TYPE_CHECKING:
     from spotlight.runtime.observer import Observer
 
 
+ConfigArgument: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="CONFIG.yaml|KEY=VALUE",
+        help="A configuration file (without it: the embedded default) and overrides in YAML syntax.",
+        show_default=False,
+    ),
+]
+DryRunOption: TypeAlias = Annotated[
+    bool, typer.Option("--dry-run", help="Print what the run would do and need; do nothing.")
+]
+AddressOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--address",
+        metavar="HOST:PORT",
+        help="Join this Ray cluster: short for fleet.driver=ray fleet.address=HOST:PORT.",
+        show_default=False,
+    ),
+]
+PlainOption: TypeAlias = Annotated[
+    bool, typer.Option("--plain", help="One line an event, as when the output is not a terminal.")
+]
+
+
 def train(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="CONFIG.yaml|KEY=VALUE",
-            help="A configuration file (without it: the embedded default) and overrides in YAML syntax.",
-            show_default=False,
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the resolved configuration and the plan; do nothing.")
-    ] = False,
-    address: Annotated[
-        str | None,
-        typer.Option(
-            "--address",
-            metavar="HOST:PORT",
-            help="Join this Ray cluster: short for fleet.driver=ray fleet.address=HOST:PORT.",
-            show_default=False,
-        ),
-    ] = None,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="One line an event, as when the output is not a terminal.")
-    ] = False,
+    arguments: ConfigArgument = None,
+    dry_run: DryRunOption = False,
+    address: AddressOption = None,
+    plain: PlainOption = False,
 ) -> None:
     """Train a Diffusion Transformer by reinforcement learning; the same command resumes an interrupted run.
 
@@ -78,9 +85,10 @@ def train(
 
     with told_plainly():
         joined = [] if address is None else ["fleet.driver=ray", f"fleet.address={address}"]
-        config = load_config(*split_arguments([*(arguments or []), *joined]))
+        given = [*(arguments or []), *joined]
+        config = load_config(*split_arguments(given))
     if dry_run:
-        _print_plan(config)
+        _print_plan(config, given)
         return
     result = _run(config, plain)
     if int(os.environ.get("RANK", "0")) == 0:
@@ -91,17 +99,17 @@ def train(
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _print_plan(config: RunConfig) -> None:
+def _print_plan(config: RunConfig, arguments: Sequence[str]) -> None:
     from spotlight.cli.runs.plan_table import print_plan
     from spotlight.cluster.local.fleet_plan import plan_fleet
-    from spotlight.config.load import dump_config
     from spotlight.dry_run.run_plan import make_plan
 
     with told_plainly():
         plan, fleet = make_plan(config), plan_fleet(config.fleet)
     console = Console(highlight=False)
-    console.print(Text(dump_config(config)), soft_wrap=True)
     print_plan(console, config, plan, fleet)
+    shown = shlex.join(["spotlight", "config", *arguments])
+    console.print(Text(f"Every key of this configuration: {shown}"), soft_wrap=True)
 
 
 def _run(config: RunConfig, plain: bool) -> RunResult:
