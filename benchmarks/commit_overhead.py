@@ -43,7 +43,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks._measure import machine, wide_console
-from spotlight.cluster.blobs.keeper_actor import start_keeper
+from spotlight.cluster.blobs.blob_server import start_blob_store
 from spotlight.diffusion.samplers import ODE
 from spotlight.models.family import Condition, ImageSize
 from spotlight.models.qwen_image import QwenImage
@@ -117,7 +117,9 @@ def keeper_process() -> Iterator[Any]:
         _node_ip_address="127.0.0.1",
     )
     try:
-        keeper = start_keeper(folder / "values", KEEPER_BYTES, node=ray.get_runtime_context().get_node_id())
+        keeper = start_blob_store(
+            folder / "values", KEEPER_BYTES, node=ray.get_runtime_context().get_node_id()
+        )
         ray.get(keeper.usage.remote(), timeout=ANSWER_S)
         yield keeper
     finally:

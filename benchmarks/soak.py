@@ -52,7 +52,7 @@ GONE_S = 20.0
 STOP_S = 120.0
 """How long a run may take from SIGTERM to its next checkpoint and its end."""
 ENDING_MOST_S = 150.0
-"""Kept of the time, for the last step, the end and the audit."""
+"""StoredBlob of the time, for the last step, the end and the audit."""
 UPTIME_S = 70.0
 """Mean time of a spot node until it is taken alone."""
 SLOTS = (2, 1)

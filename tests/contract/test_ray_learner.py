@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from learner_job import Batch, config_of, inline_learning, make_batch
 
-from spotlight.cluster.blobs.keeper_actor import start_keeper
+from spotlight.cluster.blobs.blob_server import start_blob_store
 from spotlight.cluster.learner.learner_actor import CONDITION, NEGATIVE, WEIGHTS, Placement, RayLauncher
 from spotlight.cluster.learner.learner_group import Deadlines, LearnerGroup
 from spotlight.cluster.learner.learner_rank import write_token
@@ -84,7 +84,7 @@ class Head:
         self.paths = RunPaths(self.config.runs_dir / self.config.name)
         self.paths.attempts.mkdir(parents=True)
         write_token(self.config, "token")
-        self.keeper = start_keeper(self.paths.path / "kept", 1 << 24, node=cluster)
+        self.keeper = start_blob_store(self.paths.path / "kept", 1 << 24, node=cluster)
         place = Placement(cluster, "127.0.0.1", resources={"spotlight_reserved": reserved}, threads=1)
         self.launcher = RayLauncher(
             dump_config(self.config), 2, lambda: [place, place], self.keeper, "token", self.paths.attempts

@@ -1,10 +1,10 @@
-"""The head with a real controller and a real ledger, and workers, learner and keeper that answer as told."""
+"""The head with a real controller and a real ledger; workers, learner and blob store do as the test says."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,11 +12,16 @@ from typing import Any
 
 import torch
 
-from spotlight.cluster.blobs.blob_store import Kept
-from spotlight.cluster.blobs.keeper import Delivered
+from spotlight.cluster.blobs.blob_client import BlobClient
+from spotlight.cluster.blobs.blob_server import Delivered
+from spotlight.cluster.blobs.blob_store import StoredBlob
+from spotlight.cluster.cluster_accounts import ClusterAccounts
 from spotlight.cluster.drains import Drains
-from spotlight.cluster.head import Head, Parts
-from spotlight.cluster.loop import Calls, Loop
+from spotlight.cluster.head import Head, HeadParts
+from spotlight.cluster.incidents import IncidentRecorder
+from spotlight.cluster.learner_driver import LearnerDriver, PublishedVersions
+from spotlight.cluster.remote_calls import AbandonedError, Conversations, Inbox
+from spotlight.cluster.sample_scoring import AcceptedSamples
 from spotlight.cluster.workers.worker_pool import WorkerPool
 from spotlight.config.load import dump_config, load_config
 from spotlight.config.schema import RESUMABLE_KEYS
@@ -28,8 +33,7 @@ from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.records import REWARD
-from spotlight.scheduler.types import DropReason, Node, NodeId, NodeKind, PromptId, Rollout, RolloutId
-from spotlight.store.ledger.ledger_schema import Incident
+from spotlight.scheduler.types import DropReason, Node, NodeId, NodeKind, PromptId, Rollout
 from spotlight.store.run_directory import RunDirectory
 from spotlight.training.sharding import Ranks
 from spotlight.weights.bundle import Manifest
@@ -54,49 +58,45 @@ RESERVED = Node(NodeId("r"), NodeKind.RESERVED, 1, "cpu", 0.05, True, False)
 SPOT = Node(NodeId("s"), NodeKind.SPOT, 1, "cpu", 0.02, False, True)
 BOTH = Node(NodeId("b"), NodeKind.RESERVED, 1, "cpu", 0.05, True, True)
 DEADLINE_S = 20.0
-PICTURE = Kept(0, _pack("image", "any", {"image": torch.zeros(8, 8, 3, dtype=torch.uint8)}))
+PICTURE = StoredBlob(0, _pack("image", "any", {"image": torch.zeros(8, 8, 3, dtype=torch.uint8)}))
 
 
-@dataclass
-class Reference:
-    answer: Future[Any] = field(default_factory=Future)
-
-    def future(self) -> Future[Any]:
-        return self.answer
+def pending() -> asyncio.Future[Any]:
+    return asyncio.get_running_loop().create_future()
 
 
-def answered(value: object) -> Reference:
-    reference = Reference()
-    reference.answer.set_result(value)
+def answered(value: object) -> asyncio.Future[Any]:
+    reference = pending()
+    reference.set_result(value)
     return reference
 
 
-def failed(error: Exception) -> Reference:
-    reference = Reference()
-    reference.answer.set_exception(error)
+def failed(error: Exception) -> asyncio.Future[Any]:
+    reference = pending()
+    reference.set_exception(error)
     return reference
 
 
 @dataclass
 class Method:
-    call: Callable[..., Reference]
+    call: Callable[..., asyncio.Future[Any]]
 
-    def remote(self, *args: Any) -> Reference:
+    def remote(self, *args: Any) -> asyncio.Future[Any]:
         return self.call(*args)
 
 
-class FakeKeeper:
-    """Answers at once; ``broken`` fails every call of a method."""
+class FakeBlobStore:
+    """The store's actor. Answers at once; ``broken`` fails every call of a method."""
 
     def __init__(self) -> None:
         self.mailbox: list[Delivered] = []
-        self.asked: Reference | None = None
+        self.asked: asyncio.Future[Any] | None = None
         self.broken: dict[str, Exception] = {}
         self.dropped: list[tuple[str, tuple[str, ...]]] = []
         self.swept: list[tuple[str, set[str]]] = []
 
     def __getattr__(self, name: str) -> Method:
-        def call(*args: Any) -> Reference:
+        def call(*args: Any) -> asyncio.Future[Any]:
             error = self.broken.get(name)
             return failed(error) if error is not None else getattr(self, f"_{name}")(*args)
 
@@ -107,96 +107,124 @@ class FakeKeeper:
         if self.asked is not None:
             asked, self.asked = self.asked, None
             taken, self.mailbox = self.mailbox, []
-            asked.answer.set_result(taken)
+            asked.set_result(taken)
 
     def fail_take(self, error: Exception) -> None:
         assert self.asked is not None
-        self.asked.answer.set_exception(error)
+        self.asked.set_exception(error)
 
-    def _take(self, timeout_s: float) -> Reference:
+    def _take(self, timeout_s: float) -> asyncio.Future[Any]:
         if self.mailbox:
             taken, self.mailbox = self.mailbox, []
             return answered(taken)
-        self.asked = Reference()
+        self.asked = pending()
         return self.asked
 
-    def _put(self, *args: Any) -> Reference:
+    def _put(self, *args: Any) -> asyncio.Future[Any]:
         return answered(True)
 
-    def _drop(self, kind: str, names: Sequence[str]) -> Reference:
+    def _drop(self, kind: str, names: Sequence[str]) -> asyncio.Future[Any]:
         self.dropped.append((kind, tuple(names)))
         return answered(None)
 
-    def _keep_only(self, kind: str, names: Sequence[str]) -> Reference:
+    def _keep_only(self, kind: str, names: Sequence[str]) -> asyncio.Future[Any]:
         self.swept.append((kind, set(names)))
         return answered(0)
 
-    def _fetch(self, kind: str, names: Sequence[str], mark: str = "") -> Reference:
+    def _fetch(self, kind: str, names: Sequence[str], mark: str = "") -> asyncio.Future[Any]:
         return answered([PICTURE] * len(names))
 
 
-class FakeLearner:
-    """Does at once what it is asked; ``deaf`` to the methods named."""
+async def at_once(what: str) -> None:
+    """Let the learner answer."""
 
-    def __init__(self, loop: Loop, directory: Path) -> None:
-        self.loop, self.directory = loop, directory
-        self.version, self.lives = 0, 0
+
+class FakeLearner:
+    """Does at once what it is asked, unless it has to wait (``before``) or is lost (:meth:`lose`)."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.version, self.life = 0, 0
         self.restored: list[Path | None] = []
-        self.deaf: set[str] = set()
         self.asked: list[str] = []
+        self.before: Callable[[str], Awaitable[None]] = at_once
+        self.hooks: list[Callable[[str], None]] = []
+        self.over: asyncio.Future[str] | None = None
 
     @property
-    def life(self) -> int:
-        return self.lives
+    def is_up(self) -> bool:
+        return self.over is not None and not self.over.done()
 
     def digest(self, version: int) -> str:
         return f"weights of version {version}"
 
-    def _soon(self, what: str, then: Callable[..., object], *args: object) -> None:
+    def lose(self, detail: str) -> None:
+        """Nothing that was asked of this life is answered."""
+        assert self.over is not None
+        if not self.over.done():
+            self.over.set_result(detail)
+
+    async def lost(self) -> str:
+        assert self.over is not None
+        return await asyncio.shield(self.over)
+
+    async def _ask(self, what: str) -> None:
+        over = self.over
+        assert over is not None
+        if over.done():
+            raise AbandonedError(what)
         self.asked.append(what)
-        if what not in self.deaf:
-            self.loop.call_soon_threadsafe(then, *args)
+        for hook in self.hooks:
+            hook(what)
+        await self.before(what)
+        await asyncio.sleep(0)
+        if over.done():
+            raise AbandonedError(what)
 
     def _manifest(self, lineage: int) -> Manifest:
         return Manifest(self.version, lineage, self.digest(self.version), 1, ("policy",), 1)
 
-    def restore(self, checkpoint: Path | None, lineage: int, on_done: Callable[[Manifest], None]) -> None:
-        self.lives += 1
+    async def restore(self, checkpoint: Path | None, lineage: int) -> Manifest:
+        self.life += 1
+        self.over = pending()
         self.restored.append(checkpoint)
         self.version = int((checkpoint / "version").read_text()) if checkpoint else 0
-        self._soon("restore", on_done, self._manifest(lineage))
+        await self._ask("restore")
+        return self._manifest(lineage)
 
-    def send_conditions(self, prompts: Sequence[PromptId], on_done: Callable[[], None]) -> None:
-        self._soon("send_conditions", on_done)
+    async def send_conditions(self, prompts: Sequence[PromptId]) -> None:
+        await self._ask("send_conditions")
 
-    def prepare(
-        self, effect: ef.PrepareBatch, rollouts: object, marks: object, on_done: Callable[[], None]
-    ) -> None:
-        self._soon("prepare", on_done)
+    async def prepare(self, effect: ef.PrepareBatch, rollouts: object, digests: object) -> None:
+        await self._ask("prepare")
 
-    def accumulate(self, micro_batch: object, on_done: Callable[[], None]) -> None:
-        self._soon("accumulate", on_done)
+    async def accumulate(self, micro_batch: object) -> None:
+        await self._ask("accumulate")
 
-    def step(self, samples: int, on_done: Callable[[float, float], None]) -> None:
+    async def step(self, samples: int) -> tuple[float, float]:
         self.version += 1
-        self._soon("step", on_done, 0.5, 1.0)
+        await self._ask("step")
+        return 0.5, 1.0
 
-    def finish_batch(self, on_done: Callable[[], None]) -> None:
-        self._soon("finish_batch", on_done)
+    async def finish_batch(self) -> None:
+        await self._ask("finish_batch")
 
-    def publish(self, version: int, lineage: int, on_done: Callable[[Manifest], None]) -> None:
-        self._soon("publish", on_done, self._manifest(lineage))
+    async def publish(self, version: int, lineage: int) -> Manifest:
+        await self._ask("publish")
+        return self._manifest(lineage)
 
-    def take_log(self, on_done: Callable[[dict[str, float]], None]) -> None:
-        self._soon("take_log", on_done, {})
+    async def take_log(self) -> dict[str, float]:
+        await self._ask("take_log")
+        return {}
 
-    def save(self, directory: Path, on_done: Callable[[], None]) -> None:
+    async def save(self, directory: Path) -> None:
         directory.mkdir()
         (directory / "version").write_text(str(self.version))
-        self._soon("save", on_done)
+        await self._ask("save")
 
-    def export(self, on_done: Callable[[Path], None]) -> None:
-        self._soon("export", on_done, self.directory)
+    async def export(self) -> Path:
+        await self._ask("export")
+        return self.directory
 
 
 class FakeWorker:
@@ -208,14 +236,14 @@ class FakeWorker:
         self.killed = False
         self.granted: list[ef.GrantLease] = []
 
-    def ready(self) -> Reference:
+    def ready(self) -> asyncio.Future[Any]:
         return answered(None)
 
-    def watch(self, hang_s: float) -> Reference:
-        return Reference()
+    def watch(self, hang_s: float) -> asyncio.Future[Any]:
+        return pending()
 
-    def tell(self, command: Command) -> Reference:
-        deliver, order = self.world.keeper.deliver_now, self.order
+    def tell(self, command: Command) -> asyncio.Future[Any]:
+        deliver, order = self.world.store.deliver_now, self.order
         match command:
             case ef.PullWeights(worker, epoch, version, lineage):
                 self.version, self.mark = version, self.world.learner.digest(version)
@@ -249,23 +277,39 @@ class Notes(Silent):
 class World:
     """Everything around a head; also its starter of workers and its scorer."""
 
-    def __init__(self, attempt: Attempt, directory: Path, config: Any, head: Head, notes: Notes) -> None:
-        self.head, self.attempt, self.notes = head, attempt, notes.notes
-        self.keeper = FakeKeeper()
-        self.learner = FakeLearner(head.loop, directory)
+    def __init__(self, attempt: Attempt, directory: Path, config: Any, accounts: ClusterAccounts) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.attempt = attempt
+        self.store = FakeBlobStore()
+        self.learner = FakeLearner(directory)
         self.workers: list[FakeWorker] = []
         self.liars = 0
         self.spoilt: Callable[[Rollout], bool] = lambda _: False
         loaded = build.load_prompts(config)
         self.controller = Controller(build.cluster_plan_of(config), loaded.train, loaded.test, attempt.number)
-        calls = Calls(head.loop)
+        self.loop.run_until_complete(self._assemble(accounts))
+
+    async def _assemble(self, accounts: ClusterAccounts) -> None:
+        self.conversations, self.inbox = Conversations(), Inbox()
+        notes, recorder = accounts.observer, self.attempt.book
+        assert isinstance(notes, Notes)
+        self.notes = notes.notes
+        client = BlobClient(self.store)
+        self.samples = AcceptedSamples(client)
+        incidents = IncidentRecorder(accounts.clock, notes.note, recorder.ledger, self.controller.cluster)
         pool = WorkerPool(
-            calls, self, head.tell, notes.note,
-            lambda worker, why: head.befall(Incident.WORKER_CRASHED, worker, why), 5.0, 60.0,
+            self.conversations, self, self.inbox.put, notes.note, incidents.worker_crashed, 5.0, 60.0
+        )
+        driver = LearnerDriver(
+            self.controller, self.learner, PublishedVersions(client), self.conversations,  # type: ignore[arg-type]
+            recorder.checkpoints, (), self.inbox.put, notes.note,
         )  # fmt: skip
-        self.parts = Parts(
-            self.controller, calls, pool, self.learner, self, self.keeper,  # type: ignore[arg-type]
-            attempt.book, Drains(head.drained), attempt.number, (), (1, 1),
+        self.head = Head(
+            HeadParts(
+                self.controller, self.inbox, self.conversations, pool, driver, self.samples,
+                self, accounts, recorder, incidents, Drains(lambda _: None), notes,  # type: ignore[arg-type]
+                self.attempt.number, (1, 1),
+            )
         )  # fmt: skip
 
     # -- a starter and a scorer ------------------------------------------------------------------------
@@ -281,55 +325,60 @@ class World:
     def kill(self, handle: FakeWorker) -> None:
         handle.killed = True
 
-    def log_tail(self, order: ef.StartWorker, then: Callable[[str], None]) -> None:
-        then("")
+    async def log_tail(self, order: ef.StartWorker) -> str:
+        return ""
 
-    def score(self, rollouts: Sequence[Rollout], marks: Mapping[RolloutId, str], lineage: int) -> None:
-        assert all(marks[each.id] == self.learner.digest(each.version) for each in rollouts)
+    def score(self, rollouts: Sequence[Rollout], lineage: int) -> None:
+        digests = self.samples.digests
+        assert all(digests[each.id] == self.learner.digest(each.version) for each in rollouts)
         for each in rollouts:
             if self.spoilt(each):
-                failure = ev.RewardFailed(each.id, DropReason.REWARD_ERROR, "spoilt", lineage)
-                self.head.loop.call_soon_threadsafe(self.head.tell, failure)
+                self.put_soon(ev.RewardFailed(each.id, DropReason.REWARD_ERROR, "spoilt", lineage))
         rollouts = [each for each in rollouts if not self.spoilt(each)]
-        if not rollouts:
-            return
-        scores = {
-            each.id: {REWARD: (each.seed % 7) / 7, "jpeg_size": (each.seed % 7) / 7} for each in rollouts
-        }
-        for name, row in scores.items():
-            self.head.loop.call_soon_threadsafe(self.head.scored, name, row)
-        self.head.loop.call_soon_threadsafe(self.head.tell, ev.SamplesRewarded(scores, lineage))
+        if rollouts:
+            values = {each.id: (each.seed % 7) / 7 for each in rollouts}
+            scores = {name: {REWARD: value, "jpeg_size": value} for name, value in values.items()}
+            self.put_soon(ev.SamplesRewarded(scores, lineage))
 
     # -- what the tests do -----------------------------------------------------------------------------
 
+    def put_soon(self, event: ev.Event) -> None:
+        self.loop.call_soon(self.inbox.put, event)
+
     def join(self, *nodes: Node) -> None:
         for node in nodes:
-            self.head.loop.call_soon_threadsafe(self.head.tell, ev.NodeJoined(node))
+            self.put_soon(ev.NodeJoined(node))
 
-    def run(self, checkpoint: Path | None = None) -> None:
+    def lose(self, detail: str = "its node is gone") -> None:
+        """The learner is lost, now."""
+        self.learner.lose(detail)
+
+    def lose_soon(self, detail: str = "its node is gone") -> None:
+        """The learner is lost after it has answered what it was asked last."""
+        self.loop.call_soon(self.loop.call_soon, self.learner.lose, detail)
+
+    def run(self, checkpoint: Path | None = None) -> Path | None:
         """Until the run is over; a head that waits for nothing is stopped."""
-        end_s = time.monotonic() + DEADLINE_S
 
-        def look() -> None:
-            if time.monotonic() > end_s:
-                raise AssertionError(
-                    f"stuck: {self.controller.stage}, {self.learner.asked[-3:]}, {self.notes}"
-                )
-            self.head.loop.call_later(0.5, look)
+        async def run() -> Path | None:
+            async with asyncio.timeout(DEADLINE_S):
+                return await self.conversations.supervise(self.head.run(checkpoint))
 
-        look()
-        self.head.run(self.parts, checkpoint)
+        try:
+            return self.loop.run_until_complete(run())
+        except TimeoutError:
+            raise AssertionError(
+                f"stuck: {self.controller.stage}, {self.learner.asked[-3:]}, {self.notes}"
+            ) from None
 
-    def when(self, what: str, then: Callable[[], None], times: int = 1) -> None:
+    def when(self, what: str, then: Callable[[], object], times: int = 1) -> None:
         """Call when the learner is asked for something for the ``times``-th time, before it answers."""
-        inner = self.learner._soon
 
-        def soon(asked: str, *args: Any) -> None:
-            inner(asked, *args)
+        def hook(asked: str) -> None:
             if asked == what and self.learner.asked.count(what) == times:
                 then()
 
-        self.learner._soon = soon  # type: ignore[method-assign]
+        self.learner.hooks.append(hook)
 
 
 @contextmanager
@@ -339,13 +388,17 @@ def world(root: Path, *overrides: str) -> Iterator[World]:
     prompts = build.load_prompts(config)
     by_id = {prompt.id: prompt for prompt in (*prompts.train, *prompts.test)}
     notes = Notes()
-    head = Head(Loop(), notes)
+    accounts = ClusterAccounts(time.monotonic, notes)
     with (
         RunDirectory.open(root, "run", dump_config(config), RESUMABLE_KEYS) as directory,
         open_attempt(
             config, directory, by_id, Ranks(), workers={}, began_s=time.time(), observer=notes,
-            account=head.accounts.finish,
+            account=accounts.finish,
         ) as attempt,
     ):  # fmt: skip
-        yield World(attempt, directory.path, config, head, notes)
-        attempt.result = RunResult(directory.path, None, head.error, head.stopped)
+        it = World(attempt, directory.path, config, accounts)
+        try:
+            yield it
+        finally:
+            it.loop.close()
+        attempt.result = RunResult(directory.path, None, it.head.error, it.head.stopped)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from head_world import RESERVED, SPOT, World, world
 
 from spotlight.scheduler.exploration.selection import SelectionPolicy, select
-from spotlight.scheduler.types import DropReason, Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import DropReason, Purpose, Rollout
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.ledger_audit import AuditLimits, audit
 from spotlight.store.metrics import read_metrics
@@ -26,28 +27,16 @@ SEEDS = (
 
 def train_slowly(it: World) -> None:
     """The learner's micro-batches take as long as the previews beside them."""
-    inner, window = it.learner._soon, it.controller.work
 
-    def soon(what: str, *args: object) -> None:
-        if what == "accumulate" and window.window.unscored:
-            it.head.loop.call_later(0.005, lambda: soon(what, *args))
-        else:
-            inner(what, *args)  # type: ignore[arg-type]
+    async def before(what: str) -> None:
+        while what == "accumulate" and it.controller.work.window.unscored:
+            await asyncio.sleep(0.005)
 
-    it.learner._soon = soon  # type: ignore[assignment, method-assign]
+    it.learner.before = before
 
 
 def lose_at_second_step(it: World) -> None:
-    inner = it.learner._soon
-
-    def soon(what: str, *args: object) -> None:
-        if what == "step" and it.learner.asked.count("step") == 1:
-            it.learner.asked.append(what)
-            it.head.loop.call_soon_threadsafe(it.head.lost, "its node is gone")
-        else:
-            inner(what, *args)  # type: ignore[arg-type]
-
-    it.learner._soon = soon  # type: ignore[assignment, method-assign]
+    it.when("step", it.lose, 2)
 
 
 @pytest.mark.parametrize("loses_learner", [False, True])
@@ -85,7 +74,7 @@ def test_groups_are_what_previews_beside_training_chose(tmp_path: Path, loses_le
         assert rows[iteration]["exploration/staleness"] == 1
         assert rows[iteration]["exploration/selection/chosen"] == 2
         assert rows[iteration]["exploration/window/cut_off"] == 0
-    dropped = {name for kind, names in it.keeper.dropped if kind == "image" for name in names}
+    dropped = {name for kind, names in it.store.dropped if kind == "image" for name in names}
     assert {name for name in dropped if name.startswith("x")} >= {f"x000001-000-00{n}" for n in range(5)}
 
 
@@ -94,8 +83,8 @@ def test_previews_that_are_not_scored_in_time_are_dropped_and_seeds_are_random(t
         it.join(RESERVED, SPOT)
         inner = it.score
 
-        def late(rollouts: Sequence[Rollout], marks: Mapping[RolloutId, str], lineage: int) -> None:
-            inner([each for each in rollouts if each.purpose is not Purpose.EXPLORE], marks, lineage)
+        def late(rollouts: Sequence[Rollout], lineage: int) -> None:
+            inner([each for each in rollouts if each.purpose is not Purpose.EXPLORE], lineage)
 
         it.score = late  # type: ignore[method-assign]
         it.run()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-from head_world import RESERVED, SPOT, Reference, World, world
+from head_world import RESERVED, SPOT, World, world
 
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.types import Phase, Purpose
@@ -50,7 +52,7 @@ def test_a_run_goes_to_its_end(tmp_path: Path) -> None:
     assert report.finished
     assert report.counts.trained == TRAINED
     assert committed(tmp_path) == 3
-    assert it.learner.lives == 1
+    assert it.learner.life == 1
     assert it.learner.version == 3
     assert report.gpu_seconds_by_phase[Phase.LOST] < 1
 
@@ -70,40 +72,15 @@ def test_samples_of_other_weights_are_refused_and_their_maker_ends(tmp_path: Pat
 
 
 def test_a_learner_lost_before_the_run_began_is_started_again_from_the_same(tmp_path: Path) -> None:
-    def prepare(it: World) -> None:
-        it.learner.deaf = {"send_conditions"}
-
-        def lose() -> None:
-            it.learner.deaf = set()
-            it.head.loop.call_soon_threadsafe(it.head.lost, "its node is gone")
-
-        it.when("send_conditions", lose)
-
-    it = run(tmp_path, prepare)
+    it = run(tmp_path, lambda it: it.when("send_conditions", it.lose))
     assert it.learner.restored == [None, None]
     assert clean(tmp_path).counts.trained == TRAINED
 
 
 @pytest.mark.parametrize("what", ["prepare", "accumulate", "step", "finish_batch", "publish", "take_log"])
 def test_a_learner_lost_at_work_goes_back_to_the_last_checkpoint(tmp_path: Path, what: str) -> None:
-    def prepare(it: World) -> None:
-        def lose() -> None:
-            it.learner.deaf = set()
-            it.head.loop.call_soon_threadsafe(it.head.lost, "its node is gone")
-
-        times = 2
-        it.when(what, lose, times)
-        deafen = it.learner._soon
-
-        def soon(asked: str, *args: object) -> None:
-            if asked == what and it.learner.asked.count(what) == times - 1:
-                it.learner.deaf = {what}
-            deafen(asked, *args)  # type: ignore[arg-type]
-
-        it.learner._soon = soon  # type: ignore[method-assign]
-
-    it = run(tmp_path, prepare)
-    assert it.learner.lives == 2
+    it = run(tmp_path, lambda it: it.when(what, it.lose, 2))
+    assert it.learner.life == 2
     (_, again) = it.learner.restored
     assert again is not None
     assert "iteration-000001" in str(again)
@@ -117,31 +94,14 @@ def test_a_checkpoint_whose_learner_is_lost_is_never_committed(tmp_path: Path) -
     seen: list[int] = []
 
     def prepare(it: World) -> None:
-        it.learner.deaf = {"save"}
-
-        def lose() -> None:
-            it.learner.deaf = set()
-            it.head.loop.call_soon_threadsafe(it.head.lost, "its node is gone")
-            it.head.loop.call_soon_threadsafe(lambda: seen.append(committed(tmp_path)))
-
-        it.when("save", lose)
+        it.when("save", it.lose)
+        it.when("restore", lambda: seen.append(committed(tmp_path)), 2)
 
     it = run(tmp_path, prepare)
     assert seen == [0]
     assert it.learner.restored == [None, None]
     assert clean(tmp_path).counts.trained == TRAINED
     assert committed(tmp_path) == 3
-
-
-def test_an_answer_of_the_lost_learner_s_save_commits_nothing(tmp_path: Path) -> None:
-    def prepare(it: World) -> None:
-        # It was saved, and its node dies before that is told: the answer comes after the loss.
-        it.when("save", lambda: it.head.lost("its node is gone"))
-
-    it = run(tmp_path, prepare)
-    assert it.learner.lives == 2
-    assert it.learner.restored == [None, None]
-    assert clean(tmp_path).counts.trained == TRAINED
 
 
 def test_a_stop_comes_after_the_next_checkpoint(tmp_path: Path) -> None:
@@ -156,15 +116,15 @@ def test_a_stop_comes_after_the_next_checkpoint(tmp_path: Path) -> None:
     assert not report.finished
 
 
-def test_a_keeper_that_is_gone_is_a_clear_end(tmp_path: Path) -> None:
+def test_a_blob_store_that_is_gone_is_a_clear_end(tmp_path: Path) -> None:
     with (  # noqa: PT012
         pytest.raises(
-            RuntimeError, match=r"keeper of states and samples does not answer.*The same command resumes"
+            RuntimeError, match=r"store of states and samples does not answer.*The same command resumes"
         ),
         world(tmp_path) as it,
     ):
         it.join(RESERVED, SPOT)
-        it.when("prepare", lambda: it.keeper.fail_take(ConnectionError("actor died")), 2)
+        it.when("prepare", lambda: it.store.fail_take(ConnectionError("actor died")), 2)
         it.run()
     assert committed(tmp_path) == 1
     assert [bill.ended for bill in clean(tmp_path).attempts] == [Ending.FAILED]
@@ -179,15 +139,15 @@ class WrappedError(Exception):
 
 
 @pytest.mark.parametrize("method", ["take", "drop", "keep_only", "put"])
-def test_a_full_disk_at_the_keeper_ends_the_run_with_that_error(tmp_path: Path, method: str) -> None:
-    full = StoreError("no space left on the disk of the keeper")
+def test_a_full_disk_at_the_blob_store_ends_the_run_with_that_error(tmp_path: Path, method: str) -> None:
+    full = StoreError("no space left on the disk of the blob store")
     with pytest.raises(StoreError, match="no space left"), world(tmp_path) as it:  # noqa: PT012
         it.join(RESERVED, SPOT)
 
         def fill() -> None:
-            it.keeper.broken[method] = WrappedError(full)
+            it.store.broken[method] = WrappedError(full)
             if method == "take":
-                it.keeper.fail_take(WrappedError(full))
+                it.store.fail_take(WrappedError(full))
 
         it.when("prepare", fill, 2)
         it.run()
@@ -206,8 +166,8 @@ def test_an_evaluation_whose_pictures_for_the_grid_were_not_scored_is_reported(t
 def test_a_node_that_comes_back_is_paid_as_another_worker(tmp_path: Path) -> None:
     def prepare(it: World) -> None:
         def replace() -> None:
-            it.head.tell(ev.NodeLost(SPOT.id))
-            it.head.tell(ev.NodeJoined(SPOT))
+            it.inbox.put(ev.NodeLost(SPOT.id))
+            it.inbox.put(ev.NodeJoined(SPOT))
 
         it.when("prepare", replace, 2)
 
@@ -223,42 +183,37 @@ def test_a_node_that_comes_back_is_paid_as_another_worker(tmp_path: Path) -> Non
 def test_a_learner_lost_while_it_exports_is_restored_and_asked_again(tmp_path: Path) -> None:
     with world(tmp_path) as it:
         it.join(RESERVED, SPOT)
-        it.run()
-        it.learner.deaf.add("export")
-
-        def lose() -> None:
-            it.learner.deaf.clear()
-            it.head.lost("killed while it exported")
-
-        it.when("export", lambda: it.head.loop.call_soon_threadsafe(lose))
-        assert it.head.export() == it.learner.directory
+        it.when("export", it.lose)
+        assert it.run() == it.learner.directory
         assert it.learner.asked.count("export") == 2
         assert it.learner.restored[-1] is not None
 
 
-@pytest.mark.parametrize("when", ["sealed", "swept"])
+@pytest.mark.parametrize("when", ["saved", "swept"])
 def test_a_learner_lost_right_after_its_checkpoint_goes_back_to_that_one(tmp_path: Path, when: str) -> None:
     with world(tmp_path) as it:
         it.join(RESERVED, SPOT)
-        lost: list[str] = []
+        lost: list[int] = []
 
         def lose() -> None:
             if not lost:
-                lost.append(when)
-                it.head.loop.call_soon_threadsafe(it.head.lost, "killed after its checkpoint")
+                lost.append(committed(tmp_path))
+                it.lose("killed after its checkpoint")
 
-        if when == "sealed":
-            it.when("save", lambda: it.head.loop.call_soon_threadsafe(lose))
+        if when == "saved":
+            it.when("save", it.lose_soon)
+            it.when("restore", lambda: lost.append(committed(tmp_path)), 2)
         else:
-            inner = it.keeper._keep_only
+            inner = it.store._keep_only
 
-            def keep_only(kind: str, names: Sequence[str]) -> Reference:
+            def keep_only(kind: str, names: Sequence[str]) -> asyncio.Future[Any]:
                 lose()
                 return inner(kind, names)
 
-            it.keeper._keep_only = keep_only  # type: ignore[method-assign]
+            it.store._keep_only = keep_only  # type: ignore[method-assign]
         it.run()
-        assert lost
+        assert lost == [1]
+        assert it.learner.restored[-1] is not None
         assert it.head.error is None
     assert [bill.ended for bill in clean(tmp_path).attempts] == [Ending.FINISHED]
 
@@ -267,7 +222,7 @@ def test_a_second_begin_does_not_start_the_run_twice(tmp_path: Path) -> None:
     with world(tmp_path) as it:
         it.join(RESERVED, SPOT)
         # Its conditions are sent and its version is being announced: then it dies.
-        it.when("send_conditions", lambda: it.head.loop.call_soon_threadsafe(it.head.lost, "killed"))
+        it.when("send_conditions", it.lose_soon)
         it.run()
         assert it.head.error is None
-        assert it.learner.lives == 2
+        assert it.learner.life == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
@@ -44,15 +45,12 @@ def finished(it: World, root: Path) -> Counter[tuple[str, bool]]:
 
 def hold_training(it: World) -> None:
     """The learner trains until nothing waits that may be made meanwhile."""
-    inner = it.learner._soon
 
-    def soon(what: str, *args: object) -> None:
-        if what == "accumulate" and it.controller.queue.waiting:
-            it.head.loop.call_later(0.005, lambda: soon(what, *args))
-        else:
-            inner(what, *args)  # type: ignore[arg-type]
+    async def before(what: str) -> None:
+        while what == "accumulate" and it.controller.queue.waiting:
+            await asyncio.sleep(0.005)
 
-    it.learner._soon = soon  # type: ignore[assignment, method-assign]
+    it.learner.before = before
 
 
 @pytest.mark.parametrize("axis", [(), (GAP,)])
@@ -73,8 +71,8 @@ def test_rollouts_of_the_next_iteration_outlive_the_sweep_and_count_in_their_own
         ).fetchall()
     assert [row["rollout/reward"] for row in rows] == [pytest.approx(mean) for (mean,) in means]
     assert [row["pipeline/early_samples"] for row in rows] == [0, 12, 12, 12]
-    # What is being made of the next iteration when a checkpoint is committed stays with the keeper.
-    for number, (kind, kept) in enumerate(it.keeper.swept):
+    # What is being made of the next iteration when a checkpoint is committed stays in the blob store.
+    for number, (kind, kept) in enumerate(it.store.swept):
         assert kind in ("sample", "image", "progress")
         following = number // 3 + 1
         early = {f"t{following:06d}-{slot:03d}-{member:03d}" for slot in range(2) for member in range(6)}
@@ -104,5 +102,5 @@ def test_a_learner_that_is_lost_makes_early_rollouts_anew(tmp_path: Path) -> Non
         hold_training(it)
         lose_at_second_step(it)
         it.run()
-    assert it.learner.lives == 2
+    assert it.learner.life == 2
     assert finished(it, tmp_path)["s/0", True] > 0

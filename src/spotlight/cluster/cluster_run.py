@@ -1,12 +1,13 @@
 """A run on a cluster, from its configuration to its summary.
 
-    check ─► run directory ─► join Ray, or start one ─► keeper, learner, rewards ─► head's loop ─► export
+    check ─► run directory ─► join Ray, or start one ─► blob store, learner, rewards ─► head ─► export
 
 Nodes come and go meanwhile. Re-running the same command resumes at the newest whole checkpoint.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Iterator
@@ -15,31 +16,32 @@ from typing import Any
 
 import ray
 
-from spotlight.cluster.blobs.keeper_actor import start_keeper
-from spotlight.cluster.control import LOOPBACK, Control, Materials, Site
-from spotlight.cluster.head import Head
+from spotlight.cluster.assembly import AttemptRoom, Materials, assembled
+from spotlight.cluster.blobs.blob_server import start_blob_store
+from spotlight.cluster.cluster_accounts import ClusterAccounts
+from spotlight.cluster.cluster_nodes import LOOPBACK, Site
 from spotlight.cluster.local.emulation import reserved_slots, spot_slots, spot_trace
 from spotlight.cluster.local.local_cluster import local_cluster
 from spotlight.cluster.local.market import LocalMachines, Market
-from spotlight.cluster.loop import Loop
 from spotlight.cluster.nodes.connection import connected
 from spotlight.cluster.nodes.listing import read_view, require_usable
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.load import dump_config
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
 from spotlight.rollout.sequence_parallel.rendezvous import serve
-from spotlight.runtime.attempt import Attempt, RunResult, open_attempt, stopping_gracefully
+from spotlight.runtime.attempt import RunResult, open_attempt, stopping_gracefully
 from spotlight.runtime.build import parts as build
 from spotlight.runtime.disk import require_disk
 from spotlight.runtime.finished import finished_summary
 from spotlight.runtime.observer import Observer
+from spotlight.runtime.recorder import LEARNER_FOLDER
 from spotlight.runtime.results import conclude_run
 from spotlight.scheduler.types import NodeKind
 from spotlight.store.run_directory import RunDirectory
 from spotlight.store.sinks import check_sinks
 from spotlight.training.sharding import Ranks
 
-KEEPER_FOLDER = "in-flight"
+BLOB_STORE_FOLDER = "in-flight"
 
 
 def train_on_cluster(config: RunConfig, observer: Observer) -> RunResult:
@@ -47,8 +49,7 @@ def train_on_cluster(config: RunConfig, observer: Observer) -> RunResult:
 
     Raises:
         ConfigError, PromptFileError, RewardSetupError, RewardInputError: before any work; ConfigError also
-            for
-            a cluster that cannot be used.
+            for a cluster that cannot be used.
         ModelError, TrainingError, LearnerError: what the learner met with.
         StoreError: the run directory or the disk.
     """
@@ -65,7 +66,7 @@ def train_on_cluster(config: RunConfig, observer: Observer) -> RunResult:
             RunDirectory.open(config.runs_dir, config.name, dump_config(config), RESUMABLE_KEYS)
         )
         site = stack.enter_context(_joined(config, observer))
-        head = Head(Loop(), observer)
+        accounts = ClusterAccounts(time.monotonic, observer)
         with open_attempt(
             config,
             directory,
@@ -74,9 +75,14 @@ def train_on_cluster(config: RunConfig, observer: Observer) -> RunResult:
             workers={},
             began_s=began_s,
             observer=observer,
-            account=head.accounts.finish,
+            account=accounts.finish,
         ) as attempt:
-            attempt.result = _drive(materials, site, head, attempt, directory)
+            materials.rewards.log_to(directory.attempts, prefix="reward")
+            with _blob_store(config, directory, site.here) as store:
+                served, meeting = serve(site.host)  # for as long as it is referred to
+                room = AttemptRoom(site, directory, attempt, accounts, store, meeting)
+                attempt.result = asyncio.run(_drive(materials, room))
+                del served
         return attempt.result
 
 
@@ -134,34 +140,32 @@ def _threads(config: RunConfig) -> int:
 # -- the run -------------------------------------------------------------------------------------------
 
 
-def _drive(
-    materials: Materials, site: Site, head: Head, attempt: Attempt, directory: RunDirectory
-) -> RunResult:
-    config = materials.config
-    with ExitStack() as stack:
-        keeper = start_keeper(
-            directory.path / KEEPER_FOLDER, int(config.fleet.store_gb * 2**30), node=site.here
-        )
-        stack.callback(_end, keeper)
-        store, meeting = serve(site.host)
-        stack.callback(lambda: store)  # served for as long as this block lasts
-        control = Control(materials, site, head, keeper, meeting, attempt, directory)
-        stack.callback(control.close)
-        stack.enter_context(control.membership)
-        if site.emulated is not None:
-            stack.enter_context(Market(spot_trace(config.fleet), LocalMachines(site.emulated)))
-        materials.rewards.log_to(directory.attempts, prefix="reward")
-        with stopping_gracefully(head.request_stop, materials.observer):
-            head.run(control.parts, control.begin)
-        if head.error is not None or head.stopped:
-            return RunResult(directory.path, None, head.error, head.stopped)
-        weights = head.export()
-        summary = conclude_run(config, attempt.book, weights, lambda: head.accounts.write(attempt.book))
-        return RunResult(directory.path, summary, None, stopped=False)
+async def _drive(materials: Materials, room: AttemptRoom) -> RunResult:
+    config, site, attempt = materials.config, room.site, room.attempt
+    checkpoint = None if attempt.newest is None else attempt.newest.directory / LEARNER_FOLDER
+    async with assembled(materials, room) as head:
+        with ExitStack() as stack:
+            if site.emulated is not None:
+                stack.enter_context(Market(spot_trace(config.fleet), LocalMachines(site.emulated)))
+            stack.enter_context(stopping_gracefully(head.request_stop, materials.observer))
+            weights = await head.parts.conversations.supervise(head.run(checkpoint))
+            path = room.directory.path
+            if weights is None:
+                return RunResult(path, None, head.error, head.stopped)
+            summary = conclude_run(config, attempt.book, weights, lambda: room.accounts.write(attempt.book))
+            return RunResult(path, summary, None, stopped=False)
 
 
-def _end(keeper: Any) -> None:
-    with suppress(ray.exceptions.RayError):
-        ray.get(keeper.close.remote(), timeout=10.0)
-    with suppress(ray.exceptions.RayError):
-        ray.kill(keeper)
+@contextmanager
+def _blob_store(config: RunConfig, directory: RunDirectory, node: str) -> Iterator[Any]:
+    """The blob store's actor, on this process's node."""
+    actor = start_blob_store(
+        directory.path / BLOB_STORE_FOLDER, int(config.fleet.store_gb * 2**30), node=node
+    )
+    try:
+        yield actor
+    finally:
+        with suppress(ray.exceptions.RayError):
+            ray.get(actor.close.remote(), timeout=10.0)
+        with suppress(ray.exceptions.RayError):
+            ray.kill(actor)

@@ -11,21 +11,25 @@ from spotlight.scheduler.types import NodeId
 
 @dataclass(slots=True)
 class Drains:
-    """Watches the controller's nodes. For the loop's thread only.
+    """Watches the controller's nodes.
 
     Attributes:
-        emptied: nothing works on a noticed node any more; how long stopping its work took, in seconds.
+        acknowledge: tells the cloud of a node that it may be taken.
     """
 
-    emptied: Callable[[NodeId, float], None]
+    acknowledge: Callable[[NodeId], None]
     _noticed: set[NodeId] = field(default_factory=set)
     _draining: dict[NodeId, float] = field(default_factory=dict)
     _empty: set[NodeId] = field(default_factory=set)
 
-    def look(self, cluster: Cluster, now: float) -> None:
-        """After every event: O(noticed nodes), and O(nodes) where some were noticed."""
+    def finished(self, cluster: Cluster, now: float) -> list[tuple[NodeId, float]]:
+        """Noticed nodes on which nothing works any more, and the seconds that stopping their work took.
+
+        To be called after every event: O(noticed nodes).
+        """
+        done: list[tuple[NodeId, float]] = []
         if not cluster.noticed and not self._noticed:
-            return
+            return done
         gone = self._noticed - cluster.noticed
         for node in gone:
             self._draining.pop(node, None)
@@ -38,4 +42,6 @@ class Drains:
             began_s = self._draining.setdefault(node, now)
             if not host.leaders:
                 self._empty.add(node)
-                self.emptied(node, now - began_s)
+                self.acknowledge(node)
+                done.append((node, now - began_s))
+        return done

@@ -1,55 +1,57 @@
-"""What befalls a cluster, for people and for the ledger."""
+"""Nodes, workers and learners that come, go and crash: told to people, and recorded in the ledger."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from spotlight.cluster.loop import Clock
-from spotlight.runtime.observer import Observer
+from spotlight.cluster.remote_calls import Clock, Notify
 from spotlight.scheduler import events as ev
-from spotlight.scheduler.cluster.members import Host
-from spotlight.scheduler.types import NodeId, NodeKind
+from spotlight.scheduler.cluster.cluster import Cluster
+from spotlight.scheduler.types import NodeId, NodeKind, WorkerId
 from spotlight.store.ledger.ledger_schema import Incident
 from spotlight.store.ledger.sqlite_ledger import SqliteLedger
 
 
 @dataclass(frozen=True, slots=True)
-class Incidents:
-    """Writes and tells. ``hosts`` are the controller's nodes, as they were before the event."""
+class IncidentRecorder:
+    """Records incidents. ``cluster`` is the controller's."""
 
     clock: Clock
-    observer: Observer
+    note: Notify
+    ledger: SqliteLedger
+    cluster: Cluster
 
-    def tell(self, event: ev.Event, hosts: Mapping[NodeId, Host], ledger: SqliteLedger) -> None:
-        """Of an event, if it is one of those that befall somebody."""
-        note = self.observer.note
+    def observe(self, event: ev.Event) -> None:
+        """Record an event, if it is an incident; before the controller handles it."""
+        hosts = self.cluster.hosts
         match event:
             case ev.NodeJoined(node):
-                is_spot = node.kind is NodeKind.SPOT
-                _write(ledger, Incident.NODE_JOINED, node.id, is_spot, f"{node.gpus} x {node.gpu_type}")
-                note(f"{node.id} joined ({node.kind.value})")
+                detail = f"{node.gpus} x {node.gpu_type}"
+                self._write(Incident.NODE_JOINED, node.id, node.kind is NodeKind.SPOT, detail)
+                self.note(f"{node.id} joined ({node.kind.value})")
             case ev.NodeNoticed(node_id, deadline_s) if node_id in hosts:
                 left_s = deadline_s - self.clock()
-                self.write(Incident.NODE_NOTICED, node_id, f"{left_s:.1f} s before", hosts, ledger)
-                note(f"{node_id} will be taken in {left_s:.0f} s")
+                self.record(Incident.NODE_NOTICED, node_id, f"{left_s:.1f} s before")
+                self.note(f"{node_id} will be taken in {left_s:.0f} s")
             case ev.NoticeCancelled(node_id) if node_id in hosts:
-                self.write(Incident.NOTICE_CANCELLED, node_id, "", hosts, ledger)
-                note(f"{node_id} will not be taken after all")
+                self.record(Incident.NOTICE_CANCELLED, node_id, "")
+                self.note(f"{node_id} will not be taken after all")
             case ev.NodeLost(node_id) if node_id in hosts:
-                self.write(Incident.NODE_LOST, node_id, "", hosts, ledger)
-                note(f"{node_id} is gone; {len(hosts) - 1} nodes are left")
+                self.record(Incident.NODE_LOST, node_id, "")
+                self.note(f"{node_id} is gone; {len(hosts) - 1} nodes are left")
             case ev.LearnerLost(detail):
-                self.write(Incident.LEARNER_LOST, "learner", detail, hosts, ledger)
+                self.record(Incident.LEARNER_LOST, "learner", detail)
 
-    def write(
-        self, kind: Incident, subject: str, detail: str, hosts: Mapping[NodeId, Host], ledger: SqliteLedger
-    ) -> None:
-        """Of a node, a worker or the learner, into the ledger."""
+    def worker_crashed(self, worker: WorkerId, why: str) -> None:
+        """A worker's process died, and its node lives."""
+        self.record(Incident.WORKER_CRASHED, worker, why)
+
+    def record(self, kind: Incident, subject: str, detail: str) -> None:
+        """Record what happened to a node, a worker or the learner."""
+        hosts = self.cluster.hosts
         host = hosts.get(NodeId(subject)) or hosts.get(NodeId(subject.rpartition("/")[0]))
-        _write(ledger, kind, subject, host is not None and host.node.kind is NodeKind.SPOT, detail)
+        self._write(kind, subject, host is not None and host.node.kind is NodeKind.SPOT, detail)
 
-
-def _write(ledger: SqliteLedger, kind: Incident, subject: str, is_spot: bool, detail: str) -> None:
-    ledger.record_incident(kind, subject, spot=is_spot, detail=detail, now_s=time.time())
+    def _write(self, kind: Incident, subject: str, is_spot: bool, detail: str) -> None:
+        self.ledger.record_incident(kind, subject, spot=is_spot, detail=detail, now_s=time.time())

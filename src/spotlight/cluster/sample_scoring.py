@@ -1,14 +1,15 @@
-"""Finished samples to their scores: from the keeper, through the reward pool, back to the controller."""
+"""Finished samples: accepted, scored, discarded. Their values stay in the blob store."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from spotlight.cluster.loop import Calls
-from spotlight.rewards.results import FailureKind, RewardBatch, ScoredSample
+from spotlight.cluster.blobs.blob_client import BlobClient
+from spotlight.cluster.blobs.blob_store import StoredBlob
+from spotlight.cluster.remote_calls import Conversations, Notify
+from spotlight.rewards.results import FailureKind, ScoredSample
 from spotlight.rewards.reward_pool import RewardPool
 from spotlight.rollout.serialization import unpack_image
 from spotlight.scheduler import events as ev
@@ -19,80 +20,101 @@ REASON = {
     FailureKind.TIMEOUT: DropReason.REWARD_TIMEOUT,
     FailureKind.NOT_FINITE: DropReason.REWARD_NOT_FINITE,
 }
-FETCH_S = 120.0
-"""Longest that the keeper may take to hand over pictures."""
+VALUES = ("sample", "image", "progress")
+"""Kinds of values that the blob store holds of a rollout."""
 
 
 @dataclass(slots=True)
-class Scoring:
-    """Scores samples beside everything else. For the loop's thread only.
+class AcceptedSamples:
+    """The samples that the controller accepted and did not discard, each with the digest of its weights.
+
+    Values are stored under rollout and digest, so a sample that was made twice is never mixed up.
+    """
+
+    store: BlobClient
+    digests: dict[RolloutId, str] = field(default_factory=dict)
+
+    def accept(self, rollouts: Sequence[RolloutId], weights_digest: str) -> None:
+        """Samples whose report the controller took."""
+        self.digests |= dict.fromkeys(rollouts, weights_digest)
+
+    def by_digest(self, rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
+        """Accepted rollouts, by the weights that made them."""
+        grouped: dict[str, list[Rollout]] = {}
+        for rollout in rollouts:
+            grouped.setdefault(self.digests[rollout.id], []).append(rollout)
+        return grouped
+
+    async def images(self, rollouts: Sequence[Rollout], digest: str) -> dict[RolloutId, StoredBlob]:
+        """Packed pictures of rollouts, made by weights of ``digest``; those not in the store are left out."""
+        stored = await self.store.fetch("image", [rollout.id for rollout in rollouts], digest)
+        return {rollout.id: blob for rollout, blob in zip(rollouts, stored, strict=True) if blob is not None}
+
+    def forget(self, rollouts: Sequence[RolloutId]) -> None:
+        """They are discarded: their scores and values are of no use any more."""
+        for rollout in rollouts:
+            self.digests.pop(rollout, None)
+
+    async def drop(self, rollouts: Sequence[RolloutId]) -> None:
+        """Have the store drop the values of discarded rollouts."""
+        for kind in VALUES:
+            await self.store.drop(kind, rollouts)
+
+    async def sweep(self, issued: Iterable[RolloutId]) -> None:
+        """Have the store drop what late reports left behind: all but accepted and ``issued`` rollouts."""
+        known = {*issued, *self.digests}
+        for kind in VALUES:
+            await self.store.keep_only(kind, known)
+
+
+@dataclass(slots=True)
+class SampleScoring:
+    """Sends accepted samples through the reward pool, beside everything else.
 
     Attributes:
         prompts: of the whole run.
-        tell_head: hands an event to the controller.
-        wanted: whether a sample is still to be scored.
-        scored: told of every sample's curves.
-        broken: told when pictures that were accepted cannot be had: the run cannot go on.
+        put_event: hands an event to the controller.
     """
 
-    keeper: Any
-    calls: Calls
+    conversations: Conversations
+    samples: AcceptedSamples
     pool: RewardPool
     prompts: Mapping[PromptId, Prompt]
-    tell_head: Callable[[ev.Event], None]
-    wanted: Callable[[RolloutId], bool]
-    scored: Callable[[RolloutId, Mapping[str, float]], None]
-    note: Callable[[str], None]
-    broken: Callable[[str], None]
+    put_event: Callable[[ev.Event], None]
+    note: Notify
 
-    def score(self, rollouts: Sequence[Rollout], marks: Mapping[RolloutId, str], lineage: int) -> None:
-        """Ask for the scores of samples; ``marks`` tell the weights that made each."""
-        by_mark: dict[str, list[Rollout]] = {}
-        for rollout in rollouts:
-            by_mark.setdefault(marks[rollout.id], []).append(rollout)
-        for mark, part in by_mark.items():
-            self._fetch(part, mark, lineage)
+    def score(self, rollouts: Sequence[Rollout], lineage: int) -> None:
+        """Have samples scored; the scores become events."""
+        for digest, part in self.samples.by_digest(rollouts).items():
+            self.conversations.start(self._score(part, digest, lineage))
 
-    def _fetch(self, rollouts: list[Rollout], mark: str, lineage: int) -> None:
-        names = [rollout.id for rollout in rollouts]
-        self.calls.send(
-            self.keeper.fetch.remote("image", names, mark),
-            f"pictures of {len(names)} samples",
-            FETCH_S,
-            lambda kept: self._submit(rollouts, kept, lineage),
-            lambda error: self.broken(f"the keeper does not hand over pictures: {error}"),
-        )
-
-    def _submit(self, rollouts: list[Rollout], kept: Sequence[Any], lineage: int) -> None:
-        # A sample may have been discarded since: nobody waits for its scores then. Else it would be waited
+    async def _score(self, rollouts: Sequence[Rollout], digest: str, lineage: int) -> None:
+        pictures = await self.samples.images(rollouts, digest)
+        # A sample may have been discarded meanwhile: nobody waits for its scores. Any other would be waited
         # for without an end.
-        missing = [r.id for r, item in zip(rollouts, kept, strict=True) if item is None and self.wanted(r.id)]
-        if missing:
-            self.broken(f"the keeper has lost the pictures of {len(missing)} samples, first {missing[0]}")
+        lost = [each.id for each in rollouts if each.id not in pictures and each.id in self.samples.digests]
+        if lost:
+            raise RuntimeError(
+                f"the blob store has lost the pictures of {len(lost)} samples, first {lost[0]}"
+            )
+        rollouts = [each for each in rollouts if each.id in pictures]
+        if not rollouts:
             return
-        held = [(rollout, item.data) for rollout, item in zip(rollouts, kept, strict=True) if item]
-        if not held:
-            return
-        prompts = [self.prompts[rollout.prompt_id] for rollout, _ in held]
-        future = self.pool.submit(
-            [unpack_image(data) for _, data in held],
-            [prompt.text for prompt in prompts],
-            [prompt.metadata for prompt in prompts],
+        prompts = [self.prompts[rollout.prompt_id] for rollout in rollouts]
+        batch = await asyncio.wrap_future(
+            self.pool.submit(
+                [unpack_image(pictures[rollout.id].data) for rollout in rollouts],
+                [prompt.text for prompt in prompts],
+                [prompt.metadata for prompt in prompts],
+            )
         )
-        part = [rollout for rollout, _ in held]
-        future.add_done_callback(
-            lambda done: self.calls.loop.call_soon_threadsafe(self._collect, part, done, lineage)
-        )
-
-    def _collect(self, rollouts: Sequence[Rollout], future: Future[RewardBatch], lineage: int) -> None:
         scores: dict[RolloutId, Mapping[str, float]] = {}
-        for rollout, result in zip(rollouts, future.result().samples, strict=True):
+        for rollout, result in zip(rollouts, batch.samples, strict=True):
             if isinstance(result, ScoredSample):
                 scores[rollout.id] = result.curves()
-                self.scored(rollout.id, scores[rollout.id])
                 continue
             detail = f"{result.reward}: {result.message}"
             self.note(f"{rollout.id} is not scored: {REASON[result.kind].value}: {detail.splitlines()[0]}")
-            self.tell_head(ev.RewardFailed(rollout.id, REASON[result.kind], detail, lineage))
+            self.put_event(ev.RewardFailed(rollout.id, REASON[result.kind], detail, lineage))
         if scores:
-            self.tell_head(ev.SamplesRewarded(scores, lineage))
+            self.put_event(ev.SamplesRewarded(scores, lineage))

@@ -6,7 +6,7 @@ was used least recently moves to disk, one file a value; it is read from there a
 Invariants:
 - The values in memory never take more than ``memory_bytes``, those on their way to disk included. (What a
   caller still holds of what it put or got is the caller's.)
-- :meth:`Vault.put` returns once the value is in place. If it raises, everything is as it was before.
+- :meth:`BlobStore.put` returns once the value is in place. If it raises, everything is as it was before.
 - Bytes that are not those that were put are never given out: each file carries a checksum.
 - A file is in the index only once it is written whole; one that left the index is deleted.
 
@@ -42,20 +42,20 @@ _Key: TypeAlias = tuple[str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredBlob:
     """A value, and the step it is of."""
 
     step: int
     data: bytes
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., Kept], tuple[object, ...]]:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., StoredBlob], tuple[object, ...]]:
         # The bytes out of band: a cluster's transport then moves them as they are, in half the time.
         data = PickleBuffer(self.data) if index(protocol) >= 5 else self.data
-        return _kept, (self.step, data)
+        return _stored_blob, (self.step, data)
 
 
-def _kept(step: int, data: bytes | memoryview) -> Kept:
-    return Kept(step, bytes(data))  # a view's memory is the transport's: not to be held
+def _stored_blob(step: int, data: bytes | memoryview) -> StoredBlob:
+    return StoredBlob(step, bytes(data))  # a view's memory is the transport's: not to be held
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class _Index:
         return list(self.kinds.get(kind, {}).get(name, {}).values())
 
 
-class Vault:
+class BlobStore:
     """See the module's docstring. Any thread may call.
 
     Args:
@@ -184,7 +184,7 @@ class Vault:
             _delete(replaced)
         return replaced is not None
 
-    def get(self, kind: str, name: str, mark: str = "") -> Kept | None:
+    def get(self, kind: str, name: str, mark: str = "") -> StoredBlob | None:
         """The latest step of a value; None when there is none, or (logged) its file is damaged."""
         key = (kind, name, mark)
         while True:
@@ -194,11 +194,11 @@ class Vault:
                     return None
                 if entry.data is not None:
                     self._index.recent.move_to_end(key)
-                    return Kept(entry.step, entry.data)
+                    return StoredBlob(entry.step, entry.data)
                 path = entry.path
             assert path is not None
             try:
-                return Kept(entry.step, self._folder.read(path, _label(entry)))
+                return StoredBlob(entry.step, self._folder.read(path, _label(entry)))
             except Damaged as damage:
                 if self._lose(entry):
                     log.error("%s. The value is gone, and whoever needs it has to make it again.", damage)

@@ -1,19 +1,19 @@
 """Learner ranks as Ray actors: one process each, on a node of its own choosing by the head.
 
-Nothing is decided here. A :class:`LearnerActor` passes calls on to its :class:`LearnerRank`, and moves values
-between rank and keeper, so that samples, embeddings and weights never go through the head.
-:class:`RayLauncher` starts and ends the actors in a thread of its own, because Ray's calls for that may wait
-for the cluster; the head never does.
+A :class:`LearnerActor` passes calls on to its :class:`LearnerRank`, and moves values between rank and blob
+store, so that samples, embeddings and weights never go through the head. :class:`RayLauncher` starts and ends
+the actors in a thread of its own, because Ray's calls for that may wait for the cluster; the head never does.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import spotlight
-from spotlight.cluster.blobs.keeper import NEGATIVE
-from spotlight.cluster.learner.learner_group import Process
+from spotlight.cluster.blobs.blob_server import NEGATIVE
+from spotlight.cluster.learner.learner_group import RankHandle
 from spotlight.cluster.learner.learner_rank import LOOPBACK, LearnerRank, RankPlace, share_of
 from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE
 from spotlight.config.errors import ConfigError, Problem
@@ -148,7 +148,7 @@ class LearnerActor:
             names = [rollout for rollout in share if marks[rollout] == mark]
             for start in range(0, len(names), _FETCHED_AT_ONCE):
                 some = names[start : start + _FETCHED_AT_ONCE]
-                for name, kept in zip(some, self._kept("fetch", SAMPLE, some, mark), strict=True):
+                for name, kept in zip(some, self._stored_blob("fetch", SAMPLE, some, mark), strict=True):
                     if kept is None:
                         raise LookupError(f"the keeper has no sample of rollout {name} with mark {mark!r}")
                     samples[name] = kept.data
@@ -160,18 +160,18 @@ class LearnerActor:
         if packed is None:
             return None
         manifest, data = packed
-        self._kept("put", WEIGHTS, manifest.digest, data)
+        self._stored_blob("put", WEIGHTS, manifest.digest, data)
         return manifest
 
     def send_conditions(self, prompts: Sequence[PromptId]) -> None:
         """Put embeddings into the keeper, by prompt, and that of the negative prompt."""
-        self._kept("put", CONDITION, NEGATIVE, self.rank.negative())
+        self._stored_blob("put", CONDITION, NEGATIVE, self.rank.negative())
         for start in range(0, len(prompts), _FETCHED_AT_ONCE):
             some = prompts[start : start + _FETCHED_AT_ONCE]
             for prompt, packed in zip(some, self.rank.conditions(some), strict=True):
-                self._kept("put", CONDITION, prompt, packed)
+                self._stored_blob("put", CONDITION, prompt, packed)
 
-    def _kept(self, method: str, *args: object) -> Any:
+    def _stored_blob(self, method: str, *args: object) -> Any:
         """What the keeper returns. Raises what it raises, without Ray's wrapping."""
         import ray
 
@@ -185,7 +185,7 @@ class LearnerActor:
 
 
 @dataclass(frozen=True, slots=True)
-class RankProcess:
+class RankActor:
     """A rank's actor, seen by the head."""
 
     rank: int
@@ -193,14 +193,14 @@ class RankProcess:
     life: int
     actor: Any
 
-    def call(self, method: str, *args: object) -> Future[Any]:
-        """See :class:`spotlight.cluster.learner.learner_group.Process`."""
-        answer: Future[Any] = self.actor.do.remote(method, args).future()
+    def call(self, method: str, *args: object) -> Awaitable[Any]:
+        """See :class:`spotlight.cluster.learner.learner_group.RankHandle`."""
+        answer: Awaitable[Any] = self.actor.do.remote(method, args)
         return answer
 
-    def gone(self) -> Future[Any]:
-        """See :class:`spotlight.cluster.learner.learner_group.Process`."""
-        end: Future[Any] = self.actor.alive.options(concurrency_group="watch").remote().future()
+    def gone(self) -> Awaitable[Any]:
+        """See :class:`spotlight.cluster.learner.learner_group.RankHandle`."""
+        end: Awaitable[Any] = self.actor.alive.options(concurrency_group="watch").remote()
         return end
 
 
@@ -237,28 +237,28 @@ class RayLauncher:
         self._logs, self._exchange_s, self._keeper_s = logs.absolute(), exchange_s, keeper_s
         self._thread = ThreadPoolExecutor(1, "learner-launcher")
 
-    def start(self, life: int) -> Future[Sequence[Process]]:
+    async def start(self, life: int) -> Sequence[RankHandle]:
         """See :class:`spotlight.cluster.learner.learner_group.Launcher`."""
-        return self._thread.submit(self._start, life)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._start, life)
 
-    def end(self, processes: Sequence[Process], ranks: Sequence[int]) -> Future[str]:
+    async def end(self, ranks: Sequence[RankHandle], suspects: Sequence[int]) -> str:
         """See :class:`spotlight.cluster.learner.learner_group.Launcher`."""
-        return self._thread.submit(self._end, processes, ranks)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._end, ranks, suspects)
 
-    def meeting_hosts(self, processes: Sequence[Process]) -> list[str]:
+    def meeting_hosts(self, ranks: Sequence[RankHandle]) -> list[str]:
         """See :class:`spotlight.cluster.learner.learner_group.Launcher`. All on one node: its loopback."""
-        hosts = [process.host for process in processes if isinstance(process, RankProcess)]
+        hosts = [rank.host for rank in ranks if isinstance(rank, RankActor)]
         return [LOOPBACK] * len(hosts) if len(set(hosts)) == 1 else hosts
 
     def close(self) -> None:
         """End the thread, once what it has to do is done."""
         self._thread.shutdown(wait=True)
 
-    def _start(self, life: int) -> list[Process]:
+    def _start(self, life: int) -> list[RankHandle]:
         placements = self._placements()
         if len(placements) != self.world:
             raise LookupError(f"{len(placements)} places for {self.world} learner ranks")
-        started: list[RankProcess] = []
+        started: list[RankActor] = []
         try:
             for rank, placement in enumerate(placements):
                 started.append(self._start_rank(life, rank, placement))
@@ -267,7 +267,7 @@ class RayLauncher:
             raise
         return list(started)
 
-    def _start_rank(self, life: int, rank: int, placement: Placement) -> RankProcess:
+    def _start_rank(self, life: int, rank: int, placement: Placement) -> RankActor:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -295,23 +295,23 @@ class RayLauncher:
             )
             .remote(order, self._keeper)
         )
-        return RankProcess(rank, placement.host, life, actor)
+        return RankActor(rank, placement.host, life, actor)
 
-    def _end(self, processes: Sequence[Process], ranks: Sequence[int]) -> str:
-        ours = [process for process in processes if isinstance(process, RankProcess)]
+    def _end(self, ranks: Sequence[RankHandle], suspects: Sequence[int]) -> str:
+        ours = [rank for rank in ranks if isinstance(rank, RankActor)]
         _kill(ours)
-        tails = [_tail(self._log(process.life, process.rank)) for process in ours if process.rank in ranks]
+        tails = [_tail(self._log(each.life, each.rank)) for each in ours if each.rank in suspects]
         return "\n".join(tail for tail in tails if tail)
 
     def _log(self, life: int, rank: int) -> Path:
         return self._logs / f"learner-{life:03d}-rank-{rank}.log"
 
 
-def _kill(processes: Sequence[RankProcess]) -> None:
+def _kill(ranks: Sequence[RankActor]) -> None:
     import ray
 
-    for process in processes:
-        ray.kill(process.actor, no_restart=True)
+    for rank in ranks:
+        ray.kill(rank.actor, no_restart=True)
 
 
 def _write_to(path: Path) -> None:

@@ -1,30 +1,28 @@
 """All learner ranks as one, seen by the head: calls go to every rank, answers come back, or the life is lost.
 
-    restore ─► starting ─► up ── prepare, accumulate, step ... one after the other ──► lost ─► restore ...
-                  └─ failed to start: told once, tried again after a pause that grows
+    restore() ─► starting ─► up ── prepare(), accumulate(), step() ... one after the other ──► lost()
+                    └─ failed to start: reported once, tried again after a pause that grows
 
 Invariants:
-- Nothing here blocks: processes answer with futures, whose callbacks are handed over to the head's loop.
 - A life ends once. A rank that dies, misses a deadline or raises what it should not ends it for all ranks:
-  they are killed, ``lost`` is told once, and nothing that was asked of that life is answered afterwards.
-- One call is under way at a time, so its deadline is its own.
-- Errors that a person must mend (:data:`FINAL`) are told as they are, and nothing is tried again.
+  they are killed, :meth:`LearnerGroup.lost` returns, and every call that was made of that life raises
+  :class:`~spotlight.cluster.remote_calls.AbandonedError`.
+- One call is under way at a time, in the order in which they were made, so its deadline is its own.
+- Errors that a person must fix (:data:`FINAL`) are raised as they are, and nothing is tried again.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass, field
-from enum import StrEnum
-from functools import partial
+import asyncio
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 
+from spotlight.cluster.remote_calls import AbandonedError, Notify, wait_within
 from spotlight.config.errors import ConfigError
 from spotlight.data.prompt_files import PromptFileError
 from spotlight.models.model_errors import ModelError
@@ -39,13 +37,15 @@ from spotlight.weights.weight_errors import WeightsError
 
 Answers = list[Any]
 """What the ranks that were asked returned, in order of rank."""
-T = TypeVar("T")
 
 FINAL: tuple[type[Exception], ...] = (
     *(ConfigError, PromptFileError, ModelError, StoreError, StateError),
     *(TrainingError, WeightsError, DeviceMemoryError, torch.OutOfMemoryError),
 )
 """Under the inline driver these end a run, with a remedy; a restart would only meet them again."""
+
+START_FAILED: tuple[type[Exception], ...] = (AbandonedError, *FINAL)
+"""What ends a life that starts."""
 
 _RAISED_IN_A_ROW = 3
 """So many lives end in an unexpected error, without a checkpoint between: then it is no accident."""
@@ -55,35 +55,18 @@ class LearnerError(RuntimeError):
     """The learner fails again and again in the same way: says what it raised."""
 
 
-class Timer(Protocol):
-    """A call that was put off."""
-
-    def cancel(self) -> object:
-        """Do not make it."""
-
-
-class Loop(Protocol):
-    """The head's loop, in which everything here runs; asyncio's loops are such."""
-
-    def call_soon_threadsafe(self, callback: Callable[..., object], /, *args: Any) -> object:
-        """Call from the loop, soon; may be used from any thread."""
-
-    def call_later(self, delay: float, callback: Callable[..., object], /, *args: Any) -> Timer:
-        """Call from the loop after so many seconds."""
-
-
-class Process(Protocol):
+class RankHandle(Protocol):
     """The process of one rank."""
 
     @property
     def rank(self) -> int:
         """Which one."""
 
-    def call(self, method: str, *args: object) -> Future[Any]:
-        """Begin a call; returns at once. The future fails when the call raises or the process dies."""
+    def call(self, method: str, *args: object) -> Awaitable[Any]:
+        """Begin a call, at once. The answer raises when the call does or the process dies."""
 
-    def gone(self) -> Future[Any]:
-        """Done (or failed) when the process is dead, and never before."""
+    def gone(self) -> Awaitable[Any]:
+        """Answered (or raises) when the process is dead, and never before."""
 
 
 class Launcher(Protocol):
@@ -91,27 +74,14 @@ class Launcher(Protocol):
 
     world: int
 
-    def start(self, life: int) -> Future[Sequence[Process]]:
-        """A process for every rank, in order; they may still be starting up."""
+    async def start(self, life: int) -> Sequence[RankHandle]:
+        """A process for every rank, in order; they may still be starting up. Raises LookupError: no room."""
 
-    def end(self, processes: Sequence[Process], ranks: Sequence[int]) -> Future[str]:
-        """Kill them all; then the last lines of the logs of ``ranks``."""
+    async def end(self, ranks: Sequence[RankHandle], suspects: Sequence[int]) -> str:
+        """Kill them all; returns the last lines of the logs of ``suspects``."""
 
-    def meeting_hosts(self, processes: Sequence[Process]) -> list[str]:
+    def meeting_hosts(self, ranks: Sequence[RankHandle]) -> list[str]:
         """The address at which each process's machine is reached by the others."""
-
-
-class Listener(Protocol):
-    """Hears, in the head's loop, what becomes of the learner beside the answers to calls."""
-
-    def lost(self, detail: str) -> None:
-        """The learner is gone; only :meth:`LearnerGroup.restore` brings it back."""
-
-    def failed(self, error: Exception) -> None:
-        """It cannot go on, and a restart would not help: the run ends with this error."""
-
-    def trouble(self, detail: str) -> None:
-        """It does not start; more attempts follow by themselves. Told once for each restore."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,363 +103,340 @@ class Deadlines:
     pause_max_s: float = 60.0
     suspect_s: float = 1.0
 
-
-class State(StrEnum):
-    """Where a life stands."""
-
-    DOWN = "down"
-    STARTING = "starting"
-    UP = "up"
+    def pause_before_s(self, doublings: int) -> float:
+        """No pause for a negative number."""
+        return 0.0 if doublings < 0 else min(self.pause_s * 2.0 ** min(doublings, 30), self.pause_max_s)
 
 
 @dataclass(frozen=True, slots=True)
-class _Ask:
-    """A call of all ranks, or of rank 0 alone. ``each``: further arguments, different for each rank."""
+class _End:
+    """Why a life ended: because of ``ranks``. ``raised``: an unexpected error; ``final``: one of FINAL."""
 
-    method: str
-    args: tuple[object, ...] = ()
-    deadline_s: float = 0.0
-    first_only: bool = False
-    each: Sequence[tuple[object, ...]] | None = None
-
-
-@dataclass(slots=True)
-class _Flight:
-    """An ask under way."""
-
-    ask: _Ask
-    on_answers: Callable[[Answers], None]
-    waiting: set[int]
-    answers: dict[int, Any] = field(default_factory=dict)
-    timer: Timer | None = None
+    detail: str
+    ranks: Sequence[int] = ()
+    raised: bool = False
+    final: Exception | None = None
 
 
-@dataclass(slots=True)
 class _Life:
-    """What goes when a life ends. ``open``: futures not done, because Ray forgets calls that nobody holds."""
+    """The processes of all ranks, from a start to the first failure of any of them."""
 
-    number: int
-    processes: Sequence[Process] = ()
-    asks: deque[tuple[_Ask, Callable[[Answers], None]]] = field(default_factory=deque)
-    flight: _Flight | None = None
-    suspicion: tuple[int, Exception] | None = None
-    timers: list[Timer] = field(default_factory=list)
-    open: set[Future[Any]] = field(default_factory=set)
+    def __init__(self, number: int, suspect_s: float) -> None:
+        self.number, self._suspect_s = number, suspect_s
+        self.ranks: Sequence[RankHandle] = ()
+        self.up = False
+        self.over: asyncio.Future[_End] = asyncio.get_running_loop().create_future()
+        self._turn = asyncio.Lock()
+        self._deaths: list[asyncio.Future[Any]] = []
+
+    def end(self, end: _End) -> None:
+        """The first reason counts."""
+        if not self.over.done():
+            self.over.set_result(end)
+        for death in self._deaths:
+            death.cancel()
+
+    def begin(self, ranks: Sequence[RankHandle]) -> None:
+        """The processes are started: their deaths end the life from now on."""
+        self.ranks = ranks
+        for rank in ranks:
+            death = asyncio.ensure_future(rank.gone())
+            death.add_done_callback(lambda done, rank=rank.rank: self._died(rank, done))  # type: ignore[misc]
+            self._deaths.append(death)
+
+    async def ask(
+        self,
+        method: str,
+        *args: object,
+        deadline_s: float,
+        first_only: bool = False,
+        each: Sequence[tuple[object, ...]] | None = None,
+    ) -> Answers:
+        """Call all ranks, or rank 0 alone.
+
+        Args:
+            each: further arguments, different for each rank.
+
+        Raises:
+            AbandonedError: the life is over.
+            Exception: one of :data:`FINAL`, which ends the life too.
+        """
+        async with self._turn:
+            if self.over.done():
+                raise AbandonedError(method)
+            asked = self.ranks[:1] if first_only else self.ranks
+            calls: dict[asyncio.Future[Any], int] = {
+                asyncio.ensure_future(rank.call(method, *args, *(each[rank.rank] if each else ()))): rank.rank
+                for rank in asked
+            }
+            try:
+                await self._answered(calls, method, deadline_s)
+                return [call.result() for call in calls]
+            finally:
+                for call in calls:
+                    call.cancel()
+
+    async def _answered(
+        self, calls: Mapping[asyncio.Future[Any], int], method: str, deadline_s: float
+    ) -> None:
+        """Return once all calls are answered; else end the life, and raise."""
+        clock = asyncio.get_running_loop().time
+        due_s, waiting = clock() + deadline_s, set(calls)
+        suspicion: tuple[int, BaseException] | None = None
+        while waiting or suspicion:
+            done = await wait_within({*waiting, self.over}, due_s - clock())
+            if not done:
+                late = sorted(calls[call] for call in waiting)
+                self.end(
+                    _raised(*suspicion) if suspicion else _late(late, len(self.ranks), method, deadline_s)
+                )
+            if self.over.done():
+                raise AbandonedError(method)
+            for call in sorted(done, key=calls.__getitem__):
+                if (error := call.exception()) is None:
+                    continue
+                cause = getattr(error, "cause", error)  # Ray wraps what a process raised
+                if isinstance(cause, FINAL):
+                    self.end(_End(str(cause), final=cause))
+                    raise cause
+                if suspicion is None:
+                    # A collective fails on the ranks that live: which one died becomes known a moment later.
+                    suspicion, due_s = (calls[call], error), clock() + self._suspect_s
+            waiting -= done
+
+    def _died(self, rank: int, dead: asyncio.Future[Any]) -> None:
+        if dead.cancelled():
+            return
+        error = dead.exception()
+        what = "died" if self.up else "did not start"
+        self.end(_End(f"learner rank {rank} {what}" + (f": {_described(error)}" if error else ""), (rank,)))
 
 
 class LearnerGroup:
-    """The learner, for the head. Every method is to be called in the head's loop, and returns at once.
+    """The learner, for the head. Its coroutines belong to one event loop.
 
-    Calls are ignored while the learner is lost: what they ask for is void then.
+    Args:
+        note: receives, once for each :meth:`restore`, why the learner does not start.
     """
 
-    def __init__(
-        self, launcher: Launcher, loop: Loop, listener: Listener, deadlines: Deadlines | None = None
-    ) -> None:
-        self._launcher, self._loop, self._listener = launcher, loop, listener
+    def __init__(self, launcher: Launcher, note: Notify, deadlines: Deadlines | None = None) -> None:
+        self._launcher, self._note = launcher, note
         self._deadlines = deadlines or Deadlines()
-        self._state = State.DOWN
-        self._life = _Life(0)
-        self._beginning: Callable[[], Generator[_Ask, Answers, None]] | None = None
-        self._told_trouble = False
-        self._starts = 0
+        self._life: _Life | None = None
+        self._lives = 0
         self._lost_in_a_row = 0
         self._raised_in_a_row = 0
 
     @property
-    def state(self) -> State:
-        """Whether the ranks are there."""
-        return self._state
+    def is_up(self) -> bool:
+        """Whether all ranks are there and can be asked."""
+        return self._life is not None and self._life.up and not self._life.over.done()
 
     @property
     def life(self) -> int:
-        """Counts starts of all ranks; each attempt is one."""
-        return self._life.number
+        """Counts starts of all ranks; each attempt to start is one."""
+        return self._lives
 
     # -- lives -----------------------------------------------------------------------------------------
 
-    def restore(self, checkpoint: Path | None, lineage: int, on_done: Callable[[Manifest], None]) -> None:
+    async def restore(self, checkpoint: Path | None, lineage: int) -> Manifest:
         """Start all ranks anew, from the state in ``checkpoint`` or the start of the run, and publish it.
 
-        Ranks that still live are killed first. What was asked before is not answered any more.
+        Ranks that still live are killed first. A start that fails is tried again, ever more slowly. Call
+        :meth:`lost` as soon as it has returned.
 
         Args:
             checkpoint: the learner's folder of a checkpoint, on the shared storage.
             lineage: of what is published.
-            on_done: gets the manifest of the weights that the learner stands at.
+
+        Returns:
+            The manifest of the weights that the learner stands at.
+
+        Raises:
+            AbandonedError: :meth:`restore` or :meth:`stop` was called meanwhile.
+            LearnerError: it failed in the same way several times in a row.
+            Exception: one of :data:`FINAL`.
         """
-        self._end_life(())
-        self._state, self._told_trouble, self._starts = State.STARTING, False, 0
-        self._beginning = lambda: self._begin(checkpoint, lineage, on_done)
-        self._start_after(self._pause_s(self._lost_in_a_row - 2))  # the first restart is urgent
+        await self.stop()
+        for attempt in count():
+            life = self._begin_life()
+            urgent = self._lost_in_a_row - 2 if attempt == 0 else attempt - 1  # the first restart is
+            try:
+                await self._pause(life, self._deadlines.pause_before_s(urgent))
+                return await self._start(life, checkpoint, lineage)
+            except START_FAILED:
+                detail = await self._bury(life)
+            if attempt == 0:
+                self._note(
+                    f"the learner does not start: {detail}\n"
+                    f"(start {life.number} of the learner; it is tried again)"
+                )
+        raise AssertionError("unreachable")
 
-    def stop(self) -> None:
-        """End all ranks; nothing is told any more."""
-        self._end_life(())
-        self._state = State.DOWN
+    async def lost(self) -> str:
+        """Wait until the life that is up has ended, and its processes with it; returns how it ended.
 
-    def _begin(
-        self, checkpoint: Path | None, lineage: int, on_done: Callable[[Manifest], None]
-    ) -> Generator[_Ask, Answers, None]:
+        Raises:
+            AbandonedError: :meth:`restore` or :meth:`stop` ended it.
+            LearnerError: it failed in the same way several times in a row.
+            Exception: one of :data:`FINAL`.
+        """
+        life = self._life
+        assert life is not None, "restore() comes first"
+        await asyncio.wait({life.over})
+        detail = await self._bury(life)
+        self._life = None
+        self._lost_in_a_row += 1
+        return detail
+
+    async def stop(self) -> None:
+        """End all ranks; nothing is reported any more."""
+        life, self._life = self._life, None
+        if life is not None:
+            life.end(_End("it was stopped"))
+            await self._launcher.end(life.ranks, ())
+
+    def _begin_life(self) -> _Life:
+        self._lives += 1
+        self._life = _Life(self._lives, self._deadlines.suspect_s)
+        return self._life
+
+    async def _pause(self, life: _Life, seconds: float) -> None:
+        if seconds > 0:
+            await asyncio.wait({life.over}, timeout=seconds)
+        if life.over.done():
+            raise AbandonedError("restore")
+
+    async def _start(self, life: _Life, checkpoint: Path | None, lineage: int) -> Manifest:
         wait = self._deadlines
-        yield _Ask("begin", deadline_s=wait.start_s)
-        address, hosts = None, self._launcher.meeting_hosts(self._life.processes)
-        if self._launcher.world > 1:
-            (address,) = yield _Ask("open_rendezvous", (hosts[0],), wait.start_s, first_only=True)
-        yield _Ask("join", (address,), wait.start_s, each=[(host,) for host in hosts])
-        yield _Ask("load_model", (), wait.load_s)
-        yield _Ask("build", (), wait.load_s)
-        if checkpoint is not None:
-            yield _Ask("load", (checkpoint,), wait.load_s)
-        manifest, *_ = yield _Ask("publish", (None, lineage), wait.answer_s)
-        self._state = State.UP
-        on_done(manifest)
-
-    def _start_after(self, pause_s: float) -> None:
-        if pause_s > 0:
-            self._life.timers.append(self._loop.call_later(pause_s, self._start, self._life.number))
-        else:
-            self._start(self._life.number)
-
-    def _start(self, life: int) -> None:
-        if life != self._life.number:
-            return
-        self._when_done(self._launcher.start(life), lambda done: self._launched(life, done))
-
-    def _launched(self, life: int, done: Future[Sequence[Process]]) -> None:
-        error = done.exception()
-        if life != self._life.number:
-            if error is None:
-                self._launcher.end(done.result(), ())
-            return
-        if error is not None:
-            self._give_up(f"learner ranks cannot be started: {_told(error)}", ())
-            return
-        self._life.processes = done.result()
-        for process in self._life.processes:
-            self._listen(life, process.gone(), partial(self._died, process.rank))
-        assert self._beginning is not None
-        steps = self._beginning()
-        self._go_on(steps, None)
-
-    def _go_on(self, steps: Generator[_Ask, Answers, None], answers: Answers | None) -> None:
         try:
-            ask = next(steps) if answers is None else steps.send(answers)
-        except StopIteration:
-            return
-        self._put(ask, lambda told: self._go_on(steps, told))
+            ranks = await self._launcher.start(life.number)
+        except Exception as error:
+            life.end(_End(f"learner ranks cannot be started: {_described(error)}"))
+            raise AbandonedError("start") from error
+        life.begin(ranks)
+        await life.ask("begin", deadline_s=wait.start_s)
+        address, hosts = None, self._launcher.meeting_hosts(ranks)
+        if self._launcher.world > 1:
+            (address,) = await life.ask("open_rendezvous", hosts[0], deadline_s=wait.start_s, first_only=True)
+        await life.ask("join", address, deadline_s=wait.start_s, each=[(host,) for host in hosts])
+        await life.ask("load_model", deadline_s=wait.load_s)
+        await life.ask("build", deadline_s=wait.load_s)
+        if checkpoint is not None:
+            await life.ask("load", checkpoint, deadline_s=wait.load_s)
+        manifest: Manifest
+        manifest, *_ = await life.ask("publish", None, lineage, deadline_s=wait.answer_s)
+        life.up = True
+        return manifest
 
-    def _died(self, rank: int, dead: Future[Any]) -> None:
-        error = dead.exception()
-        what = "died" if self._state is State.UP else "did not start"
-        self._give_up(f"learner rank {rank} {what}" + (f": {_told(error)}" if error else ""), (rank,))
+    async def _bury(self, life: _Life) -> str:
+        """Kill what is left of a life that is over; returns why it ended, with the end of the logs.
 
-    def _give_up(self, detail: str, ranks: Sequence[int], *, raised: bool = False) -> None:
-        """End the life, because of ``ranks``: lost when it was up, else tried again."""
-        was_up = self._state is State.UP
-        number = self._life.number
-        ended = self._end_life(ranks)
-        self._raised_in_a_row = self._raised_in_a_row + 1 if raised else 0
-        self._state = State.DOWN if was_up else State.STARTING
-        waiting = self._life.number
-
-        def told(log: Future[str]) -> None:
-            if waiting != self._life.number:
-                return
-            text = f"{detail}{_log_of(log)}"
-            if self._raised_in_a_row >= _RAISED_IN_A_ROW:
-                self._fail(LearnerError(f"the learner failed {self._raised_in_a_row} times in a row: {text}"))
-            elif was_up:
-                self._lost_in_a_row += 1
-                self._listener.lost(text)
-            else:
-                self._again(f"{text}\n(start {number} of the learner; it is tried again)")
-
-        self._when_done(ended, told)
-
-    def _again(self, detail: str) -> None:
-        self._starts += 1
-        self._start_after(self._pause_s(self._starts - 1))
-        if not self._told_trouble:
-            self._told_trouble = True
-            self._listener.trouble(detail)
-
-    def _fail(self, error: Exception) -> None:
-        self._end_life(())
-        self._state = State.DOWN
-        self._listener.failed(error)
-
-    def _end_life(self, ranks: Sequence[int]) -> Future[str]:
-        old, self._life = self._life, _Life(self._life.number + 1)
-        for timer in (*old.timers, *([old.flight.timer] if old.flight and old.flight.timer else [])):
-            timer.cancel()
-        return self._launcher.end(old.processes, ranks)
-
-    def _pause_s(self, doublings: int) -> float:
-        """No pause for a negative number."""
-        wait = self._deadlines
-        return 0.0 if doublings < 0 else min(wait.pause_s * 2.0 ** min(doublings, 30), wait.pause_max_s)
+        Raises:
+            AbandonedError: :meth:`restore` or :meth:`stop` ended it.
+            LearnerError: it failed in the same way several times in a row.
+            Exception: one of :data:`FINAL`.
+        """
+        end = life.over.result()
+        if life is not self._life:
+            await self._launcher.end(life.ranks, ())  # they may have started after it was ended
+            raise AbandonedError("life")
+        self._raised_in_a_row = self._raised_in_a_row + 1 if end.raised else 0
+        try:
+            log = await self._launcher.end(life.ranks, end.ranks)
+        except Exception as error:  # noqa: BLE001 - logs are a courtesy
+            log = f"(no log: {_described(error)})"
+        if life is not self._life:
+            raise AbandonedError("life")
+        if end.final is not None:
+            raise end.final
+        detail = f"{end.detail}\n{log}" if log else end.detail
+        if self._raised_in_a_row >= _RAISED_IN_A_ROW:
+            raise LearnerError(f"the learner failed {self._raised_in_a_row} times in a row: {detail}")
+        return detail
 
     # -- calls -----------------------------------------------------------------------------------------
 
-    def prepare(
+    async def prepare(
         self,
         effect: PrepareBatch,
         rollouts: Mapping[RolloutId, Rollout],
-        marks: Mapping[RolloutId, str],
-        on_done: Callable[[], None],
+        digests: Mapping[RolloutId, str],
     ) -> None:
         """Hand an iteration's groups, or a part of them, to the ranks, which fetch their samples themselves.
 
         Args:
             rollouts: at least those of the effect.
-            marks: under which each sample is kept.
+            digests: of the weights that made each sample, under which it is stored.
         """
         members = [rollout for group in effect.groups for rollout in group.rollouts]
-        mine = {rollout: rollouts[rollout] for rollout in members}
-        kept_as = {rollout: marks[rollout] for rollout in members}
-        self._ask("prepare", (effect, mine, kept_as), lambda _: on_done())
-
-    def accumulate(self, micro_batch: MicroBatch, on_done: Callable[[], None]) -> None:
-        """Gradients of one micro-batch."""
-        self._ask("accumulate", (micro_batch,), lambda _: on_done())
-
-    def step(self, samples: int, on_done: Callable[[float, float], None]) -> None:
-        """Apply them, of so many samples; ``on_done(loss, gradient norm)``."""
-        self._ask("step", (samples,), lambda answers: on_done(*answers[0]))
-
-    def finish_batch(self, on_done: Callable[[], None]) -> None:
-        """Let the old policy follow."""
-        self._ask("finish_batch", (), lambda _: on_done())
-
-    def publish(self, version: PolicyVersion, lineage: int, on_done: Callable[[Manifest], None]) -> None:
-        """Put the weights that rollouts use into the keeper, under their digest."""
-        self._ask("publish", (version, lineage), lambda answers: on_done(answers[0]))
-
-    def send_conditions(self, prompts: Sequence[PromptId], on_done: Callable[[], None]) -> None:
-        """Put embeddings of prompts into the keeper, and that of the negative prompt."""
-        self._ask("send_conditions", (list(prompts),), lambda _: on_done(), first_only=True)
-
-    def save(self, directory: Path, on_done: Callable[[], None]) -> None:
-        """Write the learner's state into a directory on the shared storage."""
-
-        def saved(_: Answers) -> None:
-            self._lost_in_a_row = self._raised_in_a_row = 0
-            on_done()
-
-        self._ask("save", (directory,), saved)
-
-    def take_log(self, on_done: Callable[[dict[str, float]], None]) -> None:
-        """The numbers of the batches and updates since the last call, for the row of metrics."""
-        self._ask("take_log", (), lambda answers: on_done(answers[0]))
-
-    def export(self, on_done: Callable[[Path], None]) -> None:
-        """Export the judged weights into the run directory."""
-        self._ask("export", (), lambda answers: on_done(answers[0]))
-
-    def digest(self, on_done: Callable[[str], None]) -> None:
-        """SHA-256 of the learner's whole state."""
-        self._ask("digest", (), lambda answers: on_done(answers[0]))
-
-    def _ask(
-        self,
-        method: str,
-        args: tuple[object, ...],
-        on_answers: Callable[[Answers], None],
-        *,
-        first_only: bool = False,
-    ) -> None:
-        if self._state is State.UP:
-            self._put(_Ask(method, args, self._deadlines.answer_s, first_only), on_answers)
-
-    def _put(self, ask: _Ask, on_answers: Callable[[Answers], None]) -> None:
-        self._life.asks.append((ask, on_answers))
-        self._next()
-
-    def _next(self) -> None:
-        life = self._life
-        if life.flight is not None or not life.asks:
-            return
-        ask, on_answers = life.asks.popleft()
-        asked = life.processes[:1] if ask.first_only else life.processes
-        flight = life.flight = _Flight(ask, on_answers, {process.rank for process in asked})
-        flight.timer = self._loop.call_later(ask.deadline_s, self._late, life.number)
-        for process in asked:
-            each = () if ask.each is None else ask.each[process.rank]
-            answer = process.call(ask.method, *ask.args, *each)
-            self._listen(life.number, answer, partial(self._answered, process.rank))
-
-    def _listen(self, life: int, future: Future[Any], then: Callable[[Future[Any]], None]) -> None:
-        self._life.open.add(future)
-
-        def told(done: Future[Any]) -> None:
-            if life == self._life.number:
-                self._life.open.discard(done)
-                then(done)
-
-        self._when_done(future, told)
-
-    def _when_done(self, future: Future[T], then: Callable[[Future[T]], None]) -> None:
-        """Call ``then`` in the head's loop."""
-
-        def hand_over(done: Future[T]) -> None:
-            with suppress(RuntimeError):  # asyncio's, when the head is over already: nobody listens then
-                self._loop.call_soon_threadsafe(then, done)
-
-        future.add_done_callback(hand_over)
-
-    def _answered(self, rank: int, done: Future[Any]) -> None:
-        flight = self._life.flight
-        error = done.exception()
-        if error is not None:
-            self._raised(rank, error)
-            return
-        assert flight is not None, "an answer to nothing"
-        flight.answers[rank] = done.result()
-        flight.waiting.discard(rank)
-        if flight.waiting:
-            return
-        if flight.timer is not None:
-            flight.timer.cancel()
-        self._life.flight = None
-        flight.on_answers([flight.answers[rank] for rank in sorted(flight.answers)])
-        self._next()
-
-    def _raised(self, rank: int, error: BaseException) -> None:
-        cause = getattr(error, "cause", error)  # Ray wraps what a process raised
-        if isinstance(cause, FINAL):
-            self._fail(cause)
-        elif self._life.suspicion is None:
-            # A collective fails on the ranks that live: which rank died is told a moment later.
-            self._life.suspicion = (rank, error if isinstance(error, Exception) else RuntimeError(error))
-            wait = self._loop.call_later(self._deadlines.suspect_s, self._confirmed, self._life.number)
-            self._life.timers.append(wait)
-
-    def _confirmed(self, life: int) -> None:
-        if life != self._life.number or self._life.suspicion is None:
-            return
-        rank, error = self._life.suspicion
-        self._give_up(f"learner rank {rank} failed: {_told(error)}", (rank,), raised=True)
-
-    def _late(self, life: int) -> None:
-        flight = self._life.flight
-        if life != self._life.number or flight is None:
-            return
-        late = sorted(flight.waiting)
-        ranks = ", ".join(map(str, late))
-        hint = " (are the resources that they ask for free?)" if flight.ask.method == "begin" else ""
-        self._give_up(
-            f"learner ranks {ranks} of {self._launcher.world} did not answer {flight.ask.method} within "
-            f"{flight.ask.deadline_s:g} s{hint}",
-            late,
+        await self._ask(
+            "prepare",
+            effect,
+            {name: rollouts[name] for name in members},
+            {name: digests[name] for name in members},
         )
 
+    async def accumulate(self, micro_batch: MicroBatch) -> None:
+        """Gradients of one micro-batch."""
+        await self._ask("accumulate", micro_batch)
 
-def _told(error: BaseException) -> str:
+    async def step(self, samples: int) -> tuple[float, float]:
+        """Apply them, of so many samples; returns loss and gradient norm."""
+        loss, norm = (await self._ask("step", samples))[0]
+        return loss, norm
+
+    async def finish_batch(self) -> None:
+        """Let the old policy follow."""
+        await self._ask("finish_batch")
+
+    async def publish(self, version: PolicyVersion, lineage: int) -> Manifest:
+        """Put the weights that rollouts use into the blob store, under their digest."""
+        manifest: Manifest = (await self._ask("publish", version, lineage))[0]
+        return manifest
+
+    async def send_conditions(self, prompts: Sequence[PromptId]) -> None:
+        """Put embeddings of prompts into the blob store, and that of the negative prompt."""
+        await self._ask("send_conditions", list(prompts), first_only=True)
+
+    async def save(self, directory: Path) -> None:
+        """Write the learner's state into a directory on the shared storage."""
+        await self._ask("save", directory)
+        self._lost_in_a_row = self._raised_in_a_row = 0
+
+    async def take_log(self) -> dict[str, float]:
+        """The numbers of the batches and updates since the last call, for the row of metrics."""
+        row: dict[str, float] = (await self._ask("take_log"))[0]
+        return row
+
+    async def export(self) -> Path:
+        """Export the judged weights into the run directory."""
+        path: Path = (await self._ask("export"))[0]
+        return path
+
+    async def digest(self) -> str:
+        """SHA-256 of the learner's whole state."""
+        digest: str = (await self._ask("digest"))[0]
+        return digest
+
+    async def _ask(self, method: str, *args: object, first_only: bool = False) -> Answers:
+        life = self._life
+        if life is None or not life.up:
+            raise AbandonedError(method)
+        return await life.ask(method, *args, deadline_s=self._deadlines.answer_s, first_only=first_only)
+
+
+def _late(ranks: Sequence[int], world: int, method: str, deadline_s: float) -> _End:
+    hint = " (are the resources that they ask for free?)" if method == "begin" else ""
+    which = ", ".join(map(str, ranks))
+    return _End(
+        f"learner ranks {which} of {world} did not answer {method} within {deadline_s:g} s{hint}", ranks
+    )
+
+
+def _raised(rank: int, error: BaseException) -> _End:
+    return _End(f"learner rank {rank} failed: {_described(error)}", (rank,), raised=True)
+
+
+def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".strip()
-
-
-def _log_of(log: Future[str]) -> str:
-    if log.exception() is not None or not log.result():
-        return ""
-    return f"\n{log.result()}"

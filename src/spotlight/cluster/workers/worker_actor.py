@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ import torch
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from spotlight.cluster.blobs.blob_store import Kept
+from spotlight.cluster.blobs.blob_store import StoredBlob
 from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE, SLOT
 from spotlight.cluster.workers.worker_process import WorkerPlace, WorkerProcess
 from spotlight.config.load import read_config
@@ -31,7 +31,7 @@ _GROUPS = {"tell": 1, "watch": 1}
 """Commands keep their order in a group of one thread; watching waits in another."""
 
 
-class KeeperHome:
+class WorkerBlobClient:
     """The keeper as a worker's home.
 
     A report travels behind the worker's next step; it must have arrived before the next one leaves. So no
@@ -53,9 +53,9 @@ class KeeperHome:
             self._under_way.result()
         self._under_way = self._carrier.submit(self._call, "deliver", report)
 
-    def fetch(self, kind: str, names: Sequence[str], mark: str = "") -> list[Kept | None]:
+    def fetch(self, kind: str, names: Sequence[str], mark: str = "") -> list[StoredBlob | None]:
         """See :class:`spotlight.worker.interfaces.Home`."""
-        kept: list[Kept | None] = self._call("fetch", kind, list(names), mark)
+        kept: list[StoredBlob | None] = self._call("fetch", kind, list(names), mark)
         return kept
 
     def _call(self, method: str, *args: object) -> Any:
@@ -100,7 +100,7 @@ class WorkerActor:
         device = _device(order)
         prepare_process(device, config.deterministic)
         place = WorkerPlace(order.worker, order.epoch, device, order.meeting, order.run)
-        self._process = WorkerProcess(config, place, KeeperHome(keeper, config.fleet.start_s))
+        self._process = WorkerProcess(config, place, WorkerBlobClient(keeper, config.fleet.start_s))
         self._ended = threading.Event()
         self._error: BaseException | None = None
         threading.Thread(target=self._work, name="work", daemon=True).start()
@@ -191,7 +191,7 @@ class ActorStarter:
     meeting: Address
     run: str
     berths: dict[NodeId, Berth]
-    tail: Callable[[NodeId, str, Callable[[str], None]], None]
+    tail: Callable[[NodeId, str], Awaitable[str]]
 
     def start(self, order: StartWorker) -> WorkerHandle:
         """See :class:`spotlight.cluster.workers.worker_pool.Starter`."""
@@ -224,9 +224,9 @@ class ActorStarter:
         with suppress(RayError):  # dead, or Ray itself is going down
             ray.kill(handle.actor)
 
-    def log_tail(self, order: StartWorker, then: Callable[[str], None]) -> None:
+    async def log_tail(self, order: StartWorker) -> str:
         """See :class:`spotlight.cluster.workers.worker_pool.Starter`."""
-        self.tail(order.node, self._name(order), then)
+        return await self.tail(order.node, self._name(order))
 
     def _name(self, order: StartWorker) -> str:
         return f"{self.run}:{order.worker}:{order.epoch}"

@@ -1,21 +1,23 @@
-"""The workers' processes, as the head sees them: started, watched, told, ended.
+"""The workers' processes, as the head sees them: one task for each, from its start to its end.
 
-    start ──► (back-off) ──► actor ──► ready() ──► WorkerStarted ──► watch() ... ──► WorkerCrashed
-                                                             one call hangs all the time: it ends when the
-                                                             process does, or when its time is up
+    start() ─► (back-off) ─► actor ─► ready() ─► WorkerStarted ─► watch() ... ─► WorkerCrashed
+                                                        one call hangs all the time: it ends when the
+                                                        process does, or when its time is up
 
-A process that fails to start is told to people once, with the end of its log, and tried again after a
-growing pause; it has started once it has weights. Every process has the epoch of the ``StartWorker`` that it
-obeys; what comes from an older one is of no consequence.
+A process that fails to start is reported once, with the end of its log, and tried again after a growing
+pause; it has started once it has weights. Every process has the epoch of the ``StartWorker`` that it obeys;
+what comes from an older one is ignored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from spotlight.cluster.loop import Calls, NoAnswerError
+from spotlight.cluster.remote_calls import Conversations, NoAnswerError, Notify, answer
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.types import NodeId, WorkerId
@@ -29,20 +31,20 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
 
 
 class Handle(Protocol):
-    """A worker's process: calls return a reference to the answer (Ray's, with ``future()``), at once."""
+    """A worker's process: calls return at once, with Ray's reference to the answer."""
 
-    def ready(self) -> Any:
+    def ready(self) -> Awaitable[Any]:
         """Answered when the process is up."""
 
-    def tell(self, command: Command) -> Any:
+    def tell(self, command: Command) -> Awaitable[Any]:
         """Answered when the worker has the command."""
 
-    def watch(self, hang_s: float) -> Any:
-        """Answered after ``hang_s``; fails when the process or its work ends."""
+    def watch(self, hang_s: float) -> Awaitable[Any]:
+        """Answered after ``hang_s``; raises when the process or its work ends."""
 
 
 class Starter(Protocol):
-    """Makes and ends the processes; see ``worker/actor.py``."""
+    """Starts and ends the processes; see :class:`spotlight.cluster.workers.worker_actor.ActorStarter`."""
 
     def start(self, order: ef.StartWorker) -> Handle:
         """A new process, at once; raises LookupError when the node is gone."""
@@ -50,95 +52,103 @@ class Starter(Protocol):
     def kill(self, handle: Any) -> None:
         """End a process (SIGKILL); nothing if it is dead."""
 
-    def log_tail(self, order: ef.StartWorker, then: Callable[[str], None]) -> None:
-        """Call ``then``, later, with the last lines that the process wrote, or an empty text."""
+    async def log_tail(self, order: ef.StartWorker) -> str:
+        """The last lines that the process wrote, or an empty text."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Process:
+    """One process, or the pause before it. ``proven``: it has had weights."""
+
     order: ef.StartWorker
-    handle: Handle
+    task: asyncio.Task[None] | None = None
+    handle: Handle | None = None
     ready: bool = False
     proven: bool = False
 
 
 @dataclass(slots=True)
-class WorkerPool:
-    """See the module's docstring. For the loop's thread only.
+class _Record:
+    """What is remembered of a worker beyond its processes, as long as its node is there.
 
     Attributes:
-        tell_head: hands an event to the controller.
-        note: tells people.
+        order: the last.
+        failures: to start, in a row; None: nothing was started yet.
+        idle_deaths: since it last made progress.
+        death: of the last process, not reported yet: its node may be gone as well.
+    """
+
+    order: ef.StartWorker
+    failures: int | None = None
+    idle_deaths: int = 0
+    death: tuple[ef.StartWorker, str] | None = None
+
+
+@dataclass(slots=True)
+class WorkerPool:
+    """See the module's docstring. For the head's event loop only.
+
+    Attributes:
+        put_event: hands an event to the controller.
         crashed: a worker's process died or did not start, and its node lives.
     """
 
-    calls: Calls
+    conversations: Conversations
     starter: Starter
-    tell_head: Callable[[ev.Event], None]
-    note: Callable[[str], None]
+    put_event: Callable[[ev.Event], None]
+    note: Notify
     crashed: Callable[[WorkerId, str], None]
     heartbeat_s: float
     start_s: float
     _processes: dict[WorkerId, _Process] = field(default_factory=dict)
-    _orders: dict[WorkerId, ef.StartWorker] = field(default_factory=dict)
-    _failures: dict[WorkerId, int] = field(default_factory=dict)
-    _idle_deaths: dict[WorkerId, int] = field(default_factory=dict)
-    _deaths: dict[WorkerId, tuple[ef.StartWorker, str]] = field(default_factory=dict)
+    _records: dict[WorkerId, _Record] = field(default_factory=dict)
 
     def start(self, order: ef.StartWorker) -> None:
         """Start a process, in place of whatever of that worker is left; a repeated order is answered."""
-        process = self._processes.get(order.worker)
-        if process is not None and process.order.epoch == order.epoch:
-            if process.ready:
-                self.tell_head(ev.WorkerStarted(order.worker, order.epoch))
+        record = self._records.get(order.worker)
+        if record is not None and record.order.epoch == order.epoch:
+            if order.worker in self.alive:
+                self.put_event(ev.WorkerStarted(order.worker, order.epoch))
             return
-        waiting = self._orders.get(order.worker)
-        self._orders[order.worker] = order
-        if process is not None:
-            self._end(order.worker)
-        if waiting is not None and waiting.epoch == order.epoch:
-            return
-        failures = self._failures.get(order.worker)
-        if failures is None:
-            self._launch(order)
-        else:
-            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(failures, 30))
-            self.calls.loop.call_later(pause_s, self._launch, order)
+        self._end(order.worker)
+        record = self._records.setdefault(order.worker, _Record(order))
+        record.order = order
+        process = self._processes[order.worker] = _Process(order)
+        pause_s = 0.0
+        if record.failures is not None:
+            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(record.failures, 30))
+        process.task = self.conversations.start(self._run(process, record, pause_s))
 
     def tell(self, worker: WorkerId, command: Command) -> None:
-        """Send a command; one for a process that is gone is dropped: its death will be told."""
+        """Send a command; one for a process that is gone is dropped: its death will be reported."""
         process = self._processes.get(worker)
-        if process is not None and process.ready:
-            self._send(process, process.handle.tell(command), "a command")
+        if process is not None and process.handle is not None and process.ready:
+            self.conversations.start(self._told(process.handle.tell(command), worker))
 
     def prove(self, worker: WorkerId) -> None:
         """A worker has weights: whatever ends it from now on, it can be started."""
-        process = self._processes.get(worker)
-        if process is not None:
+        if (process := self._processes.get(worker)) is not None:
             process.proven = True
 
     def worked(self, worker: WorkerId) -> None:
-        """A worker's progress was heard of."""
-        self._idle_deaths.pop(worker, None)
+        """A worker made progress."""
+        if (record := self._records.get(worker)) is not None:
+            record.idle_deaths = 0
 
     def lose(self, node: NodeId) -> None:
         """A node is gone, and its processes."""
-        for worker in [name for name, order in self._orders.items() if order.node == node]:
-            del self._orders[worker]
-            self._failures.pop(worker, None)
-            self._deaths.pop(worker, None)
-            self._idle_deaths.pop(worker, None)
+        for worker in [name for name, record in self._records.items() if record.order.node == node]:
+            del self._records[worker]
             self._end(worker)
 
     def distrust(self, worker: WorkerId) -> None:
         """End a process that reported what cannot be; the controller has it started anew."""
         process = self._processes.get(worker)
-        if process is not None:
+        if process is not None and process.handle is not None:
             self._died(process, RuntimeError("it worked with other weights than were published"))
 
     def close(self) -> None:
         """End all processes."""
-        self._orders.clear()
         for worker in list(self._processes):
             self._end(worker)
 
@@ -149,80 +159,77 @@ class WorkerPool:
 
     # -- a process's life ------------------------------------------------------------------------------
 
-    def _launch(self, order: ef.StartWorker) -> None:
-        if self._orders.get(order.worker) != order:
-            return  # its node is gone, or a newer order came
-        if (death := self._deaths.pop(order.worker, None)) is not None:
-            self._tell_of(*death)
+    async def _run(self, process: _Process, record: _Record, pause_s: float) -> None:
+        order = process.order
+        if pause_s > 0:
+            await asyncio.sleep(pause_s)
+        if record.death is not None:
+            self._report_death(record)
         try:
-            process = _Process(order, self.starter.start(order))
+            process.handle = self.starter.start(order)
         except LookupError:
-            return  # the node is gone; the controller hears of it
+            del self._processes[order.worker]  # the node is gone, which the controller will hear
+            return
         except Exception as error:  # noqa: BLE001 - whatever the cluster says, it is this worker that failed
-            self._failures[order.worker] = self._failures.get(order.worker, 0) + 1
-            self._deaths[order.worker] = order, _brief(error)
-            self.tell_head(ev.WorkerCrashed(order.worker, order.epoch))
+            self._died(process, error)
             return
-        self._processes[order.worker] = process
-        self.calls.send(
-            process.handle.ready(),
-            f"start of {order.worker}",
-            self.start_s,
-            lambda _: self._started(process),
-            lambda error: self._died(process, error),
-        )
+        try:
+            await answer(process.handle.ready(), f"start of {order.worker}", self.start_s)
+            process.ready = True
+            record.failures = record.failures or 0
+            self.put_event(ev.WorkerStarted(order.worker, order.epoch))
+            while True:
+                beat = process.handle.watch(self.heartbeat_s)
+                await answer(beat, f"heartbeat of {order.worker}", self.heartbeat_s * HEARTBEATS_MISSED)
+        except Exception as error:  # noqa: BLE001 - the process's death, in whatever words
+            self._died(process, error)
 
-    def _tell_of(self, order: ef.StartWorker, why: str) -> None:
-        """A process died whose node lives: else nobody would start it again."""
-        self.crashed(order.worker, why)
-        if self._failures[order.worker] == 1:
-            idle = self._idle_deaths.get(order.worker, 0) > IDLE_DEATHS
-            what = "dies before it has done anything" if idle else "does not start"
-            told = f"{order.worker} {what}, and is tried again with growing pauses: {why}"
-            self.starter.log_tail(order, lambda tail: self.note(f"{told}\n{tail}" if tail else told))
-
-    def _started(self, process: _Process) -> None:
-        if self._processes.get(process.order.worker) is not process:
-            return
-        process.ready = True
-        self._failures.setdefault(process.order.worker, 0)
-        self.tell_head(ev.WorkerStarted(process.order.worker, process.order.epoch))
-        self._watch(process)
-
-    def _watch(self, process: _Process) -> None:
-        if self._processes.get(process.order.worker) is process:
-            self.calls.send(
-                process.handle.watch(self.heartbeat_s),
-                f"heartbeat of {process.order.worker}",
-                self.heartbeat_s * HEARTBEATS_MISSED,
-                lambda _: self._watch(process),
-                lambda error: self._died(process, error),
-            )
-
-    def _send(self, process: _Process, reference: Any, what: str) -> None:
-        # Taking a command is the work of an instant. Whoever cannot is dead, which watch() tells, or stopped:
+    async def _told(self, taken: Awaitable[Any], worker: WorkerId) -> None:
+        # Taking a command is the work of an instant. Who cannot is dead, which watch() says, or stopped:
         # then the command waits for it like the rest.
-        self.calls.send(
-            reference, f"{what} for {process.order.worker}", self.start_s, lambda _: None, lambda _: None
-        )
+        with suppress(Exception):
+            await answer(taken, f"a command for {worker}", self.start_s)
+
+    def _report_death(self, record: _Record) -> None:
+        """A process died whose node lives: else nobody would start it again."""
+        assert record.death is not None
+        (order, why), record.death = record.death, None
+        self.crashed(order.worker, why)
+        if record.failures == 1:
+            what = (
+                "dies before it has done anything" if record.idle_deaths > IDLE_DEATHS else "does not start"
+            )
+            text = f"{order.worker} {what}, and is tried again with growing pauses: {why}"
+            self.conversations.start(self._note_with_log(order, text))
+
+    async def _note_with_log(self, order: ef.StartWorker, text: str) -> None:
+        tail = await self.starter.log_tail(order)
+        self.note(f"{text}\n{tail}" if tail else text)
 
     def _died(self, process: _Process, error: Exception) -> None:
         worker = process.order.worker
         if self._processes.get(worker) is not process:
             return
-        why = "shows no sign of life" if isinstance(error, NoAnswerError) else _brief(error)
+        record = self._records[worker]
         if process.proven:
-            idle = self._idle_deaths[worker] = self._idle_deaths.get(worker, 0) + 1
-            self._failures[worker] = max(0, idle - IDLE_DEATHS)
+            record.idle_deaths += 1
+            record.failures = max(0, record.idle_deaths - IDLE_DEATHS)
         else:
-            self._failures[worker] = self._failures.get(worker, 0) + 1
-        self._deaths[worker] = process.order, why
+            record.failures = (record.failures or 0) + 1
+        record.death = (
+            process.order,
+            "shows no sign of life" if isinstance(error, NoAnswerError) else _brief(error),
+        )
         self._end(worker)
-        self.tell_head(ev.WorkerCrashed(worker, process.order.epoch))
+        self.put_event(ev.WorkerCrashed(worker, process.order.epoch))
 
     def _end(self, worker: WorkerId) -> None:
         process = self._processes.pop(worker, None)
-        if process is not None:
+        if process is None:
+            return
+        if process.task is not None and process.task is not asyncio.current_task():
+            process.task.cancel()
+        if process.handle is not None:
             self.starter.kill(process.handle)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from spotlight.cluster.blobs.keeper import NEGATIVE
+from spotlight.cluster.blobs.blob_server import NEGATIVE
 from spotlight.cluster.workers.worker_weights import BundleLoader
 from spotlight.config.schema import RunConfig
 from spotlight.models.family import Condition, ModelFamily

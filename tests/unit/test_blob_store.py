@@ -24,7 +24,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from spotlight.cluster.blobs.blob_store import Kept, Vault
+from spotlight.cluster.blobs.blob_store import BlobStore, StoredBlob
 from spotlight.store.store_errors import StoreError
 
 KINDS = st.sampled_from(["progress", "sample"])
@@ -47,8 +47,8 @@ class VaultLikeADict(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.directory = Path(mkdtemp())
-        self.vault = Vault(self.directory, MEMORY)
-        self.model: dict[tuple[str, str, str], Kept] = {}
+        self.vault = BlobStore(self.directory, MEMORY)
+        self.model: dict[tuple[str, str, str], StoredBlob] = {}
         self.recent: OrderedDict[tuple[str, str, str], int] = OrderedDict()
 
     def teardown(self) -> None:
@@ -69,7 +69,7 @@ class VaultLikeADict(RuleBasedStateMachine):
             assert self.vault.put(kind, name, data, mark=mark, step=step) is newer
             if not newer:
                 continue
-            self.model[key] = Kept(step, data)
+            self.model[key] = StoredBlob(step, data)
             self.recent.pop(key, None)
             if size * 8 <= MEMORY:
                 self.recent[key] = size
@@ -117,11 +117,11 @@ TestVaultLikeADict.settings = settings(max_examples=20, stateful_step_count=12)
 
 
 @pytest.fixture
-def vault(tmp_path: Path) -> Vault:
-    return Vault(tmp_path, MEMORY)
+def vault(tmp_path: Path) -> BlobStore:
+    return BlobStore(tmp_path, MEMORY)
 
 
-def test_threads_lose_nothing_and_never_pass_the_bound(vault: Vault, tmp_path: Path) -> None:
+def test_threads_lose_nothing_and_never_pass_the_bound(vault: BlobStore, tmp_path: Path) -> None:
     """Eight writers of their own values and of shared ones, readers beside them."""
     errors: list[BaseException] = []
     peak, start = 0, threading.Barrier(8)
@@ -176,7 +176,7 @@ def test_threads_lose_nothing_and_never_pass_the_bound(vault: Vault, tmp_path: P
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "empty", "gone", "other", "unreadable"])
 def test_a_damaged_file_is_absent_and_logged(
-    vault: Vault, tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture
+    vault: BlobStore, tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     vault.put("progress", "r1", b"x" * 900, mark="m", step=3)
     vault.put("progress", "r2", b"y" * 900, mark="m", step=3)
@@ -202,7 +202,7 @@ def test_a_damaged_file_is_absent_and_logged(
     assert "progress of r1 at step 3 (mark m)" in caplog.text
     assert vault.step_of("progress", "r1", "m") is None
     assert (vault.usage().damaged, vault.usage().disk_bytes) == (1, 900)
-    assert vault.get("progress", "r2", "m") == Kept(3, b"y" * 900)
+    assert vault.get("progress", "r2", "m") == StoredBlob(3, b"y" * 900)
     assert vault.put("progress", "r1", b"anew", mark="m", step=1)  # whoever needs it makes it again
 
 
@@ -210,7 +210,7 @@ FULL_DISK = """
 import errno, resource, sys
 from pathlib import Path
 from spotlight.store.store_errors import StoreError
-from spotlight.cluster.blobs.blob_store import Kept, Vault
+from spotlight.cluster.blobs.blob_store import StoredBlob, BlobStore
 
 directory, filler = Path(sys.argv[1]), Path(sys.argv[1], "filler")
 
@@ -231,12 +231,12 @@ def free():
     else:
         filler.unlink()
 
-vault = Vault(directory, 100_000)
+vault = BlobStore(directory, 100_000)
 acknowledged = {}
 def put(name, size, step=0):
     data = name.encode()[:1] * size
     vault.put("progress", name, data, step=step)
-    acknowledged[name] = Kept(step, data)
+    acknowledged[name] = StoredBlob(step, data)
 for i in range(12):
     put(f"{i} before", 10_000)                            # ten in memory, two on disk
 fill()
@@ -296,7 +296,7 @@ class SlowDisk:
 
 
 @pytest.fixture
-def disk(vault: Vault, monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
+def disk(vault: BlobStore, monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
     slow = SlowDisk(vault._folder.write)
     monkeypatch.setattr(vault._folder, "write", slow)
     return slow
@@ -304,7 +304,7 @@ def disk(vault: Vault, monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
 
 @pytest.mark.parametrize("full", [False, True], ids=["disk", "full-disk"])
 def test_values_that_go_while_they_are_written_free_their_memory_and_leave_no_file(
-    vault: Vault, tmp_path: Path, disk: SlowDisk, full: bool
+    vault: BlobStore, tmp_path: Path, disk: SlowDisk, full: bool
 ) -> None:
     disk.full = full
     for name in "abcdefgh":
@@ -320,11 +320,11 @@ def test_values_that_go_while_they_are_written_free_their_memory_and_leave_no_fi
     assert on_disk(tmp_path) == []
     assert vault.usage().memory_bytes == 5 * 120 + (0 if full else 125)
     assert vault.get("progress", "a") is None
-    assert vault.get("progress", "new") == (None if full else Kept(0, b"n" * 125))
+    assert vault.get("progress", "new") == (None if full else StoredBlob(0, b"n" * 125))
 
 
 def test_a_later_step_that_comes_while_a_large_one_is_written_stays(
-    vault: Vault, tmp_path: Path, disk: SlowDisk
+    vault: BlobStore, tmp_path: Path, disk: SlowDisk
 ) -> None:
     with ThreadPoolExecutor() as threads:
         putting = threads.submit(vault.put, "progress", "r1", b"n" * 2000, step=1)
@@ -332,15 +332,15 @@ def test_a_later_step_that_comes_while_a_large_one_is_written_stays(
         assert vault.put("progress", "r1", b"later", step=2)
         disk.go_on.set()
         assert putting.result(10) is False
-    assert vault.get("progress", "r1") == Kept(2, b"later")
+    assert vault.get("progress", "r1") == StoredBlob(2, b"later")
     assert on_disk(tmp_path) == []
 
 
 LIVES = """
 import sys, time
 from pathlib import Path
-from spotlight.cluster.blobs.blob_store import Vault
-vault = Vault(Path(sys.argv[1]), 0)
+from spotlight.cluster.blobs.blob_store import BlobStore
+vault = BlobStore(Path(sys.argv[1]), 0)
 vault.put("progress", "r1", b"theirs")
 print("ready", flush=True)
 time.sleep(60)
@@ -353,18 +353,18 @@ def test_leftovers_of_the_dead_are_deleted_and_the_living_are_left_alone(tmp_pat
         assert other.stdout is not None
         assert other.stdout.readline() == "ready\n"
         (theirs,) = on_disk(tmp_path)
-        ours = Vault(tmp_path, 0)
+        ours = BlobStore(tmp_path, 0)
         ours.put("progress", "r1", b"ours")
         assert theirs.exists()
         assert len(on_disk(tmp_path)) == 2
-        assert ours.get("progress", "r1") == Kept(0, b"ours")
+        assert ours.get("progress", "r1") == StoredBlob(0, b"ours")
     finally:
         os.kill(other.pid, signal.SIGKILL)
         other.communicate()
-    third = Vault(tmp_path, 0)
+    third = BlobStore(tmp_path, 0)
     assert not theirs.exists()
     assert not theirs.parent.exists()
-    assert ours.get("progress", "r1") == Kept(0, b"ours")
+    assert ours.get("progress", "r1") == StoredBlob(0, b"ours")
     third.close()
     ours.close()
     assert [path.name for path in tmp_path.rglob("*")] == ["lock"]
@@ -373,18 +373,18 @@ def test_leftovers_of_the_dead_are_deleted_and_the_living_are_left_alone(tmp_pat
 def test_what_lies_there_and_is_not_ours_stays(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("precious")
     (tmp_path / "vault-notes").write_text("a file, not a folder")
-    Vault(tmp_path, 0).close()
+    BlobStore(tmp_path, 0).close()
     assert (tmp_path / "config.yaml").read_text() == "precious"
     assert (tmp_path / "vault-notes").exists()
 
 
 def test_misuse_is_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="memory_bytes is -1; expected 0"):
-        Vault(tmp_path, -1)
+        BlobStore(tmp_path, -1)
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match=r"cannot use the directory .*/file"):
-        Vault(tmp_path / "file", 10)
-    vault = Vault(tmp_path, 10)
+        BlobStore(tmp_path / "file", 10)
+    vault = BlobStore(tmp_path, 10)
     vault.close()
     vault.close()
     assert vault.get("progress", "r1") is None

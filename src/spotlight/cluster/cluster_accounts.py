@@ -1,4 +1,4 @@
-"""What a cluster costs, in the run's ledger: every slot from its node's coming to its going.
+"""What a cluster costs, in the run's ledger: every slot from its node's joining to its loss.
 
 The ledger knows a worker by one stretch of time. A node that comes back under its name is another worker to
 it: ``spot-0/0``, then ``spot-0/0#2``.
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from spotlight.cluster.billing import Billing, Spent
-from spotlight.cluster.loop import Clock
+from spotlight.cluster.remote_calls import Clock
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.recorder import RunBook
 from spotlight.scheduler import effects as ef
@@ -22,8 +22,8 @@ from spotlight.store.ledger.sqlite_ledger import GpuSpend
 
 
 @dataclass(slots=True)
-class Accounts:
-    """See the module's docstring. For the loop's thread only.
+class ClusterAccounts:
+    """See the module's docstring. For the head's event loop only.
 
     Attributes:
         written_s: on ``clock``: all that was spent until then, and is sure, is in the ledger.
@@ -34,8 +34,8 @@ class Accounts:
     billing: Billing = field(default_factory=Billing)
     written_s: float = 0.0
     _epoch_s: float = 0.0
-    _payroll: dict[WorkerId, WorkerId] = field(default_factory=dict)
-    _lives: dict[NodeId, int] = field(default_factory=dict)
+    _billed_as: dict[WorkerId, WorkerId] = field(default_factory=dict)
+    _joined: dict[NodeId, int] = field(default_factory=dict)
     _seconds: defaultdict[Phase, float] = field(default_factory=lambda: defaultdict(float))
 
     def __post_init__(self) -> None:
@@ -44,20 +44,20 @@ class Accounts:
         self._epoch_s = time.time() - self.written_s
 
     def observe(self, event: ev.Event, effects: Sequence[ef.Effect], now: float, book: RunBook) -> None:
-        """What the controller was told, and what it answered."""
+        """Follow an event, and the controller's answer to it."""
         self.billing.observe(event, effects, now)
         match event:
             case ev.NodeJoined(node):
-                self._dismiss(node.id, now, book)
-                self._hire(node.id, now, book)
+                self._stop_billing(node.id, now, book)
+                self._start_billing(node.id, now, book)
             case ev.NodeLost(node_id):
-                self._dismiss(node_id, now, book)
+                self._stop_billing(node_id, now, book)
 
     def write(self, book: RunBook) -> None:
         """Write down where the time since the last call went."""
         now = self.clock()
         spends = self.billing.take(now)
-        self._bill(book, spends, now)
+        self._spend(book, spends, now)
         for spent in spends:
             self._seconds[spent.phase] += spent.seconds
         self.observer.billed(book.ledger.cost_usd())
@@ -65,30 +65,30 @@ class Accounts:
     def finish(self, book: RunBook) -> None:
         """The attempt ends: what is not sure by now is lost."""
         now = self.clock()
-        self._bill(book, self.billing.finish(now), now)
+        self._spend(book, self.billing.finish(now), now)
 
     def take_seconds(self) -> dict[Phase, float]:
         """GPU-seconds by phase written since the last call."""
         taken, self._seconds = dict(self._seconds), defaultdict(float)
         return taken
 
-    def _bill(self, book: RunBook, spends: Iterable[Spent], now: float) -> None:
+    def _spend(self, book: RunBook, spends: Iterable[Spent], now: float) -> None:
         elapsed_s, self.written_s = now - self.written_s, now
         rows = [
-            GpuSpend(self._payroll[spent.slot], spent.phase, spent.seconds, spent.price_usd_h)
+            GpuSpend(self._billed_as[spent.slot], spent.phase, spent.seconds, spent.price_usd_h)
             for spent in spends
         ]
         book.bill(rows, elapsed_s, self._epoch_s + now)
 
-    def _hire(self, node: NodeId, now: float, book: RunBook) -> None:
-        life = self._lives[node] = self._lives.get(node, 0) + 1
+    def _start_billing(self, node: NodeId, now: float, book: RunBook) -> None:
+        times = self._joined[node] = self._joined.get(node, 0) + 1
         prices = self.billing.price_of(node)
-        names = {slot: WorkerId(f"{slot}#{life}") if life > 1 else slot for slot in prices}
-        self._payroll |= names
+        names = {slot: WorkerId(f"{slot}#{times}") if times > 1 else slot for slot in prices}
+        self._billed_as |= names
         book.ledger.start_billing({names[slot]: price for slot, price in prices.items()}, self._epoch_s + now)
 
-    def _dismiss(self, node: NodeId, now: float, book: RunBook) -> None:
-        slots = [slot for slot in self._payroll if slot.rpartition("/")[0] == node]
+    def _stop_billing(self, node: NodeId, now: float, book: RunBook) -> None:
+        slots = [slot for slot in self._billed_as if slot.rpartition("/")[0] == node]
         if slots:
             self.write(book)
-            book.ledger.stop_billing([self._payroll.pop(slot) for slot in slots], self._epoch_s + now)
+            book.ledger.stop_billing([self._billed_as.pop(slot) for slot in slots], self._epoch_s + now)

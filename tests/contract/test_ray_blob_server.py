@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from spotlight.cluster.blobs.blob_store import Kept
-from spotlight.cluster.blobs.keeper_actor import start_keeper
+from spotlight.cluster.blobs.blob_server import start_blob_store
+from spotlight.cluster.blobs.blob_store import StoredBlob
 from spotlight.scheduler.events import LeaseProgressed
 from spotlight.scheduler.types import LeaseId, WorkerId
 from spotlight.store.store_errors import StoreError
@@ -55,7 +55,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def keeper(node: str, directory: Path) -> Any:
-    return start_keeper(directory, MEMORY, node=node)
+    return start_blob_store(directory, MEMORY, node=node)
 
 
 def progress(rollout: int, step: int) -> Value:
@@ -94,8 +94,8 @@ def take(keeper: Any, timeout_s: float = ANSWER_S) -> Any:
     return ray.get(keeper.take.remote(timeout_s), timeout=2 * ANSWER_S)
 
 
-def fetch(keeper: Any, names: list[str]) -> list[Kept | None]:
-    kept: list[Kept | None] = ray.get(keeper.fetch.remote("progress", names, MARK), timeout=ANSWER_S)
+def fetch(keeper: Any, names: list[str]) -> list[StoredBlob | None]:
+    kept: list[StoredBlob | None] = ray.get(keeper.fetch.remote("progress", names, MARK), timeout=ANSWER_S)
     return kept
 
 
@@ -172,7 +172,7 @@ def test_a_keeper_that_dies_is_heard_of_and_leaves_its_files_to_the_next(
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(question, timeout=ANSWER_S)
     assert time.monotonic() - began < 10
-    following = start_keeper(directory, MEMORY, node=node)
+    following = start_blob_store(directory, MEMORY, node=node)
     assert ray.get(following.usage.remote(), timeout=ANSWER_S).values == 0
     assert not folder.exists()
     ray.get(following.close.remote(), timeout=ANSWER_S)

@@ -25,19 +25,26 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakValueDictionary
 
-from spotlight.cluster.blobs.blob_store import Kept, Usage, Vault
+from spotlight.cluster.blobs.blob_store import BlobStore, StoredBlob, Usage
 from spotlight.scheduler.events import Event
 from spotlight.scheduler.types import WorkerId
 from spotlight.store.store_errors import StoreError
 from spotlight.worker.reports import Report, Value
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
 
 NEGATIVE = "negative"
 """Name of the negative prompt's embedding among conditions; prompts' own names are hexadecimal digits."""
 MAILBOX_EVENTS = 65_536
 """Minutes of a cluster of many hundred workers; 10-20 MB."""
 _DELIVERY_THREADS = 4
+CONCURRENT_CALLS = 10_000
+"""Of a call that waits (for the head, for room) only a coroutine is held; the next one must still come in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +61,7 @@ class Delivered:
     sender: WorkerId
 
 
-class KeeperRoom:
+class BlobServer:
     """See the module's docstring. All methods belong to one event loop.
 
     Args:
@@ -62,7 +69,7 @@ class KeeperRoom:
         mailbox_events: how many events wait for the head before deliveries do.
     """
 
-    def __init__(self, vault: Vault, mailbox_events: int = MAILBOX_EVENTS) -> None:
+    def __init__(self, vault: BlobStore, mailbox_events: int = MAILBOX_EVENTS) -> None:
         if mailbox_events < 1:
             raise ValueError(f"mailbox_events is {mailbox_events}; expected at least 1")
         self._vault = vault
@@ -116,12 +123,12 @@ class KeeperRoom:
         self._emptied.set()
         return taken
 
-    async def fetch(self, kind: str, names: Sequence[str], mark: str = "") -> list[Kept | None]:
+    async def fetch(self, kind: str, names: Sequence[str], mark: str = "") -> list[StoredBlob | None]:
         """Values by name, the latest step of each; None where there is none."""
         return await asyncio.to_thread(lambda: [self._vault.get(kind, name, mark) for name in names])
 
     async def put(self, kind: str, name: str, data: bytes, mark: str = "", step: int = 0) -> bool:
-        """Keep one value; see :meth:`Vault.put`. Raises StoreError."""
+        """Keep one value; see :meth:`BlobStore.put`. Raises StoreError."""
         return await asyncio.to_thread(self._vault.put, kind, name, data, mark=mark, step=step)
 
     async def drop(self, kind: str, names: Sequence[str]) -> None:
@@ -144,3 +151,40 @@ class KeeperRoom:
     def _keep(self, values: Sequence[Value], mark: str) -> None:
         for value in values:
             self._vault.put(value.kind, value.name, value.data, mark=mark, step=value.step)
+
+
+class BlobActor(BlobServer):
+    """A room with a vault of its own.
+
+    Args:
+        directory: for values on disk, on the keeper's node.
+        memory_bytes: the most that values take in memory.
+
+    Raises:
+        StoreError: the directory cannot be used.
+    """
+
+    def __init__(self, directory: str, memory_bytes: int) -> None:
+        super().__init__(BlobStore(Path(directory), memory_bytes))
+
+
+def start_blob_store(directory: Path, memory_bytes: int, *, node: str) -> ActorHandle[Any]:
+    """Start the keeper; it ends with the process that started it, or by ``ray.kill``.
+
+    The call returns at once: an error of the keeper's start (a directory that cannot be used) is that of the
+    first call.
+
+    Args:
+        node: Ray's id of the node it runs on.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    actor = ray.remote(BlobActor).options(
+        num_cpus=0,
+        max_restarts=0,  # one that starts anew is empty: whoever trusts it must hear of its death
+        max_task_retries=0,
+        max_concurrency=CONCURRENT_CALLS,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+    )
+    return cast("ActorHandle[Any]", actor.remote(str(directory), memory_bytes))

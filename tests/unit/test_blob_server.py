@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spotlight.cluster.blobs.blob_store import Kept, Vault
-from spotlight.cluster.blobs.keeper import Delivered, KeeperRoom
+from spotlight.cluster.blobs.blob_server import BlobServer, Delivered
+from spotlight.cluster.blobs.blob_store import BlobStore, StoredBlob
 from spotlight.scheduler.events import GroupFormed, GroupStopped
 from spotlight.scheduler.types import WorkerId
 from spotlight.store.store_errors import StoreError
@@ -35,15 +35,15 @@ def progress(name: str, step: int = 0, size: int = 10) -> Value:
     return Value("progress", name, b"x" * size, step)
 
 
-Scene: TypeAlias = Callable[[KeeperRoom, Vault], Coroutine[Any, Any, None]]
+Scene: TypeAlias = Callable[[BlobServer, BlobStore], Coroutine[Any, Any, None]]
 
 
 def played(scene: Scene, path: Path, **limits: int) -> None:
     """Run a scene with a room of its own."""
 
     async def play() -> None:
-        vault = Vault(path, limits.pop("memory_bytes", 1000))
-        room = KeeperRoom(vault, **limits)
+        vault = BlobStore(path, limits.pop("memory_bytes", 1000))
+        room = BlobServer(vault, **limits)
         async with asyncio.timeout(20):
             await scene(room, vault)
         await room.close()
@@ -52,7 +52,7 @@ def played(scene: Scene, path: Path, **limits: int) -> None:
 
 
 def test_values_are_there_when_their_events_are(tmp_path: Path) -> None:
-    async def scene(room: KeeperRoom, vault: Vault) -> None:
+    async def scene(room: BlobServer, vault: BlobStore) -> None:
         # Too large for the memory, so that keeping takes a while.
         values = [progress(f"r{i}", 3, 200_000) for i in range(20)]
         delivering = asyncio.create_task(room.deliver(report(A, 1, *values)))
@@ -60,14 +60,14 @@ def test_values_are_there_when_their_events_are(tmp_path: Path) -> None:
         assert all(vault.step_of("progress", f"r{i}", "m") == 3 for i in range(20))
         assert taken == [Delivered(GroupFormed(A, 1), "m", A), Delivered(GroupStopped(A, 1), "m", A)]
         await delivering
-        assert await room.fetch("progress", ["r4", "other"], "m") == [Kept(3, b"x" * 200_000), None]
+        assert await room.fetch("progress", ["r4", "other"], "m") == [StoredBlob(3, b"x" * 200_000), None]
         assert await room.fetch("progress", ["r4"]) == [None]
 
     played(scene, tmp_path)
 
 
 def test_a_report_that_could_not_be_kept_leaves_no_event(tmp_path: Path) -> None:
-    async def scene(room: KeeperRoom, vault: Vault) -> None:
+    async def scene(room: BlobServer, vault: BlobStore) -> None:
         await room.deliver(report(A, 1, progress("old")))
         folder = vault._folder.path
         folder.rename(folder.with_name("away"))  # as if the disk were gone; root may write anywhere
@@ -89,7 +89,7 @@ def test_a_report_that_could_not_be_kept_leaves_no_event(tmp_path: Path) -> None
 def test_each_sender_is_heard_in_its_order(
     plan: list[tuple[WorkerId, int]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    async def scene(room: KeeperRoom, vault: Vault) -> None:
+    async def scene(room: BlobServer, vault: BlobStore) -> None:
         sent = [
             report(sender, i, *([progress(f"r{i % 4}", i, size)] if size else []))
             for i, (sender, size) in enumerate(plan)
@@ -107,7 +107,7 @@ def test_each_sender_is_heard_in_its_order(
 
 
 def test_a_slow_disk_holds_up_its_sender_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scene(room: KeeperRoom, vault: Vault) -> None:
+    async def scene(room: BlobServer, vault: BlobStore) -> None:
         writing, go_on = threading.Event(), threading.Event()
         write = vault._folder.write
 
@@ -122,7 +122,7 @@ def test_a_slow_disk_holds_up_its_sender_alone(tmp_path: Path, monkeypatch: pyte
         second = asyncio.create_task(room.deliver(report(A, 2)))  # needs no disk, but comes after the first
         await room.deliver(report(B, 1, progress("small")))
         assert {delivered.sender for delivered in await room.take(SOON_S)} == {B}
-        assert await room.fetch("progress", ["small", "large"], "m") == [Kept(0, b"x" * 10), None]
+        assert await room.fetch("progress", ["small", "large"], "m") == [StoredBlob(0, b"x" * 10), None]
         assert not first.done()
         assert not second.done()
         go_on.set()
@@ -136,7 +136,7 @@ def test_a_slow_disk_holds_up_its_sender_alone(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_question_is_answered_at_once_or_when_its_time_is_over(tmp_path: Path) -> None:
-    async def scene(room: KeeperRoom, vault: Vault) -> None:
+    async def scene(room: BlobServer, vault: BlobStore) -> None:
         began = time.monotonic()
         assert await room.take(0.1) == []
         assert 0.1 <= time.monotonic() - began < 2
@@ -160,7 +160,7 @@ def test_a_question_is_answered_at_once_or_when_its_time_is_over(tmp_path: Path)
 
 
 def test_a_head_that_stands_still_makes_deliveries_wait_their_values_safe(tmp_path: Path) -> None:
-    async def scene(room: KeeperRoom, vault: Vault) -> None:
+    async def scene(room: BlobServer, vault: BlobStore) -> None:
         delivering = [
             asyncio.create_task(room.deliver(report(WorkerId(f"w{i % 3}"), i, progress(f"r{i}"))))
             for i in range(9)
@@ -182,7 +182,7 @@ def test_a_head_that_stands_still_makes_deliveries_wait_their_values_safe(tmp_pa
 
 
 def test_everything_else_is_the_vaults(tmp_path: Path) -> None:
-    async def scene(room: KeeperRoom, vault: Vault) -> None:
+    async def scene(room: BlobServer, vault: BlobStore) -> None:
         assert await room.put("weights", "digest", b"w" * 3000)
         assert not await room.put("weights", "digest", b"w" * 3000)
         assert await room.put("progress", "r1", b"s", "mark", 2)
@@ -193,11 +193,11 @@ def test_everything_else_is_the_vaults(tmp_path: Path) -> None:
 
     played(scene, tmp_path)
     with pytest.raises(ValueError, match="mailbox_events is 0"):
-        KeeperRoom(Vault(tmp_path, 0), mailbox_events=0)
+        BlobServer(BlobStore(tmp_path, 0), mailbox_events=0)
 
 
 def test_senders_that_left_leave_nothing_behind(tmp_path: Path) -> None:
-    async def scene(room: KeeperRoom, vault: Vault) -> None:
+    async def scene(room: BlobServer, vault: BlobStore) -> None:
         for i in range(50):
             await room.deliver(report(WorkerId(f"w{i}"), i))
         assert len(room._turns) == 0
@@ -207,14 +207,16 @@ def test_senders_that_left_leave_nothing_behind(tmp_path: Path) -> None:
 
 def test_the_keepers_process_starts_without_torch() -> None:
     program = (
-        "import sys, spotlight.cluster.blobs.keeper_actor\n"
+        "import sys, spotlight.cluster.blobs.blob_server\n"
         "print({'torch', 'ray', 'diffusers'} & set(sys.modules))"
     )
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "set()\n"
 
 
-@pytest.mark.parametrize("thing", [progress("r1", 3, 1000), Kept(3, b"x" * 1000)], ids=["value", "kept"])
-def test_values_are_pickled_beside_their_bytes_which_become_our_own(thing: Value | Kept) -> None:
+@pytest.mark.parametrize(
+    "thing", [progress("r1", 3, 1000), StoredBlob(3, b"x" * 1000)], ids=["value", "kept"]
+)
+def test_values_are_pickled_beside_their_bytes_which_become_our_own(thing: Value | StoredBlob) -> None:
     for protocol in range(2, 6):
         assert pickle.loads(pickle.dumps(thing, protocol)) == thing
     buffers: list[pickle.PickleBuffer] = []

@@ -1,0 +1,171 @@
+"""One attempt on a cluster, put together: controller, workers, learner, rewards, blob store, nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from spotlight.cluster.blobs.blob_client import BlobClient
+from spotlight.cluster.cluster_accounts import ClusterAccounts
+from spotlight.cluster.cluster_nodes import ClusterNodes, Site
+from spotlight.cluster.drains import Drains
+from spotlight.cluster.head import Head, HeadParts
+from spotlight.cluster.incidents import IncidentRecorder
+from spotlight.cluster.learner.learner_actor import RayLauncher
+from spotlight.cluster.learner.learner_group import Deadlines, LearnerGroup
+from spotlight.cluster.learner.learner_rank import write_token
+from spotlight.cluster.learner_driver import LearnerDriver, PublishedVersions
+from spotlight.cluster.remote_calls import Conversations, Inbox
+from spotlight.cluster.sample_scoring import AcceptedSamples, SampleScoring
+from spotlight.cluster.workers.worker_actor import ActorStarter
+from spotlight.cluster.workers.worker_pool import WorkerPool
+from spotlight.config.load import dump_config
+from spotlight.config.schema import RunConfig
+from spotlight.rewards.reward_pool import RewardPool
+from spotlight.rollout.sequence_parallel.rendezvous import Address
+from spotlight.runtime.attempt import Attempt
+from spotlight.runtime.build import parts as build
+from spotlight.runtime.observer import Observer
+from spotlight.runtime.recorder import CONTROLLER_FILE
+from spotlight.scheduler.controller import Controller
+from spotlight.scheduler.types import Prompt, PromptId
+from spotlight.store.run_directory import RunDirectory
+from spotlight.weights.node_cache import cache_directory
+
+LOGS_FOLDER = "attempts"
+_NAME_MAX = 24
+"""Of a run's name in those of its folders on nodes: paths of sockets are limited to some hundred bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Materials:
+    """What was checked before the run directory is touched."""
+
+    config: RunConfig
+    observer: Observer
+    prompts: build.Prompts
+    rewards: RewardPool
+
+    @property
+    def by_id(self) -> dict[PromptId, Prompt]:
+        """All prompts of the run."""
+        return {prompt.id: prompt for prompt in (*self.prompts.train, *self.prompts.test)}
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptRoom:
+    """Where an attempt takes place: its cluster, run directory, ledger and blob store.
+
+    Attributes:
+        store: actor of the blob store.
+        meeting: the store through which groups of workers find each other.
+    """
+
+    site: Site
+    directory: RunDirectory
+    attempt: Attempt
+    accounts: ClusterAccounts
+    store: Any
+    meeting: Address
+
+
+@asynccontextmanager
+async def assembled(materials: Materials, room: AttemptRoom) -> AsyncIterator[Head]:
+    """A head with everything it works with; all processes are ended with the block."""
+    config, note = materials.config, materials.observer.note
+    controller = _controller(materials, room.attempt)
+    inbox, conversations = Inbox(), Conversations()
+    samples = AcceptedSamples(BlobClient(room.store))
+    incidents = IncidentRecorder(room.accounts.clock, note, room.attempt.book.ledger, controller.cluster)
+    nodes = ClusterNodes(config, room.site, inbox.put, note, room.accounts.clock)
+    async with AsyncExitStack() as stack:
+        workers = _workers(config, room, nodes, conversations, inbox, incidents, note, stack)
+        learner = await _learner(config, room, nodes, note, stack)
+        driver = LearnerDriver(
+            controller,
+            learner,
+            PublishedVersions(samples.store),
+            conversations,
+            room.attempt.book.checkpoints,
+            tuple(prompt.id for prompt in materials.prompts.used(config)),
+            inbox.put,
+            note,
+        )
+        parts = HeadParts(
+            controller=controller,
+            inbox=inbox,
+            conversations=conversations,
+            workers=workers,
+            learner=driver,
+            samples=samples,
+            scoring=SampleScoring(
+                conversations, samples, materials.rewards, materials.by_id, inbox.put, note
+            ),
+            accounts=room.accounts,
+            recorder=room.attempt.book,
+            incidents=incidents,
+            drains=Drains(nodes.acknowledge),
+            observer=materials.observer,
+            attempt=room.attempt.number,
+            grid=(config.evaluation.grid_prompts, config.evaluation.grid_images),
+        )
+        stack.enter_context(nodes.membership)
+        yield Head(parts)
+
+
+def _controller(materials: Materials, attempt: Attempt) -> Controller:
+    plan, prompts = build.cluster_plan_of(materials.config), materials.prompts
+    if attempt.newest is None:
+        return Controller(plan, prompts.train, prompts.test, attempt.number)
+    snapshot = json.loads((attempt.newest.directory / CONTROLLER_FILE).read_text())
+    return Controller.restore(plan, prompts.train, prompts.test, snapshot, attempt.number)
+
+
+def _workers(
+    config: RunConfig,
+    room: AttemptRoom,
+    nodes: ClusterNodes,
+    conversations: Conversations,
+    inbox: Inbox,
+    incidents: IncidentRecorder,
+    note: Any,
+    stack: AsyncExitStack,
+) -> WorkerPool:
+    shared = f"{config.name[:_NAME_MAX]}-{secrets.token_hex(4)}"
+    starter = ActorStarter(
+        dump_config(config), room.store, room.meeting, shared, nodes.berths, nodes.log_tail
+    )
+    fleet = config.fleet
+    pool = WorkerPool(
+        conversations, starter, inbox.put, note, incidents.worker_crashed, fleet.heartbeat_s, fleet.start_s
+    )
+    # On this machine; on a cluster's other nodes the next run does it.
+    stack.callback(shutil.rmtree, cache_directory(shared), ignore_errors=True)
+    stack.callback(pool.close)
+    return pool
+
+
+async def _learner(
+    config: RunConfig, room: AttemptRoom, nodes: ClusterNodes, note: Any, stack: AsyncExitStack
+) -> LearnerGroup:
+    fleet, token = config.fleet, secrets.token_hex(16)
+    token_file = write_token(config, token)
+    stack.callback(token_file.unlink, missing_ok=True)
+    launcher = RayLauncher(
+        dump_config(config),
+        fleet.learner_ranks,
+        nodes.learner_placements,
+        room.store,
+        token,
+        room.directory.path / LOGS_FOLDER,
+    )
+    learner = LearnerGroup(launcher, note, Deadlines(start_s=fleet.start_s, answer_s=fleet.learner_s))
+    stack.push_async_callback(asyncio.to_thread, launcher.close)
+    stack.push_async_callback(learner.stop)
+    return learner

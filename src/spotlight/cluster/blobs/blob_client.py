@@ -1,0 +1,71 @@
+"""The blob store as the head uses it: calls have deadlines, and a store that does not answer is fatal."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Collection, Sequence
+from typing import Any
+
+from spotlight.cluster.blobs.blob_server import Delivered
+from spotlight.cluster.blobs.blob_store import StoredBlob
+from spotlight.cluster.remote_calls import answer
+from spotlight.store.store_errors import StoreError
+
+ANSWER_S = 120.0
+"""Longest that the store may take to hand over pictures."""
+TAKE_S = 20.0
+"""How long it holds the head's question for new reports; silence for twice as long is its death."""
+
+
+class BlobStoreLostError(RuntimeError):
+    """The blob store does not answer: the run cannot go on, and the same command resumes it."""
+
+
+class BlobClient:
+    """Calls of the blob store's actor.
+
+    Every method raises :class:`BlobStoreLostError` where it does not answer, and StoreError where its disk is
+    full or broken.
+    """
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    async def take(self) -> list[Delivered]:
+        """Events that workers delivered, in each worker's order; none after a while."""
+        delivered: list[Delivered] = await self._ask(
+            self._actor.take.remote(TAKE_S), "reports of workers", 2 * TAKE_S
+        )
+        return delivered
+
+    async def fetch(self, kind: str, names: Sequence[str], weights_digest: str) -> list[StoredBlob | None]:
+        """Values by name, the latest step of each; None where there is none."""
+        what = f"{kind}s of {len(names)} rollouts"
+        stored: list[StoredBlob | None] = await self._ask(
+            self._actor.fetch.remote(kind, list(names), weights_digest), what
+        )
+        return stored
+
+    async def put(self, kind: str, name: str, data: bytes) -> None:
+        """Store a value."""
+        await self._ask(self._actor.put.remote(kind, name, data), f"storing {kind} {name}")
+
+    async def drop(self, kind: str, names: Sequence[str]) -> None:
+        """Forget values."""
+        await self._ask(self._actor.drop.remote(kind, list(names)), f"dropping {kind}s")
+
+    async def keep_only(self, kind: str, names: Collection[str]) -> None:
+        """Forget all values of a kind but those of ``names``."""
+        await self._ask(self._actor.keep_only.remote(kind, set(names)), f"sweeping {kind}s")
+
+    async def _ask(self, reference: Awaitable[Any], what: str, deadline_s: float = ANSWER_S) -> Any:
+        try:
+            return await answer(reference, what, deadline_s)
+        except Exception as error:
+            cause = getattr(error, "cause", None)  # Ray wraps what an actor raised
+            if isinstance(cause, StoreError):
+                raise cause from None
+            raise BlobStoreLostError(
+                f"the store of states and samples does not answer ({type(error).__name__}: {error}): it runs "
+                "on the node of this process; see its log there. The same command resumes from the last "
+                "checkpoint."
+            ) from error

@@ -1,0 +1,208 @@
+"""Ray's nodes as nodes of the controller: which train, which roll out, and where their processes go."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spotlight.cluster.learner.learner_actor import Placement
+from spotlight.cluster.local.emulation import SIGTERM_GRACE_S
+from spotlight.cluster.local.local_cluster import LocalCluster
+from spotlight.cluster.nodes.facts import Gpu, NodeFacts, gather
+from spotlight.cluster.nodes.listing import (
+    SHARE,
+    SLOT,
+    Part,
+    RayNode,
+    gpus_told,
+    mixed_gpus,
+    train_only,
+    typed,
+    unlike,
+)
+from spotlight.cluster.nodes.node_membership import Membership, MembershipSettings
+from spotlight.cluster.nodes.node_prices import Fleet, Prices
+from spotlight.cluster.nodes.notice_watch import NoticeSettings
+from spotlight.cluster.remote_calls import Clock, Notify
+from spotlight.cluster.workers.worker_actor import Berth
+from spotlight.config.errors import Problem
+from spotlight.config.schema import RunConfig
+from spotlight.scheduler import events as ev
+from spotlight.scheduler.types import NodeId
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """The cluster that this process has joined.
+
+    Attributes:
+        here: Ray's id of this process's node.
+        host: its address, as others reach it.
+        nodes: those that were there.
+        emulated: the cluster, if it is one of this machine.
+        threads: of a worker on a CPU slot, where all slots share this machine.
+    """
+
+    here: str
+    host: str
+    nodes: Sequence[RayNode]
+    emulated: LocalCluster | None
+    threads: int | None
+
+
+class ClusterNodes:
+    """Turns what happens to Ray's nodes into events.
+
+    A :class:`spotlight.cluster.nodes.node_membership.Listener`, whose methods are called in the membership's
+    thread; everything else belongs to the head's event loop.
+
+    Args:
+        put_event: hands an event to the controller.
+
+    Attributes:
+        berths: where the workers of each node of the controller are.
+        membership: to be entered as a context manager.
+    """
+
+    def __init__(
+        self, config: RunConfig, site: Site, put_event: Callable[[ev.Event], None], note: Notify, clock: Clock
+    ) -> None:
+        fleet = config.fleet
+        self._config, self._site, self._put_event, self._note, self._clock = (
+            config,
+            site,
+            put_event,
+            note,
+            clock,
+        )
+        self._loop = asyncio.get_running_loop()
+        self._fleet = Fleet.plan(
+            fleet.learner_ranks,
+            Prices(fleet.price_usd_h, fleet.spot.price_usd_h),
+            site.nodes,
+            ranks_roll_out=config.pipeline.trainers_generate,
+        )
+        # Read in the launcher's thread, hence replaced as a whole and never changed.
+        self._learner_slots = self._fleet.learner_slots
+        self._rolling_out: set[NodeId] = set()
+        self._first_gpu: Gpu | None = None
+        self.berths: dict[NodeId, Berth] = {}
+        self.membership = Membership(self, gather(), MembershipSettings(_notice_settings(config)))
+
+    # -- called in the membership's thread -------------------------------------------------------------
+
+    def joined(self, node: RayNode, facts: NodeFacts) -> None:
+        """See :class:`spotlight.cluster.nodes.node_membership.Listener`."""
+        self._soon(self._join, node, facts)
+
+    def lost(self, node: RayNode) -> None:
+        """See :class:`spotlight.cluster.nodes.node_membership.Listener`."""
+        self._soon(self._lose, node)
+
+    def noticed(self, node: RayNode, remaining_s: float, detail: str) -> None:
+        """See :class:`spotlight.cluster.nodes.node_membership.Listener`."""
+        deadline_s = self._clock() + remaining_s
+        self._soon(self._put_for_all, node, lambda name: ev.NodeNoticed(name, deadline_s))
+
+    def notice_cancelled(self, node: RayNode, detail: str) -> None:
+        """See :class:`spotlight.cluster.nodes.node_membership.Listener`."""
+        self._soon(self._put_for_all, node, ev.NoticeCancelled)
+
+    def refused(self, problem: Problem) -> None:
+        """See :class:`spotlight.cluster.nodes.node_membership.Listener`."""
+        self._soon(self._note, f"a node is not used: {problem}")
+
+    def _soon(self, then: Callable[..., object], *args: Any) -> None:
+        self._loop.call_soon_threadsafe(then, *args)
+
+    # -- the head's event loop -------------------------------------------------------------------------
+
+    def _join(self, node: RayNode, facts: NodeFacts) -> None:
+        node = typed(node, facts)
+        parts = self._fleet.join(node)
+        self._learner_slots = self._fleet.learner_slots
+        if self._config.fleet.sequence_parallel.degrees[-1] > 1 and (problem := mixed_gpus(node, facts)):
+            self._note(f"the slots of a node do not roll out: {problem}")
+            parts = tuple(train_only(part) for part in parts if part.node.trains)
+        self._note_type(node, facts)
+        for part in parts:
+            self.berths[part.node.id] = self._berth(node, part)
+            if part.node.rolls_out:
+                self._rolling_out.add(part.node.id)
+            self._put_event(ev.NodeJoined(part.node))
+        if not self._rolling_out:
+            self._note("waiting for nodes that roll out")
+
+    def _berth(self, node: RayNode, part: Part) -> Berth:
+        shared = part.node.trains and part.node.rolls_out
+        # Ray gives a process whichever GPU has room; a rank and the worker beside it must have the same.
+        first_gpu = part.first_slot if node.gpus and self._fleet.ranks_roll_out else None
+        return Berth(node.ray_id, node.gpus, self._site.threads, SHARE if shared else 1.0, first_gpu)
+
+    def _note_type(self, node: RayNode, facts: NodeFacts) -> None:
+        """Results on another type of GPU differ by rounding, and it may hold less: people should know."""
+        if not (node.gpus and facts.gpus):
+            return
+        self._first_gpu = self._first_gpu or facts.gpus[0]
+        if any(unlike(gpu, self._first_gpu) for gpu in facts.gpus):
+            self._note(f"{node.name} brings {gpus_told(facts)}: it takes what its memory holds")
+
+    def _lose(self, node: RayNode) -> None:
+        for name in self._fleet.lose(node.ray_id):
+            self._rolling_out.discard(name)
+            self.berths.pop(name, None)
+            self._put_event(ev.NodeLost(name))
+        self._learner_slots = self._fleet.learner_slots
+
+    def _put_for_all(self, node: RayNode, event: Callable[[NodeId], ev.Event]) -> None:
+        for name in self._fleet.known(node.ray_id):
+            self._put_event(event(name))
+
+    def acknowledge(self, node: NodeId) -> None:
+        """Nothing works on a noticed node any more: its cloud may take it."""
+        if (host := self._fleet.host_of(node)) is not None:
+            self.membership.acknowledge(host)
+
+    async def log_tail(self, node: NodeId, actor: str) -> str:
+        """The end of what an actor wrote on a node; empty when the node is gone."""
+        host = self._fleet.host_of(node)
+        return "" if host is None else await asyncio.to_thread(self.membership.log_tail, host, None, actor)
+
+    def learner_placements(self) -> list[Placement]:
+        """Where the learner's ranks go now. Any thread.
+
+        Raises:
+            LookupError: there is no room for all of them.
+        """
+        beside = self._fleet.ranks_roll_out
+        share = SHARE if beside else 1.0
+        ranks = self._fleet.ranks
+        placements = [
+            Placement(
+                ray_id,
+                LOOPBACK if self._site.emulated else node.address,
+                share if node.gpus else 0.0,
+                {} if node.gpus else {SLOT: share},
+                None if self._site.threads is None else max(1, (os.cpu_count() or 1) // ranks),
+                slot if node.gpus and beside else None,
+            )
+            for ray_id, (node, count) in self._learner_slots.items()
+            for slot in range(count)
+        ]
+        if len(placements) < ranks:
+            raise LookupError(f"room for {len(placements)} of {ranks} learner ranks")
+        return placements
+
+
+def _notice_settings(config: RunConfig) -> NoticeSettings:
+    fleet = config.fleet
+    if fleet.address is None:  # emulated nodes get SIGTERM, and nobody else's service is asked
+        return NoticeSettings(
+            "none", None, SIGTERM_GRACE_S if fleet.spot.notice_s is None else fleet.spot.notice_s
+        )
+    return NoticeSettings(fleet.notices.cloud, fleet.notices.endpoint, fleet.notices.sigterm_grace_s)

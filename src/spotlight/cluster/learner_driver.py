@@ -1,0 +1,205 @@
+"""What the head has the learner do: begin, train, publish, checkpoint, restore, export, one task each.
+
+A conversation with a learner that is lost ends without a trace (``AbandonedError``): the loss itself is an
+event, and the controller's answer to it a roll-back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from spotlight.cluster.blobs.blob_client import BlobClient
+from spotlight.cluster.learner.learner_group import LearnerGroup
+from spotlight.cluster.remote_calls import AbandonedError, Conversations, Notify
+from spotlight.cluster.workers.worker_weights import version_name
+from spotlight.runtime.recorder import LEARNER_FOLDER
+from spotlight.scheduler import effects as ef
+from spotlight.scheduler import events as ev
+from spotlight.scheduler.controller import Controller
+from spotlight.scheduler.types import PolicyVersion, PromptId, RolloutId
+from spotlight.store.checkpoints import CheckpointStore
+from spotlight.weights.bundle import Manifest
+
+T = TypeVar("T")
+VERSIONS_KEPT = 2
+"""Published versions, beside the newest, whose weights the blob store holds."""
+TrainEffect = ef.PrepareBatch | ef.TrainMicroBatch | ef.StepOptimizer | ef.FinishBatch
+
+
+class PublishedVersions:
+    """Digests of the weights that were published; workers find a version by its name in the blob store."""
+
+    def __init__(self, store: BlobClient) -> None:
+        self._store = store
+        self._digests: dict[tuple[PolicyVersion, int], str] = {}
+
+    def digest(self, version: PolicyVersion, lineage: int) -> str | None:
+        """Of a version; None: it is not published."""
+        return self._digests.get((version, lineage))
+
+    async def announce(self, manifest: Manifest) -> None:
+        """Let workers find a version, whose weights are in the store already; drop old ones."""
+        older = sorted(key for key in self._digests if key[0] < manifest.version)[:-VERSIONS_KEPT]
+        dropped = {self._digests.pop(key) for key in older} - {*self._digests.values(), manifest.digest}
+        self._digests[PolicyVersion(manifest.version), manifest.lineage] = manifest.digest
+        if dropped:
+            await self._store.drop("weights", list(dropped))
+        name = version_name(manifest.version, manifest.lineage)
+        await self._store.put("manifest", name, manifest.to_json().encode())
+
+    def continue_in(self, lineage: int, version: PolicyVersion) -> None:
+        """After a roll-back: leases of this version go on, with the weights that it had before."""
+        known = max((key for key in self._digests if key[0] == version), default=None)
+        if known is not None:
+            self._digests[version, lineage] = self._digests[known]
+
+
+@dataclass(slots=True)
+class LearnerDriver:
+    """See the module's docstring. For the head's event loop only.
+
+    Attributes:
+        checkpoints: of the run.
+        prompts: that the run can meet: their embeddings are sent to the blob store when it begins.
+        put_event: hands an event to the controller.
+    """
+
+    controller: Controller
+    learner: LearnerGroup
+    published: PublishedVersions
+    conversations: Conversations
+    checkpoints: CheckpointStore
+    prompts: tuple[PromptId, ...]
+    put_event: Callable[[ev.Event], None]
+    note: Notify
+    _start_from: Path | None = None
+    _begun: bool = False
+    _exporting: bool = False
+    _committed: bool = False
+    _lost_meanwhile: str | None = None
+    _restored: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def begin(self, checkpoint: Path | None) -> None:
+        """Start the learner from its state in ``checkpoint``; None: the start of the run."""
+        self._start_from = checkpoint
+        self.conversations.start(self._begin())
+
+    async def _begin(self) -> None:
+        """The run starts once the learner stands, and every worker can find what it stands at."""
+        manifest = await self._restore(self._start_from, self.controller.cluster.lineage)
+        life = self.learner.life
+        await self.learner.send_conditions(self.prompts)
+        await self.published.announce(manifest)
+        if self.learner.is_up and self.learner.life == life:  # else it was lost, and another begins
+            self._begun = True
+            self.put_event(ev.RunStarted())
+
+    async def _restore(self, checkpoint: Path | None, lineage: int) -> Manifest:
+        manifest = await self.learner.restore(checkpoint, lineage)
+        self.conversations.start(self._await_loss())
+        return manifest
+
+    async def _await_loss(self) -> None:
+        self.lost(await self.learner.lost())
+
+    def lost(self, detail: str) -> None:
+        """The learner is gone; called once for each of its lives."""
+        self.note(f"the learner is lost and goes back to the last checkpoint: {detail}")
+        if self._committed:
+            self._lost_meanwhile = detail  # what it saved counts, and is about to become an event
+        elif not self._begun:
+            self.begin(self._start_from)
+        elif self._exporting:
+            self.restore(None, self.controller.cluster.lineage)
+        else:
+            self.put_event(ev.LearnerLost(detail))
+
+    # -- an iteration ----------------------------------------------------------------------------------
+
+    async def train(self, effect: TrainEffect, digests: Mapping[RolloutId, str]) -> None:
+        """Prepare, train a micro-batch, step or finish a batch. ``digests``: of the samples to prepare."""
+        learner = self.learner
+        match effect:
+            case ef.PrepareBatch(iteration):
+                await learner.prepare(effect, self.controller.rollouts, digests)
+                self.put_event(ev.BatchPrepared(iteration))
+            case ef.TrainMicroBatch(batch, index):
+                await learner.accumulate(batch)
+                self.put_event(ev.MicroBatchTrained(batch.iteration, batch.update, index))
+            case ef.StepOptimizer(iteration, update, samples):
+                loss, norm = await learner.step(samples)
+                self.put_event(ev.OptimizerStepped(iteration, update, loss, norm))
+            case ef.FinishBatch(iteration):
+                await learner.finish_batch()
+                self.put_event(ev.BatchFinished(iteration))
+
+    async def publish(self, version: PolicyVersion, lineage: int) -> None:
+        """Put the weights into the blob store, and let workers find them."""
+        await self.published.announce(await self.learner.publish(version, lineage))
+        self.put_event(ev.WeightsPublished(version))
+
+    # -- checkpoints -----------------------------------------------------------------------------------
+
+    async def save(self, committing: AbstractContextManager[Path]) -> None:
+        """Write the learner's state and commit the checkpoint; call :meth:`settle` when it is accounted for.
+
+        A checkpoint whose learner is lost while it saves is never committed. From then on it counts, and a
+        loss is held back until :meth:`settle`.
+        """
+        async with _left_in_thread(committing) as directory:
+            await self.learner.save(directory / LEARNER_FOLDER)
+            self._committed = True
+
+    def settle(self) -> None:
+        """The checkpoint is an event now: a loss since it was saved becomes one, too."""
+        self._committed = False
+        if self._lost_meanwhile is not None:
+            self.put_event(ev.LearnerLost(self._lost_meanwhile))
+            self._lost_meanwhile = None
+
+    def restore(self, iteration: int | None, lineage: int) -> None:
+        """Start the learner from the newest checkpoint, which must be of ``iteration`` (None: whichever)."""
+        self.conversations.start(self._restore_newest(iteration, lineage))
+
+    async def _restore_newest(self, iteration: int | None, lineage: int) -> None:
+        newest = await asyncio.to_thread(self.checkpoints.newest_valid)
+        at = newest.header.iteration if newest else 0
+        if iteration is not None and at != iteration:
+            raise RuntimeError(
+                f"the newest whole checkpoint is of iteration {at}, but {iteration} was committed: "
+                "the run directory has changed behind this run's back"
+            )
+        manifest = await self._restore(newest.directory / LEARNER_FOLDER if newest else None, lineage)
+        await self.published.announce(manifest)
+        self._restored.set()
+        self.put_event(ev.LearnerRestored(lineage))
+
+    async def export(self) -> Path:
+        """Have the judged weights exported into the run directory, once the run is over.
+
+        A learner that is lost, or becomes it now, is restored first.
+        """
+        self._exporting = True
+        while True:
+            self._restored.clear()
+            try:
+                return await self.learner.export()
+            except AbandonedError:
+                await self._restored.wait()
+
+
+@asynccontextmanager
+async def _left_in_thread(manager: AbstractContextManager[T]) -> AsyncIterator[T]:
+    """``manager``, left in a thread of its own when all went well: committing writes to the disk."""
+    value = manager.__enter__()
+    try:
+        yield value
+    except BaseException as error:
+        manager.__exit__(type(error), error, error.__traceback__)
+        raise
+    await asyncio.to_thread(manager.__exit__, None, None, None)

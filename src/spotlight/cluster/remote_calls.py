@@ -1,0 +1,147 @@
+"""Remote calls as awaitables with deadlines, and the tasks ("conversations") that make them.
+
+Ray's references are awaitable in the driver's process. What this project relies on beyond that, and
+``tests/contract/test_ray_await.py`` checks:
+
+- an awaited reference raises ``RayActorError`` once its actor is dead, and the remote function's own error
+  (as an instance of its class, with ``cause``) if that raised;
+- giving up the wait, by a deadline or by cancellation, neither cancels the remote call nor disturbs Ray when
+  the answer comes after all;
+- with a dead GCS nothing is raised: calls between living processes go on, and new actors never answer. Hence
+  the deadlines, and :mod:`spotlight.cluster.nodes.node_watch`, which asks the GCS for its list all the time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from spotlight.scheduler import events as ev
+
+T = TypeVar("T")
+Clock = Callable[[], float]
+Notify = Callable[[str], None]
+"""Shows people a line."""
+
+LATE_S, GRACE_S = 0.2, 2.0
+"""A wait that ends so much later than it should means that this process stood still (SIGSTOP, a long call),
+and with it every answer: deadlines are then moved by ``GRACE_S``."""
+
+
+class NoAnswerError(TimeoutError):
+    """A remote call was not answered by its deadline."""
+
+
+class AbandonedError(Exception):
+    """What was asked for is void, because whoever was asked is lost. Ends a conversation, not the run."""
+
+
+async def wait_within(futures: set[asyncio.Future[T]], seconds: float) -> set[asyncio.Future[T]]:
+    """Wait until one is done, for so many seconds in which this process ran; returns those that are done.
+
+    An answer that is there beats its own deadline.
+    """
+    clock = asyncio.get_running_loop().time
+    due_s = clock() + seconds
+    while True:
+        left_s = due_s - clock()
+        # The last stretch is waited for by itself, so that a standstill right before the end is noticed.
+        until_s = due_s - GRACE_S if left_s > 2 * GRACE_S else due_s
+        done, _ = await asyncio.wait(
+            futures, timeout=max(0.0, until_s - clock()), return_when=asyncio.FIRST_COMPLETED
+        )
+        now = clock()
+        if now > until_s + LATE_S and not done:
+            due_s = max(due_s, now + GRACE_S)
+        if done or now >= due_s:
+            return done
+
+
+async def answer(reference: Awaitable[T], what: str, deadline_s: float) -> T:
+    """The value of a remote call that was just made.
+
+    Args:
+        reference: Ray's, of the value to come.
+        what: for the error's text.
+
+    Raises:
+        NoAnswerError: there was none within ``deadline_s``.
+        Exception: Ray's error (``RayError``), or the remote function's own.
+    """
+    future = asyncio.ensure_future(reference)
+    try:
+        if not await wait_within({future}, deadline_s):
+            raise NoAnswerError(f"{what}: no answer within {deadline_s:g} s")
+        return future.result()
+    finally:
+        future.cancel()
+
+
+class Inbox:
+    """Events on their way to the controller, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._events: deque[tuple[ev.Event, str]] = deque()
+        self._filled = asyncio.Event()
+
+    def put(self, event: ev.Event, weights_digest: str = "") -> None:
+        """Add an event. ``weights_digest``: of the weights that made what it reports."""
+        self._events.append((event, weights_digest))
+        self._filled.set()
+
+    def wake(self) -> None:
+        """Have :meth:`wait` return although there is no event."""
+        self._filled.set()
+
+    def take(self) -> tuple[ev.Event, str] | None:
+        """The oldest event, or None."""
+        return self._events.popleft() if self._events else None
+
+    async def wait(self, seconds: float) -> None:
+        """Return when there is an event, or after ``seconds``."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._filled.wait()
+        self._filled.clear()
+
+
+class Conversations:
+    """Tasks that wait for answers. The first error of any of them ends the run: see :meth:`supervise`."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def start(self, conversation: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Begin a conversation; they take their first steps in the order of these calls."""
+        task = asyncio.get_running_loop().create_task(conversation)
+        self._tasks.add(task)  # the event loop itself holds tasks weakly
+        task.add_done_callback(self._ended)
+        return task
+
+    async def supervise(self, main: Coroutine[Any, Any, T]) -> T:
+        """Run ``main``, and return its value; the error of a conversation cancels it, and is raised.
+
+        Conversations that are still under way at the end are cancelled.
+        """
+        task = asyncio.get_running_loop().create_task(main)
+        try:
+            ends: set[asyncio.Future[Any]] = {task, self._failed}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if self._failed.done():
+                self._failed.result()
+            return task.result()
+        finally:
+            under_way = [task, *self._tasks]
+            for each in under_way:
+                each.cancel()
+            await asyncio.gather(*under_way, return_exceptions=True)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, AbandonedError) and not self._failed.done():
+            self._failed.set_exception(error)
