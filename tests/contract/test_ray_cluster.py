@@ -37,7 +37,7 @@ from spotlight.cluster.nodes.connection import connected
 from spotlight.cluster.nodes.drain import drain_node, draining_nodes
 from spotlight.cluster.nodes.facts import NodeFacts, gather
 from spotlight.cluster.nodes.listing import RayNode, read_view, require_usable
-from spotlight.cluster.nodes.node_membership import Membership, MembershipSettings
+from spotlight.cluster.nodes.node_membership import MembershipSettings, NodeMembership
 from spotlight.cluster.nodes.notice_watch import NoticeSettings
 from spotlight.cluster.nodes.worker_logs import log_tail
 from spotlight.config.errors import ConfigError, Problem
@@ -105,8 +105,8 @@ def heard() -> Heard:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def membership(cluster: LocalCluster, heard: Heard) -> Iterator[Membership]:
-    with Membership(heard, gather(), SETTINGS) as membership:
+def membership(cluster: LocalCluster, heard: Heard) -> Iterator[NodeMembership]:
+    with NodeMembership(heard, gather(), SETTINGS) as membership:
         heard.wait("joined", cluster.first.name)
         yield membership
 
@@ -329,7 +329,7 @@ def test_a_node_that_does_not_start_is_told_and_leaves_nothing(
 
 def test_a_node_of_another_version_is_refused_once(cluster: LocalCluster) -> None:
     heard = Heard()
-    with Membership(heard, replace(gather(), spotlight="99.0", torch="9.9.0"), SETTINGS):
+    with NodeMembership(heard, replace(gather(), spotlight="99.0", torch="9.9.0"), SETTINGS):
         _, problem = heard.wait("refused", f"node {cluster.first.name!r}")
         time.sleep(1.0)
     assert isinstance(problem, Problem)
@@ -364,7 +364,7 @@ def test_draining_that_fails_is_logged_and_no_more(
     assert "another signature" in caplog.text
 
 
-def test_logs_of_a_worker_are_found(cluster: LocalCluster, membership: Membership) -> None:
+def test_logs_of_a_worker_are_found(cluster: LocalCluster, membership: NodeMembership) -> None:
     node = read_view(ray.nodes()).nodes[cluster.first.ray_id]
     holder = hold(node.ray_id)
     pid, _ = ray.get(holder.pids.remote(), timeout=20)

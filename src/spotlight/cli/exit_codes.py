@@ -15,6 +15,7 @@ EXIT_NOT_STARTED = 2
 EXIT_INTERRUPTED = 130
 
 _OURS = (
+    ("spotlight.cluster.remote_calls", "RayLostError"),
     ("spotlight.config.errors", "ConfigError"),
     ("spotlight.data.prompt_files", "PromptFileError"),
     ("spotlight.fleet.gpus", "UnknownGpuError"),

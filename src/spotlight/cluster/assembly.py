@@ -83,7 +83,7 @@ async def assembled(materials: Materials, room: AttemptRoom) -> AsyncIterator[He
     inbox, conversations = Inbox(), Conversations()
     samples = AcceptedSamples(BlobClient(room.store))
     incidents = IncidentRecorder(room.accounts.clock, note, room.attempt.book.ledger, controller.cluster)
-    nodes = ClusterNodes(config, room.site, inbox.put, note, room.accounts.clock)
+    nodes = ClusterNodes(config, room.site, inbox.put, conversations.fail, note, room.accounts.clock)
     async with AsyncExitStack() as stack:
         workers = _workers(config, room, nodes, conversations, inbox, incidents, note, stack)
         learner = await _learner(config, room, nodes, note, stack)

@@ -23,10 +23,10 @@ from spotlight.cluster.nodes.listing import (
     typed,
     unlike,
 )
-from spotlight.cluster.nodes.node_membership import Membership, MembershipSettings
+from spotlight.cluster.nodes.node_membership import MembershipSettings, NodeMembership
 from spotlight.cluster.nodes.node_prices import Fleet, Prices
 from spotlight.cluster.nodes.notice_watch import NoticeSettings
-from spotlight.cluster.remote_calls import Clock, Notify
+from spotlight.cluster.remote_calls import Clock, Notify, RayLostError
 from spotlight.cluster.workers.worker_actor import Berth
 from spotlight.config.errors import Problem
 from spotlight.config.schema import RunConfig
@@ -63,6 +63,7 @@ class ClusterNodes:
 
     Args:
         put_event: hands an event to the controller.
+        fail: ends the run.
 
     Attributes:
         berths: where the workers of each node of the controller are.
@@ -70,16 +71,17 @@ class ClusterNodes:
     """
 
     def __init__(
-        self, config: RunConfig, site: Site, put_event: Callable[[ev.Event], None], note: Notify, clock: Clock
+        self,
+        config: RunConfig,
+        site: Site,
+        put_event: Callable[[ev.Event], None],
+        fail: Callable[[Exception], None],
+        note: Notify,
+        clock: Clock,
     ) -> None:
         fleet = config.fleet
-        self._config, self._site, self._put_event, self._note, self._clock = (
-            config,
-            site,
-            put_event,
-            note,
-            clock,
-        )
+        self._config, self._site, self._clock = config, site, clock
+        self._put_event, self._fail, self._note = put_event, fail, note
         self._loop = asyncio.get_running_loop()
         self._fleet = Fleet.plan(
             fleet.learner_ranks,
@@ -92,7 +94,7 @@ class ClusterNodes:
         self._rolling_out: set[NodeId] = set()
         self._first_gpu: Gpu | None = None
         self.berths: dict[NodeId, Berth] = {}
-        self.membership = Membership(self, gather(), MembershipSettings(_notice_settings(config)))
+        self.membership = NodeMembership(self, gather(), MembershipSettings(_notice_settings(config)))
 
     # -- called in the membership's thread -------------------------------------------------------------
 
@@ -116,6 +118,10 @@ class ClusterNodes:
     def refused(self, problem: Problem) -> None:
         """See :class:`spotlight.cluster.nodes.node_membership.Listener`."""
         self._soon(self._note, f"a node is not used: {problem}")
+
+    def ray_lost(self, why: str) -> None:
+        """See :class:`spotlight.cluster.nodes.node_membership.Listener`."""
+        self._soon(self._fail, RayLostError(why))
 
     def _soon(self, then: Callable[..., object], *args: Any) -> None:
         self._loop.call_soon_threadsafe(then, *args)

@@ -8,12 +8,14 @@ Ray's references are awaitable in the driver's process. What this project relies
 - giving up the wait, by a deadline or by cancellation, neither cancels the remote call nor disturbs Ray when
   the answer comes after all;
 - with a dead GCS nothing is raised: calls between living processes go on, and new actors never answer. Hence
-  the deadlines, and :mod:`spotlight.cluster.nodes.node_watch`, which asks the GCS for its list all the time.
+  the deadlines, and :mod:`spotlight.cluster.nodes.node_membership`, which asks the GCS for its list all
+  the time; Ray itself ends the driver's process after 60 s, without a word to Python.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
@@ -22,6 +24,7 @@ from typing import Any, TypeVar
 from spotlight.scheduler import events as ev
 
 T = TypeVar("T")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 Clock = Callable[[], float]
 Notify = Callable[[str], None]
 """Shows people a line."""
@@ -35,8 +38,26 @@ class NoAnswerError(TimeoutError):
     """A remote call was not answered by its deadline."""
 
 
+class RayLostError(RuntimeError):
+    """Ray has died under this run: it cannot go on, and the same command resumes it."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            f"Ray has died under this run: {why}. Run the same command again: it resumes from the last "
+            "checkpoint."
+        )
+
+
 class AbandonedError(Exception):
     """What was asked for is void, because whoever was asked is lost. Ends a conversation, not the run."""
+
+
+def cause_of(error: BaseException) -> str:
+    """What an actor died of, in one line, without the colours of a terminal."""
+    lines = [line.strip() for line in _COLOUR.sub("", str(error)).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return lines[-1] if "raised in its creation task" in lines[0] else lines[0]
 
 
 async def wait_within(futures: set[asyncio.Future[T]], seconds: float) -> set[asyncio.Future[T]]:
@@ -122,6 +143,11 @@ class Conversations:
         task.add_done_callback(self._ended)
         return task
 
+    def fail(self, error: Exception) -> None:
+        """End the run with this error."""
+        if not self._failed.done():
+            self._failed.set_exception(error)
+
     async def supervise(self, main: Coroutine[Any, Any, T]) -> T:
         """Run ``main``, and return its value; the error of a conversation cancels it, and is raised.
 
@@ -143,5 +169,5 @@ class Conversations:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, AbandonedError) and not self._failed.done():
-            self._failed.set_exception(error)
+        if isinstance(error, Exception) and not isinstance(error, AbandonedError):
+            self.fail(error)

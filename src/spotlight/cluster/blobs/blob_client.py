@@ -7,7 +7,7 @@ from typing import Any
 
 from spotlight.cluster.blobs.blob_server import Delivered
 from spotlight.cluster.blobs.blob_store import StoredBlob
-from spotlight.cluster.remote_calls import answer
+from spotlight.cluster.remote_calls import RayLostError, answer, cause_of
 from spotlight.store.store_errors import StoreError
 
 ANSWER_S = 120.0
@@ -16,14 +16,10 @@ TAKE_S = 20.0
 """How long it holds the head's question for new reports; silence for twice as long is its death."""
 
 
-class BlobStoreLostError(RuntimeError):
-    """The blob store does not answer: the run cannot go on, and the same command resumes it."""
-
-
 class BlobClient:
     """Calls of the blob store's actor.
 
-    Every method raises :class:`BlobStoreLostError` where it does not answer, and StoreError where its disk is
+    Every method raises :class:`RayLostError` where it does not answer, and StoreError where its disk is
     full or broken.
     """
 
@@ -64,8 +60,7 @@ class BlobClient:
             cause = getattr(error, "cause", None)  # Ray wraps what an actor raised
             if isinstance(cause, StoreError):
                 raise cause from None
-            raise BlobStoreLostError(
-                f"the store of states and samples does not answer ({type(error).__name__}: {error}): it runs "
-                "on the node of this process; see its log there. The same command resumes from the last "
-                "checkpoint."
+            raise RayLostError(
+                "the process that stores states and samples, on the node of this process, does not answer "
+                f"({type(error).__name__}: {cause_of(error)})"
             ) from error

@@ -13,12 +13,11 @@ The listener is called in this thread, and must be quick.
 from __future__ import annotations
 
 import logging
-import re
+import queue
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -33,6 +32,7 @@ from spotlight.cluster.nodes.facts import NodeFacts, heard, misfit
 from spotlight.cluster.nodes.listing import RayNode, diff, read_view
 from spotlight.cluster.nodes.notice_mail import Message, Tidings, read_messages
 from spotlight.cluster.nodes.notice_watch import NoticeSettings
+from spotlight.cluster.remote_calls import cause_of
 from spotlight.config.errors import Problem
 
 log = logging.getLogger("spotlight.cluster.nodes.node_membership")
@@ -45,7 +45,6 @@ _EAGER_PERIOD_S = 0.05
 _PAUSE_FIRST_S, _PAUSE_MOST_S = 2.0, 60.0
 _CALLS_AT_ONCE = 4
 _PROBE_S = 0.5
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Listener(Protocol):
@@ -68,7 +67,11 @@ class Listener(Protocol):
         ...
 
     def refused(self, problem: Problem) -> None:
-        """A node of the cluster is not used, and why; once a node."""
+        """A node of the cluster is not used, and why; once for each node."""
+        ...
+
+    def ray_lost(self, why: str) -> None:
+        """The cluster itself is dead."""
         ...
 
 
@@ -79,12 +82,15 @@ class MembershipSettings:
     Attributes:
         period_s: between two looks at Ray's list.
         answer_s: for Ray's list, and beyond the time a question hangs.
+        dead_s: without any list of nodes, after which the cluster is dead: less than the 60 s after which Ray
+            ends this process, and enough for a GCS that is started again.
         start_s: for an agent to start and tell its facts.
     """
 
     notices: NoticeSettings
     period_s: float = 1.0
     answer_s: float = 10.0
+    dead_s: float = 30.0
     start_s: float = 60.0
 
 
@@ -117,6 +123,34 @@ class _Pace:
         self.eager_until_s, self.next_s = now_s + _EAGER_S, now_s
 
 
+class _NodeList:
+    """``ray.nodes()``, which has no deadline of its own, asked in a thread that nobody waits for."""
+
+    def __init__(self) -> None:
+        self._asked = False
+        self._answers: queue.SimpleQueue[Sequence[Mapping[str, object]] | Exception] = queue.SimpleQueue()
+
+    def ask(self, timeout_s: float) -> Sequence[Mapping[str, object]] | None:
+        """Ray's list; None: it did not come in time, and is waited for by the next call."""
+        if not self._asked:
+            self._asked = True
+            threading.Thread(target=self._run, name="ray-nodes", daemon=True).start()
+        try:
+            answer = self._answers.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        self._asked = False
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def _run(self) -> None:
+        try:
+            self._answers.put(ray.nodes())
+        except Exception as error:  # noqa: BLE001 - it is raised by ask()
+            self._answers.put(error)
+
+
 def start_agent(node: RayNode, settings: NoticeSettings) -> ActorHandle:
     """Start the agent of a node; it lives as long as the handle, this driver and the node do."""
     strategy = NodeAffinitySchedulingStrategy(node.ray_id, soft=False)
@@ -138,15 +172,7 @@ def raylet_listens(node: RayNode) -> bool:
     return True
 
 
-def cause_of(error: RayError) -> str:
-    """What an actor died of, in one line, without the colours of a terminal."""
-    lines = [line.strip() for line in _COLOUR.sub("", str(error)).splitlines() if line.strip()]
-    if not lines:
-        return type(error).__name__
-    return lines[-1] if "raised in its creation task" in lines[0] else lines[0]
-
-
-class Membership:
+class NodeMembership:
     """Use as a context manager; this process must be connected to Ray within it.
 
     Args:
@@ -165,18 +191,18 @@ class Membership:
         self._told: set[str] = set()
         self._dead: set[str] = set()
         self._pace = _Pace(settings.period_s)
-        self._asker = ThreadPoolExecutor(1, thread_name_prefix="ray-nodes")
+        self._list = _NodeList()
+        self._listed_s = clock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
 
-    def __enter__(self) -> Membership:
+    def __enter__(self) -> NodeMembership:
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join(self._settings.answer_s)
-        self._asker.shutdown(wait=False, cancel_futures=True)
         if ray.is_initialized():
             for watched in self._watched.values():
                 self._dismiss(watched)
@@ -222,15 +248,16 @@ class Membership:
     # -- Ray's list -----------------------------------------------------------------------------------------
 
     def _rows(self) -> Sequence[Mapping[str, object]] | None:
-        """``ray.nodes()`` has no deadline of its own; a look that hangs is waited for by the next one."""
-        asked = self._asker.submit(ray.nodes)
-        try:
-            rows: Sequence[Mapping[str, object]] = asked.result(self._settings.answer_s)
-        except TimeoutError:
-            asked.cancel()
-            log.warning("Ray did not list its nodes within %g s", self._settings.answer_s)
-            return None
-        return rows
+        rows = self._list.ask(self._settings.answer_s)
+        now_s = self._clock()
+        if rows is not None:
+            self._listed_s = now_s
+            return rows
+        silent_s = now_s - self._listed_s
+        log.warning("Ray has not listed its nodes for %.0f s", silent_s)
+        if silent_s >= self._settings.dead_s:
+            self._listener.ray_lost(f"it has not listed its nodes for {silent_s:.0f} s: its GCS is gone")
+        return None
 
     def _look(self, rows: Sequence[Mapping[str, object]]) -> None:
         names = {ray_id: watched.node.name for ray_id, watched in self._watched.items()}
