@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from head_world import RESERVED, SPOT, World, world
 
+from spotlight.cluster.remote_calls import RayLostError
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.types import Phase, Purpose
 from spotlight.store.checkpoints import CheckpointStore
@@ -119,7 +120,7 @@ def test_a_stop_comes_after_the_next_checkpoint(tmp_path: Path) -> None:
 def test_a_blob_store_that_is_gone_is_a_clear_end(tmp_path: Path) -> None:
     with (  # noqa: PT012
         pytest.raises(
-            RuntimeError, match=r"store of states and samples does not answer.*The same command resumes"
+            RayLostError, match=r"the blob store's process.*is dead.*Run the same command again: it resumes"
         ),
         world(tmp_path) as it,
     ):

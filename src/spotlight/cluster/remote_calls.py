@@ -39,12 +39,11 @@ class NoAnswerError(TimeoutError):
 
 
 class RayLostError(RuntimeError):
-    """Ray has died under this run: it cannot go on, and the same command resumes it."""
+    """Ray, or the blob store, has died under this run: it cannot go on, and the same command resumes it."""
 
     def __init__(self, why: str) -> None:
         super().__init__(
-            f"Ray has died under this run: {why}. Run the same command again: it resumes from the last "
-            "checkpoint."
+            f"the run cannot go on: {why}. Run the same command again: it resumes from the last checkpoint."
         )
 
 

@@ -61,6 +61,6 @@ class BlobClient:
             if isinstance(cause, StoreError):
                 raise cause from None
             raise RayLostError(
-                "the process that stores states and samples, on the node of this process, does not answer "
+                "the blob store's process, or the Ray node under it, is dead "
                 f"({type(error).__name__}: {cause_of(error)})"
             ) from error

@@ -256,7 +256,7 @@ class NodeMembership:
         silent_s = now_s - self._listed_s
         log.warning("Ray has not listed its nodes for %.0f s", silent_s)
         if silent_s >= self._settings.dead_s:
-            self._listener.ray_lost(f"it has not listed its nodes for {silent_s:.0f} s: its GCS is gone")
+            self._listener.ray_lost(f"Ray is dead: it has not listed its nodes for {silent_s:.0f} s")
         return None
 
     def _look(self, rows: Sequence[Mapping[str, object]]) -> None:
