@@ -113,7 +113,7 @@ async def assembled(materials: Materials, room: AttemptRoom) -> AsyncIterator[He
             drains=Drains(nodes.acknowledge),
             observer=materials.observer,
             attempt=room.attempt.number,
-            grid=(config.evaluation.grid_prompts, config.evaluation.grid_images),
+            grid=config.evaluation.grid,
         )
         stack.enter_context(nodes.membership)
         yield Head(parts)
