@@ -17,8 +17,8 @@ from spotlight.scheduler import controller as controller_module
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.effects import Effect, PrepareBatch, WriteRecord
 from spotlight.scheduler.exploration.selection import SelectionPolicy
-from spotlight.scheduler.ledger import LedgerError
-from spotlight.scheduler.overlap import parts as training_module
+from spotlight.scheduler.ledger import AccountingError
+from spotlight.scheduler.overlap import training_tasks as training_module
 from spotlight.scheduler.plan import Axis, ExplorationPlan, Explore, PipelinePlan, Plan
 from spotlight.scheduler.records import SampleDropped, SampleTrained
 from spotlight.scheduler.rollouts import Rollouts
@@ -264,5 +264,5 @@ def test_without_a_bug_nothing_is_caught() -> None:
 
 @pytest.mark.parametrize("bug", sorted(PLANTED))
 def test_planted_bugs_are_caught(bug: str) -> None:
-    with PLANTED[bug].planted(), pytest.raises((AssertionError, LedgerError)):
+    with PLANTED[bug].planted(), pytest.raises((AssertionError, AccountingError)):
         run_some_worlds()

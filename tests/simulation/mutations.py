@@ -11,16 +11,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from unittest.mock import patch
 
-from spotlight.scheduler import issue as issue_module
+from spotlight.scheduler import iteration as issue_module
 from spotlight.scheduler import rollouts as rollouts_module
 from spotlight.scheduler.cluster.cluster import Cluster
 from spotlight.scheduler.cluster.commands import CommandEffect, Commands
-from spotlight.scheduler.cluster.members import Group, Worker
+from spotlight.scheduler.cluster.members import Worker, WorkerGroup
 from spotlight.scheduler.cluster.spare_time import SpareTime
 from spotlight.scheduler.controller import Controller
-from spotlight.scheduler.overlap import parts as training_module
+from spotlight.scheduler.overlap import training_tasks as training_module
 from spotlight.scheduler.plan import Explore, Plan
-from spotlight.scheduler.queue import PullQueue, Verdict, _Held
+from spotlight.scheduler.queue import CommitVerdict, PullQueue, _OpenLease
 from spotlight.scheduler.rollouts import Rollouts
 from spotlight.scheduler.types import (
     Group as SampleGroup,
@@ -65,12 +65,12 @@ _load, _train_rollouts = Rollouts.load, issue_module.train_rollouts
 _add, _confirm = GpuAccounts.add, GpuAccounts.confirm
 
 
-def _completes_twice(self: PullQueue, lease: LeaseId, epoch: int, rollout: RolloutId) -> Verdict:
+def _completes_twice(self: PullQueue, lease: LeaseId, epoch: int, rollout: RolloutId) -> CommitVerdict:
     verdict = _complete(self, lease, epoch, rollout)
-    return Verdict.ACCEPTED if verdict is Verdict.DUPLICATE else verdict
+    return CommitVerdict.ACCEPTED if verdict is CommitVerdict.DUPLICATE else verdict
 
 
-def _forgets_requeued(self: PullQueue, leases: list[_Held]) -> list[RolloutId]:
+def _forgets_requeued(self: PullQueue, leases: list[_OpenLease]) -> list[RolloutId]:
     for held in leases:
         self._forget(held.lease)
         for rollout in held.open:
@@ -78,7 +78,7 @@ def _forgets_requeued(self: PullQueue, leases: list[_Held]) -> list[RolloutId]:
     return []
 
 
-def _believes_anyone(self: PullQueue, lease: LeaseId, epoch: int, rollout: RolloutId) -> Verdict:
+def _believes_anyone(self: PullQueue, lease: LeaseId, epoch: int, rollout: RolloutId) -> CommitVerdict:
     entry = self._entries.get(rollout)
     if entry is None or entry.lease is None:
         return _check(self, lease, epoch, rollout)
@@ -111,7 +111,7 @@ def _skips_a_step(self: PullQueue, worker: WorkerId, capacity: int, now: float) 
     return granted and (granted[0], granted[1], {name: step + 1 for name, step in granted[2].items()})
 
 
-def _discards_progress(self: PullQueue, leases: list[_Held]) -> list[RolloutId]:
+def _discards_progress(self: PullQueue, leases: list[_OpenLease]) -> list[RolloutId]:
     for held in leases:
         for rollout in held.open:
             self._entries[rollout].step = 0
@@ -134,7 +134,7 @@ def _keeps_the_ledger(
         self.ledger = before
 
 
-def _grants_before_weights(self: Cluster, group: Group) -> None:
+def _grants_before_weights(self: Cluster, group: WorkerGroup) -> None:
     if group.capacity:
         self.serving.idle[group.leader] = None
 
@@ -148,7 +148,7 @@ def _overlooks_a_lost_member(self: Cluster, worker: Worker) -> None:
 
 
 def _leases_busy_learners(self: Cluster, rollouts: float, *, explore: bool) -> None:
-    self.serving.trainers_may, self.serving.trainers_explore = math.inf, True
+    self.serving.trainer_budget, self.serving.trainers_explore = math.inf, True
 
 
 def _never_preempts(
@@ -225,8 +225,10 @@ MUTATIONS = (
     ),
     Mutation("unanswered commands are not repeated", ((Commands, "overdue", _never_repeats),)),
     Mutation("a lost member of a group is overlooked", ((Cluster, "_leave", _overlooks_a_lost_member),)),
-    Mutation("GPUs that train are leased meanwhile", ((Cluster, "let_trainers", _leases_busy_learners),)),
-    Mutation("previews are not preempted", ((SpareTime, "give_way", _never_preempts),)),
+    Mutation(
+        "GPUs that train are leased meanwhile", ((Cluster, "set_trainer_budget", _leases_busy_learners),)
+    ),
+    Mutation("previews are not preempted", ((SpareTime, "preempt", _never_preempts),)),
     Mutation("previews begin while rollouts wait", ((Rollouts, "explore_ahead", _looks_ahead_at_once),)),
     Mutation("exploration windows are never closed", ((Rollouts, "close_window", _leaves_windows_open),)),
     Mutation("workers keep weights that were undone", ((Cluster, "roll_back", _keeps_newer_weights),)),

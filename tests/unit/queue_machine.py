@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from spotlight.scheduler.queue import PullQueue, Verdict
+from spotlight.scheduler.queue import CommitVerdict, PullQueue
 from spotlight.scheduler.types import (
     Lease,
     LeaseId,
@@ -120,12 +120,12 @@ class QueueMachine(RuleBasedStateMachine):
         verdict = self.queue.commit(lease.id, epoch, rollout, step, self.now)
         expected = self._verdict(lease, rollout, epoch)
         entry = self.known[rollout]
-        if expected is Verdict.ACCEPTED and step <= entry.step:
-            expected = Verdict.DUPLICATE
-        elif expected is Verdict.ACCEPTED and step >= entry.rollout.steps:
-            expected = Verdict.UNKNOWN
+        if expected is CommitVerdict.ACCEPTED and step <= entry.step:
+            expected = CommitVerdict.DUPLICATE
+        elif expected is CommitVerdict.ACCEPTED and step >= entry.rollout.steps:
+            expected = CommitVerdict.UNKNOWN
         assert verdict is expected
-        if verdict is Verdict.ACCEPTED:
+        if verdict is CommitVerdict.ACCEPTED:
             entry.step = step
             self.deadlines[lease.id] = self.now + LEASE_S
 
@@ -137,14 +137,14 @@ class QueueMachine(RuleBasedStateMachine):
         open_now = [entry for entry in self.known.values() if entry.holder == lease.id]
         verdict = self.queue.advance(lease.id, lease.epoch + wrong, steps, self.now)
         if not open_now or wrong:
-            assert verdict is Verdict.STALE_EPOCH
+            assert verdict is CommitVerdict.STALE_EPOCH
         else:
             safe = {entry.rollout.id: self.starts[lease.id][entry.rollout.id] + steps for entry in open_now}
             newer = [e for e in open_now if e.step < safe[e.rollout.id] < e.rollout.steps]
             if steps <= self.made.get(lease.id, 0) and not newer:
-                assert verdict is Verdict.DUPLICATE
+                assert verdict is CommitVerdict.DUPLICATE
                 return
-            assert verdict is Verdict.ACCEPTED
+            assert verdict is CommitVerdict.ACCEPTED
             self.made[lease.id] = max(steps, self.made.get(lease.id, 0))
             self.deadlines[lease.id] = self.now + LEASE_S
             for entry in newer:
@@ -185,7 +185,7 @@ class QueueMachine(RuleBasedStateMachine):
         lease, rollout, epoch = self._message(data)
         verdict = self.queue.complete(lease.id, epoch, rollout)
         assert verdict is self._verdict(lease, rollout, epoch)
-        if verdict is Verdict.ACCEPTED:
+        if verdict is CommitVerdict.ACCEPTED:
             self._end(rollout)
 
     @precondition(lambda self: self.leases)
@@ -195,7 +195,7 @@ class QueueMachine(RuleBasedStateMachine):
         verdict, given_up = self.queue.fail(lease.id, epoch, rollout, ATTEMPTS)
         assert verdict is self._verdict(lease, rollout, epoch)
         entry = self.known[rollout]
-        if verdict is not Verdict.ACCEPTED:
+        if verdict is not CommitVerdict.ACCEPTED:
             assert not given_up
             return
         entry.failures += 1
@@ -234,7 +234,7 @@ class QueueMachine(RuleBasedStateMachine):
             lease, rollouts, _ = granted
             assert list(rollouts) == [entry.rollout for entry in self._next(3)]
             for rollout in rollouts:
-                assert self.queue.complete(lease.id, lease.epoch, rollout.id) is Verdict.ACCEPTED
+                assert self.queue.complete(lease.id, lease.epoch, rollout.id) is CommitVerdict.ACCEPTED
                 self._end(rollout.id)
         assert all(entry.ends == 1 for entry in self.known.values()), "a rollout was lost or done twice"
         assert self.queue.outstanding == 0
@@ -250,12 +250,12 @@ class QueueMachine(RuleBasedStateMachine):
         self.sent.append((lease, rollout, lease.epoch + data.draw(st.sampled_from([0, 0, 0, 0, -1, 1]))))
         return self.sent[-1]
 
-    def _verdict(self, lease: Lease, rollout: RolloutId, epoch: int) -> Verdict:
+    def _verdict(self, lease: Lease, rollout: RolloutId, epoch: int) -> CommitVerdict:
         entry = self.known[rollout]
         if entry.ends:
-            return Verdict.UNKNOWN if rollout in self.forgotten else Verdict.DUPLICATE
+            return CommitVerdict.UNKNOWN if rollout in self.forgotten else CommitVerdict.DUPLICATE
         honest = entry.holder == lease.id and epoch == lease.epoch
-        return Verdict.ACCEPTED if honest else Verdict.STALE_EPOCH
+        return CommitVerdict.ACCEPTED if honest else CommitVerdict.STALE_EPOCH
 
     def _next(self, capacity: int) -> list[Modelled]:
         waiting = [entry for entry in self.known.values() if not entry.ends and entry.holder is None]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spotlight.scheduler.overlap.look_ahead import Generator, TakePlan, Timeline, plan_takes
+from spotlight.scheduler.overlap.look_ahead import Generator, RolloutBudget, Timeline, find_budget
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def timelines(draw: st.DrawFn, waiting_max: int = 3) -> Timeline:
 @settings(deadline=None, max_examples=150)
 @given(timelines())
 def test_the_plan_is_the_best_of_all_schedules(timeline: Timeline) -> None:
-    plan = plan_takes(timeline)
+    plan = find_budget(timeline)
     assert plan.finish_s == pytest.approx(best_of_all(World.of(timeline)))
     assert plan.finish_without_s == pytest.approx(best_of_all(World.of(timeline), takes=0))
     if plan.in_all:
@@ -129,7 +129,7 @@ def test_the_plan_is_the_best_of_all_schedules(timeline: Timeline) -> None:
 def test_a_plan_never_ends_later_than_taking_nothing_and_gains_what_it_must(
     timeline: Timeline, gain_min_s: float
 ) -> None:
-    plan = plan_takes(timeline, gain_min_s=gain_min_s)
+    plan = find_budget(timeline, gain_min_s=gain_min_s)
     assert plan.finish_s <= plan.finish_without_s
     assert 0 <= plan.now <= plan.in_all <= timeline.waiting
     if plan.in_all:
@@ -142,7 +142,7 @@ def test_a_plan_never_ends_later_than_taking_nothing_and_gains_what_it_must(
 def test_no_unit_is_taken_that_would_be_ready_after_generators_had_made_everything(
     timeline: Timeline,
 ) -> None:
-    plan = plan_takes(timeline)
+    plan = find_budget(timeline)
     if not plan.now or not timeline.generators:
         return
     world = World.of(timeline)
@@ -163,7 +163,7 @@ def test_idle_trainers_help_slow_generators() -> None:
         ready=0, waiting=6, generators=(Generator(10.0, 10.0),), generate_s=4.0, train_s=1.0, enter_s=1.0,
         leave_s=1.0,
     )  # fmt: skip
-    plan = plan_takes(timeline)
+    plan = find_budget(timeline)
     assert plan.finish_without_s == 71.0
     assert plan.finish_s < 0.5 * plan.finish_without_s
     assert plan.now >= 3
@@ -175,8 +175,8 @@ def test_bounded_stealing_beats_taking_everything_one_can() -> None:
         ready=0, waiting=4, generators=(Generator(1.0, 1.0), Generator(1.0, 1.0)), generate_s=6.0,
         train_s=2.0, enter_s=2.0, leave_s=2.0,
     )  # fmt: skip
-    plan = plan_takes(timeline)
-    assert plan == TakePlan(0, 0, plan.finish_without_s, plan.finish_without_s)
+    plan = find_budget(timeline)
+    assert plan == RolloutBudget(0, 0, plan.finish_without_s, plan.finish_without_s)
     world = World.of(timeline)
     while world.trained < timeline.units:
         choices = world.choices()
@@ -187,18 +187,18 @@ def test_bounded_stealing_beats_taking_everything_one_can() -> None:
 
 def test_without_generators_trainers_make_everything() -> None:
     timeline = Timeline(0, 3, (), generate_s=2.0, train_s=1.0, enter_s=1.0, leave_s=1.0)
-    assert plan_takes(timeline) == TakePlan(3, 3, 11.0, math.inf)
+    assert find_budget(timeline) == RolloutBudget(3, 3, 11.0, math.inf)
 
 
 def test_nothing_to_do_takes_nothing() -> None:
     idle = Timeline(0, 0, (Generator(0.0, 1.0, busy=False),), 1.0, 1.0, 0.0, 0.0)
-    assert plan_takes(idle) == TakePlan(0, 0, 0.0, 0.0)
+    assert find_budget(idle) == RolloutBudget(0, 0, 0.0, 0.0)
 
 
 def test_a_large_timeline_is_searched_fast() -> None:
     timeline = Timeline(0, 192, tuple(Generator(5.0 + i, 9.0) for i in range(8)), 4.0, 0.2, 1.0, 1.0)
     started = time.process_time()
-    plan = plan_takes(timeline)
+    plan = find_budget(timeline)
     assert plan.in_all > 20
     assert time.process_time() - started < 1.0
 

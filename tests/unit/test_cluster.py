@@ -147,7 +147,7 @@ def test_busy_learner_nodes_and_groups_that_part_have_no_share() -> None:
     one, two = room.bring_up()
     cluster = room.controller.cluster
     room.feed(ev.WorkerCrashed(two.leader, cluster.workers[two.leader].epoch))
-    cluster.let_trainers(0, explore=False)
+    cluster.set_trainer_budget(0, explore=False)
     cluster.pulled(ev.GroupPulled(one.leader, one.epoch, 4, LeaseId(0)), room.now)
     cluster.serve(room.now)
     assert len(only(cluster.effects, ef.GrantLease).rollouts) == 4, "nobody else could take any"
@@ -289,7 +289,7 @@ def test_gpus_that_train_give_nothing_to_workers_meanwhile() -> None:
     room.feed(done)
     effects = room.feed(ev.SamplesRewarded({name: {"reward": 1.0} for name in grant.lease.rollouts}))
     only(effects, ef.PrepareBatch)
-    assert room.controller.cluster.serving.trainers_may == 0
+    assert room.controller.cluster.serving.trainer_budget == 0
 
 
 def test_a_later_incarnation_believes_no_earlier_one() -> None:

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotlight.scheduler.exploration.contrast import Contrast, contrast
+from spotlight.scheduler.exploration.evidence import GroupEvidence, fit_lines, sampled_variance
 from spotlight.scheduler.exploration.selection import SelectionPolicy, sample_variance, select
-from spotlight.scheduler.exploration.statistics import GroupEvidence, fit_lines, sampled_variance
 
 POOL, GROUP = 24, 6
 

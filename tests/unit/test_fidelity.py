@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from spotlight.scheduler.exploration.evidence import GroupEvidence
 from spotlight.scheduler.exploration.fidelity import (
     Trust,
     fidelity,
@@ -23,7 +24,6 @@ from spotlight.scheduler.exploration.fidelity import (
     tau_by_slope,
 )
 from spotlight.scheduler.exploration.selection import SelectionPolicy, sample_variance, select
-from spotlight.scheduler.exploration.statistics import GroupEvidence
 
 VALUES = st.one_of(st.floats(-5, 5).map(lambda value: round(value, 3)), st.sampled_from([0.0, 0.5, 1.0]))
 PAIRS = st.lists(st.tuples(VALUES, VALUES), min_size=2, max_size=20)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.scheduler.ledger import Ledger, LedgerError
+from spotlight.scheduler.ledger import AccountingError, Ledger
 from spotlight.scheduler.records import CommitRejected, PromptSeen, RolloutIssued, StepApplied
 from spotlight.scheduler.types import (
     DropReason,
@@ -79,7 +79,7 @@ def test_only_the_one_order_of_facts_is_accepted(facts: list[str], purpose: Purp
     for fact in facts:
         legal = [*done, fact] in LIVES or (done[-1:] in (["use"], ["drop"]) and fact == "issue")
         if not legal:
-            with pytest.raises(LedgerError, match="r0"):
+            with pytest.raises(AccountingError, match="r0"):
                 FACTS[fact](ledger, rollout)
             return  # the state after a refused fact is not defined: the run stops
         FACTS[fact](ledger, rollout)
@@ -96,9 +96,9 @@ def test_samples_are_used_for_what_they_were_made_for() -> None:
         issue(ledger, rollout)
         finish(ledger, rollout)
         score(ledger, rollout)
-    with pytest.raises(LedgerError, match="r0 for train"):
+    with pytest.raises(AccountingError, match="r0 for train"):
         ledger.evaluate(training.id)
-    with pytest.raises(LedgerError, match="r1 for eval"):
+    with pytest.raises(AccountingError, match="r1 for eval"):
         ledger.train(evaluation.id, VERSION)
 
 
@@ -148,13 +148,13 @@ def test_a_snapshot_goes_through_json_and_continues() -> None:
 def test_no_snapshot_while_rollouts_are_in_flight() -> None:
     ledger = Ledger()
     issue(ledger, make_rollout())
-    with pytest.raises(LedgerError, match="in flight"):
+    with pytest.raises(AccountingError, match="in flight"):
         ledger.snapshot()
 
 
 @pytest.mark.parametrize("broken", [{"position": "7"}, {"issued": 3}, {"prompts": "p"}])
 def test_a_damaged_snapshot_names_its_key(broken: dict[str, object]) -> None:
-    with pytest.raises(LedgerError, match=next(iter(broken))):
+    with pytest.raises(AccountingError, match=next(iter(broken))):
         Ledger.restore({**Ledger().snapshot(), **broken})
 
 
@@ -169,7 +169,7 @@ def test_billed_seconds_are_the_sum_over_phases(spent: list[tuple[Phase, float]]
 
 @pytest.mark.parametrize("seconds", [-1.0, math.nan])
 def test_time_does_not_run_backwards(seconds: float) -> None:
-    with pytest.raises(LedgerError, match="seconds spent"):
+    with pytest.raises(AccountingError, match="seconds spent"):
         Ledger().spend(Phase.IDLE, seconds)
 
 
@@ -183,7 +183,7 @@ def test_check_notices_every_count_that_is_off(counter: str) -> None:
         ledger.dropped[DropReason.STALE] += 1
     else:
         setattr(ledger, counter, getattr(ledger, counter) + 1)
-    with pytest.raises(LedgerError):
+    with pytest.raises(AccountingError):
         ledger.check()
 
 

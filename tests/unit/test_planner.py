@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.scheduler.exploration.arms import Arm, arm_grid
-from spotlight.scheduler.exploration.bandit import DiscountedUCB
+from spotlight.scheduler.exploration.bandit import Arm, DiscountedUCB, arm_grid
 from spotlight.scheduler.exploration.budget import Forecast, PreviewCosts, WindowSeen
 from spotlight.scheduler.exploration.contrast import Contrast
 from spotlight.scheduler.exploration.fidelity import Fidelity, Trust

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.scheduler.exploration.arms import Arm, arm_grid
-from spotlight.scheduler.exploration.bandit import DiscountedUCB
+from spotlight.scheduler.exploration.bandit import Arm, DiscountedUCB, arm_grid
 from spotlight.scheduler.exploration.decayed_mean import Fading
 
 ARMS = arm_grid((8, 16, 32), (4, 8))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 from queue_machine import QueueMachine, make_rollout
 
-from spotlight.scheduler.queue import PullQueue, Verdict, _Entry, _Held
+from spotlight.scheduler.queue import CommitVerdict, PullQueue, _OpenLease, _QueuedRollout
 from spotlight.scheduler.types import Lease, LeaseId, Purpose, RolloutId, WorkerId
 
 WORKER, OTHER = WorkerId("a"), WorkerId("b")
@@ -41,7 +41,7 @@ def test_order_is_purpose_then_resumed_then_longest_then_first_come() -> None:
     queue.admit(WORKER)
     lease, first = pull_one(queue)
     assert first == "r5"
-    assert queue.commit(lease.id, lease.epoch, first, 5, 0.0) is Verdict.ACCEPTED
+    assert queue.commit(lease.id, lease.epoch, first, 5, 0.0) is CommitVerdict.ACCEPTED
     queue.admit(WORKER)  # it restarts: r5 waits again, with 2 of 7 steps to go, and still comes first
     assert [pull_one(queue)[1] for _ in range(6)] == ["r5", "r3", "r4", "r2", "r1", "r0"]
 
@@ -66,11 +66,11 @@ def test_a_zombie_cannot_write_after_its_lease_expired() -> None:
     assert queue.expire(9.9) == []
     assert queue.expire(10.0) == [stale]
     fresh, _ = pull_one(queue, OTHER, 10.0)
-    assert queue.commit(stale.id, stale.epoch, rollout, 2, 10.0) is Verdict.STALE_EPOCH
-    assert queue.complete(stale.id, stale.epoch, rollout) is Verdict.STALE_EPOCH
-    assert queue.fail(stale.id, stale.epoch, rollout, 1) == (Verdict.STALE_EPOCH, False)
-    assert queue.complete(fresh.id, fresh.epoch, rollout) is Verdict.ACCEPTED
-    assert queue.complete(fresh.id, fresh.epoch, rollout) is Verdict.DUPLICATE
+    assert queue.commit(stale.id, stale.epoch, rollout, 2, 10.0) is CommitVerdict.STALE_EPOCH
+    assert queue.complete(stale.id, stale.epoch, rollout) is CommitVerdict.STALE_EPOCH
+    assert queue.fail(stale.id, stale.epoch, rollout, 1) == (CommitVerdict.STALE_EPOCH, False)
+    assert queue.complete(fresh.id, fresh.epoch, rollout) is CommitVerdict.ACCEPTED
+    assert queue.complete(fresh.id, fresh.epoch, rollout) is CommitVerdict.DUPLICATE
 
 
 def test_a_commit_renews_the_whole_lease() -> None:
@@ -80,7 +80,7 @@ def test_a_commit_renews_the_whole_lease() -> None:
     granted = queue.pull(WORKER, 2, 0.0)
     assert granted is not None
     lease = granted[0]
-    assert queue.commit(lease.id, lease.epoch, RolloutId("r0"), 1, 8.0) is Verdict.ACCEPTED
+    assert queue.commit(lease.id, lease.epoch, RolloutId("r0"), 1, 8.0) is CommitVerdict.ACCEPTED
     assert queue.expire(17.9) == []
     assert queue.expire(18.0) == [lease]
 
@@ -91,11 +91,11 @@ def test_a_failed_rollout_starts_anew_and_is_given_up_in_the_end() -> None:
     queue.admit(WORKER)
     lease, rollout = pull_one(queue)
     queue.commit(lease.id, lease.epoch, rollout, 2, 0.0)
-    assert queue.fail(lease.id, lease.epoch, rollout, 2) == (Verdict.ACCEPTED, False)
+    assert queue.fail(lease.id, lease.epoch, rollout, 2) == (CommitVerdict.ACCEPTED, False)
     granted = queue.pull(WORKER, 1, 0.0)
     assert granted is not None
     assert granted[2] == {}, "a failed rollout must not resume at the state that failed"
-    assert queue.fail(granted[0].id, granted[0].epoch, rollout, 2) == (Verdict.ACCEPTED, True)
+    assert queue.fail(granted[0].id, granted[0].epoch, rollout, 2) == (CommitVerdict.ACCEPTED, True)
     assert queue.outstanding == 0
 
 
@@ -118,12 +118,16 @@ def test_misuse_is_an_error() -> None:
 # -- planted bugs: if the machine misses one of these, its green runs mean little --------------------------
 
 
-def _completes_twice(self: PullQueue, lease: LeaseId, epoch: int, rollout: RolloutId) -> Verdict:
+def _completes_twice(self: PullQueue, lease: LeaseId, epoch: int, rollout: RolloutId) -> CommitVerdict:
     verdict = self._check(lease, epoch, rollout)
-    return Verdict.ACCEPTED if verdict is Verdict.DUPLICATE else _COMPLETE(self, lease, epoch, rollout)
+    return (
+        CommitVerdict.ACCEPTED
+        if verdict is CommitVerdict.DUPLICATE
+        else _COMPLETE(self, lease, epoch, rollout)
+    )
 
 
-def _loses_requeued(self: PullQueue, leases: list[_Held]) -> list[RolloutId]:
+def _loses_requeued(self: PullQueue, leases: list[_OpenLease]) -> list[RolloutId]:
     for held in leases:
         self._forget(held.lease)
         for rollout in held.open:
@@ -131,19 +135,19 @@ def _loses_requeued(self: PullQueue, leases: list[_Held]) -> list[RolloutId]:
     return [rollout for held in leases for rollout in held.open]
 
 
-def _ignores_epochs(self: PullQueue, lease: LeaseId, epoch: int, rollout: RolloutId) -> Verdict:
+def _ignores_epochs(self: PullQueue, lease: LeaseId, epoch: int, rollout: RolloutId) -> CommitVerdict:
     held = self._held.get(lease)
     return _CHECK(self, lease, held.lease.epoch if held else epoch, rollout)
 
 
-def _believes_anyone(self: PullQueue, lease: LeaseId, epoch: int, rollout: RolloutId) -> Verdict:
+def _believes_anyone(self: PullQueue, lease: LeaseId, epoch: int, rollout: RolloutId) -> CommitVerdict:
     entry = self._entries.get(rollout)
     if entry is None or entry.lease is None:
         return _CHECK(self, lease, epoch, rollout)
     return _CHECK(self, entry.lease, self._held[entry.lease].lease.epoch, rollout)
 
 
-def _ignores_value(self: PullQueue, entry: _Entry) -> None:
+def _ignores_value(self: PullQueue, entry: _QueuedRollout) -> None:
     heapq.heappush(self._heap, (0, 0, 0, entry.order, entry.rollout.id))
     self._waiting += 1
 

@@ -8,23 +8,23 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.scheduler.cluster.members import Group
-from spotlight.scheduler.cluster.shares import Shares
+from spotlight.scheduler.cluster.members import WorkerGroup
+from spotlight.scheduler.cluster.sharing import FairShares
 from spotlight.scheduler.overlap.pace import Pace
 from spotlight.scheduler.types import GroupKind, LeaseId, NodeId, WorkerId
 
 STEPS = 8
 
 
-def group(number: int, kind: GroupKind, trains: bool = False) -> Group:
+def group(number: int, kind: GroupKind, trains: bool = False) -> WorkerGroup:
     leader = WorkerId(f"w{number}")
-    return Group(leader, 1, NodeId(f"n{number}"), (leader,), kind, trains)
+    return WorkerGroup(leader, 1, NodeId(f"n{number}"), (leader,), kind, trains)
 
 
-def cluster(seconds: Sequence[int], counts: Sequence[int]) -> tuple[Shares, list[Group]]:
+def cluster(seconds: Sequence[int], counts: Sequence[int]) -> tuple[FairShares, list[WorkerGroup]]:
     """Kinds of groups that take so many seconds a step, and how many groups each has."""
     pace = Pace()
-    shares, groups = Shares(pace), []
+    shares, groups = FairShares(pace), []
     for index, (step_s, count) in enumerate(zip(seconds, counts, strict=True)):
         kind = GroupKind(f"gpu{index}", 1)
         pace.begin(LeaseId(index), WorkerId("before"), kind, STEPS, None, 1000.0 * index)
@@ -38,7 +38,7 @@ def cluster(seconds: Sequence[int], counts: Sequence[int]) -> tuple[Shares, list
 KINDS = st.lists(st.tuples(st.integers(1, 8), st.integers(1, 4)), min_size=1, max_size=3)
 
 
-def step_s(one: Group, seconds: Sequence[int]) -> int:
+def step_s(one: WorkerGroup, seconds: Sequence[int]) -> int:
     return seconds[int(one.kind.gpu_type.removeprefix("gpu"))]
 
 

@@ -92,11 +92,11 @@ def test_who_gives_way_gives_back_all_its_previews() -> None:
     for worker in (one, other, one, lost):
         assert queue.pull(worker, 1, 0.0) is not None
     spare = SpareTime(queue, 5.0, explores=True)
-    given = spare.give_way(1, lambda worker: worker != lost, 1.0)
+    given = spare.preempt(1, lambda worker: worker != lost, 1.0)
     assert [lease.worker for lease in given] == [one, one]
     assert spare.awaited(1.0) == 1
-    assert not spare.give_way(1, lambda worker: worker != lost, 2.0), "one is counted on"
-    assert [lease.worker for lease in spare.give_way(1, lambda worker: worker != lost, 9.0)] == [other]
+    assert not spare.preempt(1, lambda worker: worker != lost, 2.0), "one is counted on"
+    assert [lease.worker for lease in spare.preempt(1, lambda worker: worker != lost, 9.0)] == [other]
 
 
 def test_a_group_makes_no_previews_beside_better_work() -> None:

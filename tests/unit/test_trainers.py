@@ -12,11 +12,11 @@ from spotlight.config.evaluation import EvaluationConfig
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.overlap import trainer_budget as takes_module
-from spotlight.scheduler.overlap.look_ahead import TakePlan, Timeline, plan_takes
+from spotlight.scheduler.overlap.look_ahead import RolloutBudget, Timeline, find_budget
 from spotlight.scheduler.overlap.pace import Pace
 from spotlight.scheduler.overlap.trainer_budget import Backlog, Remaining, groups_soon
 from spotlight.scheduler.plan import Axis, PipelinePlan
-from spotlight.scheduler.queue import Value
+from spotlight.scheduler.queue import WorkClass
 from spotlight.scheduler.types import (
     Filler,
     GroupKind,
@@ -82,7 +82,7 @@ def test_all_trainers_get_their_part_of_what_they_take() -> None:
     room.now += 0.2
     second = only(room.pull(two, capacity=4), ef.GrantLease)
     assert len(first.rollouts) == len(second.rollouts) == 4, "the second does not wait for the first"
-    assert room.controller.cluster.serving.trainers_may > 0, "there is more for both"
+    assert room.controller.cluster.serving.trainer_budget > 0, "there is more for both"
     effects = finish(room, one, first)
     assert not of(effects, ef.PrepareBatch), "the second still rolls out"
     assert of(room.pull(one, capacity=4, seen=second.lease.id), ef.GrantLease)
@@ -93,7 +93,7 @@ def test_what_trainers_take_evens_out_as_they_pull() -> None:
     room, _, _, trainers = generating(prompts=16, held=4, trainers=3)
     held = {group.leader: only(room.pull(group, capacity=32), ef.GrantLease) for group in trainers}
     made = {leader: len(grant.rollouts) for leader, grant in held.items()}
-    planned = sum(made.values()) + room.controller.cluster.serving.trainers_may
+    planned = sum(made.values()) + room.controller.cluster.serving.trainer_budget
     while held:
         first = min(held, key=lambda leader: made[leader])
         group = next(group for group in trainers if group.leader == first)
@@ -113,10 +113,10 @@ def test_the_learner_does_not_wait_for_what_is_no_longer_worth_while() -> None:
     """Others took what had been planned for a trainer that did not ask; early work waits, too."""
     room, spot, first, (one, _) = generating(prompts=8, held=2, trainers=2, next_share=0.5)
     mine = only(room.pull(one, capacity=16), ef.GrantLease)
-    assert room.controller.cluster.serving.trainers_may > 0, "as much is left for the other"
+    assert room.controller.cluster.serving.trainer_budget > 0, "as much is left for the other"
     finish(room, spot, first)
     only(room.pull(spot, capacity=16, seen=first.lease.id), ef.GrantLease)
-    assert room.controller.queue.waiting == room.controller.queue.waiting_of(Value.NEXT) > 0
+    assert room.controller.queue.waiting == room.controller.queue.waiting_of(WorkClass.NEXT) > 0
     assert of(finish(room, one, mine), ef.PrepareBatch)
 
 
@@ -139,7 +139,7 @@ def test_a_new_plan_to_take_nothing_ends_the_one_before() -> None:
         group = room.controller.cluster.groups[WorkerId(f"t/{gpu}")]
         if gpu < 4:
             room.feed(ev.GroupPulled(group.leader, group.epoch, 1, LeaseId(0)))
-    assert room.controller.queue.waiting_of(Value.TRAIN) > 0
+    assert room.controller.queue.waiting_of(WorkClass.TRAIN) > 0
     assert of(room.pull(one, capacity=16, seen=mine.lease.id), ef.PrepareBatch)
 
 
@@ -169,11 +169,11 @@ def test_a_plan_trains_all_that_is_left_also_where_nobody_else_works(
 ) -> None:
     planned: list[Timeline] = []
 
-    def noted(timeline: Timeline, *, gain_min_s: float) -> TakePlan:
+    def noted(timeline: Timeline, *, gain_min_s: float) -> RolloutBudget:
         planned.append(timeline)
-        return plan_takes(timeline, gain_min_s=gain_min_s)
+        return find_budget(timeline, gain_min_s=gain_min_s)
 
-    monkeypatch.setattr(takes_module, "plan_takes", noted)
+    monkeypatch.setattr(takes_module, "find_budget", noted)
     room, spot, first, (trainer,) = generating(prompts=8, held=2, trainers=1)
     room.feed(ev.LeaseCompleted(spot.leader, first.lease.id, spot.epoch, first.lease.rollouts, V0))
     room.pull(trainer, capacity=16)
@@ -209,7 +209,7 @@ def test_the_learner_is_given_nothing_while_its_gpus_roll_out() -> None:
     first = only(room.pull(spot, capacity=2), ef.GrantLease)
     assert not of(finish(room, spot, first), ef.PrepareBatch), "a group is there, and no GPU to train it"
     assert of(finish(room, trainer, held), ef.PrepareBatch)
-    assert room.controller.cluster.serving.trainers_may == 0
+    assert room.controller.cluster.serving.trainer_budget == 0
 
 
 def test_groups_of_a_tail_count_as_what_they_part_into() -> None:

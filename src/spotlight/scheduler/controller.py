@@ -48,15 +48,15 @@ from spotlight.scheduler.effects import (
     TrainMicroBatch,
     WriteRecord,
 )
+from spotlight.scheduler.iteration import Snapshot
 from spotlight.scheduler.ledger import Ledger
-from spotlight.scheduler.overlap.parts import Training
-from spotlight.scheduler.overlap.trainer_budget import Backlog, rollouts_to_take
+from spotlight.scheduler.overlap.trainer_budget import Backlog, trainer_rollout_budget
+from spotlight.scheduler.overlap.training_tasks import TrainingTasks
 from spotlight.scheduler.plan import Explore, require_usable
 from spotlight.scheduler.plan import Plan as Plan
-from spotlight.scheduler.queue import PullQueue, Value, first_epoch
+from spotlight.scheduler.queue import PullQueue, WorkClass, first_epoch
 from spotlight.scheduler.records import StepApplied
 from spotlight.scheduler.rollouts import Rollouts
-from spotlight.scheduler.snapshot import Snapshot
 from spotlight.scheduler.stages import (
     GENERATING,
     LEARNER_IDLES,
@@ -88,10 +88,10 @@ class Controller:
         self.cluster = Cluster(plan.cluster, self.queue, first_epoch(term), self.version)
         self.cluster.serving.switch_s = plan.pipeline.switch_s
         self.work = Rollouts(plan, train, test, self.queue, self.cluster)
-        self.training = Training(plan, self.work, 0)
+        self.training = TrainingTasks(plan, self.work, 0)
         self._now = self._task_s = 0.0
         self._task_overlaps = False
-        self._takes = self._takes_until_s = 0.0
+        self._budget = self._budget_until_s = 0.0
         self._committed = self._to_commit = self._snapshot()
         self._learner_up, self._restore_due = True, False
         self._undo: list[Effect] = []
@@ -120,7 +120,7 @@ class Controller:
             self.work.renew()
             self._learn()
         if self.stage is not Stage.OVER:
-            self._let_trainers()
+            self._set_trainer_budget()
             if self.stage in LOOKS_AHEAD:
                 self.work.explore_ahead(self.iteration, now)
             self._serve()
@@ -198,9 +198,9 @@ class Controller:
     @property
     def wake_s(self) -> float | None:
         """When a :class:`~spotlight.scheduler.events.TimePassed` must come, unless something else happens."""
-        waited_for = self._takes and self._takes_until_s > self._now and not self.cluster.trainers_work
-        takes_s = self._takes_until_s if waited_for else None
-        alarms = (self.queue.next_deadline_s, self.cluster.next_s, takes_s)
+        waited_for = self._budget and self._budget_until_s > self._now and not self.cluster.trainers_work
+        budget_s = self._budget_until_s if waited_for else None
+        alarms = (self.queue.next_deadline_s, self.cluster.next_s, budget_s)
         times = [at_s for at_s in alarms if at_s is not None]
         return min(times, default=None)
 
@@ -221,7 +221,7 @@ class Controller:
     def _start_iteration(self) -> None:
         work = self.work
         work.begin(self._now)
-        self.training = Training(self.plan, work, self.iteration)
+        self.training = TrainingTasks(self.plan, work, self.iteration)
         last = self.iteration >= self.plan.iterations
         explores = self.plan.exploration
         first = not last and explores is not None and explores.where is Explore.CRITICAL_PATH
@@ -297,19 +297,19 @@ class Controller:
         there, training = self.stage is Stage.LEARNING, self.training
         rolls = self.stage in GENERATING
         if training.task or not self._learner_up or not (there or rolls):
-            self._takes = 0
+            self._budget = 0
             return
         if self.cluster.trainers_work:
             return
         if rolls and self.plan.pipeline.bounded and self.cluster.trainers():
-            self._plan_takes()
-            if self._takes:
+            self._plan_budget()
+            if self._budget:
                 return
         task = training.next(there)
         if task is not None:
             # What the learner's GPUs take to turn is no part of its pace.
             self._task_s = self._now + self.cluster.serving.learner_turns()
-            made = (Value.TRAIN, Value.EVAL)
+            made = (WorkClass.TRAIN, WorkClass.EVAL)
             held = self.queue.outstanding_of(*made) - self.queue.waiting_of(*made)
             self._task_overlaps = not there and held > 0 and bool(self.cluster.hosts)
             self.work.effects.append(task)
@@ -318,7 +318,7 @@ class Controller:
                 f"iteration {self.iteration}: no group kept two scored samples, nothing can be learnt from it"
             )
 
-    def _plan_takes(self) -> None:
+    def _plan_budget(self) -> None:
         """How much the learner's GPUs should generate now; what is left of a plan is waited for a while."""
         pipeline, pace = self.plan.pipeline, self.cluster.pace
         overlaps = pipeline.axis is not None
@@ -334,29 +334,29 @@ class Controller:
             switch_s=pipeline.switch_s,
             generating=bool(self.cluster.serving.turned),
         )
-        takes = rollouts_to_take(self.cluster, backlog)
+        takes = trainer_rollout_budget(self.cluster, backlog)
         if takes is None:  # nobody is asked now: what was planned stays for who is about to ask
-            if self._now >= self._takes_until_s:
-                self._takes = 0
+            if self._now >= self._budget_until_s:
+                self._budget = 0
         else:
-            self._takes, self._takes_until_s = takes, self._now + self.plan.cluster.answer_s
+            self._budget, self._budget_until_s = takes, self._now + self.plan.cluster.answer_s
 
-    def _let_trainers(self) -> None:
+    def _set_trainer_budget(self) -> None:
         """GPUs of the learner roll out only while it has nothing to do, and perhaps no more than pays."""
         if not self.cluster.trainers():
             return
         waits = self._learner_up and self.stage in LEARNER_IDLES and self.training.task is None
         rollouts: float = 0.0
         if waits and self.plan.pipeline.bounded and self.stage is not Stage.EXPLORING:
-            rollouts = self._takes
+            rollouts = self._budget
         elif waits and not (self.plan.pipeline.axis and self.training.ready()):
             rollouts = math.inf
-        self.cluster.let_trainers(rollouts, explore=self.stage is Stage.EXPLORING)
+        self.cluster.set_trainer_budget(rollouts, explore=self.stage is Stage.EXPLORING)
 
     def _serve(self) -> None:
         self.cluster.serve(self._now)
-        if self._takes:
-            self._takes = self.cluster.serving.trainers_may
+        if self._budget:
+            self._budget = self.cluster.serving.trainer_budget
 
     def _trained(
         self, event: ev.BatchPrepared | ev.MicroBatchTrained | ev.OptimizerStepped | ev.BatchFinished

@@ -44,7 +44,7 @@ from spotlight.scheduler.types import (
 )
 
 
-class LedgerError(RuntimeError):
+class AccountingError(RuntimeError):
     """An accounting rule was broken: a bug, never an input error."""
 
 
@@ -57,7 +57,7 @@ class _Reached(IntEnum):
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenRollout:
     """A rollout without an outcome."""
 
     purpose: Purpose
@@ -80,7 +80,7 @@ class Ledger:
     rejected: Counter[str] = field(default_factory=Counter)
     gpu_seconds: dict[Phase, float] = field(default_factory=dict)
     billed_s: float = 0.0
-    _open: dict[RolloutId, _Open] = field(default_factory=dict)
+    _open: dict[RolloutId, _OpenRollout] = field(default_factory=dict)
     _in_flight: Counter[Purpose] = field(default_factory=Counter)
     _prompts: set[PromptId] = field(default_factory=set)
     _written: list[tuple[int, Record]] = field(default_factory=list)
@@ -90,12 +90,12 @@ class Ledger:
     def issue(self, rollout: Rollout, prompt: Prompt) -> None:
         """A rollout exists from here on and must end in exactly one outcome."""
         if rollout.id in self._open:
-            raise LedgerError(f"rollout {rollout.id} issued twice")
+            raise AccountingError(f"rollout {rollout.id} issued twice")
         if prompt.id not in self._prompts:
             self._prompts.add(prompt.id)
             self._write(PromptSeen(prompt))
         self.issued[rollout.purpose] += 1
-        self._open[rollout.id] = _Open(rollout.purpose)
+        self._open[rollout.id] = _OpenRollout(rollout.purpose)
         self._in_flight[rollout.purpose] += 1
         self._write(RolloutIssued(rollout))
 
@@ -158,7 +158,7 @@ class Ledger:
     def spend(self, phase: Phase, seconds: float) -> None:
         """Billed time of a worker."""
         if not seconds >= 0:
-            raise LedgerError(f"{seconds} seconds spent in {phase}")
+            raise AccountingError(f"{seconds} seconds spent in {phase}")
         self.gpu_seconds[phase] = self.gpu_seconds.get(phase, 0.0) + seconds
         self.billed_s += seconds
 
@@ -175,7 +175,7 @@ class Ledger:
         return records
 
     def check(self) -> None:
-        """Raise :class:`LedgerError` unless the invariants hold. Costs nothing per rollout."""
+        """Raise :class:`AccountingError` unless the invariants hold. Costs nothing per rollout."""
         used = {
             Purpose.TRAIN: self.trained,
             Purpose.EVAL: self.evaluated,
@@ -184,24 +184,24 @@ class Ledger:
         for purpose, issued in self.issued.items():
             outcomes = used[purpose] + self.dropped_purpose[purpose]
             if issued != outcomes + self._in_flight[purpose]:
-                raise LedgerError(
+                raise AccountingError(
                     f"{purpose}: issued {issued} != outcomes {outcomes} "
                     f"+ in flight {self._in_flight[purpose]}"
                 )
         if self._in_flight.total() != len(self._open):
-            raise LedgerError(
+            raise AccountingError(
                 f"{self._in_flight.total()} in flight, but {len(self._open)} without an outcome"
             )
         if self.dropped.total() != self.dropped_purpose.total():
-            raise LedgerError("drops by reason and by purpose differ")
+            raise AccountingError("drops by reason and by purpose differ")
         spent_s = sum(self.gpu_seconds.values())
         if abs(spent_s - self.billed_s) > 1e-6 * max(1.0, self.billed_s):
-            raise LedgerError(f"billed {self.billed_s} s != {spent_s} s over phases")
+            raise AccountingError(f"billed {self.billed_s} s != {spent_s} s over phases")
 
     def snapshot(self) -> dict[str, object]:
         """JSON-able state; only between iterations, when nothing is in flight."""
         if self._open:
-            raise LedgerError("a snapshot was asked for while rollouts were in flight")
+            raise AccountingError("a snapshot was asked for while rollouts were in flight")
         return {
             "position": self.position,
             "issued": dict(self.issued),
@@ -237,25 +237,25 @@ class Ledger:
 
     # -- inside ----------------------------------------------------------------------------------------
 
-    def _require_open(self, rollout: RolloutId) -> _Open:
+    def _require_open(self, rollout: RolloutId) -> _OpenRollout:
         if rollout not in self._open:
-            raise LedgerError(f"rollout {rollout} is not in flight")
+            raise AccountingError(f"rollout {rollout} is not in flight")
         return self._open[rollout]
 
     def _reach(self, rollout: RolloutId, reached: _Reached) -> None:
         entry = self._require_open(rollout)
         if entry.reached != reached - 1:
-            raise LedgerError(f"rollout {rollout} was {entry.reached.name}, and then {reached.name}")
+            raise AccountingError(f"rollout {rollout} was {entry.reached.name}, and then {reached.name}")
         entry.reached = reached
 
     def _use(self, rollout: RolloutId, purpose: Purpose) -> None:
         entry = self._close(rollout)
         if entry.purpose is not purpose or entry.reached is not _Reached.SCORED:
-            raise LedgerError(
+            raise AccountingError(
                 f"rollout {rollout} for {entry.purpose}, {entry.reached.name}, was used for {purpose}"
             )
 
-    def _close(self, rollout: RolloutId) -> _Open:
+    def _close(self, rollout: RolloutId) -> _OpenRollout:
         entry = self._require_open(rollout)
         del self._open[rollout]
         self._in_flight[entry.purpose] -= 1
@@ -275,17 +275,17 @@ class _Reader:
     def integer(self, key: str) -> int:
         value = self.tree[key]
         if not isinstance(value, int):
-            raise LedgerError(f"snapshot[{key!r}] is {value!r}, expected an integer")
+            raise AccountingError(f"snapshot[{key!r}] is {value!r}, expected an integer")
         return value
 
     def counts(self, key: str) -> dict[str, int]:
         value = self.tree[key]
         if not isinstance(value, Mapping):
-            raise LedgerError(f"snapshot[{key!r}] is {value!r}, expected counts")
+            raise AccountingError(f"snapshot[{key!r}] is {value!r}, expected counts")
         return {str(name): int(count) for name, count in value.items()}
 
     def strings(self, key: str) -> list[str]:
         value = self.tree[key]
         if not isinstance(value, list):
-            raise LedgerError(f"snapshot[{key!r}] is {value!r}, expected a list")
+            raise AccountingError(f"snapshot[{key!r}] is {value!r}, expected a list")
         return [str(item) for item in value]

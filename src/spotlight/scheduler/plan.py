@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from spotlight.config.evaluation import EvaluationConfig
-from spotlight.scheduler.exploration.arms import Arm, arm_grid
+from spotlight.scheduler.exploration.bandit import Arm, arm_grid
 from spotlight.scheduler.exploration.budget import PreviewCosts
 from spotlight.scheduler.exploration.selection import SelectionPolicy
 from spotlight.scheduler.types import Baseline, Prompt, PromptId, WeightKind

@@ -6,9 +6,9 @@ Invariants
        lease was granted under: a worker that was given up (lease expired, node lost) cannot write.
     3. Completing twice changes nothing (the second is reported as a duplicate).
 
-Order of pulls: by value (see :class:`Value`), then resumed rollouts, then the longest remaining, then first
-come. Nobody starves: training needs every rollout of its iteration, so the first classes run dry each
-iteration; rollouts of the next one become the first class then, and exploration ends with its window.
+Order of pulls: by :class:`WorkClass`, then resumed rollouts, then the longest remaining, then first come.
+Nobody starves: training needs every rollout of its iteration, so the first classes run dry each iteration;
+rollouts of the next one become the first class then, and exploration ends with its window.
 
 Ready work and deadlines are heaps, everything else is counted as it changes: pulls, commits, completions and
 expiry cost O(log n) of what they touch.
@@ -25,7 +25,7 @@ from enum import IntEnum, StrEnum
 from spotlight.scheduler.types import Lease, LeaseId, PolicyVersion, Purpose, Rollout, RolloutId, WorkerId
 
 
-class Value(IntEnum):
+class WorkClass(IntEnum):
     """Classes of work, the most valuable first. An optimizer step waits for the first two."""
 
     TRAIN = 0
@@ -35,10 +35,10 @@ class Value(IntEnum):
     EXPLORE = 3
 
 
-_VALUE = {Purpose.TRAIN: Value.TRAIN, Purpose.EVAL: Value.EVAL, Purpose.EXPLORE: Value.EXPLORE}
+_VALUE = {Purpose.TRAIN: WorkClass.TRAIN, Purpose.EVAL: WorkClass.EVAL, Purpose.EXPLORE: WorkClass.EXPLORE}
 
 
-class Verdict(StrEnum):
+class CommitVerdict(StrEnum):
     """Whether a commit counts."""
 
     ACCEPTED = "accepted"
@@ -48,9 +48,9 @@ class Verdict(StrEnum):
 
 
 @dataclass(slots=True)
-class _Entry:
+class _QueuedRollout:
     rollout: Rollout
-    value: Value
+    value: WorkClass
     order: int
     step: int = 0
     lease: LeaseId | None = None
@@ -58,7 +58,7 @@ class _Entry:
 
 
 @dataclass(slots=True)
-class _Held:
+class _OpenLease:
     """A granted lease: ``start`` holds each rollout's step then, ``steps`` counts those made since."""
 
     lease: Lease
@@ -81,14 +81,14 @@ class PullQueue:
     lease_s: float
     term: int = 0
     leases_granted: int = 0
-    _entries: dict[RolloutId, _Entry] = field(default_factory=dict)
+    _entries: dict[RolloutId, _QueuedRollout] = field(default_factory=dict)
     _done: set[RolloutId] = field(default_factory=set)
     _heap: list[tuple[int, int, int, int, RolloutId]] = field(default_factory=list)
-    _held: dict[LeaseId, _Held] = field(default_factory=dict)
+    _held: dict[LeaseId, _OpenLease] = field(default_factory=dict)
     _by_worker: dict[WorkerId, dict[LeaseId, None]] = field(default_factory=dict)
     _deadlines: list[tuple[float, LeaseId]] = field(default_factory=list)
-    _outstanding: Counter[Value] = field(default_factory=Counter)
-    _waiting: Counter[Value] = field(default_factory=Counter)
+    _outstanding: Counter[WorkClass] = field(default_factory=Counter)
+    _waiting: Counter[WorkClass] = field(default_factory=Counter)
     _epochs: dict[WorkerId, int] = field(default_factory=dict)
     _present: set[WorkerId] = field(default_factory=set)
     _issued: int = 0
@@ -100,7 +100,7 @@ class PullQueue:
         self,
         rollouts: Iterable[Rollout],
         steps: Mapping[RolloutId, int] | None = None,
-        value: Value | None = None,
+        value: WorkClass | None = None,
     ) -> None:
         """Queue new rollouts, to resume at ``steps``. Raises ValueError for an id that was queued before.
 
@@ -112,7 +112,7 @@ class PullQueue:
                 raise ValueError(f"rollout {rollout.id} was queued before")
             self._issued += 1
             worth = _VALUE[rollout.purpose] if value is None else value
-            entry = _Entry(rollout, worth, self._issued, (steps or {}).get(rollout.id, 0))
+            entry = _QueuedRollout(rollout, worth, self._issued, (steps or {}).get(rollout.id, 0))
             self._entries[rollout.id] = entry
             self._outstanding[worth] += 1
             self._push(entry)
@@ -120,12 +120,12 @@ class PullQueue:
     def promote(self) -> None:
         """The next iteration begins: what is under way of it is worth as much as the rest of it."""
         for entry in self._entries.values():
-            if entry.value is Value.NEXT:
-                self._outstanding[Value.NEXT] -= 1
-                self._outstanding[Value.TRAIN] += 1
-                entry.value = Value.TRAIN
+            if entry.value is WorkClass.NEXT:
+                self._outstanding[WorkClass.NEXT] -= 1
+                self._outstanding[WorkClass.TRAIN] += 1
+                entry.value = WorkClass.TRAIN
                 if entry.lease is None:
-                    self._waiting[Value.NEXT] -= 1
+                    self._waiting[WorkClass.NEXT] -= 1
                     self._push(entry)
 
     def cancel(self, rollouts: Iterable[RolloutId]) -> list[Lease]:
@@ -182,7 +182,7 @@ class PullQueue:
 
     def expire(self, now: float) -> list[Lease]:
         """Requeue rollouts of leases past their deadline. Returns these leases."""
-        expired: list[_Held] = []
+        expired: list[_OpenLease] = []
         while self._deadlines and self._deadlines[0][0] <= now:
             _, lease = heapq.heappop(self._deadlines)
             held = self._held.get(lease)
@@ -214,7 +214,7 @@ class PullQueue:
             raise ValueError(f"worker {worker} pulled {capacity} rollouts; expected at least 1")
         if worker not in self._present:
             return None
-        taken: list[_Entry] = []
+        taken: list[_QueuedRollout] = []
         while len(taken) < capacity and (entry := self._peek()) is not None:
             if taken and _kind(entry) != _kind(taken[0]):
                 break
@@ -230,26 +230,26 @@ class PullQueue:
         for entry in taken:
             entry.lease = lease.id
         start = {entry.rollout.id: entry.step for entry in taken}
-        self._held[lease.id] = _Held(lease, dict.fromkeys(ids), lease.deadline_s, start)
+        self._held[lease.id] = _OpenLease(lease, dict.fromkeys(ids), lease.deadline_s, start)
         self._by_worker.setdefault(worker, {})[lease.id] = None
         heapq.heappush(self._deadlines, (lease.deadline_s, lease.id))
         return lease, rollouts, {rollout: step for rollout, step in start.items() if step}
 
     # -- work back -------------------------------------------------------------------------------------
 
-    def commit(self, lease: LeaseId, epoch: int, rollout: RolloutId, step: int, now: float) -> Verdict:
+    def commit(self, lease: LeaseId, epoch: int, rollout: RolloutId, step: int, now: float) -> CommitVerdict:
         """Progress up to ``step`` is safe. Renews the lease; a step committed before is a duplicate."""
         verdict = self._check(lease, epoch, rollout)
-        if verdict is not Verdict.ACCEPTED:
+        if verdict is not CommitVerdict.ACCEPTED:
             return verdict
         entry = self._entries[rollout]
         if not entry.step < step < entry.rollout.steps:
-            return Verdict.DUPLICATE if step <= entry.step else Verdict.UNKNOWN
+            return CommitVerdict.DUPLICATE if step <= entry.step else CommitVerdict.UNKNOWN
         entry.step = step
         self._held[lease].deadline_s = now + self.lease_s
-        return Verdict.ACCEPTED
+        return CommitVerdict.ACCEPTED
 
-    def advance(self, lease: LeaseId, epoch: int, steps: int, now: float) -> Verdict:
+    def advance(self, lease: LeaseId, epoch: int, steps: int, now: float) -> CommitVerdict:
         """All open rollouts of a lease are safe ``steps`` steps after its start. Renews the lease.
 
         A rollout that would be at its end or past it stays where it was: its holder finished it, only the
@@ -257,7 +257,7 @@ class PullQueue:
         """
         held = self._held.get(lease)
         if held is None or held.lease.epoch != epoch:
-            return Verdict.STALE_EPOCH
+            return CommitVerdict.STALE_EPOCH
         news = steps > held.steps
         held.steps = max(steps, held.steps)
         for rollout in held.open:
@@ -266,14 +266,14 @@ class PullQueue:
             if entry.step < safe < entry.rollout.steps:
                 entry.step, news = safe, True
         if not news:
-            return Verdict.DUPLICATE
+            return CommitVerdict.DUPLICATE
         held.deadline_s = now + self.lease_s
-        return Verdict.ACCEPTED
+        return CommitVerdict.ACCEPTED
 
-    def complete(self, lease: LeaseId, epoch: int, rollout: RolloutId) -> Verdict:
+    def complete(self, lease: LeaseId, epoch: int, rollout: RolloutId) -> CommitVerdict:
         """A rollout is finished; counts once."""
         verdict = self._check(lease, epoch, rollout)
-        if verdict is Verdict.ACCEPTED:
+        if verdict is CommitVerdict.ACCEPTED:
             self._close(lease, rollout)
             self._end(rollout)
         return verdict
@@ -283,14 +283,16 @@ class PullQueue:
         if (held := self._held.get(lease)) is not None and held.lease.epoch == epoch:
             held.deadline_s = now + self.lease_s
 
-    def fail(self, lease: LeaseId, epoch: int, rollout: RolloutId, attempts: int) -> tuple[Verdict, bool]:
+    def fail(
+        self, lease: LeaseId, epoch: int, rollout: RolloutId, attempts: int
+    ) -> tuple[CommitVerdict, bool]:
         """A rollout could not be finished: requeue it from its start, or give it up after ``attempts``.
 
         Returns:
             The verdict, and whether the rollout was given up.
         """
         verdict = self._check(lease, epoch, rollout)
-        if verdict is not Verdict.ACCEPTED:
+        if verdict is not CommitVerdict.ACCEPTED:
             return verdict, False
         self._close(lease, rollout)
         entry = self._entries[rollout]
@@ -318,7 +320,7 @@ class PullQueue:
         """Rollouts that nobody holds."""
         return self._waiting.total()
 
-    def waiting_of(self, *values: Value) -> int:
+    def waiting_of(self, *values: WorkClass) -> int:
         """Rollouts of some classes that nobody holds."""
         return sum(self._waiting[value] for value in values)
 
@@ -335,12 +337,12 @@ class PullQueue:
         return rollout in self._entries and self._entries[rollout].lease is None
 
     @property
-    def best(self) -> Value | None:
+    def best(self) -> WorkClass | None:
         """The class of the next rollout to be pulled."""
         entry = self._peek()
         return None if entry is None else entry.value
 
-    def outstanding_of(self, *values: Value) -> int:
+    def outstanding_of(self, *values: WorkClass) -> int:
         """Rollouts of some classes that wait or are held."""
         return sum(self._outstanding[value] for value in values)
 
@@ -376,7 +378,7 @@ class PullQueue:
     @property
     def previews_held(self) -> int:
         """Previews under way."""
-        return self._outstanding[Value.EXPLORE] - self._waiting[Value.EXPLORE]
+        return self._outstanding[WorkClass.EXPLORE] - self._waiting[WorkClass.EXPLORE]
 
     def previews(self) -> list[Lease]:
         """Open leases of previews, the youngest first: least is lost with them."""
@@ -449,7 +451,7 @@ class PullQueue:
 
     # -- inside ----------------------------------------------------------------------------------------
 
-    def _push(self, entry: _Entry) -> None:
+    def _push(self, entry: _QueuedRollout) -> None:
         rollout = entry.rollout
         remaining = rollout.steps - entry.step
         item = (entry.value, 0 if entry.step else 1, -remaining, entry.order, rollout.id)
@@ -461,7 +463,7 @@ class PullQueue:
         entry = self._entries.get(item[-1])
         return entry is not None and (entry.value, entry.order) == (item[0], item[3])
 
-    def _peek(self) -> _Entry | None:
+    def _peek(self) -> _QueuedRollout | None:
         while self._heap and not self._current(self._heap[0]):
             heapq.heappop(self._heap)
         return self._entries[self._heap[0][-1]] if self._heap else None
@@ -474,16 +476,16 @@ class PullQueue:
         entry = self._entries[rollout]
         return entry.rollout.steps - entry.step
 
-    def _check(self, lease: LeaseId, epoch: int, rollout: RolloutId) -> Verdict:
+    def _check(self, lease: LeaseId, epoch: int, rollout: RolloutId) -> CommitVerdict:
         if rollout in self._done:
-            return Verdict.DUPLICATE
+            return CommitVerdict.DUPLICATE
         entry = self._entries.get(rollout)
         if entry is None:
-            return Verdict.UNKNOWN
+            return CommitVerdict.UNKNOWN
         held = self._held.get(lease)
         if held is None or entry.lease != lease or held.lease.epoch != epoch:
-            return Verdict.STALE_EPOCH
-        return Verdict.ACCEPTED
+            return CommitVerdict.STALE_EPOCH
+        return CommitVerdict.ACCEPTED
 
     def _close(self, lease: LeaseId, rollout: RolloutId) -> None:
         held = self._held[lease]
@@ -498,7 +500,7 @@ class PullQueue:
         if not leases:
             del self._by_worker[lease.worker]
 
-    def _revoke(self, leases: list[_Held]) -> list[RolloutId]:
+    def _revoke(self, leases: list[_OpenLease]) -> list[RolloutId]:
         requeued: list[RolloutId] = []
         for held in leases:
             self._forget(held.lease)
@@ -515,5 +517,5 @@ def first_epoch(term: int) -> int:
     return term << 30
 
 
-def _kind(entry: _Entry) -> tuple[Value, int]:
+def _kind(entry: _QueuedRollout) -> tuple[WorkClass, int]:
     return entry.value, entry.rollout.version

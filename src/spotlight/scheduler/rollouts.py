@@ -23,11 +23,16 @@ from spotlight.scheduler.cluster.recovery import Recovery
 from spotlight.scheduler.effects import DiscardSamples, Effect, ReportExploration, ScoreSamples
 from spotlight.scheduler.exploration.explorer import Explorer
 from spotlight.scheduler.exploration.window import Window
-from spotlight.scheduler.issue import evaluation_rollouts, preview_rollouts, train_rollouts
-from spotlight.scheduler.iteration import Iteration, Safe
+from spotlight.scheduler.iteration import (
+    Iteration,
+    Safe,
+    evaluation_rollouts,
+    preview_rollouts,
+    train_rollouts,
+)
 from spotlight.scheduler.ledger import Ledger
 from spotlight.scheduler.plan import Explore, Plan
-from spotlight.scheduler.queue import PullQueue, Value, Verdict
+from spotlight.scheduler.queue import CommitVerdict, PullQueue, WorkClass
 from spotlight.scheduler.records import REWARD
 from spotlight.scheduler.seeds import prompts_of_iteration
 from spotlight.scheduler.types import DropReason, LeaseId, PolicyVersion, Prompt, Rollout, RolloutId, WorkerId
@@ -117,7 +122,7 @@ class Rollouts:
         for _, _, rollout in train_rollouts(self.plan, prompts, iteration, version, {}):
             self.early.rollouts[rollout.id] = rollout
             self.early.unscored.add(rollout.id)
-            self.queue.add([rollout], value=Value.NEXT)
+            self.queue.add([rollout], value=WorkClass.NEXT)
 
     def _adopt(self, prompt: Prompt, name: RolloutId) -> bool:
         """A rollout that was made or begun early counts from now on; returns whether there is one."""
@@ -316,12 +321,12 @@ class Rollouts:
 
     # -- made ------------------------------------------------------------------------------------------
 
-    def _admit(self, verdict: Verdict, rollout: RolloutId | None) -> bool:
-        if verdict is not Verdict.ACCEPTED:
-            stale = verdict is Verdict.STALE_EPOCH
+    def _admit(self, verdict: CommitVerdict, rollout: RolloutId | None) -> bool:
+        if verdict is not CommitVerdict.ACCEPTED:
+            stale = verdict is CommitVerdict.STALE_EPOCH
             self.cluster.recoveries[Recovery.COMMIT_STALE if stale else Recovery.COMMIT_DUPLICATE] += 1
             self.ledger.reject(rollout, verdict.value)
-        return verdict is Verdict.ACCEPTED
+        return verdict is CommitVerdict.ACCEPTED
 
     def commit(self, event: ev.ProgressCommitted, now: float) -> None:
         """A worker says that a rollout is safe at a step."""
@@ -332,7 +337,7 @@ class Rollouts:
     def progress(self, event: ev.LeaseProgressed, now: float) -> None:
         """A group says that all its rollouts are safe at a step."""
         verdict = self.queue.advance(event.lease, event.epoch, event.steps, now)
-        if not self._admit(verdict, None) and verdict is Verdict.STALE_EPOCH:
+        if not self._admit(verdict, None) and verdict is CommitVerdict.STALE_EPOCH:
             self.cluster.abandon(event.leader, event.epoch, event.lease)
 
     def complete(
@@ -413,7 +418,7 @@ class Rollouts:
             return self._awaits_scores(rollout)
         # Perhaps a sample of the same name, made by weights that were undone.
         self.cluster.recoveries[Recovery.SCORE_STALE] += 1
-        self.ledger.reject(rollout, Verdict.STALE_EPOCH.value)
+        self.ledger.reject(rollout, CommitVerdict.STALE_EPOCH.value)
         return False
 
     def _awaits_scores(self, rollout: RolloutId) -> bool:
@@ -421,7 +426,7 @@ class Rollouts:
         if rollout in work.unscored and rollout in work.finished:
             return True
         known = rollout in work.rollouts and rollout not in work.unscored
-        self.ledger.reject(rollout, (Verdict.DUPLICATE if known else Verdict.UNKNOWN).value)
+        self.ledger.reject(rollout, (CommitVerdict.DUPLICATE if known else CommitVerdict.UNKNOWN).value)
         return False
 
     def _drop(self, rollout: RolloutId, reason: DropReason, detail: str) -> None:

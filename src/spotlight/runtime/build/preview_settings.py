@@ -14,7 +14,7 @@ import torch
 from spotlight.config.exploration import ExplorationConfig, PlannerConfig
 from spotlight.config.schema import RunConfig
 from spotlight.rollout.state import Recipe
-from spotlight.scheduler.exploration.arms import Arm
+from spotlight.scheduler.exploration.bandit import Arm
 from spotlight.scheduler.exploration.budget import PreviewCosts
 from spotlight.scheduler.exploration.selection import SelectionPolicy
 from spotlight.scheduler.plan import ExplorationPlan, Explore, PlannerPlan

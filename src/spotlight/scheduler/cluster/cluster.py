@@ -27,14 +27,13 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from spotlight.scheduler import events as ev
-from spotlight.scheduler.cluster.alarms import Alarms
-from spotlight.scheduler.cluster.commands import CommandEffect, Commands, Key
+from spotlight.scheduler.cluster.commands import Alarms, CommandEffect, Commands, Key
 from spotlight.scheduler.cluster.members import (
     ABLE,
-    Group,
     GroupState,
     Host,
     Worker,
+    WorkerGroup,
     WorkerState,
     check_members,
 )
@@ -89,13 +88,13 @@ class Cluster:
     effects: list[Effect] = field(default_factory=list)
     hosts: dict[NodeId, Host] = field(default_factory=dict)
     workers: dict[WorkerId, Worker] = field(default_factory=dict)
-    groups: dict[WorkerId, Group] = field(default_factory=dict)
+    groups: dict[WorkerId, WorkerGroup] = field(default_factory=dict)
     noticed: set[NodeId] = field(default_factory=set)
     helpers: dict[NodeId, Host] = field(default_factory=dict)
     serving: Serving = field(init=False)
     _now: float = 0.0
     _capable: int = 0
-    _trainers: list[Group] | None = None
+    _trainers: list[WorkerGroup] | None = None
     _commands: Commands = field(default_factory=Commands)
     _drains: Alarms[NodeId] = field(default_factory=Alarms)
     _epochs: dict[WorkerId, int] = field(default_factory=dict)
@@ -355,7 +354,7 @@ class Cluster:
         free = [name for name in host.workers if self.workers[name].state is WorkerState.FREE]
         for members in self._divided(free):
             kind, trains = GroupKind(host.node.gpu_type, len(members)), host.node.trains
-            group = Group(members[0], self.queue.admit(members[0]), node, members, kind, trains)
+            group = WorkerGroup(members[0], self.queue.admit(members[0]), node, members, kind, trains)
             self.groups[group.leader] = group
             self._trainers = None
             host.leaders[group.leader] = None
@@ -389,11 +388,11 @@ class Cluster:
         elif group.state is GroupState.FORMING:
             self._formed(group)
 
-    def _formed(self, group: Group) -> None:
+    def _formed(self, group: WorkerGroup) -> None:
         self._commands.done(("form", group.leader))
         group.state = GroupState.READY
 
-    def _stop(self, group: Group) -> None:
+    def _stop(self, group: WorkerGroup) -> None:
         if group.state is GroupState.STOPPING:
             return
         self._commands.done(("form", group.leader))
@@ -419,7 +418,7 @@ class Cluster:
         else:
             self._stop(group)
 
-    def _dissolve(self, group: Group, host: Host) -> None:
+    def _dissolve(self, group: WorkerGroup, host: Host) -> None:
         del self.groups[group.leader], host.leaders[group.leader]
         self._trainers = None
         self.serving.dissolved(group)
@@ -482,10 +481,10 @@ class Cluster:
         self._now = now
         if self.serving.idle:
             self._grant()
-        self._make_way()
+        self._preempt_previews()
 
     def _grant(self) -> None:
-        serving, sated, now = self.serving, list[WorkerId](), self._now
+        serving, satisfied, now = self.serving, list[WorkerId](), self._now
         demand = self.spare.demand()
         wanted = self.degree_for(demand.contended)
         able = cache(self._able)
@@ -500,19 +499,19 @@ class Cluster:
             if len(group.members) < wanted and self._grow(host, wanted, 0, over_previews=not demand.previews):
                 continue
             if room <= 0:
-                sated.append(leader)
+                satisfied.append(leader)
                 continue
             grant = serving.grant(group, room, now)
             if grant.resume:
                 self._count(Recovery.RESUMED)
             self.effects.append(grant)
-            self._give_back([] if demand.previews else self.spare.crowded_out(leader))
+            self._abandon_previews([] if demand.previews else self.spare.preempt_beside(leader))
             then, demand = demand, self.spare.demand()
             if demand.previews != then.previews:
                 wanted = self.degree_for(demand.contended)
         # What others have not taken yet is theirs: groups with their share wait for it to be taken, or for
         # less work to be outstanding.
-        serving.idle.update(dict.fromkeys(leader for leader in sated if self.groups[leader].capacity))
+        serving.idle.update(dict.fromkeys(leader for leader in satisfied if self.groups[leader].capacity))
 
     def _able(self) -> Counter[GroupKind]:
         """Groups that work, or wait for work, and compete for what is pulled next."""
@@ -521,7 +520,7 @@ class Cluster:
             group.kind for group in groups if self.queue.holds(group.leader) or self.willing(group)
         )
 
-    def _make_way(self) -> None:
+    def _preempt_previews(self) -> None:
         """Have groups that hold previews take better work that waits."""
         if not (self.spare.explores and self.queue.previews_held):
             return
@@ -531,8 +530,8 @@ class Cluster:
         ready = [group for group in self.groups.values() if group.state is GroupState.READY]
         share = max((self.serving.share(group, demand) for group in ready), default=1)
         able = {group.leader for group in ready}
-        given = self.spare.give_way(math.ceil(demand.pressing / share), able.__contains__, self._now)
-        self._give_back(given)
+        given = self.spare.preempt(math.ceil(demand.pressing / share), able.__contains__, self._now)
+        self._abandon_previews(given)
 
     @property
     def preview_capacity(self) -> int:
@@ -541,7 +540,7 @@ class Cluster:
         able = (group for group in waiting if not group.trains)
         return sum(g.capacity for g in able if not self.queue.count_held_by(g.leader, previews=False))
 
-    def _give_back(self, leases: list[Lease]) -> None:
+    def _abandon_previews(self, leases: list[Lease]) -> None:
         """Previews were requeued: who holds them stops at the next step boundary and pulls."""
         for lease in leases:
             self._count(Recovery.PREVIEWS_YIELDED)
@@ -550,14 +549,14 @@ class Cluster:
 
     # -- GPUs that train -------------------------------------------------------------------------------
 
-    def let_trainers(self, rollouts: float, *, explore: bool) -> None:
+    def set_trainer_budget(self, rollouts: float, *, explore: bool) -> None:
         """How many rollouts GPUs that train may pull now; with ``explore`` previews too."""
         trainers = self.trainers()
-        if self.serving.let_trainers(rollouts, trainers, explore=explore):
+        if self.serving.set_trainer_budget(rollouts, trainers, explore=explore):
             for group in trainers:
                 self._consider(group)
 
-    def trainers(self) -> list[Group]:
+    def trainers(self) -> list[WorkerGroup]:
         """Groups of GPUs that train. Asked at every event, so it is listed anew only once groups changed."""
         if self._trainers is None:
             self._trainers = [self.groups[name] for host in self.helpers.values() for name in host.leaders]
@@ -569,7 +568,7 @@ class Cluster:
         holders = self.queue.holders
         return bool(holders) and any(group.leader in holders for group in self.trainers())
 
-    def willing(self, group: Group) -> bool:
+    def willing(self, group: WorkerGroup) -> bool:
         """Whether a group waits for work, has the weights for it and time enough to do it."""
         return (
             group.capacity > 0
@@ -578,13 +577,13 @@ class Cluster:
             and all(self.workers[name].version == self.target for name in group.members)
         )
 
-    def _load_group(self, group: Group) -> None:
+    def _load_group(self, group: WorkerGroup) -> None:
         for name in group.members:
             self._load(self.workers[name])
 
-    def _consider(self, group: Group) -> None:
+    def _consider(self, group: WorkerGroup) -> None:
         """A group that asked for work gets some, if it may have any."""
-        if self.willing(group) and not (group.trains and self.serving.trainers_may <= 0):
+        if self.willing(group) and not (group.trains and self.serving.trainer_budget <= 0):
             self.serving.idle[group.leader] = None
         else:
             self.serving.idle.pop(group.leader, None)

@@ -5,12 +5,57 @@ Invariant: every open command has an alarm, so nobody is waited for without an e
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Generic, TypeAlias, TypeVar
 
-from spotlight.scheduler.cluster.alarms import Alarms
 from spotlight.scheduler.effects import FormGroup, PullWeights, StartWorker, StopGroup
+
+Name = TypeVar("Name")
+
+
+@dataclass(slots=True)
+class Alarms(Generic[Name]):
+    """Deadlines of things that may not happen, in controller seconds; a key has at most one.
+
+    Cancelled alarms stay in the heap until they would ring.
+    """
+
+    _heap: list[tuple[float, int, Name]] = field(default_factory=list)
+    _current: dict[Name, int] = field(default_factory=dict)
+    _set: int = 0
+
+    def set(self, key: Name, at_s: float) -> None:
+        """Ring ``key`` at ``at_s``."""
+        self._set += 1
+        self._current[key] = self._set
+        heapq.heappush(self._heap, (at_s, self._set, key))
+
+    def cancel(self, key: Name) -> None:
+        """Do not ring ``key``."""
+        self._current.pop(key, None)
+
+    def pop(self, now: float) -> Name | None:
+        """The first key due by ``now``; it rings once."""
+        while self._heap and self._heap[0][0] <= now:
+            _, number, key = heapq.heappop(self._heap)
+            if self._current.get(key) == number:
+                del self._current[key]
+                return key
+        return None
+
+    @property
+    def next_s(self) -> float | None:
+        """When the next alarm rings."""
+        while self._heap and self._current.get(self._heap[0][2]) != self._heap[0][1]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def pending(self) -> list[Name]:
+        """Keys whose alarm is set."""
+        return list(self._current)
+
 
 REPEATS = 2
 """A command is sent this many times more before it is given up."""
@@ -22,7 +67,7 @@ CommandEffect: TypeAlias = StartWorker | PullWeights | FormGroup | StopGroup
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenCommand:
     effect: CommandEffect
     patience_s: float
     repeats: int = 0
@@ -32,12 +77,12 @@ class _Open:
 class Commands:
     """Commands sent and not answered, at most one a key."""
 
-    _open: dict[Key, _Open] = field(default_factory=dict)
+    _open: dict[Key, _OpenCommand] = field(default_factory=dict)
     _alarms: Alarms[Key] = field(default_factory=Alarms)
 
     def send(self, key: Key, effect: CommandEffect, patience_s: float, now: float) -> None:
         """A command is on its way; it replaces an older one of the same key."""
-        self._open[key] = _Open(effect, patience_s)
+        self._open[key] = _OpenCommand(effect, patience_s)
         self._alarms.set(key, now + patience_s)
 
     def amend(self, key: Key, effect: CommandEffect) -> None:

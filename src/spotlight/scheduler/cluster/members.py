@@ -61,7 +61,7 @@ class Worker:
 
 
 @dataclass(slots=True)
-class Group:
+class WorkerGroup:
     """Workers of one node that denoise together; ``capacity`` > 0: it waits for work.
 
     Attributes:
@@ -91,7 +91,7 @@ class Host:
 
 
 def check_members(
-    hosts: Mapping[NodeId, Host], workers: Mapping[WorkerId, Worker], groups: Mapping[WorkerId, Group]
+    hosts: Mapping[NodeId, Host], workers: Mapping[WorkerId, Worker], groups: Mapping[WorkerId, WorkerGroup]
 ) -> None:
     """Assert that a worker is in at most one group, a group on one node, and no work on a draining one."""
     for worker in workers.values():

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from spotlight.scheduler.queue import PullQueue, Value
+from spotlight.scheduler.queue import PullQueue, WorkClass
 from spotlight.scheduler.types import Lease, Purpose, WorkerId
 
 
@@ -60,8 +60,8 @@ class SpareTime:
         if previews_next:
             return Demand(needed, pressing, previews, True)
         # Rollouts of the next iteration are shared once nothing of this one waits.
-        first = queue.waiting_of(Value.TRAIN, Value.EVAL) > 0
-        return Demand(needed, pressing, needed - queue.outstanding_of(Value.NEXT) * first, False)
+        first = queue.waiting_of(WorkClass.TRAIN, WorkClass.EVAL) > 0
+        return Demand(needed, pressing, needed - queue.outstanding_of(WorkClass.NEXT) * first, False)
 
     # -- who may take it -------------------------------------------------------------------------------
 
@@ -78,7 +78,7 @@ class SpareTime:
         """A group asks for work, or is no more."""
         self._yielding.pop(leader, None)
 
-    def give_way(self, groups: int, able: Callable[[WorkerId], bool], now: float) -> list[Lease]:
+    def preempt(self, groups: int, able: Callable[[WorkerId], bool], now: float) -> list[Lease]:
         """Requeue previews that some groups hold, for better work that needs so many groups.
 
         Args:
@@ -102,7 +102,7 @@ class SpareTime:
         """Groups that were told to give way, and are counted on."""
         return sum(told_s > now - self.patience_s for told_s in self._yielding.values())
 
-    def crowded_out(self, leader: WorkerId) -> list[Lease]:
+    def preempt_beside(self, leader: WorkerId) -> list[Lease]:
         """A group got better work: requeue the previews that it holds besides. Returns their leases."""
         if not self.explores:
             return []

@@ -32,7 +32,7 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class WeightSource:
     """What to pull, and from whom; ``peer`` None is the store."""
 
     kind: WeightKind
@@ -41,15 +41,15 @@ class Source:
 
 def choose_source(
     holding: Holding, neighbours: Iterable[Holding], target: PolicyVersion, publishes: WeightKind
-) -> Source | None:
+) -> WeightSource | None:
     """Where a worker gets version ``target``, or None: wait until a neighbour has it."""
     if holding.based and publishes is WeightKind.ADAPTER:
-        return Source(WeightKind.ADAPTER, None)
+        return WeightSource(WeightKind.ADAPTER, None)
     waits = False
     for neighbour in neighbours:
         if neighbour.worker == holding.worker:
             continue
         if neighbour.based and (publishes is WeightKind.ADAPTER or neighbour.version == target):
-            return Source(WeightKind.FULL, neighbour.worker)
+            return WeightSource(WeightKind.FULL, neighbour.worker)
         waits = waits or neighbour.fetching
-    return None if waits else Source(WeightKind.FULL, None)
+    return None if waits else WeightSource(WeightKind.FULL, None)

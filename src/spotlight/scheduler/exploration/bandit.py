@@ -16,15 +16,41 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from spotlight.scheduler.exploration.arms import Arm
 from spotlight.scheduler.exploration.decayed_mean import Fading
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Arm:
+    """How much to explore: previews of each prompt, and denoising steps of each."""
+
+    seeds_per_prompt: int
+    steps: int
+
+    @property
+    def name(self) -> str:
+        """In metrics and checkpoints: 32x6 is 32 seeds of 6 steps."""
+        return f"{self.seeds_per_prompt}x{self.steps}"
+
+    @classmethod
+    def parse(cls, name: str) -> Arm:
+        """The arm of a name. Raises ValueError for anything else."""
+        seeds, _, steps = name.partition("x")
+        if not (seeds.isdecimal() and steps.isdecimal()):
+            raise ValueError(f"{name!r} names no exploration arm; expected one like 32x6 (seeds x steps)")
+        return cls(int(seeds), int(steps))
+
+
+def arm_grid(seed_counts: Sequence[int], step_counts: Sequence[int]) -> tuple[Arm, ...]:
+    """Every combination, ascending."""
+    return tuple(sorted({Arm(seeds, steps) for seeds in seed_counts for steps in step_counts}))
+
 
 _UNTRIED = 0.05
 """An arm with evidence of fewer plays than this counts as never tried."""
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class ArmEstimate:
     """What is believed of an arm.
 
     Attributes:
@@ -70,13 +96,13 @@ class DiscountedUCB:
             )
         self._memory = {arm: self._memory.get(arm, Fading()) for arm in self.arms}
 
-    def estimates(self) -> dict[Arm, Estimate]:
+    def estimates(self) -> dict[Arm, ArmEstimate]:
         """Of every arm."""
         plays = math.fsum(memory.weight for memory in self._memory.values())
         scale = self._scale()
         return {arm: self._estimate(arm, plays, scale) for arm in self.arms}
 
-    def choose(self, among: Collection[Arm], estimates: Mapping[Arm, Estimate]) -> Arm:
+    def choose(self, among: Collection[Arm], estimates: Mapping[Arm, ArmEstimate]) -> Arm:
         """The arm with the largest index. Raises ValueError if there is none to choose among."""
         wanted = set(among)
         candidates = [arm for arm in self.arms if arm in wanted]
@@ -100,7 +126,7 @@ class DiscountedUCB:
         known = {Arm.parse(name): Fading.parse(value) for name, value in state.items()}
         self._memory = {arm: known.get(arm, Fading()) for arm in self.arms}
 
-    def _estimate(self, arm: Arm, plays: float, scale: float) -> Estimate:
+    def _estimate(self, arm: Arm, plays: float, scale: float) -> ArmEstimate:
         weight = total = 0.0
         for other, memory in self._memory.items():
             share = (
@@ -109,8 +135,8 @@ class DiscountedUCB:
             weight += share * memory.weight
             total += share * memory.total
         if weight < _UNTRIED:
-            return Estimate(weight, None, math.inf)
-        return Estimate(weight, total / weight, self.alpha * scale * math.sqrt(math.log1p(plays) / weight))
+            return ArmEstimate(weight, None, math.inf)
+        return ArmEstimate(weight, total / weight, self.alpha * scale * math.sqrt(math.log1p(plays) / weight))
 
     def _scale(self) -> float:
         together = Fading()

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from spotlight.scheduler.exploration.arms import Arm
+from spotlight.scheduler.exploration.bandit import Arm
 from spotlight.scheduler.exploration.decayed_mean import Fading
 
 

@@ -2,7 +2,7 @@
 
 Contrast is the unbiased variance of a group's REGENERATED rewards. The gain of a group is its contrast minus
 the one its prompt's random groups have, estimated from the same group (see
-:mod:`spotlight.scheduler.exploration.statistics`): a
+:mod:`spotlight.scheduler.exploration.evidence`): a
 prompt whose rewards differ much whatever the seeds gives no gain by that, so noise in prompts does not look
 like the worth of an arm. By slope, the gain comes to
 
@@ -22,8 +22,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from spotlight.scheduler.exploration.evidence import GroupEvidence, fit_lines, sampled_variance
 from spotlight.scheduler.exploration.selection import sample_variance
-from spotlight.scheduler.exploration.statistics import GroupEvidence, fit_lines, sampled_variance
 
 
 @dataclass(frozen=True, slots=True)

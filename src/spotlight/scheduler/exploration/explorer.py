@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import cast
 
-from spotlight.scheduler.exploration.arms import Arm, arm_grid
-from spotlight.scheduler.exploration.bandit import DiscountedUCB
+from spotlight.scheduler.exploration.bandit import Arm, DiscountedUCB, arm_grid
 from spotlight.scheduler.exploration.budget import Forecast, WindowSeen
 from spotlight.scheduler.exploration.contrast import contrast
 from spotlight.scheduler.exploration.decayed_mean import section

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from spotlight.scheduler.exploration.decayed_mean import Fading, section
-from spotlight.scheduler.exploration.statistics import GroupEvidence, fit_lines
+from spotlight.scheduler.exploration.evidence import GroupEvidence, fit_lines
 
 
 def kendall_tau(x: Sequence[float], y: Sequence[float]) -> float | None:

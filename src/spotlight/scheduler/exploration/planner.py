@@ -15,8 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from spotlight.scheduler.exploration.arms import Arm
-from spotlight.scheduler.exploration.bandit import DiscountedUCB, Estimate
+from spotlight.scheduler.exploration.bandit import Arm, ArmEstimate, DiscountedUCB
 from spotlight.scheduler.exploration.budget import Capacity, Forecast, WindowSeen
 from spotlight.scheduler.exploration.contrast import Contrast
 from spotlight.scheduler.exploration.decayed_mean import Fading, section
@@ -210,7 +209,7 @@ class Planner:
         arm = None if awaited is None else Arm.parse(str(awaited))
         self._awaited = arm if arm in self.bandit.arms else None  # the grid may be another by now
 
-    def _worth_trying(self, arms: set[Arm], estimates: Mapping[Arm, Estimate]) -> set[Arm]:
+    def _worth_trying(self, arms: set[Arm], estimates: Mapping[Arm, ArmEstimate]) -> set[Arm]:
         """Without an arm whose first play is not learnt from yet: a second would tell nothing sooner."""
         first = self._awaited is not None and estimates[self._awaited].mean is None
         return arms - {self._awaited} or arms if first else arms
@@ -224,7 +223,7 @@ class Planner:
         return capacity.cautious_s is not None and work_s <= capacity.cautious_s
 
     def _explain(
-        self, arm: Arm, work_s: float, fits: bool, trusted: bool, estimate: Estimate
+        self, arm: Arm, work_s: float, fits: bool, trusted: bool, estimate: ArmEstimate
     ) -> dict[str, object]:
         return {
             "work_s": work_s,

@@ -18,9 +18,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from spotlight.scheduler.exploration.arms import Arm
+from spotlight.scheduler.exploration.bandit import Arm
+from spotlight.scheduler.exploration.evidence import GroupEvidence
 from spotlight.scheduler.exploration.selection import Selection, SelectionVerdict, sample_variance, select
-from spotlight.scheduler.exploration.statistics import GroupEvidence
 from spotlight.scheduler.plan import ExplorationPlan
 from spotlight.scheduler.records import REWARD
 from spotlight.scheduler.seeds import derive_seed

@@ -92,7 +92,7 @@ class Timeline:
 
 
 @dataclass(frozen=True, slots=True)
-class TakePlan:
+class RolloutBudget:
     """How many units the trainers should generate.
 
     Attributes:
@@ -108,7 +108,7 @@ class TakePlan:
     finish_without_s: float
 
 
-def plan_takes(timeline: Timeline, *, gain_min_s: float = 0.0) -> TakePlan:
+def find_budget(timeline: Timeline, *, gain_min_s: float = 0.0) -> RolloutBudget:
     """The plan that trains all units earliest.
 
     Work is of the order of units times units that trainers could generate before all is generated.
@@ -118,8 +118,8 @@ def plan_takes(timeline: Timeline, *, gain_min_s: float = 0.0) -> TakePlan:
     """
     claims, held = _pulls(timeline)
     start = _At(0.0, 0)
-    rows: list[_Row] = [_Row(None, None)] * (timeline.units + 1)
-    rows[0] = _Row(None, start) if timeline.generating else _Row(start, None)
+    rows: list[_TrainerTimes] = [_TrainerTimes(None, None)] * (timeline.units + 1)
+    rows[0] = _TrainerTimes(None, start) if timeline.generating else _TrainerTimes(start, None)
     best = without = _At(math.inf, 0)
     in_all = 0
     for taken in range(timeline.waiting + 1):
@@ -142,8 +142,8 @@ def plan_takes(timeline: Timeline, *, gain_min_s: float = 0.0) -> TakePlan:
         if all(row.generating is None for row in rows):
             break
     if in_all == 0 or without.at_s - best.at_s <= gain_min_s:
-        return TakePlan(0, 0, without.at_s, without.at_s)
-    return TakePlan(best.first, in_all, best.at_s, without.at_s)
+        return RolloutBudget(0, 0, without.at_s, without.at_s)
+    return RolloutBudget(best.first, in_all, best.at_s, without.at_s)
 
 
 class _Claim(NamedTuple):
@@ -160,7 +160,7 @@ class _At(NamedTuple):
     first: int
 
 
-class _Row(NamedTuple):
+class _TrainerTimes(NamedTuple):
     """Where trainers are with so many units taken and trained, by their mode; None: it cannot be."""
 
     training: _At | None
@@ -183,7 +183,9 @@ def _pulls(timeline: Timeline) -> tuple[list[_Claim], list[float]]:
     ]
 
 
-def _trained(timeline: Timeline, rows: Sequence[_Row], finished: Sequence[float], taken: int) -> list[_Row]:
+def _trained(
+    timeline: Timeline, rows: Sequence[_TrainerTimes], finished: Sequence[float], taken: int
+) -> list[_TrainerTimes]:
     """With units trained as early as can be. ``finished``: when those of generators are ready, in order."""
     found = list(rows)
     for trained in range(timeline.units):
@@ -193,11 +195,11 @@ def _trained(timeline: Timeline, rows: Sequence[_Row], finished: Sequence[float]
         ready_s = finished[of_generators - 1] if of_generators > 0 else 0.0
         at = _earliest(timeline, found[trained], ready_s, timeline.train_s)
         if at is not None:
-            found[trained + 1] = _Row(at, found[trained + 1].generating)
+            found[trained + 1] = _TrainerTimes(at, found[trained + 1].generating)
     return found
 
 
-def _end_of_whole(timeline: Timeline, row: _Row, finished: Sequence[float], taken: int) -> _At:
+def _end_of_whole(timeline: Timeline, row: _TrainerTimes, finished: Sequence[float], taken: int) -> _At:
     """The end, if nothing is trained before all is there. ``row``: nothing is trained."""
     if timeline.ready + taken + len(finished) < timeline.units:
         return _At(math.inf, 0)  # nobody generates the rest
@@ -207,7 +209,7 @@ def _end_of_whole(timeline: Timeline, row: _Row, finished: Sequence[float], take
     return at or _At(math.inf, 0)
 
 
-def _earliest(timeline: Timeline, row: _Row, ready_s: float, train_s: float) -> _At | None:
+def _earliest(timeline: Timeline, row: _TrainerTimes, ready_s: float, train_s: float) -> _At | None:
     """When trainers have trained, in either mode, for ``train_s`` what is ready at ``ready_s``."""
     ways = [(way, turn_s) for way, turn_s in zip(row, (0.0, timeline.leave_s), strict=True) if way]
     return min(
@@ -216,8 +218,8 @@ def _earliest(timeline: Timeline, row: _Row, ready_s: float, train_s: float) -> 
 
 
 def _taken(
-    timeline: Timeline, rows: Sequence[_Row], claimed_s: float, all_ready_s: float, taken: int
-) -> list[_Row]:
+    timeline: Timeline, rows: Sequence[_TrainerTimes], claimed_s: float, all_ready_s: float, taken: int
+) -> list[_TrainerTimes]:
     """With one unit more taken: before a generator claims the last one, ready before all others are."""
     found = []
     for trained, (training, generating) in enumerate(rows):
@@ -231,5 +233,5 @@ def _taken(
             for way, switch_s in ways
             if way.at_s < claimed_s
         ]
-        found.append(_Row(None, min((end for end in ends if end.at_s <= all_ready_s), default=None)))
+        found.append(_TrainerTimes(None, min((end for end in ends if end.at_s <= all_ready_s), default=None)))
     return found

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from spotlight.scheduler.cluster.cluster import Cluster
 from spotlight.scheduler.cluster.members import ABLE, GroupState
-from spotlight.scheduler.overlap.look_ahead import Generator, Timeline, plan_takes
-from spotlight.scheduler.queue import PullQueue, Value
+from spotlight.scheduler.overlap.look_ahead import Generator, Timeline, find_budget
+from spotlight.scheduler.queue import PullQueue, WorkClass
 from spotlight.scheduler.types import GroupKind
 
 _UNITS = 32
@@ -47,7 +47,7 @@ class Backlog:
     generating: bool
 
 
-def rollouts_to_take(cluster: Cluster, backlog: Backlog) -> int | None:
+def trainer_rollout_budget(cluster: Cluster, backlog: Backlog) -> int | None:
     """Rollouts that trainers' groups should take, together and before they train again.
 
     None: there are some to take, but no trainer asks for any now. Nothing is taken that would be finished
@@ -55,13 +55,13 @@ def rollouts_to_take(cluster: Cluster, backlog: Backlog) -> int | None:
     each group takes one lease, to find out.
     """
     queue, pace = cluster.queue, cluster.pace
-    waiting = queue.waiting_of(Value.TRAIN, Value.EVAL)
+    waiting = queue.waiting_of(WorkClass.TRAIN, WorkClass.EVAL)
     willing = [group for group in cluster.trainers() if cluster.willing(group)]
     if not waiting:
         return 0
     if not willing:
         return None
-    degree = cluster.degree_for(queue.outstanding_of(Value.TRAIN, Value.EVAL))
+    degree = cluster.degree_for(queue.outstanding_of(WorkClass.TRAIN, WorkClass.EVAL))
     trainers = list(groups_soon(cluster, degree, trains=True))
     times_s = [pace.step_s(kind, trains=True) for kind in trainers]
     step_s = max((seconds for seconds in times_s if seconds is not None), default=None)
@@ -88,7 +88,7 @@ def rollouts_to_take(cluster: Cluster, backlog: Backlog) -> int | None:
         whole=backlog.whole,
     )
     turns_s = timeline.leave_s + (0.0 if timeline.generating else timeline.enter_s)
-    found = plan_takes(timeline, gain_min_s=_TURNS_MIN * turns_s)
+    found = find_budget(timeline, gain_min_s=_TURNS_MIN * turns_s)
     if found.finish_without_s - found.finish_s < _GAIN_MIN * found.finish_s:
         return 0
     return left.rollouts(found.now * unit)
@@ -105,9 +105,9 @@ class Remaining:
 
     def __init__(self, queue: PullQueue, backlog: Backlog) -> None:
         self._weight = backlog.evaluation_steps / backlog.rollout_steps
-        self._train, evaluation = (queue.waiting_of(value) for value in (Value.TRAIN, Value.EVAL))
+        self._train, evaluation = (queue.waiting_of(value) for value in (WorkClass.TRAIN, WorkClass.EVAL))
         self._all = self._train + evaluation
-        train, judged = (queue.outstanding_of(value) for value in (Value.TRAIN, Value.EVAL))
+        train, judged = (queue.outstanding_of(value) for value in (WorkClass.TRAIN, WorkClass.EVAL))
         self.waiting = self._train + math.ceil(evaluation * self._weight)
         self.held = train - self._train + math.ceil((judged - evaluation) * self._weight)
         trained = backlog.trainable + backlog.made + train

@@ -73,7 +73,7 @@ class GroupEvidence:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class FittedLine:
     """Regenerated on preview rewards.
 
     Attributes:
@@ -93,7 +93,7 @@ class Line:
         return self.squared * group.pool_variance + self.spread
 
 
-def fit_lines(groups: Sequence[GroupEvidence]) -> list[Line | None]:
+def fit_lines(groups: Sequence[GroupEvidence]) -> list[FittedLine | None]:
     """A line for each group, its own if it can be; None where nothing can be said.
 
     Of three seeds or more without contrast: the mean of the others' lines. Of two: none, as lost seeds are
@@ -116,7 +116,7 @@ def sampled_variance(group: GroupEvidence) -> float | None:
     return squares / (group.pool * (group.pool - 1))
 
 
-def _fit(groups: Sequence[GroupEvidence]) -> Line | None:
+def _fit(groups: Sequence[GroupEvidence]) -> FittedLine | None:
     sxx = sxy = syy = 0.0
     freedom = -1
     for group in groups:
@@ -133,10 +133,10 @@ def _fit(groups: Sequence[GroupEvidence]) -> Line | None:
         return None
     slope = sxy / sxx
     spread = max(0.0, syy - slope * sxy) / freedom
-    return Line(slope, slope * slope - spread / sxx, spread, sxx)
+    return FittedLine(slope, slope * slope - spread / sxx, spread, sxx)
 
 
-def _mean_line(lines: Sequence[Line | None]) -> Line | None:
+def _mean_line(lines: Sequence[FittedLine | None]) -> FittedLine | None:
     """By certainty. Of squares too: where slopes differ, the square of their mean would be too small."""
     known = [line for line in lines if line is not None]
     total = sum(line.certainty for line in known)
@@ -147,4 +147,4 @@ def _mean_line(lines: Sequence[Line | None]) -> Line | None:
         sum(share * value for share, value in zip(shares, values, strict=True))
         for values in zip(*((line.slope, line.squared, line.spread) for line in known), strict=True)
     )
-    return Line(slope, squared, spread, total)
+    return FittedLine(slope, squared, spread, total)

@@ -35,7 +35,7 @@ Task: TypeAlias = PrepareBatch | TrainMicroBatch | StepOptimizer | FinishBatch
 Answer: TypeAlias = ev.BatchPrepared | ev.MicroBatchTrained | ev.OptimizerStepped | ev.BatchFinished
 
 
-class Training:
+class TrainingTasks:
     """See the module's docstring.
 
     Attributes:
