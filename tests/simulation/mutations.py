@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from inspect import getattr_static, signature
 from unittest.mock import patch
 
 from spotlight.scheduler import iteration as issue_module
@@ -50,6 +51,14 @@ class Mutation:
 
     bug: str
     patches: tuple[tuple[object, str, Callable[..., object] | property], ...]
+
+    def __post_init__(self) -> None:
+        # Otherwise the call itself would fail, and a bug that no check sees would count as found.
+        for owner, name, replacement in self.patches:
+            original = getattr_static(owner, name)
+            if not isinstance(replacement, property):
+                found, expected = (list(signature(f).parameters) for f in (replacement, original))
+                assert found == expected, f"{self.bug}: {name} takes {expected}, its replacement {found}"
 
     @contextmanager
     def planted(self) -> Iterator[None]:
@@ -195,7 +204,7 @@ def _books_work_as_idle(self: GpuAccounts, segments: Iterable[BilledSegment], ph
     _confirm(self, segments, Phase.LOST if phase is Phase.LOST else Phase.IDLE)
 
 
-def _keeps_older_work(self: Rollouts, version: PolicyVersion) -> None:
+def _keeps_older_work(self: Rollouts) -> None:
     pass
 
 

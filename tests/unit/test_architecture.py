@@ -38,6 +38,18 @@ MAY_IMPORT["runtime"] = set(MAY_IMPORT) - {"fleet", "simulation", "planning", "r
 MAY_IMPORT["cluster"] = MAY_IMPORT["runtime"] | {"runtime", "fleet", "weights", "worker"}
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
 
+INNER_ROOMS: dict[str, dict[str, set[str]]] = {
+    "fleet": {"gpus": set(), "notices": set(), "traces": set()},
+    "planning": {
+        "prices": set(),
+        "scenarios": {"prices"},
+        "compare": {"scenarios"},
+        "search": {"compare", "prices", "scenarios"},
+        "pages": {"compare", "scenarios", "search"},
+    },
+}
+"""Folders and modules within a room, and which of the others each may import."""
+
 MESSAGES = {f"spotlight.scheduler.{module}" for module in ("types", "effects", "events", "records")}
 """Ids and sizes, and what controller, workers and learner say to each other."""
 SPEAK_MESSAGES = {"rollout", "worker", "training", "report"}
@@ -82,18 +94,35 @@ def test_rooms_import_only_what_the_architecture_allows() -> None:
     assert not found, "\n".join(found)
 
 
+@pytest.mark.parametrize("room", INNER_ROOMS)
+def test_inner_rooms_import_only_what_the_architecture_allows(room: str) -> None:
+    inner = INNER_ROOMS[room]
+    found = []
+    for path in sorted((SOURCE / room).rglob("*.py")):
+        name = path.relative_to(SOURCE / room).with_suffix("").parts[0]
+        if name == "__init__":
+            continue
+        assert name in inner, f"{room}/{name} is not on the plan"
+        for line, module in imports_of(path):
+            target = module.removeprefix(f"spotlight.{room}.").split(".")[0]
+            if module.startswith(f"spotlight.{room}.") and target not in inner[name] | {name}:
+                found.append(f"{path.relative_to(SOURCE)}:{line} imports {module}")
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("plan", [MAY_IMPORT, *INNER_ROOMS.values()], ids=["rooms", *INNER_ROOMS])
+def test_no_plan_has_cycles(plan: dict[str, set[str]]) -> None:
+    settled: set[str] = set()
+    while len(settled) < len(plan):
+        free = {room for room, imports in plan.items() if room not in settled and imports <= settled}
+        assert free, f"cycle among {set(plan) - settled}"
+        settled |= free
+
+
 def test_every_room_is_on_the_plan() -> None:
     rooms = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
     assert rooms <= set(MAY_IMPORT)
     assert {path.name for path in SOURCE.glob("*.py")} <= {"__init__.py", "__main__.py", "registry.py"}
-
-
-def test_the_plan_has_no_cycles() -> None:
-    settled: set[str] = set()
-    while len(settled) < len(MAY_IMPORT):
-        free = {room for room, imports in MAY_IMPORT.items() if room not in settled and imports <= settled}
-        assert free, f"cycle among {set(MAY_IMPORT) - settled}"
-        settled |= free
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ import pytest
 
 from spotlight.config.errors import ConfigError
 from spotlight.fleet.traces.trace import TraceError
-from spotlight.planning import pricing as tariff
 from spotlight.planning.pages.comparison_summary import prices_of
 from spotlight.planning.prices.quotes import PriceError, Quote
-from spotlight.planning.pricing import Pricing
+from spotlight.planning.scenarios import pricing
 from spotlight.planning.scenarios.prepare import degrees, prepare, scenario_of
+from spotlight.planning.scenarios.pricing import Pricing
 from spotlight.planning.scenarios.profile import load_profile
 from spotlight.planning.scenarios.scenario_file import ScenarioFile
 from spotlight.planning.scenarios.scenario_load import load_scenario, scenario_names
@@ -62,7 +62,7 @@ def test_the_papers_cluster_has_the_papers_prices(
     pools = file.cluster.reserved, file.cluster.spot
     assert [pool.nodes * pool.gpus_per_node for pool in pools] == [4, 8]
     assert (pools[1].nodes, pools[1].gpu_type) == (4, "H100")
-    found = prepare(file, ALL, NOW).tariff
+    found = prepare(file, ALL, NOW).pricing
     assert found.spot is not None
     assert found.reserved.usd_gpu_h == pytest.approx(reserved, abs=0.01)
     assert found.spot.usd_gpu_h == pytest.approx(spot, abs=0.01)
@@ -181,7 +181,7 @@ def test_prices_on_demand_that_are_missing_can_be_stated() -> None:
 
 
 def priced_by(rows: str, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> Pricing:
-    """The tariff by quotes of one H100: cloud, region, on demand, spot."""
+    """The pricing by quotes of one H100: cloud, region, on demand, spot."""
     quotes = [
         Quote(
             cloud, region, "", "m", "H100", 1,
@@ -189,9 +189,9 @@ def priced_by(rows: str, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> Pr
         )
         for cloud, region, fixed, spot in (row.split(",") for row in rows.split())
     ]  # fmt: skip
-    monkeypatch.setattr(tariff, "load_prices", lambda source, question: tuple(quotes))
+    monkeypatch.setattr(pricing, "load_prices", lambda source, question: tuple(quotes))
     file = load_scenario("paper-512", ["prices.cloud=null", *overrides])
-    return prepare(file, ALL, NOW).tariff
+    return prepare(file, ALL, NOW).pricing
 
 
 def test_all_prices_are_of_the_place_that_is_cheapest_together(monkeypatch: pytest.MonkeyPatch) -> None:

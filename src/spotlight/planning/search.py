@@ -10,8 +10,8 @@
    is tried, up to :data:`CHECKS_MAX`. Only what was simulated whole is recommended.
 
 Never more than ``plan.candidates_max`` candidates. What cannot be simulated (memory, prices, figures,
-arithmetic), or explores too little, is left out and told. Everything is seeded: the same question has the
-same answer.
+arithmetic) or explores too little is left out, with the reason. Everything is seeded: the same question has
+the same answer.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class _SearchState:
     goal: Goal
     now: datetime
     jobs: int
-    told: Callable[[str], None]
+    progress: Callable[[str], None]
     done: dict[Candidate, EvaluatedCandidate] = field(default_factory=dict)
     tried: set[Candidate] = field(default_factory=set)
     left_out: dict[str, list[str]] = field(default_factory=dict)
@@ -157,7 +157,7 @@ class _SearchState:
                 self._leave_out(candidate, str(error).splitlines()[-1].strip(" -"))
                 continue
             tasks[candidate] = SimulationTask(prepared, candidate.strategy)
-        results = run_tasks(list(tasks.values()), self.jobs, lambda task: self.told(task.strategy))
+        results = run_tasks(list(tasks.values()), self.jobs, lambda task: self.progress(task.strategy))
         for candidate, compared in zip(tasks, results, strict=True):
             if (reason := useless(compared.outcome)) is not None:
                 self._leave_out(candidate, reason)
@@ -205,29 +205,29 @@ def search(
     now: datetime,
     *,
     jobs: int = 1,
-    told: Callable[[str], None] = lambda strategy: None,
+    progress: Callable[[str], None] = lambda strategy: None,
 ) -> SearchResult:
     """Find the cheapest cluster that meets a deadline, or the fastest within a budget.
 
     Args:
-        told: called after each simulation.
+        progress: called after each simulation.
 
     Raises:
         ConfigError: a strategy without ``iterations_to_target``; nothing at all that can be simulated.
     """
     _require_targets(file)
-    state = _SearchState(file, goal, now, jobs, told)
+    state = _SearchState(file, goal, now, jobs, progress)
     state.simulate(grid(file))
     if not state.done:
         reasons = "; ".join(state.reasons()) or "an empty grid"
         problem = Problem("plan", reasons, "a candidate that can be simulated", "Change the scenario.")
         raise ConfigError(file.name, [problem])
     _refine(state)
-    told_parts = [_pipeline(state, strategy) for strategy in file.plan.strategies]
+    parts_found = [_pipeline(state, strategy) for strategy in file.plan.strategies]
     _refine(state)
     answer, rejected = _checked(state)
     everything = tuple(state.done[candidate] for candidate in sorted(state.done))
-    parts = tuple(filter(None, told_parts))
+    parts = tuple(filter(None, parts_found))
     return SearchResult(goal, everything, pareto(state.best()), answer, rejected, parts, state.reasons())
 
 
@@ -364,7 +364,7 @@ def _checked(state: _SearchState) -> tuple[EvaluatedCandidate | None, tuple[Eval
         whole = EvaluatedCandidate(
             one.candidate, run_task(SimulationTask(prepared, one.candidate.strategy)).outcome, True
         )
-        state.told(one.candidate.strategy)
+        state.progress(one.candidate.strategy)
         if useless(whole.outcome) is None and state.goal.met_by(whole.outcome):
             return whole, tuple(rejected)
         rejected.append(whole)

@@ -82,7 +82,7 @@ def plan(
             require_place(wanted)
         file = read_scenario(scenario, overrides or [], trace, seed)
         with Bar(None) as bar:
-            found = search(file, goal, now, jobs=jobs or os.cpu_count() or 1, told=bar.done)
+            found = search(file, goal, now, jobs=jobs or os.cpu_count() or 1, progress=bar.done)
         shown = (found.answer or found.nearest).candidate
         prepared = prepared_for(file, shown, file.plan.iterations, now)
         _print(file, found, prepared, now)

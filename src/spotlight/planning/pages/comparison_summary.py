@@ -10,8 +10,8 @@ from datetime import datetime
 from spotlight.fleet.gpus import GPU_TYPES
 from spotlight.fleet.traces.trace_statistics import statistics
 from spotlight.planning.compare import PREVIEWS_WANTED, SimulationOutcome
-from spotlight.planning.pricing import PriceTag
 from spotlight.planning.scenarios.prepare import Prepared, bytes_of_both
+from spotlight.planning.scenarios.pricing import PriceTag
 from spotlight.planning.scenarios.profile import NamedFigure, assumptions
 from spotlight.planning.scenarios.strategies import SpotPlaces, strategy_named
 from spotlight.scheduler.types import Filler, NodeKind, Phase
@@ -103,7 +103,7 @@ def notes_of(
     ]
     warnings = (
         *warnings_of(outcomes),
-        *filter(None, [prepared.tariff.caveat]),
+        *filter(None, [prepared.pricing.caveat]),
         *_too_short(prepared, outcomes),
         *_crowded(prepared, outcomes),
     )
@@ -167,19 +167,19 @@ def _abouts(outcomes: Sequence[SimulationOutcome]) -> Iterator[str]:
 def _targets(outcomes: Sequence[SimulationOutcome]) -> Iterator[str]:
     by_source: dict[str, list[str]] = {}
     for one in outcomes:
-        told = (
+        chosen = (
             f"{one.target.value}, {one.target.source}" if one.target else "not given in iterations_to_target"
         )
-        by_source.setdefault(told, []).append(one.strategy)
-    for told, names in by_source.items():
-        yield f"{', '.join(names)}: {told}"
+        by_source.setdefault(chosen, []).append(one.strategy)
+    for chosen, names in by_source.items():
+        yield f"{', '.join(names)}: {chosen}"
 
 
 def _prices(prepared: Prepared, now: datetime) -> Iterator[str]:
     for name, tag in prices_of(prepared).items():
         age = f", {(now - tag.as_of).days} d old" if tag.as_of else ""
         yield f"{name}: ${tag.usd_gpu_h:.2f}{age}, {tag.source}"
-    if prepared.tariff.spot is None and prepared.trace.prices:
+    if prepared.pricing.spot is None and prepared.trace.prices:
         yield "spot: as the trace says, over time"
     elif prepared.trace.prices:
         yield "the trace has prices of its own; trace.use_prices=true takes them"
@@ -277,8 +277,8 @@ def assumed_of(prepared: Prepared) -> tuple[NamedFigure, ...]:
 
 def prices_of(prepared: Prepared) -> dict[str, PriceTag]:
     """What a GPU costs, by what it is rented as."""
-    tariff = prepared.tariff
-    tags = {"reserved": tariff.reserved, "on demand": tariff.on_demand, "spot": tariff.spot}
+    pricing = prepared.pricing
+    tags = {"reserved": pricing.reserved, "on demand": pricing.on_demand, "spot": pricing.spot}
     return {name: tag for name, tag in tags.items() if tag is not None}
 
 

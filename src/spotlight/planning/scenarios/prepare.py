@@ -1,7 +1,7 @@
-"""From a scenario file to what the simulator takes: everything looked up, checked and put together.
+"""From a scenario file to what the simulator takes.
 
 :func:`prepare` reads (profile, prices, trace) and refuses what cannot work, before anything is simulated.
-:func:`scenario_of` is pure: one strategy's scenario. All strategies of a prepared scenario meet one trace.
+:func:`scenario_of` is pure: one strategy's scenario. All strategies of one prepared scenario share its trace.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from spotlight.fleet.traces.generator import TraceSpec, generate
 from spotlight.fleet.traces.trace import Trace, TraceEvent, TraceEventKind
 from spotlight.fleet.traces.trace_files import read_trace
 from spotlight.fleet.traces.transforms import cut, limit, repeat, with_notices
-from spotlight.planning.pricing import PriceTag, Pricing, pricing_of
 from spotlight.planning.scenarios.fleet_events import SpotOffer, spot_events
+from spotlight.planning.scenarios.pricing import PriceTag, Pricing, pricing_of
 from spotlight.planning.scenarios.profile import (
     Profile,
     learner_bytes,
@@ -52,7 +52,7 @@ from spotlight.simulation.scenario import NodeEvent, Scenario
 from spotlight.simulation.virtual_rewards import RewardModel
 
 _PROMPTS_FACTOR = 4
-"""The simulated prompt set is so many times what an iteration takes; its size changes nothing."""
+"""Simulated prompts per prompt of an iteration; it changes nothing but the names of prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Prepared:
 
     file: ScenarioFile
     profile: Profile
-    tariff: Pricing
+    pricing: Pricing
     trace: Trace
 
 
@@ -89,10 +89,10 @@ def prepare(file: ScenarioFile, strategies: tuple[str, ...], now: datetime) -> P
         names = ", ".join(strategy.name for strategy in needy)
         remedy = "Ask for spot nodes, or simulate reserved_only alone."
         raise ConfigError(file.name, [Problem("cluster.spot.nodes", "0", f"1 or more for {names}", remedy)])
-    tariff = pricing_of(
+    pricing = pricing_of(
         file, on_demand=any(one.stays for one in places), spot=SpotPlaces.SPOT in places, now=now
     )
-    prepared = Prepared(file, profile, tariff, _trace(file))
+    prepared = Prepared(file, profile, pricing, _trace(file))
     for strategy in chosen:
         _require_costs(scenario_of(prepared, strategy), profile)
     return prepared
@@ -109,7 +109,26 @@ def scenario_of(prepared: Prepared, strategy: Strategy, *, timelines: bool = Fal
     joining = [event.node for _, event in nodes if isinstance(event, NodeJoined)]
     ranks = sum(node.gpus for node in joining if node.trains)  # all of these join at 0
     denoising = tuple(dict.fromkeys(node.gpu_type for node in joining if node.rolls_out))
-    learner_gpu = file.cluster.reserved.gpu_type
+    costs = _costs(prepared, strategy, denoising, ranks)
+    model = file.exploration.rewards if file.exploration else None
+    return Scenario(
+        plan=_plan(prepared, strategy, costs, denoising, ranks),
+        costs=costs,
+        nodes=nodes,
+        train_prompts=_PROMPTS_FACTOR * work.prompts,
+        test_prompts=work.evaluation.prompts if work.evaluation else 0,
+        seed=file.run.seed,
+        noise=file.run.noise,
+        commit_every=file.run.commit_every,
+        until_s=file.run.until_h * 3600,
+        rewards=RewardModel(**model.model_dump()) if model else RewardModel(),
+        timelines=timelines,
+    )
+
+
+def _costs(prepared: Prepared, strategy: Strategy, denoising: tuple[str, ...], ranks: int) -> ProfileCosts:
+    """Durations by the profile. Raises :class:`ConfigError` if the model does not fit the GPUs' memory."""
+    work, learner_gpu = prepared.file.workload, prepared.file.cluster.reserved.gpu_type
     per_pass = timesteps_per_pass(prepared, strategy, ranks)
     require_memory(
         prepared.profile,
@@ -118,20 +137,23 @@ def scenario_of(prepared: Prepared, strategy: Strategy, *, timelines: bool = Fal
         ranks=ranks,
         timesteps_per_pass=per_pass,
     )
-    costs = ProfileCosts(
-        prepared.profile,
-        ProfiledWorkload(
-            pixels=file.pixels,
-            trained_timesteps=work.trained_timesteps,
-            learner_gpu=learner_gpu,
-            guidance=work.guidance,
-            recomputes_log_probs=work.recomputes_log_probs,
-            timesteps_per_pass=per_pass,
-            resident=work.resident,
-        ),
+    workload = ProfiledWorkload(
+        pixels=prepared.file.pixels,
+        trained_timesteps=work.trained_timesteps,
+        learner_gpu=learner_gpu,
+        guidance=work.guidance,
+        recomputes_log_probs=work.recomputes_log_probs,
+        timesteps_per_pass=per_pass,
+        resident=work.resident,
     )
-    test = work.evaluation
-    plan = Plan(
+    return ProfileCosts(prepared.profile, workload)
+
+
+def _plan(
+    prepared: Prepared, strategy: Strategy, costs: ProfileCosts, denoising: tuple[str, ...], ranks: int
+) -> Plan:
+    file, work, test = prepared.file, prepared.file.workload, prepared.file.workload.evaluation
+    return Plan(
         run_seed=file.run.seed,
         iterations=file.run.iterations,
         prompts_per_iteration=work.prompts,
@@ -149,20 +171,6 @@ def scenario_of(prepared: Prepared, strategy: Strategy, *, timelines: bool = Fal
         cluster=_cluster_plan(prepared, costs, denoising),
         exploration=_exploration(file, strategy, costs, denoising[0], ranks),
         pipeline=pipeline_plan(strategy, file.pipeline, costs.switch_s()),
-    )
-    model = file.exploration.rewards if file.exploration else None
-    return Scenario(
-        plan=plan,
-        costs=costs,
-        nodes=nodes,
-        train_prompts=_PROMPTS_FACTOR * work.prompts,
-        test_prompts=test.prompts if test else 0,
-        seed=file.run.seed,
-        noise=file.run.noise,
-        commit_every=file.run.commit_every,
-        until_s=file.run.until_h * 3600,
-        rewards=RewardModel(**model.model_dump()) if model else RewardModel(),
-        timelines=timelines,
     )
 
 
@@ -211,22 +219,22 @@ def pipeline_plan(strategy: Strategy, section: PipelineSection, switch_s: float)
 
 def node_events(prepared: Prepared, strategy: Strategy) -> tuple[tuple[float, NodeEvent], ...]:
     """Nodes of a strategy: reserved ones from the start, and what stands in the places of spot nodes."""
-    cluster, tariff = prepared.file.cluster, prepared.tariff
+    cluster, pricing = prepared.file.cluster, prepared.pricing
     reserved, spot = cluster.reserved, cluster.spot
     both = strategy.trainers_roll_out(reserved.rolls_out)
     events: list[tuple[float, NodeEvent]] = [
-        (0.0, NodeJoined(_standing(f"reserved:{n}", reserved, tariff.reserved, trains=True, rolls_out=both)))
+        (0.0, NodeJoined(_standing(f"reserved:{n}", reserved, pricing.reserved, trains=True, rolls_out=both)))
         for n in range(reserved.nodes)
     ]
     if strategy.places.stays:
-        assert tariff.on_demand is not None, "prepared for a strategy that rents on demand"
+        assert pricing.on_demand is not None, "prepared for a strategy that rents on demand"
         # Ranks of different speed would wait for the slowest, so another type only denoises.
         trains = strategy.places is SpotPlaces.ON_DEMAND and spot.gpu_type == reserved.gpu_type
         for n in range(spot.nodes):
-            node = _standing(f"on-demand:{n}", spot, tariff.on_demand, trains=trains, rolls_out=True)
+            node = _standing(f"on-demand:{n}", spot, pricing.on_demand, trains=trains, rolls_out=True)
             events.append((0.0, NodeJoined(node)))
     elif strategy.places is SpotPlaces.SPOT:
-        usd_h = None if tariff.spot is None else tariff.spot.usd_gpu_h * spot.gpus_per_node
+        usd_h = None if pricing.spot is None else pricing.spot.usd_gpu_h * spot.gpus_per_node
         events += spot_events(prepared.trace, SpotOffer(spot.gpu_type, spot.gpus_per_node, usd_h))
     return tuple(events)
 

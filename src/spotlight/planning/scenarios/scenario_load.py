@@ -156,8 +156,10 @@ def _fields_at(model: type[BaseModel], path: Sequence[str], tree: Mapping[str, A
         ]
         models = found or models
     kind = _section(tree, "trace").get("kind")
-    told = [one for one in models if "kind" in one.model_fields and one.model_fields["kind"].default == kind]
-    return {name for one in (told or models) for name in one.model_fields}
+    chosen = [
+        one for one in models if "kind" in one.model_fields and one.model_fields["kind"].default == kind
+    ]
+    return {name for one in (chosen or models) for name in one.model_fields}
 
 
 def _sections(annotation: object) -> Iterator[type[BaseModel]]:
