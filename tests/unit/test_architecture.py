@@ -56,6 +56,18 @@ SPEAK_MESSAGES = {"rollout", "worker", "training", "report"}
 ALSO = {("training", "spotlight.scheduler.overlap.slices")}
 """Single modules allowed beside the table."""
 
+SCHEDULER_PARTS: dict[str, set[str]] = {
+    "messages": set(),
+    "exploration": {"messages"},
+    "cluster": {"messages"},
+    "rollouts": {"messages", "exploration", "cluster"},
+    "overlap": {"messages", "cluster", "rollouts"},
+    "controller": {"messages", "exploration", "cluster", "rollouts", "overlap"},
+}
+"""Who may import whom inside the scheduler; ``messages`` is every module of its own level not named here."""
+PLAN_NAMES = {f"spotlight.scheduler.exploration.{module}" for module in ("bandit", "budget", "selection")}
+"""The plan speaks of arms, costs and policies as exploration defines them."""
+
 LIGHT = ("config", "data", "scheduler", "fleet", "planning", "rewards", "simulation", "store")
 HEAVY = ("torch", "diffusers", "transformers", "peft", "accelerate", "ray")
 
@@ -116,6 +128,44 @@ def test_no_plan_has_cycles(plan: dict[str, set[str]]) -> None:
     while len(settled) < len(plan):
         free = {room for room, imports in plan.items() if room not in settled and imports <= settled}
         assert free, f"cycle among {set(plan) - settled}"
+        settled |= free
+
+
+def scheduler_part(module: str) -> str:
+    """Which line of :data:`SCHEDULER_PARTS` a module of the scheduler belongs to."""
+    name = module.removeprefix("spotlight.scheduler.").split(".")[0]
+    return name if name in SCHEDULER_PARTS else "messages"
+
+
+def scheduler_imports() -> dict[str, set[str]]:
+    """Every module of the scheduler, with the scheduler's modules that it imports."""
+    found: dict[str, set[str]] = {}
+    for path in sorted((SOURCE / "scheduler").rglob("*.py")):
+        module = ".".join(("spotlight", *path.relative_to(SOURCE).with_suffix("").parts))
+        named = {name for _, name in imports_of(path)}
+        if "spotlight.scheduler" in named:  # from spotlight.scheduler import events as ev
+            named |= {f"spotlight.scheduler.{one}" for one in ("effects", "events")}
+        found[module] = {name for name in named if name.startswith("spotlight.scheduler.")}
+    return found
+
+
+def test_inside_the_scheduler_parts_import_only_what_the_table_allows() -> None:
+    found = [
+        f"{module} imports {name}"
+        for module, names in scheduler_imports().items()
+        for name in sorted(names)
+        if scheduler_part(name) not in {scheduler_part(module), *SCHEDULER_PARTS[scheduler_part(module)]}
+        and not (module == "spotlight.scheduler.plan" and name in PLAN_NAMES)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_no_modules_of_the_scheduler_import_each_other_in_a_circle() -> None:
+    imports = scheduler_imports()
+    settled: set[str] = set()
+    while len(settled) < len(imports):
+        free = {module for module, names in imports.items() if module not in settled and names <= settled}
+        assert free, f"circle among {sorted(set(imports) - settled)}"
         settled |= free
 
 

@@ -12,8 +12,8 @@ from test_cluster import PLAN, SPOT, V0, Room, of, only
 
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
+from spotlight.scheduler.cluster.pace import Pace
 from spotlight.scheduler.cluster.recovery import Recovery
-from spotlight.scheduler.overlap.pace import Pace
 from spotlight.scheduler.overlap.slices import COMPARED_MIN, Slice, slices
 from spotlight.scheduler.plan import Axis, ClusterPlan, PipelinePlan, Plan
 from spotlight.scheduler.types import (

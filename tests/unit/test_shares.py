@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotlight.scheduler.cluster.members import WorkerGroup
+from spotlight.scheduler.cluster.pace import Pace
 from spotlight.scheduler.cluster.sharing import FairShares
-from spotlight.scheduler.overlap.pace import Pace
 from spotlight.scheduler.types import GroupKind, LeaseId, NodeId, WorkerId
 
 STEPS = 8

@@ -37,6 +37,7 @@ from spotlight.scheduler.cluster.members import (
     WorkerState,
     check_members,
 )
+from spotlight.scheduler.cluster.pace import Pace
 from spotlight.scheduler.cluster.placement import choose_degree, form_groups
 from spotlight.scheduler.cluster.recovery import Recovery
 from spotlight.scheduler.cluster.sharing import Serving
@@ -51,7 +52,6 @@ from spotlight.scheduler.effects import (
     StartWorker,
     StopGroup,
 )
-from spotlight.scheduler.overlap.pace import Pace
 from spotlight.scheduler.plan import ClusterPlan
 from spotlight.scheduler.queue import PullQueue, first_epoch
 from spotlight.scheduler.types import (
