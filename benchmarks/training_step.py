@@ -258,16 +258,13 @@ class Plain:
 
 
 def plain_flow_grpo(plain: Plain, batches: Sequence[PlainBatch], samples: int) -> float:
-    """An update of Flow-GRPO with recomputed old log-probs."""
+    """The first update of a batch of Flow-GRPO: ratios to this pass's own log-probs."""
     params = FlowGRPOConfig()
-    old: list[list[Tensor]] = []
-    with torch.no_grad():
-        for batch in batches:
-            old.append([_log_prob(plain, batch, step) for step in range(TIMESTEPS)])
-    for batch, log_probs in zip(batches, old, strict=True):
+    for batch in batches:
         advantage = batch.tensors.advantages
         for step in range(TIMESTEPS):
-            ratios = torch.exp(_log_prob(plain, batch, step) - log_probs[step])
+            log_prob = _log_prob(plain, batch, step)
+            ratios = torch.exp(log_prob - log_prob.detach())
             clipped = ratios.clamp(1 - params.clip_range, 1 + params.clip_range)
             loss = torch.maximum(-advantage * ratios, -advantage * clipped)
             (loss.sum() / (samples * TIMESTEPS)).backward()  # type: ignore[no-untyped-call]
@@ -366,7 +363,7 @@ def plain_batches(family: QwenImage, samples: Sequence[TrainingSample], size: in
     values = [value for row in rows for value in row]
     return [
         PlainBatch(
-            stack(samples[i : i + size], values[i : i + size], None, family.device),
+            stack(samples[i : i + size], values[i : i + size], None, family.device, first_update=True),
             family.collate([sample.condition for sample in samples[i : i + size]]),
         )
         for i in range(0, len(samples), size)

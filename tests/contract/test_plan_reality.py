@@ -106,20 +106,29 @@ def _bytes_kept(real: WeightSlots, checkpointing: bool, rows: int) -> int:
         ({"name": "diffusion-nft", "reference_weight": 0.0, "train_timesteps": 1}, "ode"),
         ({"name": "flow-grpo", "kl_weight": 0.1}, "flow-sde"),
         ({"name": "flow-grpo", "train_timesteps": 2, "old_log_probs": "stop_gradient"}, "cps"),
+        ({"name": "grpo-guard"}, "flow-sde"),
     ],
 )
+@pytest.mark.parametrize("updates", [1, 2])
 def test_the_loss_evaluates_what_the_plan_counts(
-    random_pipeline: Path, algorithm: dict[str, object], sampler: str
+    random_pipeline: Path, algorithm: dict[str, object], sampler: str, updates: int
 ) -> None:
-    settings = config(random_pipeline, algorithm=algorithm, rollout={"sampler": sampler})
+    settings = config(
+        random_pipeline,
+        algorithm=algorithm,
+        rollout={"sampler": sampler},
+        learner={"updates_per_batch": updates, "micro_batch_size": 1},
+    )
     passes = count_passes(settings, evaluation_images=1)
-    calls = _calls_of_one_sample(settings)
-    assert calls.count("policy") * SAMPLES == passes.policy + passes.old_log_probs
-    assert calls.count("old") * SAMPLES == passes.old
-    assert calls.count("reference") * SAMPLES == passes.reference
+    updates = settings.learner.updates_per_batch
+    first, later = (_calls_of_one_sample(settings, first_update=first) for first in (True, False))
+    calls = [*first * (SAMPLES // updates), *later * (SAMPLES - SAMPLES // updates)]
+    assert calls.count("policy") == passes.policy + passes.old_log_probs
+    assert calls.count("old") == passes.old
+    assert calls.count("reference") == passes.reference
 
 
-def _calls_of_one_sample(settings: RunConfig) -> list[str]:
+def _calls_of_one_sample(settings: RunConfig, *, first_update: bool) -> list[str]:
     """The weight slots evaluated to train one sample, in order."""
     from dataclasses import replace
 
@@ -144,9 +153,11 @@ def _calls_of_one_sample(settings: RunConfig) -> list[str]:
         advantages=torch.ones(1),
         seeds=(1,),
         versions=(0,),
+        first_update=first_update,
     )
     timesteps = range(algorithm.timesteps(kept))
-    columns = [algorithm.old_log_probs(Counting(), batch, timestep) for timestep in timesteps]  # type: ignore[arg-type]
+    asked = () if first_update else timesteps
+    columns = [algorithm.old_log_probs(Counting(), batch, timestep) for timestep in asked]  # type: ignore[arg-type]
     old = [column for column in columns if column is not None]
     batch = replace(batch, old_log_probs=torch.stack(old, 1) if old else None)
     for timestep in timesteps:

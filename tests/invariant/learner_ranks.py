@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from learner_world import World, algorithm, cut, make_learner, train_batch
+from learner_world import World, algorithm, cut, first_update, make_learner, roll_out, train_batch
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from spotlight.training.learner import Learner
@@ -84,6 +85,30 @@ def run_passes(world: World, ranks: Ranks, directory: Path) -> dict[object, obje
     return found
 
 
+FIRST_UPDATES = ("flow-grpo", "flow-grpo-fast", "grpo-guard")
+
+
+def run_first_updates(world: World, ranks: Ranks) -> dict[str, bool]:
+    """Whether a pass for old log-probs changes a bit of this rank's share of a first update, by algorithm."""
+    same = {}
+    for name in FIRST_UPDATES:
+        found = []
+        for evaluated in (False, True):
+            learner = make_learner(world, algorithm(name), ranks=ranks, timesteps_per_pass=2)
+            samples = roll_out(world, learner)
+            held = [sample.key for sample in samples][ranks.rank :: ranks.world]
+            samples = [sample if sample.key in held else replace(sample, tensors=None) for sample in samples]
+            found.append(first_update(learner, samples, 2, evaluated=evaluated))
+        (skipped, sums), (expected, sums_with_pass) = found
+        equal = [torch.equal(_local(skipped[key]), _local(value)) for key, value in expected.items()]
+        same[name] = bool(equal) and all(equal) and sums == sums_with_pass and sums.ratio_max == 1.0
+    return same
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def main(rank: int, count: int, port: int, pipeline: Path, directory: Path) -> None:
     torch.set_num_threads(1)
     # What torchrun sets.
@@ -110,6 +135,9 @@ def main(rank: int, count: int, port: int, pipeline: Path, directory: Path) -> N
         passes = run_passes(world, ranks, directory)
         if ranks.is_main:
             torch.save(passes, directory / "passes.pt")
+        first_updates = ranks.share(run_first_updates(world, ranks))
+        if ranks.is_main:
+            torch.save(first_updates, directory / "first-updates.pt")
         half = make_learner(
             world,
             algorithm("diffusion-nft"),

@@ -27,6 +27,7 @@ from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout,
 from spotlight.training.batching.batch import SampleTensors
 from spotlight.training.learner import Learner, TrainingGuidance, TrainingSample
 from spotlight.training.sharding import Ranks
+from spotlight.training.step_metrics import UpdateSums
 
 SIZE = ImageSize(16, 16)
 STEPS = 4
@@ -203,4 +204,24 @@ def gradients(learner: Learner, samples: Sequence[TrainingSample], size: int) ->
     learner.prepare(samples, micro_batches)
     for keys in micro_batches:
         learner.accumulate(keys, len(samples))
-    return {n: p.grad.clone() for n, p in learner.slots.trainable_parameters().items() if p.grad is not None}
+    return gathered(learner)
+
+
+def gathered(learner: Learner) -> dict[str, torch.Tensor]:
+    """Copies of the gradients accumulated so far."""
+    parameters = learner.slots.trainable_parameters().items()
+    return {name: p.grad.clone() for name, p in parameters if p.grad is not None}
+
+
+def first_update(
+    learner: Learner, samples: Sequence[TrainingSample], size: int, *, evaluated: bool
+) -> tuple[dict[str, torch.Tensor], UpdateSums]:
+    """Gradients and metrics; with ``evaluated`` ratios to log-probs of a pass of their own, as later ones."""
+    micro_batches = cut(samples, size)
+    learner.prepare(samples, micro_batches)
+    if evaluated:
+        learner._compute_old_log_probs(micro_batches)
+        learner._stepped = True
+    for keys in micro_batches:
+        learner.accumulate(keys, len(samples))
+    return gathered(learner), learner.step().sums

@@ -240,7 +240,7 @@ def test_the_rollout_difference_is_reported() -> None:
 def test_wrong_use_is_an_error() -> None:
     policy, sampler = TinyPolicy(), FlowSDE()
     batch = rollout(policy, sampler)
-    with pytest.raises(ValueError, match="before the first update"):
+    with pytest.raises(ValueError, match="before the first update is applied"):
         FlowGRPO(FlowGRPOConfig(), sampler).loss(policy, batch, 0)
     with pytest.raises(ValueError, match="must store its log-probs"):
         FlowGRPO(FlowGRPOConfig(old_log_probs="rollout"), sampler).loss(

@@ -135,12 +135,8 @@ def plain_gradients(learner: Learner, samples: list[TrainingSample]) -> dict[str
     flat = [value for group in scaled for value in group]
     condition = family.collate([sample.condition for sample in samples])
     policy = PlainPolicy(learner, condition)
-    batch = stack(samples, flat, None, family.device)
+    batch = stack(samples, flat, None, family.device, first_update=True)
     timesteps = algo.timesteps(kept_steps(samples[0]))
-    with torch.no_grad():
-        columns = [algo.old_log_probs(policy, batch, timestep) for timestep in range(timesteps)]
-    old = [column for column in columns if column is not None]
-    batch = stack(samples, flat, torch.stack(old, 1).unbind(0) if old else None, family.device)
     losses = [algo.loss(policy, batch, timestep).per_sample for timestep in range(timesteps)]
     torch.stack(losses).mean().backward()
     result = {

@@ -7,13 +7,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner_world import GROUP, World, algorithm, cut, gradients, make_learner, roll_out, train_batch
-from torch import Tensor
+from learner_world import (
+    GROUP,
+    World,
+    algorithm,
+    cut,
+    gathered,
+    gradients,
+    make_learner,
+    roll_out,
+    train_batch,
+)
 
 from spotlight.algorithms.baselines import TOTAL, slice_advantages
 from spotlight.config.algorithm import AdvantageConfig
 from spotlight.training.batching.batch import scaled_advantages
-from spotlight.training.learner import Learner, TrainingSample
+from spotlight.training.learner import TrainingSample
 
 OWN = AdvantageConfig(std="group")
 WEIGHTS = {"quality": 1.0}
@@ -23,11 +32,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 @pytest.fixture(scope="module")
 def world(random_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(random_pipeline, tmp_path_factory.mktemp("cache"), layers=1)
-
-
-def gathered(learner: Learner) -> dict[str, Tensor]:
-    parameters = learner.slots.trainable_parameters().items()
-    return {name: p.grad.clone() for name, p in parameters if p.grad is not None}
 
 
 @pytest.mark.parametrize("per_pass", [1, 3, "auto"])

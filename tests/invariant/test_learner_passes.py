@@ -287,15 +287,14 @@ def test_after_a_back_off_the_ratio_is_still_bitwise_1(world: World) -> None:
 def test_old_log_probs_that_run_out_of_memory_are_made_in_smaller_passes(world: World) -> None:
     learner = make_learner(world, algorithm("flow-grpo"), timesteps_per_pass="auto", pass_memory_bytes=2**40)
     samples = roll_out(world, learner)
-    train_batch(learner, samples, 3)  # learns that all three timesteps fit
-    samples = [replace(sample, version=1) for sample in samples]
-    again = cut(samples, 3)
+    first, second = cut(samples, 3)
+    learner.prepare(samples, [first, second])
+    learner.accumulate(first, 3)  # learns that all three timesteps fit
     with runs_out(learner, 5, when="frozen") as failed:
-        learner.prepare(samples, again)
-        for keys in again:
-            learner.accumulate(keys, 6)
+        learner.step()
+        learner.accumulate(second, 3)
     assert failed == [9]
-    assert learner.step().sums.ratio_max == 1.0
+    assert learner.step().timesteps_per_pass == 1  # in the passes that made them
 
 
 def test_gradients_before_a_dropped_pass_stay_to_the_bit(world: World) -> None:

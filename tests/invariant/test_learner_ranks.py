@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as mp
-from learner_ranks import CASES, TIMESTEPS, learner_of, main, run_case
+from learner_ranks import CASES, FIRST_UPDATES, TIMESTEPS, learner_of, main, run_case
 from learner_world import World, algorithm, gradients, make_learner, roll_out, train_batch
 from safetensors.torch import load_file
 
@@ -148,3 +148,7 @@ def test_a_damaged_sharded_state_is_named(both: Both, damage: str, tmp_path: Pat
     learner = learner_of(both.world, "nft-lora")
     with pytest.raises(StateError, match=r"learner\.(dcp|json) cannot be read.*use an earlier checkpoint"):
         learner.load(tmp_path)
+
+
+def test_a_first_update_without_the_pass_for_old_log_probs_is_the_same_to_the_bit(both: Both) -> None:
+    assert torch.load(both.directory / "first-updates.pt") == [dict.fromkeys(FIRST_UPDATES, True)] * 2

@@ -110,8 +110,8 @@ def walk(settings: RunConfig, timesteps: int, per_timestep: int) -> int:
     [
         ({"name": "diffusion-nft", "train_timesteps": 2}, "ode", 2, 3),
         ({"name": "diffusion-nft", "train_timesteps": 2, "reference_weight": 0.0}, "ode", 2, 2),
-        ({"name": "flow-grpo"}, "cps", 4, 2),
-        ({"name": "flow-grpo", "kl_weight": 0.1, "train_timesteps": 3}, "cps", 3, 3),
+        ({"name": "flow-grpo"}, "cps", 4, 1),
+        ({"name": "flow-grpo", "kl_weight": 0.1, "train_timesteps": 3}, "cps", 3, 2),
         ({"name": "flow-grpo", "old_log_probs": "rollout"}, "cps", 4, 1),
     ],
 )

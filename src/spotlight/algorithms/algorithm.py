@@ -33,13 +33,15 @@ class TrainBatch:
         sigmas: the rollout's exact noise levels: those of ``latents``, [batch, S + 1]; with ``keeps ==
             "final"`` the whole schedule, [batch, T + 1].
         rollout_log_probs: [batch, S] as scored while rolling out, or None.
-        old_log_probs: [batch, T], of every training timestep, from :meth:`Algorithm.old_log_probs`; or None
-            where it returns None.
+        old_log_probs: [batch, T], of every training timestep, from :meth:`Algorithm.old_log_probs`; None
+            where it returns None, and in a batch's first update.
         advantages: [batch].
         seeds: the samples' seeds, for counter-based draws during training.
         versions: the policy versions that made the samples. Together with its seed a sample's version fixes
             the draws of training, so it must be the same for :meth:`Algorithm.old_log_probs` and for every
             loss of the sample, however many updates lie between them.
+        first_update: no optimizer step was taken since the batch began: the weights are those of before its
+            first update, so that ratios to them are 1.
     """
 
     final: Tensor
@@ -50,6 +52,7 @@ class TrainBatch:
     advantages: Tensor
     seeds: tuple[int, ...]
     versions: tuple[int, ...]
+    first_update: bool = False
 
     def repeated(self, times: int) -> TrainBatch:
         """Every sample ``times`` times, the whole batch after the whole batch: rows for several timesteps."""
@@ -153,8 +156,10 @@ class Algorithm(Protocol):
     def old_log_probs(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> Tensor | None:
         """Log-probs under the weights of before the batch's first update, where the ratio needs them.
 
-        [batch] without gradient, of every row's timestep. None when the algorithm needs none. The rows must
-        be those of the loss for the first ratio to be bitwise 1.
+        Asked for the samples of later updates alone: in the first (``batch.first_update``) the ratio is 1.
+
+        Returns:
+            [batch] without gradient, of every row's timestep; None when the algorithm needs none.
         """
 
     def loss(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:

@@ -90,13 +90,15 @@ class FlowGRPO:
         match self.config.old_log_probs:
             case "stop_gradient":
                 return log_prob.detach()
+            case "recompute" if batch.first_update:
+                return log_prob.detach()  # what the pass would give, to the bit: the same weights and rows
             case "recompute" if batch.old_log_probs is not None:
                 column = timestep_of_rows(timesteps, len(batch.seeds))
                 return batch.old_log_probs[at.rows, torch.tensor(column, device=at.rows.device)]
             case "rollout" if batch.rollout_log_probs is not None:
                 return at.pick(batch.rollout_log_probs)
             case "recompute":
-                remedy = "fill it from old_log_probs() before the first update"
+                remedy = "fill it from old_log_probs() before the first update is applied"
             case "rollout":
                 remedy = "the rollout must store its log-probs"
         raise ValueError(f"{self.name} with old_log_probs={self.config.old_log_probs} got none: {remedy}")

@@ -28,8 +28,9 @@ from spotlight.diffusion.samplers import Sampler
 class GRPOGuard:
     """Implements :class:`~spotlight.algorithms.algorithm.Algorithm`.
 
-    ``old`` is the policy as of before the batch (it gives μ_old), renewed whole after each batch. It is not
-    the one that made a sample of an older version, whose kick and ratio would be wrong.
+    ``old`` is the policy as of before the batch (it gives μ_old), renewed whole after each batch, and so
+    equal to the policy in a batch's first update, which does not evaluate it. It is not the one that made a
+    sample of an older version, whose kick and ratio would be wrong.
     """
 
     config: GRPOGuardConfig
@@ -56,7 +57,7 @@ class GRPOGuard:
         at = transition(batch, timesteps, self.config.train_timesteps)
         velocity = policy.velocity(at.x, at.sigma)
         with torch.no_grad():
-            old_velocity = policy.velocity(at.x, at.sigma, "old")
+            old_velocity = velocity if batch.first_update else policy.velocity(at.x, at.sigma, "old")
             old = self.sampler.moments(at.x, old_velocity, at.sigma, at.sigma_next)
         kick = (at.x_next - old.mean) / old.std
         moments = self.sampler.moments(at.x, velocity, at.sigma, at.sigma_next)

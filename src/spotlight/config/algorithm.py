@@ -59,13 +59,18 @@ class AlgorithmSection(Section):
         return False
 
     @property
+    def old_policy_starts_batch(self) -> bool:
+        """Whether those weights are the policy as of before a batch, so that its first update skips them."""
+        return False
+
+    @property
     def uses_reference(self) -> bool:
         """Whether the starting model is evaluated at every trained timestep."""
         return False
 
     @property
     def recomputes_log_probs(self) -> bool:
-        """Whether the learner evaluates every trained timestep once more before the first update."""
+        """Whether the learner evaluates timesteps of later updates than a batch's first once more."""
         return False
 
 
@@ -81,7 +86,7 @@ class FlowGRPOConfig(AlgorithmSection):
     kl_weight: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the divergence from the starting model; above 0 costs one more forward a timestep."""
     old_log_probs: OldLogProbs = "recompute"
-    """Denominator of the ratio: recomputed by the learner, this pass's own value, or the rollout's."""
+    """Denominator of the ratio: by the weights before the batch, this pass's own value, or the rollout's."""
     train_timesteps: PositiveInt | None = None
     """Trained steps a sample, drawn among its stochastic steps; default: all of them."""
 
@@ -174,6 +179,11 @@ class GRPOGuardConfig(AlgorithmSection):
 
     @property
     def uses_old_policy(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def old_policy_starts_batch(self) -> bool:
         """Always."""
         return True
 

@@ -36,9 +36,9 @@ class Passes:
         policy: forwards of the trained weights that build a graph.
         backward: backwards; each costs about two forwards.
         recomputed: forwards repeated in the backward pass by ``learner.gradient_checkpointing``.
-        old: forwards of the old policy (DiffusionNFT).
+        old: forwards of the old policy (of GRPO-Guard in later updates than a batch's first).
         reference: forwards of the starting model.
-        old_log_probs: forwards before the first update that give the ratio its denominator.
+        old_log_probs: forwards that give ratios of later updates than a batch's first their denominator.
         evaluation: forwards of ONE evaluation.
     """
 
@@ -145,15 +145,17 @@ def count_passes(config: RunConfig, evaluation_images: int) -> Passes:
     algorithm, guidance = config.algorithm, forwards_per_velocity(config)
     samples = config.rollout.prompts_per_iteration * config.rollout.group_size * guidance
     trained = samples * config.trained_timesteps
+    updates = config.learner.updates_per_batch  # divides the prompts, and so the samples
+    later = trained - trained // updates
     return Passes(
         rollout=samples * config.rollout.steps,
         previews=_preview_passes(config),
         policy=trained,
         backward=trained,
         recomputed=trained if config.learner.gradient_checkpointing else 0,
-        old=trained if algorithm.uses_old_policy else 0,
+        old=(later if algorithm.old_policy_starts_batch else trained) if algorithm.uses_old_policy else 0,
         reference=trained if algorithm.uses_reference else 0,
-        old_log_probs=trained if algorithm.recomputes_log_probs else 0,
+        old_log_probs=later if algorithm.recomputes_log_probs else 0,
         evaluation=evaluation_images * config.evaluation.steps * guidance,
     )
 

@@ -1,13 +1,13 @@
 """The learner: scored samples in, optimizer steps out.
 
-    learner.prepare(samples, micro_batches)      advantages; old log-probs where the algorithm needs them
+    learner.prepare(samples, micro_batches)      advantages
     learner.accumulate(keys, update_samples)     gradients of a micro-batch, as often as there are
     learner.step()                               one optimizer step; again accumulate for the next update
     learner.finish_batch()                       the old policy follows
 
 Or as samples arrive: ``learner.prepare_part(samples, micro_batches, scaled)`` in place of ``prepare``, once a
-part. Micro-batches of the first update may be accumulated in between; where old log-probs are made, all
-parts come before the first ``step``.
+part. Micro-batches of the first update may be accumulated in between; where later updates need old
+log-probs, all parts come before the first ``step``, which makes them just before it moves the weights.
 
 Invariants:
 - The gradient of an update is that of the mean loss over its samples and timesteps, however it is cut into
@@ -68,7 +68,8 @@ class _Prepared:
     """A sample of the current batch that no update has taken yet.
 
     Attributes:
-        old_log_probs: [timesteps], where the algorithm needs them and this rank trains the sample.
+        old_log_probs: [timesteps], of samples of later updates than the first, where the algorithm needs
+            them and this rank trains the sample.
         per_pass: timesteps in the passes that made them, on every rank.
     """
 
@@ -153,6 +154,8 @@ class Learner:
         self.batches = 0
         """Batches finished."""
         self._waiting: dict[str, _Prepared] = {}
+        self._order: list[Sequence[str]] = []
+        """Micro-batches of the current batch."""
         self._taken: dict[str, tuple[str, float]] = {}
         """Group and advantage of the samples of the current batch, trained or not."""
         self._version, self._preparing_s = 0, 0.0
@@ -165,12 +168,12 @@ class Learner:
     def prepare(
         self, samples: Sequence[TrainingSample], micro_batches: Sequence[Sequence[str]]
     ) -> BatchReport:
-        """Take an iteration's samples: form advantages and, where the algorithm needs them, old log-probs.
+        """Take an iteration's samples and form their advantages.
 
         Args:
             samples: of whole groups, from all ranks (those of other ranks without tensors).
-            micro_batches: the keys of every later :meth:`accumulate`, in order. The old log-probs are
-                computed in these very micro-batches, so that the first ratio is 1 to the bit.
+            micro_batches: the keys of every later :meth:`accumulate`, in order: old log-probs of later
+                updates are computed in these very micro-batches.
 
         Raises:
             RuntimeError: the batch before is not finished.
@@ -267,7 +270,7 @@ class Learner:
         per_pass = self._per_pass(bound, keys)
         self._update.announced = update_samples
         scale = self.ranks.world / (update_samples * bound.timesteps)
-        taken = self.passes.backward(bound, per_pass, scale, self._update.meter, fresh=not self._stepped)
+        taken = self.passes.backward(bound, per_pass, scale, self._update.meter)
         self._update.largest_pass = max(self._update.largest_pass, taken)
         self._update.meter.samples += len(mine)
         for key in keys:
@@ -290,6 +293,8 @@ class Learner:
         if problem is not None:
             self._drop_update()
             raise TrainingError(problem)
+        if not self._stepped:
+            self._compute_old_log_probs([keys for keys in self._order if self._waiting.keys() >= {*keys}])
         clip_grads_with_norm_(self._trainable(), config.max_grad_norm, norm)
         learning_rate = config.learning_rate_at(self.steps)
         for group in optimizer.param_groups:
@@ -348,7 +353,7 @@ class Learner:
         return scaled_advantages(samples, self.reward_weights, self.advantage)
 
     def _open_batch(self) -> None:
-        self._waiting, self._taken, self._preparing_s = {}, {}, 0.0
+        self._waiting, self._taken, self._order, self._preparing_s = {}, {}, [], 0.0
         self._version, self._labels, self._stepped = self.steps, 0, False
         self._update = self._new_update()
 
@@ -365,12 +370,15 @@ class Learner:
         require_fresh(samples, self._version, self.algorithm)
         self._waiting |= part
         self._taken |= {sample.key: (sample.group, scaled[sample.key]) for sample in samples}
-        self._compute_old_log_probs(micro_batches)
-        if not self._stepped:
+        self._order += [keys for keys in micro_batches if self._mine(keys)]
+        if self._stepped:
+            self._compute_old_log_probs(micro_batches)  # raises, if there are any
+        else:
             self._labels = max(self._labels, self._denoising_steps())
             self._update.meter.widen(self._labels)
 
     def _compute_old_log_probs(self, micro_batches: Sequence[Sequence[str]]) -> None:
+        """Of micro-batches of later updates, by the weights of before the first."""
         for keys in micro_batches:
             mine = self._mine(keys)
             bound = self._bind(mine)
@@ -405,15 +413,12 @@ class Learner:
         return mine
 
     def _per_pass(self, bound: Bound, keys: Sequence[str]) -> int:
-        """As many timesteps in a pass as the old log-probs were made with, so that ratios are exact."""
+        """As many timesteps in a pass as the old log-probs were made with: kernels round alike then."""
         made_with = {self._waiting[key].per_pass for key in keys}
         first = made_with.pop()
         if first is None or made_with:
             return self.passes.per_pass(bound)
-        per_pass = min(first, self.passes.limit(bound))
-        if per_pass < first and not self._stepped:
-            return self.passes.refresh(bound, per_pass)
-        return per_pass
+        return min(first, self.passes.limit(bound))
 
     def _bind(self, mine: Sequence[_Prepared]) -> Bound:
         samples = [item.sample for item in mine]
@@ -423,6 +428,7 @@ class Learner:
             [item.advantage for item in mine],
             old if len(old) == len(mine) else None,
             self.family.device,
+            first_update=not self._stepped,
         )
         conditions = [sample.condition for sample in samples]
         texts = [*conditions, *([self._guidance.negative] if self._guidance else [])]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -27,7 +27,7 @@ from spotlight.training.step_metrics import UpdateMeter
 from spotlight.training.timesteps import MARGIN, PassMemory, Shape, Trial, cut_timesteps, largest_pass
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Bound:
     """A rank's share of a micro-batch, ready for passes.
 
@@ -127,14 +127,10 @@ class Passes:
                     raise
             per_pass = self._halved(bound, per_pass)
 
-    def backward(self, bound: Bound, per_pass: int, scale: float, meter: UpdateMeter, *, fresh: bool) -> int:
+    def backward(self, bound: Bound, per_pass: int, scale: float, meter: UpdateMeter) -> int:
         """Add the gradient of ``scale`` times the sum of the losses of all samples and timesteps.
 
         Returns the timesteps of the largest pass.
-
-        Args:
-            fresh: no optimizer step was taken since the old log-probs: they may be computed again, so that
-                ratios stay exactly 1 when passes must become smaller.
         """
         pending = cut_timesteps(range(bound.timesteps), per_pass)
         largest = 1
@@ -147,16 +143,8 @@ class Passes:
                 pending = pending[1:]
                 continue
             smaller = self._halved(bound, len(timesteps))
-            if fresh and bound.batch.old_log_probs is not None:
-                smaller = self.refresh(bound, smaller)
             pending = cut_timesteps(range(timesteps.start, bound.timesteps), smaller)
         return largest
-
-    def refresh(self, bound: Bound, per_pass: int) -> int:
-        """Compute the old log-probs again, in smaller passes; returns the timesteps of those."""
-        old, per_pass = self.old_log_probs(bound, per_pass)
-        bound.batch = replace(bound.batch, old_log_probs=old)
-        return per_pass
 
     # -- one pass --------------------------------------------------------------------------------------
 
@@ -234,17 +222,7 @@ class Passes:
         self.memory = self.memory.after(Trial(bound.tokens, bound.samples * per_pass, needed))
 
     def _trial(self, bound: Bound, per_pass: int) -> None:
-        largest = max(cut_timesteps(range(bound.timesteps), per_pass), key=len)
-        with torch.no_grad():
-            old = self._algorithm.old_log_probs(*bound.rows(largest))
-        kept = bound.batch
-        if old is not None and kept.old_log_probs is None:
-            # Values do not matter to memory; the pass needs some.
-            bound.batch = replace(kept, old_log_probs=old.new_zeros(bound.samples, bound.timesteps))
-        try:
-            self._backward(bound, largest, 0.0)
-        finally:
-            bound.batch = kept
+        self._backward(bound, max(cut_timesteps(range(bound.timesteps), per_pass), key=len), 0.0)
 
     def _largest(self, key: tuple[Shape, int]) -> int:
         if self._budget_bytes is not None:

@@ -30,7 +30,7 @@ class BatchReport:
         advantage_abs_mean: mean absolute value: how much signal there is.
         clipped_share: share of samples whose advantage is at the clip.
         silent_groups_share: share of groups without any contrast: nothing is learnt from them.
-        seconds: time taken, old log-probs included.
+        seconds: time taken.
     """
 
     samples: int

@@ -119,6 +119,8 @@ def stack(
     scaled: Sequence[float],
     old_log_probs: Sequence[Tensor] | None,
     device: torch.device,
+    *,
+    first_update: bool,
 ) -> TrainBatch:
     """The samples as one batch on ``device``.
 
@@ -135,6 +137,7 @@ def stack(
         advantages=torch.tensor(list(scaled), dtype=torch.float32, device=device),
         seeds=tuple(sample.seed for sample in samples),
         versions=tuple(sample.version for sample in samples),
+        first_update=first_update,
     )
 
 
