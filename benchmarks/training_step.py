@@ -41,7 +41,7 @@ from spotlight.rollout.state import FinishedRollout, Recipe
 from spotlight.runtime.build.process_setup import prepare_process
 from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 from spotlight.testbed import PIPELINE_DIR
-from spotlight.training.batching.batch import SampleTensors, stack
+from spotlight.training.batching.batch import stack
 from spotlight.training.learner import Learner, TrainingSample
 from spotlight.training.sharding import Ranks
 
@@ -91,7 +91,7 @@ def make_learner(
         max_grad_norm=MAX_GRAD_NORM,
         timesteps_per_pass=timesteps_per_pass,
     )
-    return Learner(own, slots, algorithm, settings, {"quality": 1.0}, size=size, ranks=ranks)
+    return Learner(own, slots, algorithm, settings, size=size, ranks=ranks)
 
 
 def roll_out(learner: Learner, conditions: Sequence[Condition], count: int) -> list[TrainingSample]:
@@ -117,27 +117,22 @@ def roll_out(learner: Learner, conditions: Sequence[Condition], count: int) -> l
     with learner.slots.use(algorithm.rollout_slot) as model:
         states = engine.start(rollouts, texts, Recipe(size, algorithm.sampler, window, 1.0, algorithm.keeps))
         results = engine.run(model, states)
+    rewards = [{"quality": float(i * 7919 % 13)} for i in range(count)]
+    groups = [rewards[i : i + GROUP] for i in range(0, count, GROUP)]
+    scaled = [value for row in advantages(groups, {"quality": 1.0}, AdvantageConfig()) for value in row]
     return [
         TrainingSample(
             key=result.rollout.id,
             group=result.rollout.prompt_id,
-            rewards={"quality": float(result.rollout.seed * 7919 % 13)},
+            advantage=advantage,
             condition=text,
             seed=result.rollout.seed,
             version=0,
-            tensors=tensors_of(result, family.sigmas(STEPS, size)),
+            tensors=result.tensors,
         )
-        for result, text in zip(results, texts, strict=True)
+        for result, text, advantage in zip(results, texts, scaled, strict=True)
         if isinstance(result, FinishedRollout)
     ]
-
-
-def tensors_of(result: FinishedRollout, sigmas: Tensor) -> SampleTensors:
-    """What a loss needs of a finished rollout."""
-    kept = result.trajectory
-    if kept is None:
-        return SampleTensors(result.final, None, sigmas, None)
-    return SampleTensors(result.final, kept.latents, kept.sigmas, kept.log_probs)
 
 
 def made_now(learner: Learner, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
@@ -355,15 +350,10 @@ def measure(
 
 
 def plain_batches(family: QwenImage, samples: Sequence[TrainingSample], size: int) -> list[PlainBatch]:
-    """The samples stacked, with the learner's advantages."""
-    groups: dict[str, list[dict[str, float]]] = {}
-    for sample in samples:
-        groups.setdefault(sample.group, []).append(dict(sample.rewards))
-    rows = advantages(list(groups.values()), {"quality": 1.0}, AdvantageConfig())
-    values = [value for row in rows for value in row]
+    """The samples stacked."""
     return [
         PlainBatch(
-            stack(samples[i : i + size], values[i : i + size], None, family.device, first_update=True),
+            stack(samples[i : i + size], None, family.device, first_update=True),
             family.collate([sample.condition for sample in samples[i : i + size]]),
         )
         for i in range(0, len(samples), size)

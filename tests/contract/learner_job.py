@@ -11,7 +11,7 @@ from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.serialization import pack_sample
-from spotlight.rollout.state import FinishedRollout
+from spotlight.rollout.state import FinishedRollout, SampleTensors
 from spotlight.runtime.build import parts as build
 from spotlight.runtime.build.learner_parts import Learning, assemble, fill_embeddings, prepare_model
 from spotlight.scheduler.effects import PrepareBatch
@@ -65,13 +65,17 @@ class Batch:
     finished: dict[RolloutId, FinishedRollout]
 
     @property
+    def tensors(self) -> dict[RolloutId, SampleTensors]:
+        return {name: sample.tensors for name, sample in self.finished.items()}
+
+    @property
     def packed(self) -> dict[RolloutId, bytes]:
         return {name: pack_sample(sample) for name, sample in self.finished.items()}
 
 
 def make_batch(config: RunConfig, learning: Learning, iteration: int, version: int) -> Batch:
     """Real rollouts by the policy as it is, with made-up rewards; one update of four micro-batches."""
-    (name,) = learning.learner.reward_weights
+    (name,) = learning.trainer.reward_weights
     prompts = prompts_of_iteration(build.load_prompts(config).train, config.run_seed, iteration, 2)
     rollouts = [
         Rollout(

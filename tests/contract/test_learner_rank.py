@@ -40,7 +40,7 @@ def alone(config: RunConfig) -> LearnerRank:
 
 def train_inline(learning: Learning, batch: Batch) -> tuple[float, float]:
     trainer = learning.trainer
-    trainer.prepare(batch.effect, batch.rollouts, batch.finished)
+    trainer.prepare(batch.effect, batch.rollouts, batch.tensors)
     for micro_batch in batch.effect.micro_batches:
         trainer.accumulate(micro_batch)
     told = trainer.step(len(batch.rollouts))
@@ -194,6 +194,6 @@ def test_bad_batches_raise_what_they_raise_inline(random_pipeline: Path, tmp_pat
     short = {name: data for name, data in batch.packed.items() if name != first}
     with pytest.raises(ValueError, match=f"7 of the 8 samples of its share; the first missing is {first}"):
         rank.prepare(batch.effect, batch.rollouts, short)
-    batch.finished[first].final.fill_(float("nan"))
+    batch.finished[first].tensors.final.fill_(float("nan"))
     with pytest.raises(TrainingError, match="gradient norm"):
         train_rank(rank, batch, batch.packed)

@@ -18,7 +18,7 @@ from spotlight.config.schema import RunConfig
 from spotlight.rollout.sequence_parallel.rendezvous import Address
 from spotlight.scheduler.effects import PrepareBatch
 from spotlight.scheduler.types import Baseline, Comparison, Group, MicroBatch
-from spotlight.training.batching.part_advantages import part_advantages
+from spotlight.training.batching.sample_advantages import sample_advantages
 from spotlight.weights.bundle import read
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
@@ -121,11 +121,12 @@ def test_slices_train_with_the_advantages_of_their_baseline(random_pipeline: Pat
     learner, trainer = by_hand.learning.learner, by_hand.learning.trainer
     given: dict[str, float] = {}
     for part in parts:
-        given |= part_advantages(part, learner.reward_weights, learner.advantage)
+        given |= sample_advantages(part, trainer.reward_weights, learner.advantage)
     assert len({round(value, 6) for value in given.values()}) > 2
     order = [micro_batch for part in parts for micro_batch in part.micro_batches]
-    samples = trainer._batch(batch.effect, batch.rollouts, batch.finished)
-    by_hand.learning.learner.prepare_part(samples, [each.rollouts for each in order], given)
+    samples = trainer._batch(batch.effect, batch.rollouts, batch.tensors)
+    samples = [replace(sample, advantage=given[sample.key]) for sample in samples]
+    by_hand.learning.learner.prepare(samples, [each.rollouts for each in order], part=True)
     for micro_batch in order:
         trainer.accumulate(micro_batch)
     trainer.step(8)

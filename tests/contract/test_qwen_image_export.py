@@ -38,7 +38,7 @@ def draw(family: QwenImage, slots: WeightSlots, slot: str = "policy") -> tuple[T
     with slots.use(slot) as model:
         (result,) = engine.run(model, states)
     assert isinstance(result, FinishedRollout)
-    return states[0].latents, family.decode_float(result.final[None], SIZE)[0]
+    return states[0].latents, family.decode_float(result.tensors.final[None], SIZE)[0]
 
 
 def plain(pipe: QwenImagePipeline, latents: Tensor) -> np.ndarray:

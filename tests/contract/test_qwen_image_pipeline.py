@@ -83,7 +83,7 @@ def test_images_equal_the_pipelines(
 ) -> None:
     expected = theirs(family, pipeline, PROMPTS, size, scale)
     results = ours(family, PROMPTS, size, scale)
-    found = family.decode_float(torch.stack([result.final for result in results]), size)
+    found = family.decode_float(torch.stack([result.tensors.final for result in results]), size)
     assert found.shape == (len(PROMPTS), size.height, size.width, 3)
     assert np.abs(found - expected).max() <= TOLERANCE
     assert np.abs(found[0] - found[1]).max() > 0.1
@@ -95,16 +95,16 @@ def test_images_equal_the_pipelines(
 def test_images_of_the_shipped_pipeline_equal_the_pipelines(tmp_path: Path) -> None:
     family = load(PIPELINE_DIR, tmp_path)
     expected = theirs(family, load_theirs(PIPELINE_DIR), PROMPTS, SIZES[0], 4.0)
-    finals = torch.stack([result.final for result in ours(family, PROMPTS, SIZES[0], 4.0)])
+    finals = torch.stack([result.tensors.final for result in ours(family, PROMPTS, SIZES[0], 4.0)])
     assert np.abs(family.decode_float(finals, SIZES[0]) - expected).max() <= TOLERANCE
 
 
 def test_prompt_and_guidance_matter(family: QwenImage) -> None:
     """Or else the equality above would prove little."""
     size = SIZES[0]
-    base = ours(family, PROMPTS[:1], size, 1.0)[0].final
-    assert (ours(family, PROMPTS[1:], size, 1.0)[0].final - base).abs().max() > 100 * TOLERANCE
-    assert (ours(family, PROMPTS[:1], size, 4.0)[0].final - base).abs().max() > 100 * TOLERANCE
+    base = ours(family, PROMPTS[:1], size, 1.0)[0].tensors.final
+    assert (ours(family, PROMPTS[1:], size, 1.0)[0].tensors.final - base).abs().max() > 100 * TOLERANCE
+    assert (ours(family, PROMPTS[:1], size, 4.0)[0].tensors.final - base).abs().max() > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("steps", [2, 10, 50])

@@ -205,7 +205,7 @@ async def killed_and_restored(head: Head, batches: list[Batch]) -> None:
         assert (len(head.losses), head.failed, head.notes) == (1, [], [])
 
         for sample in batches[2].finished.values():
-            sample.final.fill_(float("nan"))
+            sample.tensors.final.fill_(float("nan"))
         digests = head.keep(batches[2], "another digest")
         for part in in_parts(batches[2].effect):  # whose first was prepared in the life that was lost
             await group.prepare(part, batches[2].rollouts, digests)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from spotlight.algorithms import Algorithm, build_algorithm
+from spotlight.algorithms.advantages import advantages
 from spotlight.algorithms.algorithm import Slot
 from spotlight.config.algorithm import AdvantageConfig
 from spotlight.config.learner import EmaConfig, LearnerConfig
@@ -24,7 +25,6 @@ from spotlight.registry import ALGORITHMS
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe
 from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
-from spotlight.training.batching.batch import SampleTensors
 from spotlight.training.learner import Learner, TrainingGuidance, TrainingSample
 from spotlight.training.sharding import Ranks
 from spotlight.training.step_metrics import UpdateSums
@@ -33,6 +33,7 @@ SIZE = ImageSize(16, 16)
 STEPS = 4
 PROMPTS = ("a photo of a red circle", "a blue square left of a green triangle", "two yellow circles")
 GROUP = 2
+WEIGHTS = {"quality": 1.0}
 LORA = LoraSpec(rank=4, alpha=8.0, targets=QwenImage.default_lora_targets, seed=3)
 
 
@@ -85,14 +86,11 @@ def make_learner(
     ranks: Ranks | None = None,
     guidance: float = 1.0,
     dtype: torch.dtype = torch.float32,
-    advantage: AdvantageConfig | None = None,
     ema_cap: float | None = None,
     ema_every: int = 1,
     pass_memory_bytes: int | None = None,
     **settings: Any,
 ) -> Learner:
-    if advantage is not None:
-        algo = build_algorithm(algo.config.model_copy(update={"advantage": advantage}), algo.sampler)
     ema = None if ema_cap is None else EmaConfig(cap=ema_cap, every=ema_every)
     budget = None if pass_memory_bytes is None else pass_memory_bytes / 2**30
     learner_config = LearnerConfig(
@@ -105,7 +103,6 @@ def make_learner(
         make_slots(family, algo, mode, extra),
         algo,
         learner_config,
-        {"quality": 1.0},
         size=SIZE,
         guidance=TrainingGuidance(guidance, world.negative) if guidance > 1 else None,
         ranks=ranks,
@@ -145,30 +142,33 @@ def roll_out(
             states = engine.step(model, states)
         finished = engine.finish(states)
     firsts = [state.window.start for state in states]
+    rewards = list(rewards_of(rollouts).values())
+    groups = [rewards[i : i + GROUP] for i in range(0, len(rewards), GROUP)]
+    scaled = [value for group in advantages(groups, WEIGHTS, AdvantageConfig()) for value in group]
     return [
-        _sample(learner, result, condition, first)
-        for result, condition, first in zip(finished, conditions, firsts, strict=True)
+        _sample(result, condition, first, advantage)
+        for result, condition, first, advantage in zip(finished, conditions, firsts, scaled, strict=True)
         if isinstance(result, FinishedRollout)
     ]
 
 
+def rewards_of(rollouts: Sequence[Rollout]) -> dict[RolloutId, dict[str, float]]:
+    """Made up, of their seeds."""
+    return {rollout.id: {"quality": float((rollout.seed * 7919) % 13)} for rollout in rollouts}
+
+
 def _sample(
-    learner: Learner, result: FinishedRollout, condition: Condition, first_step: int
+    result: FinishedRollout, condition: Condition, first_step: int, advantage: float
 ) -> TrainingSample:
-    rollout, kept = result.rollout, result.trajectory
-    if kept is None:
-        sigmas = learner.family.sigmas(rollout.steps, SIZE)
-        tensors = SampleTensors(result.final, None, sigmas, None)
-    else:
-        tensors = SampleTensors(result.final, kept.latents, kept.sigmas, kept.log_probs)
+    rollout = result.rollout
     return TrainingSample(
         key=rollout.id,
         group=rollout.prompt_id,
-        rewards={"quality": float((rollout.seed * 7919) % 13)},
+        advantage=advantage,
         condition=condition,
         seed=rollout.seed,
         version=rollout.version,
-        tensors=tensors,
+        tensors=result.tensors,
         first_step=first_step,
     )
 

@@ -74,17 +74,16 @@ def run(family: QwenImage, states: list[RolloutState], max_batch: int = 16) -> l
 
 
 def finals(results: list[FinishedRollout]) -> Tensor:
-    return torch.stack([result.final for result in results])
+    return torch.stack([result.tensors.final for result in results])
 
 
 def same_bits(one: FinishedRollout, other: FinishedRollout) -> bool:
-    if not torch.equal(one.final, other.final) or (one.image != other.image).any():
+    if not torch.equal(one.tensors.final, other.tensors.final) or (one.image != other.image).any():
         return False
-    if one.trajectory is None or other.trajectory is None:
-        return one.trajectory is other.trajectory
-    return torch.equal(one.trajectory.latents, other.trajectory.latents) and torch.equal(
-        one.trajectory.log_probs, other.trajectory.log_probs
-    )
+    a, b = one.tensors, other.tensors
+    if a.latents is None or b.latents is None or a.log_probs is None or b.log_probs is None:
+        return a.latents is b.latents
+    return torch.equal(a.latents, b.latents) and torch.equal(a.log_probs, b.log_probs)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -217,8 +216,8 @@ def test_half_precision_is_that_of_the_matrix_products_alone(family: QwenImage) 
     half, whole = run(family, states)
     handle.remove()
     assert seen == [torch.bfloat16, torch.float32] * STEPS
-    assert half.final.dtype == torch.float32
-    assert 1e-3 < (half.final - whole.final).abs().max() < 0.5
+    assert half.tensors.final.dtype == torch.float32
+    assert 1e-3 < (half.tensors.final - whole.tensors.final).abs().max() < 0.5
 
 
 def test_shortcuts_are_for_previews_only(family: QwenImage) -> None:

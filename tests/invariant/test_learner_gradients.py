@@ -21,9 +21,7 @@ from learner_world import (
 )
 from torch import Tensor
 
-from spotlight.algorithms.advantages import advantages
 from spotlight.algorithms.algorithm import Slot
-from spotlight.config.algorithm import AdvantageConfig
 from spotlight.models.family import ConditionBatch
 from spotlight.models.slots import LoraSlots
 from spotlight.training.batching.batch import kept_steps, stack
@@ -126,16 +124,9 @@ class PlainPolicy:
 def plain_gradients(learner: Learner, samples: list[TrainingSample]) -> dict[str, Tensor]:
     """Of the mean loss over samples and timesteps, in one backward."""
     algo, family = learner.algorithm, learner.family
-    groups: dict[str, list[TrainingSample]] = {}
-    for sample in samples:
-        groups.setdefault(sample.group, []).append(sample)
-    scaled = advantages(
-        [[s.rewards for s in g] for g in groups.values()], {"quality": 1.0}, AdvantageConfig()
-    )
-    flat = [value for group in scaled for value in group]
     condition = family.collate([sample.condition for sample in samples])
     policy = PlainPolicy(learner, condition)
-    batch = stack(samples, flat, None, family.device, first_update=True)
+    batch = stack(samples, None, family.device, first_update=True)
     timesteps = algo.timesteps(kept_steps(samples[0]))
     losses = [algo.loss(policy, batch, timestep).per_sample for timestep in range(timesteps)]
     torch.stack(losses).mean().backward()

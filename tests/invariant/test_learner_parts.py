@@ -19,13 +19,8 @@ from learner_world import (
     train_batch,
 )
 
-from spotlight.algorithms.baselines import TOTAL, slice_advantages
-from spotlight.config.algorithm import AdvantageConfig
-from spotlight.training.batching.batch import scaled_advantages
 from spotlight.training.learner import TrainingSample
 
-OWN = AdvantageConfig(std="group")
-WEIGHTS = {"quality": 1.0}
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 
 
@@ -39,7 +34,7 @@ def world(random_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Wo
 def test_groups_trained_as_they_arrive_give_the_gradient_of_the_whole_batch_to_the_bit(
     world: World, name: str, per_pass: int | str
 ) -> None:
-    options = {"advantage": OWN, "timesteps_per_pass": per_pass}
+    options = {"timesteps_per_pass": per_pass}
     whole = make_learner(world, algorithm(name), **options)
     samples = roll_out(world, whole)
     expected = gradients(whole, samples, GROUP)
@@ -47,7 +42,7 @@ def test_groups_trained_as_they_arrive_give_the_gradient_of_the_whole_batch_to_t
     learner = make_learner(world, algorithm(name), **options)
     for arrived, keys in enumerate(cut(samples, GROUP), start=1):
         part = [sample for sample in samples if sample.key in keys]
-        assert learner.prepare_part(part, [keys]).groups == arrived
+        assert learner.prepare(part, [keys], part=True).groups == arrived
         assert learner.announced == (None if arrived == 1 else len(samples))
         learner.accumulate(keys, len(samples))
     found = gathered(learner)
@@ -71,14 +66,14 @@ def test_several_updates_of_a_batch_in_parts_are_those_of_the_whole_to_the_bit(
 
     The first update's micro-batches are trained between parts.
     """
-    whole, learner = (make_learner(world, algorithm(name), advantage=OWN) for _ in range(2))
+    whole, learner = (make_learner(world, algorithm(name)) for _ in range(2))
     samples = roll_out(world, whole)
     first, *others = cut(samples, GROUP)
     whole.prepare(samples, [first, *others])
-    learner.prepare_part(samples[:GROUP], [first])
+    learner.prepare(samples[:GROUP], [first], part=True)
     for each in (whole, learner):
         each.accumulate(first, GROUP)
-    learner.prepare_part(samples[GROUP:], others)
+    learner.prepare(samples[GROUP:], others, part=True)
     reports = []
     for each in (whole, learner):
         reports.append([each.step().sums])
@@ -104,41 +99,27 @@ def test_slices_with_the_advantages_of_their_groups_give_the_gradient_of_the_who
     slices = by_member(roll_out(world, whole))
     samples = [sample for part in slices for sample in part]
     expected = gradients(whole, samples, len(slices[0]))
-    scaled = scaled_advantages(samples, WEIGHTS, AdvantageConfig())
     learner = make_learner(world, algorithm("flow-grpo"))
     for part in slices:
         keys = [sample.key for sample in part]
-        learner.prepare_part(part, [keys], {key: scaled[key] for key in keys})
+        learner.prepare(part, [keys], part=True)
         learner.accumulate(keys, len(samples))
     found = gathered(learner)
     assert all(torch.equal(found[key], gradient) for key, gradient in expected.items())
 
 
-def test_a_baseline_of_slices_drives_the_learner(world: World) -> None:
-    learner = make_learner(world, algorithm("flow-grpo-fast"))
-    samples = roll_out(world, learner)
-    given = {}
-    for group in {sample.group for sample in samples}:
-        members = [sample for sample in samples if sample.group == group]
-        values = slice_advantages([m.rewards for m in members], [], WEIGHTS, AdvantageConfig(), {TOTAL: 2.0})
-        given |= {member.key: value for member, value in zip(members, values, strict=True)}
-    report = learner.prepare_part(samples, [], given)
-    assert report.advantage_abs_mean == pytest.approx(sum(map(abs, given.values())) / len(given))
-
-
 def test_a_batch_of_fewer_samples_than_announced_is_the_mean_over_those(world: World) -> None:
-    options = {"advantage": OWN}
-    whole = make_learner(world, algorithm("diffusion-nft"), **options)
+    whole = make_learner(world, algorithm("diffusion-nft"))
     samples = roll_out(world, whole)
     expected = gradients(whole, samples[: 2 * GROUP], GROUP)
-    learner = make_learner(world, algorithm("diffusion-nft"), **options)
+    learner = make_learner(world, algorithm("diffusion-nft"))
     with pytest.raises(RuntimeError, match="no announced number"):
         learner.amend(4)
     first, second, _lost = cut(samples, GROUP)
-    learner.prepare_part(samples[:GROUP], [first])
+    learner.prepare(samples[:GROUP], [first], part=True)
     learner.accumulate(first, len(samples))
     learner.amend(2 * GROUP)
-    learner.prepare_part(samples[GROUP : 2 * GROUP], [second])
+    learner.prepare(samples[GROUP : 2 * GROUP], [second], part=True)
     learner.accumulate(second, 2 * GROUP)
     found = gathered(learner)
     for key, gradient in expected.items():
@@ -147,33 +128,28 @@ def test_a_batch_of_fewer_samples_than_announced_is_the_mean_over_those(world: W
 
 
 def test_parts_that_would_train_wrongly_are_refused(world: World) -> None:
-    learner = make_learner(world, algorithm("flow-grpo"), advantage=OWN)
+    learner = make_learner(world, algorithm("flow-grpo"))
     samples = roll_out(world, learner)
     first, second, _ = cut(samples, GROUP)
     some = samples[:GROUP]
-    with pytest.raises(ValueError, match=r"no advantage in `scaled`"):
-        learner.prepare_part(some, [first], {first[0]: 1.0})
-    learner.prepare_part(some, [first])
+    learner.prepare(some, [first], part=True)
     with pytest.raises(ValueError, match="was in an earlier part of the batch"):
-        learner.prepare_part(some, [first])
+        learner.prepare(some, [first], part=True)
     learner.accumulate(first, GROUP)
     with pytest.raises(ValueError, match="was in an earlier part of the batch"):
-        learner.prepare_part(some, [first])
+        learner.prepare(some, [first], part=True)
     with pytest.raises(RuntimeError, match=r"prepare\(\) before finish_batch"):
         learner.prepare(samples, [])
     learner.step()
     with pytest.raises(RuntimeError, match=r"arrives after an optimizer step.*all parts before the first"):
-        learner.prepare_part(samples[GROUP : 2 * GROUP], [second])
-    learner = make_learner(world, algorithm("flow-grpo"))
-    with pytest.raises(ValueError, match=r"advantage.std is 'global'.*set it to 'group'"):
-        learner.prepare_part(some, [first])
+        learner.prepare(samples[GROUP : 2 * GROUP], [second], part=True)
 
 
 def test_parts_after_an_optimizer_step_are_fine_where_ratios_are_to_the_rollout(world: World) -> None:
-    learner = make_learner(world, algorithm("flow-grpo", old_log_probs="rollout"), advantage=OWN)
+    learner = make_learner(world, algorithm("flow-grpo", old_log_probs="rollout"))
     samples = roll_out(world, learner)
     for keys in cut(samples, GROUP):
-        learner.prepare_part([replace(s) for s in samples if s.key in keys], [keys])
+        learner.prepare([replace(s) for s in samples if s.key in keys], [keys], part=True)
         learner.accumulate(keys, GROUP)
         learner.step()
     learner.finish_batch()
@@ -191,7 +167,7 @@ FRESH_ONLY = [
 def test_an_older_sample_is_refused_where_its_ratio_would_be_to_weights_that_did_not_make_it(
     world: World, name: str, params: dict[str, str]
 ) -> None:
-    learner = make_learner(world, algorithm(name, **params), advantage=OWN)
+    learner = make_learner(world, algorithm(name, **params))
     samples = roll_out(world, learner)
     train_batch(learner, samples, 6)
     stale, fresh = samples[:GROUP], [replace(sample, version=1) for sample in samples[GROUP:]]
@@ -200,10 +176,10 @@ def test_an_older_sample_is_refused_where_its_ratio_would_be_to_weights_that_did
     with pytest.raises(ValueError, match=wanted):
         learner.prepare([*stale, *fresh], [first, *others])
     with pytest.raises(ValueError, match=wanted):  # though nothing newer is there of the batch yet
-        learner.prepare_part(stale, [first])
-    learner.prepare_part(fresh, others)
+        learner.prepare(stale, [first], part=True)
+    learner.prepare(fresh, others, part=True)
     with pytest.raises(ValueError, match=wanted):
-        learner.prepare_part(stale, [first])
+        learner.prepare(stale, [first], part=True)
 
 
 @pytest.mark.parametrize(

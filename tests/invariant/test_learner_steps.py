@@ -16,8 +16,6 @@ from spotlight.training.learner import Learner, TrainingError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 
-WEIGHTS = {"quality": 1.0}
-
 
 @pytest.fixture(scope="module")
 def world(random_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
@@ -145,8 +143,6 @@ def test_samples_that_do_not_belong_are_named(world: World) -> None:
     learner = make_learner(world, algorithm("flow-grpo-fast"))
     samples = roll_out(world, learner)
     keys = [sample.key for sample in samples]
-    with pytest.raises(ValueError, match="'quality' is missing"):
-        learner.prepare([replace(samples[0], rewards={"other": 1.0})], [])
     with pytest.raises(ValueError, match="2 samples have 1 different keys"):
         learner.prepare([samples[0], samples[0]], [])
     learner = make_learner(world, algorithm("flow-grpo-fast"))
@@ -161,19 +157,19 @@ def test_missing_slots_and_unsuitable_sizes_are_errors_at_once(world: World) -> 
     algo = algorithm("diffusion-nft")
     slots, settings = CopySlots(family.transformer, ["reference"]), LearnerConfig()
     with pytest.raises(ModelError, match="weight slots old are missing; have policy, reference"):
-        Learner(family, slots, algo, settings, WEIGHTS, size=ImageSize(16, 16))
+        Learner(family, slots, algo, settings, size=ImageSize(16, 16))
     with pytest.raises(ModelError, match="height is 17"):
-        Learner(family, slots, algorithm("flow-grpo"), settings, WEIGHTS, size=ImageSize(17, 16))
+        Learner(family, slots, algorithm("flow-grpo"), settings, size=ImageSize(17, 16))
     settings, grpo = LearnerConfig(gradient_checkpointing=True), algorithm("flow-grpo")
     family.transformer = torch.nn.Linear(2, 2)
     with pytest.raises(ModelError, match="Linear cannot recompute activations"):
-        Learner(family, CopySlots(family.transformer), grpo, settings, WEIGHTS, size=ImageSize(16, 16))
+        Learner(family, CopySlots(family.transformer), grpo, settings, size=ImageSize(16, 16))
 
 
 def test_advantages_are_reported(world: World) -> None:
     learner = make_learner(world, algorithm("diffusion-nft"))
-    samples = [replace(s, rewards={"quality": 1.0, "extra": 2.0}) for s in roll_out(world, learner)]
-    samples[0] = replace(samples[0], rewards={"quality": 2.0})
+    samples = [replace(s, advantage=0.0) for s in roll_out(world, learner)]
+    samples[0], samples[1] = (replace(samples[i], advantage=a) for i, a in enumerate((1.0, -1.0)))
     report = learner.prepare(samples, [])
     assert (report.samples, report.groups) == (6, 3)
     assert report.silent_groups_share == pytest.approx(2 / 3)

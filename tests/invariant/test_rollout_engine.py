@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -77,13 +78,19 @@ def run(
 
 def assert_same(one: FinishedRollout, two: FinishedRollout, tolerance: float = 0.0) -> None:
     assert one.rollout == two.rollout
-    assert (one.final - two.final).abs().max() <= tolerance
+    assert (one.tensors.final - two.tensors.final).abs().max() <= tolerance
     assert np.abs(one.image.astype(int) - two.image).max() <= (1 if tolerance else 0)
-    assert (one.trajectory is None) == (two.trajectory is None)
-    if one.trajectory is not None and two.trajectory is not None:
-        assert torch.equal(one.trajectory.sigmas, two.trajectory.sigmas)
-        assert (one.trajectory.latents - two.trajectory.latents).abs().max() <= tolerance
-        difference = (one.trajectory.log_probs - two.trajectory.log_probs).abs().max()
+    a, b = one.tensors, two.tensors
+    assert torch.equal(a.sigmas, b.sigmas)
+    assert (a.latents is None) == (b.latents is None)
+    if (
+        a.latents is not None
+        and b.latents is not None
+        and a.log_probs is not None
+        and b.log_probs is not None
+    ):
+        assert (a.latents - b.latents).abs().max() <= tolerance
+        difference = (a.log_probs - b.log_probs).abs().max()
         assert difference <= (LOG_PROB_TOLERANCE if tolerance else 0)
 
 
@@ -92,7 +99,9 @@ def test_a_batch_of_sixteen_gives_what_one_alone_gives(family: QwenImage, recipe
     together = run(family, list(range(16)), recipe)
     for seed in (0, 5, 13):
         assert_same(run(family, [seed], recipe)[0], together[seed], TOLERANCE)
-    assert (together[0].final - together[3].final).abs().max() > 0.1  # same prompt, other seed
+    assert (
+        together[0].tensors.final - together[3].tensors.final
+    ).abs().max() > 0.1  # same prompt, other seed
 
 
 def test_rollouts_at_different_steps_share_a_forward(family: QwenImage) -> None:
@@ -162,7 +171,7 @@ def test_a_replay_repeats_the_log_probs(
     recipe = Recipe(SIZE, sampler, window, 1.0, "trajectory")
     results = run(family, seeds, recipe)
     condition = family.collate(family.encode([PROMPTS[seed % 3] for seed in seeds]))
-    trajectories = [result.trajectory for result in results if result.trajectory is not None]
+    trajectories: list[Any] = [result.tensors for result in results]
     kept = window.kept(STEPS)
     levels = family.sigmas(STEPS, SIZE)
     for seed, trajectory in zip(seeds, trajectories, strict=True):
@@ -254,9 +263,9 @@ def test_a_step_leaves_the_old_states_as_they_were(family: QwenImage) -> None:
 def test_results_can_be_trained_on(family: QwenImage) -> None:
     """No inference tensors, no graph."""
     result = run(family, [0])[0]
-    assert result.trajectory is not None
-    assert result.trajectory.latents.grad_fn is None
-    (result.trajectory.latents * torch.ones(1, requires_grad=True)).sum().backward()
+    assert result.tensors.latents is not None
+    assert result.tensors.latents.grad_fn is None
+    (result.tensors.latents * torch.ones(1, requires_grad=True)).sum().backward()
 
 
 def test_done_states_stay_and_do_not_run(family: QwenImage) -> None:
@@ -341,7 +350,7 @@ def test_a_preview_of_all_steps_is_its_rollout(family: QwenImage) -> None:
     whole = engine(family).start([rollout(0, FULL)], conditions, NFT)
     expected = finished(engine(family).run(family.transformer, whole))[0]
     found = finished(engine(family).run(family.transformer, previews(family, [FULL])))[0]
-    assert torch.equal(found.final, expected.final)
+    assert torch.equal(found.tensors.final, expected.tensors.final)
 
 
 def test_a_preview_of_fewer_steps_follows_the_same_path(family: QwenImage) -> None:
@@ -363,8 +372,8 @@ def test_a_preview_of_fewer_steps_follows_the_same_path(family: QwenImage) -> No
                 FlowSDE(0.7), latents, velocity, sigma, sigma_next, noise=kick, stochastic=sde
             ).latents
     found = finished(engine(family).run(family.transformer, [state]))[0]
-    assert (found.final - latents[0]).abs().max() <= TOLERANCE
-    assert found.trajectory is None
+    assert (found.tensors.final - latents[0]).abs().max() <= TOLERANCE
+    assert found.tensors.latents is None
 
 
 def test_previews_do_not_depend_on_company_or_moves(family: QwenImage) -> None:

@@ -138,7 +138,7 @@ def test_a_lone_rollout_is_what_the_engine_makes(
     with body.slots.use(SLOT_OF[one.purpose], merged=True) as model:
         states = body.engine.start([one], [condition], RECIPES[one.purpose])
         (result,) = body.engine.run(model, states)
-    assert torch.equal(result.final, made["final"])
+    assert torch.equal(result.tensors.final, made["final"])
 
 
 PURPOSES = st.sampled_from([Purpose.TRAIN, Purpose.TRAIN, Purpose.EXPLORE, Purpose.EVAL])

@@ -293,6 +293,6 @@ def assert_made_by_its_version(body: Body, home: MemoryHome, one: Rollout) -> No
     with body.slots.use(SLOT_OF[one.purpose], merged=True) as model:
         states = body.engine.start([one], body.family.encode([text]), RECIPES[one.purpose])
         (result,) = body.engine.run(model, states)
-    made, _ = unpack_sample(home.values["sample", one.id, mark_of(one.version)].data)
+    made = unpack_sample(home.values["sample", one.id, mark_of(one.version)].data).final
     assert isinstance(result, FinishedRollout)
-    assert (made - result.final).abs().max() <= 2e-5
+    assert (made - result.tensors.final).abs().max() <= 2e-5

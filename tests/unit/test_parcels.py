@@ -19,7 +19,7 @@ from spotlight.diffusion.schedule import AllSteps
 from spotlight.models.family import Condition, ImageSize
 from spotlight.rollout import serialization as parcels
 from spotlight.rollout.serialization import ParcelError
-from spotlight.rollout.state import FinishedRollout, Recipe, RolloutState, Trajectory
+from spotlight.rollout.state import FinishedRollout, Recipe, RolloutState, SampleTensors
 from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 
 SIZE = ImageSize(16, 32)
@@ -68,8 +68,8 @@ def states(draw: st.DrawFn) -> RolloutState:
 def finished(seed: int = 0, *, trajectory: bool = True, name: str = "r3") -> FinishedRollout:
     image = np.random.default_rng(seed).integers(0, 256, (4, 6, 3), dtype=np.uint8)
     rollout = Rollout(RolloutId(name), Purpose.TRAIN, 3, PromptId("p"), 0, seed, 4, PolicyVersion(1))
-    kept = Trajectory(noise((3, 2, 4), seed), noise((3,), seed + 1), noise((2,), seed + 2))
-    return FinishedRollout(rollout, image, noise((2, 4), seed), kept if trajectory else None)
+    kept = (noise((3, 2, 4), seed), noise((2,), seed + 2)) if trajectory else ()
+    return FinishedRollout(rollout, image, SampleTensors(noise((2, 4), seed), noise((3,), seed + 1), *kept))
 
 
 @settings(max_examples=60)
@@ -90,12 +90,11 @@ def test_a_state_comes_back_bit_by_bit(state: RolloutState) -> None:
 @given(st.integers(0, 2**31), st.booleans())
 def test_samples_images_and_conditions_come_back_bit_by_bit(seed: int, trajectory: bool) -> None:
     made = finished(seed, trajectory=trajectory)
-    final, kept = parcels.unpack_sample(parcels.pack_sample(made))
-    assert bits(final) == bits(made.final)
-    assert (kept is None) is (made.trajectory is None)
-    if kept is not None and made.trajectory is not None:
-        for name in ("latents", "sigmas", "log_probs"):
-            assert bits(getattr(kept, name)) == bits(getattr(made.trajectory, name))
+    back = parcels.unpack_sample(parcels.pack_sample(made))
+    for name in ("final", "sigmas", "latents", "log_probs"):
+        found, expected = getattr(back, name), getattr(made.tensors, name)
+        assert (found is None) is (expected is None)
+        assert found is None or bits(found) == bits(expected)
     image = parcels.unpack_image(parcels.pack_image(made))
     assert (image.dtype, image.tolist()) == (np.uint8, made.image.tolist())
     condition = Condition(noise((3, 4), seed, torch.bfloat16))
@@ -104,11 +103,12 @@ def test_samples_images_and_conditions_come_back_bit_by_bit(seed: int, trajector
 
 def test_views_and_shared_memory_are_packed_as_what_they_show() -> None:
     made = finished()
-    assert made.trajectory is not None
-    shared = dataclasses.replace(made, final=made.trajectory.latents[-1])
-    final, kept = parcels.unpack_sample(parcels.pack_sample(shared))
-    assert kept is not None
-    assert bits(final) == bits(kept.latents[-1])
+    assert made.tensors.latents is not None
+    last = made.tensors.latents[-1]
+    shared = dataclasses.replace(made, tensors=dataclasses.replace(made.tensors, final=last))
+    back = parcels.unpack_sample(parcels.pack_sample(shared))
+    assert back.latents is not None
+    assert bits(back.final) == bits(back.latents[-1])
     mirrored = dataclasses.replace(made, image=made.image[:, ::-1].copy()[:2])
     assert parcels.unpack_image(parcels.pack_image(mirrored)).tolist() == mirrored.image.tolist()
 

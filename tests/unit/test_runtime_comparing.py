@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +13,7 @@ from spotlight.algorithms.baselines import exploration_advantages, slice_advanta
 from spotlight.config.algorithm import AdvantageConfig
 from spotlight.scheduler.effects import PrepareBatch
 from spotlight.scheduler.types import Baseline, Comparison, Group, PromptId, RolloutId
-from spotlight.training.batching.part_advantages import part_advantages
+from spotlight.training.batching.sample_advantages import sample_advantages
 
 WEIGHTS = {"ocr": 1.0, "jpeg": 0.5}
 OWN = AdvantageConfig(std="group")
@@ -48,7 +50,7 @@ VALUES = st.lists(st.floats(-10, 10), min_size=3, max_size=6).map(scores)
 @given(groups=st.lists(VALUES, min_size=1, max_size=3))
 def test_whole_groups_have_the_advantages_of_the_whole_batch_to_the_bit(groups: list[Scores]) -> None:
     whole = advantages([only(group) for group in groups], WEIGHTS, OWN)
-    found = part_advantages(part(groups), WEIGHTS, OWN)
+    found = sample_advantages(part(groups), WEIGHTS, OWN)
     assert list(found.values()) == [value for group in whole for value in group]
 
 
@@ -62,7 +64,7 @@ def test_baselines_mix_within_a_part_and_weights_multiply(
         Comparison(Baseline.EXPLORATION, tuple(explored)),
     )
     factors = {"0/1": factor, "1/0": factor, "2/2": factor}
-    found = part_advantages(part([whole, arrived, arrived], comparisons, factors), WEIGHTS, OWN)
+    found = sample_advantages(part([whole, arrived, arrived], comparisons, factors), WEIGHTS, OWN)
     one = [1.0] * len(whole)
     one[1] = factor
     in_slice = slice_advantages(only(arrived), only(seen), WEIGHTS, OWN)
@@ -78,22 +80,36 @@ def test_a_slice_that_lost_too_many_has_nothing_to_be_compared_with(
     arrived: list[float], seen: list[float]
 ) -> None:
     comparison = Comparison(Baseline.SLICE, tuple(scores(seen)))
-    found = part_advantages(part([scores(arrived)], (comparison,)), WEIGHTS, OWN)
+    found = sample_advantages(part([scores(arrived)], (comparison,)), WEIGHTS, OWN)
     assert list(found.values()) == [0.0] * len(arrived)
     comparison = Comparison(Baseline.SLICE, tuple(scores([*seen, 2.0, 3.0])))
-    assert all(part_advantages(part([scores(arrived)], (comparison,)), WEIGHTS, OWN).values())
+    assert all(sample_advantages(part([scores(arrived)], (comparison,)), WEIGHTS, OWN).values())
 
 
 def test_what_cannot_be_compared_is_named() -> None:
     some = scores([1.0, 2.0, 4.0])
     params = AdvantageConfig(std="global")
     with pytest.raises(ValueError, match=r"advantage.std is 'global'.*set it to 'group'"):
-        part_advantages(part([some]), WEIGHTS, params)
+        sample_advantages(part([some]), WEIGHTS, params)
     explored = Comparison(Baseline.EXPLORATION, tuple(some))
-    assert part_advantages(part([some], (explored,)), WEIGHTS, params)
+    assert sample_advantages(part([some], (explored,)), WEIGHTS, params)
     with pytest.raises(ValueError, match="2 groups have 1 comparisons; expected one a group"):
-        part_advantages(part([some, some], (explored,)), WEIGHTS, OWN)
+        sample_advantages(part([some, some], (explored,)), WEIGHTS, OWN)
     with pytest.raises(ValueError, match="0 other seeds of the prompt were explored"):
-        part_advantages(part([some], (Comparison(Baseline.EXPLORATION),)), WEIGHTS, OWN)
+        sample_advantages(part([some], (Comparison(Baseline.EXPLORATION),)), WEIGHTS, OWN)
     with pytest.raises(ValueError, match=r"has the rewards \['jpeg', 'ocr', 'reward'\]; 'clip' is missing"):
-        part_advantages(part([some]), {"clip": 1.0}, OWN)
+        sample_advantages(part([some]), {"clip": 1.0}, OWN)
+
+
+def test_a_whole_batch_is_scaled_together_and_weights_of_samples_reach_their_advantages() -> None:
+    groups, config = [scores([0.0, 0.4, 1.0]), scores([0.5, 0.5, 3.0])], AdvantageConfig()
+    rows = [only(group) for group in groups]
+    plain = sample_advantages(replace(part(groups), partial=False), WEIGHTS, config)
+    assert list(plain.values()) == [v for values in advantages(rows, WEIGHTS, config) for v in values]
+    effect = replace(part(groups, weights={"0/0": 0.5, "1/2": 2.0}), partial=False)
+    importance = [[0.5, 1.0, 1.0], [1.0, 1.0, 2.0]]
+    weighted = list(sample_advantages(effect, WEIGHTS, config).values())
+    assert weighted == [v for values in advantages(rows, WEIGHTS, config, importance) for v in values]
+    assert weighted != list(plain.values())
+    with pytest.raises(ValueError, match="'clip' is missing"):
+        sample_advantages(effect, {"clip": 1.0}, config)

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spotlight.rollout.state import SampleTensors
 from spotlight.scheduler.types import MicroBatch, RolloutId
-from spotlight.training.batching.batch import SampleTensors
 from spotlight.training.batching.redistribute import deal, even_moves
 from spotlight.training.sharding import Ranks
 
@@ -47,6 +47,6 @@ def test_every_rank_gets_its_share_by_the_fewest_moves(
 
 
 def test_one_rank_keeps_what_it_has() -> None:
-    tensors = SampleTensors(torch.zeros(2, 3), None, torch.zeros(4), None)
+    tensors = SampleTensors(torch.zeros(2, 3), torch.zeros(4))
     held = {RolloutId("a"): tensors}
     assert deal([MicroBatch(0, 0, (RolloutId("a"),), 1)], held, Ranks()) == held

@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from spotlight.algorithms.advantages import advantages
 from spotlight.cluster.head import Head
 from spotlight.cluster.loop import Loop
-from spotlight.config.algorithm import AdvantageConfig
 from spotlight.config.load import load_config
 from spotlight.data.datasets import Prompts
 from spotlight.runtime.build import parts as build
@@ -28,7 +26,6 @@ from spotlight.scheduler.exploration.selection import SelectionPolicy
 from spotlight.scheduler.plan import ExplorationPlan, Explore, PlannerPlan
 from spotlight.scheduler.seeds import prompts_of_iteration, spares_of_iteration
 from spotlight.scheduler.types import Prompt, PromptId, Purpose, WorkerId
-from spotlight.training.batching.batch import TrainingSample, scaled_advantages
 from spotlight.training.batching.feed import IterationLog
 
 SDE = ("algorithm.name=flow-grpo", "rollout.sampler=flow-sde")
@@ -178,28 +175,6 @@ def test_what_is_put_does_not_average() -> None:
     log.add("b", 1.0)
     log.add("b", 3.0)
     assert log.take() == {"a": 3.0, "b": 2.0}
-
-
-def sample(key: str, reward: float, importance: float) -> TrainingSample:
-    condition: Any = None
-    return TrainingSample(key, "g", {"r": reward}, condition, 0, 0, None, importance=importance)
-
-
-def test_weights_of_samples_reach_their_advantages() -> None:
-    params = AdvantageConfig()
-    rewards, weights = [0.0, 0.4, 1.0], [0.5, 0.5, 2.0]
-    rows = [[{"r": reward} for reward in rewards]]
-    weighted = scaled_advantages(
-        [sample(str(n), *pair) for n, pair in enumerate(zip(rewards, weights, strict=True))],
-        {"r": 1.0},
-        params,
-    )
-    assert list(weighted.values()) == advantages(rows, {"r": 1.0}, params, [weights])[0]
-    plain = scaled_advantages(
-        [sample(str(n), reward, 1.0) for n, reward in enumerate(rewards)], {"r": 1.0}, params
-    )
-    assert list(plain.values()) == advantages(rows, {"r": 1.0}, params)[0]
-    assert plain != weighted
 
 
 def test_a_scored_previews_tensors_are_let_go() -> None:

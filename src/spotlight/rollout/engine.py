@@ -30,7 +30,7 @@ from spotlight.diffusion.noise import INITIAL, noise_batch
 from spotlight.models.family import Condition, Guidance, ImageSize, ModelFamily
 from spotlight.rollout import step_cache
 from spotlight.rollout.limits import decode_batch
-from spotlight.rollout.state import FailedRollout, FinishedRollout, Recipe, RolloutState, Trajectory
+from spotlight.rollout.state import FailedRollout, FinishedRollout, Recipe, RolloutState, SampleTensors
 from spotlight.rollout.step_cache import Added
 from spotlight.scheduler.types import Purpose, Rollout
 
@@ -151,9 +151,7 @@ class Engine:
                 images = self._family.decode(torch.stack([states[i].latents for i in batch]), size)
                 for i, image in zip(batch, images, strict=True):
                     state = states[i]
-                    results[i] = FinishedRollout(
-                        state.rollout, image.copy(), state.latents.to("cpu", copy=True), _trajectory(state)
-                    )
+                    results[i] = FinishedRollout(state.rollout, image.copy(), _sample_tensors(state))
         return [result for result in results if result is not None]
 
     def take_fewer(self) -> None:
@@ -342,12 +340,14 @@ def _advance(state: RolloutState, latents: Tensor, log_prob: Tensor, added: Adde
     )
 
 
-def _trajectory(state: RolloutState) -> Trajectory | None:
+def _sample_tensors(state: RolloutState) -> SampleTensors:
+    final = state.latents.to("cpu", copy=True)
     if state.recipe.keeps == "final":
-        return None
-    return Trajectory(
-        latents=torch.stack(state.kept).cpu(),
+        return SampleTensors(final, state.sigmas)
+    return SampleTensors(
+        final,
         sigmas=state.sigmas[state.window.start : state.window.stop + 1].clone(),
+        latents=torch.stack(state.kept).cpu(),
         log_probs=torch.stack(state.log_probs).cpu(),
     )
 

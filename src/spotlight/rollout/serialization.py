@@ -19,10 +19,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from spotlight.models.family import Condition
-from spotlight.rollout.state import FinishedRollout, Recipe, RolloutState, Trajectory, from_tensors
+from spotlight.rollout.state import FinishedRollout, Recipe, RolloutState, SampleTensors, from_tensors
 
 _FORMAT = 1
-_TRAJECTORY = ("latents", "sigmas", "log_probs")
 
 
 class ParcelError(ValueError):
@@ -47,18 +46,19 @@ def unpack_state(data: bytes, recipe: Recipe, device: torch.device | str = "cpu"
 
 
 def pack_sample(finished: FinishedRollout) -> bytes:
-    """What the learner needs of a rollout: x0, and the trajectory where it was kept."""
-    tensors = {"final": finished.final}
-    if finished.trajectory is not None:
-        tensors |= {name: getattr(finished.trajectory, name) for name in _TRAJECTORY}
+    """What the learner needs of a rollout."""
+    fields = {name: getattr(finished.tensors, name) for name in SampleTensors.__slots__}
+    tensors = {name: tensor for name, tensor in fields.items() if tensor is not None}
     return _pack("sample", finished.rollout.id, tensors)
 
 
-def unpack_sample(data: bytes) -> tuple[Tensor, Trajectory | None]:
-    """x0 and trajectory, as in :class:`~spotlight.rollout.state.FinishedRollout`. Raises ParcelError."""
+def unpack_sample(data: bytes) -> SampleTensors:
+    """What :func:`pack_sample` wrote. Raises ParcelError."""
     _, tensors = _unpack("sample", data)
-    final = tensors.pop("final")
-    return final, Trajectory(**{name: tensors[name] for name in _TRAJECTORY}) if tensors else None
+    try:
+        return SampleTensors(**tensors)
+    except TypeError as error:
+        _refuse("sample", data, str(error))
 
 
 def pack_image(finished: FinishedRollout) -> bytes:

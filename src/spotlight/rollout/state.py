@@ -205,18 +205,21 @@ def from_tensors(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Trajectory:
-    """The S stochastic steps of a rollout, float32 on the CPU.
+class SampleTensors:
+    """What training needs of a finished rollout with S stochastic steps, float32 on the CPU.
 
     Attributes:
-        latents: the states around the steps, [S + 1, tokens, channels].
-        sigmas: their noise levels, [S + 1].
-        log_probs: of the steps, as scored while rolling out, [S].
+        final: x0, [tokens, channels].
+        sigmas: the noise levels of ``latents``, [S + 1]; without them the whole schedule, [T + 1].
+        latents: the states around the stochastic steps, [S + 1, tokens, channels]; None where the recipe
+            keeps x0 alone.
+        log_probs: of those steps, as scored while rolling out, [S]; None without ``latents``.
     """
 
-    latents: Tensor
+    final: Tensor
     sigmas: Tensor
-    log_probs: Tensor
+    latents: Tensor | None = None
+    log_probs: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -225,14 +228,11 @@ class FinishedRollout:
 
     Attributes:
         image: [height, width, 3] uint8.
-        final: x0, [tokens, channels] float32 on the CPU.
-        trajectory: the stochastic steps, or None when the recipe keeps the final latents only.
     """
 
     rollout: Rollout
     image: NDArray[np.uint8]
-    final: Tensor
-    trajectory: Trajectory | None
+    tensors: SampleTensors
 
 
 @dataclass(frozen=True, slots=True)

@@ -281,7 +281,8 @@ class InlineDriver:
         with clock.phase(Phase.TRAINING):
             match effect:
                 case ef.PrepareBatch(iteration):
-                    trainer.prepare(effect, self.parts.controller.rollouts, self._samples)
+                    tensors = {name: sample.tensors for name, sample in self._samples.items()}
+                    trainer.prepare(effect, self.parts.controller.rollouts, tensors)
                     self._to_train += [micro_batch.update for micro_batch in effect.micro_batches]
                     self._events.append(ev.BatchPrepared(iteration))
                 case ef.TrainMicroBatch(micro_batch, index):

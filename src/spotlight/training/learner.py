@@ -1,13 +1,13 @@
 """The learner: scored samples in, optimizer steps out.
 
-    learner.prepare(samples, micro_batches)      advantages
+    learner.prepare(samples, micro_batches)      samples with their advantages
     learner.accumulate(keys, update_samples)     gradients of a micro-batch, as often as there are
     learner.step()                               one optimizer step; again accumulate for the next update
     learner.finish_batch()                       the old policy follows
 
-Or as samples arrive: ``learner.prepare_part(samples, micro_batches, scaled)`` in place of ``prepare``, once a
-part. Micro-batches of the first update may be accumulated in between; where later updates need old
-log-probs, all parts come before the first ``step``, which makes them just before it moves the weights.
+Or as samples arrive: ``prepare(..., part=True)``, once per part. Micro-batches of the first update may be
+accumulated in between; where later updates need old log-probs, all parts come before the first ``step``,
+which makes them just before it moves the weights.
 
 Invariants:
 - The gradient of an update is that of the mean loss over its samples and timesteps, however it is cut into
@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,6 @@ from spotlight.training.batching.batch import (
     TrainingSample,
     kept_steps,
     require_fresh,
-    scaled_advantages,
     stack,
 )
 from spotlight.training.passes import Bound, Passes
@@ -74,7 +73,6 @@ class _Prepared:
     """
 
     sample: TrainingSample
-    advantage: float
     old_log_probs: Tensor | None = None
     per_pass: int | None = None
 
@@ -96,9 +94,8 @@ class Learner:
         family: the forward that rollouts use too.
         slots: ``policy``, the algorithm's extra slots, and ``ema`` if the settings ask for an average. With
             several ranks they are sharded in place here.
-        algorithm: advantages in, loss out.
+        algorithm: its loss.
         config: how the policy is updated.
-        reward_weights: factor of each reward; its names are those every sample has.
         size: of the images trained on.
         guidance: that of the rollouts; None without.
         ranks: the processes that train together.
@@ -113,7 +110,6 @@ class Learner:
         slots: WeightSlots,
         algorithm: Algorithm,
         config: LearnerConfig,
-        reward_weights: Mapping[str, float],
         *,
         size: ImageSize,
         guidance: TrainingGuidance | None = None,
@@ -125,7 +121,7 @@ class Learner:
             raise ModelError(f"weight slots {', '.join(missing)} are missing; have {', '.join(slots.slots)}")
         family.check_size(size)
         self.family, self.slots, self.algorithm, self.config = family, slots, algorithm, config
-        self.reward_weights, self.advantage = dict(reward_weights), algorithm.config.advantage
+        self.advantage = algorithm.config.advantage
         self.autocast = autocast_type(config)
         self.ranks = Ranks() if ranks is None else ranks
         self._size, self._guidance = size, guidance
@@ -166,67 +162,35 @@ class Learner:
         self._update = self._new_update()
 
     def prepare(
-        self, samples: Sequence[TrainingSample], micro_batches: Sequence[Sequence[str]]
+        self, samples: Sequence[TrainingSample], micro_batches: Sequence[Sequence[str]], *, part: bool = False
     ) -> BatchReport:
-        """Take an iteration's samples and form their advantages.
+        """Take an iteration's samples, or with ``part`` some of them; reports what is there of the batch.
 
         Args:
-            samples: of whole groups, from all ranks (those of other ranks without tensors).
-            micro_batches: the keys of every later :meth:`accumulate`, in order: old log-probs of later
-                updates are computed in these very micro-batches.
+            samples: from all ranks (those of other ranks without tensors).
+            micro_batches: the keys of every later :meth:`accumulate` of these samples, in order; old
+                log-probs of later updates are computed in these very micro-batches.
 
         Raises:
-            RuntimeError: the batch before is not finished.
-            ValueError: a reward is missing or not finite, or a key is in two samples.
+            RuntimeError: the batch before is not finished; or a part comes after an optimizer step and its
+                ratios would be to newer weights.
+            ValueError: a key is in two samples, or a sample's ratio would be to weights that did not make it.
         """
         started = time.perf_counter()
-        if self._waiting or self._update.announced is not None:
+        if not part and (self._waiting or self._update.announced is not None):
             raise RuntimeError(
                 "prepare() before finish_batch(): the samples of the batch before would be lost"
             )
-        scaled = self._scaled(samples)
-        self._open_batch()
-        self._take(samples, micro_batches, scaled)
-        return self._report(started)
-
-    def prepare_part(
-        self,
-        samples: Sequence[TrainingSample],
-        micro_batches: Sequence[Sequence[str]],
-        scaled: Mapping[str, float] | None = None,
-    ) -> BatchReport:
-        """Take some of an iteration's samples as they arrive; reports what is there of the batch so far.
-
-        Args:
-            samples: whole groups, or with ``scaled`` also slices of groups, from all ranks.
-            micro_batches: the keys of every later :meth:`accumulate` of these samples, in order.
-            scaled: advantages by key, from a baseline that needs no whole groups
-                (:mod:`spotlight.algorithms.baselines`). None: formed here from the part's own groups, which
-                equals forming them from the whole batch.
-
-        Raises:
-            RuntimeError: the batch took an optimizer step already, and its ratios would be to newer weights.
-            ValueError: a sample was given before or has no advantage, or advantages need the whole batch.
-        """
-        started = time.perf_counter()
-        if scaled is None and self.advantage.std == "global":
-            raise ValueError(
-                "advantage.std is 'global', the spread of the whole batch, which a part does not know: "
-                "set it to 'group', or give advantages by a baseline"
-            )
-        again = [sample.key for sample in samples if sample.key in self._taken]
+        again = [sample.key for sample in samples if part and sample.key in self._taken]
         if again:
             raise ValueError(
                 f"sample {again[0]} was in an earlier part of the batch: a sample enters one optimizer step"
             )
-        given = self._scaled(samples) if scaled is None else dict(scaled)
-        absent = [sample.key for sample in samples if sample.key not in given]
-        if absent:
-            raise ValueError(f"sample {absent[0]} has no advantage in `scaled`; every sample needs one")
-        if not self._taken:
+        if not (part and self._taken):
             self._open_batch()
-        self._take(samples, micro_batches, given)
-        return self._report(started)
+        self._take(samples, micro_batches)
+        self._preparing_s += time.perf_counter() - started
+        return batch_report(self._taken.values(), self.advantage.clip, self._preparing_s)
 
     @property
     def announced(self) -> int | None:
@@ -349,9 +313,6 @@ class Learner:
 
     # -- a batch ---------------------------------------------------------------------------------------
 
-    def _scaled(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
-        return scaled_advantages(samples, self.reward_weights, self.advantage)
-
     def _open_batch(self) -> None:
         self._waiting, self._taken, self._order, self._preparing_s = {}, {}, [], 0.0
         self._version, self._labels, self._stepped = self.steps, 0, False
@@ -361,15 +322,14 @@ class Learner:
         self,
         samples: Sequence[TrainingSample],
         micro_batches: Sequence[Sequence[str]],
-        scaled: Mapping[str, float],
     ) -> None:
         """Make ``samples`` ready for their micro-batches."""
-        part = {sample.key: _Prepared(sample, scaled[sample.key]) for sample in samples}
+        part = {sample.key: _Prepared(sample) for sample in samples}
         if len(part) != len(samples):
             raise ValueError(f"{len(samples)} samples have {len(part)} different keys")
         require_fresh(samples, self._version, self.algorithm)
         self._waiting |= part
-        self._taken |= {sample.key: (sample.group, scaled[sample.key]) for sample in samples}
+        self._taken |= {sample.key: (sample.group, sample.advantage) for sample in samples}
         self._order += [keys for keys in micro_batches if self._mine(keys)]
         if self._stepped:
             self._compute_old_log_probs(micro_batches)  # raises, if there are any
@@ -425,7 +385,6 @@ class Learner:
         old = [item.old_log_probs for item in mine if item.old_log_probs is not None]
         batch = stack(
             samples,
-            [item.advantage for item in mine],
             old if len(old) == len(mine) else None,
             self.family.device,
             first_update=not self._stepped,
@@ -457,10 +416,6 @@ class Learner:
         if not local or self.algorithm.keeps == "final":
             return 0
         return max(item.sample.first_step for item in self._waiting.values()) + kept_steps(local[0])
-
-    def _report(self, started: float) -> BatchReport:
-        self._preparing_s += time.perf_counter() - started
-        return batch_report(self._taken.values(), self.advantage.clip, self._preparing_s)
 
     # -- an update -------------------------------------------------------------------------------------
 

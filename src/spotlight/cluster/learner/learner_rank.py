@@ -29,7 +29,6 @@ from spotlight.config.schema import RunConfig
 from spotlight.rollout.sequence_parallel import rendezvous
 from spotlight.rollout.sequence_parallel.rendezvous import Address
 from spotlight.rollout.serialization import pack_condition, unpack_sample
-from spotlight.rollout.state import Trajectory
 from spotlight.runtime.build import parts as build
 from spotlight.runtime.build.learner_parts import (
     Learning,
@@ -208,7 +207,7 @@ class LearnerRank:
                 f"the first missing is {missing[0]}"
             )
         with self._in(Phase.TRAINING):
-            held = {rollout: _Sample(*unpack_sample(samples[rollout])) for rollout in wanted}
+            held = {rollout: unpack_sample(samples[rollout]) for rollout in wanted}
             self.learning.trainer.prepare(effect, rollouts, held)
 
     def accumulate(self, micro_batch: MicroBatch) -> None:
@@ -322,14 +321,6 @@ class LearnerRank:
     def _in(self, phase: Phase) -> Iterator[None]:
         with memory_told_plainly(self._clock), self._clock.phase(phase):
             yield
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Sample:
-    """What training needs of a finished rollout."""
-
-    final: Tensor
-    trajectory: Trajectory | None
 
 
 def write_token(config: RunConfig, token: str) -> Path:

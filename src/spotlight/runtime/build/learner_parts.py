@@ -96,14 +96,13 @@ def assemble(config: RunConfig, model: Model, conditions: Conditions, ranks: Ran
         slots,
         algorithm,
         config.learner,
-        {reward.curve: reward.weight for reward in config.rewards},
         size=_size(config),
         guidance=TrainingGuidance(scale, negative) if scale > 1 else None,
         ranks=ranks,
     )
-    return Learning(
-        model, slots, conditions, negative, Trainer(learner, family, conditions, model.recipes.train)
-    )
+    weights = {reward.curve: reward.weight for reward in config.rewards}
+    trainer = Trainer(learner, conditions, model.recipes.train, weights)
+    return Learning(model, slots, conditions, negative, trainer)
 
 
 def rollout_slots(config: RunConfig, algorithm: Algorithm) -> tuple[Slot, ...]:

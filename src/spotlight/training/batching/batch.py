@@ -6,34 +6,15 @@ the old log-probs and that of the loss are the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from spotlight.algorithms.advantages import advantages
 from spotlight.algorithms.algorithm import Algorithm, TrainBatch
-from spotlight.config.algorithm import AdvantageConfig
 from spotlight.models.family import Condition
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SampleTensors:
-    """What the rollout kept of a sample (any device).
-
-    Attributes:
-        final: x0, [tokens, channels].
-        latents: the states around the S stochastic steps, [S + 1, tokens, channels], as stored; None where
-            the algorithm keeps x0 alone.
-        sigmas: the noise levels of ``latents``, [S + 1]; without ``latents`` the whole schedule, [T + 1].
-        log_probs: of the S steps as scored while rolling out, [S], or None.
-    """
-
-    final: Tensor
-    latents: Tensor | None
-    sigmas: Tensor
-    log_probs: Tensor | None
+from spotlight.rollout.state import SampleTensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,58 +23,24 @@ class TrainingSample:
 
     Attributes:
         key: names it in micro-batches.
-        group: samples of one group share a prompt, and their rewards are compared.
-        rewards: value of each reward by name.
+        group: samples of one group share a prompt, and their rewards were compared.
+        advantage: what the comparison gave (:mod:`spotlight.training.batching.sample_advantages`).
         condition: the prompt's embeddings.
         seed: of the rollout.
         version: the policy version that made it.
         first_step: index of the denoising step that starts from ``latents[0]``: labels the logged
             difference between rollout and replay.
         tensors: None when another rank holds them.
-        importance: factor that undoes how the seed was chosen; see :func:`advantages`.
     """
 
     key: str
     group: str
-    rewards: Mapping[str, float]
+    advantage: float
     condition: Condition
     seed: int
     version: int
     tensors: SampleTensors | None
     first_step: int = 0
-    importance: float = 1.0
-
-
-def scaled_advantages(
-    samples: Sequence[TrainingSample], weights: Mapping[str, float], params: AdvantageConfig
-) -> dict[str, float]:
-    """Advantages by key, of samples of whole groups.
-
-    Args:
-        weights: factor of each reward; others that a sample has do not count.
-
-    Raises:
-        ValueError: a reward is missing or not finite.
-    """
-    groups: dict[str, list[TrainingSample]] = {}
-    for sample in samples:
-        absent = [name for name in weights if name not in sample.rewards]
-        if absent:
-            raise ValueError(
-                f"sample {sample.key} has the rewards {sorted(sample.rewards)}; {absent[0]!r} is missing"
-            )
-        groups.setdefault(sample.group, []).append(sample)
-    rewards = [
-        [{name: sample.rewards[name] for name in weights} for sample in group] for group in groups.values()
-    ]
-    importance = [[sample.importance for sample in group] for group in groups.values()]
-    chosen = any(sample.importance != 1.0 for sample in samples)
-    scaled = advantages(rewards, weights, params, importance if chosen else None)
-    return {
-        sample.key: value
-        for group, values in zip(groups.values(), scaled, strict=True)
-        for sample, value in zip(group, values, strict=True)
-    }
 
 
 def require_fresh(samples: Sequence[TrainingSample], version: int, algorithm: Algorithm) -> None:
@@ -116,7 +63,6 @@ def require_fresh(samples: Sequence[TrainingSample], version: int, algorithm: Al
 
 def stack(
     samples: Sequence[TrainingSample],
-    scaled: Sequence[float],
     old_log_probs: Sequence[Tensor] | None,
     device: torch.device,
     *,
@@ -134,7 +80,7 @@ def stack(
         sigmas=_stacked([t.sigmas for t in tensors], device),
         rollout_log_probs=_optional([t.log_probs for t in tensors], "log_probs", device),
         old_log_probs=None if old_log_probs is None else torch.stack(list(old_log_probs)),
-        advantages=torch.tensor(list(scaled), dtype=torch.float32, device=device),
+        advantages=torch.tensor([s.advantage for s in samples], dtype=torch.float32, device=device),
         seeds=tuple(sample.seed for sample in samples),
         versions=tuple(sample.version for sample in samples),
         first_update=first_update,

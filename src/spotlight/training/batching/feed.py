@@ -5,32 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from torch import Tensor
-
-from spotlight.models.family import ModelFamily
-from spotlight.rollout.state import Recipe, Trajectory
+from spotlight.rollout.state import Recipe, SampleTensors
 from spotlight.scheduler.effects import PrepareBatch
 from spotlight.scheduler.records import REWARD
 from spotlight.scheduler.types import MicroBatch, Purpose, Rollout, RolloutId
-from spotlight.training.batching.batch import SampleTensors, TrainingSample
+from spotlight.training.batching.batch import TrainingSample
 from spotlight.training.batching.conditions import Conditions
-from spotlight.training.batching.part_advantages import part_advantages
 from spotlight.training.batching.redistribute import deal
+from spotlight.training.batching.sample_advantages import sample_advantages
 from spotlight.training.learner import Learner
-
-
-class KeptSample(Protocol):
-    """What training needs of a finished rollout, such as :class:`spotlight.rollout.state.FinishedRollout`."""
-
-    @property
-    def final(self) -> Tensor:
-        """x0, [tokens, channels]."""
-
-    @property
-    def trajectory(self) -> Trajectory | None:
-        """The stochastic steps; None where the algorithm keeps x0 alone."""
 
 
 @dataclass(slots=True)
@@ -81,34 +65,33 @@ class IterationLog:
 
 @dataclass(frozen=True, slots=True)
 class Trainer:
-    """Feeds the learner by rollout ids."""
+    """Feeds the learner by rollout ids.
+
+    Attributes:
+        reward_weights: factor of each reward; its names are those every sample has.
+    """
 
     learner: Learner
-    family: ModelFamily
     conditions: Conditions
     recipe: Recipe
+    reward_weights: Mapping[str, float]
     log: IterationLog = field(default_factory=IterationLog)
 
     def prepare(
         self,
         effect: PrepareBatch,
         rollouts: Mapping[RolloutId, Rollout],
-        samples: Mapping[RolloutId, KeptSample],
+        samples: Mapping[RolloutId, SampleTensors],
     ) -> None:
-        """Hand an iteration's groups, or a part of them, to the learner: advantages and old log-probs.
+        """Hand an iteration's groups, or a part of them, to the learner.
 
         Args:
             rollouts: at least those of the groups.
             samples: those whose tensors this rank has.
         """
-        learner = self.learner
         order = [micro_batch.rollouts for micro_batch in effect.micro_batches]
         batch = self._batch(effect, rollouts, samples)
-        if effect.partial:
-            scaled = part_advantages(effect, learner.reward_weights, learner.advantage)
-            report = self.learner.prepare_part(batch, order, scaled)
-        else:
-            report = self.learner.prepare(batch, order)
+        report = self.learner.prepare(batch, order, part=effect.partial)
         self.log.put(report.flat())  # of all parts so far
 
     def accumulate(self, micro_batch: MicroBatch) -> None:
@@ -131,27 +114,21 @@ class Trainer:
         self,
         effect: PrepareBatch,
         rollouts: Mapping[RolloutId, Rollout],
-        samples: Mapping[RolloutId, KeptSample],
+        samples: Mapping[RolloutId, SampleTensors],
     ) -> list[TrainingSample]:
         """In group order; tensors are with those that this rank trains."""
-        weights = self.learner.reward_weights
-        held = {
-            rollout: self._tensors(rollouts[rollout], samples[rollout])
-            for group in effect.groups
-            for rollout in group.rollouts
-            if rollout in samples
-        }
-        dealt = deal(effect.micro_batches, held, self.learner.ranks)
+        scaled = sample_advantages(effect, self.reward_weights, self.learner.advantage)
+        here = {name: samples[name] for group in effect.groups for name in group.rollouts if name in samples}
+        dealt = deal(effect.micro_batches, here, self.learner.ranks)
         return [
             TrainingSample(
                 key=rollout,
                 group=group.rollouts[0],
-                rewards={name: effect.scores[rollout][name] for name in weights},
+                advantage=scaled[rollout],
                 condition=self.conditions[group.prompt_id],
                 seed=rollouts[rollout].seed,
                 version=rollouts[rollout].version,
                 first_step=self._first_step(rollouts[rollout]),
-                importance=effect.weights.get(rollout, 1.0),
                 tensors=dealt.get(rollout),
             )
             for group in effect.groups
@@ -161,10 +138,3 @@ class Trainer:
     def _first_step(self, rollout: Rollout) -> int:
         window = self.recipe.window
         return 0 if window is None else window.steps(rollout.steps, rollout.seed, rollout.iteration).start
-
-    def _tensors(self, rollout: Rollout, sample: KeptSample) -> SampleTensors:
-        trajectory = sample.trajectory
-        if trajectory is None:
-            sigmas: Tensor = self.family.sigmas(rollout.steps, self.recipe.size)
-            return SampleTensors(sample.final, None, sigmas, None)
-        return SampleTensors(sample.final, trajectory.latents, trajectory.sigmas, trajectory.log_probs)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from spotlight.rollout.state import SampleTensors
 from spotlight.scheduler.types import MicroBatch, RolloutId
-from spotlight.training.batching.batch import SampleTensors
 from spotlight.training.sharding import Ranks
 
 
@@ -90,4 +90,4 @@ def _sample(row: Tensor, shapes: Sequence[Sequence[int]]) -> SampleTensors:
     parts = torch.split(row, [math.prod(shape) for shape in shapes])
     final, sigmas, *trajectory = (part.reshape(*shape) for part, shape in zip(parts, shapes, strict=True))
     latents, log_probs = trajectory or (None, None)
-    return SampleTensors(final, latents, sigmas, log_probs)
+    return SampleTensors(final, sigmas, latents, log_probs)

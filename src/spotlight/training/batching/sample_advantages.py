@@ -1,4 +1,7 @@
-"""Advantages of the samples of a part: each group is compared as the controller says."""
+"""Advantages of the samples that a batch is prepared of: the one place where rewards become advantages.
+
+A whole batch is scaled together; each group of a part is compared as the controller says.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,16 @@ from spotlight.algorithms.baselines import Rewards, exploration_advantages, slic
 from spotlight.config.algorithm import AdvantageConfig
 from spotlight.scheduler.effects import PrepareBatch
 from spotlight.scheduler.overlap.slices import COMPARED_MIN
-from spotlight.scheduler.types import Baseline, Comparison
+from spotlight.scheduler.types import Baseline, Comparison, RolloutId
 
 
-def part_advantages(
-    effect: PrepareBatch, weights: Mapping[str, float], params: AdvantageConfig
-) -> dict[str, float]:
+def sample_advantages(
+    effect: PrepareBatch, weights: Mapping[str, float], config: AdvantageConfig
+) -> dict[RolloutId, float]:
     """Advantages of all samples of ``effect``, times what undoes the choice of their seeds.
 
-    Members of a slice that lost so many that fewer than two others are there get advantage 0, as a group of
-    one does: there is nothing to compare them with.
+    In a part, members of a slice that lost so many that fewer than two others are there get advantage 0, as a
+    group of one does: there is nothing to compare them with.
 
     Args:
         weights: factor of each reward; others that a sample has do not count.
@@ -27,17 +30,30 @@ def part_advantages(
         ValueError: comparisons are not one a group; a group's own spread is not to be used; or scores are
             not as they should be.
     """
+    if not effect.partial:
+        groups = [[_only(weights, effect.scores[name]) for name in group.rollouts] for group in effect.groups]
+        factors = [[effect.weights.get(name, 1.0) for name in group.rollouts] for group in effect.groups]
+        chosen = any(factor != 1.0 for each in factors for factor in each)
+        scaled = advantages(groups, weights, config, factors if chosen else None)
+        names = (name for group in effect.groups for name in group.rollouts)
+        return dict(zip(names, (value for values in scaled for value in values), strict=True))
+    return _part_advantages(effect, weights, config)
+
+
+def _part_advantages(
+    effect: PrepareBatch, weights: Mapping[str, float], config: AdvantageConfig
+) -> dict[RolloutId, float]:
     comparisons = effect.comparisons or (Comparison(),) * len(effect.groups)
     if len(comparisons) != len(effect.groups):
         raise ValueError(
             f"{len(effect.groups)} groups have {len(comparisons)} comparisons; expected one a group"
         )
-    found: dict[str, float] = {}
+    found: dict[RolloutId, float] = {}
     for group, comparison in zip(effect.groups, comparisons, strict=True):
         rewards = [_only(weights, effect.scores[rollout]) for rollout in group.rollouts]
         others = [_only(weights, scores) for scores in comparison.others]
         factors = [effect.weights.get(rollout, 1.0) for rollout in group.rollouts]
-        values = _values(comparison.baseline, rewards, others, factors, weights, params)
+        values = _values(comparison.baseline, rewards, others, factors, weights, config)
         found |= dict(zip(group.rollouts, values, strict=True))
     return found
 
@@ -48,22 +64,22 @@ def _values(
     others: Sequence[Rewards],
     factors: Sequence[float],
     weights: Mapping[str, float],
-    params: AdvantageConfig,
+    config: AdvantageConfig,
 ) -> list[float]:
     match baseline:
         case Baseline.GROUP:
-            if params.std == "global":
+            if config.std == "global":
                 raise ValueError(
                     "advantage.std is 'global', the spread of the whole batch, which a part does not know: "
                     "set it to 'group', or pipeline.axis to 'none'"
                 )
-            return advantages([rewards], weights, params, [factors])[0]
+            return advantages([rewards], weights, config, [factors])[0]
         case Baseline.SLICE if len(rewards) + len(others) - 1 < COMPARED_MIN:
             return [0.0] * len(rewards)
         case Baseline.SLICE:
-            values = slice_advantages(rewards, others, weights, params)
+            values = slice_advantages(rewards, others, weights, config)
         case Baseline.EXPLORATION:
-            values = exploration_advantages(rewards, others, weights, params)
+            values = exploration_advantages(rewards, others, weights, config)
     return [factor * value for factor, value in zip(factors, values, strict=True)]
 
 
