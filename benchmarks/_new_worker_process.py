@@ -17,8 +17,8 @@ from spotlight.models.family import Condition, ImageSize
 from spotlight.models.qwen_image import QwenImage
 from spotlight.models.skeleton import base_state, filling, modules_of
 from spotlight.weights.flat import as_bytes, checksum
-from spotlight.weights.peers import Lender, borrow
-from spotlight.weights.shelf import Shelf
+from spotlight.weights.peers import WeightServer, fetch_from_peer
+from spotlight.weights.served_weights import ServedWeights
 
 DIGEST = "base"
 SIZE = ImageSize(16, 16)
@@ -39,14 +39,14 @@ class Ready:
     sums: tuple[tuple[int, ...], ...]
 
 
-def lend(pipeline: Path, cache: Path, device: str, home: Path, pipe: Connection) -> None:
-    """Hold the model and lend it until the pipe closes."""
+def serve(pipeline: Path, cache: Path, device: str, home: Path, pipe: Connection) -> None:
+    """Hold the model and serve it until the pipe closes."""
     family = _load(pipeline, cache, device, read=True)
     # Copies: weights from disk are mapped on a CPU, which would keep the file in the page cache.
     base = {name: tensor.clone() for name, tensor in base_state(family.transformer).items()}
     del family
-    with Lender(home, "w0", Shelf(base, modules_of(base), DIGEST)) as lender:
-        pipe.send(lender.path)
+    with WeightServer(home, "w0", ServedWeights(base, modules_of(base), DIGEST)) as server:
+        pipe.send(server.path)
         try:
             pipe.recv()
         except EOFError:
@@ -59,7 +59,7 @@ def arrive(pipeline: Path, cache: Path, device: str, peer: Path | None, pipe: Co
     family = _load(pipeline, cache, device, read=peer is None)
     if peer is not None:
         with filling(family.transformer) as targets:
-            borrow(peer, DIGEST, targets, modules_of(targets))
+            fetch_from_peer(peer, DIGEST, targets, modules_of(targets))
     _forward(family)
     ran = time.monotonic()
     state = base_state(family.transformer)

@@ -23,7 +23,7 @@ from spotlight.rollout.engine import Engine
 from spotlight.rollout.sequence_parallel import rendezvous
 from spotlight.rollout.sequence_parallel.communicators import Gloo
 from spotlight.rollout.sequence_parallel.lockstep import Follower, Lead
-from spotlight.rollout.sequence_parallel.membership import Group, GroupLostError, Membership
+from spotlight.rollout.sequence_parallel.membership import GroupLostError, SpGroup, SpMembership
 from spotlight.rollout.sequence_parallel.rendezvous import Address
 from spotlight.rollout.sequence_parallel.ulysses import SequenceParallel
 from spotlight.rollout.state import Recipe, RolloutState
@@ -74,7 +74,7 @@ class Worker:
         self._family = QwenImage.load(PIPELINE_DIR, device="cpu", dtype=torch.float32, embeddings_cache=cache)
         self._communicator = TimedGloo(collective_s=30.0)
         self._parallel = SequenceParallel([self._family.transformer])
-        self._membership = Membership(
+        self._membership = SpMembership(
             name, rendezvous.connect(address), self._communicator, self._parallel, form_s=30.0
         )
         self._engine = Engine(self._family, max_batch=ROLLOUTS)
@@ -90,7 +90,7 @@ class Worker:
 
     def form(self, epoch: int, members: Sequence[WorkerId]) -> float:
         """Form a group; when it was done."""
-        self._membership.form(Group(epoch, tuple(members)))
+        self._membership.form(SpGroup(epoch, tuple(members)))
         return time.monotonic()
 
     def run(self, steps: int | None) -> Ran | Lost:

@@ -53,7 +53,7 @@ from spotlight.rollout.state import Recipe, RolloutState
 from spotlight.scheduler.events import LeaseProgressed
 from spotlight.scheduler.types import LeaseId, PolicyVersion, PromptId, Purpose, Rollout, RolloutId, WorkerId
 from spotlight.testbed import PIPELINE_DIR
-from spotlight.worker.reports import Report, Value
+from spotlight.worker.reports import Report, ReportedValue
 
 GOAL_SHARE = 0.02
 PUBLISHED_MS = {"512x512": 155.0, "1024x1024": 605.0, "1536x1536": 1557.0}
@@ -94,7 +94,10 @@ class Case:
         """One commit, of a step later than the last."""
         self.states = [dataclasses.replace(state, step=state.step + 1) for state in self.states]
         began = time.perf_counter()
-        values = [Value("progress", state.rollout.id, pack_state(state), state.step) for state in self.states]
+        values = [
+            ReportedValue("progress", state.rollout.id, pack_state(state), state.step)
+            for state in self.states
+        ]
         packed = time.perf_counter()
         event = LeaseProgressed(WORKER, LeaseId(1), 1, self.states[0].step)
         delivery = keeper.deliver.remote(Report(WORKER, "digest", tuple(values), (event,)))

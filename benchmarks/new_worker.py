@@ -42,7 +42,7 @@ from rich.table import Table
 from tools.testbed.architecture import LATENT_CHANNELS, TEXT_WIDTH, build, save
 
 from benchmarks._measure import machine, ratio, wide_console
-from benchmarks._new_worker_process import Ready, arrive, lend
+from benchmarks._new_worker_process import Ready, arrive, serve
 from spotlight.testbed import PIPELINE_DIR
 
 WAYS = ("peer", "disk, cached", "disk")
@@ -140,7 +140,7 @@ def measure(
     ours, theirs = _processes.Pipe()
     with tempfile.TemporaryDirectory(prefix="sl") as folder:
         home = Path(folder) / "peers"
-        lender = _processes.Process(target=lend, args=(pipeline, cache, device, home, theirs), daemon=True)
+        lender = _processes.Process(target=serve, args=(pipeline, cache, device, home, theirs), daemon=True)
         lender.start()
         theirs.close()
         peer = ours.recv()

@@ -17,8 +17,8 @@ from torch.multiprocessing import reductions
 
 from spotlight.weights import cuda_ipc, peers
 from spotlight.weights.flat import as_bytes, checksum
-from spotlight.weights.peers import Lender, borrow
-from spotlight.weights.shelf import Shelf
+from spotlight.weights.peers import WeightServer, fetch_from_peer
+from spotlight.weights.served_weights import ServedWeights
 from spotlight.weights.weight_errors import PeerLostError
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -64,7 +64,7 @@ def test_only_a_whole_storage_is_shared() -> None:
         cuda_ipc.share(torch.zeros(8))
 
 
-def lend(home: Path, device: str, pipe: Connection, pause_s: float) -> None:
+def serve(home: Path, device: str, pipe: Connection, pause_s: float) -> None:
     real = peers._put
 
     def put(pieces: list[peers.Piece], memory: list[Tensor], bucket: Tensor) -> list[list[int]]:
@@ -72,7 +72,7 @@ def lend(home: Path, device: str, pipe: Connection, pause_s: float) -> None:
         return real(pieces, memory, bucket)
 
     peers._put = put  # type: ignore[assignment]
-    with Lender(home, "w0", Shelf(weights(device, 1), 3, "base"), bucket_bytes=2**22):
+    with WeightServer(home, "w0", ServedWeights(weights(device, 1), 3, "base"), bucket_bytes=2**22):
         pipe.send("ready")
         pipe.recv()
 
@@ -83,12 +83,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Peer:
-    """A lender in a process of its own (spawned: CUDA does not survive a fork)."""
+    """A server in a process of its own (spawned: CUDA does not survive a fork)."""
 
     def __init__(self, home: Path, device: str, pause_s: float = 0.0) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=lend, args=(home, device, theirs, pause_s), daemon=True)
+        self.process = context.Process(target=serve, args=(home, device, theirs, pause_s), daemon=True)
         self.process.start()
         assert self.pipe.poll(120)
         assert self.pipe.recv() == "ready"
@@ -101,23 +101,23 @@ class Peer:
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize(("lends", "takes"), [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")])
+@pytest.mark.parametrize(("serves", "takes"), [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")])
 def test_weights_come_from_a_peer_with_a_gpu(
-    home: Path, lends: str, takes: str, monkeypatch: pytest.MonkeyPatch
+    home: Path, serves: str, takes: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = []
     real = cuda_ipc.open_shared
     monkeypatch.setattr(cuda_ipc, "open_shared", lambda *a: opened.append(a) or real(*a))
-    peer = Peer(home, lends)
+    peer = Peer(home, serves)
     try:
         for _ in range(2):
             targets = weights(takes, 2)
-            found = borrow(home / "w0.sock", "base", targets, 3)
+            found = fetch_from_peer(home / "w0.sock", "base", targets, 3)
             assert found.tensors == len(SHAPES)
             assert all(torch.equal(targets[n], t.to(takes)) for n, t in weights("cpu", 1).items())
     finally:
         peer.kill()
-    assert bool(opened) == (lends == takes == "cuda")
+    assert bool(opened) == (serves == takes == "cuda")
 
 
 @pytest.mark.gpu
@@ -125,23 +125,23 @@ def test_weights_come_from_a_peer_with_a_gpu(
 def test_a_lender_on_a_gpu_that_is_killed_is_lost_and_the_newcomer_lives_on(home: Path) -> None:
     peer = Peer(home, "cuda", pause_s=0.05)
     targets = weights("cuda", 2)
-    real = peers._Loan.take
+    real = peers._Transfer.take
     taken = []
 
-    def take(self: peers._Loan, rows: list[list[int]], bucket: Tensor) -> None:
+    def take(self: peers._Transfer, rows: list[list[int]], bucket: Tensor) -> None:
         real(self, rows, bucket)
         taken.append(rows)
         if len(taken) == 2:
             peer.kill()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peers._Loan, "take", take)
+        patch.setattr(peers._Transfer, "take", take)
         with pytest.raises(PeerLostError):
-            borrow(home / "w0.sock", "base", targets, 3, stall_s=5)
+            fetch_from_peer(home / "w0.sock", "base", targets, 3, stall_s=5)
     assert float((torch.ones(1000, device="cuda") * 2).sum()) == 2000
     peer = Peer(home, "cuda")
     try:
-        borrow(home / "w0.sock", "base", targets, 3)
+        fetch_from_peer(home / "w0.sock", "base", targets, 3)
     finally:
         peer.kill()
     assert all(torch.equal(targets[n].cpu(), t) for n, t in weights("cpu", 1).items())

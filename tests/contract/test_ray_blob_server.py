@@ -19,7 +19,7 @@ from spotlight.cluster.blobs.blob_store import StoredBlob
 from spotlight.scheduler.events import LeaseProgressed
 from spotlight.scheduler.types import LeaseId, WorkerId
 from spotlight.store.store_errors import StoreError
-from spotlight.worker.reports import Report, Value
+from spotlight.worker.reports import Report, ReportedValue
 
 ray = pytest.importorskip("ray")
 
@@ -58,8 +58,10 @@ def keeper(node: str, directory: Path) -> Any:
     return start_blob_store(directory, MEMORY, node=node)
 
 
-def progress(rollout: int, step: int) -> Value:
-    return Value("progress", f"r{rollout}", f"{rollout} {step} ".encode().ljust(STATE_BYTES, b"x"), step)
+def progress(rollout: int, step: int) -> ReportedValue:
+    return ReportedValue(
+        "progress", f"r{rollout}", f"{rollout} {step} ".encode().ljust(STATE_BYTES, b"x"), step
+    )
 
 
 def committed(step: int, *rollouts: int) -> Report:
@@ -151,7 +153,7 @@ def test_the_head_hears_at_once(keeper: Any) -> None:
 def test_a_full_disk_is_the_senders_error_as_it_is(keeper: Any, directory: Path) -> None:
     (folder,) = directory.glob("vault-*")
     folder.rename(folder.with_name("away"))  # as if the disk were gone
-    large = Report(SENDER, MARK, (Value("weights", "digest", b"w" * MEMORY),), committed(1).events)
+    large = Report(SENDER, MARK, (ReportedValue("weights", "digest", b"w" * MEMORY),), committed(1).events)
     with pytest.raises(StoreError, match=r"cannot keep weights of digest .* Nothing .* was lost"):
         ray.get(keeper.deliver.remote(large), timeout=ANSWER_S)
     with pytest.raises(StoreError, match="cannot keep weights of digest"):

@@ -27,7 +27,7 @@ from spotlight.scheduler.effects import PrepareBatch
 from spotlight.scheduler.types import Baseline, Comparison, PolicyVersion, RolloutId
 from spotlight.store.run_directory import RunPaths
 from spotlight.training.learner import TrainingError
-from spotlight.weights.bundle import Manifest, read
+from spotlight.weights.bundle import WeightsManifest, read
 
 ray = pytest.importorskip("ray")
 
@@ -92,7 +92,7 @@ class Head:
         await asyncio.to_thread(self.launcher.close)
         ray.kill(self.store)
 
-    async def restore(self, checkpoint: Path | None, lineage: int) -> Manifest:
+    async def restore(self, checkpoint: Path | None, lineage: int) -> WeightsManifest:
         async with asyncio.timeout(ANSWER_S):
             manifest = await self.group.restore(checkpoint, lineage)
         self.beside(self._watch())

@@ -36,7 +36,7 @@ from spotlight.rollout.sequence_parallel import rendezvous
 from spotlight.rollout.sequence_parallel import ulysses as sequence_parallel
 from spotlight.rollout.sequence_parallel.communicators import Gloo
 from spotlight.rollout.sequence_parallel.lockstep import Follower, Lead
-from spotlight.rollout.sequence_parallel.membership import Group, GroupLostError, Membership
+from spotlight.rollout.sequence_parallel.membership import GroupLostError, SpGroup, SpMembership
 from spotlight.rollout.sequence_parallel.rendezvous import Address
 from spotlight.rollout.sequence_parallel.ulysses import SequenceParallel
 from spotlight.rollout.state import Recipe, RolloutState
@@ -87,7 +87,7 @@ class Worker:
 
     name: WorkerId
     family: QwenImage
-    membership: Membership
+    membership: SpMembership
     parallel: SequenceParallel
     communicator: Gloo
     engine: Engine
@@ -95,7 +95,7 @@ class Worker:
     states: dict[RolloutId, RolloutState] = field(default_factory=dict)
 
     def form(self, epoch: int, members: Sequence[WorkerId]) -> tuple[int, bool]:
-        self.membership.form(Group(epoch, tuple(members)))
+        self.membership.form(SpGroup(epoch, tuple(members)))
         return self.membership.group.degree, self.parallel.active
 
     def part(self) -> None:
@@ -231,7 +231,7 @@ def serve(name: WorkerId, pipe: Connection, address: Address, pipeline: Path, ca
     family = QwenImage.load(pipeline, device="cpu", dtype=torch.float32, embeddings_cache=cache)
     communicator = Gloo(collective_s=60.0)
     parallel = SequenceParallel([family.transformer])
-    membership = Membership(name, rendezvous.connect(address), communicator, parallel, form_s=60.0)
+    membership = SpMembership(name, rendezvous.connect(address), communicator, parallel, form_s=60.0)
     engine = Engine(family, max_batch=16, negative=family.encode([" "])[0])
     worker = Worker(name, family, membership, parallel, communicator, engine)
     while True:

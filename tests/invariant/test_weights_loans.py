@@ -1,4 +1,4 @@
-"""Loans between real processes: a lender that works meanwhile, that is killed, that is stopped."""
+"""Loans between real processes: a server that works meanwhile, that is killed, that is stopped."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from spotlight.models.qwen_image import QwenImage
 from spotlight.models.skeleton import base_state, filling, modules_of
 from spotlight.models.slots import LoraSlots
 from spotlight.weights import peers
-from spotlight.weights.peers import Lender, borrow
-from spotlight.weights.shelf import Shelf
+from spotlight.weights.peers import WeightServer, fetch_from_peer
+from spotlight.weights.served_weights import ServedWeights
 from spotlight.weights.weight_errors import PeerLostError
 
 Say = Callable[[str], None]
 NUMBERS = 4_000_000
 
 
-def lend(home: Path, slow_s: float = 0.0) -> Callable[[Say], str]:
-    """A process that lends 16 MB in buckets of 256 KiB, and says after each that it is filled."""
+def serve(home: Path, slow_s: float = 0.0) -> Callable[[Say], str]:
+    """A process that serves 16 MB in buckets of 256 KiB, and says after each that it is filled."""
 
     def work(say: Say) -> str:
         real = peers._put
@@ -38,8 +38,8 @@ def lend(home: Path, slow_s: float = 0.0) -> Callable[[Say], str]:
             return sums
 
         peers._put = put  # type: ignore[assignment]
-        shelf = Shelf({"m.w": torch.arange(NUMBERS, dtype=torch.float32)}, 1, "base")
-        with Lender(home, "w0", shelf, bucket_bytes=2**18):
+        served = ServedWeights({"m.w": torch.arange(NUMBERS, dtype=torch.float32)}, 1, "base")
+        with WeightServer(home, "w0", served, bucket_bytes=2**18):
             say("ready")
             time.sleep(60)
         return ""
@@ -53,10 +53,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_weights_come_from_another_process(home: Path) -> None:
-    with Child(lend(home)) as lender:
-        assert lender.hear() == "ready"
+    with Child(serve(home)) as server:
+        assert server.hear() == "ready"
         target = torch.empty(NUMBERS)
-        found = borrow(home / "w0.sock", "base", {"m.w": target}, 1)
+        found = fetch_from_peer(home / "w0.sock", "base", {"m.w": target}, 1)
         assert found.bytes == 4 * NUMBERS
         assert torch.equal(target, torch.arange(NUMBERS, dtype=torch.float32))
 
@@ -64,64 +64,64 @@ def test_weights_come_from_another_process(home: Path) -> None:
 @pytest.mark.parametrize("bucket", [0, 1, 2, 30, 60])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lender_lost_in_the_middle_is_told_in_time(home: Path, bucket: int, how: signal.Signals) -> None:
-    with Child(lend(home, slow_s=0.002)) as lender:
-        assert lender.hear() == "ready"
-        real = peers._Loan.take
+    with Child(serve(home, slow_s=0.002)) as server:
+        assert server.hear() == "ready"
+        real = peers._Transfer.take
         taken = []
 
-        def take(self: peers._Loan, rows: list[list[int]], memory: Tensor) -> None:
+        def take(self: peers._Transfer, rows: list[list[int]], memory: Tensor) -> None:
             if len(taken) == bucket:
-                lender.signal(how)
+                server.signal(how)
                 time.sleep(0.01)
             taken.append(rows)
             real(self, rows, memory)
 
         target = torch.empty(NUMBERS)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(peers._Loan, "take", take)
+            patch.setattr(peers._Transfer, "take", take)
             began = time.monotonic()
             with pytest.raises(PeerLostError, match=r"w0.sock (is gone|did not answer for 0.2 s)"):
-                borrow(home / "w0.sock", "base", {"m.w": target}, 1, stall_s=0.2)
+                fetch_from_peer(home / "w0.sock", "base", {"m.w": target}, 1, stall_s=0.2)
             assert time.monotonic() - began < 3
         assert bucket <= len(taken) <= 62
     assert not list(home.glob("*.tmp"))
-    # Another worker of the node lends under the dead one's name.
-    with Child(lend(home)) as lender:
-        assert lender.hear() == "ready"
-        borrow(home / "w0.sock", "base", {"m.w": target}, 1)
+    # Another worker of the node serves under the dead one's name.
+    with Child(serve(home)) as server:
+        assert server.hear() == "ready"
+        fetch_from_peer(home / "w0.sock", "base", {"m.w": target}, 1)
         assert torch.equal(target, torch.arange(NUMBERS, dtype=torch.float32))
 
 
-def test_a_newcomer_that_is_killed_does_not_harm_its_lender(home: Path) -> None:
-    shelf = Shelf({"m.w": torch.arange(NUMBERS, dtype=torch.float32)}, 1, "base")
+def test_a_newcomer_that_is_killed_does_not_harm_its_server(home: Path) -> None:
+    served = ServedWeights({"m.w": torch.arange(NUMBERS, dtype=torch.float32)}, 1, "base")
 
-    def newcomer(say: Say) -> str:
-        real = peers._Loan.take
+    def new_worker(say: Say) -> str:
+        real = peers._Transfer.take
 
-        def take(self: peers._Loan, rows: list[list[int]], memory: Tensor) -> None:
+        def take(self: peers._Transfer, rows: list[list[int]], memory: Tensor) -> None:
             say("taking")
             time.sleep(0.01)
             real(self, rows, memory)
 
-        peers._Loan.take = take  # type: ignore[method-assign]
-        borrow(home / "w0.sock", "base", {"m.w": torch.empty(NUMBERS)}, 1)
-        return "borrowed"
+        peers._Transfer.take = take  # type: ignore[method-assign]
+        fetch_from_peer(home / "w0.sock", "base", {"m.w": torch.empty(NUMBERS)}, 1)
+        return "fetched"
 
-    with Lender(home, "w0", shelf, bucket_bytes=2**18, stall_s=0.3):
+    with WeightServer(home, "w0", served, bucket_bytes=2**18, stall_s=0.3):
         for how in (signal.SIGKILL, signal.SIGSTOP):
-            with Child(newcomer) as child:
+            with Child(new_worker) as child:
                 assert child.hear() == "taking"
                 assert child.hear() == "taking"
                 child.signal(how)
                 target = torch.empty(NUMBERS)
-                borrow(home / "w0.sock", "base", {"m.w": target}, 1, deadline_s=10)
+                fetch_from_peer(home / "w0.sock", "base", {"m.w": target}, 1, deadline_s=10)
                 assert torch.equal(target, torch.arange(NUMBERS, dtype=torch.float32))
 
 
 def test_a_newcomers_model_is_its_peers_while_the_peer_denoises(
     random_pipeline: Path, home: Path, tmp_path: Path
 ) -> None:
-    """A worker runs rollouts on merged weights without a pause; what it lends is the base under them."""
+    """A worker runs rollouts on merged weights without a pause; what it serves is the base under them."""
 
     def load(read: bool) -> QwenImage:
         return QwenImage.load(
@@ -138,8 +138,8 @@ def test_a_newcomers_model_is_its_peers_while_the_peer_denoises(
         slots = LoraSlots(family.transformer, LoraSpec(rank=4, alpha=8.0, targets=("to_q", "net.2"), seed=1))
         for parameter in slots.trainable_parameters().values():
             parameter.data.normal_()
-        shelf = Shelf(base, modules_of(base), "base")
-        with Lender(home, "w0", shelf, bucket_bytes=2**16), slots.use("policy", merged=True):
+        served = ServedWeights(base, modules_of(base), "base")
+        with WeightServer(home, "w0", served, bucket_bytes=2**16), slots.use("policy", merged=True):
             say("denoising")
             time.sleep(60)
         return ""
@@ -147,10 +147,10 @@ def test_a_newcomers_model_is_its_peers_while_the_peer_denoises(
     plain = base_state(load(True).transformer)
     with Child(work) as worker:
         assert worker.hear() == "denoising"
-        newcomer = load(False)
-        with filling(newcomer.transformer) as targets:
-            found = borrow(home / "w0.sock", "base", targets, modules_of(targets))
+        new_worker = load(False)
+        with filling(new_worker.transformer) as targets:
+            found = fetch_from_peer(home / "w0.sock", "base", targets, modules_of(targets))
     assert found.tensors == len(plain)
     assert found.modules == modules_of(plain) > 0
-    filled = base_state(newcomer.transformer)
+    filled = base_state(new_worker.transformer)
     assert all(torch.equal(filled[name], plain[name]) for name in plain)

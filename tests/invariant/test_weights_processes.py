@@ -11,18 +11,18 @@ import pytest
 import torch
 from weights_children import Child
 
-from spotlight.weights.bundle import Manifest, pack
+from spotlight.weights.bundle import WeightsManifest, pack
 from spotlight.weights.node_cache import NodeCache
 from spotlight.weights.weight_errors import WeightsError
 
 Say = Callable[[str], None]
 
 
-def version(size: int = 300_000) -> tuple[Manifest, bytes]:
+def version(size: int = 300_000) -> tuple[WeightsManifest, bytes]:
     return pack(7, 0, {"policy": {"w": torch.arange(size, dtype=torch.float32)}}, 1)
 
 
-def total(cache: NodeCache, manifest: Manifest, fetch: Callable[[], bytes]) -> float:
+def total(cache: NodeCache, manifest: WeightsManifest, fetch: Callable[[], bytes]) -> float:
     return float(cache.get(manifest, fetch).tensors["policy"]["w"].double().sum())
 
 

@@ -24,7 +24,7 @@ from spotlight.scheduler.cluster.recovery import Recovery
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.plan import ClusterPlan, Plan
 from spotlight.scheduler.types import Node, NodeId, NodeKind, Prompt, PromptId, Rollout, RolloutId, WorkerId
-from spotlight.worker.interfaces import Command, HomeLostError, Leave, Patience
+from spotlight.worker.interfaces import Command, HeadLostError, Leave, Patience
 from spotlight.worker.loop import WorkerLoop
 from spotlight.worker.reports import Report
 
@@ -53,14 +53,14 @@ class Line:
 
     def deliver(self, report: Report) -> None:
         if self.cut:
-            raise HomeLostError("cut off")
+            raise HeadLostError("cut off")
         self.home.deliver(report)
         for event in report.events:
             self.events.put(event)
 
     def fetch(self, kind: str, names: Sequence[str], mark: str = "") -> list[Kept | None]:
         if self.cut:
-            raise HomeLostError("cut off")
+            raise HeadLostError("cut off")
         return self.home.fetch(kind, names, mark)
 
 
@@ -212,7 +212,7 @@ class Head:
     def live(worker_loop: WorkerLoop) -> None:
         try:
             worker_loop.run()
-        except HomeLostError:
+        except HeadLostError:
             return
 
     def tell(self, worker: WorkerId, command: Command) -> None:

@@ -25,13 +25,13 @@ from worker_world import EPOCH, Body, Kept, MemoryHome, SeededLoader, form, gran
 
 from spotlight.rollout.sequence_parallel import rendezvous
 from spotlight.rollout.sequence_parallel.communicators import Gloo
-from spotlight.rollout.sequence_parallel.membership import Membership
+from spotlight.rollout.sequence_parallel.membership import SpMembership
 from spotlight.rollout.sequence_parallel.rendezvous import Address
 from spotlight.rollout.sequence_parallel.ulysses import SequenceParallel
 from spotlight.scheduler.effects import StopGroup
 from spotlight.scheduler.events import GroupFormed, WeightsPulled
 from spotlight.scheduler.types import LeaseId, Rollout, RolloutId, WorkerId
-from spotlight.worker.interfaces import Command, FollowLease, HomeLostError, Patience
+from spotlight.worker.interfaces import Command, FollowLease, HeadLostError, Patience
 from spotlight.worker.loop import WorkerLoop
 from spotlight.worker.reports import Report
 
@@ -75,7 +75,7 @@ class PipeHome:
             self.pipe.send((method, arguments))
             return self.pipe.recv()
         except (EOFError, OSError) as error:
-            raise HomeLostError("the test is over") from error
+            raise HeadLostError("the test is over") from error
 
 
 def befall(transformer: nn.Module, mishap: Mishap) -> None:
@@ -99,15 +99,15 @@ def serve(
     communicator = Gloo(collective_s=60.0)
     parallel = SequenceParallel(body.slots.modules().values())
 
-    def membership() -> Membership:
-        return Membership(WorkerId(name), rendezvous.connect(address), communicator, parallel, form_s=30.0)
+    def membership() -> SpMembership:
+        return SpMembership(WorkerId(name), rendezvous.connect(address), communicator, parallel, form_s=30.0)
 
     loop = WorkerLoop(
         WorkerId(name),
         EPOCH,
         PipeHome(home),
         SeededLoader(body.slots),
-        body.hands(membership),
+        body.dependencies(membership),
         commit_every=2,
         patience=Patience(ask_again_s=30.0, grace_s=GRACE_S, pause_s=0.05),
     )

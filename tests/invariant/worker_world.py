@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spotlight.diffusion.samplers import ODE, FlowSDE
 from spotlight.diffusion.schedule import RandomWindow
@@ -19,9 +19,9 @@ from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.qwen_image import QwenImage
 from spotlight.models.slots import LoraSlots, Slot
 from spotlight.rollout.engine import Engine
-from spotlight.rollout.sequence_parallel.membership import Membership
+from spotlight.rollout.sequence_parallel.membership import SpMembership
 from spotlight.rollout.serialization import pack_condition
-from spotlight.rollout.state import Recipe
+from spotlight.rollout.state import Recipe, RolloutState
 from spotlight.scheduler.effects import FormGroup, GrantLease, PullWeights
 from spotlight.scheduler.events import Event, LeaseProgressed
 from spotlight.scheduler.types import (
@@ -35,7 +35,7 @@ from spotlight.scheduler.types import (
     WeightKind,
     WorkerId,
 )
-from spotlight.worker.interfaces import Hands, Home, HomeLostError, LoadError, Patience
+from spotlight.worker.interfaces import HeadClient, HeadLostError, LoadError, Patience, WorkerDependencies
 from spotlight.worker.loop import WorkerLoop
 from spotlight.worker.reports import Report
 
@@ -71,7 +71,7 @@ class MemoryHome:
 
     def deliver(self, report: Report) -> None:
         if self.lost:
-            raise HomeLostError("the home is gone")
+            raise HeadLostError("the home is gone")
         with self._changed:
             for value in report.values:
                 key = (value.kind, value.name, report.mark)
@@ -147,7 +147,7 @@ def load_family(pipeline: Path, cache: Path) -> QwenImage:
     return QwenImage.load(pipeline, device="cpu", dtype=torch.float32, embeddings_cache=cache)
 
 
-def no_membership() -> Membership:
+def no_membership() -> SpMembership:
     raise AssertionError("a worker alone asked for a membership")
 
 
@@ -158,6 +158,16 @@ class Body:
     family: QwenImage
     slots: LoraSlots
     engine: Engine
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        step = self.engine.step
+
+        def counted(model: nn.Module, states: Sequence[RolloutState]) -> list[RolloutState]:
+            self.steps += 1
+            return step(model, states)
+
+        self.engine.step = counted  # type: ignore[method-assign]
 
     @classmethod
     def build(cls, pipeline: Path, cache: Path, max_batch: int = 8) -> Body:
@@ -169,8 +179,8 @@ class Body:
         )
         return cls(family, slots, Engine(family, max_batch=max_batch))
 
-    def hands(self, membership: Callable[[], Membership] = no_membership) -> Hands:
-        return Hands(self.engine, self.slots, RECIPES, SLOT_OF, membership)
+    def dependencies(self, membership: Callable[[], SpMembership] = no_membership) -> WorkerDependencies:
+        return WorkerDependencies(self.engine, self.slots, RECIPES, SLOT_OF, membership)
 
 
 def keep_conditions(home: MemoryHome, family: QwenImage) -> None:
@@ -180,7 +190,7 @@ def keep_conditions(home: MemoryHome, family: QwenImage) -> None:
 
 def loop(
     body: Body,
-    home: Home,
+    home: HeadClient,
     name: str = "w0",
     *,
     epoch: int = EPOCH,
@@ -195,7 +205,7 @@ def loop(
         epoch,
         home,
         loader,
-        body.hands(),
+        body.dependencies(),
         commit_every,
         capacity=capacity,
         patience=patience,

@@ -36,7 +36,7 @@ from spotlight.scheduler.records import REWARD
 from spotlight.scheduler.types import DropReason, Node, NodeId, NodeKind, PromptId, Rollout
 from spotlight.store.run_directory import RunDirectory
 from spotlight.training.sharding import Ranks
-from spotlight.weights.bundle import Manifest
+from spotlight.weights.bundle import WeightsManifest
 from spotlight.worker.interfaces import Command
 
 SETTINGS = (
@@ -181,10 +181,10 @@ class FakeLearner:
         if over.done():
             raise AbandonedError(what)
 
-    def _manifest(self, lineage: int) -> Manifest:
-        return Manifest(self.version, lineage, self.digest(self.version), 1, ("policy",), 1)
+    def _manifest(self, lineage: int) -> WeightsManifest:
+        return WeightsManifest(self.version, lineage, self.digest(self.version), 1, ("policy",), 1)
 
-    async def restore(self, checkpoint: Path | None, lineage: int) -> Manifest:
+    async def restore(self, checkpoint: Path | None, lineage: int) -> WeightsManifest:
         self.life += 1
         self.over = pending()
         self.restored.append(checkpoint)
@@ -209,7 +209,7 @@ class FakeLearner:
     async def finish_batch(self) -> None:
         await self._ask("finish_batch")
 
-    async def publish(self, version: int, lineage: int) -> Manifest:
+    async def publish(self, version: int, lineage: int) -> WeightsManifest:
         await self._ask("publish")
         return self._manifest(lineage)
 

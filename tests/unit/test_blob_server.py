@@ -21,18 +21,18 @@ from spotlight.cluster.blobs.blob_store import BlobStore, StoredBlob
 from spotlight.scheduler.events import GroupFormed, GroupStopped
 from spotlight.scheduler.types import WorkerId
 from spotlight.store.store_errors import StoreError
-from spotlight.worker.reports import Report, Value
+from spotlight.worker.reports import Report, ReportedValue
 
 A, B = WorkerId("node-a/0"), WorkerId("node-b/0")
 SOON_S = 5.0
 
 
-def report(sender: WorkerId, number: int, *values: Value, mark: str = "m") -> Report:
+def report(sender: WorkerId, number: int, *values: ReportedValue, mark: str = "m") -> Report:
     return Report(sender, mark, values, (GroupFormed(sender, number), GroupStopped(sender, number)))
 
 
-def progress(name: str, step: int = 0, size: int = 10) -> Value:
-    return Value("progress", name, b"x" * size, step)
+def progress(name: str, step: int = 0, size: int = 10) -> ReportedValue:
+    return ReportedValue("progress", name, b"x" * size, step)
 
 
 Scene: TypeAlias = Callable[[BlobServer, BlobStore], Coroutine[Any, Any, None]]
@@ -216,7 +216,7 @@ def test_the_keepers_process_starts_without_torch() -> None:
 @pytest.mark.parametrize(
     "thing", [progress("r1", 3, 1000), StoredBlob(3, b"x" * 1000)], ids=["value", "kept"]
 )
-def test_values_are_pickled_beside_their_bytes_which_become_our_own(thing: Value | StoredBlob) -> None:
+def test_values_are_pickled_beside_their_bytes_which_become_our_own(thing: ReportedValue | StoredBlob) -> None:
     for protocol in range(2, 6):
         assert pickle.loads(pickle.dumps(thing, protocol)) == thing
     buffers: list[pickle.PickleBuffer] = []

@@ -20,9 +20,9 @@ from spotlight.cluster.remote_calls import AbandonedError
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.scheduler.types import MicroBatch
 from spotlight.training.settings import TrainingError
-from spotlight.weights.bundle import Manifest
+from spotlight.weights.bundle import WeightsManifest
 
-MANIFEST = Manifest(0, 0, "digest", 1, ("policy",), 1)
+MANIFEST = WeightsManifest(0, 0, "digest", 1, ("policy",), 1)
 MICRO_BATCH = MicroBatch(0, 0, (), 0)
 START = ["begin", "open_rendezvous", "join", "load_model", "build", "load", "publish"]
 PENDING = object()

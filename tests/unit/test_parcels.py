@@ -18,7 +18,7 @@ from spotlight.diffusion.samplers import ODE, FlowSDE
 from spotlight.diffusion.schedule import AllSteps
 from spotlight.models.family import Condition, ImageSize
 from spotlight.rollout import serialization as parcels
-from spotlight.rollout.serialization import ParcelError
+from spotlight.rollout.serialization import SerializationError
 from spotlight.rollout.state import FinishedRollout, Recipe, RolloutState, SampleTensors
 from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 
@@ -124,7 +124,7 @@ def test_every_altered_byte_is_seen() -> None:
             altered[at] ^= flip
             try:
                 final, kept = parcels.unpack_sample(bytes(altered))
-            except ParcelError as error:
+            except SerializationError as error:
                 named += str(error).startswith(f"sample parcel ({len(data)} bytes")
             else:
                 unnoticed += 1
@@ -138,26 +138,26 @@ def test_every_altered_byte_is_seen() -> None:
 def test_every_cut_is_seen() -> None:
     data = parcels.pack_sample(finished())
     for end in range(len(data)):
-        with pytest.raises(ParcelError, match=rf"sample parcel \({end} bytes.*cannot be read"):
+        with pytest.raises(SerializationError, match=rf"sample parcel \({end} bytes.*cannot be read"):
             parcels.unpack_sample(data[:end])
-    with pytest.raises(ParcelError, match="cannot be read"):
+    with pytest.raises(SerializationError, match="cannot be read"):
         parcels.unpack_sample(data + b"x")
 
 
 def test_the_error_says_which_parcel_it_is() -> None:
     data = bytearray(parcels.pack_image(finished(name="it-3.r7")))
     data[-1] ^= 1
-    with pytest.raises(ParcelError, match=r"the image of 'it-3.r7'\): its checksum is .*, expected"):
+    with pytest.raises(SerializationError, match=r"the image of 'it-3.r7'\): its checksum is .*, expected"):
         parcels.unpack_image(bytes(data))
 
 
 def test_another_kind_of_parcel_is_refused() -> None:
     made = finished()
-    with pytest.raises(ParcelError, match=r"state parcel .* it is a 'sample' of format 1"):
+    with pytest.raises(SerializationError, match=r"state parcel .* it is a 'sample' of format 1"):
         parcels.unpack_state(parcels.pack_sample(made), TRAIN)
-    with pytest.raises(ParcelError, match=r"sample parcel .* it is a 'image'"):
+    with pytest.raises(SerializationError, match=r"sample parcel .* it is a 'image'"):
         parcels.unpack_sample(parcels.pack_image(made))
-    with pytest.raises(ParcelError, match="cannot be read"):
+    with pytest.raises(SerializationError, match="cannot be read"):
         parcels.unpack_condition(safetensors.torch.save({"embeds": torch.ones(2)}))
 
 

@@ -13,9 +13,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from spotlight.rollout.sequence_parallel import communicators, rendezvous
-from spotlight.rollout.sequence_parallel.communicators import Gloo, Nccl, PeerLostError
-from spotlight.rollout.sequence_parallel.lockstep import Claim, Given, Order
-from spotlight.rollout.sequence_parallel.membership import FormationError, Group, Membership, StaleEpochError
+from spotlight.rollout.sequence_parallel.communicators import Gloo, Nccl, SpPeerLostError
+from spotlight.rollout.sequence_parallel.lockstep import Claim, Given, LockstepOrder
+from spotlight.rollout.sequence_parallel.membership import (
+    FormationError,
+    SpGroup,
+    SpMembership,
+    StaleEpochError,
+)
 from spotlight.rollout.sequence_parallel.ulysses import SequenceParallel, SequenceParallelError, share_out
 from spotlight.scheduler.types import LeaseId, RolloutId, WorkerId
 
@@ -63,8 +68,8 @@ def test_orders_survive_the_wire(slot: str, ids: list[str], given: int) -> None:
         for i in range(given)
     )
     names = tuple(RolloutId(name) for name in ids)
-    order = Order(slot, "digest", names[1:], names[:1], states, LeaseId(given))
-    read = Order.from_bytes(order.to_bytes())
+    order = LockstepOrder(slot, "digest", names[1:], names[:1], states, LeaseId(given))
+    read = LockstepOrder.from_bytes(order.to_bytes())
     assert dataclasses.replace(read, given=()) == dataclasses.replace(order, given=())
     for ours, theirs in zip(states, read.given, strict=True):
         assert (theirs.header, theirs.claim) == (ours.header, ours.claim)
@@ -91,21 +96,21 @@ class Transformer(nn.Module):
 def test_a_worker_by_itself_changes_epochs_without_a_network() -> None:
     store, _ = rendezvous.serve()
     parallel = SequenceParallel([Transformer(24)])
-    membership = Membership(WorkerId("w"), store, Gloo(1.0), parallel, form_s=0.1)
+    membership = SpMembership(WorkerId("w"), store, Gloo(1.0), parallel, form_s=0.1)
     assert membership.leads
     assert membership.broadcast(b"order") == b"order"
-    membership.form(Group(3, (WorkerId("w"),)))
-    assert membership.group == Group(3, (WorkerId("w"),))
+    membership.form(SpGroup(3, (WorkerId("w"),)))
+    assert membership.group == SpGroup(3, (WorkerId("w"),))
     with pytest.raises(StaleEpochError, match="epoch 2, but has seen 3"):
-        membership.form(Group(2, (WorkerId("w"), WorkerId("v"))))
+        membership.form(SpGroup(2, (WorkerId("w"), WorkerId("v"))))
     with pytest.raises(
         SequenceParallelError, match=r"degree 5 does not divide .* 24 .*; use one of 1, 2, 3, 4, 6"
     ):
-        membership.form(Group(4, tuple(WorkerId(name) for name in "wabcd")))
+        membership.form(SpGroup(4, tuple(WorkerId(name) for name in "wabcd")))
     with pytest.raises(FormationError, match=r"v did not come within 0.1 s") as failed:
-        membership.form(Group(4, (WorkerId("w"), WorkerId("v"))))
+        membership.form(SpGroup(4, (WorkerId("w"), WorkerId("v"))))
     assert failed.value.missing == ("v",)
-    assert membership.group == Group(4, (WorkerId("w"),))
+    assert membership.group == SpGroup(4, (WorkerId("w"),))
     assert not parallel.active
     with membership.exchange():  # alone nothing is translated, and nobody lost
         pass
@@ -116,10 +121,12 @@ def test_a_worker_by_itself_changes_epochs_without_a_network() -> None:
 def test_a_store_that_is_gone_is_named() -> None:
     store, address = rendezvous.serve()
     client = rendezvous.connect(address)
-    membership = Membership(WorkerId("w"), client, Gloo(1.0), SequenceParallel([Transformer(4)]), form_s=0.1)
+    membership = SpMembership(
+        WorkerId("w"), client, Gloo(1.0), SequenceParallel([Transformer(4)]), form_s=0.1
+    )
     del store
     with pytest.raises(FormationError, match="the group store does not answer"):
-        membership.form(Group(1, (WorkerId("w"), WorkerId("v"))))
+        membership.form(SpGroup(1, (WorkerId("w"), WorkerId("v"))))
     with pytest.raises(
         ConnectionError, match=f"no group store answers at 127.0.0.1:{address.port} within 0.2 s"
     ):
@@ -138,7 +145,7 @@ def test_the_store_listens_on_the_loopback_only() -> None:
 
 def test_gloo_tells_a_lost_peer_from_other_failures() -> None:
     gloo = Gloo(1.0)
-    with pytest.raises(PeerLostError, match="Connection closed by peer"), gloo.bounded():
+    with pytest.raises(SpPeerLostError, match="Connection closed by peer"), gloo.bounded():
         raise RuntimeError("[/pytorch/third_party/gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:9")
     with pytest.raises(RuntimeError, match=r"^out of memory$"), gloo.bounded():
         raise RuntimeError("out of memory")
@@ -162,4 +169,4 @@ def test_what_cannot_be_is_refused() -> None:
     assert isinstance(communicators.communicator(torch.device("cuda:0"), 1.0), Nccl)
     assert isinstance(communicators.communicator(torch.device("cpu"), 1.0), Gloo)
     with pytest.raises(ValueError, match="expected at least one, and each once"):
-        Group(1, ())
+        SpGroup(1, ())

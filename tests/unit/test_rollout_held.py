@@ -13,7 +13,7 @@ from spotlight.models.family import Condition, ImageSize
 from spotlight.rollout.sequence_parallel.lockstep import Claim
 from spotlight.rollout.state import Recipe, RolloutState
 from spotlight.scheduler.types import LeaseId, PolicyVersion, PromptId, Purpose, Rollout, RolloutId
-from spotlight.worker.leases import Held, safe_steps
+from spotlight.worker.leases import Leases, safe_steps
 
 RECIPE = Recipe(ImageSize(4, 4), ODE(), None, 1.0, "final")
 STEPS = 9
@@ -25,13 +25,13 @@ def state(name: str, step: int = 0) -> RolloutState:
     return RolloutState(rollout, RECIPE, Condition(empty), step, empty, empty, range(0))
 
 
-def advance(held: Held, every: int = 1) -> list[LeaseId]:
+def advance(held: Leases, every: int = 1) -> list[LeaseId]:
     held.advance([dataclasses.replace(s, step=s.step + 1) for s in held.states])
     return held.step_taken(every)
 
 
 def test_a_rollout_is_held_under_the_lease_granted_last() -> None:
-    held = Held()
+    held = Leases()
     held.add(LeaseId(1), [state("a"), state("b")], {})
     held.add(LeaseId(2), [state("b", 3)], {RolloutId("b"): 2})
     assert held.leases == (1, 2)
@@ -42,7 +42,7 @@ def test_a_rollout_is_held_under_the_lease_granted_last() -> None:
 
 
 def test_leases_are_committed_by_their_own_count() -> None:
-    held = Held()
+    held = Leases()
     held.add(LeaseId(1), [state("a")], {})
     assert advance(held, 3) == []
     held.add(LeaseId(2), [state("b")], {})
@@ -55,7 +55,7 @@ def test_leases_are_committed_by_their_own_count() -> None:
 )
 def test_no_more_is_told_than_is_safe_of_each(members: list[tuple[int, int]], taken: int) -> None:
     """(step it is at, step it is believed to have begun at) of each."""
-    held = Held()
+    held = Leases()
     states = [state(f"r{i}", at) for i, (at, _) in enumerate(members)]
     held.add(LeaseId(1), states, {RolloutId(f"r{i}"): began for i, (_, began) in enumerate(members)})
     for _ in range(taken):
@@ -70,7 +70,7 @@ def test_no_more_is_told_than_is_safe_of_each(members: list[tuple[int, int]], ta
 
 
 def test_empty_leases_are_not_held() -> None:
-    held = Held(seen=LeaseId(4))
+    held = Leases(seen=LeaseId(4))
     held.add(LeaseId(4), [], {})
     assert held.leases == ()
     held.add(LeaseId(5), [state("a"), state("b")], {})

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.slots import CopySlots, LoraSlots, WeightSlots
-from spotlight.weights.bundle import Bindable, Manifest, bind, pack, read
+from spotlight.weights.bundle import Bindable, WeightsManifest, bind, pack, read
 from spotlight.weights.weight_errors import WeightsError
 
 SLOTS = ("policy", "old")
@@ -43,7 +43,7 @@ def contents(slots: WeightSlots) -> dict[str, dict[str, Tensor]]:
     return {slot: {n: t.clone() for n, t in slots.state(slot).items()} for slot in SLOTS}  # type: ignore[arg-type]
 
 
-def published(slots: WeightSlots, version: int = 3) -> tuple[Manifest, bytes]:
+def published(slots: WeightSlots, version: int = 3) -> tuple[WeightsManifest, bytes]:
     return pack(version, 0, contents(slots), slots.modules_bound)
 
 
@@ -55,7 +55,7 @@ def same(one: Mapping[str, Mapping[str, Tensor]], two: Mapping[str, Mapping[str,
     )
 
 
-def refused(manifest: Manifest, data: bytes, target: WeightSlots, needs: tuple[str, ...] = ()) -> str:
+def refused(manifest: WeightsManifest, data: bytes, target: WeightSlots, needs: tuple[str, ...] = ()) -> str:
     """What binding says; nothing may have been written."""
     before = contents(target)
     with pytest.raises(WeightsError) as caught:
@@ -100,10 +100,10 @@ def test_the_digest_is_of_the_content_and_of_nothing_else() -> None:
 
 def test_a_manifest_travels_as_json() -> None:
     manifest, _ = published(learnt())
-    assert Manifest.from_json(manifest.to_json()) == manifest
+    assert WeightsManifest.from_json(manifest.to_json()) == manifest
     for text in ("", "[]", "{}", manifest.to_json().replace("lineage", "age")):
         with pytest.raises(WeightsError, match="expected a JSON object with version, lineage, digest"):
-            Manifest.from_json(text)
+            WeightsManifest.from_json(text)
 
 
 @settings(max_examples=60)

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from spotlight.weights.bundle import Bundle, Manifest, pack
+from spotlight.weights.bundle import Bundle, WeightsManifest, pack
 from spotlight.weights.node_cache import SHARED_MEMORY, NodeCache
 from spotlight.weights.weight_errors import NoSpaceError, WeightsError
 
 
-def version(number: int, size: int = 1000) -> tuple[Manifest, bytes]:
+def version(number: int, size: int = 1000) -> tuple[WeightsManifest, bytes]:
     tensors = {"w": torch.full((size,), float(number))}
     return pack(number, 0, {"policy": tensors}, 1)
 

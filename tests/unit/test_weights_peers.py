@@ -1,4 +1,4 @@
-"""A lender and a newcomer in one process: what arrives, what is compared, what is refused."""
+"""A server and a new worker in one process: what arrives, what is compared, what is refused."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spotlight.weights import peers
-from spotlight.weights.peers import Borrowed, Lender, borrow
-from spotlight.weights.shelf import Shelf
+from spotlight.weights.peers import FetchedWeights, WeightServer, fetch_from_peer
+from spotlight.weights.served_weights import ServedWeights
 from spotlight.weights.weight_errors import PeerLostError, WeightsError
 
 SHAPES: Mapping[str, tuple[int, ...]] = {
@@ -49,18 +49,20 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def lender(home: Path) -> Iterator[Lender]:
-    with Lender(home, "w0", Shelf(weights(1), 3, "base"), bucket_bytes=4096, stall_s=2.0) as lender:
-        yield lender
+def server(home: Path) -> Iterator[WeightServer]:
+    with WeightServer(
+        home, "w0", ServedWeights(weights(1), 3, "base"), bucket_bytes=4096, stall_s=2.0
+    ) as server:
+        yield server
 
 
-def test_everything_arrives_bit_by_bit(lender: Lender) -> None:
-    for _ in range(2):  # one newcomer after the other
+def test_everything_arrives_bit_by_bit(server: WeightServer) -> None:
+    for _ in range(2):  # one new worker after the other
         targets = weights(2)
-        found = borrow(lender.path, "base", targets, 3)
+        found = fetch_from_peer(server.path, "base", targets, 3)
         assert same(targets, weights(1))
-        assert found == Borrowed(5, 3, sum(t.nbytes for t in targets.values()))
-    assert lender.path.parent.stat().st_mode & 0o777 == 0o700
+        assert found == FetchedWeights(5, 3, sum(t.nbytes for t in targets.values()))
+    assert server.path.parent.stat().st_mode & 0o777 == 0o700
 
 
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -72,15 +74,17 @@ def test_any_sizes_in_any_buckets(tmp_path: Path, sizes: list[int], bucket: int)
     shapes = {f"m{i}.w": (size,) for i, size in enumerate(sizes)}
     if bucket == 16:
         shapes = {name: (min(size, 40),) for name, (size,) in shapes.items()}
-    with Lender(tmp_path / "p", "w", Shelf(weights(1, shapes), 1, "d"), bucket_bytes=bucket) as lender:
+    with WeightServer(
+        tmp_path / "p", "w", ServedWeights(weights(1, shapes), 1, "d"), bucket_bytes=bucket
+    ) as server:
         targets = weights(2, shapes)
-        borrow(lender.path, "d", targets, 1)
+        fetch_from_peer(server.path, "d", targets, 1)
     assert same(targets, weights(1, shapes))
 
 
-def test_parameters_are_filled_in_place(lender: Lender) -> None:
+def test_parameters_are_filled_in_place(server: WeightServer) -> None:
     targets = {name: torch.nn.Parameter(tensor) for name, tensor in weights(2).items()}
-    borrow(lender.path, "base", targets, 3)
+    fetch_from_peer(server.path, "base", targets, 3)
     assert same(targets, weights(1))
     assert all(parameter.grad_fn is None and parameter.requires_grad for parameter in targets.values())
 
@@ -101,28 +105,28 @@ def test_parameters_are_filled_in_place(lender: Lender) -> None:
     ids=["unknown", "missing", "shape", "type", "modules"],
 )
 def test_another_model_is_an_error_before_anything_is_written(
-    lender: Lender, change: Callable[[dict[str, Tensor]], dict[str, Tensor]], modules: int, says: str
+    server: WeightServer, change: Callable[[dict[str, Tensor]], dict[str, Tensor]], modules: int, says: str
 ) -> None:
     targets = change(weights(2))
     before = {name: tensor.clone() for name, tensor in targets.items()}
     with pytest.raises(WeightsError) as caught:
-        borrow(lender.path, "base", targets, modules)
+        fetch_from_peer(server.path, "base", targets, modules)
     assert says in str(caught.value)
     assert not isinstance(caught.value, PeerLostError)
     assert same(before, targets)
     again = weights(2)
-    borrow(lender.path, "base", again, 3)  # and the lender goes on
+    fetch_from_peer(server.path, "base", again, 3)  # and the server goes on
     assert same(again, weights(1))
 
 
-def test_a_peer_with_other_weights_is_not_taken(lender: Lender) -> None:
+def test_a_peer_with_other_weights_is_not_taken(server: WeightServer) -> None:
     with pytest.raises(PeerLostError, match="refuses: weights 'v2' are not here: this worker has 'base'"):
-        borrow(lender.path, "v2", weights(2), 3)
+        fetch_from_peer(server.path, "v2", weights(2), 3)
 
 
 @pytest.mark.parametrize("side", ["bucket", "target"])
 def test_a_byte_that_changed_on_the_way_is_found(
-    lender: Lender, side: str, monkeypatch: pytest.MonkeyPatch
+    server: WeightServer, side: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put, check = peers._put, peers.checksum
 
@@ -144,23 +148,23 @@ def test_a_byte_that_changed_on_the_way_is_found(
 
         monkeypatch.setattr(peers, "checksum", damaging_checksum)
     with pytest.raises(WeightsError, match=r"'a.weight' from peer .* it was damaged on the way"):
-        borrow(lender.path, "base", weights(2), 3)
+        fetch_from_peer(server.path, "base", weights(2), 3)
 
 
 def test_a_dead_or_silent_peer_is_lost(home: Path, tmp_path: Path) -> None:
     with pytest.raises(PeerLostError, match=r"none.sock is gone .*; take the weights from another peer"):
-        borrow(tmp_path / "none.sock", "base", weights(2), 3)
-    lender = Lender(home, "w0", Shelf(weights(1), 3, "base"))
-    lender.close()
-    assert not lender.path.exists()
+        fetch_from_peer(tmp_path / "none.sock", "base", weights(2), 3)
+    server = WeightServer(home, "w0", ServedWeights(weights(1), 3, "base"))
+    server.close()
+    assert not server.path.exists()
     with pytest.raises(PeerLostError, match="is gone"):
-        borrow(lender.path, "base", weights(2), 3)
+        fetch_from_peer(server.path, "base", weights(2), 3)
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(str(tmp_path / "s.sock"))
         silent.listen()
         began = time.monotonic()
         with pytest.raises(PeerLostError, match="was not done before the deadline"):
-            borrow(tmp_path / "s.sock", "base", weights(2), 3, deadline_s=0.2)
+            fetch_from_peer(tmp_path / "s.sock", "base", weights(2), 3, deadline_s=0.2)
         assert 0.1 < time.monotonic() - began < 2
 
 
@@ -180,21 +184,23 @@ def test_a_stranger_at_the_socket_is_told_as_such(tmp_path: Path, answer: bytes,
         stranger.listen()
 
         def reply() -> None:
-            guest, _ = stranger.accept()
-            with guest:
-                guest.recv(65536)
-                guest.sendall(answer)
+            client, _ = stranger.accept()
+            with client:
+                client.recv(65536)
+                client.sendall(answer)
 
         thread = threading.Thread(target=reply)
         thread.start()
         with pytest.raises(WeightsError) as caught:
-            borrow(tmp_path / "s.sock", "base", weights(2), 3, deadline_s=5)
+            fetch_from_peer(tmp_path / "s.sock", "base", weights(2), 3, deadline_s=5)
         thread.join()
     assert says in str(caught.value)
 
 
 def test_a_newcomer_that_hangs_or_babbles_does_not_keep_the_next_from_being_served(home: Path) -> None:
-    with Lender(home, "w0", Shelf(weights(1), 3, "base"), bucket_bytes=4096, stall_s=0.15) as lender:
+    with WeightServer(
+        home, "w0", ServedWeights(weights(1), 3, "base"), bucket_bytes=4096, stall_s=0.15
+    ) as server:
         asked = json.dumps({"protocol": 1, "digest": "base", "device": "cpu"}).encode()
         for words in (
             b"",
@@ -202,71 +208,73 @@ def test_a_newcomer_that_hangs_or_babbles_does_not_keep_the_next_from_being_serv
             struct.pack("<I", 2) + b"[]",
             struct.pack("<I", len(asked)) + asked,
         ):
-            with socket.socket(socket.AF_UNIX) as guest:
-                guest.connect(str(lender.path))
-                guest.sendall(words)
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(str(server.path))
+                client.sendall(words)
                 targets = weights(2)
-                borrow(lender.path, "base", targets, 3, deadline_s=10)
+                fetch_from_peer(server.path, "base", targets, 3, deadline_s=10)
                 assert same(targets, weights(1))
 
 
-def test_the_lender_says_which_protocol_it_speaks(lender: Lender, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lender_says_which_protocol_it_speaks(
+    server: WeightServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def send(self: peers.Channel, message: dict[str, object], real=peers.Channel.send) -> None:  # type: ignore[no-untyped-def]
         real(self, {**message, "protocol": 0} if "protocol" in message else message)
 
     monkeypatch.setattr(peers.Channel, "send", send)
     with pytest.raises(PeerLostError, match="protocol 0, expected 1: run the same version of the package"):
-        borrow(lender.path, "base", weights(2), 3)
+        fetch_from_peer(server.path, "base", weights(2), 3)
 
 
 def test_a_loan_is_of_one_version(home: Path) -> None:
     own = weights(1)
-    shelf = Shelf(own, 3, "v1")
+    served = ServedWeights(own, 3, "v1")
     targets = weights(2)
-    with Lender(home, "w0", shelf, bucket_bytes=4096) as lender:
-        real = peers._Loan.take
+    with WeightServer(home, "w0", served, bucket_bytes=4096) as server:
+        real = peers._Transfer.take
         taken = []
 
-        def take(self: peers._Loan, rows: list[list[int]], bucket: Tensor) -> None:
+        def take(self: peers._Transfer, rows: list[list[int]], bucket: Tensor) -> None:
             real(self, rows, bucket)
             if not taken:
-                with shelf.changing("v2"):
+                with served.changing("v2"):
                     for name, tensor in weights(3).items():
                         own[name].copy_(tensor)
             taken.append(rows)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(peers._Loan, "take", take)
+            patch.setattr(peers._Transfer, "take", take)
             with pytest.raises(PeerLostError, match="'v1' are not here: this worker has 'v2'"):
-                borrow(lender.path, "v1", targets, 3)
-        borrow(lender.path, "v2", targets, 3)
+                fetch_from_peer(server.path, "v1", targets, 3)
+        fetch_from_peer(server.path, "v2", targets, 3)
         assert same(targets, weights(3))
 
 
 def test_a_change_that_failed_is_lent_by_nobody_unless_nothing_was_written() -> None:
-    shelf = Shelf(weights(1), 3, "v1")
-    with pytest.raises(WeightsError, match="nothing written"), shelf.changing("v2"):
+    served = ServedWeights(weights(1), 3, "v1")
+    with pytest.raises(WeightsError, match="nothing written"), served.changing("v2"):
         raise WeightsError("nothing written")
-    assert shelf.digest == "v1"
-    with pytest.raises(RuntimeError, match="halfway"), shelf.changing("v2"):
+    assert served.digest == "v1"
+    with pytest.raises(RuntimeError, match="halfway"), served.changing("v2"):
         raise RuntimeError("halfway")
-    assert shelf.digest == ""
-    with pytest.raises(PeerLostError, match="has 'a mixture'"), shelf.reading("v1"):
+    assert served.digest == ""
+    with pytest.raises(PeerLostError, match="has 'a mixture'"), served.reading("v1"):
         pass
-    with shelf.changing("v3"):
+    with served.changing("v3"):
         pass
-    assert shelf.digest == "v3"
+    assert served.digest == "v3"
 
 
 def test_what_cannot_be_lent_is_told(home: Path) -> None:
     with pytest.raises(WeightsError, match="found 0 tensors of 1 modules on no device"):
-        Shelf({}, 1, "d")
+        ServedWeights({}, 1, "d")
     with pytest.raises(WeightsError, match="found 1 tensors of 0 modules"):
-        Shelf({"w": torch.ones(1)}, 0, "d")
+        ServedWeights({"w": torch.ones(1)}, 0, "d")
     with pytest.raises(WeightsError, match=r"shape \[3, 2\] is not contiguous"):
-        Shelf({"w": torch.ones(2, 3).T}, 1, "d")
+        ServedWeights({"w": torch.ones(2, 3).T}, 1, "d")
     with pytest.raises(WeightsError, match="expected at most 107"):
-        Lender(home, "w" * 120, Shelf({"w": torch.ones(1)}, 1, "d"))
+        WeightServer(home, "w" * 120, ServedWeights({"w": torch.ones(1)}, 1, "d"))
     home.chmod(0o755)
     with pytest.raises(WeightsError, match="expected a directory drwx------"):
-        Lender(home, "w", Shelf({"w": torch.ones(1)}, 1, "d"))
+        WeightServer(home, "w", ServedWeights({"w": torch.ones(1)}, 1, "d"))

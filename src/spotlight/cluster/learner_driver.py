@@ -23,7 +23,7 @@ from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.types import PolicyVersion, PromptId, RolloutId
 from spotlight.store.checkpoints import CheckpointStore
-from spotlight.weights.bundle import Manifest
+from spotlight.weights.bundle import WeightsManifest
 
 T = TypeVar("T")
 VERSIONS_KEPT = 2
@@ -42,7 +42,7 @@ class PublishedVersions:
         """Of a version; None: it is not published."""
         return self._digests.get((version, lineage))
 
-    async def announce(self, manifest: Manifest) -> None:
+    async def announce(self, manifest: WeightsManifest) -> None:
         """Let workers find a version, whose weights are in the store already; drop old ones."""
         older = sorted(key for key in self._digests if key[0] < manifest.version)[:-VERSIONS_KEPT]
         dropped = {self._digests.pop(key) for key in older} - {*self._digests.values(), manifest.digest}
@@ -99,7 +99,7 @@ class LearnerDriver:
             self._begun = True
             self.put_event(ev.RunStarted())
 
-    async def _restore(self, checkpoint: Path | None, lineage: int) -> Manifest:
+    async def _restore(self, checkpoint: Path | None, lineage: int) -> WeightsManifest:
         manifest = await self.learner.restore(checkpoint, lineage)
         self.conversations.start(self._await_loss())
         return manifest

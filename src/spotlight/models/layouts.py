@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from spotlight.models.model_errors import ModelError
-from spotlight.models.pipeline_files import Component, PipelineFiles
+from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class FamilyLayout:
 
     loader: str
     pipeline_class: str
-    components: Mapping[str, Component]
+    components: Mapping[str, PipelineComponent]
     dimensions: Callable[[PipelineFiles], Dimensions]
     lora_targets: tuple[str, ...]
     reuses_blocks: bool

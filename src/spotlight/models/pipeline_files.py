@@ -27,7 +27,7 @@ _SAMPLES, _SAMPLE_BYTES = 64, 64 * 2**10
 
 
 @dataclass(frozen=True, slots=True)
-class Component:
+class PipelineComponent:
     """What one folder of a pipeline must hold.
 
     Attributes:
@@ -87,7 +87,7 @@ def locate(
     *,
     revision: str | None,
     pipeline_class: str,
-    components: Mapping[str, Component],
+    components: Mapping[str, PipelineComponent],
 ) -> PipelineFiles:
     """Find a pipeline directory, or download a hub id, and check what is in it.
 
@@ -130,7 +130,7 @@ def _local(root: Path, revision: str | None) -> PipelineFiles | None:
     return PipelineFiles(root.resolve())
 
 
-def _from_hub(name: str, revision: str | None, components: Mapping[str, Component]) -> PipelineFiles:
+def _from_hub(name: str, revision: str | None, components: Mapping[str, PipelineComponent]) -> PipelineFiles:
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
         raise ModelError(
             f"model directory {name} does not exist: give the path of a diffusers pipeline directory (the "
@@ -174,7 +174,7 @@ def _download(hub_id: str, revision: str | None, patterns: Sequence[str]) -> Pat
 
 
 def _check_component(
-    files: PipelineFiles, index: Mapping[str, object], name: str, component: Component
+    files: PipelineFiles, index: Mapping[str, object], name: str, component: PipelineComponent
 ) -> None:
     folder, expected = files.folder(name), component.classes[0]
     entry = index.get(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spotlight.models.layouts import Dimensions, FamilyLayout, config_integer, config_list
-from spotlight.models.pipeline_files import Component, PipelineFiles
+from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 
 
 def _dimensions(files: PipelineFiles) -> Dimensions:
@@ -23,11 +23,11 @@ QWEN_IMAGE = FamilyLayout(
     loader="spotlight.models.qwen_image:QwenImage.load",
     pipeline_class="QwenImagePipeline",
     components={
-        "transformer": Component(("QwenImageTransformer2DModel",), weights=True),
-        "vae": Component(("AutoencoderKLQwenImage",), weights=True),
-        "scheduler": Component(("FlowMatchEulerDiscreteScheduler",), weights=False),
-        "tokenizer": Component(("Qwen2Tokenizer", "Qwen2TokenizerFast"), weights=False),
-        "text_encoder": Component(("Qwen2_5_VLForConditionalGeneration",), weights=True, lazy=True),
+        "transformer": PipelineComponent(("QwenImageTransformer2DModel",), weights=True),
+        "vae": PipelineComponent(("AutoencoderKLQwenImage",), weights=True),
+        "scheduler": PipelineComponent(("FlowMatchEulerDiscreteScheduler",), weights=False),
+        "tokenizer": PipelineComponent(("Qwen2Tokenizer", "Qwen2TokenizerFast"), weights=False),
+        "text_encoder": PipelineComponent(("Qwen2_5_VLForConditionalGeneration",), weights=True, lazy=True),
     },
     dimensions=_dimensions,
     lora_targets=(

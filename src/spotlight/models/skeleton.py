@@ -99,5 +99,5 @@ def _nothing(tensor: Tensor, device: torch.device) -> Tensor:
 def _refuse(module: nn.Module, _: object) -> NoReturn:
     raise ModelError(
         f"{type(module).__name__} has no weights yet: it was loaded with read_transformer=False and never "
-        "filled; borrow them from a peer inside `filling`, or read the transformer from disk"
+        "filled; fetch them from a peer inside `filling`, or read the transformer from disk"
     )

@@ -24,7 +24,7 @@ from spotlight.rollout.state import FinishedRollout, Recipe, RolloutState, Sampl
 _FORMAT = 1
 
 
-class ParcelError(ValueError):
+class SerializationError(ValueError):
     """Bytes that are not the parcel they should be. The message says which, and what to do."""
 
 
@@ -38,7 +38,7 @@ def unpack_state(data: bytes, recipe: Recipe, device: torch.device | str = "cpu"
     """What :func:`pack_state` wrote, on ``device``.
 
     Raises:
-        ParcelError: the parcel is damaged, or another one.
+        SerializationError: the parcel is damaged, or another one.
         ValueError: the rollout began with another recipe.
     """
     header, tensors = _unpack("state", data)
@@ -53,7 +53,7 @@ def pack_sample(finished: FinishedRollout) -> bytes:
 
 
 def unpack_sample(data: bytes) -> SampleTensors:
-    """What :func:`pack_sample` wrote. Raises ParcelError."""
+    """What :func:`pack_sample` wrote. Raises SerializationError."""
     _, tensors = _unpack("sample", data)
     try:
         return SampleTensors(**tensors)
@@ -67,7 +67,7 @@ def pack_image(finished: FinishedRollout) -> bytes:
 
 
 def unpack_image(data: bytes) -> NDArray[np.uint8]:
-    """[height, width, 3]. Raises ParcelError."""
+    """[height, width, 3]. Raises SerializationError."""
     _, tensors = _unpack("image", data)
     image: NDArray[np.uint8] = tensors["image"].numpy()
     return image
@@ -79,7 +79,7 @@ def pack_condition(condition: Condition) -> bytes:
 
 
 def unpack_condition(data: bytes) -> Condition:
-    """What :func:`pack_condition` wrote, on the CPU. Raises ParcelError."""
+    """What :func:`pack_condition` wrote, on the CPU. Raises SerializationError."""
     _, tensors = _unpack("condition", data)
     return Condition(tensors["embeds"])
 
@@ -138,7 +138,7 @@ def _refuse(parcel: str, data: bytes, why: str) -> NoReturn:
         claim = f", said to be the {about['parcel']} of {about['name']!r}"
     except (ValueError, LookupError, TypeError):
         claim = ""
-    raise ParcelError(
+    raise SerializationError(
         f"{parcel} parcel ({len(data)} bytes{claim}): {why}. "
         "It was damaged on its way, or made by another version of the package: fetch it again, or make it new"
     )

@@ -48,7 +48,7 @@ from spotlight.training.batching.batch import (
     require_fresh,
     stack,
 )
-from spotlight.training.passes import Bound, Passes
+from spotlight.training.passes import Bound, TrainingPasses
 from spotlight.training.policy import MicroBatchPolicy
 from spotlight.training.settings import TrainingError, TrainingGuidance, autocast_type
 from spotlight.training.sharding import Ranks, shard
@@ -136,7 +136,7 @@ class Learner:
             weight_decay=config.weight_decay,
             fused=True,
         )
-        self.passes = Passes(
+        self.passes = TrainingPasses(
             algorithm,
             self.ranks,
             family.device,

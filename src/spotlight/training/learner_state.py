@@ -161,18 +161,18 @@ def _optimizer_state(slots: WeightSlots, optimizer: Optimizer) -> Iterator[tuple
 
 
 @dataclass(frozen=True, slots=True)
-class _Index:
+class _StateIndex:
     counters: Counters
     optimizer_steps: dict[str, int]
     shapes: dict[str, list[int]]
 
 
-def _read_index(path: Path) -> _Index:
+def _read_index(path: Path) -> _StateIndex:
     try:
         index = json.loads(path.read_text())
         if index["format"] != FORMAT:
             raise StateError(f"{path} has format {index['format']!r}; this version reads {FORMAT}")
-        return _Index(
+        return _StateIndex(
             Counters(int(index["steps"]), int(index["batches"])),
             {str(name): int(step) for name, step in index["optimizer_steps"].items()},
             {str(name): [int(n) for n in shape] for name, shape in index["shapes"].items()},

@@ -65,7 +65,7 @@ class Bound:
         return self._policies[times], self.batch.repeated(times), at
 
 
-class Passes:
+class TrainingPasses:
     """Runs passes, and knows how many timesteps fit into one.
 
     Args:

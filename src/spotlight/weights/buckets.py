@@ -19,7 +19,7 @@ from spotlight.weights.weight_errors import NoSpaceError, PeerLostError, Weights
 from spotlight.weights.wire import Channel
 
 COUNT = 2
-"""Buckets of a loan: one is filled while the other is emptied."""
+"""Buckets of a transfer: one is filled while the other is emptied."""
 
 
 @contextmanager
@@ -34,8 +34,8 @@ def host_buckets(size: int) -> Iterator[tuple[list[Tensor], list[int]]]:
                 os.posix_fallocate(descriptor, 0, size)
             except OSError as error:
                 raise NoSpaceError(
-                    f"a peer needs {COUNT} buckets of {size} bytes of host memory to lend weights: "
-                    f"{error.strerror}; free memory on the node, or lend in smaller buckets (bucket_bytes)"
+                    f"a peer needs {COUNT} buckets of {size} bytes of host memory to serve weights: "
+                    f"{error.strerror}; free memory on the node, or serve in smaller buckets (bucket_bytes)"
                 ) from error
         yield [_mapped(descriptor, size) for descriptor in descriptors], descriptors
     finally:
@@ -50,7 +50,7 @@ def take_host(channel: Channel, size: int) -> list[Tensor]:
         for descriptor in descriptors:
             found = os.fstat(descriptor).st_size
             if found < size:  # reading beyond its end would be SIGBUS
-                raise WeightsError(f"{channel.peer} lends a bucket of {found} bytes, expected {size}")
+                raise WeightsError(f"{channel.peer} serves a bucket of {found} bytes, expected {size}")
         return [_mapped(descriptor, size) for descriptor in descriptors]
     finally:
         for descriptor in descriptors:
@@ -68,7 +68,7 @@ def take_cuda(channel: Channel, handles: Sequence[object], size: int, device: to
         ) from error
     if len(buckets) != COUNT or any(bucket.numel() < size for bucket in buckets):
         raise WeightsError(
-            f"{channel.peer} lends buckets of {[b.numel() for b in buckets]} bytes, expected {COUNT} of "
+            f"{channel.peer} serves buckets of {[b.numel() for b in buckets]} bytes, expected {COUNT} of "
             f"{size}"
         )
     return buckets

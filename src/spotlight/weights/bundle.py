@@ -46,7 +46,7 @@ _FETCH_AGAIN = "fetch it again; if that fails too, the publisher's copy is damag
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class WeightsManifest:
     """What a published version is, small enough for every message.
 
     Attributes:
@@ -99,7 +99,7 @@ class Bundle:
         tensors: slot -> name -> tensor. Views of the bytes read, not copies: do not write to them.
     """
 
-    manifest: Manifest
+    manifest: WeightsManifest
     tensors: Mapping[str, Mapping[str, Tensor]] = field(repr=False)
 
 
@@ -124,7 +124,7 @@ class Bindable(Protocol):
 
 def pack(
     version: int, lineage: int, slots: Mapping[str, Mapping[str, Tensor]], modules_bound: int
-) -> tuple[Manifest, bytes]:
+) -> tuple[WeightsManifest, bytes]:
     """Put the weights of some slots into bytes.
 
     Args:
@@ -163,7 +163,7 @@ def pack(
             seen.add(memory)
     data = save(flat)
     digest = content_digest(_parse(memoryview(data)))
-    return Manifest(version, lineage, digest, modules_bound, tuple(slots), len(data)), data
+    return WeightsManifest(version, lineage, digest, modules_bound, tuple(slots), len(data)), data
 
 
 def content_digest(tensors: Mapping[str, Tensor]) -> str:
@@ -183,7 +183,7 @@ def content_digest(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def read(manifest: Manifest, data: bytes | bytearray | memoryview) -> Bundle:
+def read(manifest: WeightsManifest, data: bytes | bytearray | memoryview) -> Bundle:
     """Check that ``data`` is what ``manifest`` says, byte for byte.
 
     Raises:
@@ -217,7 +217,7 @@ def read(manifest: Manifest, data: bytes | bytearray | memoryview) -> Bundle:
 
 
 def bind(
-    manifest: Manifest,
+    manifest: WeightsManifest,
     data: bytes | bytearray | memoryview | Bundle,
     target: Bindable,
     *,

@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from spotlight.weights.bundle import Bundle, Manifest, read
+from spotlight.weights.bundle import Bundle, WeightsManifest, read
 from spotlight.weights.locks import held, lock_until, private_directory, try_lock
 from spotlight.weights.weight_errors import NoSpaceError, WeightsError
 
@@ -69,7 +69,7 @@ class NodeCache:
         _remove_dead(parent, _prefix(), but=self.directory)
         self._alive = _enter(self.directory)
 
-    def get(self, manifest: Manifest, fetch: Callable[[], bytes]) -> Bundle:
+    def get(self, manifest: WeightsManifest, fetch: Callable[[], bytes]) -> Bundle:
         """The bundle of a version, fetched by at most one process of the node.
 
         Args:
@@ -108,10 +108,10 @@ class NodeCache:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _path(self, manifest: Manifest) -> Path:
+    def _path(self, manifest: WeightsManifest) -> Path:
         return self.directory / f"{manifest.digest}{_ENDING}"
 
-    def _look(self, manifest: Manifest) -> Bundle | None:
+    def _look(self, manifest: WeightsManifest) -> Bundle | None:
         """What is there; a damaged file is removed, so that it is fetched anew."""
         try:
             return self._map(manifest)
@@ -122,7 +122,7 @@ class NodeCache:
             self._path(manifest).unlink(missing_ok=True)
             return None
 
-    def _map(self, manifest: Manifest) -> Bundle:
+    def _map(self, manifest: WeightsManifest) -> Bundle:
         with self._path(manifest).open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size == 0:
@@ -131,13 +131,13 @@ class NodeCache:
             view = memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY))
         return read(manifest, view)
 
-    def _evict(self, coming: Manifest) -> None:
+    def _evict(self, coming: WeightsManifest) -> None:
         """Make room for ``coming`` among the versions kept, the oldest first."""
         there = [path for path in self.directory.glob(f"*{_ENDING}") if path != self._path(coming)]
         for path in sorted(there, key=_time_made)[: max(0, len(there) - self.keep + 1)]:
             path.unlink(missing_ok=True)
 
-    def _write(self, manifest: Manifest, data: bytes) -> None:
+    def _write(self, manifest: WeightsManifest, data: bytes) -> None:
         part = self.directory / f"{manifest.digest}.part"
         try:
             descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)

@@ -1,9 +1,9 @@
-"""Full weights from a worker of the same node: a lender in every worker, and the newcomer that borrows.
+"""Full weights from a worker of the same node: a server in every worker, and the new worker that fetches.
 
 The two meet at a Unix socket in a directory that only this user can enter. Bytes go through two buckets of
-shared memory (of the host, or of the lender's GPU), tensors cut to fit; messages are JSON::
+shared memory (of the host, or of the server's GPU), tensors cut to fit; messages are JSON::
 
-    newcomer                                    lender
+    new worker                                    server
       which weights, on what device  ──────────►
                                      ◄──────────  names, types, shapes, modules; the buckets; or a refusal
       go                             ──────────►
@@ -14,9 +14,10 @@ shared memory (of the host, or of the lender's GPU), tensors cut to fit; message
 
 Invariants:
 - Nothing is written before names, types, shapes and the number of modules were compared.
-- A checksum is taken of the lender's tensor before it is copied, and of the newcomer's tensor after: it
-  covers everything in between. :func:`borrow` returns only if every byte of every tensor was checked.
-- All of a loan is of one version (see :class:`spotlight.weights.shelf.Shelf`).
+- A checksum is taken of the server's tensor before it is copied, and of the new worker's tensor after: it
+  covers everything in between. :func:`fetch_from_peer` returns only if every byte of every tensor was
+  checked.
+- All of a transfer is of one version (see :class:`spotlight.weights.served_weights.ServedWeights`).
 - Every operation on a socket has a deadline, on both sides; so neither waits for one that is dead or hangs.
 """
 
@@ -40,7 +41,7 @@ from spotlight.weights.buckets import COUNT, host_buckets, side_stream, take_cud
 from spotlight.weights.bundle import check_same
 from spotlight.weights.flat import Piece, as_bytes, checksum, cut
 from spotlight.weights.locks import private_directory
-from spotlight.weights.shelf import Shelf
+from spotlight.weights.served_weights import ServedWeights
 from spotlight.weights.weight_errors import PeerLostError, WeightsError
 from spotlight.weights.wire import Channel, Message, check_address
 
@@ -50,14 +51,14 @@ _SAME_PACKAGE = "run the same version of the package in all processes of a node"
 _log = logging.getLogger(__name__)
 
 
-class Lender:
-    """Lends a shelf to newcomers, one after the other, from a thread of its own.
+class WeightServer:
+    """Serves a worker's weights to new workers, one after the other, from a thread of its own.
 
     Args:
         directory: where the socket is made; private to this user, and made if its parent is there.
-        name: of this worker; ``directory / (name + ".sock")`` is what newcomers are told.
+        name: of this worker; ``directory / (name + ".sock")`` is what new workers are told.
         bucket_bytes: of each of the two buckets, a multiple of 16.
-        stall_s: a newcomer that does nothing for so long is given up.
+        stall_s: a new worker that does nothing for so long is given up.
 
     Raises:
         WeightsError: the directory belongs to somebody else, or the socket's path is too long.
@@ -67,7 +68,7 @@ class Lender:
         self,
         directory: Path,
         name: str,
-        shelf: Shelf,
+        served: ServedWeights,
         *,
         bucket_bytes: int = BUCKET_BYTES,
         stall_s: float = 30.0,
@@ -75,21 +76,21 @@ class Lender:
         self.path = private_directory(directory) / f"{name}.sock"
         check_address(str(self.path))
         self.path.unlink(missing_ok=True)  # of a dead worker of that name
-        self._shelf, self._bucket_bytes, self._stall_s = shelf, bucket_bytes, stall_s
+        self._served, self._bucket_bytes, self._stall_s = served, bucket_bytes, stall_s
         self._gpu_buckets: list[Tensor] = []
-        self._guest: socket.socket | None = None
+        self._client: socket.socket | None = None
         self._closing = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(self.path))
         self._listener.listen(16)
-        self._thread = threading.Thread(target=self._run, name=f"lender {name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"weight server {name}", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Lend no more; a loan under way is broken off."""
+        """Serve no more; a transfer under way is broken off."""
         self._closing = True
         self.path.unlink(missing_ok=True)
-        for end in (self._listener, self._guest):
+        for end in (self._listener, self._client):
             if end is not None:
                 with suppress(OSError):
                     end.shutdown(socket.SHUT_RDWR)
@@ -103,32 +104,32 @@ class Lender:
         self.close()
 
     def _run(self) -> None:
-        with torch.no_grad(), side_stream(self._shelf.device):
+        with torch.no_grad(), side_stream(self._served.device):
             while not self._closing:
                 try:
-                    guest, _ = self._listener.accept()
+                    client, _ = self._listener.accept()
                 except OSError:
                     return
-                with guest:
-                    self._guest = guest
-                    self._serve(Channel(guest, "a newcomer", self._stall_s, float("inf")))
-                    self._guest = None
+                with client:
+                    self._client = client
+                    self._handle(Channel(client, "a new worker", self._stall_s, float("inf")))
+                    self._client = None
 
-    def _serve(self, channel: Channel) -> None:
+    def _handle(self, channel: Channel) -> None:
         try:
-            self._lend(channel)
+            self._serve(channel)
         except (WeightsError, RuntimeError, OSError, ValueError, KeyError, TypeError) as error:
-            _log.info("a loan of weights ended early: %s", error)
+            _log.info("a transfer of weights ended early: %s", error)
             with suppress(WeightsError):
                 channel.send({"refused": str(error)})
 
-    def _lend(self, channel: Channel) -> None:
+    def _serve(self, channel: Channel) -> None:
         asked = channel.receive()
         if asked.get("protocol") != PROTOCOL:
             raise WeightsError(f"protocol {asked.get('protocol')}, expected {PROTOCOL}: {_SAME_PACKAGE}")
         digest = str(asked["digest"])
-        with self._shelf.reading(digest):
-            on_gpu = self._shelf.device.type == "cuda" and asked["device"] == "cuda"
+        with self._served.reading(digest):
+            on_gpu = self._served.device.type == "cuda" and asked["device"] == "cuda"
         if on_gpu:
             buckets = self._own_gpu_buckets()
             self._offer(channel, [cuda_ipc.share(bucket) for bucket in buckets])
@@ -139,33 +140,33 @@ class Lender:
         self._stream(channel, digest, buckets)
 
     def _offer(self, channel: Channel, handles: Sequence[Mapping[str, object]]) -> None:
-        tensors = self._shelf.tensors
+        tensors = self._served.tensors
         channel.send(
             {
                 "contents": [[name, _name(t.dtype), list(t.shape)] for name, t in tensors.items()],
-                "modules": self._shelf.modules,
+                "modules": self._served.modules,
                 "bucket_bytes": self._bucket_bytes,
                 "handles": handles,
             }
         )
 
     def _stream(self, channel: Channel, digest: str, buckets: Sequence[Tensor]) -> None:
-        channel.receive()  # the newcomer has compared, and wants them
-        shelf, size, count = self._shelf, self._bucket_bytes, 0
-        for count, pieces in enumerate(cut([m.numel() for m in shelf.memory], size), start=1):
+        channel.receive()  # the new worker has compared, and wants them
+        served, size, count = self._served, self._bucket_bytes, 0
+        for count, pieces in enumerate(cut([m.numel() for m in served.memory], size), start=1):
             if count > COUNT:
                 channel.receive()  # that bucket is empty again
-            with shelf.reading(digest):
-                sums = _put(pieces, shelf.memory, buckets[(count - 1) % COUNT])
+            with served.reading(digest):
+                sums = _put(pieces, served.memory, buckets[(count - 1) % COUNT])
             channel.send({"pieces": _rows(pieces, sums)})
         for _ in range(min(count, COUNT)):
             channel.receive()
         channel.send({"end": count})
 
     def _own_gpu_buckets(self) -> list[Tensor]:
-        """Buckets on the GPU, kept for the next newcomer: shared memory cannot be given back at will."""
+        """Buckets on the GPU, kept for the next new worker: shared memory cannot be given back at will."""
         if not self._gpu_buckets:
-            device = self._shelf.device
+            device = self._served.device
             self._gpu_buckets = [
                 torch.empty(self._bucket_bytes, dtype=torch.uint8, device=device) for _ in range(COUNT)
             ]
@@ -173,7 +174,7 @@ class Lender:
 
 
 @dataclass(frozen=True, slots=True)
-class Borrowed:
+class FetchedWeights:
     """What came from a peer.
 
     Attributes:
@@ -188,7 +189,7 @@ class Borrowed:
 
 
 @torch.no_grad()
-def borrow(
+def fetch_from_peer(
     path: Path,
     digest: str,
     targets: Mapping[str, Tensor],
@@ -196,15 +197,15 @@ def borrow(
     *,
     deadline_s: float = 300.0,
     stall_s: float = 30.0,
-) -> Borrowed:
+) -> FetchedWeights:
     """Fill ``targets`` with the weights of a peer on this node.
 
     Args:
-        path: the peer's socket (:attr:`Lender.path`).
+        path: the peer's socket (:attr:`WeightServer.path`).
         digest: the mark of the weights wanted.
         targets: name -> tensor to be filled, contiguous, all on one device.
         modules: that they belong to; the peer must say the same number.
-        deadline_s: for all of it, waiting for other newcomers included.
+        deadline_s: for all of it, waiting for other new workers included.
         stall_s: for any one step of the peer.
 
     Raises:
@@ -223,17 +224,17 @@ def borrow(
             if handles:
                 buckets = take_cuda(channel, handles, size, device)
             _tell(channel, {"go": True})
-            loan = _Loan(channel.peer, tuple(targets), tuple(as_bytes(t) for t in targets.values()))
+            transfer = _Transfer(channel.peer, tuple(targets), tuple(as_bytes(t) for t in targets.values()))
             count = 0
             while "end" not in (message := _heard(channel)):
-                loan.take(_list(message["pieces"]), buckets[count % COUNT])
+                transfer.take(_list(message["pieces"]), buckets[count % COUNT])
                 _tell(channel, {"done": count})
                 count += 1
-    loan.check_whole()
-    return Borrowed(len(targets), modules, sum(loan.filled))
+    transfer.check_whole()
+    return FetchedWeights(len(targets), modules, sum(transfer.filled))
 
 
-class _Loan:
+class _Transfer:
     """Tensors being filled, from their first byte to their last."""
 
     def __init__(self, peer: str, names: Sequence[str], memory: Sequence[Tensor]) -> None:
@@ -333,7 +334,7 @@ def _as_agreed(channel: Channel) -> Iterator[None]:
         yield
     except WeightsError:
         raise
-    except RuntimeError as error:  # of torch: the GPU memory of a lender that died may be gone
+    except RuntimeError as error:  # of torch: the GPU memory of a server that died may be gone
         raise PeerLostError(
             f"cannot copy from {channel.peer}: {error}; take the weights from another peer or from the store"
         ) from error

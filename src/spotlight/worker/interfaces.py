@@ -1,4 +1,4 @@
-"""What a worker's loop is connected to: its home, its loader, its hands; and what it can be told.
+"""What a worker's loop is connected to (the head, a loader of weights, a model), and the commands it takes.
 
 Whoever runs the loop (an actor of a cluster, a thread of a test) provides these.
 """
@@ -14,14 +14,14 @@ from torch import nn
 
 from spotlight.models.slots import Slot
 from spotlight.rollout.engine import Engine
-from spotlight.rollout.sequence_parallel.membership import Membership
+from spotlight.rollout.sequence_parallel.membership import SpMembership
 from spotlight.rollout.state import Recipe
 from spotlight.scheduler.effects import AbandonLease, FormGroup, GrantLease, PullWeights, StopGroup
 from spotlight.scheduler.types import LeaseId, Purpose, WorkerId
 from spotlight.worker.reports import Report
 
 
-class HomeLostError(RuntimeError):
+class HeadLostError(RuntimeError):
     """Nothing can be kept or told any more: the loop ends."""
 
 
@@ -37,7 +37,7 @@ class LoadError(RuntimeError):
         self.intact = intact
 
 
-class Kept(Protocol):
+class StoredValue(Protocol):
     """A value that was kept."""
 
     @property
@@ -49,14 +49,14 @@ class Kept(Protocol):
         """The value."""
 
 
-class Home(Protocol):
+class HeadClient(Protocol):
     """Where values are kept and events go; both outlive the worker."""
 
     def deliver(self, report: Report) -> None:
-        """Return when the values are safe and the events on their way. Raises HomeLostError."""
+        """Return when the values are safe and the events on their way. Raises HeadLostError."""
 
-    def fetch(self, kind: str, names: Sequence[str], mark: str = "") -> Sequence[Kept | None]:
-        """Values by name, the latest step of each; None where there is none. Raises HomeLostError."""
+    def fetch(self, kind: str, names: Sequence[str], mark: str = "") -> Sequence[StoredValue | None]:
+        """Values by name, the latest step of each; None where there is none. Raises HeadLostError."""
 
 
 class Loader(Protocol):
@@ -79,7 +79,7 @@ class Slots(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Hands:
+class WorkerDependencies:
     """What a worker works with.
 
     Attributes:
@@ -92,7 +92,7 @@ class Hands:
     slots: Slots
     recipes: Mapping[Purpose, Recipe]
     slot_of: Mapping[Purpose, Slot]
-    membership: Callable[[], Membership]
+    membership: Callable[[], SpMembership]
 
     def known_slot(self, name: str) -> Slot:
         """The slot of that name. Raises ValueError when no purpose uses it."""

@@ -17,7 +17,7 @@ from spotlight.scheduler.types import LeaseId, RolloutId
 
 
 @dataclass(slots=True)
-class HeldLease:
+class OpenLease:
     """One lease.
 
     Attributes:
@@ -32,7 +32,7 @@ class HeldLease:
 
 
 @dataclass(slots=True)
-class Held:
+class Leases:
     """All leases of a worker, and the states of their rollouts.
 
     Attributes:
@@ -40,7 +40,7 @@ class Held:
     """
 
     seen: LeaseId = NO_LEASE
-    _leases: dict[LeaseId, HeldLease] = field(default_factory=dict)
+    _leases: dict[LeaseId, OpenLease] = field(default_factory=dict)
     _states: dict[RolloutId, RolloutState] = field(default_factory=dict)
     _lease_of: dict[RolloutId, LeaseId] = field(default_factory=dict)
 
@@ -48,7 +48,7 @@ class Held:
         return len(self._states)
 
     @property
-    def leases(self) -> tuple[LeaseId, ...]:
+    def ids(self) -> tuple[LeaseId, ...]:
         """Leases worked on, in the order of their grants."""
         return tuple(self._leases)
 
@@ -72,7 +72,7 @@ class Held:
             name = state.rollout.id
             if name in self._states:
                 self.remove(name)
-            held = self._leases.setdefault(lease, HeldLease({}))
+            held = self._leases.setdefault(lease, OpenLease({}))
             held.began[name] = resume.get(name, 0)
             self._states[name], self._lease_of[name] = state, lease
 

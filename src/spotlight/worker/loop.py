@@ -24,16 +24,23 @@ Invariants:
 from __future__ import annotations
 
 import logging
+import queue
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import assert_never
 
 import torch
 from torch import nn
 
 from spotlight.rollout.sequence_parallel.lockstep import Follower, Lead
-from spotlight.rollout.sequence_parallel.membership import FormationError, Group, GroupLostError, Membership
+from spotlight.rollout.sequence_parallel.membership import (
+    FormationError,
+    GroupLostError,
+    SpGroup,
+    SpMembership,
+)
 from spotlight.rollout.state import FailedRollout, FinishedRollout, RolloutState
 from spotlight.scheduler.effects import AbandonLease, FormGroup, GrantLease, PullWeights, StopGroup
 from spotlight.scheduler.events import (
@@ -45,24 +52,22 @@ from spotlight.scheduler.events import (
     RolloutFailed,
     WeightsPulled,
 )
-from spotlight.scheduler.types import LeaseId, Phase, PolicyVersion, RolloutId, WorkerId
+from spotlight.scheduler.types import LeaseId, PolicyVersion, RolloutId, WorkerId
 from spotlight.worker.batching import OpenModel, by_slot
-from spotlight.worker.beat import PHASE_OF, Beat, Pulse
-from spotlight.worker.inbox import Inbox
+from spotlight.worker.group_role import GroupRole
 from spotlight.worker.interfaces import (
     Command,
     FollowLease,
-    Hands,
-    Home,
+    HeadClient,
     Leave,
     Loader,
     LoadError,
     Patience,
+    WorkerDependencies,
 )
 from spotlight.worker.leases import safe_steps
 from spotlight.worker.outbox import Outbox
-from spotlight.worker.post import Post
-from spotlight.worker.resume import Starter
+from spotlight.worker.resume import RolloutStarter
 
 log = logging.getLogger("spotlight.rollout")
 
@@ -84,30 +89,31 @@ class WorkerLoop:
         self,
         worker: WorkerId,
         epoch: int,
-        home: Home,
+        home: HeadClient,
         loader: Loader,
-        hands: Hands,
+        dependencies: WorkerDependencies,
         commit_every: int,
         *,
         capacity: int | None = None,
         patience: Patience | None = None,
         conditions_kept: int = 256,
     ) -> None:
-        self._capacity = hands.engine.max_batch if capacity is None else capacity
+        self._capacity = dependencies.engine.max_batch if capacity is None else capacity
         for name, value in (("commit_every", commit_every), ("capacity", self._capacity)):
             if value < 1:
                 raise ValueError(f"worker's {name} is {value}; expected at least 1")
         self.worker, self.epoch = worker, epoch
         self.failure: str | None = None
-        self._loader, self._hands, self._commit_every = loader, hands, commit_every
+        self._loader, self._dependencies, self._commit_every = loader, dependencies, commit_every
         self._patience = patience or Patience()
-        self._inbox, self._outbox, self._pulse = Inbox(), Outbox(worker, home), Pulse()
-        self._starter = Starter(home, hands.engine, hands.recipes, conditions_kept)
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._outbox = Outbox(worker, home)
+        self._starter = RolloutStarter(home, dependencies.engine, dependencies.recipes, conditions_kept)
         # Not under autocast: there the sum would be rounded to half precision, the adapter alone is not.
-        self._merged = hands.engine.autocast is None
-        self._model = OpenModel(hands.slots, merged=self._merged)
-        self._membership: Membership | None = None
-        self._post: Post | None = None
+        self._merged = dependencies.engine.autocast is None
+        self._model = OpenModel(dependencies.slots, merged=self._merged)
+        self._membership: SpMembership | None = None
+        self._role: GroupRole | None = None
         self._fence = 0
         self._ordered = self._loaded = (-1, -1)  # (lineage, version) told, and bound
         self._mark: str | None = None
@@ -120,15 +126,10 @@ class WorkerLoop:
         self._inbox.put(command)
 
     @property
-    def beat(self) -> Beat:
-        """What the worker is doing."""
-        return self._pulse.beat
-
-    @property
     def busy(self) -> bool:
         """Whether there is a step to take, or a leader to follow."""
-        post = self._post
-        return post is not None and post.busy
+        role = self._role
+        return role is not None and role.busy
 
     # -- the work thread -------------------------------------------------------------------------------
 
@@ -136,7 +137,7 @@ class WorkerLoop:
         """Work until told to leave.
 
         Raises:
-            HomeLostError: nothing can be kept any more.
+            HeadLostError: nothing can be kept any more.
             Exception: whatever was not foreseen; ``failure`` has its traceback.
         """
         try:
@@ -153,43 +154,44 @@ class WorkerLoop:
 
         Waits for a command when there is nothing else to do.
         """
-        wait_s = self._wait_s()
-        if wait_s != 0:
-            self._pulse.doing(self._idle_phase())
-        commands = self._inbox.take(wait_s)
+        commands = self._commands(self._wait_s())
         pulls = [c for c in commands if isinstance(c, PullWeights) and c.epoch == self.epoch]
         self._ordered = max([self._ordered, *((pull.lineage, int(pull.version)) for pull in pulls)])
         for command in commands:
             self._obey(command)
-        post = self._post
-        if post is not None and post.lost_at_s is not None:
-            if time.monotonic() >= post.lost_at_s + self._patience.grace_s:
-                self._stop(StopGroup(post.leader, post.epoch, (self.worker,)))
-        elif post is not None and post.called > post.ended:
-            self._follow(post)
-        elif post is not None and len(post.held):
-            self._step(post)
+        role = self._role
+        if role is not None and role.lost_at_s is not None:
+            if time.monotonic() >= role.lost_at_s + self._patience.grace_s:
+                self._stop(StopGroup(role.leader, role.epoch, (self.worker,)))
+        elif role is not None and role.called > role.ended:
+            self._follow(role)
+        elif role is not None and len(role.leases):
+            self._step(role)
         self._pull_work()
         self._deliver()
         self._rest()
 
     def _wait_s(self) -> float | None:
         """How long nothing needs to be done, unless something is told. None: for ever."""
-        post, times = self._post, [self._outbox.due_s]
-        if post is not None:
-            if post.busy:
+        role, times = self._role, [self._outbox.due_s]
+        if role is not None:
+            if role.busy:
                 return 0
-            if post.lost_at_s is not None:
-                times.append(post.lost_at_s + self._patience.grace_s)
-            elif post.leads:
-                times.append(post.ask_again_s)
+            if role.lost_at_s is not None:
+                times.append(role.lost_at_s + self._patience.grace_s)
+            elif role.leads:
+                times.append(role.ask_again_s)
         due_s = min((at_s for at_s in times if at_s is not None), default=None)
         return None if due_s is None else max(0.0, due_s - time.monotonic())
 
-    def _idle_phase(self) -> Phase:
-        if self._mark is None:
-            return Phase.SETUP
-        return Phase.RECONFIGURATION if self._post is None or self._post.lost else Phase.IDLE
+    def _commands(self, wait_s: float | None) -> list[Command]:
+        """All commands that are there, in order; when there is none, wait for one. None: for ever."""
+        taken: list[Command] = []
+        with suppress(queue.Empty):
+            taken.append(self._inbox.get(block=wait_s != 0, timeout=wait_s))
+            while True:
+                taken.append(self._inbox.get_nowait())
+        return taken
 
     def _obey(self, command: Command) -> None:
         match command:
@@ -202,21 +204,21 @@ class WorkerLoop:
             case GrantLease():
                 self._begin(command)
             case AbandonLease(leader, epoch, lease):
-                if (post := self._post_of(leader, epoch)) is not None:
-                    post.held.drop(lease)
+                if (role := self._role_in(leader, epoch)) is not None:
+                    role.leases.drop(lease)
             case FollowLease(leader, epoch, lease):
-                if (post := self._post_of(leader, epoch)) is not None and not post.leads:
-                    post.called = max(post.called, lease)
+                if (role := self._role_in(leader, epoch)) is not None and not role.leads:
+                    role.called = max(role.called, lease)
             case Leave():
                 self._leaving = True
             case _:
                 assert_never(command)
 
-    def _post_of(self, leader: WorkerId, epoch: int) -> Post | None:
+    def _role_in(self, leader: WorkerId, epoch: int) -> GroupRole | None:
         """This worker's place in that group, while the group can work."""
-        post = self._post
-        found = post is not None and (post.leader, post.epoch) == (leader, epoch) and not post.lost
-        return post if found else None
+        role = self._role
+        found = role is not None and (role.leader, role.epoch) == (leader, epoch) and not role.lost
+        return role if found else None
 
     def _deliver(self) -> None:
         self._outbox.deliver(self._mark or "")
@@ -229,7 +231,6 @@ class WorkerLoop:
             return
         if order != self._loaded:
             self._quiesce()
-            self._pulse.doing(Phase.SETUP if self._mark is None else Phase.WEIGHT_SYNC)
             try:
                 digest = self._loader.load(pull)
             except LoadError as error:
@@ -243,11 +244,11 @@ class WorkerLoop:
 
     def _quiesce(self) -> None:
         """Make ready for other weights: nobody uses these, and nobody waits in a collective meanwhile."""
-        post = self._post
-        if post is not None and post.others_follow:
-            self._commit(post, post.held.leases)
-            post.held.let_go()
-            post.asked = 0
+        role = self._role
+        if role is not None and role.others_follow:
+            self._commit(role, role.leases.ids)
+            role.leases.let_go()
+            role.asked = 0
         self._deliver()
         self._rest()
         self._model.close()
@@ -256,9 +257,9 @@ class WorkerLoop:
         """Other weights are there: no lease under the former can be finished."""
         changed = digest != self._mark or order[1] != self._loaded[1]
         self._mark, self._loaded = digest, order
-        if changed and self._post is not None:
-            self._post.held.let_go()
-            self._post.asked = 0
+        if changed and self._role is not None:
+            self._role.leases.let_go()
+            self._role.asked = 0
 
     @property
     def _version(self) -> PolicyVersion:
@@ -267,10 +268,10 @@ class WorkerLoop:
     # -- groups ----------------------------------------------------------------------------------------
 
     def _form(self, command: FormGroup) -> None:
-        post = self._post
-        if post is not None and post.epoch == command.epoch:
-            if post.leads and not post.lost:
-                self._formed(post)
+        role = self._role
+        if role is not None and role.epoch == command.epoch:
+            if role.leads and not role.lost:
+                self._formed(role)
             return
         if command.epoch <= self._fence:
             if command.epoch == self._fence:  # it failed, or is over: that answer was lost
@@ -278,26 +279,25 @@ class WorkerLoop:
             return
         self._fence = command.epoch
         self._part()
-        self._pulse.doing(Phase.RECONFIGURATION)
         if len(command.members) > 1:
             try:
-                self._meet(Group(command.epoch, command.members))
+                self._meet(SpGroup(command.epoch, command.members))
             except (FormationError, ConnectionError):
                 stopped = GroupStopped(command.leader, command.epoch)
                 self._outbox.tell_later(stopped, self._patience.pause_s)
                 return
         leads = command.members[0] == self.worker
-        self._post = Post(command.leader, command.epoch, len(command.members), leads)
+        self._role = GroupRole(command.leader, command.epoch, len(command.members), leads)
         if leads:
-            self._formed(self._post)
+            self._formed(self._role)
 
-    def _formed(self, post: Post) -> None:
-        self._outbox.tell(GroupFormed(post.leader, post.epoch))
-        post.asked = 0  # a pull goes along
+    def _formed(self, role: GroupRole) -> None:
+        self._outbox.tell(GroupFormed(role.leader, role.epoch))
+        role.asked = 0  # a pull goes along
 
-    def _meet(self, group: Group) -> None:
+    def _meet(self, group: SpGroup) -> None:
         if self._membership is None:
-            self._membership = self._hands.membership()
+            self._membership = self._dependencies.membership()
         self._membership.form(group)
 
     def _stop(self, command: StopGroup) -> None:
@@ -308,12 +308,12 @@ class WorkerLoop:
         """
         self._fence = max(self._fence, command.epoch)
         stopped = GroupStopped(command.leader, command.epoch)
-        speaks, post = command.members[0] == self.worker, self._post
-        if post is not None and post.epoch == command.epoch:
-            if speaks or post.lost:
-                self._commit(post, post.held.leases)
+        speaks, role = command.members[0] == self.worker, self._role
+        if role is not None and role.epoch == command.epoch:
+            if speaks or role.lost:
+                self._commit(role, role.leases.ids)
                 self._deliver()
-            if post.lost and not speaks:
+            if role.lost and not speaks:
                 self._outbox.tell_later(stopped, self._patience.grace_s)
             self._part()
         if speaks:
@@ -321,76 +321,74 @@ class WorkerLoop:
 
     def _part(self) -> None:
         """Stand alone, holding nothing. Followers are told, as far as they can be."""
-        post, self._post = self._post, None
+        role, self._role = self._role, None
         self._model.close()
-        if post is not None and post.others_follow:
-            self._release(post)
+        if role is not None and role.others_follow:
+            self._release(role)
         if self._membership is not None:
             self._membership.part()
 
-    def _release(self, post: Post) -> None:
-        """Let the followers return to their inboxes. That the group is lost shows in ``post``."""
+    def _release(self, role: GroupRole) -> None:
+        """Let the followers return to their inboxes. That the group is lost shows in ``role``."""
         assert self._membership is not None
-        lead = post.lead or Lead(self._hands.engine, self._membership)
-        post.lead, post.ended = None, post.held.seen
+        lead = role.lead or Lead(self._dependencies.engine, self._membership)
+        role.lead, role.ended = None, role.leases.seen
         try:
-            lead.end(post.ended)
+            lead.end(role.ended)
         except GroupLostError:
-            post.lose()
+            role.lose()
 
     # -- leases ----------------------------------------------------------------------------------------
 
     def _begin(self, grant: GrantLease) -> None:
         lease = grant.lease
-        post = self._post_of(lease.worker, lease.epoch)
-        if post is None or not post.leads or lease.id <= post.held.seen:
+        role = self._role_in(lease.worker, lease.epoch)
+        if role is None or not role.leads or lease.id <= role.leases.seen:
             return
-        post.held.seen, post.asked = lease.id, 0
+        role.leases.seen, role.asked = lease.id, 0
         if self._mark is None or any(rollout.version != self._version for rollout in grant.rollouts):
             return  # let go: the next pull says so
         states, failed = self._starter.start(grant.rollouts, grant.resume.keys(), self._mark)
-        post.held.add(lease.id, states, grant.resume)
+        role.leases.add(lease.id, states, grant.resume)
         for failure in failed:
-            self._fail(post, lease.id, failure)
+            self._fail(role, lease.id, failure)
 
-    def _fail(self, post: Post, lease: LeaseId, failed: FailedRollout) -> None:
-        event = RolloutFailed(self.worker, lease, post.epoch, failed.rollout.id, failed.reason)
+    def _fail(self, role: GroupRole, lease: LeaseId, failed: FailedRollout) -> None:
+        event = RolloutFailed(self.worker, lease, role.epoch, failed.rollout.id, failed.reason)
         self._outbox.tell(event)
 
-    def _step(self, post: Post) -> None:
-        held = post.held
-        running = [state for state in held.states if not state.done]
+    def _step(self, role: GroupRole) -> None:
+        leases = role.leases
+        running = [state for state in leases.states if not state.done]
         due: list[LeaseId] = []
         if running:
-            self._pulse.doing(PHASE_OF[running[0].rollout.purpose])
             try:
-                self._advance(post, running)
+                self._advance(role, running)
             except GroupLostError:
-                post.lose()
+                role.lose()
                 return
-            self._pulse.stepped()
-            due = held.step_taken(self._commit_every)
-        self._finish(post)
-        self._commit(post, due)
+            due = leases.step_taken(self._commit_every)
+        self._finish(role)
+        self._commit(role, due)
 
-    def _advance(self, post: Post, running: Sequence[RolloutState]) -> None:
+    def _advance(self, role: GroupRole, running: Sequence[RolloutState]) -> None:
         """One step of all that runs, slot by slot."""
-        engine, held = self._hands.engine, post.held
-        for slot, states in by_slot(running, self._hands.slot_of, self._model.slot):
+        engine, leases = self._dependencies.engine, role.leases
+        for slot, states in by_slot(running, self._dependencies.slot_of, self._model.slot):
             model = self._model.use(slot)
-            if post.degree == 1:
-                held.advance(self._stepped(model, states))
+            if role.degree == 1:
+                leases.advance(self._stepped(model, states))
                 continue
-            if post.lead is None:
+            if role.lead is None:
                 assert self._membership is not None
-                post.lead = Lead(engine, self._membership, self._mark or "")
+                role.lead = Lead(engine, self._membership, self._mark or "")
             names = {state.rollout.id for state in states}
-            others = [state for state in held.states if state.rollout.id not in names]
-            held.advance(post.lead.step(slot, model, states, others=others, claims=held.claims))
+            others = [state for state in leases.states if state.rollout.id not in names]
+            leases.advance(role.lead.step(slot, model, states, others=others, claims=leases.claims))
 
     def _stepped(self, model: nn.Module, states: Sequence[RolloutState]) -> list[RolloutState]:
         """A device with less memory than others finds out here how many rollouts it holds."""
-        engine = self._hands.engine
+        engine = self._dependencies.engine
         while True:
             try:
                 return engine.step(model, states)
@@ -400,79 +398,80 @@ class WorkerLoop:
                 log.warning("%d rollouts at once are too many here: %s", engine.max_batch, error)
             engine.take_fewer()
 
-    def _finish(self, post: Post) -> None:
+    def _finish(self, role: GroupRole) -> None:
         """Rollouts whose steps are all taken leave at once."""
         completed: dict[LeaseId, list[RolloutId]] = {}
-        for result in self._decoded([state for state in post.held.states if state.done]):
-            lease = post.held.remove(result.rollout.id)
+        for result in self._decoded([state for state in role.leases.states if state.done]):
+            lease = role.leases.remove(result.rollout.id)
             if isinstance(result, FailedRollout):
-                self._fail(post, lease, result)
+                self._fail(role, lease, result)
             else:
                 self._outbox.keep_finished(result)
                 completed.setdefault(lease, []).append(result.rollout.id)
         for lease, names in completed.items():
-            event = LeaseCompleted(post.leader, lease, post.epoch, tuple(names), self._version)
+            event = LeaseCompleted(role.leader, lease, role.epoch, tuple(names), self._version)
             self._outbox.tell(event)
 
     def _decoded(self, done: list[RolloutState]) -> list[FinishedRollout | FailedRollout]:
         try:
-            return self._hands.engine.finish(done) if done else []
+            return self._dependencies.engine.finish(done) if done else []
         except Exception as error:  # noqa: BLE001 - whatever a decoder raises concerns this rollout alone
             if len(done) == 1:
                 return [FailedRollout(done[0].rollout, f"cannot be decoded: {error}")]
         return [result for state in done for result in self._decoded([state])]
 
-    def _commit(self, post: Post, leases: Sequence[LeaseId]) -> None:
+    def _commit(self, role: GroupRole, ids: Sequence[LeaseId]) -> None:
         """Have the states of these leases kept, and tell how many steps of each are safe."""
-        held, safe = post.held, []
-        for state in [state for lease in leases for state in held.of_lease(lease)]:
+        leases, safe = role.leases, []
+        for state in [state for lease in ids for state in leases.of_lease(lease)]:
             if bool(torch.isfinite(state.latents).all()):
                 self._outbox.keep_progress(state)
                 safe.append(state)
             else:
-                lease = held.remove(state.rollout.id)
+                lease = leases.remove(state.rollout.id)
                 why = f"the latents are not finite at step {state.step} of {state.rollout.steps}"
-                self._fail(post, lease, FailedRollout(state.rollout, why))
-        for lease, steps in safe_steps(safe, held.claims).items():
-            if held.news(lease, steps):
-                self._outbox.tell(LeaseProgressed(post.leader, lease, post.epoch, steps))
+                self._fail(role, lease, FailedRollout(state.rollout, why))
+        for lease, steps in safe_steps(safe, leases.claims).items():
+            if leases.news(lease, steps):
+                self._outbox.tell(LeaseProgressed(role.leader, lease, role.epoch, steps))
 
-    def _follow(self, post: Post) -> None:
+    def _follow(self, role: GroupRole) -> None:
         """Do what the leader says until it has no work."""
         assert self._membership is not None
         self._deliver()
         follower = Follower(
-            self._hands.engine,
+            self._dependencies.engine,
             self._membership,
-            self._hands.recipes,
-            lambda slot: self._hands.slots.use(self._hands.known_slot(slot), merged=self._merged),
+            self._dependencies.recipes,
+            lambda slot: self._dependencies.slots.use(
+                self._dependencies.known_slot(slot), merged=self._merged
+            ),
             self._mark or "",
-            self._following,
         )
         try:
             follower.run()
-            post.ended = follower.seen
+            role.ended = follower.seen
         except GroupLostError:
-            post.inherit(follower)
-            post.lose()
+            role.inherit(follower)
+            role.lose()
 
-    def _following(self, states: Sequence[RolloutState]) -> None:
-        self._pulse.doing(PHASE_OF[states[0].rollout.purpose])
-        self._pulse.stepped()
+    def _use(self, slot: str) -> AbstractContextManager[nn.Module]:
+        dependencies = self._dependencies
+        return dependencies.slots.use(dependencies.known_slot(slot), merged=self._merged)
 
     # -- between leases --------------------------------------------------------------------------------
 
     def _pull_work(self) -> None:
-        if self._post is not None:
-            capacity = min(self._capacity, self._hands.engine.max_batch)
-            pull = self._post.pull(capacity, self._patience.ask_again_s)
+        if self._role is not None:
+            capacity = min(self._capacity, self._dependencies.engine.max_batch)
+            pull = self._role.pull(capacity, self._patience.ask_again_s)
             if pull is not None:
                 self._outbox.tell(pull)
 
     def _rest(self) -> None:
         """Without work no collective stays open, and no weights merged."""
-        post = self._post
-        if post is not None and not len(post.held):
+        role = self._role
+        if role is not None and not len(role.leases):
             self._model.close()
-            if post.others_follow:
-                self._release(post)
+            if role.others_follow:
+                self._release(role)

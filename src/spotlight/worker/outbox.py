@@ -14,16 +14,16 @@ from spotlight.rollout.serialization import pack_image, pack_sample, pack_state
 from spotlight.rollout.state import FinishedRollout, RolloutState
 from spotlight.scheduler.events import Event
 from spotlight.scheduler.types import WorkerId
-from spotlight.worker.interfaces import Home
-from spotlight.worker.reports import Report, Value
+from spotlight.worker.interfaces import HeadClient
+from spotlight.worker.reports import Report, ReportedValue
 
 
 class Outbox:
     """Not for several threads at once."""
 
-    def __init__(self, worker: WorkerId, home: Home) -> None:
+    def __init__(self, worker: WorkerId, home: HeadClient) -> None:
         self._worker, self._home = worker, home
-        self._values: list[Value] = []
+        self._values: list[ReportedValue] = []
         self._events: list[Event] = []
         self._later: list[tuple[float, int, Event]] = []
         self._count = 0
@@ -39,13 +39,13 @@ class Outbox:
 
     def keep_progress(self, state: RolloutState) -> None:
         """A state from which its rollout can be resumed."""
-        self._values.append(Value("progress", state.rollout.id, pack_state(state), state.step))
+        self._values.append(ReportedValue("progress", state.rollout.id, pack_state(state), state.step))
 
     def keep_finished(self, finished: FinishedRollout) -> None:
         """The image, which rewards need, and the sample, which the learner needs."""
         name, step = finished.rollout.id, finished.rollout.steps
-        self._values.append(Value("image", name, pack_image(finished), step))
-        self._values.append(Value("sample", name, pack_sample(finished), step))
+        self._values.append(ReportedValue("image", name, pack_image(finished), step))
+        self._values.append(ReportedValue("sample", name, pack_sample(finished), step))
 
     @property
     def due_s(self) -> float | None:
@@ -53,7 +53,7 @@ class Outbox:
         return self._later[0][0] if self._later else None
 
     def deliver(self, mark: str) -> None:
-        """Send all, if there is anything. Raises HomeLostError.
+        """Send all, if there is anything. Raises HeadLostError.
 
         Args:
             mark: digest of the weights that made the values.

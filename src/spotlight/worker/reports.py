@@ -13,7 +13,7 @@ from spotlight.scheduler.types import WorkerId
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class ReportedValue:
     """Bytes to keep under (kind, name) and the report's mark; of several the latest step counts.
 
     Attributes:
@@ -26,14 +26,16 @@ class Value:
     data: bytes
     step: int = 0
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., Value], tuple[object, ...]]:
+    def __reduce_ex__(
+        self, protocol: SupportsIndex
+    ) -> tuple[Callable[..., ReportedValue], tuple[object, ...]]:
         # The bytes out of band: a cluster's transport then moves them as they are, in half the time.
         data = PickleBuffer(self.data) if index(protocol) >= 5 else self.data
         return _value, (self.kind, self.name, data, self.step)
 
 
-def _value(kind: str, name: str, data: bytes | memoryview, step: int) -> Value:
-    return Value(kind, name, bytes(data), step)  # a view's memory is the transport's: not to be kept
+def _value(kind: str, name: str, data: bytes | memoryview, step: int) -> ReportedValue:
+    return ReportedValue(kind, name, bytes(data), step)  # a view's memory is the transport's: not to be kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,5 +48,5 @@ class Report:
 
     worker: WorkerId
     mark: str
-    values: tuple[Value, ...]
+    values: tuple[ReportedValue, ...]
     events: tuple[Event, ...]

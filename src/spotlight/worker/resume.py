@@ -12,13 +12,13 @@ from contextlib import suppress
 
 from spotlight.models.family import Condition
 from spotlight.rollout.engine import Engine
-from spotlight.rollout.serialization import ParcelError, unpack_condition, unpack_state
+from spotlight.rollout.serialization import SerializationError, unpack_condition, unpack_state
 from spotlight.rollout.state import FailedRollout, Recipe, RolloutState
 from spotlight.scheduler.types import PromptId, Purpose, Rollout, RolloutId
-from spotlight.worker.interfaces import Home
+from spotlight.worker.interfaces import HeadClient
 
 
-class Starter:
+class RolloutStarter:
     """Makes states of rollouts.
 
     Args:
@@ -26,7 +26,7 @@ class Starter:
     """
 
     def __init__(
-        self, home: Home, engine: Engine, recipes: Mapping[Purpose, Recipe], conditions_kept: int = 256
+        self, home: HeadClient, engine: Engine, recipes: Mapping[Purpose, Recipe], conditions_kept: int = 256
     ) -> None:
         if conditions_kept < 1:
             raise ValueError(f"conditions_kept is {conditions_kept}; expected at least 1")
@@ -44,7 +44,7 @@ class Starter:
             mark: digest of the weights held.
 
         Raises:
-            HomeLostError: home does not answer.
+            HeadLostError: home does not answer.
         """
         states = self._resumed([rollout for rollout in rollouts if rollout.id in resume], mark)
         fresh = [rollout for rollout in rollouts if rollout.id not in states]
@@ -101,7 +101,7 @@ class Starter:
             kept = self._home.fetch("condition", absent)
             for prompt, value in zip(absent, kept, strict=True):
                 if value is not None:
-                    with suppress(ParcelError):  # damaged is as good as absent
+                    with suppress(SerializationError):  # damaged is as good as absent
                         found[prompt] = unpack_condition(value.data)
         for prompt, condition in found.items():
             self._recent[prompt] = condition

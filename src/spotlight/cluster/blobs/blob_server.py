@@ -33,7 +33,7 @@ from spotlight.cluster.blobs.blob_store import BlobStore, StoredBlob, Usage
 from spotlight.scheduler.events import Event
 from spotlight.scheduler.types import WorkerId
 from spotlight.store.store_errors import StoreError
-from spotlight.worker.reports import Report, Value
+from spotlight.worker.reports import Report, ReportedValue
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -148,7 +148,7 @@ class BlobServer:
         await asyncio.to_thread(self._threads.shutdown)
         await asyncio.to_thread(self._vault.close)
 
-    def _keep(self, values: Sequence[Value], mark: str) -> None:
+    def _keep(self, values: Sequence[ReportedValue], mark: str) -> None:
         for value in values:
             self._vault.put(value.kind, value.name, value.data, mark=mark, step=value.step)
 

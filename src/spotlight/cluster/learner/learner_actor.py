@@ -29,7 +29,7 @@ from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.scheduler.effects import PrepareBatch
 from spotlight.scheduler.types import PromptId, Rollout, RolloutId
-from spotlight.weights.bundle import Manifest
+from spotlight.weights.bundle import WeightsManifest
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -154,7 +154,7 @@ class LearnerActor:
                     samples[name] = kept.data
         self.rank.prepare(effect, rollouts, samples)
 
-    def publish(self, version: int | None, lineage: int) -> Manifest | None:
+    def publish(self, version: int | None, lineage: int) -> WeightsManifest | None:
         """Put the weights that rollouts use into the keeper, under their digest."""
         packed = self.rank.publish(version, lineage)
         if packed is None:

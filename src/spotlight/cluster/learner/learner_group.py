@@ -32,7 +32,7 @@ from spotlight.scheduler.types import MicroBatch, PolicyVersion, PromptId, Rollo
 from spotlight.store.store_errors import StoreError
 from spotlight.training.learner_state import StateError
 from spotlight.training.settings import TrainingError
-from spotlight.weights.bundle import Manifest
+from spotlight.weights.bundle import WeightsManifest
 from spotlight.weights.weight_errors import WeightsError
 
 Answers = list[Any]
@@ -239,7 +239,7 @@ class LearnerGroup:
 
     # -- lives -----------------------------------------------------------------------------------------
 
-    async def restore(self, checkpoint: Path | None, lineage: int) -> Manifest:
+    async def restore(self, checkpoint: Path | None, lineage: int) -> WeightsManifest:
         """Start all ranks anew, from the state in ``checkpoint`` or the start of the run, and publish it.
 
         Ranks that still live are killed first. A start that fails is tried again, ever more slowly. Call
@@ -307,7 +307,7 @@ class LearnerGroup:
         if life.over.done():
             raise AbandonedError("restore")
 
-    async def _start(self, life: _Life, checkpoint: Path | None, lineage: int) -> Manifest:
+    async def _start(self, life: _Life, checkpoint: Path | None, lineage: int) -> WeightsManifest:
         wait = self._deadlines
         try:
             ranks = await self._launcher.start(life.number)
@@ -324,7 +324,7 @@ class LearnerGroup:
         await life.ask("build", deadline_s=wait.load_s)
         if checkpoint is not None:
             await life.ask("load", checkpoint, deadline_s=wait.load_s)
-        manifest: Manifest
+        manifest: WeightsManifest
         manifest, *_ = await life.ask("publish", None, lineage, deadline_s=wait.answer_s)
         life.up = True
         return manifest
@@ -390,9 +390,9 @@ class LearnerGroup:
         """Let the old policy follow."""
         await self._ask("finish_batch")
 
-    async def publish(self, version: PolicyVersion, lineage: int) -> Manifest:
+    async def publish(self, version: PolicyVersion, lineage: int) -> WeightsManifest:
         """Put the weights that rollouts use into the blob store, under their digest."""
-        manifest: Manifest = (await self._ask("publish", version, lineage))[0]
+        manifest: WeightsManifest = (await self._ask("publish", version, lineage))[0]
         return manifest
 
     async def send_conditions(self, prompts: Sequence[PromptId]) -> None:

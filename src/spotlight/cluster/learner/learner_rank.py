@@ -49,7 +49,7 @@ from spotlight.store.store_errors import StoreError
 from spotlight.training.batching.conditions import Conditions
 from spotlight.training.lora_export import whole_state
 from spotlight.training.sharding import Meeting, Ranks, process_group
-from spotlight.weights.bundle import Manifest, pack
+from spotlight.weights.bundle import WeightsManifest, pack
 
 LOOPBACK = "127.0.0.1"
 _STORAGE_SETTLES_S = 10.0
@@ -237,7 +237,7 @@ class LearnerRank:
 
     # -- what leaves the learner -----------------------------------------------------------------------
 
-    def publish(self, version: int | None, lineage: int) -> tuple[Manifest, bytes] | None:
+    def publish(self, version: int | None, lineage: int) -> tuple[WeightsManifest, bytes] | None:
         """Pack the weights that rollouts use, gathered from all ranks; every rank must call it.
 
         Args:

@@ -24,7 +24,7 @@ from spotlight.rollout.sequence_parallel.rendezvous import Address
 from spotlight.runtime.build.process_setup import prepare_process
 from spotlight.scheduler.effects import StartWorker
 from spotlight.scheduler.types import NodeId, WorkerId
-from spotlight.worker.interfaces import Command, HomeLostError
+from spotlight.worker.interfaces import Command, HeadLostError
 from spotlight.worker.reports import Report
 
 _GROUPS = {"tell": 1, "watch": 1}
@@ -47,14 +47,14 @@ class WorkerBlobClient:
         self._under_way: Future[Any] | None = None
 
     def deliver(self, report: Report) -> None:
-        """See :class:`spotlight.worker.interfaces.Home`; that a report failed is told by the call after
+        """See :class:`spotlight.worker.interfaces.HeadClient`; that a report failed is told by the call after
         it."""
         if self._under_way is not None:
             self._under_way.result()
         self._under_way = self._carrier.submit(self._call, "deliver", report)
 
     def fetch(self, kind: str, names: Sequence[str], mark: str = "") -> list[StoredBlob | None]:
-        """See :class:`spotlight.worker.interfaces.Home`."""
+        """See :class:`spotlight.worker.interfaces.HeadClient`."""
         kept: list[StoredBlob | None] = self._call("fetch", kind, list(names), mark)
         return kept
 
@@ -62,7 +62,7 @@ class WorkerBlobClient:
         try:
             return ray.get(getattr(self._keeper, method).remote(*args), timeout=self._answer_s)
         except RayError as error:
-            raise HomeLostError(f"the keeper does not {method}: {type(error).__name__}: {error}") from error
+            raise HeadLostError(f"the keeper does not {method}: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

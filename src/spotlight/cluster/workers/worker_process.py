@@ -23,7 +23,7 @@ from spotlight.config.schema import RunConfig
 from spotlight.models.family import Condition, ModelFamily
 from spotlight.models.skeleton import base_state, filling, modules_of
 from spotlight.rollout.sequence_parallel.communicators import communicator
-from spotlight.rollout.sequence_parallel.membership import Membership
+from spotlight.rollout.sequence_parallel.membership import SpMembership
 from spotlight.rollout.sequence_parallel.rendezvous import Address, connect
 from spotlight.rollout.sequence_parallel.ulysses import SequenceParallel
 from spotlight.rollout.serialization import unpack_condition
@@ -33,10 +33,10 @@ from spotlight.scheduler.effects import PullWeights
 from spotlight.scheduler.events import PullFailed
 from spotlight.scheduler.types import Purpose, WorkerId
 from spotlight.weights.node_cache import NodeCache
-from spotlight.weights.peers import Lender, borrow
-from spotlight.weights.shelf import Shelf
+from spotlight.weights.peers import WeightServer, fetch_from_peer
+from spotlight.weights.served_weights import ServedWeights
 from spotlight.weights.weight_errors import PeerLostError
-from spotlight.worker.interfaces import Command, Hands, Home, Leave
+from spotlight.worker.interfaces import Command, HeadClient, Leave, WorkerDependencies
 from spotlight.worker.loop import WorkerLoop
 from spotlight.worker.reports import Report
 
@@ -65,12 +65,12 @@ class WorkerPlace:
 class WorkerProcess:
     """Obeys commands from any thread; :meth:`run` belongs to the thread that owns the model."""
 
-    def __init__(self, config: RunConfig, place: WorkerPlace, home: Home) -> None:
+    def __init__(self, config: RunConfig, place: WorkerPlace, home: HeadClient) -> None:
         self._config, self._place, self._home = config, place, home
         self._waiting: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._loop: WorkerLoop | None = None
         self._lock = threading.Lock()
-        self._lender: Lender | None = None
+        self._server: WeightServer | None = None
         self._cache = NodeCache(place.run)
 
     def tell(self, command: Command) -> None:
@@ -92,8 +92,8 @@ class WorkerProcess:
                     self._begin(command)
             self._loop.run()
         finally:
-            if self._lender is not None:
-                self._lender.close()
+            if self._server is not None:
+                self._server.close()
             self._cache.close()
 
     # -- the model -------------------------------------------------------------------------------------
@@ -119,25 +119,25 @@ class WorkerProcess:
     def _family(self, pull: PullWeights) -> ModelFamily:
         """The model: its transformer from the peer that the controller names, or all of it from disk.
 
-        In a full fine-tune the transformer comes with each version, and peers hold no base to lend.
+        In a full fine-tune the transformer comes with each version, and peers hold no base to serve.
         """
         config, place = self._config, self._place
-        lends = config.learner.mode == "lora"
-        family = self._borrowed(pull.peer) if pull.peer is not None and lends else None
+        serves = config.learner.mode == "lora"
+        family = self._from_peer(pull.peer) if pull.peer is not None and serves else None
         if family is None:
             family = build.load_family(config, place.device)
-        if lends:
+        if serves:
             tensors = base_state(family.transformer)
-            shelf = Shelf(tensors, modules_of(tensors), self._base_mark())
-            self._lender = Lender(self._cache.directory, _file_name(place.worker), shelf)
+            served = ServedWeights(tensors, modules_of(tensors), self._base_mark())
+            self._server = WeightServer(self._cache.directory, _file_name(place.worker), served)
         return family
 
-    def _borrowed(self, peer: WorkerId) -> ModelFamily | None:
-        """None: the peer is gone, or does not lend; then the disk has to do."""
+    def _from_peer(self, peer: WorkerId) -> ModelFamily | None:
+        """None: the peer is gone, or does not serve; then the disk has to do."""
         family = build.load_family(self._config, self._place.device, read_transformer=False)
         try:
             with filling(family.transformer) as targets:
-                borrow(self._socket(peer), self._base_mark(), targets, modules_of(targets))
+                fetch_from_peer(self._socket(peer), self._base_mark(), targets, modules_of(targets))
         except PeerLostError as error:
             log.warning("base weights are read from disk: %s", error)
             return None
@@ -159,13 +159,13 @@ class WorkerProcess:
         fleet = config.fleet
         train, judged = algorithm.rollout_slot, config.evaluation.weights
 
-        def membership() -> Membership:
+        def membership() -> SpMembership:
             store = connect(place.meeting)
             parallel = SequenceParallel(slots.modules().values())
             link = communicator(place.device, fleet.collective_s)
-            return Membership(place.worker, store, link, parallel, fleet.answer_s / 2)
+            return SpMembership(place.worker, store, link, parallel, fleet.answer_s / 2)
 
-        hands = Hands(
+        dependencies = WorkerDependencies(
             engine=engine,
             slots=slots,
             recipes=build.make_recipes(config, algorithm).by_purpose(),
@@ -173,7 +173,7 @@ class WorkerProcess:
             membership=membership,
         )
         loader = BundleLoader(self._home, self._cache, slots, rollout_slots(config, algorithm))
-        return WorkerLoop(place.worker, place.epoch, self._home, loader, hands, fleet.commit_every)
+        return WorkerLoop(place.worker, place.epoch, self._home, loader, dependencies, fleet.commit_every)
 
 
 def _file_name(worker: WorkerId) -> str:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from spotlight.models.slots import Slot, WeightSlots
 from spotlight.scheduler.effects import PullWeights
-from spotlight.weights.bundle import Manifest, bind
+from spotlight.weights.bundle import WeightsManifest, bind
 from spotlight.weights.node_cache import NodeCache
 from spotlight.weights.weight_errors import NoSpaceError, WeightsError
-from spotlight.worker.interfaces import Home, LoadError
+from spotlight.worker.interfaces import HeadClient, LoadError
 
 
 def version_name(version: int, lineage: int) -> str:
@@ -26,7 +26,7 @@ class BundleLoader:
         needs: slots that rollouts use: a version must bring all of them.
     """
 
-    home: Home
+    home: HeadClient
     cache: NodeCache
     slots: WeightSlots
     needs: Sequence[Slot]
@@ -44,7 +44,7 @@ class BundleLoader:
         if told is None:
             raise LoadError(f"version {pull.version} of lineage {pull.lineage} is not published")
         try:
-            manifest = Manifest.from_json(told.data.decode())
+            manifest = WeightsManifest.from_json(told.data.decode())
             if (manifest.version, manifest.lineage) != (pull.version, pull.lineage):
                 raise WeightsError(
                     f"asked for version {pull.version} of lineage {pull.lineage}, found {manifest}"
@@ -57,7 +57,7 @@ class BundleLoader:
             raise LoadError(str(error)) from error
         return manifest.digest
 
-    def _fetch(self, manifest: Manifest) -> bytes:
+    def _fetch(self, manifest: WeightsManifest) -> bytes:
         (kept,) = self.home.fetch("weights", [manifest.digest])
         if kept is None:
             raise WeightsError(

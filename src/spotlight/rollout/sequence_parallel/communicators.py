@@ -1,7 +1,7 @@
 """What moves tensors between the ranks of a group: gloo between CPUs, NCCL between GPUs, one interface.
 
 A communicator is opened and closed many times in the life of a process. A member that dies or hangs while
-others wait for it must end in :class:`PeerLostError` within ``collective_s``:
+others wait for it must end in :class:`SpPeerLostError` within ``collective_s``:
 
 - gloo's collectives block their thread. A dead peer's socket closes, which ends them in milliseconds; a
   stopped one runs into gloo's own time-out. Both are errors of the collective, told by their text: torch
@@ -30,7 +30,7 @@ from torch.distributed.distributed_c10d import Store, _abort_process_group, _wor
 _GLOO = re.compile(r"gloo|Connection closed by peer|Connection reset by peer|Timed out waiting \d+ms")
 
 
-class PeerLostError(RuntimeError):
+class SpPeerLostError(RuntimeError):
     """A rank that others waited for is dead, stopped, or out of reach."""
 
 
@@ -49,7 +49,7 @@ class Communicator(Protocol):
         """Connect to the other ranks, who all call it too.
 
         Raises:
-            PeerLostError: some could not be reached in time.
+            SpPeerLostError: some could not be reached in time.
         """
 
     def close(self) -> None:
@@ -59,7 +59,7 @@ class Communicator(Protocol):
         """Around collectives: on leaving it they are done.
 
         Raises:
-            PeerLostError: a peer is dead or late. Other errors pass as they are.
+            SpPeerLostError: a peer is dead or late. Other errors pass as they are.
         """
 
 
@@ -87,7 +87,7 @@ class Gloo:
             yield
         except RuntimeError as error:
             if isinstance(error, dist.DistError) or _GLOO.search(str(error)):
-                raise PeerLostError(str(error).splitlines()[0]) from error
+                raise SpPeerLostError(str(error).splitlines()[0]) from error
             raise
 
 
@@ -136,13 +136,13 @@ class Nccl:
             torch.cuda.synchronize(self.device)
         except RuntimeError as error:
             if expired.is_set() or isinstance(error, dist.DistError):
-                raise PeerLostError(str(error).splitlines()[0]) from error
+                raise SpPeerLostError(str(error).splitlines()[0]) from error
             raise
         finally:
             timer.cancel()
             timer.join()  # an abort under way ends first
         if expired.is_set():
-            raise PeerLostError(f"NCCL collectives were not done after {self.collective_s:g} s")
+            raise SpPeerLostError(f"NCCL collectives were not done after {self.collective_s:g} s")
 
 
 def communicator(device: torch.device, collective_s: float) -> Communicator:

@@ -32,7 +32,7 @@ import safetensors.torch
 from torch import Tensor, nn
 
 from spotlight.rollout.engine import Engine
-from spotlight.rollout.sequence_parallel.membership import Group, GroupLostError, Membership
+from spotlight.rollout.sequence_parallel.membership import GroupLostError, SpGroup, SpMembership
 from spotlight.rollout.state import Recipe, RolloutState, from_tensors
 from spotlight.scheduler.types import LeaseId, Purpose, RolloutId
 
@@ -64,7 +64,7 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class LockstepOrder:
     """What the leader tells the others before a step.
 
     Attributes:
@@ -103,7 +103,7 @@ class Order:
         return len(told).to_bytes(_LENGTH_BYTES, "big") + told + packed
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Order:
+    def from_bytes(cls, data: bytes) -> LockstepOrder:
         """What :meth:`to_bytes` wrote."""
         end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "big")
         told = json.loads(data[_LENGTH_BYTES:end])
@@ -132,7 +132,7 @@ class Lead:
         mark: digest of the weights it uses; followers with others refuse to take part.
     """
 
-    def __init__(self, engine: Engine, membership: Membership, mark: str = "") -> None:
+    def __init__(self, engine: Engine, membership: SpMembership, mark: str = "") -> None:
         if not membership.leads:
             raise ValueError(f"worker {membership.worker} does not lead; {membership.group.leader} does")
         self._engine, self._membership, self._mark = engine, membership, mark
@@ -175,7 +175,7 @@ class Lead:
         states = [
             state if state.rollout.id in known else dataclasses.replace(state, added=None) for state in states
         ]
-        order = Order(
+        order = LockstepOrder(
             slot,
             self._mark,
             tuple(state.rollout.id for state in running),
@@ -200,7 +200,7 @@ class Lead:
             seen: the last lease granted: calls to follow into it, or an earlier one, are answered by this.
         """
         self._held = {}
-        self._membership.broadcast(Order("", seen=seen).to_bytes())
+        self._membership.broadcast(LockstepOrder("", seen=seen).to_bytes())
 
 
 class Follower:
@@ -211,7 +211,6 @@ class Follower:
         recipes: how rollouts of each purpose are denoised here; the leader's must be the same.
         use: gives the module with the weights of a slot, for as long as the context lasts.
         mark: digest of the weights held here.
-        on_step: called before each step with the states to be advanced.
 
     Attributes:
         states: what this rank holds: the rollouts of the last order, at the last step it finished.
@@ -222,15 +221,14 @@ class Follower:
     def __init__(
         self,
         engine: Engine,
-        membership: Membership,
+        membership: SpMembership,
         recipes: Mapping[Purpose, Recipe],
         use: Callable[[str], AbstractContextManager[nn.Module]],
         mark: str = "",
-        on_step: Callable[[Sequence[RolloutState]], None] = lambda states: None,
     ) -> None:
         self._engine, self._membership = engine, membership
         self._recipes, self._use = recipes, use
-        self._mark, self._on_step = mark, on_step
+        self._mark = mark
         self.states: tuple[RolloutState, ...] = ()
         self.claims: dict[RolloutId, Claim] = {}
         self.seen = NO_LEASE
@@ -246,7 +244,7 @@ class Follower:
         with ExitStack() as weights:
             slot, model = "", nn.Module()
             while True:
-                order = Order.from_bytes(self._membership.broadcast(None))
+                order = LockstepOrder.from_bytes(self._membership.broadcast(None))
                 if not order.slot:
                     self.seen = order.seen
                     return
@@ -258,18 +256,17 @@ class Follower:
                 with self._membership.exchange():
                     running, kept = self._taken(order)
                     self.states = (*kept, *running)
-                    self._on_step(running)
                     self.states = (*kept, *self._engine.step(model, running))
 
-    def _refuse(self, order: Order) -> None:
-        group: Group = self._membership.group
+    def _refuse(self, order: LockstepOrder) -> None:
+        group: SpGroup = self._membership.group
         self._membership.part()
         raise GroupLostError(
             f"worker {self._membership.worker} holds weights of digest {self._mark or 'unknown'}, but "
             f"{group.leader} orders a step with {order.mark or 'unknown'} (epoch {group.epoch})"
         )
 
-    def _taken(self, order: Order) -> tuple[tuple[RolloutState, ...], tuple[RolloutState, ...]]:
+    def _taken(self, order: LockstepOrder) -> tuple[tuple[RolloutState, ...], tuple[RolloutState, ...]]:
         """States to advance, and those kept beside them."""
         held = {state.rollout.id: state for state in self.states}
         for given in order.given:

@@ -1,6 +1,6 @@
 """Sequence-parallel groups inside living processes: form, shrink, grow, dissolve, survive a death.
 
-A worker process has one :class:`Membership`. It stands alone, or is a rank of one group. It changes at step
+A worker process has one :class:`SpMembership`. It stands alone, or is a rank of one group. It changes at step
 boundaries, by ``form`` under a new epoch: close the old communicator, meet the others in the store, connect,
 verify. Weights stay where they are. Who forms a group is decided elsewhere (the controller).
 
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from spotlight.rollout.sequence_parallel.communicators import Communicator, PeerLostError
+from spotlight.rollout.sequence_parallel.communicators import Communicator, SpPeerLostError
 from spotlight.rollout.sequence_parallel.ulysses import SequenceParallel
 from spotlight.scheduler.types import WorkerId
 
@@ -52,7 +52,7 @@ class StaleEpochError(GroupError):
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class SpGroup:
     """Workers of one node that denoise together.
 
     Attributes:
@@ -78,7 +78,7 @@ class Group:
         return len(self.members)
 
 
-class Membership:
+class SpMembership:
     """What group this process is in, and the way to another. Not for several threads at once.
 
     Args:
@@ -104,11 +104,11 @@ class Membership:
         self._communicator = communicator
         self._parallel = parallel
         self._form_s = form_s
-        self._group = Group(0, (worker,))
+        self._group = SpGroup(0, (worker,))
         self._epoch = 0
 
     @property
-    def group(self) -> Group:
+    def group(self) -> SpGroup:
         """The group this worker is in; of itself alone when it is in none."""
         return self._group
 
@@ -117,7 +117,7 @@ class Membership:
         """Whether this worker's decisions count."""
         return self._group.leader == self.worker
 
-    def form(self, group: Group) -> None:
+    def form(self, group: SpGroup) -> None:
         """Leave the present group and become a member of ``group``; the present one again: nothing to do.
 
         Takes at most ``form_s`` plus twice ``collective_s``.
@@ -148,7 +148,7 @@ class Membership:
 
     def part(self) -> None:
         """Stand alone, at once; exchanges of those who stay behind fail."""
-        self._group = Group(self._epoch, (self.worker,))
+        self._group = SpGroup(self._epoch, (self.worker,))
         self._parallel.leave()
         self._communicator.close()
 
@@ -166,7 +166,7 @@ class Membership:
         try:
             with self._communicator.bounded():
                 yield
-        except PeerLostError as error:
+        except SpPeerLostError as error:
             group = self._group
             self._release(error)
             raise GroupLostError(
@@ -196,7 +196,7 @@ class Membership:
             dist.broadcast(content, 0)
             return content.cpu().numpy().tobytes()
 
-    def _meet(self, group: Group) -> None:
+    def _meet(self, group: SpGroup) -> None:
         try:
             # Members and epoch name the place: those who were told otherwise wait elsewhere, in vain.
             place = PrefixStore(f"sp/{group.epoch}/{'+'.join(group.members)}", self._store)
@@ -205,14 +205,14 @@ class Membership:
             opened = self._communicator.open(place, rank, group.degree)
             self._verify(group)
             self._parallel.enter(opened)
-        except PeerLostError as error:
+        except SpPeerLostError as error:
             self._release(error)
             raise FormationError(f"{self._attempt(group)}: {error}") from None
         except BaseException:
             self.part()
             raise
 
-    def _arrive(self, group: Group, place: Store) -> None:
+    def _arrive(self, group: SpGroup, place: Store) -> None:
         """Tell the others that this worker is here, and wait for all of them."""
         try:
             place.set(self.worker, "here")
@@ -225,19 +225,19 @@ class Membership:
             why = f"{', '.join(missing) or 'nobody'} did not come within {self._form_s:g} s"
             raise FormationError(f"{self._attempt(group)}: {why}", missing) from None
 
-    def _missing(self, group: Group, place: Store) -> tuple[WorkerId, ...] | None:
+    def _missing(self, group: SpGroup, place: Store) -> tuple[WorkerId, ...] | None:
         try:
             return tuple(member for member in group.members if not place.check([member]))
         except RuntimeError:
             return None
 
-    def _verify(self, group: Group) -> None:
+    def _verify(self, group: SpGroup) -> None:
         present = torch.ones(1, device=self._communicator.device)
         with self._communicator.bounded():
             dist.all_reduce(present)
             met = int(present)
         if met != group.degree:
-            raise PeerLostError(f"{met} ranks answered; expected {group.degree}")
+            raise SpPeerLostError(f"{met} ranks answered; expected {group.degree}")
 
     def _release(self, error: BaseException) -> None:
         """Part, and let go of what the error's frames hold: tensors of a step that will not be finished."""
@@ -247,5 +247,5 @@ class Membership:
             traceback.clear_frames(cause.__traceback__)
             cause = cause.__cause__
 
-    def _attempt(self, group: Group) -> str:
+    def _attempt(self, group: SpGroup) -> str:
         return f"worker {self.worker} formed no group of {', '.join(group.members)} (epoch {group.epoch})"

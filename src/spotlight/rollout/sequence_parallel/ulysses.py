@@ -69,7 +69,7 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class TokenShares:
     """Tokens of each rank, padding included: every rank has the same sum of both."""
 
     image: tuple[int, ...]
@@ -90,8 +90,8 @@ class Shares:
         )
 
 
-def share_out(degree: int, image_tokens: int, text_tokens: int) -> Shares:
-    """Shares for any lengths: image tokens as even as can be, padded text to level the sums.
+def share_out(degree: int, image_tokens: int, text_tokens: int) -> TokenShares:
+    """TokenShares for any lengths: image tokens as even as can be, padded text to level the sums.
 
     Text is padded to ``sum(shares.text)``, by less than ``2 * degree`` tokens.
 
@@ -109,7 +109,7 @@ def share_out(degree: int, image_tokens: int, text_tokens: int) -> Shares:
     each = max(-(-(image_tokens + text_tokens) // degree), image[0] + 1)
     if longer and degree * each == 2 * image_tokens:
         each += 1  # equal lengths with unequal shares could not be told apart
-    return Shares(image, tuple(each - tokens for tokens in image))
+    return TokenShares(image, tuple(each - tokens for tokens in image))
 
 
 class SequenceParallel:
@@ -174,7 +174,7 @@ class _Split:
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
         self._group = group
         self._rank, self._degree = group.rank(), group.size()
-        self._shares = Shares((), ())
+        self._shares = TokenShares((), ())
         self._takes = inspect.signature(module.forward).parameters
         self._handles: list[RemovableHandle] = [
             module.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from spotlight.rollout.sequence_parallel.lockstep import NO_LEASE, Follower, Lead
 from spotlight.scheduler.events import GroupPulled
 from spotlight.scheduler.types import LeaseId, WorkerId
-from spotlight.worker.leases import Held
+from spotlight.worker.leases import Leases
 
 
 @dataclass(slots=True)
-class Post:
+class GroupRole:
     """From the formation of a group until this worker parts from it.
 
     Attributes:
         leads: this worker decides, pulls and commits.
-        held: the leader's leases; of a follower, what was left to it when the group was lost.
+        leases: the leader's leases; of a follower, what was left to it when the group was lost.
         lead: the leader's part while the others follow; made anew when they are called anew.
         called: of a follower, the last lease it is to follow into.
         ended: the last lease of which it is known to all that it needs no following any more.
@@ -30,7 +30,7 @@ class Post:
     epoch: int
     degree: int
     leads: bool
-    held: Held = field(default_factory=Held)
+    leases: Leases = field(default_factory=Leases)
     lead: Lead | None = None
     called: LeaseId = NO_LEASE
     ended: LeaseId = NO_LEASE
@@ -46,12 +46,12 @@ class Post:
     @property
     def busy(self) -> bool:
         """Whether there is a step to take, or a leader to follow."""
-        return not self.lost and (len(self.held) > 0 or self.called > self.ended)
+        return not self.lost and (len(self.leases) > 0 or self.called > self.ended)
 
     @property
     def others_follow(self) -> bool:
         """Whether members wait for the leader's next order, or will."""
-        return self.leads and self.degree > 1 and not self.lost and self.held.seen > self.ended
+        return self.leads and self.degree > 1 and not self.lost and self.leases.seen > self.ended
 
     def lose(self) -> None:
         """The group is broken; what is held stays good."""
@@ -61,14 +61,14 @@ class Post:
         """Hold what a follower holds whose leader is lost."""
         for state in follower.states:
             claim = follower.claims[state.rollout.id]
-            self.held.add(claim.lease, [state], {state.rollout.id: claim.began})
+            self.leases.add(claim.lease, [state], {state.rollout.id: claim.began})
 
     def pull(self, capacity: int, ask_again_s: float) -> GroupPulled | None:
         """The pull to send now, if any: when there is room that was not asked for yet, or no answer came."""
         if not self.leads or self.lost:
             return None
-        now, spare = time.monotonic(), capacity - len(self.held)
-        if spare <= self.asked and (len(self.held) or now < self.ask_again_s):
+        now, spare = time.monotonic(), capacity - len(self.leases)
+        if spare <= self.asked and (len(self.leases) or now < self.ask_again_s):
             return None
         self.asked, self.ask_again_s = spare, now + ask_again_s
-        return GroupPulled(self.leader, self.epoch, spare, self.held.seen, self.held.leases)
+        return GroupPulled(self.leader, self.epoch, spare, self.leases.seen, self.leases.ids)

@@ -1,7 +1,7 @@
-"""What a worker lends to newcomers of its node: tensors, and the one version that they are.
+"""What a worker serves to new workers of its node: tensors, and the one version that they are.
 
-Invariant: whoever reads under :meth:`Shelf.reading` sees tensors of the version asked for and of no other.
-The lock is held for the copy of one bucket at a time, so a newcomer that hangs keeps no worker waiting.
+Invariant: reads under :meth:`ServedWeights.reading` see tensors of the version asked for and of no other.
+The lock is held for the copy of one bucket at a time, so a new worker that hangs keeps no worker waiting.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from spotlight.weights.flat import as_bytes
 from spotlight.weights.weight_errors import PeerLostError, WeightsError
 
 
-class Shelf:
-    """Tensors to lend.
+class ServedWeights:
+    """Tensors to serve.
 
     Args:
-        tensors: name -> tensor, contiguous, all on one device. The memory they have now is what is lent:
+        tensors: name -> tensor, contiguous, all on one device. The memory they have now is what is served:
             of a base model under LoRA take them while no adapter is merged into it.
         modules: modules they belong to (> 0).
         digest: the mark of what they hold: of a bundle, or any name that says which base model it is.
@@ -34,7 +34,7 @@ class Shelf:
         devices = {tensor.device for tensor in tensors.values()}
         if len(devices) != 1 or modules < 1 or not digest:
             raise WeightsError(
-                f"weights to lend: found {len(tensors)} tensors of {modules} modules on "
+                f"weights to serve: found {len(tensors)} tensors of {modules} modules on "
                 f"{', '.join(map(str, devices)) or 'no device'} with digest {digest!r}; expected tensors of "
                 "at least one module on one device, and a digest that is not empty"
             )
@@ -44,7 +44,7 @@ class Shelf:
         try:
             self.memory: tuple[Tensor, ...] = tuple(as_bytes(tensor) for tensor in self.tensors.values())
         except ValueError as error:
-            raise WeightsError(f"weights to lend: {error}") from error
+            raise WeightsError(f"weights to serve: {error}") from error
         self._digest = digest
         self._lock = threading.Lock()
         self._settle()
@@ -69,7 +69,7 @@ class Shelf:
         """Write the tensors, which then hold ``digest``; nobody reads meanwhile.
 
         After a :class:`WeightsError` nothing was written, and they hold what they held. After any other
-        exception they are lent to nobody until a change succeeds.
+        exception they are served to nobody until a change succeeds.
         """
         with self._lock:
             before, self._digest = self._digest, ""
