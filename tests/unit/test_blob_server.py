@@ -216,7 +216,9 @@ def test_the_keepers_process_starts_without_torch() -> None:
 @pytest.mark.parametrize(
     "thing", [progress("r1", 3, 1000), StoredBlob(3, b"x" * 1000)], ids=["value", "kept"]
 )
-def test_values_are_pickled_beside_their_bytes_which_become_our_own(thing: ReportedValue | StoredBlob) -> None:
+def test_values_are_pickled_beside_their_bytes_which_become_our_own(
+    thing: ReportedValue | StoredBlob,
+) -> None:
     for protocol in range(2, 6):
         assert pickle.loads(pickle.dumps(thing, protocol)) == thing
     buffers: list[pickle.PickleBuffer] = []

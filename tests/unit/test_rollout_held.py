@@ -34,10 +34,10 @@ def test_a_rollout_is_held_under_the_lease_granted_last() -> None:
     held = Leases()
     held.add(LeaseId(1), [state("a"), state("b")], {})
     held.add(LeaseId(2), [state("b", 3)], {RolloutId("b"): 2})
-    assert held.leases == (1, 2)
+    assert held.ids == (1, 2)
     assert held.claims == {"a": Claim(LeaseId(1), 0), "b": Claim(LeaseId(2), 2)}
     held.add(LeaseId(3), [state("a")], {})
-    assert held.leases == (2, 3)  # nothing is left of the first
+    assert held.ids == (2, 3)  # nothing is left of the first
     assert held.of_lease(LeaseId(1)) == ()
 
 
@@ -72,14 +72,14 @@ def test_no_more_is_told_than_is_safe_of_each(members: list[tuple[int, int]], ta
 def test_empty_leases_are_not_held() -> None:
     held = Leases(seen=LeaseId(4))
     held.add(LeaseId(4), [], {})
-    assert held.leases == ()
+    assert held.ids == ()
     held.add(LeaseId(5), [state("a"), state("b")], {})
     assert held.remove(RolloutId("a")) == held.remove(RolloutId("b")) == 5
-    assert (held.leases, len(held)) == ((), 0)
+    assert (held.ids, len(held)) == ((), 0)
     held.add(LeaseId(6), [state("c")], {})
     held.drop(LeaseId(5))
     held.drop(LeaseId(6))
-    assert (held.leases, len(held)) == ((), 0)
+    assert (held.ids, len(held)) == ((), 0)
     held.add(LeaseId(7), [state("d")], {})
     held.let_go()
-    assert (held.leases, len(held), held.seen) == ((), 0, 4)
+    assert (held.ids, len(held), held.seen) == ((), 0, 4)

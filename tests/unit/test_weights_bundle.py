@@ -74,7 +74,7 @@ def test_what_is_bound_is_what_was_packed(form: str) -> None:
     bind(manifest, data, target, needs=SLOTS)
     assert same(contents(source), contents(target))
     conforms: Bindable = target
-    bind(manifest, read(manifest, memoryview(bytearray(data))), conforms)
+    bind(manifest, read(manifest, data), conforms)
 
 
 def test_the_digest_is_of_the_content_and_of_nothing_else() -> None:

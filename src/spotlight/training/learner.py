@@ -128,14 +128,7 @@ class Learner:
         if config.gradient_checkpointing:
             _enable_checkpointing(slots.modules()["policy"])
         shard(slots, self.ranks, self.autocast)
-        self.optimizer = torch.optim.AdamW(
-            list(slots.trainable_parameters().values()),
-            lr=config.learning_rate,
-            betas=config.betas,
-            eps=config.epsilon,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
+        self.optimizer = _adamw(slots, config)
         self.passes = TrainingPasses(
             algorithm,
             self.ranks,
@@ -460,6 +453,17 @@ class Learner:
                 "or with autocast none"
             )
         return None
+
+
+def _adamw(slots: WeightSlots, config: LearnerConfig) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        list(slots.trainable_parameters().values()),
+        lr=config.learning_rate,
+        betas=config.betas,
+        eps=config.epsilon,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
 
 
 def _enable_checkpointing(module: nn.Module) -> None:

@@ -7,7 +7,6 @@ backwards, whichever weight slot they use: each gathers parameters from all.
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from collections.abc import Iterator
@@ -53,25 +52,12 @@ class Ranks:
         return self.rank == 0
 
     def share(self, value: T) -> list[T]:
-        """The ranks' values, in order of rank, the same on all. For small things made of JSON types.
-
-        JSON, because what torch offers for objects is pickle.
-        """
+        """The ranks' values, in order of rank, the same on all. For small values: they are pickled."""
         if self.world == 1:
             return [value]
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-        sizes = torch.zeros(self.world, dtype=torch.int64, device=device)
-        sizes[self.rank] = mine.numel()
-        dist.all_reduce(sizes)
-        row = mine.new_zeros(int(sizes.max()))
-        row[: mine.numel()] = mine
-        rows = [torch.empty_like(row) for _ in range(self.world)]
-        dist.all_gather(rows, row)
-        counts: list[int] = sizes.tolist()
-        return [
-            json.loads(told[:count].cpu().numpy().tobytes()) for told, count in zip(rows, counts, strict=True)
-        ]
+        values: list[T] = [value] * self.world
+        dist.all_gather_object(values, value)
+        return values
 
     def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """``values`` summed (or ``op``) over ranks, in place."""

@@ -13,34 +13,31 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
-import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, Self
 
 import torch
-from safetensors.torch import save
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, save
 from torch import Tensor
 
 from spotlight.weights.weight_errors import WeightsError
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
 }
-"""Types of a safetensors header that a bundle may hold."""
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_HEADER_BYTES_MAX = 100_000_000
-"""The format's own limit."""
+"""Types that a bundle may hold, by their names in safetensors."""
 _HASHED_AT_ONCE = 64 * 2**20
 _FETCH_AGAIN = "fetch it again; if that fails too, the publisher's copy is damaged: publish the version again"
 
@@ -96,7 +93,7 @@ class Bundle:
     """A bundle whose content was checked against its manifest. Made by :func:`read` only.
 
     Attributes:
-        tensors: slot -> name -> tensor. Views of the bytes read, not copies: do not write to them.
+        tensors: slot -> name -> tensor. Do not write to them.
     """
 
     manifest: WeightsManifest
@@ -162,7 +159,7 @@ def pack(
             flat[f"{slot}/{name}"] = value.clone() if memory in seen else value
             seen.add(memory)
     data = save(flat)
-    digest = content_digest(_parse(memoryview(data)))
+    digest = content_digest(flat)
     return WeightsManifest(version, lineage, digest, modules_bound, tuple(slots), len(data)), data
 
 
@@ -183,23 +180,41 @@ def content_digest(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def read(manifest: WeightsManifest, data: bytes | bytearray | memoryview) -> Bundle:
+def read(manifest: WeightsManifest, data: bytes) -> Bundle:
     """Check that ``data`` is what ``manifest`` says, byte for byte.
 
     Raises:
         WeightsError: cut, damaged, or another content; names what was found and expected.
     """
-    view = memoryview(data).cast("B")
-    if len(view) != manifest.bytes:
+    return _checked(manifest, len(data), lambda: load(data))
+
+
+def open_bundle(manifest: WeightsManifest, path: Path) -> Bundle:
+    """The same of a file, whose tensors are views of it, mapped: a stray write changes this process's copy.
+
+    Raises:
+        FileNotFoundError: there is none.
+        WeightsError: see :func:`read`.
+    """
+
+    def mapped() -> dict[str, Tensor]:
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+
+    return _checked(manifest, path.stat().st_size, mapped)
+
+
+def _checked(manifest: WeightsManifest, size: int, content: Callable[[], dict[str, Tensor]]) -> Bundle:
+    if size != manifest.bytes:
         raise WeightsError(
-            f"weights of {manifest}: found {len(view)} bytes, expected {manifest.bytes}: they were cut; "
+            f"weights of {manifest}: found {size} bytes, expected {manifest.bytes}: they were cut; "
             + _FETCH_AGAIN
         )
     try:
-        flat = _parse(view)
-    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        flat = content()
+        found = content_digest(flat)
+    except (SafetensorError, KeyError) as error:  # KeyError: a type that no bundle holds
         raise WeightsError(f"weights of {manifest} are no safetensors: {error}; {_FETCH_AGAIN}") from error
-    found = content_digest(flat)
     if found != manifest.digest:
         raise WeightsError(
             f"weights of {manifest}: found digest {found}, expected {manifest.digest}; {_FETCH_AGAIN}"
@@ -218,7 +233,7 @@ def read(manifest: WeightsManifest, data: bytes | bytearray | memoryview) -> Bun
 
 def bind(
     manifest: WeightsManifest,
-    data: bytes | bytearray | memoryview | Bundle,
+    data: bytes | Bundle,
     target: Bindable,
     *,
     needs: Collection[str] = (),
@@ -286,43 +301,6 @@ def check_same(what: str, found: Mapping[str, Tensor], expected: Mapping[str, Te
 
 def _kind(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def _parse(view: memoryview) -> dict[str, Tensor]:
-    """Tensors of a safetensors file, as views of its bytes (the library's reader would copy them twice).
-
-    Raises:
-        ValueError, KeyError, TypeError, RuntimeError: it is none.
-    """
-    size = int.from_bytes(view[:8], "little")
-    if len(view) < 8 or size > min(_HEADER_BYTES_MAX, len(view) - 8):
-        raise ValueError(f"a header of {size} bytes in a file of {len(view)}")
-    header = json.loads(bytes(view[8 : 8 + size]))
-    body = view[8 + size :]
-    tensors: dict[str, Tensor] = {}
-    reached = 0
-    for name, entry in sorted(
-        ((n, e) for n, e in header.items() if n != "__metadata__"), key=lambda item: item[1]["data_offsets"]
-    ):
-        start, stop = entry["data_offsets"]
-        dtype, shape = _DTYPES[entry["dtype"]], [int(length) for length in entry["shape"]]
-        count = math.prod(shape)
-        fits = start == reached and stop <= len(body) and min(shape, default=0) >= 0
-        if not fits or stop - start != count * dtype.itemsize:
-            raise ValueError(f"{name!r} with shape {shape} lies at bytes {start} to {stop} of {len(body)}")
-        reached = stop
-        tensors[name] = _view(body, start, dtype, count).reshape(shape)
-    if reached != len(body):
-        raise ValueError(f"{len(body) - reached} bytes belong to no tensor")
-    return tensors
-
-
-def _view(body: memoryview, start: int, dtype: torch.dtype, count: int) -> Tensor:
-    if count == 0:
-        return torch.empty(0, dtype=dtype)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given buffer is not writable")  # nobody writes to it
-        return torch.frombuffer(body, dtype=dtype, count=count, offset=start)
 
 
 def _listed(names: Iterable[str]) -> str:

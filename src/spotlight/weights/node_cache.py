@@ -14,7 +14,6 @@ Invariant: what :meth:`NodeCache.get` returns was hashed where it lies, and is w
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import shutil
 import time
@@ -23,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from spotlight.weights.bundle import Bundle, WeightsManifest, read
+from spotlight.weights.bundle import Bundle, WeightsManifest, open_bundle
 from spotlight.weights.locks import held, lock_until, private_directory, try_lock
 from spotlight.weights.weight_errors import NoSpaceError, WeightsError
 
@@ -91,10 +90,8 @@ class NodeCache:
             for left in self.directory.glob("*.part"):
                 left.unlink(missing_ok=True)  # of a process that died: we hold its lock
             data = fetch()
-            read(manifest, data)
             self._evict(manifest)
-            self._write(manifest, data)
-            return self._map(manifest)
+            return self._write(manifest, data)
 
     def close(self) -> None:
         """Say that this process no longer needs the run's directory; what it mapped stays mapped."""
@@ -114,7 +111,7 @@ class NodeCache:
     def _look(self, manifest: WeightsManifest) -> Bundle | None:
         """What is there; a damaged file is removed, so that it is fetched anew."""
         try:
-            return self._map(manifest)
+            return open_bundle(manifest, self._path(manifest))
         except FileNotFoundError:
             return None
         except WeightsError as error:
@@ -122,22 +119,14 @@ class NodeCache:
             self._path(manifest).unlink(missing_ok=True)
             return None
 
-    def _map(self, manifest: WeightsManifest) -> Bundle:
-        with self._path(manifest).open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size == 0:
-                return read(manifest, b"")
-            # A private mapping: a stray write would change this process's copy only.
-            view = memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY))
-        return read(manifest, view)
-
     def _evict(self, coming: WeightsManifest) -> None:
         """Make room for ``coming`` among the versions kept, the oldest first."""
         there = [path for path in self.directory.glob(f"*{_ENDING}") if path != self._path(coming)]
         for path in sorted(there, key=_time_made)[: max(0, len(there) - self.keep + 1)]:
             path.unlink(missing_ok=True)
 
-    def _write(self, manifest: WeightsManifest, data: bytes) -> None:
+    def _write(self, manifest: WeightsManifest, data: bytes) -> Bundle:
+        """Appears whole, by a rename, and only once its content was checked where it lies."""
         part = self.directory / f"{manifest.digest}.part"
         try:
             descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -148,7 +137,11 @@ class NodeCache:
                     rest = rest[os.write(descriptor, rest) :]
             finally:
                 os.close(descriptor)
+            bundle = open_bundle(manifest, part)
             part.rename(self._path(manifest))
+        except WeightsError:
+            part.unlink(missing_ok=True)
+            raise
         except OSError as error:
             with suppress(OSError):
                 part.unlink(missing_ok=True)
@@ -159,6 +152,7 @@ class NodeCache:
                 "Enlarge shared memory: `mount -o remount,size=SIZE /dev/shm`, docker `--shm-size`, "
                 "Kubernetes an emptyDir with medium Memory on /dev/shm; and look at `ulimit -f`"
             ) from error
+        return bundle
 
 
 def _time_made(path: Path) -> int:

@@ -63,6 +63,11 @@ class Given:
     claim: Claim
 
 
+def _given(state: RolloutState, claim: Claim) -> Given:
+    header, tensors = state.to_tensors()
+    return Given(header, tensors, claim)
+
+
 @dataclass(frozen=True, slots=True)
 class LockstepOrder:
     """What the leader tells the others before a step.
@@ -167,30 +172,24 @@ class Lead:
             for state in (*running, *others)
         }
         known = {
-            state.rollout.id: (state.step, claimed[state.rollout.id])
+            state.rollout.id
             for state in (*running, *others)
             if self._held.get(state.rollout.id) == (state.step, claimed[state.rollout.id])
         }
         # What blocks added is each rank's own, and so good only where all have it.
-        states = [
-            state if state.rollout.id in known else dataclasses.replace(state, added=None) for state in states
-        ]
+        states = [s if s.rollout.id in known else dataclasses.replace(s, added=None) for s in states]
         order = LockstepOrder(
             slot,
             self._mark,
-            tuple(state.rollout.id for state in running),
-            tuple(state.rollout.id for state in others if state.rollout.id in known),
-            tuple(
-                Given(*state.to_tensors(), claimed[state.rollout.id])
-                for state in running
-                if state.rollout.id not in known
-            ),
+            rollouts=tuple(state.rollout.id for state in running),
+            kept=tuple(state.rollout.id for state in others if state.rollout.id in known),
+            given=tuple(_given(s, claimed[s.rollout.id]) for s in running if s.rollout.id not in known),
         )
         self._membership.broadcast(order.to_bytes())
         with self._membership.exchange():
             advanced = self._engine.step(model, states)
         stepped = {state.rollout.id: (state.step + 1, claimed[state.rollout.id]) for state in running}
-        self._held = {name: known[name] for name in order.kept} | stepped
+        self._held = {name: self._held[name] for name in order.kept} | stepped
         return advanced
 
     def end(self, seen: LeaseId = NO_LEASE) -> None:
