@@ -1,7 +1,7 @@
 """Learning curves of the exploration benchmark: smoothed, compared at equal scores, with their spread.
 
 How many iterations a score takes is read off the mean curve over run seeds, because single runs of few
-samples cross it by luck or never. Intervals are of run seeds drawn anew (bootstrap): the same ones for
+samples cross it by luck or never. Intervals are of resampled run seeds (bootstrap): the same ones for
 all conditions, which share their prompts and evaluation seeds; the score to reach is that of the drawn runs.
 """
 
@@ -34,7 +34,7 @@ class Interval:
 
     Attributes:
         value: of the runs; infinite: not reached.
-        low: 5 % quantile over run seeds drawn anew.
+        low: 5 % quantile over resampled run seeds.
         high: 95 % quantile.
     """
 
@@ -129,7 +129,7 @@ def _height(curve: Curve, at: float) -> float:
 
 
 def resampled(runs: Runs, after: float) -> dict[str, list[float]]:
-    """What :func:`needed` says of run seeds drawn anew, the same for all conditions."""
+    """What :func:`needed` says of resampled run seeds, the same for all conditions."""
     seeds = sorted(set.intersection(*(set(those) for those in runs.values())))
     draw = random.Random(0)
     found: dict[str, list[float]] = {name: [] for name in runs}

@@ -51,7 +51,7 @@ class Notebook:
     Attributes:
         validations: rows by iteration.
         rows: of iterations.
-        trained: told of every iteration whose last update is applied.
+        trained: called with every iteration whose last update is applied.
     """
 
     prompts: Mapping[PromptId, Prompt]
@@ -124,7 +124,7 @@ class Lab:
 
         Args:
             where: seeds are explored as the configuration says, but there; None: not at all.
-            trained: told of every trained iteration.
+            trained: called with every trained iteration.
 
         Raises:
             RuntimeError: the controller stopped the run.
@@ -196,17 +196,17 @@ class Lab:
             [prompt.text for prompt in asked],
             [prompt.metadata for prompt in asked],
         )
-        told = {
+        scores_of = {
             result.rollout.id: sample.curves()
             for result, sample in zip(finished, batch.samples, strict=True)
             if isinstance(sample, ScoredSample)
         }
-        names = next(iter(told.values()), {})
+        names = next(iter(scores_of.values()), {})
         kinds = {"reward": "reward", "strict": strict_curve(self.config.evaluation.strict, names)}
         scores: dict[str, list[list[float]]] = {}
         for kind, curve in kinds.items():
             if curve is not None:
-                values = [told[one.id][curve] if one.id in told else math.nan for one in rollouts]
+                values = [scores_of[one.id][curve] if one.id in scores_of else math.nan for one in rollouts]
                 scores[kind] = [values[start : start + seeds] for start in range(0, len(values), seeds)]
         return scores
 

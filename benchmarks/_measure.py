@@ -1,6 +1,6 @@
 """Fair timing on a machine that does other things too: contestants take turns, ratios are of neighbours.
 
-Every round runs each contestant once, in an order drawn anew, so that what disturbs the machine disturbs
+Every round runs each contestant once, in a random order, so that what disturbs the machine disturbs
 all alike. Said are medians, and the ratio within a round: its median with a bootstrap interval, and its
 quartiles. Absolute seconds hold for the machine they were measured on only.
 """

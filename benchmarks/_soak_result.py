@@ -31,7 +31,7 @@ BILLING_TOLERANCE = 0.01
 
 
 def collect(soak: Soak) -> dict[str, Any]:
-    """Everything that is told; adds what the ledger has against the run to the violations."""
+    """All results; adds what the ledger shows against the run to the violations."""
     took_s = time.monotonic() - soak.began_s
     ledger = _ledger(soak)
     if soak.injector.kills < soak.kills:
@@ -117,7 +117,7 @@ def _refused(run: Path) -> dict[str, int]:
 
 
 def _recoveries(run: Path) -> dict[str, int]:
-    """How often each branch of recovery was taken, by the rows that count; a new head counts anew."""
+    """How often each branch of recovery was taken, by the rows that count; a new head starts at 0."""
     taken: dict[str, float] = {}
     before: dict[str, float] = {}
     for row in read_metrics(run):

@@ -62,10 +62,10 @@ class Setting:
     half: bool = False
 
     def __str__(self) -> str:
-        told = [f"{self.steps} steps"]
+        known = [f"{self.steps} steps"]
         if self.step_cache > 1:
-            told.append(f"step_cache {self.step_cache}")
-        return ", ".join(told + ["bfloat16"] * self.half)
+            known.append(f"step_cache {self.step_cache}")
+        return ", ".join(known + ["bfloat16"] * self.half)
 
     def recipe(self, train: Recipe, rollout_steps: int) -> Recipe:
         """As ``exploration`` would make it."""
@@ -180,10 +180,10 @@ def _hits(previews: Sequence[float], whole: Sequence[float]) -> float | None:
 
 def spread(values: Sequence[float | None]) -> str:
     """Mean and standard error over the prompts that tell something."""
-    told = [value for value in values if value is not None]
-    if len(told) < 2:
+    known = [value for value in values if value is not None]
+    if len(known) < 2:
         return "-"
-    return f"{statistics.fmean(told):.3f} ± {statistics.stdev(told) / math.sqrt(len(told)):.3f}"
+    return f"{statistics.fmean(known):.3f} ± {statistics.stdev(known) / math.sqrt(len(known)):.3f}"
 
 
 def show(figures: Sequence[Figures], title: str) -> None:

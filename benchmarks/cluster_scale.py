@@ -64,7 +64,7 @@ class Scale:
 
     Attributes:
         day_s: seconds that a simulated day takes, at this rate.
-        us_per_event: of whatever the controller is told, all of the simulation counted.
+        us_per_event: of events the controller handles; includes all of the simulation.
         rss_mib: the most memory that the process held so far.
     """
 

@@ -1,4 +1,4 @@
-"""How long survivors of a killed rank need to denoise on, against starting a process anew.
+"""How long survivors of a killed rank need to denoise on, against starting a new process.
 
     python -m benchmarks.regroup
     python -m benchmarks.regroup --degree 4 --rounds 100 --json build/regroup.json
@@ -6,9 +6,9 @@
 Each round kills a random rank of a working group with SIGKILL, at a random moment within a step, and measures
 both remedies, one after the other, on the same machine in the same minute:
 
-- regroup: the survivors notice, destroy their communicator, are told of new groups (3 survivors: a pair and
+- regroup: the survivors notice, destroy their communicator, receive their new groups (3 survivors: a pair and
   a single), form them, and have taken the first step; the slowest survivor counts.
-- restart: one process is started anew: interpreter, imports, weights, forming the full group, first step. A
+- restart: one process is started again: interpreter, imports, weights, forming the full group, first step. A
   system that restarts the whole group needs at least this.
 
 CPU processes over gloo, with the shipped testbed. A large model makes the restart longer, by loading its
@@ -82,7 +82,7 @@ class Fleet:
         for name in names:
             self.workers[name][1].send((command, arguments))
 
-    def hear(self, name: WorkerId, kind: type[Answer]) -> Answer:
+    def receive(self, name: WorkerId, kind: type[Answer]) -> Answer:
         """The next answer of a worker."""
         pipe = self.workers[name][1]
         if not pipe.poll(_ANSWER_S):
@@ -96,12 +96,12 @@ class Fleet:
         self.epoch += 1
         for members in groups:
             self.tell(members, "form", self.epoch, tuple(members))
-        return max(self.hear(name, float) for members in groups for name in members)
+        return max(self.receive(name, float) for members in groups for name in members)
 
     def step(self, names: Sequence[WorkerId]) -> float:
         """Take one step in every group; when the last member was done."""
         self.tell(names, "run", 1)
-        return max(self.hear(name, Ran).at_s for name in names)
+        return max(self.receive(name, Ran).at_s for name in names)
 
     def kill(self, name: WorkerId) -> float:
         """SIGKILL; the moment before."""
@@ -127,7 +127,7 @@ def measure_round(fleet: Fleet, draw: random.Random) -> dict[str, dict[str, floa
     fleet.tell(everybody, "run", None)
     time.sleep(draw.uniform(0.2, 0.7))
     killed = fleet.kill(victim)
-    losses = [fleet.hear(name, Lost) for name in survivors]
+    losses = [fleet.receive(name, Lost) for name in survivors]
     noticed = max(loss.noticed_s for loss in losses)
     destroyed = max(loss.destroyed_s for loss in losses)
     degrees = [1, 2, 4]
@@ -137,7 +137,7 @@ def measure_round(fleet: Fleet, draw: random.Random) -> dict[str, dict[str, floa
 
     began = time.monotonic()
     fleet.spawn(victim)
-    ready = fleet.hear(victim, float)
+    ready = fleet.receive(victim, float)
     formed = fleet.form([everybody])
     stepped = fleet.step(everybody)
     return {"regroup": regroup, "restart": _phases("restart", began, ready, formed, stepped)}
@@ -157,7 +157,7 @@ def measure(degree: int, rounds: int, cache: Path, seed: int) -> list[dict[str, 
         for name in names:
             fleet.spawn(name)
         for name in names:
-            fleet.hear(name, float)
+            fleet.receive(name, float)
         fleet.form([names])
         fleet.step(names)
         return [measure_round(fleet, draw) for _ in range(rounds + 1)][1:]

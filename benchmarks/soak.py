@@ -281,7 +281,7 @@ class Soak:
         self._start()
 
     def _stop(self) -> None:
-        """In peace, the run gets on by itself, and ends when it is told to."""
+        """In peace, the run gets on by itself, and ends on SIGTERM."""
         assert self._head is not None
         self.injector.wake_all()
         before = self.progress.made
@@ -331,7 +331,7 @@ def _base() -> Path:
 
 
 def spot_trace(seed: str, horizon_s: float, slots: Sequence[int] = SLOTS) -> Trace:
-    """Nodes of two sizes that come and go; some are told before, some at the last moment, some never."""
+    """Nodes of two sizes that come and go; some with notice, some at the last moment, some without."""
     draw = random.Random(f"{seed}/trace")
     events: list[TraceEvent] = []
     for place, gpus in enumerate(slots):

@@ -5,6 +5,7 @@ files: ``TRAINING.json`` (recipe and its hash, seconds, losses, reconstruction q
 (what the result scores on the held-out prompts, before any reinforcement learning). The same seed, threads
 and library versions on the same kind of CPU give the same weights; those shipped were made with one thread.
 
+Example: ``python -m tools.testbed.make build/trial --scale 0.01`` tries all of it in a short time, and
 ``--untrained`` writes the same architecture with random weights in a few seconds.
 """
 
@@ -42,7 +43,7 @@ _RECONSTRUCTIONS = 760
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Everything that decides the weights."""
+    """Everything that determines the weights."""
 
     seed: int = 0
     vae: VaeRecipe = field(default_factory=VaeRecipe)
@@ -166,7 +167,7 @@ def _write_json(path: Path, value: object) -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Tell glibc to keep what is freed: else every step's large tensors fault all their pages in anew."""
+    """Make glibc keep freed memory: otherwise every step faults in the pages of its large tensors."""
     if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         libc.mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, at its maximum
@@ -175,7 +176,9 @@ def _keep_freed_memory() -> None:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description="Remake the embedded pipeline of coloured shapes.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.testbed.make", description="Remake the embedded pipeline of coloured shapes."
+    )
     parser.add_argument("directory", type=Path, help="where the pipeline directory is written")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(

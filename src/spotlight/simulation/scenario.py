@@ -118,7 +118,7 @@ class SimulationResult:
         cost_usd: the same, priced.
         gpus: empty unless the scenario asked for timelines.
         preemptions: nodes lost; notices: notices given.
-        events: what the controller was told.
+        events: handled by the controller.
         explorations: reports of :class:`~spotlight.scheduler.effects.ReportExploration`, in order; one
         undone is
             here, too.

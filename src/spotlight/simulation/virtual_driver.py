@@ -49,7 +49,7 @@ CLUSTER = WorkerId("cluster")
 
 @dataclass(slots=True)
 class _Wake:
-    """The earliest time at which the controller was promised a word."""
+    """The earliest time at which :class:`TimePassed` is scheduled."""
 
     at_s: float = float("inf")
 
@@ -114,13 +114,13 @@ class Simulation:
     # -- the loop --------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Schedule what the scenario brings, and start the learner."""
+        """Schedule the scenario's node events, and start the learner."""
         for at_s, event in self.scenario.nodes:
             self._push(at_s, self.happen, (event,))
         self._push(0.0, self._start_learner, ())
 
     def step(self) -> bool:
-        """Do the next thing. Returns False when there is none, or the run is over."""
+        """Do the next scheduled call. Returns False when there is none, or the run is over."""
         if self.finish is not None or not self._heap:
             return False
         at_s, _, call, args = heapq.heappop(self._heap)
@@ -171,13 +171,13 @@ class Simulation:
         self.observe(event, effects, receipt)
         for effect in effects:
             self._carry_out(effect)
-        self._promise()
+        self._schedule_wake()
 
     def observe(self, event: ev.Event, effects: list[ef.Effect], receipt: Receipt | None) -> None:
-        """A seam for checks: called after each event, before its effects are carried out."""
+        """Hook for checks: called after each event, before its effects are carried out."""
 
-    def _promise(self) -> None:
-        """See that the controller hears of time passing when it wants to."""
+    def _schedule_wake(self) -> None:
+        """Schedule :class:`TimePassed` for when the controller asked for it."""
         wake_s = self.controller.wake_s
         if wake_s is not None and wake_s < self._wake.at_s:
             self._wake = _Wake(wake_s)
@@ -189,7 +189,7 @@ class Simulation:
             self.feed(ev.TimePassed())
 
     def _settle(self, event: ev.Event, receipt: Receipt, effects: list[ef.Effect]) -> None:
-        """Whether the controller accepted work: then it is not lost, and its tensors are the sample's."""
+        """Book and store work that the controller accepted; everything else stays LOST."""
         match event:
             case ev.LeaseCompleted():
                 accepted = {r.id for e in effects if isinstance(e, ef.ScoreSamples) for r in e.rollouts}
@@ -309,8 +309,8 @@ class Simulation:
         else:
             obey(effect)
 
-    def tell(self, event: ev.Event, sender: VirtualProcess, receipt: Receipt | None = None) -> None:
-        """Send a message of a worker to the controller; a stopped process sends when it is continued."""
+    def send(self, event: ev.Event, sender: VirtualProcess, receipt: Receipt | None = None) -> None:
+        """Send a worker's message to the controller; a frozen process sends once it is continued."""
         wait_s = max(0.0, sender.frozen_until_s - self.now)
         for delay_s in [0.0] if self.network.faultless else self.network.delays():
             self.after(wait_s + delay_s, self.feed, event, receipt)
@@ -326,7 +326,7 @@ class Simulation:
     # -- nodes -----------------------------------------------------------------------------------------
 
     def happen(self, event: NodeEvent) -> None:
-        """Something happens to a node, and the controller hears of it."""
+        """Apply a node event to the simulated cluster and report it to the controller."""
         match event:
             case PriceChanged(node, price_usd_h):
                 self.accounts.price(node, price_usd_h, self.now)
@@ -355,7 +355,7 @@ class Simulation:
             self._start_learner()
 
     def reboot(self, node: Node) -> None:
-        """A node goes and is back before anybody noticed."""
+        """A node is lost and returns before anyone notices."""
         if node.id not in self.nodes:
             return
         self._take(node.id)
@@ -387,14 +387,14 @@ class Simulation:
             self.feed(ev.LearnerLost(detail))
 
     def _start_learner(self) -> None:
-        """Before the run begins the driver sees to the learner itself: it needs all its nodes."""
+        """Start the learner once all of its nodes are present."""
         present = sum(node.gpus for node in self.nodes.values() if node.trains)
         self._start_due = present < self.scenario.plan.ranks
         if not self._start_due:
             self.learner.start()
 
     def restart_head(self, down_s: float) -> None:
-        """The head process dies with controller and learner, and starts anew from the last checkpoint."""
+        """Kill the head with controller and learner; it restarts from the last checkpoint."""
         self.learner.lose()
         self.head_up, self.head_life = False, self.head_life + 1
         self.after(down_s, self._head_back, self.head_life)
@@ -424,7 +424,7 @@ class Simulation:
     # -- the result ------------------------------------------------------------------------------------
 
     def result(self) -> SimulationResult:
-        """What the run tells, as far as it came."""
+        """The result of the run so far."""
         self.accounts.check(self.now)
         ledger = self.controller.ledger
         for phase, seconds in self.accounts.by_phase().items():

@@ -1,7 +1,7 @@
 """The learner, its checkpoints and the tensors beside the controller, in virtual time.
 
-It answers each effect once and in order, or is lost: then nothing of what it was doing is answered, and only
-a restart from the last durable checkpoint brings it back.
+It answers each effect once and in order, or is lost: then nothing in progress is answered, and it restarts
+from the last durable checkpoint.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class VirtualLearner:
     Attributes:
         answer: hands an event to the controller.
         after: calls when the slowest rank is done.
-        turns: of the GPUs between training and rolling out.
-        life: counts restarts; what an earlier life was doing is never answered.
+        turns: switches of its GPUs between training and rollouts.
+        life: counts restarts; work of an earlier life is never answered.
         prepared: samples of the batch, whole or in parts, that no micro-batch took yet.
         trained: samples accumulated since the last optimizer step.
     """
@@ -87,7 +87,7 @@ class VirtualLearner:
         self.after(self.scenario.costs.restore_s(), self._up, self.life, ev.RunStarted())
 
     def restore(self, effect: ef.RestoreLearner) -> None:
-        """Start anew from the checkpoint that the controller names."""
+        """Restart from the checkpoint that the controller names."""
         durable = self.checkpoint.effect.iteration if self.checkpoint else 0
         assert effect.iteration == durable, (
             f"checkpoint {effect.iteration} is asked for, {durable} is durable"

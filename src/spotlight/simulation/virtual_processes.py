@@ -39,8 +39,8 @@ class VirtualProcess:
     """A worker's process.
 
     Attributes:
-        fence: the highest group epoch it heard of; it obeys none below.
-        ordered: (lineage, version) it was last told to load; it obeys none below.
+        fence: the highest group epoch received; lower ones are ignored.
+        ordered: newest (lineage, version) it was ordered to load; older ones are ignored.
         frozen_until_s: stopped by a signal until then.
     """
 
@@ -66,7 +66,7 @@ class LeaseWork:
 
     Attributes:
         left: rollouts not finished, with the step each began at.
-        done: steps since the lease began; ``told`` of them were committed.
+        done: steps since the lease began; ``committed`` of them were reported.
         turn: invalidates what was scheduled before.
     """
 
@@ -75,7 +75,7 @@ class LeaseWork:
     phase: Phase
     left: dict[RolloutId, tuple[Rollout, int]]
     done: int = 0
-    told: int = 0
+    committed: int = 0
     chunk: int = 0
     chunk_start_s: float = 0.0
     step_s: float = 0.0

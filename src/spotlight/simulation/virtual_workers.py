@@ -1,10 +1,10 @@
-"""The workers' side of the protocol, in virtual time. What a real worker must do, it does too.
+"""The workers' side of the protocol in virtual time, with the obligations of a real worker.
 
-- It obeys commands of its own process epoch only, group commands above the highest group epoch it heard of,
-  and weight pulls above the newest it was told to load.
-- It commits progress by value before it tells of it, and pulls again when it has nothing to do.
-- When a lease is abandoned it stops at the next step boundary. When its group is to stop, it first commits
-  what it holds; survivors of a broken group do so too.
+- It obeys only commands of its own process epoch, group commands above the highest group epoch received, and
+  weight pulls newer than the last one ordered.
+- It commits progress by value before reporting it, and pulls again when it has nothing to do.
+- An abandoned lease ends at the next step boundary. A group that is to stop first commits its progress;
+  survivors of a broken group do so too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ImageCosts:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What a message to the controller proves if it is accepted."""
+    """What a message to the controller stands for: booked and stored only if the controller accepts it."""
 
     segments: list[BilledSegment]
     phase: Phase
@@ -47,7 +47,7 @@ class Receipt:
 
 
 class WorkerHost(Protocol):
-    """What workers need of the simulation."""
+    """What the workers use of the simulation."""
 
     @property
     def now(self) -> float:
@@ -55,11 +55,11 @@ class WorkerHost(Protocol):
         ...
 
     def after(self, seconds: float, then: Callable[..., None], *args: object) -> None:
-        """Call later."""
+        """Schedule a call in virtual time."""
         ...
 
-    def tell(self, event: ev.Event, sender: VirtualProcess, receipt: Receipt | None = None) -> None:
-        """Send a message to the controller."""
+    def send(self, event: ev.Event, sender: VirtualProcess, receipt: Receipt | None = None) -> None:
+        """Send a message from a worker to the controller."""
         ...
 
     def published(self, version: int) -> VirtualWeights | None:
@@ -79,7 +79,7 @@ class WorkerHost(Protocol):
 class VirtualWorkers:
     """All workers' processes and their groups."""
 
-    world: WorkerHost
+    host: WorkerHost
     accounts: GpuAccounts
     costs: ImageCosts
     commit_every: int
@@ -90,29 +90,29 @@ class VirtualWorkers:
     # -- processes -------------------------------------------------------------------------------------
 
     def start(self, effect: ef.StartWorker, gpu_type: str) -> None:
-        """Start a process, in place of an older one of that worker."""
+        """Start a process, replacing an older one of that worker."""
         old = self.processes.get(effect.worker)
         if old is not None and old.epoch >= effect.epoch:
             if old.up and old.epoch == effect.epoch:
-                self.world.tell(ev.WorkerStarted(old.worker, old.epoch), old)
+                self.host.send(ev.WorkerStarted(old.worker, old.epoch), old)
             return
         if old is not None:
             self.kill(old)
         gpu = self.accounts.gpus[effect.node][effect.gpu]
         process = VirtualProcess(effect.worker, effect.node, gpu, gpu_type, effect.epoch)
         self.processes[effect.worker] = process
-        self.accounts.worker(gpu, Phase.SETUP, self.world.now)
-        self.world.after(
-            self.world.noisy(self.costs.model.worker_start_s(), effect.node), self._started, process
+        self.accounts.worker(gpu, Phase.SETUP, self.host.now)
+        self.host.after(
+            self.host.noisy(self.costs.model.worker_start_s(), effect.node), self._started, process
         )
 
     def _started(self, process: VirtualProcess) -> None:
         if process.alive:
             process.up = True
-            self.world.tell(ev.WorkerStarted(process.worker, process.epoch), process)
+            self.host.send(ev.WorkerStarted(process.worker, process.epoch), process)
 
     def kill(self, process: VirtualProcess) -> None:
-        """A process dies. Its group is broken: what survives holds the last finished step."""
+        """Kill a process. Its group is broken; survivors keep the last finished step."""
         process.alive = process.up = False
         del self.processes[process.worker]
         group = process.group
@@ -122,12 +122,12 @@ class VirtualWorkers:
         group.broken = True
         group.members.remove(process)
         for member in group.members:
-            self.accounts.worker(member.gpu, Phase.RECONFIGURATION, self.world.now)
+            self.accounts.worker(member.gpu, Phase.RECONFIGURATION, self.host.now)
 
     # -- weights ---------------------------------------------------------------------------------------
 
     def pull(self, effect: ef.PullWeights) -> None:
-        """Load weights, beside whatever else the process does."""
+        """Load weights, concurrently with whatever the process does."""
         process = self.processes.get(effect.worker)
         if process is None or not process.up or process.epoch != effect.epoch:
             return
@@ -135,23 +135,21 @@ class VirtualWorkers:
         if order < process.ordered:
             return
         peer = self.processes.get(effect.peer) if effect.peer is not None else None
-        weights = self.world.published(effect.version)
+        weights = self.host.published(effect.version)
         process.ordered = order
         if (effect.peer is not None and (peer is None or not peer.based)) or weights is None:
             self._pull_failed(process, effect)
             return
         if process.group is None or process.group.run is None:
             first = effect.kind is WeightKind.FULL and not process.based
-            self.accounts.worker(process.gpu, Phase.SETUP if first else Phase.WEIGHT_SYNC, self.world.now)
+            self.accounts.worker(process.gpu, Phase.SETUP if first else Phase.WEIGHT_SYNC, self.host.now)
         process.pulling = True
         seconds = self.costs.model.pull_s(effect.kind, peer is not None)
-        self.world.after(
-            self.world.noisy(seconds, process.node), self._loaded, process, effect, peer, weights
-        )
+        self.host.after(self.host.noisy(seconds, process.node), self._loaded, process, effect, peer, weights)
 
     def _pull_failed(self, process: VirtualProcess, effect: ef.PullWeights) -> None:
         failed = ev.PullFailed(process.worker, process.epoch, effect.version, effect.lineage)
-        self.world.after(1.0, self.world.tell, failed, process)
+        self.host.after(1.0, self.host.send, failed, process)
 
     def _loaded(
         self,
@@ -162,7 +160,7 @@ class VirtualWorkers:
     ) -> None:
         if not process.alive or process.ordered != (effect.lineage, int(effect.version)):
             return
-        if (peer is not None and not peer.alive) or self.world.corrupted():
+        if (peer is not None and not peer.alive) or self.host.corrupted():
             self._pull_failed(process, effect)
             return
         process.based, process.pulling = True, False
@@ -174,14 +172,14 @@ class VirtualWorkers:
             self._ask(group)
         process.weights = weights
         if group is None or group.run is None:
-            self.accounts.worker(process.gpu, Phase.IDLE, self.world.now)
+            self.accounts.worker(process.gpu, Phase.IDLE, self.host.now)
         pulled = ev.WeightsPulled(process.worker, process.epoch, effect.version, effect.lineage)
-        self.world.tell(pulled, process)
+        self.host.send(pulled, process)
 
     # -- groups ----------------------------------------------------------------------------------------
 
     def form(self, effect: ef.FormGroup) -> None:
-        """Join processes into a group, which pulls as soon as it stands."""
+        """Join processes into a group, which pulls work as soon as it has formed."""
         members = [self.processes.get(name) for name in effect.members]
         ready = [process for process in members if process is not None and process.up]
         if len(ready) < len(members):
@@ -189,7 +187,7 @@ class VirtualWorkers:
         known = ready[0].group
         if known is not None and known.epoch == effect.epoch:
             if known.formed and not known.broken:
-                self.world.tell(ev.GroupFormed(known.leader, known.epoch), ready[0])
+                self.host.send(ev.GroupFormed(known.leader, known.epoch), ready[0])
             return
         if any(effect.epoch <= process.fence for process in ready):
             return
@@ -198,26 +196,26 @@ class VirtualWorkers:
             if process.group is not None:
                 self._part(process.group)
             process.group, process.fence = group, effect.epoch
-            self.accounts.worker(process.gpu, Phase.RECONFIGURATION, self.world.now)
+            self.accounts.worker(process.gpu, Phase.RECONFIGURATION, self.host.now)
         seconds = self.costs.model.group_setup_s(len(ready))
-        self.world.after(self.world.noisy(seconds, ready[0].node), self._formed, group)
+        self.host.after(self.host.noisy(seconds, ready[0].node), self._formed, group)
 
     def _formed(self, group: VirtualGroup) -> None:
         if group.broken:
             return
         group.formed = True
         for process in group.members:
-            self.accounts.worker(process.gpu, Phase.IDLE, self.world.now)
-        self.world.tell(ev.GroupFormed(group.leader, group.epoch), group.members[0])
+            self.accounts.worker(process.gpu, Phase.IDLE, self.host.now)
+        self.host.send(ev.GroupFormed(group.leader, group.epoch), group.members[0])
         self._ask(group)
 
     def stop(self, effect: ef.StopGroup) -> None:
-        """Commit what a group holds at the next step boundary, and part."""
+        """Commit a group's progress at the next step boundary, then dissolve it."""
         answering = [self.processes[name] for name in effect.members if name in self.processes]
         answering = [process for process in answering if process.up]
         if not answering:
             return
-        speaker = next((p for p in answering if p.frozen_until_s <= self.world.now), answering[0])
+        speaker = next((p for p in answering if p.frozen_until_s <= self.host.now), answering[0])
         group = next(
             (p.group for p in answering if p.group is not None and p.group.epoch == effect.epoch), None
         )
@@ -226,7 +224,7 @@ class VirtualWorkers:
         if group is None:
             self._stopped(effect, speaker)
             return
-        stuck = any(process.frozen_until_s > self.world.now for process in group.members)
+        stuck = any(process.frozen_until_s > self.host.now for process in group.members)
         if group.run is None or group.broken or stuck:
             if group.run is not None:
                 self._halt(group)
@@ -239,32 +237,32 @@ class VirtualWorkers:
         if speaker.group is not group:
             return
         if group.run is not None:
-            self._tell_progress(group, group.run, speaker)
+            self._report_progress(group, group.run, speaker)
         self._part(group)
         self._stopped(effect, speaker)
 
     def _stopped(self, effect: ef.StopGroup, speaker: VirtualProcess) -> None:
-        self.world.tell(ev.GroupStopped(effect.leader, effect.epoch), speaker)
+        self.host.send(ev.GroupStopped(effect.leader, effect.epoch), speaker)
 
     def _part(self, group: VirtualGroup) -> None:
         self._halt(group)
         group.broken, group.run = True, None
         for process in group.members:
             process.group = None
-            self.accounts.worker(process.gpu, Phase.RECONFIGURATION, self.world.now)
+            self.accounts.worker(process.gpu, Phase.RECONFIGURATION, self.host.now)
 
     def _ask(self, group: VirtualGroup) -> None:
-        """Pull work; ask again after a while where messages may be lost."""
+        """Pull work; repeat after ``poll_s`` where messages may be lost."""
         if group.broken or group.run is not None:
             return
         first, group.polls = group.members[0], group.polls + 1
         for process in group.members:
             if not process.pulling:
-                self.accounts.worker(process.gpu, Phase.IDLE, self.world.now)
+                self.accounts.worker(process.gpu, Phase.IDLE, self.host.now)
         capacity = self.costs.model.lease_size(first.gpu_type, self.costs.pixels, len(group.members))
-        self.world.tell(ev.GroupPulled(group.leader, group.epoch, capacity, group.seen), first)
+        self.host.send(ev.GroupPulled(group.leader, group.epoch, capacity, group.seen), first)
         if self.poll_s is not None:
-            self.world.after(self.poll_s, self._poll, group, group.polls)
+            self.host.after(self.poll_s, self._poll, group, group.polls)
 
     def _poll(self, group: VirtualGroup, polls: int) -> None:
         if group.polls == polls:
@@ -273,7 +271,7 @@ class VirtualWorkers:
     # -- leases ----------------------------------------------------------------------------------------
 
     def work(self, effect: ef.GrantLease) -> None:
-        """Begin a lease, unless it is known already or the group is another one now."""
+        """Begin a lease, unless it is known already or the group has changed."""
         group = self._group_of(effect.lease.worker, effect.lease.epoch)
         if group is None or effect.lease.id <= group.seen or group.stopping:
             return
@@ -290,9 +288,9 @@ class VirtualWorkers:
             self._next_chunk(group, run)
             return
         for process in group.members:
-            self.accounts.worker(process.gpu, Phase.RECONFIGURATION, self.world.now)
-        turn_s = self.world.noisy(turn_s, group.members[0].node)
-        self.world.after(turn_s, self._turned, group, run, run.turn)
+            self.accounts.worker(process.gpu, Phase.RECONFIGURATION, self.host.now)
+        turn_s = self.host.noisy(turn_s, group.members[0].node)
+        self.host.after(turn_s, self._turned, group, run, run.turn)
 
     def _turned(self, group: VirtualGroup, run: LeaseWork, turn: int) -> None:
         if group.run is run and run.turn == turn and not run.halting and not group.stopping:
@@ -329,28 +327,28 @@ class VirtualWorkers:
         seconds = self.costs.model.denoise_step_s(
             first.gpu_type, self.costs.pixels, len(run.left), len(group.members)
         )
-        run.step_s = self.world.noisy(seconds, first.node)
-        run.chunk_start_s, run.turn, run.decoding = self.world.now, run.turn + 1, False
+        run.step_s = self.host.noisy(seconds, first.node)
+        run.chunk_start_s, run.turn, run.decoding = self.host.now, run.turn + 1, False
         for process in group.members:
-            self.accounts.work(process.gpu, run.unconfirmed, self.world.now)
-        self.world.after(run.chunk * run.step_s, self._chunk_done, group, run, run.turn)
+            self.accounts.work(process.gpu, run.unconfirmed, self.host.now)
+        self.host.after(run.chunk * run.step_s, self._chunk_done, group, run, run.turn)
 
     def _chunk_done(self, group: VirtualGroup, run: LeaseWork, turn: int) -> None:
         if group.run is not run or run.turn != turn:
             return
         thaw_s = max(process.frozen_until_s for process in group.members)
-        if thaw_s > self.world.now:
-            self.world.after(thaw_s - self.world.now + 1e-3, self._chunk_done, group, run, turn)
+        if thaw_s > self.host.now:
+            self.host.after(thaw_s - self.host.now + 1e-3, self._chunk_done, group, run, turn)
             return
         run.done, run.chunk = run.done + run.chunk, 0
         finished = [rollout for rollout, start in run.left.values() if start + run.done >= rollout.steps]
         if not finished:
-            self._tell_progress(group, run, group.members[0])
+            self._report_progress(group, run, group.members[0])
             self._next_chunk(group, run)
             return
         run.decoding, first = True, group.members[0]
         seconds = self.costs.model.decode_s(first.gpu_type, self.costs.pixels, len(finished))
-        self.world.after(self.world.noisy(seconds, first.node), self._decoded, group, run, turn, finished)
+        self.host.after(self.host.noisy(seconds, first.node), self._decoded, group, run, turn, finished)
 
     def _decoded(self, group: VirtualGroup, run: LeaseWork, turn: int, finished: list[Rollout]) -> None:
         if group.run is not run or run.turn != turn:
@@ -363,46 +361,46 @@ class VirtualWorkers:
         if not run.left:
             group.run = None
         completed = ev.LeaseCompleted(group.leader, run.lease.id, group.epoch, names, run.weights.version)
-        self.world.tell(completed, first, Receipt(segments, run.phase, run.weights, group))
+        self.host.send(completed, first, Receipt(segments, run.phase, run.weights, group))
         if run.left:
-            run.told = run.done
+            run.committed = run.done
             self._next_chunk(group, run)
         else:
             self._ask(group)
 
-    def _tell_progress(self, group: VirtualGroup, run: LeaseWork, speaker: VirtualProcess) -> None:
-        if run.done <= run.told:
+    def _report_progress(self, group: VirtualGroup, run: LeaseWork, speaker: VirtualProcess) -> None:
+        if run.done <= run.committed:
             return
-        run.told = run.done
+        run.committed = run.done
         steps = tuple(
             (name, start + run.done)
             for name, (rollout, start) in run.left.items()
             if start + run.done < rollout.steps
         )
         receipt = Receipt(self._closed_segments(group, run), run.phase, run.weights, group, steps)
-        self.world.tell(
+        self.host.send(
             ev.LeaseProgressed(group.leader, run.lease.id, group.epoch, run.done), speaker, receipt
         )
 
     def _closed_segments(self, group: VirtualGroup, run: LeaseWork) -> list[BilledSegment]:
         closed, run.unconfirmed = run.unconfirmed, []
         for process in group.members:
-            self.accounts.work(process.gpu, run.unconfirmed, self.world.now)
+            self.accounts.work(process.gpu, run.unconfirmed, self.host.now)
         return closed
 
     def _at_boundary(self, group: VirtualGroup, then: Callable[..., None], *args: object) -> None:
-        """Let the step under way end, and no further one begin; then go on."""
+        """Finish the current step, begin no other, then call ``then``."""
         run = group.run
         if run is None or run.decoding or not run.step_s:  # without a step, its GPUs still turn to it
             # Images that are being decoded are not thrown away.
             gpu_type = group.members[0].gpu_type if group.members else ""
             decoding = run is not None and run.decoding and gpu_type
             rest_s = self.costs.model.decode_s(gpu_type, self.costs.pixels, 1) if decoding else 0.0
-            self.world.after(rest_s, then, *args)
+            self.host.after(rest_s, then, *args)
             return
-        steps = int((self.world.now - run.chunk_start_s) / run.step_s) + 1
+        steps = int((self.host.now - run.chunk_start_s) / run.step_s) + 1
         end_s = run.chunk_start_s + min(steps, run.chunk) * run.step_s
-        self.world.after(max(0.0, end_s - self.world.now), self._boundary, group, run, run.turn, then, args)
+        self.host.after(max(0.0, end_s - self.host.now), self._boundary, group, run, run.turn, then, args)
 
     def _boundary(
         self,
@@ -417,13 +415,13 @@ class VirtualWorkers:
         then(*args)
 
     def _halt(self, group: VirtualGroup) -> None:
-        """Stop denoising now; steps finished so far are held."""
+        """Stop denoising now; finished steps are kept."""
         run = group.run
         if run is None:
             return
         if run.chunk and run.step_s > 0:
-            steps = int((self.world.now - run.chunk_start_s) / run.step_s + 1e-9)
+            steps = int((self.host.now - run.chunk_start_s) / run.step_s + 1e-9)
             run.done += min(steps, run.chunk)
         run.chunk, run.turn = 0, run.turn + 1
         for process in group.members:
-            self.accounts.worker(process.gpu, Phase.IDLE, self.world.now)
+            self.accounts.worker(process.gpu, Phase.IDLE, self.host.now)

@@ -94,8 +94,8 @@ class AwsNotices:
 
 def parse_action(answer: MetadataAnswer) -> PendingNotice:
     """``{"action": "terminate", "time": "2017-09-18T08:22:00Z"}``. Raises :class:`MetadataError`."""
-    told = answer.json_object()
-    action, time = told.get("action"), told.get("time")
+    sent = answer.json_object()
+    action, time = sent.get("action"), sent.get("time")
     if not isinstance(action, str) or not action:
         raise answer.error(NoticeTrouble.BROKEN, f"sent action {action!r}", "terminate, stop or hibernate")
     remaining_s = min(answer.remaining_s(_time(answer, "time", time)), NOTICE_MAX_S)

@@ -2,7 +2,7 @@
 
 https://learn.microsoft.com/azure/virtual-machines/linux/scheduled-events. Asked every second, as Azure
 advises (a Spot VM is evicted 30 s after the event appears). The first answer may take two minutes,
-because it switches the service on. Events are told to all VMs of a scale set or availability set, so they
+because it switches the service on. Events are sent to all VMs of a scale set or availability set, so they
 are matched by this VM's name. An event that vanishes was cancelled; the VM does not outlive one that is
 finished. Freeze is left out: it pauses a VM for seconds.
 """

@@ -1,7 +1,7 @@
 """Readings become notices: what is pending for this node, over all sources. Pure: no I/O, no clock.
 
-Invariant: told is the earliest pending announcement; whoever follows the notices knows its deadline. An
-announcement that is read again, or re-read with a slightly different remaining time, tells nothing.
+Invariant: the node's current notice is the earliest pending announcement. An announcement that is read again,
+or with a slightly different remaining time, causes no new notice.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class NoticeBoard:
     """What every source said last."""
 
     _held: dict[str, tuple[_Announcement, ...]] = field(default_factory=dict)
-    _told: _Announcement | None = None
+    _announced: _Announcement | None = None
     _advised: set[tuple[str, str]] = field(default_factory=set)
 
     def update(self, source: str, reading: NoticeReading, now_s: float) -> list[Notice]:
         """Take a reading of ``source`` at ``now_s`` (watcher's clock); returns what is new for the node."""
         before = {(held.key, held.stamp): held for held in self._held.get(source, ())}
         self._held[source] = tuple(
-            # Seen before: the deadline computed first stands, so a jittering clock tells nothing new.
+            # Seen before: the deadline computed first stands, so a jittering clock causes no new notice.
             before.get((item.key, item.stamp))
             or _Announcement(source, item.key, item.stamp, now_s + item.remaining_s, item.detail)
             for item in reading.pending
@@ -50,10 +50,10 @@ class NoticeBoard:
     def _change(self) -> Iterator[Notice]:
         every = [held for group in self._held.values() for held in group]
         earliest = min(every, key=lambda held: held.deadline_s, default=None)
-        told, self._told = self._told, earliest
-        if told == earliest:
+        announced, self._announced = self._announced, earliest
+        if announced == earliest:
             return
-        if told is not None and (earliest is None or earliest.deadline_s > told.deadline_s):
-            yield Cancelled(told.source, told.detail)
+        if announced is not None and (earliest is None or earliest.deadline_s > announced.deadline_s):
+            yield Cancelled(announced.source, announced.detail)
         if earliest is not None:
             yield Noticed(earliest.source, earliest.deadline_s, earliest.detail)

@@ -1,7 +1,7 @@
-"""The nouns of preemption notices, and what the controller is told of them. Pure.
+"""The types of preemption notices, and the controller events they become. Pure.
 
 A *source* (a cloud's metadata service, a signal) answers with a :class:`NoticeReading`: everything that is
-pending now. The board (``board.py``) compares readings and tells what changed as a :data:`Notice`.
+pending now. The board (``board.py``) compares readings and reports changes as a :data:`Notice`.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ Notice: TypeAlias = Noticed | Cancelled | Rebalance
 def controller_event(
     notice: Notice, node: NodeId, watcher_now_s: float, controller_now_s: float
 ) -> NodeNoticed | NoticeCancelled | None:
-    """What the controller is told about ``node``; None for advice, on which it does not act.
+    """The event for the controller about ``node``; None for advice, on which it does not act.
 
     Args:
         watcher_now_s: when the notice was sent, on the watcher's clock.

@@ -1,11 +1,14 @@
-"""Readers of trace files. A new format is one function and one line in :data:`READERS`.
+"""Trace files: readers of all formats, writers of the canonical ones.
+
+A new format is one function and one line in :data:`READERS`.
 
 ``bamboo``: ``ms,add|remove,node`` a line, without header (the traces of Bamboo, NSDI 2023).
 ``skypilot``: ``{"metadata": {"gap_seconds": N}, "data": [n_available, ...]}``, maybe with ``"prices"``.
-``csv``, ``jsonl``: canonical, as :mod:`spotlight.fleet.traces.trace_files` writes them.
+``csv``, ``jsonl``: canonical, as :func:`write_trace` writes them: what is written reads back as an equal
+    trace (its ``source`` aside). Only JSON lines hold prices.
 
-Pure but for :func:`read_trace`. Nothing is sorted, skipped or repaired: each bad line is told by its number,
-up to ten at once.
+Pure but for :func:`read_trace` and :func:`write_trace`. Nothing is sorted, skipped or repaired: bad lines
+are reported by number, up to ten at once.
 """
 
 from __future__ import annotations
@@ -222,7 +225,7 @@ def _events(
             numbers.append(number)
         except _BadTraceLineError as error:
             problems.append((number, str(error)))
-    # A line that could not be read makes later ones look impossible: those are told only when all can be.
+    # A line that could not be read makes later ones look impossible: those are reported only when all can be.
     if not problems:
         problems = [(numbers[index], text) for index, text in problems_of(events)]
     if problems:

@@ -1,7 +1,7 @@
 """Answers of price servers on disk, with the time they came.
 
-A young answer is used as it is; an old one is asked for anew. When that fails, the old one is used, and every
-price of it says so and why: a price is never older than it claims. An answer is kept only after its prices
+A recent answer is used as it is; an old one is fetched again. When that fails, the old one is used, and its
+prices say so and why: a price is never older than it claims. An answer is kept only after its prices
 could be read, and written whole or not at all. I/O.
 """
 
@@ -38,7 +38,7 @@ class PriceCache:
     """A directory of answers, one file each.
 
     Attributes:
-        max_age: answers older than this are asked for anew.
+        max_age: answers older than this are fetched again.
     """
 
     directory: Path

@@ -6,7 +6,7 @@ source begins with one of
     published:  somebody else's figure         derived:  computed from published ones, as it says
     measured:   ours                           assumed:  a guess, reasoned at best
 
-and :func:`assumptions` lists the guesses, so that whoever simulates can print what the result hangs on. The
+and :func:`assumptions` lists the guesses, to be printed beside every result. The
 durations made of the figures are in :mod:`spotlight.planning.scenarios.profile_costs`.
 """
 
