@@ -36,11 +36,11 @@ test: env ## Run the tests
 test-long: env ## Run the tests, the long tier included, on newly drawn examples
 	HYPOTHESIS_PROFILE=new $(BIN)/pytest -m "" $(PYTEST_ARGS)
 
-check: env ## Lint, formatting, types, and whether the reference pages are up to date
+check: env ## Lint, formatting, types, and a strict build of the documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy src/spotlight scripts benchmarks tools tests/simulation
-	$(BIN)/python scripts/make_reference.py --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: env ## Repair what ruff can
 	$(BIN)/ruff check --fix .
@@ -62,12 +62,12 @@ simulate-faults: env ## Run the controller through SEEDS simulated faulty runs (
 soak: env ## Half an hour of training under SIGKILL and SIGSTOP on a local cluster, then the audit
 	$(BIN)/python -m benchmarks.soak --json build/soak.json
 
-docs: env ## Generate the reference pages from the sources
-	$(BIN)/python scripts/make_reference.py
+docs: env ## Serve the documentation on http://127.0.0.1:8000, built anew at each change
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 lock: ## Resolve requirements.lock anew
 	PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" scripts/lock.sh
 
 clean: ## Remove the environment and caches; runs stay
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site src/*.egg-info
 	find src tests benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +

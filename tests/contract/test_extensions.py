@@ -1,0 +1,215 @@
+"""One installed package adds a family, an algorithm, a reward, a cloud and a tracker by entry points."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spotlight.registry import CLOUDS, FAMILIES, Registry, RegistryError
+from spotlight.store.metrics import read_metrics
+
+MODULE = '''
+import dataclasses
+import json
+from datetime import UTC, datetime
+from typing import Literal
+
+from spotlight.algorithms.diffusion_nft import DiffusionNFT
+from spotlight.config.algorithm import DiffusionNFTConfig
+from spotlight.fleet.notices.notice import Cloud, NoticeReading, PendingNotice
+from spotlight.models.qwen_image import QwenImage
+from spotlight.models.qwen_layout import QWEN_IMAGE
+from spotlight.planning.prices.quotes import Quote
+
+
+class OtherFamily(QwenImage):
+    name = "other-family"
+
+
+OTHER_FAMILY = dataclasses.replace(QWEN_IMAGE, loader="elsewhere:OtherFamily.load")
+
+
+class HalvedConfig(DiffusionNFTConfig):
+    """DiffusionNFT, half the loss."""
+
+    implementation = "elsewhere:Halved"
+    name: Literal["halved-nft"] = "halved-nft"
+    factor: float = 0.5
+
+
+class Halved(DiffusionNFT):
+    def loss(self, policy, batch, timesteps):
+        terms = super().loss(policy, batch, timesteps)
+        return dataclasses.replace(terms, per_sample=self.config.factor * terms.per_sample)
+
+
+def redness(images, prompts, metadata, *, scale=1.0):
+    """How red a picture is."""
+    return [scale * float(image[..., 0].mean()) / 255 for image in images]
+
+
+class TinyNotices:
+    name, period_s = "tinycloud", 1.0
+
+    def __init__(self, server):
+        self.server = server
+
+    async def read(self):
+        return NoticeReading((PendingNotice("end", "soon", 30.0, "the node ends in 30 s"),))
+
+    async def acknowledge(self):
+        return False
+
+    async def probe(self):
+        pass
+
+
+def prices(query):
+    return (Quote("tinycloud", "north", "", "t1", "H100", 1, 2.0, 0.5, query.now, "tinycloud"),)
+
+
+TINY_CLOUD = Cloud(TinyNotices, prices=prices)
+
+
+class Lines:
+    """Appends each row to a file."""
+
+    def __init__(self, paths, *, resume_at, file):
+        self.file = paths.path / file
+
+    def write(self, row):
+        with self.file.open("a") as out:
+            out.write(json.dumps([row.iteration, sorted(row.values)]) + "\\n")
+
+    def flush(self):
+        pass
+
+    def close(self):
+        pass
+'''
+
+ENTRY_POINTS = """
+[spotlight.families]
+other-family = elsewhere:OTHER_FAMILY
+[spotlight.algorithms]
+halved-nft = elsewhere:HalvedConfig
+[spotlight.rewards]
+redness = elsewhere:redness
+[spotlight.clouds]
+tinycloud = elsewhere:TINY_CLOUD
+broken = elsewhere:NOT_THERE
+[spotlight.sinks]
+lines = elsewhere:Lines
+"""
+
+RUN = (
+    "model.family=other-family",
+    "algorithm={name: halved-nft, factor: 0.25, train_timesteps: 1}",
+    "rewards=[{name: redness, params: {scale: 2.0}}]",
+    "metrics={tensorboard: false, sinks: {lines: {file: rows.jsonl}}}",
+    "fleet.notices.cloud=tinycloud",
+    "iterations=1",
+    "rollout={steps: 2, prompts_per_iteration: 2, group_size: 2}",
+    "evaluation={prompts: 1, images_per_prompt: 1, grid_images: 1, steps: 2}",
+)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory as ``pip install`` leaves it: a module and the distribution's metadata."""
+    site = tmp_path_factory.mktemp("site")
+    (site / "elsewhere.py").write_text(MODULE)
+    info = site / "elsewhere-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: elsewhere\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(ENTRY_POINTS)
+    return site
+
+
+def spotlight(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    paths = [str(site), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return subprocess.run(
+        [sys.executable, "-m", "spotlight.cli", *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "COLUMNS": "200"},
+        cwd=site,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def test_one_run_uses_a_family_an_algorithm_a_reward_and_a_tracker_of_another_package(
+    installed: Path,
+) -> None:
+    done = spotlight(installed, "train", *RUN, "name=run", "runs_dir=runs")
+    assert done.returncode == 0, done.stderr
+    run = installed / "runs" / "run"
+    rows = [json.loads(line) for line in (run / "rows.jsonl").read_text().splitlines()]
+    assert [row[0] for row in rows] == [row.iteration for row in read_metrics(run)]
+    assert {"train/loss"} <= set(rows[-1][1])
+    assert not (run / "tensorboard").exists()
+    audit = spotlight(installed, "audit", "run", "--runs-dir", "runs")
+    assert audit.returncode == 0, audit.stdout + audit.stderr
+
+
+def test_the_dry_run_plans_a_family_of_another_package(installed: Path) -> None:
+    planned = spotlight(installed, "train", *RUN, "--dry-run")
+    assert planned.returncode == 0, planned.stderr
+    assert "other-family" in planned.stdout
+
+
+def test_notices_prices_and_rewards_of_another_package_are_found(installed: Path) -> None:
+    notices = spotlight(installed, "notices", "--cloud", "tinycloud", "--once")
+    assert "the node ends in 30 s" in notices.stdout, notices.stderr
+    quotes = spotlight(installed, "prices", "--source", "tinycloud", "--json")
+    assert json.loads(quotes.stdout)[0]["instance_type"] == "t1", quotes.stderr
+    assert "redness" in spotlight(installed, "rewards").stdout
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("algorithm.faktor=1", "expected one of"),
+        ("metrics.sinks={lines: {path: x}}", "metrics.sinks.lines"),
+        ("metrics.sinks={nowhere: {}}", "'lines'"),
+    ],
+)
+def test_mistakes_in_what_a_package_adds_are_named(installed: Path, override: str, said: str) -> None:
+    failed = spotlight(installed, "train", *RUN, override, "name=wrong", "runs_dir=runs")
+    assert failed.returncode == 2
+    assert said in failed.stderr
+    assert "Traceback" not in failed.stderr
+
+
+def test_a_package_that_cannot_be_imported_is_named(installed: Path) -> None:
+    failed = spotlight(installed, "notices", "--cloud", "broken", "--once")
+    assert failed.returncode == 2
+    assert "the package elsewhere registers as 'elsewhere:NOT_THERE'" in failed.stderr
+
+
+def test_unknown_names_are_errors_that_name_key_value_and_known_names() -> None:
+    with pytest.raises(RegistryError, match=r"model\.family is 'qwen'; expected 'qwen-image' .*Did you mean"):
+        FAMILIES.load("qwen")
+    assert "nocloud" not in CLOUDS
+    assert issubclass(RegistryError, ValueError)
+
+
+def test_a_name_that_two_packages_register_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two"):
+        info = tmp_path / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[spotlight.things]\nthing = {name}:THING\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    things: Registry[object] = Registry("a.key", "spotlight.things", {})
+    with pytest.raises(
+        RegistryError, match=r"a\.key is 'thing', which the package (one|two) and .* register"
+    ):
+        things.load("thing")
