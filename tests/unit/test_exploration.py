@@ -355,11 +355,11 @@ def test_a_restored_explorer_refuses_other_prompts() -> None:
     group = ExploredGroup(
         PromptId("b"), (1, 2), ({"reward": 0.0}, {"reward": 1.0}), 0, None, 4, {"reward": 1.0}
     )
-    state = {**explorer.snapshot(), "groups": {"0": group.as_json()}}
+    state = {**explorer.snapshot(), "groups": {"0": group.to_dict()}}
     with pytest.raises(ValueError, match="prompt b"):
         explorer.load(json.loads(json.dumps(state)))
     with pytest.raises(ValueError, match="explored group"):
-        ExploredGroup.parse({"seeds": 3})
+        ExploredGroup.from_dict({"seeds": 3})
     explorer.load({})
     assert explorer.open(0, PolicyVersion(0), [], 0, 1, 0.0).arm is not None
 

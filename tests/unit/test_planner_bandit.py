@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotlight.scheduler.exploration.bandit import Arm, DiscountedUCB, arm_grid
-from spotlight.scheduler.exploration.decayed_mean import Fading
+from spotlight.scheduler.exploration.decayed_mean import DecayedMean
 
 ARMS = arm_grid((8, 16, 32), (4, 8))
 ROUNDS, RUNS, NOISE = 300, 12, 0.25
@@ -130,4 +130,4 @@ def test_what_no_planner_can_use_is_refused() -> None:
     with pytest.raises(ValueError, match="32x6"):
         Arm.parse("many")
     with pytest.raises(ValueError, match="three finite"):
-        Fading.parse([1, 2])
+        DecayedMean.from_list([1, 2])

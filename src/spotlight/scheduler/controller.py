@@ -405,7 +405,7 @@ class Controller:
         self._stages.move(Trigger.CHECKPOINT_DUE)
         # The records of this very event count as written: the driver writes them before the checkpoint.
         self._to_commit = self._snapshot()
-        snapshot = self._to_commit.as_json()
+        snapshot = self._to_commit.to_dict()
         self.work.effects.append(CommitCheckpoint(self.iteration, self.ledger.position, snapshot))
 
     def _report_pipeline(self) -> None:
@@ -465,7 +465,7 @@ class Controller:
 
     def snapshot(self) -> dict[str, object]:
         """JSON-able state between two iterations."""
-        return self._snapshot().as_json()
+        return self._snapshot().to_dict()
 
     def _snapshot(self) -> Snapshot:
         ledger = self.ledger.snapshot()
@@ -488,7 +488,7 @@ class Controller:
                 incarnation needs a higher one: nothing sent to an older one counts then.
         """
         controller = cls(plan, train, test, term)
-        parsed = Snapshot.parse(snapshot)
+        parsed = Snapshot.from_dict(snapshot)
         controller.iteration, controller.version = parsed.iteration, parsed.version
         controller._published_before = parsed.version
         controller.work.load(parsed.ledger, parsed.exploration)

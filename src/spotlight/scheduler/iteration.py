@@ -192,8 +192,8 @@ class Snapshot:
     ledger: Mapping[str, object]
     exploration: Mapping[str, object]
 
-    def as_json(self) -> dict[str, object]:
-        """What :meth:`parse` takes."""
+    def to_dict(self) -> dict[str, object]:
+        """What :meth:`from_dict` takes."""
         tree: dict[str, object] = {
             "iteration": self.iteration,
             "version": self.version,
@@ -205,8 +205,8 @@ class Snapshot:
         return tree
 
     @classmethod
-    def parse(cls, tree: Mapping[str, object]) -> Snapshot:
-        """Raises ValueError for anything else than what :meth:`as_json` made."""
+    def from_dict(cls, tree: Mapping[str, object]) -> Snapshot:
+        """Raises ValueError for anything else than what :meth:`to_dict` made."""
         iteration, version = tree.get("iteration"), tree.get("version")
         leases, ledger = tree.get("leases_granted"), tree.get("ledger")
         exploration = tree.get("exploration", {})

@@ -118,7 +118,7 @@ class PullQueue:
             self._push(entry)
 
     def promote(self) -> None:
-        """The next iteration begins: what is under way of it is worth as much as the rest of it."""
+        """The next iteration begins: its early rollouts become train rollouts like the rest."""
         for entry in self._entries.values():
             if entry.value is WorkClass.NEXT:
                 self._outstanding[WorkClass.NEXT] -= 1
@@ -166,18 +166,18 @@ class PullQueue:
         """A worker joins (again): its older leases are void. Returns its new fencing epoch."""
         self.release(worker)
         self._present.add(worker)
-        # One counter for all workers: whoever serves in several groups can tell the later one.
+        # One counter for all workers: a worker that served in several groups can tell which came later.
         self._admitted += 1
         self._epochs[worker] = first_epoch(self.term) + self._admitted
         return self._epochs[worker]
 
     def release(self, worker: WorkerId) -> list[RolloutId]:
-        """A worker is gone: requeue what it held (the result); nothing it still sends counts."""
+        """A worker is gone: requeue its open rollouts and return them; nothing it still sends counts."""
         self._present.discard(worker)
         return self._revoke([self._held[lease] for lease in self._by_worker.get(worker, ())])
 
     def renounce(self, lease: LeaseId) -> list[RolloutId]:
-        """A lease will not be finished by its holder: requeue what is open of it."""
+        """The holder will not finish a lease: requeue its open rollouts and return them."""
         return self._revoke([self._held[lease]] if lease in self._held else [])
 
     def expire(self, now: float) -> list[Lease]:
@@ -279,7 +279,7 @@ class PullQueue:
         return verdict
 
     def renew(self, lease: LeaseId, epoch: int, now: float) -> None:
-        """The holder of a lease gave a sign of life; nothing happens unless it still holds it."""
+        """Extend a lease's deadline, if it is still held under ``epoch``."""
         if (held := self._held.get(lease)) is not None and held.lease.epoch == epoch:
             held.deadline_s = now + self.lease_s
 

@@ -1,7 +1,7 @@
 """The rollouts of an iteration and their previews: issued, made, scored or dropped. Part of the controller.
 
 Rollouts of the next iteration may be made early, with the weights published before those it is issued for.
-The ledger hears of them when that iteration begins: a checkpoint holds none of them.
+They enter the ledger when that iteration begins: a checkpoint holds none of them.
 
 Invariants
     1. A rollout that is neither scored nor dropped is in the queue, or its sample is at the reward pool.
@@ -187,7 +187,7 @@ class Rollouts:
                 )
 
     def forget_safe(self) -> None:
-        """What outlived a lost learner and was not asked for again is of no use to anybody."""
+        """Discard what outlived a lost learner and was not issued again."""
         self.discard((*self.safe.samples, *self.safe.progress))
         self.safe = Safe()
 
@@ -220,7 +220,7 @@ class Rollouts:
         self._preview_whole(range(early, len(prompts)))
 
     def explore_ahead(self, iteration: int, now: float) -> None:
-        """See that workers that would idle find previews for what follows ``iteration``.
+        """Queue previews for the iteration after ``iteration``, for workers that would idle.
 
         The window opens when none of the iteration's rollouts waits any more. Once all that was planned is
         handed out, its pools are deepened as groups ask for work.
@@ -293,7 +293,7 @@ class Rollouts:
         self.discard(name for name in window.rollouts if name in window.unscored)
 
     def learn_from_groups(self, iteration: int, version: PolicyVersion) -> None:
-        """The iteration's samples are scored: tell the explorer what its choice came to."""
+        """Report the regenerated scores of the groups to the explorer, once all are scored."""
         if self.explorer is None:
             return
         realised: dict[int, dict[int, Mapping[str, float]]] = {}

@@ -11,11 +11,11 @@ Invariants
     1. A worker is in at most one group, all members of a group are workers of one living node.
     2. Only a READY group holds leases, or a STOPPING one that may still commit.
     3. Every command (start, pull, form, stop) is answered, repeated when its time is up, or ends in a restart
-       of the workers it was for: whoever does not answer is never waited for without an end.
+       of the workers it was for: nobody is waited for without an end.
     4. A group is granted work only while all its members hold the published version; they hold it until the
        work is finished.
     5. Answers under an old epoch, or to a command that is no longer open, change nothing.
-    6. Previews made in idle time give way to other work (see
+    6. Previews made in idle time are preempted by other work (see
     :class:`~spotlight.scheduler.cluster.spare_time.SpareTime`).
 """
 
@@ -132,7 +132,7 @@ class Cluster:
                 self._worker_answered(event)
 
     def ring(self, now: float) -> None:
-        """Deal with everything that was due by ``now``."""
+        """Drain nodes, and resend or give up commands, whose time has come."""
         self._now = now
         while (node := self._drains.pop(now)) is not None:
             self._drain(node)
@@ -144,26 +144,26 @@ class Cluster:
                 self.effects.append(effect)
 
     def suspect(self, lease: Lease) -> None:
-        """A lease expired: its group is asked to part, and restarted if it does not answer."""
+        """A lease expired: its group is stopped, and its workers restarted if it does not answer."""
         group = self.groups.get(lease.worker)
         if group is not None and group.epoch == lease.epoch:
             self._count(Recovery.LEASE_EXPIRED)
             self._stop(group)
 
     def revoked(self, lease: Lease) -> None:
-        """Work was taken back: tell the holder, if it is a group of this cluster."""
+        """A lease was revoked: have its holder abandon it, if it is a group of this cluster."""
         self.pace.cut(lease.id, self._now)
         if lease.worker in self.workers:
             self.abandon(lease.worker, lease.epoch, lease.id)
 
     def abandon(self, leader: WorkerId, epoch: int, lease: LeaseId) -> None:
-        """Tell whoever works under a lease that does not count that it does not."""
+        """Have a group stop working under a lease that does not count any more."""
         self._count(Recovery.LEASE_ABANDONED)
         self.effects.append(AbandonLease(leader, epoch, lease))
 
     @property
     def next_s(self) -> float | None:
-        """When :meth:`ring` has something to do."""
+        """When :meth:`ring` is due next, in controller seconds."""
         times = (self._commands.next_s, self._drains.next_s)
         return min((at_s for at_s in times if at_s is not None), default=None)
 
@@ -175,7 +175,7 @@ class Cluster:
     # -- weights ---------------------------------------------------------------------------------------
 
     def publish(self, version: PolicyVersion, now: float) -> None:
-        """A new policy version: nobody gets work until it has it. Who holds work finishes that first."""
+        """A new policy version: groups finish what they hold, then pull it before they are granted work."""
         self._now, self.target = now, version
         self.serving.idle.clear()
         for worker in self.workers.values():
@@ -402,7 +402,7 @@ class Cluster:
         self._send(("stop", group.leader), stop, self.plan.answer_s)
 
     def _leave(self, worker: Worker) -> None:
-        """A worker's process is no more: what is left of its group parts."""
+        """A worker's process died: the rest of its group is stopped."""
         if worker.leader is None:
             return
         group = self.groups[worker.leader]
@@ -644,8 +644,8 @@ class Cluster:
             assert (group.state is GroupState.FORMING) == (("form", group.leader) in self._commands)
             assert (group.state is GroupState.STOPPING) == (("stop", group.leader) in self._commands)
         assert self._capable == sum(worker.state in ABLE for worker in self.workers.values())
-        takers = [group for group in self.groups.values() if group.state is not GroupState.STOPPING]
-        self.serving.shares.check(takers)
+        sharers = [group for group in self.groups.values() if group.state is not GroupState.STOPPING]
+        self.serving.shares.check(sharers)
         assert set(self.serving.idle) <= {group.leader for group in self.groups.values() if group.capacity}
         helping = {name for name, host in self.hosts.items() if host.node.trains and host.node.rolls_out}
         assert self.helpers.keys() == helping

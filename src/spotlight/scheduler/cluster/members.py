@@ -40,7 +40,7 @@ class Worker:
         epoch: of the process; answers under another one come from a process that was given up.
         based: the base weights are loaded.
         version: the policy version loaded, None while unknown.
-        pull: the weight pull that it was told to do and has not confirmed.
+        pull: the weight pull that was ordered and is not confirmed.
         leader: of its group.
     """
 
@@ -65,7 +65,7 @@ class WorkerGroup:
     """Workers of one node that denoise together; ``capacity`` > 0: it waits for work.
 
     Attributes:
-        kind: as it was formed, whoever left it since.
+        kind: as it was formed, even if members left since.
         trains: its node's GPUs are learner ranks too.
     """
 

@@ -97,7 +97,7 @@ class Pace:
         self.filled_s[filler] = self.filled_s.get(filler, 0.0) + gpu_s
 
     def forget(self, leader: WorkerId) -> None:
-        """A group is no more: its leases end without having been finished."""
+        """A group was dissolved: its leases end unfinished."""
         self._free_s.pop(leader, None)
         for lease in [lease for lease, running in self._running.items() if running.leader == leader]:
             del self._running[lease]

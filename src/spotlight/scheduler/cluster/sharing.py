@@ -36,17 +36,17 @@ class FairShares:
     """Groups that share the work, those that still form too, by whether they train and by kind."""
 
     pace: Pace
-    takers: Counter[tuple[bool, GroupKind]] = field(default_factory=Counter)
+    sharers: Counter[tuple[bool, GroupKind]] = field(default_factory=Counter)
 
     def count(self, group: WorkerGroup, change: int) -> None:
-        """A group shares from now on, or no more."""
-        self.takers[group.trains, group.kind] += change
+        """Add a group to those that share, or remove it (``change`` -1)."""
+        self.sharers[group.trains, group.kind] += change
 
     def of(self, group: WorkerGroup, rollouts: int, *, trainers: bool) -> int:
         """A group's share of ``rollouts``; ``trainers``: GPUs that train share too."""
         speeds = self._speeds()
         all_speeds = sum(
-            speeds[kind] * count for (trains, kind), count in self.takers.items() if trainers or not trains
+            speeds[kind] * count for (trains, kind), count in self.sharers.items() if trainers or not trains
         )
         speed = speeds[group.kind]
         return math.ceil(rollouts * speed / max(all_speeds, speed))
@@ -73,7 +73,7 @@ class FairShares:
 
     def _speeds(self) -> dict[GroupKind, float]:
         """Of all kinds of groups, relative to the first; 1 until a kind's pace is known."""
-        kinds = list(dict.fromkeys(kind for _, kind in self.takers))
+        kinds = list(dict.fromkeys(kind for _, kind in self.sharers))
         times_s = [self.pace.step_s(kind) for kind in kinds]
         return {
             kind: times_s[0] / each_s if each_s and times_s[0] else 1.0
@@ -82,7 +82,7 @@ class FairShares:
 
     def check(self, groups: list[WorkerGroup]) -> None:
         """Assert that exactly these groups share."""
-        assert +self.takers == Counter((group.trains, group.kind) for group in groups)
+        assert +self.sharers == Counter((group.trains, group.kind) for group in groups)
 
 
 _FILLER = {WorkClass.NEXT: Filler.NEXT, WorkClass.EXPLORE: Filler.EXPLORATION}
@@ -125,7 +125,7 @@ class Serving:
         self.spare.pulled(group.leader)
 
     def dissolved(self, group: WorkerGroup) -> None:
-        """A group is no more."""
+        """A group was dissolved."""
         if group.state is not GroupState.STOPPING:
             self.parts(group)
         self.pace.forget(group.leader)

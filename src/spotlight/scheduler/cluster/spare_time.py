@@ -1,10 +1,10 @@
-"""Previews made in idle time: what they may take, and when they give way. Part of the cluster.
+"""Previews made in idle time: who may make them, and when they are preempted. Part of the cluster.
 
 Invariants
     1. A group that holds work which the iteration waits for is given no previews, nor is a GPU that trains:
        denoised beside them, that work would take longer.
-    2. While such work waits and nobody can take it, as many groups as it takes were told to give back the
-       previews that they hold, as far as there are any. A group that does not pull in time is not counted on.
+    2. While such work waits and nobody can take it, as many groups as it takes lose the previews
+       that they hold, as far as there are any. A group that does not pull in time is not counted on.
 
 Where exploration is on the critical path, the iteration waits for previews too, and none of this holds.
 """
@@ -40,7 +40,7 @@ class SpareTime:
 
     Attributes:
         explores: previews are made in idle time.
-        patience_s: how long a group that was told to give way is counted on.
+        patience_s: how long a group whose previews were preempted is expected to pull.
     """
 
     queue: PullQueue
@@ -72,10 +72,10 @@ class SpareTime:
         counts_all = demand.previews or not self.explores
         return share - self.queue.count_held_by(leader, previews=counts_all)
 
-    # -- giving way ------------------------------------------------------------------------------------
+    # -- preemption -----------------------------------------------------------------------------------
 
     def pulled(self, leader: WorkerId) -> None:
-        """A group asks for work, or is no more."""
+        """A group pulls, or was dissolved: it is not waited for."""
         self._yielding.pop(leader, None)
 
     def preempt(self, groups: int, able: Callable[[WorkerId], bool], now: float) -> list[Lease]:
@@ -91,16 +91,18 @@ class SpareTime:
         if groups <= 0:
             return []
         previews = self.queue.previews()
-        told = list(dict.fromkeys(lease.worker for lease in previews if able(lease.worker)))[:groups]
-        given = [lease for lease in previews if lease.worker in told]  # all that it holds, or it cannot pull
-        self._yielding |= dict.fromkeys(told, now)
+        leaders = list(dict.fromkeys(lease.worker for lease in previews if able(lease.worker)))[:groups]
+        given = [
+            lease for lease in previews if lease.worker in leaders
+        ]  # all that it holds, or it cannot pull
+        self._yielding |= dict.fromkeys(leaders, now)
         for lease in given:
             self.queue.renounce(lease.id)
         return given
 
     def awaited(self, now: float) -> int:
-        """Groups that were told to give way, and are counted on."""
-        return sum(told_s > now - self.patience_s for told_s in self._yielding.values())
+        """Groups whose previews were preempted, and that are expected to pull."""
+        return sum(since_s > now - self.patience_s for since_s in self._yielding.values())
 
     def preempt_beside(self, leader: WorkerId) -> list[Lease]:
         """A group got better work: requeue the previews that it holds besides. Returns their leases."""

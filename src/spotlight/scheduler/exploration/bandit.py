@@ -16,7 +16,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from spotlight.scheduler.exploration.decayed_mean import Fading
+from spotlight.scheduler.exploration.decayed_mean import DecayedMean
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -84,7 +84,7 @@ class DiscountedUCB:
     alpha: float = 1.0
     discount: float = 0.95
     sharing: float = 0.0
-    _memory: dict[Arm, Fading] = field(default_factory=dict)
+    _memory: dict[Arm, DecayedMean] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.arms:
@@ -94,7 +94,7 @@ class DiscountedUCB:
                 f"bandit with alpha {self.alpha}, discount {self.discount}, sharing {self.sharing}; expected "
                 "alpha >= 0, 0 < discount <= 1 and 0 <= sharing < 1"
             )
-        self._memory = {arm: self._memory.get(arm, Fading()) for arm in self.arms}
+        self._memory = {arm: self._memory.get(arm, DecayedMean()) for arm in self.arms}
 
     def estimates(self) -> dict[Arm, ArmEstimate]:
         """Of every arm."""
@@ -119,12 +119,12 @@ class DiscountedUCB:
 
     def snapshot(self) -> dict[str, object]:
         """JSON-able state."""
-        return {arm.name: memory.as_json() for arm, memory in self._memory.items() if memory.weight}
+        return {arm.name: memory.to_list() for arm, memory in self._memory.items() if memory.weight}
 
     def load(self, state: Mapping[str, object]) -> None:
         """Stand where a snapshot was taken; arms that the grid has no more are forgotten."""
-        known = {Arm.parse(name): Fading.parse(value) for name, value in state.items()}
-        self._memory = {arm: known.get(arm, Fading()) for arm in self.arms}
+        known = {Arm.parse(name): DecayedMean.from_list(value) for name, value in state.items()}
+        self._memory = {arm: known.get(arm, DecayedMean()) for arm in self.arms}
 
     def _estimate(self, arm: Arm, plays: float, scale: float) -> ArmEstimate:
         weight = total = 0.0
@@ -139,7 +139,7 @@ class DiscountedUCB:
         return ArmEstimate(weight, total / weight, self.alpha * scale * math.sqrt(math.log1p(plays) / weight))
 
     def _scale(self) -> float:
-        together = Fading()
+        together = DecayedMean()
         for memory in self._memory.values():
             together.weight += memory.weight
             together.total += memory.total

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from spotlight.scheduler.exploration.bandit import Arm
-from spotlight.scheduler.exploration.decayed_mean import Fading
+from spotlight.scheduler.exploration.decayed_mean import DecayedMean
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ class Forecast:
     costs: PreviewCosts
     caution: float = 1.0
     discount: float = 0.9
-    _window_s: Fading = field(default_factory=Fading)
-    _yield: Fading = field(default_factory=Fading)
+    _window_s: DecayedMean = field(default_factory=DecayedMean)
+    _yield: DecayedMean = field(default_factory=DecayedMean)
 
     def capacity(self, workers: int) -> Capacity:
         """Of a window that opens now."""
@@ -121,9 +121,9 @@ class Forecast:
 
     def snapshot(self) -> dict[str, object]:
         """JSON-able state."""
-        return {"window_s": self._window_s.as_json(), "yield": self._yield.as_json()}
+        return {"window_s": self._window_s.to_list(), "yield": self._yield.to_list()}
 
     def load(self, state: Mapping[str, object]) -> None:
         """Stand where a snapshot was taken."""
-        self._window_s = Fading.parse(state.get("window_s"))
-        self._yield = Fading.parse(state.get("yield"))
+        self._window_s = DecayedMean.from_list(state.get("window_s"))
+        self._yield = DecayedMean.from_list(state.get("yield"))

@@ -11,7 +11,7 @@ _FORGOTTEN = 1e-6
 
 
 @dataclass(slots=True)
-class Fading:
+class DecayedMean:
     """Observations of which those made n forgettings ago weigh ``discount ** n``.
 
     Attributes:
@@ -52,13 +52,13 @@ class Fading:
         mean = self.total / self.weight
         return math.sqrt(max(0.0, self.squares / self.weight - mean * mean))
 
-    def as_json(self) -> list[float]:
-        """What :meth:`parse` takes."""
+    def to_list(self) -> list[float]:
+        """What :meth:`from_list` takes."""
         return [self.weight, self.total, self.squares]
 
     @classmethod
-    def parse(cls, value: object) -> Fading:
-        """Raises ValueError for anything else than what :meth:`as_json` made."""
+    def from_list(cls, value: object) -> DecayedMean:
+        """Raises ValueError for anything else than what :meth:`to_list` made."""
         if not (
             isinstance(value, list)
             and len(value) == 3

@@ -32,8 +32,8 @@ class Explorer:
         policy: decides how much to explore.
         window: open while there are previews to make.
         groups: what previews chose for the iteration that trains next, by slot.
-        report: what there is to tell of them so far; JSON-able. Of an open window nothing is told yet: those
-            chosen before may still be in the making.
+        report: their exploration so far, JSON-able. An open window is not in it: the groups chosen before may
+            still be in the making.
     """
 
     def __init__(self, plan: Plan, exploration: ExplorationPlan, prompts: Sequence[Prompt]) -> None:
@@ -203,7 +203,7 @@ class Explorer:
         """JSON-able state between two iterations."""
         return {
             "policy": self.policy.snapshot(),
-            "groups": {str(slot): group.as_json() for slot, group in self.groups.items()},
+            "groups": {str(slot): group.to_dict() for slot, group in self.groups.items()},
             "report": dict(self.report),
         }
 
@@ -215,7 +215,7 @@ class Explorer:
             return
         self.policy.load(section(state, "policy"))
         groups = section(state, "groups")
-        self.groups = {int(slot): ExploredGroup.parse(tree) for slot, tree in groups.items()}
+        self.groups = {int(slot): ExploredGroup.from_dict(tree) for slot, tree in groups.items()}
         unknown = [group.prompt for group in self.groups.values() if group.prompt not in self._prompts]
         if unknown:
             raise ValueError(

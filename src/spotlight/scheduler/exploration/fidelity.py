@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from spotlight.scheduler.exploration.decayed_mean import Fading, section
+from spotlight.scheduler.exploration.decayed_mean import DecayedMean, section
 from spotlight.scheduler.exploration.evidence import GroupEvidence, fit_lines
 
 
@@ -86,16 +86,16 @@ class Fidelity:
 
 def fidelity(groups: Sequence[GroupEvidence]) -> Fidelity:
     """Of an iteration's explored groups."""
-    told = [group for group in groups if len(group.previews) >= 2 and group.pool_variance > 0.0]
-    sampled = [group for group in told if group.by_design]
-    quarters = [(group, max(1, len(group.previews) // 4)) for group in told]
+    informative = [group for group in groups if len(group.previews) >= 2 and group.pool_variance > 0.0]
+    sampled = [group for group in informative if group.by_design]
+    quarters = [(group, max(1, len(group.previews) // 4)) for group in informative]
     return Fidelity(
-        groups=len(told),
+        groups=len(informative),
         sampled=len(sampled),
         tau=pool_tau(sampled),
-        tau_by_slope=tau_by_slope(told),
-        group_tau=_mean(kendall_tau(group.previews, group.realised) for group in told),
-        group_rho=_mean(spearman_rho(group.previews, group.realised) for group in told),
+        tau_by_slope=tau_by_slope(informative),
+        group_tau=_mean(kendall_tau(group.previews, group.realised) for group in informative),
+        group_rho=_mean(spearman_rho(group.previews, group.realised) for group in informative),
         top_hit=_mean(hit_rate(g.previews, g.realised, count, top=True) for g, count in quarters),
         bottom_hit=_mean(hit_rate(g.previews, g.realised, count, top=False) for g, count in quarters),
     )
@@ -141,14 +141,14 @@ class Trust:
     threshold: float | None
     discount: float = 0.9
     needed: float = 1.5
-    _taus: dict[int, Fading] = field(default_factory=dict)
+    _taus: dict[int, DecayedMean] = field(default_factory=dict)
 
     def learn(self, steps: int | None, tau: float | None) -> None:
         """An iteration's fidelity; None for one without exploration, or without figures."""
         for memory in self._taus.values():
             memory.forget(self.discount)
         if steps is not None and tau is not None:
-            self._taus.setdefault(steps, Fading()).add(tau)
+            self._taus.setdefault(steps, DecayedMean()).add(tau)
 
     def tau(self, steps: int) -> float | None:
         """What is known of previews with so many steps; None if it is too little."""
@@ -168,13 +168,13 @@ class Trust:
     def snapshot(self) -> dict[str, object]:
         """JSON-able state."""
         return {
-            "tau": {str(steps): memory.as_json() for steps, memory in self._taus.items() if memory.weight}
+            "tau": {str(steps): memory.to_list() for steps, memory in self._taus.items() if memory.weight}
         }
 
     def load(self, state: Mapping[str, object]) -> None:
         """Stand where a snapshot was taken."""
         taus = section(state, "tau")
-        self._taus = {int(steps): Fading.parse(value) for steps, value in taus.items()}
+        self._taus = {int(steps): DecayedMean.from_list(value) for steps, value in taus.items()}
 
 
 # -- inside ------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Protocol
 from spotlight.scheduler.exploration.bandit import Arm, ArmEstimate, DiscountedUCB
 from spotlight.scheduler.exploration.budget import Capacity, Forecast, WindowSeen
 from spotlight.scheduler.exploration.contrast import Contrast
-from spotlight.scheduler.exploration.decayed_mean import Fading, section
+from spotlight.scheduler.exploration.decayed_mean import DecayedMean, section
 from spotlight.scheduler.exploration.fidelity import Fidelity, Trust
 
 _NO_CONTRAST = 1e-12
@@ -139,7 +139,7 @@ class Planner:
     forecast: Forecast
     trust: Trust
     limited: bool = True
-    _unit: Fading = field(default_factory=Fading)
+    _unit: DecayedMean = field(default_factory=DecayedMean)
     _awaited: Arm | None = None
 
     def decide(self, outlook: Outlook) -> Decision:
@@ -195,7 +195,7 @@ class Planner:
             "bandit": self.bandit.snapshot(),
             "forecast": self.forecast.snapshot(),
             "trust": self.trust.snapshot(),
-            "unit": self._unit.as_json(),
+            "unit": self._unit.to_list(),
             "awaited": self._awaited and self._awaited.name,
         }
 
@@ -204,7 +204,7 @@ class Planner:
         self.bandit.load(section(state, "bandit"))
         self.forecast.load(section(state, "forecast"))
         self.trust.load(section(state, "trust"))
-        self._unit = Fading.parse(state.get("unit"))
+        self._unit = DecayedMean.from_list(state.get("unit"))
         awaited = state.get("awaited")
         arm = None if awaited is None else Arm.parse(str(awaited))
         self._awaited = arm if arm in self.bandit.arms else None  # the grid may be another by now

@@ -79,8 +79,8 @@ class ExploredGroup:
         share = len(self.seeds) / self.pool
         return {seed: share / chance for seed, chance in zip(self.seeds, self.inclusion, strict=True)}
 
-    def as_json(self) -> dict[str, object]:
-        """What :meth:`parse` takes."""
+    def to_dict(self) -> dict[str, object]:
+        """What :meth:`from_dict` takes."""
         return {
             "prompt": self.prompt,
             "seeds": list(self.seeds),
@@ -93,8 +93,8 @@ class ExploredGroup:
         }
 
     @classmethod
-    def parse(cls, tree: object) -> ExploredGroup:
-        """Raises ValueError for anything else than what :meth:`as_json` made."""
+    def from_dict(cls, tree: object) -> ExploredGroup:
+        """Raises ValueError for anything else than what :meth:`to_dict` made."""
         match tree:
             case {
                 "prompt": str(prompt),
