@@ -89,7 +89,7 @@ class WorkerLoop:
         self,
         worker: WorkerId,
         epoch: int,
-        home: HeadClient,
+        head: HeadClient,
         loader: Loader,
         dependencies: WorkerDependencies,
         commit_every: int,
@@ -107,8 +107,8 @@ class WorkerLoop:
         self._loader, self._dependencies, self._commit_every = loader, dependencies, commit_every
         self._patience = patience or Patience()
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._outbox = Outbox(worker, home)
-        self._starter = RolloutStarter(home, dependencies.engine, dependencies.recipes, conditions_kept)
+        self._outbox = Outbox(worker, head)
+        self._starter = RolloutStarter(head, dependencies.engine, dependencies.recipes, conditions_kept)
         # Not under autocast: there the sum would be rounded to half precision, the adapter alone is not.
         self._merged = dependencies.engine.autocast is None
         self._model = OpenModel(dependencies.slots, merged=self._merged)
@@ -116,7 +116,7 @@ class WorkerLoop:
         self._role: GroupRole | None = None
         self._fence = 0
         self._ordered = self._loaded = (-1, -1)  # (lineage, version) told, and bound
-        self._mark: str | None = None
+        self._digest: str | None = None
         self._leaving = False
 
     # -- any thread ------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ class WorkerLoop:
         return role if found else None
 
     def _deliver(self) -> None:
-        self._outbox.deliver(self._mark or "")
+        self._outbox.deliver(self._digest or "")
 
     # -- weights ---------------------------------------------------------------------------------------
 
@@ -255,8 +255,8 @@ class WorkerLoop:
 
     def _bind(self, digest: str | None, order: tuple[int, int]) -> None:
         """Other weights are there: no lease under the former can be finished."""
-        changed = digest != self._mark or order[1] != self._loaded[1]
-        self._mark, self._loaded = digest, order
+        changed = digest != self._digest or order[1] != self._loaded[1]
+        self._digest, self._loaded = digest, order
         if changed and self._role is not None:
             self._role.leases.let_go()
             self._role.asked = 0
@@ -346,9 +346,9 @@ class WorkerLoop:
         if role is None or not role.leads or lease.id <= role.leases.seen:
             return
         role.leases.seen, role.asked = lease.id, 0
-        if self._mark is None or any(rollout.version != self._version for rollout in grant.rollouts):
+        if self._digest is None or any(rollout.version != self._version for rollout in grant.rollouts):
             return  # let go: the next pull says so
-        states, failed = self._starter.start(grant.rollouts, grant.resume.keys(), self._mark)
+        states, failed = self._starter.start(grant.rollouts, grant.resume.keys(), self._digest)
         role.leases.add(lease.id, states, grant.resume)
         for failure in failed:
             self._fail(role, lease.id, failure)
@@ -381,7 +381,7 @@ class WorkerLoop:
                 continue
             if role.lead is None:
                 assert self._membership is not None
-                role.lead = Lead(engine, self._membership, self._mark or "")
+                role.lead = Lead(engine, self._membership, self._digest or "")
             names = {state.rollout.id for state in states}
             others = [state for state in leases.states if state.rollout.id not in names]
             leases.advance(role.lead.step(slot, model, states, others=others, claims=leases.claims))
@@ -446,7 +446,7 @@ class WorkerLoop:
             lambda slot: self._dependencies.slots.use(
                 self._dependencies.known_slot(slot), merged=self._merged
             ),
-            self._mark or "",
+            self._digest or "",
         )
         try:
             follower.run()

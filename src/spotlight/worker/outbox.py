@@ -21,8 +21,8 @@ from spotlight.worker.reports import Report, ReportedValue
 class Outbox:
     """Not for several threads at once."""
 
-    def __init__(self, worker: WorkerId, home: HeadClient) -> None:
-        self._worker, self._home = worker, home
+    def __init__(self, worker: WorkerId, head: HeadClient) -> None:
+        self._worker, self._head = worker, head
         self._values: list[ReportedValue] = []
         self._events: list[Event] = []
         self._later: list[tuple[float, int, Event]] = []
@@ -52,15 +52,15 @@ class Outbox:
         """``time.monotonic()`` when something that was put off is to go out."""
         return self._later[0][0] if self._later else None
 
-    def deliver(self, mark: str) -> None:
+    def deliver(self, digest: str) -> None:
         """Send all, if there is anything. Raises HeadLostError.
 
         Args:
-            mark: digest of the weights that made the values.
+            digest: digest of the weights that made the values.
         """
         while self._later and self._later[0][0] <= time.monotonic():
             self._events.append(heapq.heappop(self._later)[2])
         if self._values or self._events:
-            report = Report(self._worker, mark, tuple(self._values), tuple(self._events))
+            report = Report(self._worker, digest, tuple(self._values), tuple(self._events))
             self._values, self._events = [], []
-            self._home.deliver(report)
+            self._head.deliver(report)

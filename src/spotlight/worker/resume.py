@@ -1,6 +1,6 @@
 """Rollouts as a lease hands them out become states: resumed where they were committed, else pure noise.
 
-Progress counts only under the mark of the weights held now: one policy version makes all of a rollout.
+Progress counts only under the digest of the weights held now: one policy version makes all of a rollout.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ class RolloutStarter:
     """
 
     def __init__(
-        self, home: HeadClient, engine: Engine, recipes: Mapping[Purpose, Recipe], conditions_kept: int = 256
+        self, head: HeadClient, engine: Engine, recipes: Mapping[Purpose, Recipe], conditions_kept: int = 256
     ) -> None:
         if conditions_kept < 1:
             raise ValueError(f"conditions_kept is {conditions_kept}; expected at least 1")
-        self._home, self._engine, self._recipes = home, engine, recipes
+        self._head, self._engine, self._recipes = head, engine, recipes
         self._conditions_kept = conditions_kept
         self._recent: OrderedDict[PromptId, Condition] = OrderedDict()
 
     def start(
-        self, rollouts: Sequence[Rollout], resume: Collection[RolloutId], mark: str
+        self, rollouts: Sequence[Rollout], resume: Collection[RolloutId], digest: str
     ) -> tuple[list[RolloutState], list[FailedRollout]]:
         """States in the order of ``rollouts``, and those that cannot be made.
 
         Args:
             resume: rollouts of which progress is said to be kept.
-            mark: digest of the weights held.
+            digest: digest of the weights held.
 
         Raises:
-            HeadLostError: home does not answer.
+            HeadLostError: the head does not answer.
         """
-        states = self._resumed([rollout for rollout in rollouts if rollout.id in resume], mark)
+        states = self._resumed([rollout for rollout in rollouts if rollout.id in resume], digest)
         fresh = [rollout for rollout in rollouts if rollout.id not in states]
         conditions = self._conditions_of({rollout.prompt_id: None for rollout in fresh})
         failed = [
@@ -61,10 +61,10 @@ class RolloutStarter:
             failed += refused
         return [states[rollout.id] for rollout in rollouts if rollout.id in states], failed
 
-    def _resumed(self, rollouts: Sequence[Rollout], mark: str) -> dict[RolloutId, RolloutState]:
+    def _resumed(self, rollouts: Sequence[Rollout], digest: str) -> dict[RolloutId, RolloutState]:
         if not rollouts:
             return {}
-        kept = self._home.fetch("progress", [rollout.id for rollout in rollouts], mark)
+        kept = self._head.fetch("progress", [rollout.id for rollout in rollouts], digest)
         states: dict[RolloutId, RolloutState] = {}
         for rollout, value in zip(rollouts, kept, strict=True):
             if value is None:
@@ -98,7 +98,7 @@ class RolloutStarter:
         found = {prompt: self._recent[prompt] for prompt in wanted if prompt in self._recent}
         absent = [prompt for prompt in wanted if prompt not in found]
         if absent:
-            kept = self._home.fetch("condition", absent)
+            kept = self._head.fetch("condition", absent)
             for prompt, value in zip(absent, kept, strict=True):
                 if value is not None:
                     with suppress(SerializationError):  # damaged is as good as absent
@@ -114,6 +114,6 @@ class RolloutStarter:
 def _same(one: Rollout, other: Rollout) -> bool:
     """Whether a state of one is a state of the other: everything but the number of the version.
 
-    What that number stands for is in the mark; learners that were restored count some numbers twice.
+    What that number stands for is in the digest; learners that were restored count some numbers twice.
     """
     return dataclasses.replace(one, version=other.version) == other
