@@ -199,7 +199,7 @@ def test_only_the_newest_order_to_pull_is_carried_out(body: Body, home: MemoryHo
 def test_a_failed_pull_is_told_after_a_pause_and_never_ends_the_worker(
     body: Body, home: MemoryHome, intact: bool
 ) -> None:
-    worker, loader = loop(body, home, patience=Patience(ask_again_s=30, grace_s=0.1, pause_s=0.15))
+    worker, loader = loop(body, home, patience=Patience(ask_again_s=30, grace_s=0.1, pause_s=1.5))
     ready(worker, home)
     worker.tell(grant(1, PAIR))
     worker.turn()
