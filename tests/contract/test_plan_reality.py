@@ -132,7 +132,7 @@ def _calls_of_one_sample(settings: RunConfig, *, first_update: bool) -> list[str
     """The weight slots evaluated to train one sample, in order."""
     from dataclasses import replace
 
-    from spotlight.algorithms.algorithm import TrainBatch
+    from spotlight.algorithms.base import TrainBatch
 
     calls: list[str] = []
 

@@ -26,7 +26,7 @@ from benchmarks import (
 )
 from torch import Tensor
 
-from spotlight.algorithms.algorithm import TrainBatch
+from spotlight.algorithms.base import TrainBatch
 from spotlight.fleet.traces.trace import TraceEventKind
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")

@@ -12,7 +12,7 @@ import torch
 
 from spotlight.algorithms import Algorithm, build_algorithm
 from spotlight.algorithms.advantages import advantages
-from spotlight.algorithms.algorithm import Slot
+from spotlight.algorithms.base import Slot
 from spotlight.config.algorithm import AdvantageConfig
 from spotlight.config.learner import EmaConfig, LearnerConfig
 from spotlight.diffusion.samplers import CPS, ODE, FlowSDE

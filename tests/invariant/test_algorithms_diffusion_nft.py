@@ -11,7 +11,7 @@ from scipy import stats
 from tiny_policy import CHANNELS, TOKENS, TinyPolicy, rollout, schedule
 from torch import Tensor
 
-from spotlight.algorithms.algorithm import TrainBatch
+from spotlight.algorithms.base import TrainBatch
 from spotlight.algorithms.diffusion_nft import DiffusionNFT
 from spotlight.algorithms.forward_process import noised, stratified
 from spotlight.config.algorithm import DiffusionNFTConfig, OldPolicyConfig

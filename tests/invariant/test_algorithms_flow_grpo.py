@@ -9,7 +9,7 @@ import torch
 from tiny_policy import TinyPolicy, rollout
 from torch import Tensor
 
-from spotlight.algorithms.algorithm import LossTerms, TrainBatch
+from spotlight.algorithms.base import LossTerms, TrainBatch
 from spotlight.algorithms.flow_grpo import FlowGRPO
 from spotlight.algorithms.replay import trained_steps, transition
 from spotlight.config.algorithm import FlowGRPOConfig

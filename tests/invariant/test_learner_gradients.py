@@ -21,7 +21,7 @@ from learner_world import (
 )
 from torch import Tensor
 
-from spotlight.algorithms.algorithm import Slot
+from spotlight.algorithms.base import Slot
 from spotlight.models.family import ConditionBatch
 from spotlight.models.slots import LoraSlots
 from spotlight.training.batching.batch import kept_steps, stack

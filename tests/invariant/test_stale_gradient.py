@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from spotlight.algorithms.algorithm import Slot, TrainBatch
+from spotlight.algorithms.base import Slot, TrainBatch
 from spotlight.algorithms.flow_grpo import FlowGRPO
 from spotlight.config.algorithm import FlowGRPOConfig, OldLogProbs
 from spotlight.diffusion.samplers import FlowSDE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from spotlight.algorithms.algorithm import Slot, TrainBatch
+from spotlight.algorithms.base import Slot, TrainBatch
 from spotlight.diffusion.noise import INITIAL, noise_batch
 from spotlight.diffusion.samplers import Sampler, step
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.algorithms.algorithm import LossTerms
+from spotlight.algorithms.base import LossTerms
 from spotlight.config.learner import EmaConfig, LearnerConfig
 from spotlight.training.sharding import Ranks
 from spotlight.training.step_metrics import StepReport, UpdateMeter

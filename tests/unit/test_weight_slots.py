@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from spotlight.algorithms.algorithm import Slot as AlgorithmSlot
+from spotlight.algorithms.base import Slot as AlgorithmSlot
 from spotlight.models.family import ModelError
 from spotlight.models.slots import CopySlots, LoraSlots, LoraSpec, Slot, WeightSlots
 

@@ -1,14 +1,14 @@
 """RL algorithms by name.
 
 A new one is a file with an :class:`~spotlight.config.algorithm.AlgorithmSection` and an
-:class:`~spotlight.algorithms.algorithm.Algorithm`, and one line in :data:`spotlight.registry.ALGORITHMS`.
+:class:`~spotlight.algorithms.base.Algorithm`, and one line in :data:`spotlight.registry.ALGORITHMS`.
 """
 
 from __future__ import annotations
 
 from typing import cast
 
-from spotlight.algorithms.algorithm import Algorithm, LossTerms, Policy, Slot, TrainBatch
+from spotlight.algorithms.base import Algorithm, LossTerms, Policy, Slot, TrainBatch
 from spotlight.config.algorithm import AlgorithmSection
 from spotlight.diffusion.samplers import Sampler
 from spotlight.registry import resolve

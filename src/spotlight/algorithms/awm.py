@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from spotlight.algorithms.algorithm import LossTerms, Policy, Slot, Timesteps, TrainBatch
+from spotlight.algorithms.base import LossTerms, Policy, Slot, Timesteps, TrainBatch
 from spotlight.algorithms.forward_process import mean_square, noised
 from spotlight.config.algorithm import AWMConfig
 from spotlight.diffusion.samplers import Sampler
@@ -26,7 +26,7 @@ _MATCHING_MIN = 1e-10  # below it l^p has no usable slope
 
 @dataclass(frozen=True, slots=True)
 class AWM:
-    """Implements :class:`~spotlight.algorithms.algorithm.Algorithm`."""
+    """Implements :class:`~spotlight.algorithms.base.Algorithm`."""
 
     config: AWMConfig
     sampler: Sampler

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from spotlight.algorithms.algorithm import LossTerms, Policy, Slot, Timesteps, TrainBatch
+from spotlight.algorithms.base import LossTerms, Policy, Slot, Timesteps, TrainBatch
 from spotlight.algorithms.forward_process import mean_square, noised
 from spotlight.config.algorithm import DiffusionNFTConfig
 from spotlight.diffusion.samplers import Sampler, predict_x0
@@ -25,7 +25,7 @@ from spotlight.diffusion.samplers import Sampler, predict_x0
 
 @dataclass(frozen=True, slots=True)
 class DiffusionNFT:
-    """Implements :class:`~spotlight.algorithms.algorithm.Algorithm`."""
+    """Implements :class:`~spotlight.algorithms.base.Algorithm`."""
 
     config: DiffusionNFTConfig
     sampler: Sampler

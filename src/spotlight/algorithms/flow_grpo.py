@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from spotlight.algorithms.algorithm import LossTerms, Policy, Slot, Timesteps, TrainBatch, timestep_of_rows
+from spotlight.algorithms.base import LossTerms, Policy, Slot, Timesteps, TrainBatch, timestep_of_rows
 from spotlight.algorithms.replay import Transition, replay_metrics, timestep_count, transition
 from spotlight.config.algorithm import FlowGRPOConfig
 from spotlight.diffusion.samplers import Moments, Sampler
@@ -21,7 +21,7 @@ from spotlight.diffusion.samplers import Moments, Sampler
 
 @dataclass(frozen=True, slots=True)
 class FlowGRPO:
-    """Implements :class:`~spotlight.algorithms.algorithm.Algorithm`.
+    """Implements :class:`~spotlight.algorithms.base.Algorithm`.
 
     Raises:
         ValueError: the sampler is deterministic.

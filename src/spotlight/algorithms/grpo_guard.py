@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from spotlight.algorithms.algorithm import LossTerms, Policy, Slot, Timesteps, TrainBatch
+from spotlight.algorithms.base import LossTerms, Policy, Slot, Timesteps, TrainBatch
 from spotlight.algorithms.flow_grpo import clipped_surrogate, require_stochastic
 from spotlight.algorithms.replay import replay_metrics, timestep_count, transition
 from spotlight.config.algorithm import GRPOGuardConfig
@@ -26,7 +26,7 @@ from spotlight.diffusion.samplers import Sampler
 
 @dataclass(frozen=True, slots=True)
 class GRPOGuard:
-    """Implements :class:`~spotlight.algorithms.algorithm.Algorithm`.
+    """Implements :class:`~spotlight.algorithms.base.Algorithm`.
 
     ``old`` is the policy as of before the batch (it gives μ_old), renewed whole after each batch, and so
     equal to the policy in a batch's first update, which does not evaluate it. It is not the one that made a

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spotlight.algorithms.algorithm import Timesteps, TrainBatch, timestep_of_rows
+from spotlight.algorithms.base import Timesteps, TrainBatch, timestep_of_rows
 from spotlight.diffusion.noise import Stream, uniform
 
 

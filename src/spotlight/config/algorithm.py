@@ -36,7 +36,7 @@ class AlgorithmSection(Section):
 
     Attributes:
         implementation: ``module:attribute`` of what makes a
-            :class:`~spotlight.algorithms.algorithm.Algorithm` from this section and the rollouts' sampler.
+            :class:`~spotlight.algorithms.base.Algorithm` from this section and the rollouts' sampler.
     """
 
     implementation: ClassVar[str]

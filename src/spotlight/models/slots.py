@@ -31,7 +31,7 @@ from spotlight.models.family import ModelError
 from spotlight.models.peft_layers import LoraSpec
 
 Slot = Literal["policy", "reference", "old", "ema"]
-"""The same names as ``spotlight.algorithms.algorithm.Slot`` (models may not import algorithms)."""
+"""The same names as ``spotlight.algorithms.base.Slot`` (models may not import algorithms)."""
 
 
 class WeightSlots(ABC):

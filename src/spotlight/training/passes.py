@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spotlight.algorithms.algorithm import Algorithm, LossTerms, TrainBatch
+from spotlight.algorithms.base import Algorithm, LossTerms, TrainBatch
 from spotlight.training.device_memory import free_bytes, is_out_of_memory, measure_peak, release
 from spotlight.training.policy import MicroBatchPolicy
 from spotlight.training.sharding import Ranks

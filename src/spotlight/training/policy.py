@@ -12,14 +12,14 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from spotlight.algorithms.algorithm import Slot
+from spotlight.algorithms.base import Slot
 from spotlight.models.family import Condition, Guidance, ImageSize, ModelFamily
 from spotlight.models.slots import WeightSlots
 from spotlight.training.settings import TrainingGuidance
 
 
 class MicroBatchPolicy:
-    """Implements :class:`spotlight.algorithms.algorithm.Policy` for the prompts of a micro-batch, in its
+    """Implements :class:`spotlight.algorithms.base.Policy` for the prompts of a micro-batch, in its
     order."""
 
     def __init__(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spotlight.algorithms.algorithm import LossTerms
+from spotlight.algorithms.base import LossTerms
 from spotlight.training.sharding import Ranks
 
 RATIO = "ratio"

@@ -66,7 +66,7 @@ from spotlight.worker.interfaces import (
     WorkerDependencies,
 )
 from spotlight.worker.leases import safe_steps
-from spotlight.worker.outbox import Outbox
+from spotlight.worker.outbox import ReportOutbox
 from spotlight.worker.resume import RolloutStarter
 
 log = logging.getLogger("spotlight.rollout")
@@ -107,7 +107,7 @@ class WorkerLoop:
         self._loader, self._dependencies, self._commit_every = loader, dependencies, commit_every
         self._patience = patience or Patience()
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._outbox = Outbox(worker, head)
+        self._outbox = ReportOutbox(worker, head)
         self._starter = RolloutStarter(head, dependencies.engine, dependencies.recipes, conditions_kept)
         # Not under autocast: there the sum would be rounded to half precision, the adapter alone is not.
         self._merged = dependencies.engine.autocast is None

@@ -18,7 +18,7 @@ from spotlight.worker.interfaces import HeadClient
 from spotlight.worker.reports import Report, ReportedValue
 
 
-class Outbox:
+class ReportOutbox:
     """Not for several threads at once."""
 
     def __init__(self, worker: WorkerId, head: HeadClient) -> None:

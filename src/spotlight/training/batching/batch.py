@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spotlight.algorithms.algorithm import Algorithm, TrainBatch
+from spotlight.algorithms.base import Algorithm, TrainBatch
 from spotlight.models.family import Condition
 from spotlight.rollout.state import SampleTensors
 
