@@ -121,7 +121,7 @@ RUN = (
 
 COMMANDS = {
     "train": ("train", *RUN, "name=run", "runs_dir=runs"),
-    "audit": ("audit", "run", "--runs-dir", "runs"),
+    "audit": ("audit", "runs/run"),
     "plan": ("train", *RUN, "--dry-run"),
     "notices": ("notices", "--cloud", "tinycloud", "--once"),
     "prices": ("prices", "--source", "tinycloud", "--json"),
