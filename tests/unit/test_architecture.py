@@ -201,3 +201,10 @@ def test_deciding_planning_and_bookkeeping_start_without_torch(room: str) -> Non
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.split() == [], f"spotlight.{room} drags in heavy packages"
+
+
+def test_the_head_of_a_cluster_starts_without_the_packages_that_hold_models() -> None:
+    models = ("diffusers", "transformers", "peft", "accelerate")
+    program = f"import sys, spotlight.cluster.cluster_run\nprint(*sorted(set({models!r}) & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == [], "the head needs seconds for what only workers and the learner use"

@@ -6,6 +6,7 @@ what SIGKILL leaves then. Another attempt takes each copy up.
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -41,26 +42,23 @@ LIMITS = AuditLimits(group_size=6, staleness_max=1)
 
 def train_slowly(it: World) -> None:
     """Training takes its time; rollouts are made beside it, and previews beside training and checkpoints."""
-    inner = it.learner._soon
 
-    def soon(what: str, *args: Any) -> None:
+    async def before(what: str) -> None:
         if what in ("accumulate", "save"):
-            it.head.loop.call_later(TRAINING_S, lambda: inner(what, *args))
-        else:
-            inner(what, *args)
+            await asyncio.sleep(TRAINING_S)
 
-    it.learner._soon = soon  # type: ignore[method-assign]
+    it.learner.before = before
     for checkpoint in (1, 2):
         it.when("save", lambda: repeat_last_report(it), checkpoint)
 
 
 def repeat_last_report(it: World) -> None:
     """A record beside the checkpoint that does not count it: the report of a lease that ended is refused."""
-    (worker,) = it.workers
+    worker = next(each for each in reversed(it.workers) if each.granted)
     lease, rollouts = worker.granted[-1].lease, worker.granted[-1].rollouts
     names = tuple(rollout.id for rollout in rollouts)
     done = ev.LeaseCompleted(lease.worker, lease.id, lease.epoch, names, rollouts[0].version)
-    it.keeper.deliver_now(done, worker.mark)
+    it.store.deliver_now(done, worker.mark)
 
 
 @pytest.fixture
@@ -129,9 +127,9 @@ def test_training_that_no_checkpoint_holds_is_lost_also_to_a_head_that_lives(tmp
     with world(tmp_path, *OVERLAP) as it:
         it.join(RESERVED, SPOT)
         train_slowly(it)
-        it.when("save", lambda: it.head.lost("its node is gone"))
+        it.when("save", it.lose)
         it.run()
-    assert it.learner.lives == 2
+    assert it.learner.life == 2
     report = audit(tmp_path / "run", LIMITS)
     assert report.ok, report.violations
     with closing(queries.open_readonly(RunPaths(tmp_path / "run").ledger)) as connection:

@@ -5,6 +5,9 @@ would leave a sharded module (FSDP2 builds its gradient buffers from the flags i
 for the policy after a forward under another slot. So the choice is made through the two private fields
 those methods set, ``_active_adapter`` and ``_disable_adapters``; `tests/contract/test_peft_layers.py`
 says so when a peft release moves them.
+
+peft is imported by the first adapter, not with this module: it takes seconds, and the head of a cluster,
+which holds no model, needs the names here.
 """
 
 from __future__ import annotations
@@ -14,13 +17,16 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from spotlight.models.family import ModelError
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +101,9 @@ def inject(model: nn.Module, spec: LoraSpec, adapters: Sequence[str]) -> dict[st
     ``spec.seed`` in the order of module names, so it depends neither on the global generator nor on the
     device. Adapters are float32 whatever the base is: bfloat16 would swallow small updates.
     """
+    from peft import inject_adapter_in_model
+    from peft.tuners.lora import LoraLayer
+
     if spec.rank < 1:
         raise ModelError(f"LoRA rank is {spec.rank}; expected at least 1")
     if not spec.alpha > 0:
@@ -128,6 +137,8 @@ def _initialise(layers: Mapping[str, LoraLayer], spec: LoraSpec, adapters: Seque
 
 def lora_config(spec: LoraSpec) -> LoraConfig:
     """peft's configuration of ``spec``."""
+    from peft import LoraConfig
+
     return LoraConfig(
         r=spec.rank, lora_alpha=spec.alpha, target_modules=list(spec.targets), init_lora_weights=False
     )

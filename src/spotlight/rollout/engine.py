@@ -30,8 +30,7 @@ from spotlight.diffusion.noise import INITIAL, noise_batch
 from spotlight.models.family import Condition, Guidance, ImageSize, ModelFamily
 from spotlight.rollout import step_cache
 from spotlight.rollout.limits import decode_batch
-from spotlight.rollout.state import FailedRollout, FinishedRollout, Recipe, RolloutState, SampleTensors
-from spotlight.rollout.step_cache import Added
+from spotlight.rollout.state import Added, FailedRollout, FinishedRollout, Recipe, RolloutState, SampleTensors
 from spotlight.scheduler.types import Purpose, Rollout
 
 Key = TypeVar("Key")

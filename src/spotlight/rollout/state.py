@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -21,10 +21,12 @@ from torch import Tensor
 from spotlight.diffusion.samplers import Sampler
 from spotlight.diffusion.schedule import SdeWindow
 from spotlight.models.family import Condition, ImageSize
-from spotlight.rollout.step_cache import Added
 from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 
 _FORMAT = 2
+
+Added: TypeAlias = Mapping[str, Tensor]
+"""What the blocks after the first added to one rollout's image tokens, [tokens, width], by pass."""
 
 
 @dataclass(frozen=True, slots=True)

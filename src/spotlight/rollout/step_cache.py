@@ -23,18 +23,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeAlias
 
 import torch
 from diffusers import CacheMixin, FirstBlockCacheConfig
 from diffusers import __version__ as diffusers_version
 from diffusers.hooks import _common, _helpers, first_block_cache, hooks
-from torch import Tensor, nn
+from torch import nn
 
-Added: TypeAlias = Mapping[str, Tensor]
-"""What the blocks after the first added to one rollout's image tokens, [tokens, width], by pass."""
+from spotlight.rollout.state import Added
 
 _USED = (
     (_common, ("_ALL_TRANSFORMER_BLOCK_IDENTIFIERS",)),

@@ -8,17 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from torch import nn
 
 from spotlight.models.slots import Slot
-from spotlight.rollout.engine import Engine
-from spotlight.rollout.sequence_parallel.membership import SpMembership
 from spotlight.rollout.state import Recipe
 from spotlight.scheduler.effects import AbandonLease, FormGroup, GrantLease, PullWeights, StopGroup
 from spotlight.scheduler.types import LeaseId, Purpose, WorkerId
 from spotlight.worker.reports import Report
+
+if TYPE_CHECKING:  # diffusers is behind them, and the head of a cluster needs none of it
+    from spotlight.rollout.engine import Engine
+    from spotlight.rollout.sequence_parallel.membership import SpMembership
 
 
 class HeadLostError(RuntimeError):

@@ -18,7 +18,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from spotlight.cluster.blobs.blob_store import StoredBlob
 from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE, SLOT
-from spotlight.cluster.workers.worker_process import WorkerPlace, WorkerProcess
 from spotlight.config.load import read_config
 from spotlight.rollout.sequence_parallel.rendezvous import Address
 from spotlight.runtime.build.process_setup import prepare_process
@@ -92,6 +91,9 @@ class WorkerActor:
     """One persistent process on one slot: imports and loads once, then only changes groups."""
 
     def __init__(self, order: WorkerOrder, keeper: Any) -> None:
+        # Here, not above: diffusers is behind it, and the head imports this module only to start actors.
+        from spotlight.cluster.workers.worker_process import WorkerPlace, WorkerProcess
+
         config = read_config(order.config, "the configuration sent to a worker")
         if os.path.isdir(order.working_directory):  # noqa: PTH112 - relative paths of the configuration
             os.chdir(order.working_directory)

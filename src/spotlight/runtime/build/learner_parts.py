@@ -16,8 +16,6 @@ from spotlight.config.schema import RunConfig
 from spotlight.data.section_names import under
 from spotlight.models.family import Condition, ImageSize, ModelFamily
 from spotlight.models.slots import Slot, WeightSlots
-from spotlight.rollout import step_cache
-from spotlight.rollout.sequence_parallel.ulysses import SequenceParallel, SequenceParallelError
 from spotlight.runtime.build import parts as build
 from spotlight.runtime.build.preview_settings import preview_steps
 from spotlight.scheduler.types import Prompt
@@ -114,6 +112,8 @@ def _require_degrees(config: RunConfig, family: ModelFamily) -> None:
     degrees = config.fleet.sequence_parallel.degrees
     if degrees == (1,):
         return
+    from spotlight.rollout.sequence_parallel.ulysses import SequenceParallel, SequenceParallelError
+
     try:
         parallel = SequenceParallel([family.transformer])
         for degree in degrees:
@@ -130,6 +130,8 @@ def _require_shortcuts(config: RunConfig, family: ModelFamily) -> None:
         return
     problems: list[Problem] = []
     if exploration.step_cache is not None:
+        from spotlight.rollout import step_cache
+
         try:
             step_cache.require(family.transformer)
         except step_cache.StepCacheError as error:

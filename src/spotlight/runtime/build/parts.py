@@ -11,6 +11,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,7 +31,6 @@ from spotlight.models.peft_layers import LoraSpec, check_targets
 from spotlight.models.slots import CopySlots, LoraSlots, Slot, WeightSlots
 from spotlight.rewards.reward_pool import RewardPool
 from spotlight.rewards.reward_specs import make_reward_specs as make_reward_specs
-from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import Recipe
 from spotlight.runtime.build.preview_settings import exploration_plan_of, preview_recipe
 from spotlight.scheduler.plan import Axis, ClusterPlan, PipelinePlan, Plan
@@ -38,6 +38,9 @@ from spotlight.scheduler.seeds import derive_seed
 from spotlight.scheduler.types import Baseline, Purpose, WeightKind
 from spotlight.testbed import PIPELINE_DIR
 from spotlight.training.settings import autocast_type
+
+if TYPE_CHECKING:
+    from spotlight.rollout.engine import Engine
 
 
 def plan_of(config: RunConfig, ranks: int = 1) -> Plan:
@@ -200,6 +203,8 @@ def make_reward_pool(config: RunConfig) -> RewardPool:
 
 def make_engine(config: RunConfig, family: ModelFamily, negative: Condition) -> Engine:
     """The denoising engine of this process."""
+    from spotlight.rollout.engine import Engine
+
     return Engine(
         family, max_batch=config.rollout.batch_size, negative=negative, autocast=autocast_type(config.learner)
     )
