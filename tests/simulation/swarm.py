@@ -6,8 +6,8 @@ import random
 from dataclasses import dataclass
 
 from spotlight.config.evaluation import EvaluationConfig
+from spotlight.config.exploration import PlannerConfig, PreviewCostsConfig
 from spotlight.scheduler.events import NodeJoined
-from spotlight.scheduler.exploration.budget import PreviewCosts
 from spotlight.scheduler.exploration.selection import SelectionPolicy
 from spotlight.scheduler.plan import (
     Axis,
@@ -16,7 +16,6 @@ from spotlight.scheduler.plan import (
     Explore,
     PipelinePlan,
     Plan,
-    PlannerPlan,
     divisors,
 )
 from spotlight.scheduler.types import Baseline, Node, NodeId, NodeKind, WeightKind
@@ -160,9 +159,15 @@ def _draw_exploration(seed: int, where: Explore, group_size: int, more: int, ste
     planner = None
     if source.random() < 0.4:
         counts = tuple(sorted({group_size, group_size + 2, group_size + more}))
-        costs = PreviewCosts(0.5, 0.5, 0.5, source.choice([None, 20.0]))
-        planner = PlannerPlan(
-            counts, (2, 3), source.choice([0.0, 1.0]), caution=source.choice([0.0, 1.0]), costs=costs
+        costs = PreviewCostsConfig(
+            step_s=0.5, fixed_s=0.5, reward_s=0.5, window_s=source.choice([None, 20.0])
+        )
+        planner = PlannerConfig(
+            seed_counts=counts,
+            step_counts=(2, 3),
+            alpha=source.choice([0.0, 1.0]),
+            caution=source.choice([0.0, 1.0]),
+            costs=costs,
         )
     policy = source.choice(list(SelectionPolicy))
     deepest = source.choice([None, 2, 12]) if where is Explore.IDLE else None

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from spotlight.config.evaluation import EvaluationConfig
+from spotlight.config.exploration import PlannerConfig, PreviewCostsConfig
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.events import NodeJoined
-from spotlight.scheduler.exploration.budget import PreviewCosts
 from spotlight.scheduler.exploration.explorer import Explorer
 from spotlight.scheduler.exploration.selection import SelectionPolicy
 from spotlight.scheduler.exploration.window import ExploredGroup
-from spotlight.scheduler.plan import ClusterPlan, ExplorationPlan, Explore, Plan, PlannerPlan, require_usable
+from spotlight.scheduler.plan import ClusterPlan, ExplorationPlan, Explore, Plan, require_usable
 from spotlight.scheduler.records import RolloutIssued, SampleDropped, SampleExplored, SampleTrained
 from spotlight.scheduler.types import (
     Node,
@@ -212,9 +212,10 @@ def test_spares_are_few_when_no_time_or_no_prompt_is_left() -> None:
 
 def planned(**changes: object) -> ExplorationPlan:
     # Worker-seconds as ConstantCosts has them: leases of four, a step in 0.4 s.
-    costs = PreviewCosts(step_s=0.1, fixed_s=0.125, reward_s=0.5)
+    costs = PreviewCostsConfig(step_s=0.1, fixed_s=0.125, reward_s=0.5)
     settings: dict[str, Any] = {"alpha": 0.3, "discount": 0.97, "costs": costs}
-    return dataclasses.replace(CRITICAL, planner=PlannerPlan((8, 24), (3, 9), **{**settings, **changes}))
+    planner = PlannerConfig(seed_counts=(8, 24), step_counts=(3, 9), **{**settings, **changes})
+    return dataclasses.replace(CRITICAL, planner=planner)
 
 
 def test_the_planner_finds_the_arm_that_brings_most() -> None:
@@ -368,8 +369,7 @@ def test_a_restored_explorer_refuses_other_prompts() -> None:
     ("changes", "told"),
     [
         ({"seeds_per_prompt": 5}, "cannot choose 6"),
-        ({"planner": PlannerPlan((4, 8), (2,))}, "cannot choose 6"),
-        ({"planner": PlannerPlan((), ())}, "no arms"),
+        ({"planner": PlannerConfig(seed_counts=(4, 8), step_counts=(2,))}, "cannot choose 6"),
         ({"drawn_seeds": 7}, "expected 0 to 6"),
         ({"sampled_prompts": 1, "drawn_seeds": 1}, "at least 2"),
         ({"undo_selection": True, "drawn_seeds": 0}, "proportional"),

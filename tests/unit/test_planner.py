@@ -10,14 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spotlight.config.exploration import PreviewCostsConfig
 from spotlight.scheduler.exploration.bandit import Arm, DiscountedUCB, arm_grid
-from spotlight.scheduler.exploration.budget import Forecast, PreviewCosts, WindowSeen
+from spotlight.scheduler.exploration.budget import Forecast, WindowSeen
 from spotlight.scheduler.exploration.contrast import Contrast
 from spotlight.scheduler.exploration.fidelity import Fidelity, Trust
 from spotlight.scheduler.exploration.planner import FixedArm, Lesson, Outlook, Planner
 
 GRID = arm_grid((16, 32), (4, 8))
-COSTS = PreviewCosts(step_s=1.0, fixed_s=1.0, reward_s=2.0)
+COSTS = PreviewCostsConfig(step_s=1.0, fixed_s=1.0, reward_s=2.0)
 PROMPTS, WORKERS = 4, 8
 
 

@@ -9,6 +9,7 @@ import torch
 
 from spotlight.cluster.head import Head
 from spotlight.cluster.loop import Loop
+from spotlight.config.exploration import PlannerConfig, PreviewCostsConfig
 from spotlight.config.load import load_config
 from spotlight.data.datasets import Prompts
 from spotlight.runtime.build import parts as build
@@ -21,9 +22,8 @@ from spotlight.runtime.build.preview_settings import (
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.effects import DiscardSamples, GrantLease, ReportExploration
-from spotlight.scheduler.exploration.budget import PreviewCosts
 from spotlight.scheduler.exploration.selection import SelectionPolicy
-from spotlight.scheduler.plan import ExplorationPlan, Explore, PlannerPlan
+from spotlight.scheduler.plan import ExplorationPlan, Explore
 from spotlight.scheduler.seeds import prompts_of_iteration, spares_of_iteration
 from spotlight.scheduler.types import Prompt, PromptId, Purpose, WorkerId
 from spotlight.training.batching.feed import IterationLog
@@ -52,7 +52,7 @@ def test_defaults_are_those_of_the_controllers_plan() -> None:
     assert plan == ExplorationPlan(Explore.CRITICAL_PATH, seeds_per_prompt=32, steps=10)
     planned = exploration_plan_of(load_config(None, ["exploration.planner={}"]))
     assert planned is not None
-    assert planned.planner == PlannerPlan((24, 32, 48), (6, 8, 10))
+    assert planned.planner == PlannerConfig()
 
 
 def test_every_key_reaches_the_plan() -> None:
@@ -67,10 +67,13 @@ def test_every_key_reaches_the_plan() -> None:
         "exploration.planner.costs={step_s: 0.1, fixed_s: 0.2, reward_s: 0.3, window_s: 4}",
     ]
     found = build.cluster_plan_of(load_config(None, overrides)).exploration
-    costs = PreviewCosts(0.1, 0.2, 0.3, 4.0)
+    costs = PreviewCostsConfig(step_s=0.1, fixed_s=0.2, reward_s=0.3, window_s=4.0)
+    planner = PlannerConfig(
+        seed_counts=(20, 40), step_counts=(5,), alpha=1, discount=0.9, sharing=0, caution=2, costs=costs
+    )
     assert found == ExplorationPlan(
         Explore.IDLE, 20, 5, SelectionPolicy.PROPORTIONAL, 0.1, 3, 0, 4, 0.2, False,
-        PlannerPlan((20, 40), (5,), 1.0, 0.9, 0.0, 2.0, costs), 50,
+        planner, 50,
     )  # fmt: skip
     undone = exploration_plan_of(load_config(None, ["exploration.undo_selection=true"]))
     assert undone is not None

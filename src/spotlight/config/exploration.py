@@ -27,6 +27,10 @@ class PreviewCostsConfig(Section):
     """Expected seconds of training an iteration, until one was timed; default: unknown, so that the first
     window plays the cheapest arm."""
 
+    def work_s(self, steps: int, previews: int) -> float:
+        """Worker-seconds of so many previews."""
+        return previews * (steps * self.step_s + self.fixed_s)
+
 
 class PlannerConfig(Section):
     """A bandit that decides every iteration how many seeds to preview with how many steps.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from spotlight.config.evaluation import EvaluationConfig
+from spotlight.config.exploration import PlannerConfig
 from spotlight.scheduler.exploration.bandit import Arm, arm_grid
-from spotlight.scheduler.exploration.budget import PreviewCosts
 from spotlight.scheduler.exploration.selection import SelectionPolicy
 from spotlight.scheduler.types import Baseline, Prompt, PromptId, WeightKind
 
@@ -19,29 +19,6 @@ class Explore(StrEnum):
 
     CRITICAL_PATH = "critical_path"
     IDLE = "idle"
-
-
-@dataclass(frozen=True, slots=True)
-class PlannerPlan:
-    """A bandit chooses how much to explore, among all combinations of two lists.
-
-    Attributes:
-        seed_counts: previews of each prompt.
-        step_counts: denoising steps of a preview.
-        alpha: weight of exploring arms: 0 always takes the best so far.
-        discount: of what was learnt, by every later iteration.
-        sharing: evidence that an arm gives of its neighbours on the grid: 0 none, towards 1 nearly all.
-        caution: standard deviations by which an expected window is taken smaller.
-        costs: of previews, as profiled.
-    """
-
-    seed_counts: tuple[int, ...]
-    step_counts: tuple[int, ...]
-    alpha: float = 0.5
-    discount: float = 0.95
-    sharing: float = 0.3
-    caution: float = 1.0
-    costs: PreviewCosts = field(default_factory=PreviewCosts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +53,7 @@ class ExplorationPlan:
     drawn_seeds: int = 2
     fidelity_min: float | None = None
     undo_selection: bool = False
-    planner: PlannerPlan | None = None
+    planner: PlannerConfig | None = None
     seeds_per_prompt_max: int | None = None
 
     @property
@@ -215,8 +192,6 @@ def divisors(heads: int, low: int, high: int) -> tuple[int, ...]:
 
 
 def _require_exploration(plan: Plan, exploration: ExplorationPlan) -> None:
-    if not exploration.arms:
-        raise ValueError("the exploration planner has no arms; give it seed counts and step counts")
     for arm in exploration.arms:
         if arm.seeds_per_prompt < plan.group_size:
             raise ValueError(

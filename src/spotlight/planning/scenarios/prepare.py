@@ -11,7 +11,7 @@ from datetime import datetime
 
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.evaluation import NO_EVALUATION, EvaluationConfig
-from spotlight.config.exploration import deepest_pool
+from spotlight.config.exploration import PlannerConfig, PreviewCostsConfig, deepest_pool
 from spotlight.fleet.traces.generator import TraceSpec, generate
 from spotlight.fleet.traces.trace import Trace, TraceEvent, TraceEventKind
 from spotlight.fleet.traces.trace_files import read_trace
@@ -37,7 +37,6 @@ from spotlight.planning.scenarios.scenario_file import (
 )
 from spotlight.planning.scenarios.strategies import PipelinePart, SpotPlaces, Strategy, strategy_named
 from spotlight.scheduler.events import NodeJoined
-from spotlight.scheduler.exploration.budget import PreviewCosts
 from spotlight.scheduler.plan import (
     Axis,
     ClusterPlan,
@@ -45,7 +44,6 @@ from spotlight.scheduler.plan import (
     Explore,
     PipelinePlan,
     Plan,
-    PlannerPlan,
 )
 from spotlight.scheduler.types import Baseline, Node, NodeId, NodeKind, WeightKind
 from spotlight.simulation.scenario import NodeEvent, Scenario
@@ -293,7 +291,7 @@ def _exploration(
     planner = None
     if section.planner is not None:
         chosen = section.planner
-        planner = PlannerPlan(
+        planner = PlannerConfig(
             seed_counts=chosen.seed_counts,
             step_counts=chosen.step_counts,
             alpha=chosen.alpha,
@@ -324,13 +322,13 @@ def _seeds_max(section: ExplorationSection, group_size: int, where: Explore) -> 
     return section.seeds_per_prompt_max or deepest_pool(group_size, counts)
 
 
-def _preview_costs(file: ScenarioFile, costs: ProfileCosts, gpu: str, ranks: int) -> PreviewCosts:
+def _preview_costs(file: ScenarioFile, costs: ProfileCosts, gpu: str, ranks: int) -> PreviewCostsConfig:
     """As profiled: of one preview in a full lease, on one GPU; and how long the learner takes."""
     size, learner = costs.lease_size(gpu, file.pixels, 1), file.cluster.reserved.gpu_type
     updates = file.workload.updates_per_batch * costs.optimizer_s()
     publishes = costs.publish_s(WeightKind(file.workload.publishes))
     training_s = costs.train_s(learner, file.pixels, file.samples, ranks)
-    return PreviewCosts(
+    return PreviewCostsConfig(
         step_s=costs.denoise_step_s(gpu, file.pixels, size, 1) / size,
         fixed_s=costs.decode_s(gpu, file.pixels, size) / size,
         reward_s=costs.reward_s(size),

@@ -11,13 +11,12 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from spotlight.config.exploration import ExplorationConfig, PlannerConfig
+from spotlight.config.exploration import ExplorationConfig
 from spotlight.config.schema import RunConfig
 from spotlight.rollout.state import Recipe
 from spotlight.scheduler.exploration.bandit import Arm
-from spotlight.scheduler.exploration.budget import PreviewCosts
 from spotlight.scheduler.exploration.selection import SelectionPolicy
-from spotlight.scheduler.plan import ExplorationPlan, Explore, PlannerPlan
+from spotlight.scheduler.plan import ExplorationPlan, Explore
 
 ROW = "exploration/"
 """What the names of exploration's metrics begin with."""
@@ -40,14 +39,9 @@ def exploration_plan_of(config: RunConfig) -> ExplorationPlan | None:
         drawn_seeds=exploration.drawn_seeds,
         fidelity_min=exploration.fidelity_min,
         undo_selection=exploration.undo_selection,
-        planner=None if exploration.planner is None else _planner_plan(exploration.planner),
+        planner=exploration.planner,
         seeds_per_prompt_max=exploration.seeds_max(config.rollout.group_size, config.rollout.steps),
     )
-
-
-def _planner_plan(planner: PlannerConfig) -> PlannerPlan:
-    settings = planner.model_dump(exclude={"costs"})
-    return PlannerPlan(**settings, costs=PreviewCosts(**planner.costs.model_dump()))
 
 
 def preview_recipe(config: RunConfig, train: Recipe) -> Recipe:

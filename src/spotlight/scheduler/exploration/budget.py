@@ -15,29 +15,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from spotlight.config.exploration import PreviewCostsConfig
 from spotlight.scheduler.exploration.bandit import Arm
 from spotlight.scheduler.exploration.decayed_mean import DecayedMean
-
-
-@dataclass(frozen=True, slots=True)
-class PreviewCosts:
-    """What previews take, as profiled.
-
-    Attributes:
-        step_s: worker-seconds of one denoising step of one preview, in a full batch.
-        fixed_s: worker-seconds of each preview besides: decoding.
-        reward_s: from the last preview to its score.
-        window_s: expected length of a window, until one was timed; None: unknown.
-    """
-
-    step_s: float = 1.0
-    fixed_s: float = 0.0
-    reward_s: float = 0.0
-    window_s: float | None = None
-
-    def work_s(self, arm: Arm, previews: int) -> float:
-        """Worker-seconds of so many previews."""
-        return previews * (arm.steps * self.step_s + self.fixed_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +72,7 @@ class Forecast:
         discount: of an observation, by every later one.
     """
 
-    costs: PreviewCosts
+    costs: PreviewCostsConfig
     caution: float = 1.0
     discount: float = 0.9
     _window_s: DecayedMean = field(default_factory=DecayedMean)
@@ -117,7 +97,7 @@ class Forecast:
         available_s = seen.workers * max(0.0, seen.busy_s - self.costs.reward_s)
         if available_s > 0:
             self._yield.forget(self.discount)
-            self._yield.add(self.costs.work_s(seen.arm, seen.scored) / available_s)
+            self._yield.add(self.costs.work_s(seen.arm.steps, seen.scored) / available_s)
 
     def snapshot(self) -> dict[str, object]:
         """JSON-able state."""

@@ -233,7 +233,7 @@ def make_policy(exploration: ExplorationPlan) -> ArmPolicy:
         return FixedArm(Arm(exploration.seeds_per_prompt, exploration.steps), trust)
     grid = arm_grid(planner.seed_counts, planner.step_counts)
     # The largest first: what fits a window fills it.
-    arms = sorted(grid, key=lambda arm: (-planner.costs.work_s(arm, arm.seeds_per_prompt), arm))
+    arms = sorted(grid, key=lambda arm: (-planner.costs.work_s(arm.steps, arm.seeds_per_prompt), arm))
     bandit = DiscountedUCB(arms, planner.alpha, planner.discount, planner.sharing)
     forecast = Forecast(planner.costs, planner.caution)
     return Planner(bandit, forecast, trust, limited=exploration.where is Explore.IDLE)

@@ -215,7 +215,7 @@ class Planner:
         return arms - {self._awaited} or arms if first else arms
 
     def _work_s(self, arm: Arm, prompts: int) -> float:
-        return self.forecast.costs.work_s(arm, prompts * arm.seeds_per_prompt)
+        return self.forecast.costs.work_s(arm.steps, prompts * arm.seeds_per_prompt)
 
     def _fits(self, work_s: float, capacity: Capacity) -> bool:
         if not self.limited:
