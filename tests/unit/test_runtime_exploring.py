@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from spotlight.cluster.head import Head
-from spotlight.cluster.loop import Loop
 from spotlight.config.exploration import PlannerConfig, PreviewCostsConfig
 from spotlight.config.load import load_config
 from spotlight.data.datasets import Prompts
@@ -162,8 +162,7 @@ def test_the_head_writes_a_report_into_the_iterations_row_and_says_why() -> None
         def note(self, text: str) -> None:
             told.append(text)
 
-    head: Any = Head(Loop(), Watcher())  # type: ignore[arg-type]
-    head._parts = object()
+    head: Any = Head(Mock(observer=Watcher()))
     for _ in range(2):  # the second after a learner was lost: the same iteration again
         head._carry_out(ReportExploration(3, REPORT))
     assert head.log.take()["exploration/contrast/gain"] == 0.03
