@@ -88,6 +88,16 @@ class Running:
         assert guard.marked(self._mark(node)), f"node {node} has no process"
         assert not guard.end(self._mark(node))
 
+    def kill_daemon(self, name: str) -> None:
+        """SIGKILL Ray's ``gcs_server``, or the ``raylet`` of the node of the process itself."""
+        for pid in guard.marked(self._mark(0)):
+            with suppress(OSError):
+                program = Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0]
+                if program.endswith(b"/" + name.encode()):
+                    os.kill(pid, signal.SIGKILL)
+                    return
+        raise AssertionError(f"no {name} on the first node")
+
     def kill_head(self) -> None:
         """SIGKILL the process itself; its Ray ends with it."""
         self.process.kill()

@@ -180,6 +180,24 @@ def test_the_head_is_told_to_stop_and_the_same_command_finishes(job: Job) -> Non
     assert read_summary(run / "summary.json").samples.trained == 32
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("daemon", ["gcs_server", "raylet"])
+def test_a_dead_ray_ends_the_run_with_one_line_and_the_same_command_resumes(job: Job, daemon: str) -> None:
+    run = job.root / f"dead-{daemon}"
+    arguments = job.arguments(run.name, *SMALL, *RAY, *LOCAL)
+    with running(run, arguments) as it:
+        it.wait_for("SELECT 1 FROM samples JOIN rollouts ON id = rollout WHERE iteration >= 1")
+        it.kill_daemon(daemon)
+        assert it.end() == 1, it.told
+        assert "Run the same command again: it resumes from the last checkpoint." in it.told
+        assert "Traceback" not in it.told
+        it.require_nothing_left()
+    with running(run, arguments) as it:
+        assert it.end() == 0, it.told
+        assert "resuming after iteration" in it.told
+    assert read_summary(run / "summary.json").samples.trained == 32
+
+
 def read(run: Path, query: str) -> list[tuple[object, ...]]:
     with closing(queries.open_readonly(RunPaths(run).ledger)) as connection:
         return list(connection.execute(query))
