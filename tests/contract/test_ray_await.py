@@ -49,7 +49,7 @@ async def scene() -> None:
     assert isinstance(failed.value.cause, StoreError)  # type: ignore[attr-defined]
 
     # Whoever gives up a call, by its deadline or by being cancelled, neither ends it nor disturbs Ray.
-    with pytest.raises(NoAnswerError, match="a call: no answer within 0.2 s"):
+    with pytest.raises(NoAnswerError, match=r"a call: no answer within 0\.2 s"):
         await answer(actor.slow.remote(1.5), "a call", 0.2)
     asking = asyncio.create_task(answer(actor.slow.remote(1.6), "a call", 60.0))
     await asyncio.sleep(0.2)

@@ -57,7 +57,7 @@ SETTINGS = (
 RESERVED = Node(NodeId("r"), NodeKind.RESERVED, 1, "cpu", 0.05, True, False)
 SPOT = Node(NodeId("s"), NodeKind.SPOT, 1, "cpu", 0.02, False, True)
 BOTH = Node(NodeId("b"), NodeKind.RESERVED, 1, "cpu", 0.05, True, True)
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 PICTURE = StoredBlob(0, _pack("image", "any", {"image": torch.zeros(8, 8, 3, dtype=torch.uint8)}))
 
 
@@ -171,12 +171,13 @@ class FakeLearner:
     async def _ask(self, what: str) -> None:
         over = self.over
         assert over is not None
+        if not over.done():
+            await self.before(what)
         if over.done():
             raise AbandonedError(what)
         self.asked.append(what)
         for hook in self.hooks:
             hook(what)
-        await self.before(what)
         await asyncio.sleep(0)
         if over.done():
             raise AbandonedError(what)
@@ -239,8 +240,8 @@ class FakeWorker:
     def ready(self) -> asyncio.Future[Any]:
         return answered(None)
 
-    def watch(self, hang_s: float) -> asyncio.Future[Any]:
-        return pending()
+    def watch(self, hang_s: float) -> Awaitable[Any]:
+        return asyncio.sleep(hang_s)
 
     def tell(self, command: Command) -> asyncio.Future[Any]:
         deliver, order = self.world.store.deliver_now, self.order
