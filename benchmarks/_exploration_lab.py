@@ -27,7 +27,7 @@ from spotlight.runtime.build.denoise import Denoiser
 from spotlight.runtime.build.learner_parts import Learning, assemble, fill_embeddings, prepare_model
 from spotlight.runtime.build.process_setup import prepare_process
 from spotlight.runtime.clock import PhaseClock
-from spotlight.runtime.inline import WORKER, InlineDriver, Parts
+from spotlight.runtime.inline import InlineDriver, Parts
 from spotlight.runtime.observer import Silent
 from spotlight.runtime.recorder import Picture
 from spotlight.runtime.validation import strict_curve, summarise
@@ -102,7 +102,7 @@ class BesideTraining(InlineDriver):
                 self._submit()
             self._collect(self._scoring.popleft())
         if len(events) == 1:
-            return ev.WorkPulled(WORKER, self.parts.lease_size)
+            return self._pull()
         events.rotate(-1)
         return events.popleft()
 

@@ -1,4 +1,4 @@
-"""A world for the controller: workers, rewards and a learner that answer in any order, and observers.
+"""A world for the controller: nodes, rewards and a learner that answer in any order, and observers.
 
 The world is the controller's second opinion. It keeps its own simple account of what was granted, scored,
 trained and discarded, and asserts after every event that the controller's effects agree with it.
@@ -14,18 +14,22 @@ from dataclasses import dataclass, field
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.effects import (
+    AbandonLease,
     CommitCheckpoint,
     DiscardSamples,
     Effect,
     FinishBatch,
     FinishRun,
+    FormGroup,
     GrantLease,
-    NoWork,
     PrepareBatch,
     PublishWeights,
+    PullWeights,
     ReportEvaluation,
     ScoreSamples,
+    StartWorker,
     StepOptimizer,
+    StopGroup,
     TrainMicroBatch,
     WriteRecord,
 )
@@ -46,6 +50,9 @@ from spotlight.scheduler.types import (
     Lease,
     LeaseId,
     MicroBatch,
+    Node,
+    NodeId,
+    NodeKind,
     Phase,
     PolicyVersion,
     Prompt,
@@ -55,7 +62,8 @@ from spotlight.scheduler.types import (
     WorkerId,
 )
 
-WORKERS = [WorkerId(name) for name in ("a", "b", "c")]
+NODES = [Node(NodeId(name), NodeKind.SPOT, 1, "H100", 3.0, False, True) for name in ("a", "b", "c")]
+CLUSTER = StartWorker | PullWeights | FormGroup | StopGroup | AbandonLease
 TRAIN = [Prompt(PromptId(f"train{n}"), f"{n} red circles", {}) for n in range(5)]
 TEST = [Prompt(PromptId(f"test{n}"), f"{n} blue squares", {}) for n in range(2)]
 PATIENCE = 20_000
@@ -153,7 +161,9 @@ class World:
         )
         self.effects: list[Effect] = []
         self.checkpoints: list[tuple[int, CommitCheckpoint]] = []
-        self.present: set[WorkerId] = set()
+        self.present: set[NodeId] = set()
+        self.groups: dict[WorkerId, int] = {}
+        self.seen: dict[WorkerId, LeaseId] = {}
         self.holder: dict[RolloutId, LeaseId] = {}
         self.voided: set[LeaseId] = set()
         self.leases: dict[LeaseId, Lease] = {}
@@ -166,10 +176,9 @@ class World:
 
     def run(self) -> World:
         """Feed events until the run is over: troubles first, and then peace, in which it must end."""
-        workers = WORKERS[:1] if self.calm else WORKERS
         self.feed(ev.RunStarted())
-        for worker in workers:
-            self.feed(ev.WorkerJoined(worker))
+        for node in NODES[:1] if self.calm else NODES:
+            self._join(node)
         for _ in range(PATIENCE):
             if self.finish is not None:
                 return self
@@ -187,13 +196,14 @@ class World:
     def feed(self, event: ev.Event) -> None:
         """Hand one event to the controller and hold its effects against the account."""
         void = self._is_void(event)
-        if isinstance(event, ev.WorkerLeft | ev.WorkerJoined):
-            self.voided |= {lease.id for lease in self.leases.values() if lease.worker == event.worker}
+        if isinstance(event, ev.NodeLost | ev.NodeJoined):
+            node = event.node if isinstance(event, ev.NodeLost) else event.node.id
+            self.voided |= {lease.id for lease in self.leases.values() if node_of(lease.worker) == node}
         if isinstance(event, ev.WeightsPublished) and event.version != self.account.published:
             self.account.before, self.account.published = self.account.published, event.version
         effects = self.controller.handle(event, self.now)
         self.controller.check()
-        assert self.finish is None or not effects or isinstance(event, ev.WorkPulled)
+        assert self.finish is None or not effects
         if void:
             assert not any(isinstance(effect, ScoreSamples) for effect in effects), f"believed: {event}"
         self.effects += effects
@@ -202,10 +212,11 @@ class World:
 
     def _is_void(self, event: ev.Event) -> bool:
         """Whether a completion comes from a worker that was given up, or for work given to another."""
-        return isinstance(event, ev.RolloutCompleted) and (
+        return isinstance(event, ev.LeaseCompleted) and (
             event.lease in self.voided
-            or self.holder[event.rollout] != event.lease
-            or event.rollout in self.account.finished
+            or all(
+                self.holder[name] != event.lease or name in self.account.finished for name in event.rollouts
+            )
         )
 
     def _turn(self) -> None:
@@ -220,21 +231,30 @@ class World:
             self._work(*self.tasks.pop(index))
         else:
             if not self.present or (not self.calm and self.random.random() < 0.1):
-                self._join(self.random.choice(WORKERS))
-            worker = min(self.present) if self.calm else self.random.choice(sorted(self.present))
-            capacity = 3 if self.calm else self.random.randint(1, 5)
-            self.feed(ev.WorkPulled(worker, capacity))
+                self._join(self.random.choice(NODES))
+            if self.groups:
+                leader = min(self.groups) if self.calm else self.random.choice(sorted(self.groups))
+                self._pull(leader, 3 if self.calm else self.random.randint(1, 5))
             if not self.calm:
                 self.now += 1.0  # so that leases of vanished workers expire in the end
+                self.feed(ev.TimePassed())
+
+    def _pull(self, leader: WorkerId, capacity: int) -> None:
+        epoch = self.groups[leader]
+        mine = (lease for lease, _ in self.tasks if (lease.worker, lease.epoch) == (leader, epoch))
+        holds = tuple(dict.fromkeys(lease.id for lease in mine))
+        self.feed(ev.GroupPulled(leader, epoch, capacity, self.seen.get(leader, LeaseId(0)), holds))
 
     def _make_trouble(self) -> None:
-        worker = self.random.choice(WORKERS)
+        node = self.random.choice(NODES)
+        worker = WorkerId(f"{node.id}/0")
         match self.random.randrange(5):
             case 0:
-                self.present.discard(worker)
-                self.feed(ev.WorkerLeft(worker))  # what it holds stays in self.tasks: a zombie's work
+                self.present.discard(node.id)
+                self.groups.pop(worker, None)
+                self.feed(ev.NodeLost(node.id))  # what it holds stays in self.tasks: a zombie's work
             case 1:
-                self._join(worker)
+                self._join(node)
             case 2 if self.sent:
                 self.feed(self.random.choice(self.sent))
             case 3:
@@ -243,28 +263,27 @@ class World:
             case 4:
                 self.feed(ev.GpuTimeSpent(worker, self.random.choice(list(Phase)), self.random.random()))
 
-    def _join(self, worker: WorkerId) -> None:
-        self.feed(ev.WorkerJoined(worker))
-        self.present.add(worker)
+    def _join(self, node: Node) -> None:
+        self.groups.pop(WorkerId(f"{node.id}/0"), None)
+        self.present.add(node.id)
+        self.feed(ev.NodeJoined(node))
 
     def _work(self, lease: Lease, rollout: Rollout) -> None:
-        ids = lease.worker, lease.id, lease.epoch, rollout.id
+        ids = lease.worker, lease.id, lease.epoch
         if chance(rollout.id, "poison") < self.failing / 4:
-            self._send(ev.RolloutFailed(*ids, "not finite"))
+            self._send(ev.RolloutFailed(*ids, rollout.id, "not finite"))
         elif not self.calm and self.random.random() < 0.5:
-            self._send(ev.ProgressCommitted(*ids, self.random.randrange(rollout.steps)))
+            self._send(ev.LeaseProgressed(*ids, self.random.randrange(rollout.steps)))
             self.tasks.append((lease, rollout))
         elif not self.calm and rollout.id not in self.stumbled and self.random.random() < 0.05:
             self.stumbled.add(rollout.id)  # once: a second failure would drop it
-            wrong = ev.RolloutCompleted(*ids, PolicyVersion(rollout.version + 1))
-            self.feed(self.random.choice([wrong, ev.RolloutFailed(*ids, "lost its footing")]))
+            wrong = ev.LeaseCompleted(*ids, (rollout.id,), PolicyVersion(rollout.version + 1))
+            self.feed(self.random.choice([wrong, ev.RolloutFailed(*ids, rollout.id, "lost its footing")]))
         else:
-            self._send(ev.RolloutCompleted(*ids, rollout.version))
+            self._send(ev.LeaseCompleted(*ids, (rollout.id,), rollout.version))
 
     def _send(self, event: ev.Event) -> None:
-        if isinstance(
-            event, ev.RolloutCompleted | ev.SampleRewarded | ev.RewardFailed | ev.ProgressCommitted
-        ):
+        if isinstance(event, ev.LeaseCompleted | ev.SamplesRewarded | ev.RewardFailed | ev.LeaseProgressed):
             self.sent.append(event)
         self.feed(event)
 
@@ -276,16 +295,17 @@ class World:
             case WriteRecord():
                 account.write(effect)
             case GrantLease(lease, rollouts, resume):
-                assert lease.worker in self.present, "work was given to a worker that is gone"
+                assert self.groups.get(lease.worker) == lease.epoch, "work was given to a group that is gone"
                 assert set(resume) <= set(lease.rollouts)
                 assert {rollout.version for rollout in rollouts} == {account.published}, "old weights"
                 assert not any(rollout in account.finished for rollout in lease.rollouts)
                 account.needs(*lease.rollouts)
                 self.leases[lease.id] = lease
                 self.holder |= dict.fromkeys(lease.rollouts, lease.id)
+                self.seen[lease.worker] = lease.id
                 self.tasks += [(lease, rollout) for rollout in rollouts]
-            case NoWork(worker):
-                assert worker in WORKERS
+            case StartWorker() | PullWeights() | FormGroup() | StopGroup() | AbandonLease():
+                self._obey(effect)
             case ScoreSamples(rollouts):
                 account.needs(*(rollout.id for rollout in rollouts))
                 self.answers += [self._reward(rollout.id) for rollout in rollouts]
@@ -297,6 +317,23 @@ class World:
                 self.finish = effect
             case _:
                 self._learn(effect)
+
+    def _obey(self, command: CLUSTER) -> None:
+        """Workers answer late and in any order, and more than once where they are asked again."""
+        match command:
+            case StartWorker(worker, _, _, epoch):
+                self.answers.append(ev.WorkerStarted(worker, epoch))
+            case PullWeights(worker, epoch, version, lineage):
+                self.answers.append(ev.WeightsPulled(worker, epoch, version, lineage))
+            case FormGroup(leader, epoch):
+                self.groups[leader] = epoch
+                self.answers.append(ev.GroupFormed(leader, epoch))
+            case StopGroup(leader, epoch):
+                if self.groups.get(leader) == epoch:
+                    del self.groups[leader]  # what it holds is completed late, as by a zombie
+                self.answers.append(ev.GroupStopped(leader, epoch))
+            case AbandonLease():
+                pass  # a worker that hears it too late goes on
 
     def _learn(self, effect: Effect) -> None:
         account = self.account
@@ -344,14 +381,23 @@ class World:
         if chance(rollout, "reward") < self.failing:
             return ev.RewardFailed(rollout, DropReason.REWARD_TIMEOUT, "too slow")
         if chance(rollout, "nan") < self.failing / 4:
-            return ev.SampleRewarded(rollout, {"reward": float("nan")})
-        return ev.SampleRewarded(rollout, {"reward": chance(rollout, "score"), "strict": 1.0})
+            return ev.SamplesRewarded({rollout: {"reward": float("nan")}}, 0)
+        return ev.SamplesRewarded({rollout: {"reward": chance(rollout, "score"), "strict": 1.0}}, 0)
 
 
 def learning(effects: list[Effect]) -> list[Effect]:
     """What the learner and the evaluation saw: it must not depend on who was fast, and who died."""
     kinds = PrepareBatch | TrainMicroBatch | StepOptimizer | FinishBatch | PublishWeights | ReportEvaluation
     return [effect for effect in effects if isinstance(effect, kinds)]
+
+
+def without_cluster(effects: list[Effect]) -> list[Effect]:
+    """What was decided of the run, without the commands that keep workers going."""
+    return [effect for effect in effects if not isinstance(effect, CLUSTER)]
+
+
+def node_of(worker: WorkerId) -> NodeId:
+    return NodeId(worker.partition("/")[0])
 
 
 def start(plan: Plan) -> Controller:

@@ -114,22 +114,6 @@ class QueueMachine(RuleBasedStateMachine):
             entry.holder = lease.id
 
     @precondition(lambda self: self.leases)
-    @rule(data=st.data(), step=st.integers(0, 7))
-    def commit(self, data: st.DataObject, step: int) -> None:
-        lease, rollout, epoch = self._message(data)
-        verdict = self.queue.commit(lease.id, epoch, rollout, step, self.now)
-        expected = self._verdict(lease, rollout, epoch)
-        entry = self.known[rollout]
-        if expected is CommitVerdict.ACCEPTED and step <= entry.step:
-            expected = CommitVerdict.DUPLICATE
-        elif expected is CommitVerdict.ACCEPTED and step >= entry.rollout.steps:
-            expected = CommitVerdict.UNKNOWN
-        assert verdict is expected
-        if verdict is CommitVerdict.ACCEPTED:
-            entry.step = step
-            self.deadlines[lease.id] = self.now + LEASE_S
-
-    @precondition(lambda self: self.leases)
     @rule(data=st.data(), steps=st.integers(0, 7), wrong=st.sampled_from([0, 0, 0, 1]))
     def advance(self, data: st.DataObject, steps: int, wrong: int) -> None:
         """A whole lease is safe ``steps`` steps after it began."""
@@ -224,7 +208,7 @@ class QueueMachine(RuleBasedStateMachine):
             outstanding = [e for e in self.known.values() if not e.ends and e.rollout.purpose is purpose]
             assert self.queue.outstanding_for(purpose) == len(outstanding)
         assert self.queue.next_deadline_s == min(self.deadlines.values(), default=None)
-        assert self.queue.workers == self.present
+        assert self.queue._present == self.present
 
     def teardown(self) -> None:
         """Nothing is lost: one worker that lives long enough ends everything, in the order of value."""

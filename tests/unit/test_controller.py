@@ -12,18 +12,22 @@ from spotlight.config.evaluation import EvaluationConfig
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.effects import (
+    AbandonLease,
     CommitCheckpoint,
     DiscardSamples,
     Effect,
     FinishBatch,
     FinishRun,
+    FormGroup,
     GrantLease,
-    NoWork,
     PrepareBatch,
     PublishWeights,
+    PullWeights,
     ReportEvaluation,
     ScoreSamples,
+    StartWorker,
     StepOptimizer,
+    StopGroup,
     TrainMicroBatch,
     WriteRecord,
 )
@@ -32,6 +36,10 @@ from spotlight.scheduler.records import CommitRejected, SampleDropped
 from spotlight.scheduler.stages import Stage
 from spotlight.scheduler.types import (
     DropReason,
+    LeaseId,
+    Node,
+    NodeId,
+    NodeKind,
     Phase,
     PolicyVersion,
     Prompt,
@@ -42,7 +50,11 @@ from spotlight.scheduler.types import (
     WorkerId,
 )
 
-WORKER = WorkerId("w")
+NODE = Node(
+    NodeId("w"), NodeKind.SPOT, gpus=1, gpu_type="H100", price_usd_h=3.0, trains=False, rolls_out=True
+)
+WORKER = WorkerId("w/0")
+CLUSTER = StartWorker | PullWeights | FormGroup | StopGroup | AbandonLease
 TRAIN = [Prompt(PromptId(f"train{n}"), f"{n} circles", {}) for n in range(3)]
 TEST = [Prompt(PromptId("test0"), "a square", {})]
 PLAN = Plan(
@@ -62,7 +74,7 @@ Answer = Callable[[Rollout], ev.Event]
 
 
 def reward(rollout: Rollout) -> ev.Event:
-    return ev.SampleRewarded(rollout.id, {"reward": 1.0})
+    return ev.SamplesRewarded({rollout.id: {"reward": 1.0}}, 0)
 
 
 def lose_member(member: int) -> Answer:
@@ -80,38 +92,58 @@ class Run:
     """One worker and answers at once; ``until`` stops before a kind of effect is answered."""
 
     def __init__(self, plan: Plan = PLAN, answer: Answer = reward, test: list[Prompt] = TEST) -> None:
-        self.controller = Controller(plan, TRAIN, test)
         self.answer = answer
         self.log: list[Effect] = []
         self.todo: list[Effect] = []
+        self.start(Controller(plan, TRAIN, test))
+
+    def start(self, controller: Controller) -> None:
+        self.controller = controller
+        self.seen = LeaseId(0)
+        self.todo.clear()
         self.feed(ev.RunStarted())
-        self.feed(ev.WorkerJoined(WORKER))
+        self.feed(ev.NodeJoined(NODE))
 
     def feed(self, event: ev.Event, now: float = 0.0) -> list[Effect]:
         effects = self.controller.handle(event, now)
         self.controller.check()
         self.log += effects
-        self.todo += [effect for effect in effects if not isinstance(effect, WriteRecord | DiscardSamples)]
+        hidden = WriteRecord | DiscardSamples | CLUSTER
+        self.todo += [effect for effect in effects if not isinstance(effect, hidden)]
+        for effect in effects:
+            self._obey(effect, now)
         return effects
+
+    def _obey(self, effect: Effect, now: float) -> None:
+        match effect:
+            case StartWorker(worker, _, _, epoch):
+                self.feed(ev.WorkerStarted(worker, epoch), now)
+            case PullWeights(worker, epoch, version, lineage):
+                self.feed(ev.WeightsPulled(worker, epoch, version, lineage), now)
+            case FormGroup(leader, epoch):
+                self.epoch = epoch
+                self.feed(ev.GroupFormed(leader, epoch), now)
+            case GrantLease(lease):
+                self.seen = lease.id
+
+    def pull(self, capacity: int, now: float = 0.0) -> list[Effect]:
+        return self.feed(ev.GroupPulled(WORKER, self.epoch, capacity, self.seen), now)
 
     def until(self, kind: type[Effect]) -> Effect:
         while True:
             if not self.todo:
-                self.feed(ev.WorkPulled(WORKER, 4))
+                self.pull(4)
             effect = self.todo.pop(0)
             if isinstance(effect, kind):
                 return effect
-            assert not isinstance(effect, FinishRun | NoWork), effect
+            assert not isinstance(effect, FinishRun), effect
             for event in self.answers(effect):
                 self.feed(event)
 
     def answers(self, effect: Effect) -> list[ev.Event]:
         match effect:
             case GrantLease(lease, rollouts):
-                return [
-                    ev.RolloutCompleted(WORKER, lease.id, lease.epoch, rollout.id, rollout.version)
-                    for rollout in rollouts
-                ]
+                return [ev.LeaseCompleted(WORKER, lease.id, lease.epoch, lease.rollouts, rollouts[0].version)]
             case ScoreSamples(rollouts):
                 return [self.answer(rollout) for rollout in rollouts]
             case PrepareBatch(iteration):
@@ -131,7 +163,7 @@ class Run:
         raise AssertionError(effect)
 
     def kinds(self) -> list[str]:
-        hidden = WriteRecord | DiscardSamples | GrantLease | ScoreSamples
+        hidden = WriteRecord | DiscardSamples | GrantLease | ScoreSamples | CLUSTER
         return [type(effect).__name__ for effect in self.log if not isinstance(effect, hidden)]
 
     def drops(self) -> list[SampleDropped]:
@@ -269,7 +301,7 @@ def test_nothing_left_to_learn_from_or_judge_by_is_an_error(failing: Purpose, er
         lambda r: (
             ev.RewardFailed(r.id, DropReason.REWARD_ERROR, "")
             if r.purpose is failing
-            else ev.SampleRewarded(r.id, {"reward": float(r.member)})
+            else ev.SamplesRewarded({r.id: {"reward": float(r.member)}}, 0)
         ),
     )
     finish = run.until(FinishRun)
@@ -280,7 +312,7 @@ def test_nothing_left_to_learn_from_or_judge_by_is_an_error(failing: Purpose, er
 
 @pytest.mark.parametrize("scores", [{"reward": float("nan")}, {"reward": float("inf")}, {"strict": 1.0}])
 def test_a_score_that_is_no_number_is_a_drop_and_never_a_zero(scores: dict[str, float]) -> None:
-    run = Run(dataclasses.replace(PLAN, max_drop_share=1.0), lambda r: ev.SampleRewarded(r.id, scores))
+    run = Run(dataclasses.replace(PLAN, max_drop_share=1.0), lambda r: ev.SamplesRewarded({r.id: scores}, 0))
     run.until(FinishRun)
     assert {drop.reason for drop in run.drops()} == {DropReason.REWARD_NOT_FINITE}
     assert run.controller.ledger.trained == 0
@@ -289,7 +321,7 @@ def test_a_score_that_is_no_number_is_a_drop_and_never_a_zero(scores: dict[str, 
 def test_a_rollout_that_fails_twice_is_dropped_and_one_that_fails_once_is_not() -> None:
     run = Run(dataclasses.replace(PLAN, max_drop_share=1.0))
     for attempt in (1, 2):
-        granted = run.feed(ev.WorkPulled(WORKER, 1))[-1]
+        granted = run.pull(1)[-1]
         assert isinstance(granted, GrantLease)
         run.todo.clear()
         lease, rollout = granted.lease, granted.rollouts[0]
@@ -306,20 +338,21 @@ def test_a_rollout_that_fails_twice_is_dropped_and_one_that_fails_once_is_not() 
 
 def rejections(effects: list[Effect]) -> list[str]:
     records = [effect.record for effect in effects if isinstance(effect, WriteRecord)]
-    assert len(records) == len(effects), f"a rejected message had consequences: {effects}"
+    others = [effect for effect in effects if not isinstance(effect, WriteRecord | AbandonLease)]
+    assert not others, f"a rejected message had consequences: {effects}"
     return [record.reason for record in records if isinstance(record, CommitRejected)]
 
 
 def grant(run: Run, now: float = 0.0) -> GrantLease:
-    granted = run.feed(ev.WorkPulled(WORKER, 1), now)[-1]
+    granted = run.pull(1, now)[-1]
     run.todo.clear()
     assert isinstance(granted, GrantLease)
     return granted
 
 
-def completion(granted: GrantLease, version: int = 0) -> ev.RolloutCompleted:
+def completion(granted: GrantLease, version: int = 0) -> ev.LeaseCompleted:
     lease = granted.lease
-    return ev.RolloutCompleted(WORKER, lease.id, lease.epoch, lease.rollouts[0], PolicyVersion(version))
+    return ev.LeaseCompleted(WORKER, lease.id, lease.epoch, lease.rollouts, PolicyVersion(version))
 
 
 def test_a_second_completion_is_a_duplicate() -> None:
@@ -329,26 +362,23 @@ def test_a_second_completion_is_a_duplicate() -> None:
     assert rejections(run.feed(completion(granted))) == ["duplicate"]
 
 
-@pytest.mark.parametrize("loss", [ev.WorkerLeft(WORKER), ev.WorkerJoined(WORKER), ev.TimePassed()])
+@pytest.mark.parametrize("loss", [ev.NodeLost(NODE.id), ev.NodeJoined(NODE), ev.TimePassed()])
 def test_a_worker_that_was_given_up_cannot_commit(loss: ev.Event) -> None:
     run = Run()
     granted = grant(run)
     run.feed(loss, now=PLAN.lease_s)
     assert rejections(run.feed(completion(granted), PLAN.lease_s)) == ["stale_epoch"]
-    assert rejections(
-        run.feed(
-            ev.ProgressCommitted(WORKER, granted.lease.id, granted.lease.epoch, granted.rollouts[0].id, 1)
-        )
-    ) == ["stale_epoch"]
+    progress = ev.LeaseProgressed(WORKER, granted.lease.id, granted.lease.epoch, 1)
+    assert rejections(run.feed(progress, PLAN.lease_s)) == ["stale_epoch"]
 
 
 def test_progress_outlives_the_worker() -> None:
     run = Run()
     granted = grant(run)
     lease, rollout = granted.lease, granted.rollouts[0].id
-    assert run.feed(ev.ProgressCommitted(WORKER, lease.id, lease.epoch, rollout, 2)) == []
-    run.feed(ev.WorkerLeft(WORKER))
-    run.feed(ev.WorkerJoined(WORKER))
+    assert run.feed(ev.LeaseProgressed(WORKER, lease.id, lease.epoch, 2)) == []
+    run.feed(ev.NodeLost(NODE.id))
+    run.feed(ev.NodeJoined(NODE))
     again = grant(run)
     assert again.resume == {rollout: 2}
     assert again.lease.epoch > lease.epoch
@@ -372,7 +402,7 @@ def test_scores_count_once_and_only_for_finished_samples() -> None:
     assert rejections(run.feed(early)) == ["duplicate"]
     lost = ev.RewardFailed(granted.rollouts[0].id, DropReason.REWARD_TIMEOUT, "late")
     assert rejections(run.feed(lost)) == ["duplicate"]
-    assert rejections(run.feed(ev.SampleRewarded(RolloutId("t000099-000-000"), {"reward": 1.0}))) == [
+    assert rejections(run.feed(ev.SamplesRewarded({RolloutId("t000099-000-000"): {"reward": 1.0}}, 0))) == [
         "unknown"
     ]
 
@@ -399,7 +429,7 @@ def test_after_the_end_only_time_is_billed() -> None:
     run.until(FinishRun)
     assert run.controller.stage is Stage.OVER
     position = run.controller.ledger.position
-    assert run.feed(ev.WorkPulled(WORKER, 1)) == [NoWork(WORKER)]
+    assert run.pull(1) == []
     assert run.feed(reward(next(iter(run.controller.rollouts.values())))) == []
     assert run.feed(ev.RunStarted()) == []
     assert run.feed(ev.GpuTimeSpent(WORKER, Phase.IDLE, 2.0)) == []
@@ -424,10 +454,7 @@ def test_a_finished_run_can_be_continued() -> None:
     longer = dataclasses.replace(PLAN, iterations=3)
     controller = Controller.restore(longer, TRAIN, TEST, json.loads(json.dumps(last.snapshot)))
     assert (controller.iteration, controller.version, controller.ledger.position) == (2, 2, last.position)
-    run.controller = controller
-    run.todo.clear()
-    run.feed(ev.RunStarted())
-    run.feed(ev.WorkerJoined(WORKER))
+    run.start(controller)
     assert run.until(FinishRun) == FinishRun(None)
     assert controller.version == 3
 

@@ -41,7 +41,7 @@ def test_order_is_purpose_then_resumed_then_longest_then_first_come() -> None:
     queue.admit(WORKER)
     lease, first = pull_one(queue)
     assert first == "r5"
-    assert queue.commit(lease.id, lease.epoch, first, 5, 0.0) is CommitVerdict.ACCEPTED
+    assert queue.advance(lease.id, lease.epoch, 5, 0.0) is CommitVerdict.ACCEPTED
     queue.admit(WORKER)  # it restarts: r5 waits again, with 2 of 7 steps to go, and still comes first
     assert [pull_one(queue)[1] for _ in range(6)] == ["r5", "r3", "r4", "r2", "r1", "r0"]
 
@@ -66,21 +66,21 @@ def test_a_zombie_cannot_write_after_its_lease_expired() -> None:
     assert queue.expire(9.9) == []
     assert queue.expire(10.0) == [stale]
     fresh, _ = pull_one(queue, OTHER, 10.0)
-    assert queue.commit(stale.id, stale.epoch, rollout, 2, 10.0) is CommitVerdict.STALE_EPOCH
+    assert queue.advance(stale.id, stale.epoch, 2, 10.0) is CommitVerdict.STALE_EPOCH
     assert queue.complete(stale.id, stale.epoch, rollout) is CommitVerdict.STALE_EPOCH
     assert queue.fail(stale.id, stale.epoch, rollout, 1) == (CommitVerdict.STALE_EPOCH, False)
     assert queue.complete(fresh.id, fresh.epoch, rollout) is CommitVerdict.ACCEPTED
     assert queue.complete(fresh.id, fresh.epoch, rollout) is CommitVerdict.DUPLICATE
 
 
-def test_a_commit_renews_the_whole_lease() -> None:
+def test_progress_renews_the_whole_lease() -> None:
     queue = PullQueue(10.0)
     queue.add([make_rollout(0), make_rollout(1)])
     queue.admit(WORKER)
     granted = queue.pull(WORKER, 2, 0.0)
     assert granted is not None
     lease = granted[0]
-    assert queue.commit(lease.id, lease.epoch, RolloutId("r0"), 1, 8.0) is CommitVerdict.ACCEPTED
+    assert queue.advance(lease.id, lease.epoch, 1, 8.0) is CommitVerdict.ACCEPTED
     assert queue.expire(17.9) == []
     assert queue.expire(18.0) == [lease]
 
@@ -90,7 +90,7 @@ def test_a_failed_rollout_starts_anew_and_is_given_up_in_the_end() -> None:
     queue.add([make_rollout(0)])
     queue.admit(WORKER)
     lease, rollout = pull_one(queue)
-    queue.commit(lease.id, lease.epoch, rollout, 2, 0.0)
+    queue.advance(lease.id, lease.epoch, 2, 0.0)
     assert queue.fail(lease.id, lease.epoch, rollout, 2) == (CommitVerdict.ACCEPTED, False)
     granted = queue.pull(WORKER, 1, 0.0)
     assert granted is not None

@@ -76,7 +76,7 @@ def scoring(result: RewardBatch | Exception | None) -> _Scoring:
         future.set_exception(result)
     elif result is not None:
         future.set_result(result)
-    return _Scoring((), (), future)
+    return _Scoring((), (), future, 0)
 
 
 FAILED = RewardBatch((RewardFailure(FailureKind.ERROR, "ocr", "broken"),), {})

@@ -19,13 +19,14 @@ from spotlight.runtime.build.preview_settings import (
     report_note,
     report_row,
 )
+from spotlight.runtime.inline import NODE, WORKER
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
-from spotlight.scheduler.effects import DiscardSamples, GrantLease, ReportExploration
+from spotlight.scheduler.effects import DiscardSamples, FormGroup, GrantLease, ReportExploration
 from spotlight.scheduler.exploration.selection import SelectionPolicy
 from spotlight.scheduler.plan import ExplorationPlan, Explore
 from spotlight.scheduler.seeds import prompts_of_iteration, spares_of_iteration
-from spotlight.scheduler.types import Prompt, PromptId, Purpose, WorkerId
+from spotlight.scheduler.types import LeaseId, PolicyVersion, Prompt, PromptId, Purpose
 from spotlight.training.batching.feed import IterationLog
 
 SDE = ("algorithm.name=flow-grpo", "rollout.sampler=flow-sde")
@@ -183,15 +184,22 @@ def test_a_scored_previews_tensors_are_let_go() -> None:
     overrides = ["rollout={prompts_per_iteration: 1, group_size: 2}", "learner.micro_batch_size=2"]
     config = load_config(None, [*overrides, "exploration={seeds_per_prompt: 3}", "evaluation.every=9"])
     prompts = [Prompt(PromptId(name), name, {}) for name in ("a", "b")]
-    controller, worker = Controller(build.plan_of(config), prompts[:1], prompts[1:]), WorkerId("w")
+    controller = Controller(build.plan_of(config), prompts[:1], prompts[1:])
     controller.handle(ev.RunStarted(), 0.0)
-    controller.handle(ev.WorkerJoined(worker), 0.0)
+    controller.handle(ev.NodeJoined(NODE), 0.0)
+    controller.handle(ev.WorkerStarted(WORKER, 1), 0.0)
+    (form,) = controller.handle(ev.WeightsPulled(WORKER, 1, PolicyVersion(0), 0), 0.0)
+    assert isinstance(form, FormGroup)
+    controller.handle(ev.GroupFormed(WORKER, form.epoch), 0.0)
     granted: list[GrantLease] = []
     while not granted or granted[-1].rollouts[0].purpose is not Purpose.EXPLORE:  # evaluation comes first
-        effects = controller.handle(ev.WorkPulled(worker, 1000), 0.0)
+        held = tuple(grant.lease.id for grant in granted)
+        pull = ev.GroupPulled(WORKER, form.epoch, 1000, held[-1] if held else LeaseId(0), held)
+        effects = controller.handle(pull, 0.0)
         granted += [effect for effect in effects if isinstance(effect, GrantLease)]
     lease, preview = granted[-1].lease, granted[-1].rollouts[0]
-    controller.handle(ev.RolloutCompleted(worker, lease.id, lease.epoch, preview.id, preview.version), 0.0)
-    effects = controller.handle(ev.SampleRewarded(preview.id, {"reward": 1.0}), 0.0)
+    done = ev.LeaseCompleted(WORKER, lease.id, lease.epoch, (preview.id,), preview.version)
+    controller.handle(done, 0.0)
+    effects = controller.handle(ev.SamplesRewarded({preview.id: {"reward": 1.0}}, 0), 0.0)
     assert DiscardSamples((preview.id,)) in effects
     controller.check()

@@ -237,8 +237,6 @@ class Head:
                 parts.learner.restore(iteration, lineage)
             case ef.FinishRun(error):
                 self.error, self._over = error, True
-            case ef.NoWork():
-                raise RuntimeError("workers of a cluster are answered once there is work")
 
     def _grant(self, effect: ef.GrantLease) -> None:
         lease = effect.lease

@@ -1,9 +1,10 @@
 """The inline driver: the controller's effects carried out in this process, in order.
 
-    event ──► controller.handle ──► effects ──► engine / reward pool / learner / run book ──► events
+    event ──► controller.handle ──► effects ──► engine / reward pool / learner / recorder ──► events
 
-It decides nothing. Scoring runs beside denoising (the reward pool has its own processes); its results are
-taken in the order they were asked for, so that the same configuration gives the same ledger, bit for bit.
+It decides nothing. To the controller it is a cluster of one worker that answers every command at once.
+Scoring runs beside denoising (the reward pool has its own processes); its results are taken in the order they
+were asked for, so that the same configuration gives the same ledger, bit for bit.
 
 Started with several ranks (``torchrun``), every rank runs this loop with its own replica of the controller.
 Replicas agree because the controller is pure and sees the same events: what ranks learn on their own
@@ -17,6 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import assert_never
 
 import numpy as np
 
@@ -31,11 +33,34 @@ from spotlight.runtime.recorder import Book, Picture, shown
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
-from spotlight.scheduler.types import DropReason, Lease, Phase, Purpose, Rollout, RolloutId, WorkerId
+from spotlight.scheduler.types import (
+    DropReason,
+    Lease,
+    LeaseId,
+    Node,
+    NodeId,
+    NodeKind,
+    Phase,
+    Purpose,
+    Rollout,
+    RolloutId,
+    WorkerId,
+)
 from spotlight.training.batching.feed import Trainer
 from spotlight.training.sharding import Ranks
 
-WORKER = WorkerId("local")
+NODE = Node(
+    NodeId("local"),
+    NodeKind.RESERVED,
+    gpus=1,
+    gpu_type="local",
+    price_usd_h=0.0,
+    # It does train. But this driver rolls out and trains in turn by itself; the controller would otherwise
+    # plan how to divide the GPU's time between the two.
+    trains=False,
+    rolls_out=True,
+)
+WORKER = WorkerId(f"{NODE.id}/0")
 _PHASE = {Purpose.TRAIN: Phase.ROLLOUT, Purpose.EVAL: Phase.EVALUATION, Purpose.EXPLORE: Phase.EXPLORATION}
 _REASON = {
     FailureKind.ERROR: DropReason.REWARD_ERROR,
@@ -72,6 +97,7 @@ class _Scoring:
     rollouts: tuple[Rollout, ...]
     mine: tuple[RolloutId, ...]
     future: Future[RewardBatch]
+    lineage: int
 
 
 @dataclass(slots=True)
@@ -82,6 +108,9 @@ class InlineDriver:
     _events: deque[ev.Event] = field(default_factory=deque)
     _samples: dict[RolloutId, FinishedRollout] = field(default_factory=dict)
     _unsubmitted: list[Rollout] = field(default_factory=list)
+    _lineage: int = 0
+    _group: ef.FormGroup | None = None
+    _seen: LeaseId | None = None
     _scoring: deque[_Scoring] = field(default_factory=deque)
     _error: str | None = None
     _over: bool = False
@@ -93,10 +122,13 @@ class InlineDriver:
 
     def run(self) -> str | None:
         """Run until the controller says it is over. Returns its error, if it had to stop early."""
-        self._events.extend([ev.RunStarted(), ev.WorkerJoined(WORKER)])
+        self._events.extend([ev.RunStarted(), ev.NodeJoined(NODE)])
         while not self._over:
             event = self._next_event()
-            for effect in self.parts.controller.handle(event, self.parts.clock.elapsed_s):
+            effects = self.parts.controller.handle(event, self.parts.clock.elapsed_s)
+            if isinstance(event, ev.GroupPulled) and not any(isinstance(e, ef.GrantLease) for e in effects):
+                raise RuntimeError("rollouts are outstanding, but the only worker was granted none")
+            for effect in effects:
                 self._carry_out(effect)
         self._account()
         return self._error
@@ -119,12 +151,18 @@ class InlineDriver:
             self._collect(self._scoring.popleft())
             return self._next_event()
         if self.parts.controller.queue.outstanding:
-            return ev.WorkPulled(WORKER, self.parts.lease_size)
+            return self._pull()
         if self._scoring:
             self._collect(self._scoring.popleft())
             return self._next_event()
         raise RuntimeError(
             f"nothing left to do in stage {self.parts.controller.stage}, but the run is not over"
+        )
+
+    def _pull(self) -> ev.GroupPulled:
+        assert self._group is not None, "the worker's handshake is done before anything else"
+        return ev.GroupPulled(
+            self._group.leader, self._group.epoch, self.parts.lease_size, seen=self._seen or LeaseId(0)
         )
 
     # -- effects ---------------------------------------------------------------------------------------
@@ -133,12 +171,13 @@ class InlineDriver:
         match effect:
             case ef.WriteRecord(position, record):
                 self.parts.book.write(position, record)
+            case ef.StartWorker() | ef.PullWeights() | ef.FormGroup():
+                self._answer(effect)
             case ef.GrantLease(lease, rollouts, _):
                 self._denoise(lease, rollouts)
-            case ef.NoWork():
-                raise RuntimeError("the queue had outstanding rollouts but granted none to its only worker")
-            case ef.ScoreSamples(rollouts):
+            case ef.ScoreSamples(rollouts, lineage):
                 self._unsubmitted.extend(rollouts)
+                self._lineage = lineage
             case ef.DiscardSamples(rollouts):
                 for rollout in rollouts:
                     self._samples.pop(rollout, None)
@@ -154,13 +193,28 @@ class InlineDriver:
             case ef.PrepareBatch() | ef.TrainMicroBatch() | ef.StepOptimizer() | ef.FinishBatch():
                 self._train(effect)
             case ef.PublishWeights(version):
-                # The engine and the learner share one module: the new version is there already.
                 self._iteration_done()
                 self._events.append(ev.WeightsPublished(version))
             case ef.CommitCheckpoint():
                 self._checkpoint(effect)
             case ef.FinishRun(error):
                 self._error, self._over = error, True
+            case ef.StopGroup() | ef.AbandonLease() | ef.RollBack() | ef.RestoreLearner():
+                # These follow a lost node, learner or lease: a process does not outlive its own parts.
+                raise RuntimeError(f"{effect} for a cluster of one worker, which answers at once")
+            case _:
+                assert_never(effect)
+
+    def _answer(self, effect: ef.StartWorker | ef.PullWeights | ef.FormGroup) -> None:
+        match effect:
+            case ef.StartWorker(worker, _, _, epoch):
+                self._events.append(ev.WorkerStarted(worker, epoch))
+            case ef.PullWeights(worker, epoch, version, lineage):
+                # The engine and the learner share one module: the new version is there already.
+                self._events.append(ev.WeightsPulled(worker, epoch, version, lineage))
+            case ef.FormGroup(leader, epoch):
+                self._group = effect
+                self._events.append(ev.GroupFormed(leader, epoch))
 
     def _denoise(self, lease: Lease, rollouts: Sequence[Rollout]) -> None:
         parts = self.parts
@@ -181,15 +235,13 @@ class InlineDriver:
                 self._samples[result.rollout.id] = result
         for shared in parts.ranks.share(failures):
             failures |= shared
+        self._seen = lease.id
+        holder = lease.worker, lease.id, lease.epoch
+        if done := tuple(rollout.id for rollout in rollouts if rollout.id not in failures):
+            self._events.append(ev.LeaseCompleted(*holder, done, rollouts[0].version))
         for rollout in rollouts:
             if rollout.id in failures:
-                self._events.append(
-                    ev.RolloutFailed(WORKER, lease.id, lease.epoch, rollout.id, failures[rollout.id])
-                )
-            else:
-                self._events.append(
-                    ev.RolloutCompleted(WORKER, lease.id, lease.epoch, rollout.id, rollout.version)
-                )
+                self._events.append(ev.RolloutFailed(*holder, rollout.id, failures[rollout.id]))
 
     def _require_current(self, rollouts: Sequence[Rollout]) -> None:
         """The engine and the learner share one module: it can make samples of the version it holds alone."""
@@ -219,7 +271,8 @@ class InlineDriver:
             [prompt.text for prompt in prompts],
             [prompt.metadata for prompt in prompts],
         )
-        self._scoring.append(_Scoring(rollouts, tuple(rollout.id for rollout in mine), future))
+        names = tuple(rollout.id for rollout in mine)
+        self._scoring.append(_Scoring(rollouts, names, future, self._lineage))
 
     def _stopping_failure(self) -> bool:
         """Whether a sample failed already that will stop the run: then nothing more need be denoised.
@@ -244,12 +297,12 @@ class InlineDriver:
         for rollout in scoring.rollouts:
             scores = told[rollout.id]
             if isinstance(scores, dict):
-                self._events.append(ev.SampleRewarded(rollout.id, scores))
+                self._events.append(ev.SamplesRewarded({rollout.id: scores}, scoring.lineage))
                 self.parts.trainer.log.scored(rollout, scores)
             else:
                 reason, detail = scores
                 self.parts.observer.note(f"{rollout.id} is not scored: {reason}: {_brief(detail)}")
-                self._events.append(ev.RewardFailed(rollout.id, DropReason(reason), detail))
+                self._events.append(ev.RewardFailed(rollout.id, DropReason(reason), detail, scoring.lineage))
 
     # -- evaluation and training -----------------------------------------------------------------------
 
@@ -259,7 +312,7 @@ class InlineDriver:
             trained = self.parts.controller.ledger.trained
             row = self.parts.book.evaluation(effect, trained, self._pictures(effect.rollouts))
         self.parts.observer.evaluated(effect.iteration, row)
-        self._events.append(ev.EvaluationReported(effect.iteration))
+        self._events.append(ev.EvaluationReported(effect.iteration, effect.lineage))
 
     def _pictures(self, rollouts: Sequence[Rollout]) -> dict[Rollout, Picture]:
         """The pictures that grids show, from all ranks."""

@@ -38,8 +38,6 @@ from spotlight.scheduler.effects import (
     DiscardSamples,
     Effect,
     FinishRun,
-    GrantLease,
-    NoWork,
     PublishWeights,
     ReportEvaluation,
     ReportPipeline,
@@ -138,21 +136,10 @@ class Controller:
             case ev.RunStarted():
                 self._stages.move(Trigger.RUN_STARTED)
                 self._start_iteration()
-            case ev.WorkerJoined(worker):
-                self.queue.admit(worker)
-            case ev.WorkerLeft(worker):
-                self.queue.release(worker)
-            case ev.WorkPulled():
-                self._grant(event)
             case ev.GroupPulled():
                 self.cluster.pulled(event, self._now)
-            case ev.ProgressCommitted():
-                self.work.commit(event, self._now)
             case ev.LeaseProgressed():
                 self.work.progress(event, self._now)
-            case ev.RolloutCompleted(worker, lease, epoch, rollout, version):
-                self.work.complete(worker, lease, epoch, (rollout,), version, self._now)
-                self._advance()
             case ev.LeaseCompleted(worker, lease, epoch, rollouts, version):
                 if not self.work.complete(worker, lease, epoch, rollouts, version, self._now):
                     self.cluster.abandon(worker, epoch, lease)
@@ -162,9 +149,6 @@ class Controller:
             case ev.RolloutFailed(_, lease, epoch, rollout, error):
                 self.work.fail(lease, epoch, rollout, error)
                 self.cluster.failed(lease, self._now)
-                self._advance()
-            case ev.SampleRewarded(rollout, scores, lineage):
-                self.work.reward({rollout: scores}, lineage, self._now)
                 self._advance()
             case ev.SamplesRewarded(scores_of, lineage):
                 self.work.reward(scores_of, lineage, self._now)
@@ -238,11 +222,6 @@ class Controller:
             work.forget_safe()
         self._advance()
 
-    def _grant(self, event: ev.WorkPulled) -> None:
-        over = self.stage is Stage.OVER
-        granted = None if over else self.queue.pull(event.worker, event.capacity, self._now)
-        self.work.effects.append(GrantLease(*granted) if granted else NoWork(event.worker))
-
     # -- stages ----------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
@@ -311,7 +290,7 @@ class Controller:
             self._task_s = self._now + self.cluster.serving.learner_turns()
             made = (WorkClass.TRAIN, WorkClass.EVAL)
             held = self.queue.outstanding_of(*made) - self.queue.waiting_of(*made)
-            self._task_overlaps = not there and held > 0 and bool(self.cluster.hosts)
+            self._task_overlaps = not there and held > 0
             self.work.effects.append(task)
         elif there:
             self._stop(
@@ -499,5 +478,5 @@ class Controller:
 
 
 def _after_the_end(event: ev.Event) -> ev.Event:
-    """Late answers change nothing once the run is over; time is still billed, and pulls still answered."""
-    return event if isinstance(event, ev.GpuTimeSpent | ev.WorkPulled) else ev.TimePassed()
+    """Late answers change nothing once the run is over; time is still billed."""
+    return event if isinstance(event, ev.GpuTimeSpent) else ev.TimePassed()

@@ -41,13 +41,6 @@ class GrantLease:
 
 
 @dataclass(frozen=True, slots=True)
-class NoWork:
-    """Nothing to pull now; ask again after any other event, which may have issued or requeued rollouts."""
-
-    worker: WorkerId
-
-
-@dataclass(frozen=True, slots=True)
 class ScoreSamples:
     """Have the reward pool score finished samples; ``lineage`` is to be sent back."""
 
@@ -256,7 +249,6 @@ ClusterEffect: TypeAlias = StartWorker | PullWeights | FormGroup | StopGroup | A
 Effect: TypeAlias = (
     WriteRecord
     | GrantLease
-    | NoWork
     | ScoreSamples
     | PrepareBatch
     | TrainMicroBatch

@@ -1,12 +1,10 @@
-"""What drivers tell the controller. Frozen facts: ids, sizes and times, never tensors.
+"""What drivers report to the controller. Frozen facts: ids, sizes and times, never tensors.
 
-Two kinds of workers pull. A worker of a driver without nodes (``WorkerJoined``, ``WorkPulled``) stands for
-itself and asks again when it was told that there is no work. A worker of a cluster is started, grouped and
-fenced by the controller (the second half of this file); its group pulls with ``GroupPulled``, and the
-pull is answered when there is work.
+One protocol for all drivers; the inline driver is a cluster of one worker. The controller starts, groups and
+fences workers, a group asks for work with :class:`GroupPulled` and gets it once there is some.
 
-Messages between the controller and the workers of a cluster may be lost, doubled, late and out of order. What
-the driver itself knows (nodes, the learner, rewards) is told once and in order.
+Messages between the controller and workers may be lost, duplicated, late and out of order. What the driver
+itself knows (nodes, the learner, rewards) arrives once and in order.
 """
 
 from __future__ import annotations
@@ -33,50 +31,6 @@ class RunStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerJoined:
-    """A worker can denoise. It gets a fencing epoch; one that joins again gets a higher one."""
-
-    worker: WorkerId
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLeft:
-    """A worker is gone; its rollouts go back to the front of the queue."""
-
-    worker: WorkerId
-
-
-@dataclass(frozen=True, slots=True)
-class WorkPulled:
-    """A worker asks for up to ``capacity`` rollouts."""
-
-    worker: WorkerId
-    capacity: int
-
-
-@dataclass(frozen=True, slots=True)
-class ProgressCommitted:
-    """A rollout's state at ``step`` is safe outside the worker; renews the lease."""
-
-    worker: WorkerId
-    lease: LeaseId
-    epoch: int
-    rollout: RolloutId
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutCompleted:
-    """A worker finished a rollout, and its sample is safe outside the worker."""
-
-    worker: WorkerId
-    lease: LeaseId
-    epoch: int
-    rollout: RolloutId
-    version: PolicyVersion
-
-
-@dataclass(frozen=True, slots=True)
 class RolloutFailed:
     """A worker could not finish a rollout (numbers that are not finite, a failed decode)."""
 
@@ -88,20 +42,21 @@ class RolloutFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class SampleRewarded:
-    """All rewards of a sample; ``scores`` holds ``reward`` (the weighted sum) and every curve by name.
+class SamplesRewarded:
+    """All rewards of some samples.
 
-    ``lineage`` is that of the ``ScoreSamples`` it answers: scores of an abandoned lineage do not count.
+    Attributes:
+        scores: by rollout: ``reward`` (the weighted sum) and every curve by name.
+        lineage: of the ``ScoreSamples`` it answers: scores of an abandoned lineage do not count.
     """
 
-    rollout: RolloutId
-    scores: Mapping[str, float]
+    scores: Mapping[RolloutId, Mapping[str, float]]
     lineage: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class RewardFailed:
-    """A sample could not be scored after all retries; ``lineage`` as in :class:`SampleRewarded`."""
+    """A sample could not be scored after all retries; ``lineage`` as in :class:`SamplesRewarded`."""
 
     rollout: RolloutId
     reason: DropReason
@@ -289,14 +244,6 @@ class LeaseCompleted:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplesRewarded:
-    """All rewards of several samples; see :class:`SampleRewarded`."""
-
-    scores: Mapping[RolloutId, Mapping[str, float]]
-    lineage: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class LearnerLost:
     """A learner rank died: what was trained since the last checkpoint is void. No answer of it follows."""
 
@@ -339,13 +286,8 @@ ClusterEvent: TypeAlias = (
 
 Event: TypeAlias = (
     RunStarted
-    | WorkerJoined
-    | WorkerLeft
-    | WorkPulled
-    | ProgressCommitted
-    | RolloutCompleted
     | RolloutFailed
-    | SampleRewarded
+    | SamplesRewarded
     | RewardFailed
     | BatchPrepared
     | MicroBatchTrained
@@ -358,7 +300,6 @@ Event: TypeAlias = (
     | GroupPulled
     | LeaseProgressed
     | LeaseCompleted
-    | SamplesRewarded
     | LearnerLost
     | LearnerRestored
     | GpuTimeSpent

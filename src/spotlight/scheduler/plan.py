@@ -139,7 +139,7 @@ class Plan:
         evaluation: when the held-out prompts are rolled out, and with how many images and steps.
         max_drop_share: the run stops when a larger share of an iteration's samples cannot be scored;
             None stops at the first.
-        cluster: nothing a driver without nodes ever uses.
+        cluster: how workers are grouped, and how long they are waited for.
         exploration: None trains on random seeds.
         pipeline: what overlaps.
     """

@@ -237,18 +237,6 @@ class PullQueue:
 
     # -- work back -------------------------------------------------------------------------------------
 
-    def commit(self, lease: LeaseId, epoch: int, rollout: RolloutId, step: int, now: float) -> CommitVerdict:
-        """Progress up to ``step`` is safe. Renews the lease; a step committed before is a duplicate."""
-        verdict = self._check(lease, epoch, rollout)
-        if verdict is not CommitVerdict.ACCEPTED:
-            return verdict
-        entry = self._entries[rollout]
-        if not entry.step < step < entry.rollout.steps:
-            return CommitVerdict.DUPLICATE if step <= entry.step else CommitVerdict.UNKNOWN
-        entry.step = step
-        self._held[lease].deadline_s = now + self.lease_s
-        return CommitVerdict.ACCEPTED
-
     def advance(self, lease: LeaseId, epoch: int, steps: int, now: float) -> CommitVerdict:
         """All open rollouts of a lease are safe ``steps`` steps after its start. Renews the lease.
 
@@ -406,11 +394,6 @@ class PullQueue:
         held = self._held[lease]
         rollouts = tuple(self._entries[rollout].rollout for rollout in held.open)
         return held.lease, rollouts, {name: held.start[name] for name in held.open if held.start[name]}
-
-    @property
-    def workers(self) -> frozenset[WorkerId]:
-        """Workers that joined and were not given up."""
-        return frozenset(self._present)
 
     @property
     def next_deadline_s(self) -> float | None:

@@ -232,7 +232,7 @@ class Rollouts:
             self.open_window(iteration + 1, self.cluster.target, now)
         if self.window.opened_s is None or explores.seeds_per_prompt_max is None or self.window.is_full:
             return
-        wanted = self.cluster.preview_capacity if self.cluster.hosts else min(1, len(self.queue.workers))
+        wanted = self.cluster.preview_capacity
         while self.queue.waiting < wanted and self.explorer and (members := self.explorer.deepen()):
             self._preview(members)
 
@@ -266,8 +266,6 @@ class Rollouts:
     def _explorers(self) -> int:
         """Workers that can explore while the learner trains, or at all where it waits for exploration."""
         cluster, beside = self.cluster, self.explores_beside
-        if not cluster.hosts:
-            return len(self.queue.workers)
         able = 0
         for group in cluster.groups.values():
             host = cluster.hosts[group.node]
@@ -327,12 +325,6 @@ class Rollouts:
             self.cluster.recoveries[Recovery.COMMIT_STALE if stale else Recovery.COMMIT_DUPLICATE] += 1
             self.ledger.reject(rollout, verdict.value)
         return verdict is CommitVerdict.ACCEPTED
-
-    def commit(self, event: ev.ProgressCommitted, now: float) -> None:
-        """A worker says that a rollout is safe at a step."""
-        self._admit(
-            self.queue.commit(event.lease, event.epoch, event.rollout, event.step, now), event.rollout
-        )
 
     def progress(self, event: ev.LeaseProgressed, now: float) -> None:
         """A group says that all its rollouts are safe at a step."""

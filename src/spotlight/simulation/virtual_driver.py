@@ -241,7 +241,7 @@ class Simulation:
                 self.explorations.append(effect)
             case ef.ReportPipeline():
                 self.overlaps.append(effect)
-            case ef.WriteRecord() | ef.RollBack() | ef.NoWork():
+            case ef.WriteRecord() | ef.RollBack():
                 pass
             case ef.FinishRun():
                 self.finish = effect

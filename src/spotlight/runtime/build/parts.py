@@ -56,8 +56,9 @@ def plan_of(config: RunConfig, ranks: int = 1) -> Plan:
         updates_per_batch=config.learner.updates_per_batch,
         micro_batch_size=config.learner.micro_batch_size * ranks,
         checkpoint_every=config.checkpoint.every,
-        # One process cannot outlive its own worker: leases of the inline driver never expire.
+        # One process cannot outlive its own worker: nothing that the inline driver is to answer gets lost.
         lease_s=math.inf,
+        cluster=ClusterPlan(answer_s=math.inf, start_s=math.inf),
         max_drop_share=policy.max_drop_share if policy.on_failure == "drop" else None,
         ranks=ranks,
         exploration=exploration_plan_of(config),

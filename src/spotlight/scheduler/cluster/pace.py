@@ -23,6 +23,7 @@ class _Running:
     steps: int
     since_s: float
     filler: Filler | None
+    fills: bool
 
 
 @dataclass(slots=True)
@@ -48,9 +49,15 @@ class Pace:
         steps: int,
         filler: Filler | None,
         now: float,
+        *,
+        fills: bool = True,
     ) -> None:
-        """A group got work of so many steps, over all its rollouts."""
-        self._running[lease] = _Running(leader, kind, steps, now, filler)
+        """A group got work of so many steps, over all its rollouts.
+
+        Args:
+            fills: the group would wait without this work; not so where the iteration waits for previews.
+        """
+        self._running[lease] = _Running(leader, kind, steps, now, filler, fills)
 
     def end(self, lease: LeaseId, now: float) -> None:
         """All of a lease is finished."""
@@ -88,7 +95,7 @@ class Pace:
         """Count what a lease filled so far; returns how long it ran."""
         # A group that pulled ahead began this lease when it had finished the one before.
         spent_s = max(0.0, now - max(running.since_s, self._free_s.get(running.leader, 0.0)))
-        if running.filler is not None:
+        if running.filler is not None and running.fills:
             self.fill(running.filler, spent_s * running.kind.degree)
         return spent_s
 

@@ -169,7 +169,9 @@ class Serving:
             self.trainer_budget -= len(taken)
         steps = sum(rollout.steps - resume.get(rollout.id, 0) for rollout in taken)
         filler = Filler.TRAINERS if group.trains else _FILLER.get(value)
-        self.pace.begin(lease.id, group.leader, group.kind, steps, filler, now + self._turn(group))
+        fills = filler is not Filler.EXPLORATION or self.spare.explores
+        begins_s = now + self._turn(group)
+        self.pace.begin(lease.id, group.leader, group.kind, steps, filler, begins_s, fills=fills)
         return GrantLease(*granted)
 
     # -- GPUs that train -------------------------------------------------------------------------------
