@@ -292,7 +292,7 @@ class World:
 
     async def _assemble(self, accounts: ClusterAccounts) -> None:
         self.conversations, self.inbox = Conversations(), Inbox()
-        notes, recorder = accounts.observer, self.attempt.book
+        notes, recorder = accounts.observer, self.attempt.recorder
         assert isinstance(notes, Notes)
         self.notes = notes.notes
         client = BlobClient(self.store)

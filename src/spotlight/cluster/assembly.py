@@ -82,7 +82,7 @@ async def assembled(materials: Materials, room: AttemptRoom) -> AsyncIterator[He
     controller = _controller(materials, room.attempt)
     inbox, conversations = Inbox(), Conversations()
     samples = AcceptedSamples(BlobClient(room.store))
-    incidents = IncidentRecorder(room.accounts.clock, note, room.attempt.book.ledger, controller.cluster)
+    incidents = IncidentRecorder(room.accounts.clock, note, room.attempt.recorder.ledger, controller.cluster)
     nodes = ClusterNodes(config, room.site, inbox.put, conversations.fail, note, room.accounts.clock)
     async with AsyncExitStack() as stack:
         workers = _workers(config, room, nodes, conversations, inbox, incidents, note, stack)
@@ -92,7 +92,7 @@ async def assembled(materials: Materials, room: AttemptRoom) -> AsyncIterator[He
             learner,
             PublishedVersions(samples.store),
             conversations,
-            room.attempt.book.checkpoints,
+            room.attempt.recorder.checkpoints,
             tuple(prompt.id for prompt in materials.prompts.used(config)),
             inbox.put,
             note,
@@ -108,7 +108,7 @@ async def assembled(materials: Materials, room: AttemptRoom) -> AsyncIterator[He
                 conversations, samples, materials.rewards, materials.by_id, inbox.put, note
             ),
             accounts=room.accounts,
-            recorder=room.attempt.book,
+            recorder=room.attempt.recorder,
             incidents=incidents,
             drains=Drains(nodes.acknowledge),
             observer=materials.observer,

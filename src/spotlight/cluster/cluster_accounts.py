@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from spotlight.cluster.billing import Billing, Spent
 from spotlight.cluster.remote_calls import Clock
 from spotlight.runtime.observer import Observer
-from spotlight.runtime.recorder import RunBook
+from spotlight.runtime.recorder import RunRecorder
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.types import NodeId, Phase, WorkerId
@@ -43,7 +43,7 @@ class ClusterAccounts:
         # One clock for all that is billed: what two of them say would never add up.
         self._epoch_s = time.time() - self.written_s
 
-    def observe(self, event: ev.Event, effects: Sequence[ef.Effect], now: float, book: RunBook) -> None:
+    def observe(self, event: ev.Event, effects: Sequence[ef.Effect], now: float, book: RunRecorder) -> None:
         """Follow an event, and the controller's answer to it."""
         self.billing.observe(event, effects, now)
         match event:
@@ -53,7 +53,7 @@ class ClusterAccounts:
             case ev.NodeLost(node_id):
                 self._stop_billing(node_id, now, book)
 
-    def write(self, book: RunBook) -> None:
+    def write(self, book: RunRecorder) -> None:
         """Write down where the time since the last call went."""
         now = self.clock()
         spends = self.billing.take(now)
@@ -62,7 +62,7 @@ class ClusterAccounts:
             self._seconds[spent.phase] += spent.seconds
         self.observer.billed(book.ledger.cost_usd())
 
-    def finish(self, book: RunBook) -> None:
+    def finish(self, book: RunRecorder) -> None:
         """The attempt ends: what is not sure by now is lost."""
         now = self.clock()
         self._spend(book, self.billing.finish(now), now)
@@ -72,7 +72,7 @@ class ClusterAccounts:
         taken, self._seconds = dict(self._seconds), defaultdict(float)
         return taken
 
-    def _spend(self, book: RunBook, spends: Iterable[Spent], now: float) -> None:
+    def _spend(self, book: RunRecorder, spends: Iterable[Spent], now: float) -> None:
         elapsed_s, self.written_s = now - self.written_s, now
         rows = [
             GpuSpend(self._billed_as[spent.slot], spent.phase, spent.seconds, spent.price_usd_h)
@@ -80,14 +80,14 @@ class ClusterAccounts:
         ]
         book.bill(rows, elapsed_s, self._epoch_s + now)
 
-    def _start_billing(self, node: NodeId, now: float, book: RunBook) -> None:
+    def _start_billing(self, node: NodeId, now: float, book: RunRecorder) -> None:
         times = self._joined[node] = self._joined.get(node, 0) + 1
         prices = self.billing.price_of(node)
         names = {slot: WorkerId(f"{slot}#{times}") if times > 1 else slot for slot in prices}
         self._billed_as |= names
         book.ledger.start_billing({names[slot]: price for slot, price in prices.items()}, self._epoch_s + now)
 
-    def _stop_billing(self, node: NodeId, now: float, book: RunBook) -> None:
+    def _stop_billing(self, node: NodeId, now: float, book: RunRecorder) -> None:
         slots = [slot for slot in self._billed_as if slot.rpartition("/")[0] == node]
         if slots:
             self.write(book)

@@ -36,7 +36,7 @@ from spotlight.cluster.workers.worker_pool import WorkerPool
 from spotlight.rollout.serialization import unpack_image
 from spotlight.runtime.build.preview_settings import report_note, report_row
 from spotlight.runtime.observer import Observer
-from spotlight.runtime.recorder import RunBook, shown
+from spotlight.runtime.recorder import RunRecorder, shown
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
@@ -66,7 +66,7 @@ class HeadParts:
     samples: AcceptedSamples
     scoring: SampleScoring
     accounts: ClusterAccounts
-    recorder: RunBook
+    recorder: RunRecorder
     incidents: IncidentRecorder
     drains: Drains
     observer: Observer

@@ -23,7 +23,7 @@ import spotlight
 from spotlight.config.load import dump_config
 from spotlight.config.schema import RunConfig
 from spotlight.runtime.observer import Observer
-from spotlight.runtime.recorder import RunBook
+from spotlight.runtime.recorder import RunRecorder
 from spotlight.scheduler.types import Prompt, PromptId, WorkerId
 from spotlight.store.checkpoints import Checkpoint, CheckpointStore
 from spotlight.store.images import drop_pictures
@@ -67,7 +67,7 @@ class Attempt:
     """
 
     number: int
-    book: RunBook
+    recorder: RunRecorder
     newest: Checkpoint | None
     result: RunResult | None = None
 
@@ -82,7 +82,7 @@ def open_attempt(
     workers: Mapping[WorkerId, float],
     began_s: float,
     observer: Observer,
-    account: Callable[[RunBook], None],
+    account: Callable[[RunRecorder], None],
 ) -> Iterator[Attempt]:
     """Begin an attempt: undo what came after the newest whole checkpoint, and open the books.
 
@@ -110,7 +110,7 @@ def open_attempt(
         number = ledger.begin_attempt(
             pid=os.getpid(), host=socket.gethostname(), workers=workers, now_s=began_s
         )
-        book = RunBook(
+        recorder = RunRecorder(
             paths=directory,
             ledger=ledger,
             checkpoints=checkpoints,
@@ -123,7 +123,7 @@ def open_attempt(
             grid_images=config.evaluation.grid[1],
             before_s=before_s,
         )
-        attempt = Attempt(number, book, newest)
+        attempt = Attempt(number, recorder, newest)
         try:
             stack.enter_context(_attempt_log(directory.attempt_log(number)))
             _say_where(newest, observer, number)
@@ -139,19 +139,19 @@ def open_attempt(
                 log.exception("the run failed")
             ending = Ending.STOPPED if isinstance(error, KeyboardInterrupt) else Ending.FAILED
             with suppress(StoreError):  # a full disk takes this neither; the next attempt closes this one
-                _close(book, account, ending)
+                _close(recorder, account, ending)
             raise
         result = attempt.result
         _close(
-            book,
+            recorder,
             account,
             Ending.STOPPED if result.stopped else Ending.FAILED if result.error else Ending.FINISHED,
         )
 
 
-def _close(book: RunBook, account: Callable[[RunBook], None], ending: Ending) -> None:
-    account(book)
-    book.ledger.end_attempt(ending)
+def _close(recorder: RunRecorder, account: Callable[[RunRecorder], None], ending: Ending) -> None:
+    account(recorder)
+    recorder.ledger.end_attempt(ending)
 
 
 def _say_where(newest: Checkpoint | None, observer: Observer, attempt: int) -> None:

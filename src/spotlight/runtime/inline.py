@@ -29,7 +29,7 @@ from spotlight.runtime.build.denoise import Denoiser
 from spotlight.runtime.build.preview_settings import report_note, report_row
 from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.observer import Observer
-from spotlight.runtime.recorder import Book, Picture, shown
+from spotlight.runtime.recorder import Recorder, Picture, shown
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
@@ -82,7 +82,7 @@ class Parts:
     denoiser: Denoiser
     trainer: Trainer
     rewards: RewardPool
-    book: Book
+    recorder: Recorder
     clock: PhaseClock
     observer: Observer
     ranks: Ranks
@@ -170,7 +170,7 @@ class InlineDriver:
     def _carry_out(self, effect: ef.Effect) -> None:
         match effect:
             case ef.WriteRecord(position, record):
-                self.parts.book.write(position, record)
+                self.parts.recorder.write(position, record)
             case ef.StartWorker() | ef.PullWeights() | ef.FormGroup():
                 self._answer(effect)
             case ef.GrantLease(lease, rollouts, _):
@@ -188,7 +188,7 @@ class InlineDriver:
                 if note := report_note(report):
                     self.parts.observer.note(note)
             case ef.ReportPipeline():
-                self.parts.book.pipeline(effect)
+                self.parts.recorder.pipeline(effect)
                 self.parts.trainer.log.put(effect.row())
             case ef.PrepareBatch() | ef.TrainMicroBatch() | ef.StepOptimizer() | ef.FinishBatch():
                 self._train(effect)
@@ -310,7 +310,7 @@ class InlineDriver:
         self._account()
         with self.parts.clock.phase(Phase.EVALUATION):
             trained = self.parts.controller.ledger.trained
-            row = self.parts.book.evaluation(effect, trained, self._pictures(effect.rollouts))
+            row = self.parts.recorder.evaluation(effect, trained, self._pictures(effect.rollouts))
         self.parts.observer.evaluated(effect.iteration, row)
         self._events.append(ev.EvaluationReported(effect.iteration, effect.lineage))
 
@@ -361,14 +361,14 @@ class InlineDriver:
         self._account()
         row |= {f"seconds/{phase.value}": spent for phase, spent in self._spent.items()}
         self._spent.clear()
-        self.parts.book.iteration(controller.iteration, controller.ledger.trained, row)
+        self.parts.recorder.iteration(controller.iteration, controller.ledger.trained, row)
         self.parts.observer.iterated(controller.iteration, row)
 
     def _checkpoint(self, effect: ef.CommitCheckpoint) -> None:
         # Accounted right before and right after: a resume from here on finds exactly the lost seconds.
         self._account()
         with self.parts.clock.phase(Phase.CHECKPOINT):
-            self.parts.book.checkpoint(effect, self.parts.trainer.learner)
+            self.parts.recorder.checkpoint(effect, self.parts.trainer.learner)
         self._account()
         self._stopped = self._over = any(self.parts.ranks.share(self._stop_requested))
         if not self._over:
@@ -377,7 +377,7 @@ class InlineDriver:
     def _account(self) -> None:
         """Write down where the time since the last call went."""
         seconds = self.parts.clock.take()
-        self.parts.book.spend(seconds)
+        self.parts.recorder.spend(seconds)
         self._spent.update(seconds)
         self._events.extend(ev.GpuTimeSpent(WORKER, phase, spent) for phase, spent in seconds.items())
 

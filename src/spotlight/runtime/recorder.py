@@ -34,7 +34,7 @@ CONTROLLER_FILE, LEARNER_FOLDER = "controller.json", "learner"
 Picture = NDArray[np.uint8]
 
 
-class Book(Protocol):
+class Recorder(Protocol):
     """Where the driver writes."""
 
     def write(self, position: int, record: Record) -> None:
@@ -62,8 +62,8 @@ class Book(Protocol):
 
 
 @dataclass(slots=True)
-class RunBook:
-    """The main rank's book.
+class RunRecorder:
+    """The main rank's recorder.
 
     Attributes:
         workers: price of each worker in USD an hour.
@@ -86,17 +86,17 @@ class RunBook:
     _spent_s: float = 0.0
 
     def write(self, position: int, record: Record) -> None:
-        """See :class:`Book`."""
+        """See :class:`Recorder`."""
         self._records.append((position, record))
 
     def flush(self) -> None:
-        """See :class:`Book`."""
+        """See :class:`Recorder`."""
         if self._records:
             self.ledger.append(self._records)
             self._records = []
 
     def spend(self, seconds: Mapping[Phase, float]) -> None:
-        """See :class:`Book`."""
+        """See :class:`Recorder`."""
         spends = [
             GpuSpend(worker, phase, spent, price)
             for worker, price in self.workers.items()
@@ -122,7 +122,7 @@ class RunBook:
     def evaluation(
         self, effect: ReportEvaluation, samples_trained: int, pictures: Mapping[Rollout, Picture]
     ) -> dict[str, float]:
-        """See :class:`Book`."""
+        """See :class:`Recorder`."""
         validation = summarise(effect.rollouts, effect.scores, self.prompts, self.strict)
         row = validation.row()
         named = {f"validation/{name}": value for name, value in row.items()}
@@ -131,16 +131,16 @@ class RunBook:
         return row
 
     def pipeline(self, effect: ReportPipeline) -> None:
-        """See :class:`Book`."""
+        """See :class:`Recorder`."""
         self.flush()
         self.ledger.fill(effect.iteration, effect.filled_s)
 
     def iteration(self, iteration: int, samples_trained: int, row: Mapping[str, float]) -> None:
-        """See :class:`Book`."""
+        """See :class:`Recorder`."""
         self.metrics.write(MetricsRow(iteration, samples_trained, self.wall_s, row))
 
     def checkpoint(self, effect: CommitCheckpoint, learner: Learner) -> None:
-        """See :class:`Book`."""
+        """See :class:`Recorder`."""
         with self.committing(effect) as directory:
             _save_learner(learner, directory, self.ranks)
 
@@ -176,8 +176,8 @@ class RunBook:
 
 
 @dataclass(slots=True)
-class Bystander:
-    """The book of the other ranks: writes nothing but its share of the learner's state."""
+class PassiveRecorder:
+    """The recorder of the other ranks: writes nothing but its share of the learner's state."""
 
     ranks: Ranks
     prompts: Mapping[PromptId, Prompt]

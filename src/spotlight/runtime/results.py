@@ -10,7 +10,7 @@ from pathlib import Path
 from spotlight.config.schema import RunConfig
 from spotlight.models.family import ModelFamily
 from spotlight.models.slots import WeightSlots
-from spotlight.runtime.recorder import RunBook
+from spotlight.runtime.recorder import RunRecorder
 from spotlight.runtime.validation import GRADED, STRICT
 from spotlight.scheduler.types import Purpose
 from spotlight.store.images import drawn_iterations, write_comparison
@@ -39,7 +39,7 @@ def export_judged(config: RunConfig, family: ModelFamily, slots: WeightSlots, ra
 
 
 def conclude_run(
-    config: RunConfig, book: RunBook, weights: Path | None, account: Callable[[], None]
+    config: RunConfig, recorder: RunRecorder, weights: Path | None, account: Callable[[], None]
 ) -> RunSummary:
     """Draw the comparison and write ``summary.json``.
 
@@ -47,17 +47,17 @@ def conclude_run(
         weights: what :func:`export_judged` wrote.
         account: writes down where the time went, so that the summary counts what it cost up to itself.
     """
-    _compare(book)
+    _compare(recorder)
     account()
-    summary = summarise_run(config, book, weights if config.learner.mode == "lora" else None)
-    write_summary(book.paths.summary, summary)
+    summary = summarise_run(config, recorder, weights if config.learner.mode == "lora" else None)
+    write_summary(recorder.paths.summary, summary)
     return summary
 
 
-def summarise_run(config: RunConfig, book: RunBook, lora: Path | None) -> RunSummary:
+def summarise_run(config: RunConfig, recorder: RunRecorder, lora: Path | None) -> RunSummary:
     """Count a run's outcome from its ledger and metrics."""
-    counts = book.ledger.counts()
-    validations = [row for row in read_metrics(book.paths.path) if f"{_VALIDATION}{GRADED}" in row.values]
+    counts = recorder.ledger.counts()
+    validations = [row for row in read_metrics(recorder.paths.path) if f"{_VALIDATION}{GRADED}" in row.values]
     last = validations[-1].values if validations else {}
     judged = STRICT if f"{_VALIDATION}{STRICT}" in last else GRADED
     stderr = last.get(f"{_VALIDATION}{judged}_stderr", math.inf)
@@ -65,24 +65,24 @@ def summarise_run(config: RunConfig, book: RunBook, lora: Path | None) -> RunSum
         iterations=config.iterations,
         validation=tuple(_point(row) for row in validations),
         validation_stderr=stderr if math.isfinite(stderr) else None,
-        wall_s=book.wall_s,
-        gpu_seconds_by_phase=book.ledger.gpu_seconds_by_phase(),
-        cost_usd=book.ledger.cost_usd(),
+        wall_s=recorder.wall_s,
+        gpu_seconds_by_phase=recorder.ledger.gpu_seconds_by_phase(),
+        cost_usd=recorder.ledger.cost_usd(),
         samples=SampleCounts(
             issued=counts.issued.get(Purpose.TRAIN, 0), trained=counts.trained, dropped=counts.train_dropped
         ),
-        lora=str(lora.relative_to(book.paths.path)) if lora else None,
+        lora=str(lora.relative_to(recorder.paths.path)) if lora else None,
         run_seed=config.run_seed,
     )
 
 
-def _compare(book: RunBook) -> None:
-    drawn = drawn_iterations(book.paths)
+def _compare(recorder: RunRecorder) -> None:
+    drawn = drawn_iterations(recorder.paths)
     if len(drawn) < 2:
         return
     since = "before" if drawn[0] == 0 else f"after {drawn[0]}"
     title = f"{since} and after {drawn[-1]} iterations"
-    write_comparison(book.paths, before=drawn[0], after=drawn[-1], title=title)
+    write_comparison(recorder.paths, before=drawn[0], after=drawn[-1], title=title)
 
 
 def _point(row: MetricsRow) -> ValidationPoint:

@@ -32,7 +32,7 @@ from spotlight.runtime.finished import finished_summary
 from spotlight.runtime.inline import InlineDriver, Parts
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.process_memory import memory_told_plainly
-from spotlight.runtime.recorder import CONTROLLER_FILE, LEARNER_FOLDER, Book, Bystander, RunBook
+from spotlight.runtime.recorder import CONTROLLER_FILE, LEARNER_FOLDER, Recorder, PassiveRecorder, RunRecorder
 from spotlight.runtime.results import conclude_run, export_judged
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.types import Prompt, PromptId, WorkerId
@@ -76,7 +76,7 @@ def train(config: RunConfig, observer: Observer) -> RunResult:
             observer.note(note)
         if not ranks.is_main:
             return _drive(
-                materials, observer, clock, Bystander(ranks, _by_id(materials), config.evaluation.strict)
+                materials, observer, clock, PassiveRecorder(ranks, _by_id(materials), config.evaluation.strict)
             )
         require_disk(config)
         directory = stack.enter_context(
@@ -126,9 +126,9 @@ def _as_main(
         workers={WorkerId(f"rank-{rank}"): config.fleet.price_usd_h for rank in range(ranks.world)},
         began_s=time.time() - clock.elapsed_s,
         observer=observer,
-        account=lambda book: book.spend(clock.take()),
+        account=lambda recorder: recorder.spend(clock.take()),
     ) as attempt:
-        result = attempt.result = _drive(materials, observer, clock, attempt.book, attempt.newest)
+        result = attempt.result = _drive(materials, observer, clock, attempt.recorder, attempt.newest)
     return result
 
 
@@ -136,7 +136,7 @@ def _drive(
     materials: _Materials,
     observer: Observer,
     clock: PhaseClock,
-    book: Book,
+    recorder: Recorder,
     newest: Checkpoint | None = None,
 ) -> RunResult:
     config, ranks = materials.config, materials.ranks
@@ -150,7 +150,7 @@ def _drive(
             denoiser=materials.denoiser,
             trainer=materials.learning.trainer,
             rewards=materials.rewards,
-            book=book,
+            recorder=recorder,
             clock=clock,
             observer=observer,
             ranks=ranks,
@@ -166,9 +166,9 @@ def _drive(
         return RunResult(directory, None, error, driver.stopped)
     learning = materials.learning
     weights = export_judged(config, learning.model.family, learning.slots, ranks)
-    if not isinstance(book, RunBook):
+    if not isinstance(recorder, RunRecorder):
         return RunResult(directory, None, None, stopped=False)
-    summary = conclude_run(config, book, weights, lambda: book.spend(clock.take()))
+    summary = conclude_run(config, recorder, weights, lambda: recorder.spend(clock.take()))
     return RunResult(directory, summary, None, stopped=False)
 
 
