@@ -27,7 +27,7 @@ from spotlight.runtime.build.denoise import Denoiser
 from spotlight.runtime.build.learner_parts import Learning, assemble, fill_embeddings, prepare_model
 from spotlight.runtime.build.process_setup import prepare_process
 from spotlight.runtime.clock import PhaseClock
-from spotlight.runtime.inline import InlineDriver, Parts
+from spotlight.runtime.inline import InlineDriver, InlineParts
 from spotlight.runtime.observer import Silent
 from spotlight.runtime.recorder import Picture
 from spotlight.runtime.validation import strict_curve, summarise
@@ -45,8 +45,8 @@ Weights = dict[str, Tensor]
 
 
 @dataclass(slots=True)
-class Notebook:
-    """A run's book that is kept in memory.
+class MemoryRecorder:
+    """A recorder that keeps what a run reports in memory.
 
     Attributes:
         validations: rows by iteration.
@@ -119,7 +119,7 @@ class Lab:
 
     def train(
         self, where: Explore | None, trained: Callable[[int], None] = lambda iteration: None
-    ) -> Notebook:
+    ) -> MemoryRecorder:
         """Train to the end. Once for each lab.
 
         Args:
@@ -136,14 +136,14 @@ class Lab:
         else:
             plan = dataclasses.replace(plan, exploration=dataclasses.replace(exploration, where=where))
         by_id = {prompt.id: prompt for prompt in (*self.prompts.train, *self.prompts.test)}
-        book = Notebook(by_id, self.config.evaluation.strict, trained)
+        recorder = MemoryRecorder(by_id, self.config.evaluation.strict, trained)
         driver = BesideTraining(
-            Parts(
+            InlineParts(
                 controller=Controller(plan, self.prompts.train, self.prompts.test),
                 denoiser=self.denoiser,
                 trainer=self.learning.trainer,
                 rewards=self.rewards,
-                book=book,
+                recorder=recorder,
                 clock=PhaseClock(Phase.IDLE),
                 observer=Silent(),
                 ranks=Ranks(),
@@ -154,7 +154,7 @@ class Lab:
         error = driver.run()
         if error is not None:
             raise RuntimeError(error)
-        return book
+        return recorder
 
     def weights(self) -> Weights:
         """A copy of those that rollouts use now."""

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from spotlight.rewards.results import FailureKind, RewardBatch, RewardFailure
-from spotlight.runtime.inline import InlineDriver, Parts, _Scoring
+from spotlight.runtime.inline import InlineDriver, InlineParts, _Scoring
 from spotlight.scheduler.queue import PullQueue
 from spotlight.scheduler.types import Phase, PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 from spotlight.training.sharding import Ranks
@@ -28,7 +28,9 @@ def driver(
 ) -> InlineDriver:
     controller = SimpleNamespace(queue=queue, plan=SimpleNamespace(max_drop_share=max_drop_share))
     observer = SimpleNamespace(work=lambda *what: told.append(what))
-    return InlineDriver(cast(Parts, SimpleNamespace(controller=controller, observer=observer, ranks=Ranks())))
+    return InlineDriver(
+        cast(InlineParts, SimpleNamespace(controller=controller, observer=observer, ranks=Ranks()))
+    )
 
 
 def test_work_is_counted_in_samples_over_all_leases_of_an_iteration() -> None:

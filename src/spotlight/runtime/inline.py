@@ -29,7 +29,7 @@ from spotlight.runtime.build.denoise import Denoiser
 from spotlight.runtime.build.preview_settings import report_note, report_row
 from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.observer import Observer
-from spotlight.runtime.recorder import Recorder, Picture, shown
+from spotlight.runtime.recorder import Picture, Recorder, shown
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
@@ -70,7 +70,7 @@ _REASON = {
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class InlineParts:
     """What the driver works with.
 
     Attributes:
@@ -104,7 +104,7 @@ class _Scoring:
 class InlineDriver:
     """Drives one run to its end, or to the next checkpoint after ``request_stop``."""
 
-    parts: Parts
+    parts: InlineParts
     _events: deque[ev.Event] = field(default_factory=deque)
     _samples: dict[RolloutId, FinishedRollout] = field(default_factory=dict)
     _unsubmitted: list[Rollout] = field(default_factory=list)

@@ -29,10 +29,10 @@ from spotlight.runtime.build.process_setup import prepare_process
 from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.disk import require_disk
 from spotlight.runtime.finished import finished_summary
-from spotlight.runtime.inline import InlineDriver, Parts
+from spotlight.runtime.inline import InlineDriver, InlineParts
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.process_memory import memory_told_plainly
-from spotlight.runtime.recorder import CONTROLLER_FILE, LEARNER_FOLDER, Recorder, PassiveRecorder, RunRecorder
+from spotlight.runtime.recorder import CONTROLLER_FILE, LEARNER_FOLDER, PassiveRecorder, Recorder, RunRecorder
 from spotlight.runtime.results import conclude_run, export_judged
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.types import Prompt, PromptId, WorkerId
@@ -76,7 +76,10 @@ def train(config: RunConfig, observer: Observer) -> RunResult:
             observer.note(note)
         if not ranks.is_main:
             return _drive(
-                materials, observer, clock, PassiveRecorder(ranks, _by_id(materials), config.evaluation.strict)
+                materials,
+                observer,
+                clock,
+                PassiveRecorder(ranks, _by_id(materials), config.evaluation.strict),
             )
         require_disk(config)
         directory = stack.enter_context(
@@ -145,7 +148,7 @@ def _drive(
         RunPaths(config.runs_dir / config.name).attempts, prefix=f"rank-{ranks.rank}-reward"
     )
     driver = InlineDriver(
-        Parts(
+        InlineParts(
             controller=controller,
             denoiser=materials.denoiser,
             trainer=materials.learning.trainer,

@@ -15,20 +15,20 @@ STRICT, GRADED = "strict", "graded"
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class ValidationEstimate:
     """A mean and its standard error (images taken as independent draws)."""
 
     mean: float
     stderr: float
 
 
-def estimate(values: Sequence[float]) -> Estimate:
+def estimate(values: Sequence[float]) -> ValidationEstimate:
     """Mean of at least one value; the error of a single value is infinite."""
     mean = math.fsum(values) / len(values)
     if len(values) == 1:
-        return Estimate(mean, math.inf)
+        return ValidationEstimate(mean, math.inf)
     variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    return Estimate(mean, math.sqrt(variance / len(values)))
+    return ValidationEstimate(mean, math.sqrt(variance / len(values)))
 
 
 def strict_curve(configured: str | None, curves: Iterable[str]) -> str | None:
@@ -61,12 +61,12 @@ class Validation:
         by_tag: the strict curve (or the reward) by the prompts' tag.
     """
 
-    curves: Mapping[str, Estimate]
+    curves: Mapping[str, ValidationEstimate]
     strict: str | None
-    by_tag: Mapping[str, Estimate]
+    by_tag: Mapping[str, ValidationEstimate]
 
     @property
-    def judged(self) -> Estimate:
+    def judged(self) -> ValidationEstimate:
         """The strict score where there is one, else the reward."""
         return self.curves[self.strict or REWARD]
 
