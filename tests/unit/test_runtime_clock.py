@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
 import pytest
 
 from spotlight.runtime.clock import PhaseClock
 from spotlight.scheduler.types import Phase
+
+
+def test_a_process_is_as_old_as_the_system_says() -> None:
+    code = (
+        "import time; time.sleep(0.5); from spotlight.runtime.clock import process_age_s as age; print(age())"
+    )
+    began = time.monotonic()
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert 0.5 <= float(said) <= time.monotonic() - began + 0.05
+
+
+def test_what_was_spent_before_the_clock_is_set_up() -> None:
+    clock = PhaseClock(spent_s=3.0)
+    clock.ready()
+    assert 3.0 <= clock.take()[Phase.SETUP] <= clock.elapsed_s
 
 
 @pytest.mark.skipif(not hasattr(time, "CLOCK_BOOTTIME"), reason="only Linux names this clock")

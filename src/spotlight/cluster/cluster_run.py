@@ -44,7 +44,7 @@ from spotlight.training.sharding import Ranks
 BLOB_STORE_FOLDER = "in-flight"
 
 
-def train_on_cluster(config: RunConfig, observer: Observer) -> RunResult:
+def train_on_cluster(config: RunConfig, observer: Observer, spent_s: float = 0.0) -> RunResult:
     """Run, or resume, a configuration on a Ray cluster; see :func:`spotlight.runtime.run.train`.
 
     Raises:
@@ -53,7 +53,7 @@ def train_on_cluster(config: RunConfig, observer: Observer) -> RunResult:
         ModelError, TrainingError, LearnerError: what the learner met with.
         StoreError: the run directory or the disk.
     """
-    began_s = time.time()
+    began_s, began_here_s = time.time() - spent_s, time.monotonic() - spent_s
     if (summary := finished_summary(config)) is not None:
         observer.note(f"finished before: {summary.iterations} iterations are trained")
         return RunResult(config.runs_dir / config.name, summary, None, stopped=False)
@@ -67,6 +67,7 @@ def train_on_cluster(config: RunConfig, observer: Observer) -> RunResult:
         )
         site = stack.enter_context(_joined(config, observer))
         accounts = ClusterAccounts(time.monotonic, observer)
+        accounts.written_s = began_here_s  # all until now is part of the attempt, too
         with open_attempt(
             config,
             directory,

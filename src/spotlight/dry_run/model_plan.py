@@ -21,13 +21,25 @@ from spotlight.testbed import PIPELINE_DIR
 
 
 @dataclass(frozen=True, slots=True)
-class ModelSizes:
-    """What memory and time depend on.
+class TransformerSizes:
+    """What the number of trained parameters depends on.
 
     Attributes:
         root: the pipeline directory.
         parameters: of the DiT.
         linears: (outputs, inputs) of the DiT's linear layers, by module name.
+    """
+
+    root: Path
+    parameters: int
+    linears: Mapping[str, tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes(TransformerSizes):
+    """What memory and time depend on.
+
+    Attributes:
         layers: blocks of the DiT.
         width: of the DiT's hidden states.
         channels: of the packed latents.
@@ -37,9 +49,6 @@ class ModelSizes:
         text_encoder_parameters: 0 where they are not on this machine yet.
     """
 
-    root: Path
-    parameters: int
-    linears: Mapping[str, tuple[int, int]]
     layers: int
     width: int
     channels: int
@@ -74,23 +83,34 @@ def read_sizes(config: RunConfig) -> ModelSizes | NotHere:
     Raises:
         ModelError: the directory is missing, incomplete or another pipeline.
     """
+    files = _locate(config, ("transformer", "vae"))
+    return files if isinstance(files, NotHere) else _sizes(files, layout_of(config))
+
+
+def read_transformer(config: RunConfig) -> TransformerSizes | NotHere:
+    """The sizes of the configured DiT, from its headers alone. Raises ModelError as :func:`read_sizes`."""
+    files = _locate(config, ("transformer",))
+    return files if isinstance(files, NotHere) else _transformer(files)
+
+
+def _locate(config: RunConfig, parts: Sequence[str]) -> PipelineFiles | NotHere:
+    """The pipeline on this machine; of one from the hub at least ``parts``."""
     model, layout = config.model, layout_of(config)
     path = str(PIPELINE_DIR) if model.path == TESTBED else model.path
     if not Path(path).expanduser().exists() and path.count("/") == 1 and not path.startswith((".", "/", "~")):
-        cached = _cached(path, model.revision)
+        cached = _cached(path, model.revision, parts)
         if cached is None:
             return NotHere(
                 path, f"hf download {path}" + (f" --revision {model.revision}" if model.revision else "")
             )
-        return _sizes(PipelineFiles(cached), layout)
-    files = locate(
+        return PipelineFiles(cached)
+    return locate(
         path, revision=model.revision, pipeline_class=layout.pipeline_class, components=layout.components
     )
-    return _sizes(files, layout)
 
 
-def _cached(hub_id: str, revision: str | None) -> Path | None:
-    """The snapshot of a hub model whose DiT and VAE are in the local cache."""
+def _cached(hub_id: str, revision: str | None, parts: Sequence[str]) -> Path | None:
+    """The snapshot of a hub model of which these parts are in the local cache."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -98,13 +118,12 @@ def _cached(hub_id: str, revision: str | None) -> Path | None:
         root = Path(snapshot_download(hub_id, revision=revision, local_files_only=True))
     except LocalEntryNotFoundError:
         return None
-    return root if all(_shapes(root / part) for part in ("transformer", "vae")) else None
+    return root if all(_shapes(root / part) for part in parts) else None
 
 
-def _sizes(files: PipelineFiles, layout: FamilyLayout) -> ModelSizes:
-    dimensions = layout.dimensions(files)
+def _transformer(files: PipelineFiles) -> TransformerSizes:
     shapes = _shapes(files.folder("transformer"))
-    return ModelSizes(
+    return TransformerSizes(
         root=files.root,
         parameters=_count(shapes),
         linears={
@@ -112,6 +131,15 @@ def _sizes(files: PipelineFiles, layout: FamilyLayout) -> ModelSizes:
             for name, shape in shapes.items()
             if name.endswith(".weight") and len(shape) == 2
         },
+    )
+
+
+def _sizes(files: PipelineFiles, layout: FamilyLayout) -> ModelSizes:
+    dimensions, transformer = layout.dimensions(files), _transformer(files)
+    return ModelSizes(
+        transformer.root,
+        transformer.parameters,
+        transformer.linears,
         layers=dimensions.layers,
         width=dimensions.width,
         channels=dimensions.channels,
@@ -122,7 +150,7 @@ def _sizes(files: PipelineFiles, layout: FamilyLayout) -> ModelSizes:
     )
 
 
-def bind_targets(sizes: ModelSizes, targets: Sequence[str]) -> dict[str, tuple[int, int]]:
+def bind_targets(sizes: TransformerSizes, targets: Sequence[str]) -> dict[str, tuple[int, int]]:
     """The linear layers that LoRA targets match (ends of module names), with (outputs, inputs).
 
     Raises:

@@ -16,6 +16,7 @@ from spotlight.dry_run.memory_plan import Estimate, disk_parts, memory_parts
 from spotlight.dry_run.model_plan import (
     ModelSizes,
     NotHere,
+    TransformerSizes,
     bind_targets,
     layout_of,
     lora_parameters,
@@ -110,7 +111,10 @@ def make_plan(config: RunConfig) -> RunPlan:
     prompts = load_prompts(config)
     model = read_sizes(config)
     _require_step_cache(config, model)
-    trained = None if isinstance(model, NotHere) else parameters_trained(config, model)
+    trained: int | None = None
+    if isinstance(model, ModelSizes):
+        model.image_tokens(config.rollout.height, config.rollout.width)  # raises if it does not suit
+        trained = parameters_trained(config, model)
     images = len(prompts.test) * config.evaluation.images_per_prompt
     evaluations = config.evaluation.count(config.iterations)
     memory: tuple[Estimate, ...] = ()
@@ -187,9 +191,8 @@ def _require_step_cache(config: RunConfig, model: ModelSizes | NotHere) -> None:
         raise ConfigError("the configuration", [exploration.step_cache_problem(config.model.path, why)])
 
 
-def parameters_trained(config: RunConfig, model: ModelSizes) -> int:
+def parameters_trained(config: RunConfig, model: TransformerSizes) -> int:
     """Scalars that the optimizer updates. Raises ModelError: a LoRA target that matches nothing."""
-    model.image_tokens(config.rollout.height, config.rollout.width)  # raises for a size that does not suit
     if config.learner.mode == "full":
         return model.parameters
     lora = config.learner.lora

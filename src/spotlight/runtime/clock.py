@@ -6,9 +6,11 @@ what is accounted for.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from spotlight.scheduler.types import Phase
 
@@ -19,18 +21,35 @@ def _now_s() -> float:
     return time.monotonic() if boot is None else time.clock_gettime(boot)
 
 
-class PhaseClock:
-    """Attributes wall-clock seconds to phases; outside of any ``phase`` block time is idle."""
+_IMPORTED_S = _now_s()
 
-    def __init__(self, initial: Phase = Phase.SETUP) -> None:
-        self._begun = self._mark = _now_s()
+
+def process_age_s() -> float:
+    """Seconds since this process was started, imports included; without /proc: since this module was."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        # Field 22 of proc(5), counted in ticks since the machine was booted; the first two are cut off here.
+        return max(0.0, _now_s() - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError):
+        return _now_s() - _IMPORTED_S
+
+
+class PhaseClock:
+    """Attributes wall-clock seconds to phases; outside of any ``phase`` block time is idle.
+
+    Args:
+        spent_s: that ``initial`` took before the clock was made.
+    """
+
+    def __init__(self, initial: Phase = Phase.SETUP, spent_s: float = 0.0) -> None:
+        self._begun = self._mark = _now_s() - spent_s
         self._phase = initial
         self._unclaimed: dict[Phase, float] = {}
         self._failed_in: Phase | None = None
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the clock was made."""
+        """Seconds since the clock began."""
         return _now_s() - self._begun
 
     @property

@@ -54,8 +54,11 @@ class _Materials:
     rewards: RewardPool
 
 
-def train(config: RunConfig, observer: Observer) -> RunResult:
+def train(config: RunConfig, observer: Observer, spent_s: float = 0.0) -> RunResult:
     """Run, or resume, a configuration to its end. A run that is at its end already returns at once.
+
+    Args:
+        spent_s: on the run before this call, by starting the process and importing; billed as set-up.
 
     Raises:
         ConfigError, PromptFileError, ModelError, RewardSetupError, RewardInputError: before any work.
@@ -63,7 +66,7 @@ def train(config: RunConfig, observer: Observer) -> RunResult:
         DeviceMemoryError: the device has too little memory.
         TrainingError: the learner cannot go on (gradients that are not finite).
     """
-    clock = PhaseClock()
+    clock = PhaseClock(spent_s=spent_s)
     if (summary := finished_summary(config)) is not None:
         observer.note(f"finished before: {summary.iterations} iterations are trained")
         return RunResult(config.runs_dir / config.name, summary, None, stopped=False)

@@ -91,10 +91,6 @@ class Facts:
         spent, done = self.work_at - self.work_since, self.work[1] - self.work_from
         return done / spent if spent > 0.2 and done else math.nan
 
-    def restart_clock(self) -> None:
-        """Count from here: importing is over, what is billed begins."""
-        self.started = time.monotonic()
-
     def take_work(self, phase: Phase, done: float, total: int) -> None:
         """Note progress within a phase."""
         self.work_at = time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
@@ -114,16 +115,17 @@ def _print_plan(config: RunConfig, arguments: Sequence[str]) -> None:
 
 def _run(config: RunConfig, plain: bool) -> RunResult:
     from spotlight.cli.runs.progress import make_progress
+    from spotlight.runtime.clock import process_age_s
 
     if config.model.path == "testbed" or Path(config.model.path).is_dir():
         silence_loading_bars()  # those of a download are wanted
     progress = make_progress(config, plain)
+    progress.facts.started = time.monotonic() - process_age_s()  # importing is waited for, and billed
     try:
         with progress:
             progress.note("loading the model, the rewards and the prompts")
             run = driver_of(config)
-            progress.facts.restart_clock()
-            return run(config, progress)
+            return run(config, progress, process_age_s())
     except KeyboardInterrupt as error:
         message = "interrupted at once; the same command goes on from the last checkpoint."
         raise failure(message, EXIT_INTERRUPTED) from error
@@ -135,7 +137,7 @@ def _run(config: RunConfig, plain: bool) -> RunResult:
         raise
 
 
-def driver_of(config: RunConfig) -> Callable[[RunConfig, Observer], RunResult]:
+def driver_of(config: RunConfig) -> Callable[[RunConfig, Observer, float], RunResult]:
     """What runs this configuration: this process (and the ranks of one ``torchrun``), or a Ray cluster."""
     if config.fleet.driver == "ray":
         from spotlight.cluster.cluster_run import train_on_cluster
