@@ -22,13 +22,12 @@ from spotlight.config.schema import RunConfig
 from spotlight.rewards.results import ScoredSample
 from spotlight.rewards.reward_pool import RewardPool
 from spotlight.rollout.state import FinishedRollout
-from spotlight.runtime.build import parts as build
-from spotlight.runtime.build.denoise import Denoiser
+from spotlight.runtime.build import components as build
 from spotlight.runtime.build.learner_parts import Learning, assemble, fill_embeddings, prepare_model
-from spotlight.runtime.build.process_setup import prepare_process
 from spotlight.runtime.clock import PhaseClock
-from spotlight.runtime.inline import InlineDriver, InlineParts
+from spotlight.runtime.inline import Denoiser, InlineDriver, InlineParts
 from spotlight.runtime.observer import Silent
+from spotlight.runtime.process import prepare_process
 from spotlight.runtime.recorder import Picture
 from spotlight.runtime.validation import strict_curve, summarise
 from spotlight.scheduler import events as ev

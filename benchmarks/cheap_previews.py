@@ -36,9 +36,9 @@ from spotlight.rewards.results import ScoredSample
 from spotlight.rewards.reward_pool import RewardPool
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe
-from spotlight.runtime.build import parts as build
+from spotlight.runtime.build import components as build
 from spotlight.runtime.build.learner_parts import Model, prepare_model
-from spotlight.runtime.build.process_setup import prepare_process
+from spotlight.runtime.process import prepare_process
 from spotlight.scheduler.exploration.fidelity import hit_rate, kendall_tau
 from spotlight.scheduler.seeds import derive_seed
 from spotlight.scheduler.types import PolicyVersion, Prompt, Purpose, Rollout, RolloutId

@@ -33,7 +33,7 @@ from spotlight.models.qwen_image import QwenImage
 from spotlight.models.slots import LoraSlots
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import Recipe, RolloutState
-from spotlight.runtime.build.process_setup import prepare_process
+from spotlight.runtime.process import prepare_process
 from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 from spotlight.testbed import PIPELINE_DIR
 

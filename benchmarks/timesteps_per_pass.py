@@ -24,7 +24,7 @@ from benchmarks._measure import CLOCK_HELP, Clock, Report, Row, ratio, take_turn
 from benchmarks.training_step import PROMPTS, TIMESTEPS, Mode, made_now, make_learner, ours, roll_out
 from spotlight.models.family import Condition, ImageSize
 from spotlight.models.qwen_image import QwenImage
-from spotlight.runtime.build.process_setup import prepare_process
+from spotlight.runtime.process import prepare_process
 from spotlight.testbed import PIPELINE_DIR
 from spotlight.training.device_memory import measure_peak
 from spotlight.training.learner import Learner, TrainingSample

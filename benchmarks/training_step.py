@@ -38,7 +38,7 @@ from spotlight.models.qwen_image import QwenImage
 from spotlight.models.slots import CopySlots, LoraSlots, Slot, WeightSlots
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe
-from spotlight.runtime.build.process_setup import prepare_process
+from spotlight.runtime.process import prepare_process
 from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 from spotlight.testbed import PIPELINE_DIR
 from spotlight.training.batching.batch import stack

@@ -12,7 +12,7 @@ from spotlight.config.schema import RunConfig
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.serialization import pack_sample
 from spotlight.rollout.state import FinishedRollout, SampleTensors
-from spotlight.runtime.build import parts as build
+from spotlight.runtime.build import components as build
 from spotlight.runtime.build.learner_parts import Learning, assemble, fill_embeddings, prepare_model
 from spotlight.scheduler.effects import PrepareBatch
 from spotlight.scheduler.seeds import prompts_of_iteration

@@ -11,7 +11,7 @@ from torch import nn
 from spotlight.config.errors import ConfigError
 from spotlight.config.load import build_config
 from spotlight.config.schema import RunConfig
-from spotlight.runtime.build import parts as build
+from spotlight.runtime.build import components as build
 from spotlight.runtime.build.learner_parts import prepare_model
 
 

@@ -14,7 +14,7 @@ from spotlight.dry_run.model_plan import ModelSizes, layout_of, read_sizes
 from spotlight.dry_run.run_plan import count_passes, make_plan
 from spotlight.models.family import ImageSize
 from spotlight.models.slots import WeightSlots
-from spotlight.runtime.build import parts as build
+from spotlight.runtime.build import components as build
 
 STEPS, SAMPLES, TEXT_TOKENS = 5, 8, 8
 

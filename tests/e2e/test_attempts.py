@@ -9,7 +9,7 @@ import pytest
 import torch
 from main_job import NFT, Job
 
-from spotlight.runtime.process_memory import DeviceMemoryError
+from spotlight.runtime.process import DeviceMemoryError
 from spotlight.store.images import drawn_iterations
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.ledger_schema import Ending

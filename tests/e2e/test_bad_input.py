@@ -203,7 +203,7 @@ def test_a_place_that_cannot_be_written_is_refused(
 ) -> None:
     place = unwritable(tmp_path)
     before = sorted(place.iterdir())
-    monkeypatch.setattr("spotlight.runtime.build.parts.load_family", unreachable)  # refused before that
+    monkeypatch.setattr("spotlight.runtime.build.components.load_family", unreachable)  # refused before that
     with pytest.raises(StoreError, match=r"^runs_dir: .* cannot be made: .*Set runs_dir to") as caught:
         job.train("refused", f"runs_dir={place}")
     assert str(place / "refused") in str(caught.value)

@@ -27,7 +27,7 @@ from spotlight.config.load import dump_config, load_config
 from spotlight.config.schema import RESUMABLE_KEYS
 from spotlight.rollout.serialization import _pack
 from spotlight.runtime.attempt import Attempt, RunResult, open_attempt
-from spotlight.runtime.build import parts as build
+from spotlight.runtime.build import components as build
 from spotlight.runtime.observer import Silent
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev

@@ -10,7 +10,7 @@ from spotlight.algorithms.baselines import exploration_advantages, slice_advanta
 from spotlight.config.algorithm import AdvantageConfig
 from spotlight.config.errors import ConfigError
 from spotlight.config.load import load_config
-from spotlight.runtime.build.parts import cluster_plan_of, plan_of
+from spotlight.runtime.build.components import cluster_plan_of, plan_of
 from spotlight.scheduler.plan import Axis, PipelinePlan, require_usable
 from spotlight.scheduler.types import Baseline, Prompt, PromptId
 

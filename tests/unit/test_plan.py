@@ -24,7 +24,7 @@ from spotlight.models import qwen_layout
 from spotlight.models.model_errors import ModelError
 from spotlight.rewards.reward import RewardSetupError
 from spotlight.rollout.limits import decode_batch
-from spotlight.runtime.disk import require_disk
+from spotlight.runtime.preflight import require_disk
 from spotlight.store.store_errors import StoreError
 
 WIDTH, LAYERS = 8, 3

@@ -12,7 +12,7 @@ from spotlight.cluster.head import Head
 from spotlight.config.exploration import PlannerConfig, PreviewCostsConfig
 from spotlight.config.load import load_config
 from spotlight.data.datasets import Prompts
-from spotlight.runtime.build import parts as build
+from spotlight.runtime.build import components as build
 from spotlight.runtime.build.preview_settings import (
     exploration_plan_of,
     preview_steps,

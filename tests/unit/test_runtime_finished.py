@@ -11,7 +11,7 @@ import pytest
 
 from spotlight.config.load import dump_config, load_config
 from spotlight.config.schema import RunConfig
-from spotlight.runtime.finished import finished_summary
+from spotlight.runtime.preflight import finished_summary
 from spotlight.scheduler.types import DropReason, Phase, WorkerId
 from spotlight.store.ledger.ledger_schema import Ending
 from spotlight.store.ledger.sqlite_ledger import SqliteLedger
@@ -80,5 +80,5 @@ def test_a_directory_that_cannot_be_used_is_refused_and_left_alone(tmp_path: Pat
 
 
 def test_looking_imports_no_torch() -> None:
-    code = "import sys, spotlight.runtime.finished; sys.exit('torch' in sys.modules)"
+    code = "import sys, spotlight.runtime.preflight; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

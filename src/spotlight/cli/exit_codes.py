@@ -26,7 +26,7 @@ _OURS = (
     ("spotlight.registry", "RegistryError"),
     ("spotlight.rewards.reward", "RewardSetupError"),
     ("spotlight.rewards.reward", "RewardInputError"),
-    ("spotlight.runtime.process_memory", "DeviceMemoryError"),
+    ("spotlight.runtime.process", "DeviceMemoryError"),
     ("spotlight.store.store_errors", "StoreError"),
     ("spotlight.training.settings", "TrainingError"),
     ("torch", "OutOfMemoryError"),

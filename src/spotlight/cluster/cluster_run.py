@@ -30,12 +30,11 @@ from spotlight.config.load import dump_config
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
 from spotlight.rollout.sequence_parallel.rendezvous import serve
 from spotlight.runtime.attempt import RunResult, open_attempt, stopping_gracefully
-from spotlight.runtime.build import parts as build
-from spotlight.runtime.disk import require_disk
-from spotlight.runtime.finished import finished_summary
+from spotlight.runtime.build import components as build
+from spotlight.runtime.conclusion import conclude_run
 from spotlight.runtime.observer import Observer
+from spotlight.runtime.preflight import finished_summary, require_disk
 from spotlight.runtime.recorder import LEARNER_FOLDER
-from spotlight.runtime.results import conclude_run
 from spotlight.scheduler.types import NodeKind
 from spotlight.store.run_directory import RunDirectory
 from spotlight.store.sinks import check_sinks

@@ -84,7 +84,7 @@ def open_attempt(
     observer: Observer,
     account: Callable[[RunRecorder], None],
 ) -> Iterator[Attempt]:
-    """Begin an attempt: undo what came after the newest whole checkpoint, and open the books.
+    """Begin an attempt: undo what came after the newest whole checkpoint.
 
     Args:
         ranks: whose main rank this is.
@@ -93,60 +93,77 @@ def open_attempt(
         account: writes down where the time since the last account went, at the very end.
     """
     with ExitStack() as stack:
-        ledger = stack.enter_context(SqliteLedger(directory.ledger))
-        checkpoints = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
-        newest = checkpoints.newest_valid()
-        before_s = ledger.worked_s()
-        resume_at = newest.header.iteration if newest else 0
-        # What can fail here fails before an attempt is opened, which somebody would have to close.
-        metrics = stack.enter_context(
-            MetricsWriter(
-                directory,
-                resume_at=resume_at,
-                sinks=open_sinks(config.metrics.chosen, directory, resume_at=resume_at),
-            )
-        )
-        drop_pictures(directory, resume_at=resume_at)
-        number = ledger.begin_attempt(
+        # What can fail here fails before an attempt is begun, which somebody would have to close.
+        recorder, newest = _open_recorder(stack, config, directory, prompts, ranks, workers)
+        number = recorder.ledger.begin_attempt(
             pid=os.getpid(), host=socket.gethostname(), workers=workers, now_s=began_s
         )
-        recorder = RunRecorder(
-            paths=directory,
-            ledger=ledger,
-            checkpoints=checkpoints,
-            metrics=metrics,
-            ranks=ranks,
-            workers=workers,
-            prompts=prompts,
-            header=CheckpointHeader(0, 0, config_digest(config), spotlight.__version__),
-            strict=config.evaluation.strict,
-            grid_images=config.evaluation.grid[1],
-            before_s=before_s,
-        )
         attempt = Attempt(number, recorder, newest)
-        try:
+        with _closing(attempt, account):
             stack.enter_context(_attempt_log(directory.attempt_log(number)))
             _say_where(newest, observer, number)
-            forgotten = ledger.rollback(newest.header.ledger_position if newest else 0, number)
-            if forgotten:
+            undone = recorder.ledger.rollback(newest.header.ledger_position if newest else 0, number)
+            if undone:
                 observer.note(
-                    f"{forgotten} ledger records after the checkpoint are undone and will be made again"
+                    f"{undone} ledger records after the checkpoint are undone and will be made again"
                 )
             yield attempt
             assert attempt.result is not None, "an attempt that does not fail has a result"
-        except BaseException as error:
-            if isinstance(error, Exception):
-                log.exception("the run failed")
-            ending = Ending.STOPPED if isinstance(error, KeyboardInterrupt) else Ending.FAILED
-            with suppress(StoreError):  # a full disk takes this neither; the next attempt closes this one
-                _close(recorder, account, ending)
-            raise
-        result = attempt.result
-        _close(
-            recorder,
-            account,
-            Ending.STOPPED if result.stopped else Ending.FAILED if result.error else Ending.FINISHED,
+
+
+def _open_recorder(
+    stack: ExitStack,
+    config: RunConfig,
+    directory: RunDirectory,
+    prompts: Mapping[PromptId, Prompt],
+    ranks: Ranks,
+    workers: Mapping[WorkerId, float],
+) -> tuple[RunRecorder, Checkpoint | None]:
+    """Where the attempt writes, and the checkpoint it starts from; metrics and pictures after it are removed."""
+    ledger = stack.enter_context(SqliteLedger(directory.ledger))
+    checkpoints = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
+    newest = checkpoints.newest_valid()
+    resume_at = newest.header.iteration if newest else 0
+    metrics = stack.enter_context(
+        MetricsWriter(
+            directory,
+            resume_at=resume_at,
+            sinks=open_sinks(config.metrics.chosen, directory, resume_at=resume_at),
         )
+    )
+    drop_pictures(directory, resume_at=resume_at)
+    recorder = RunRecorder(
+        paths=directory,
+        ledger=ledger,
+        checkpoints=checkpoints,
+        metrics=metrics,
+        ranks=ranks,
+        workers=workers,
+        prompts=prompts,
+        header=CheckpointHeader(0, 0, config_digest(config), spotlight.__version__),
+        strict=config.evaluation.strict,
+        grid_images=config.evaluation.grid[1],
+        before_s=ledger.worked_s(),
+    )
+    return recorder, newest
+
+
+@contextmanager
+def _closing(attempt: Attempt, account: Callable[[RunRecorder], None]) -> Iterator[None]:
+    """Whatever ends the block, the ledger says how, and where the seconds went."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception):
+            log.exception("the run failed")
+        ending = Ending.STOPPED if isinstance(error, KeyboardInterrupt) else Ending.FAILED
+        with suppress(StoreError):  # a full disk takes this neither; the next attempt closes this one
+            _close(attempt.recorder, account, ending)
+        raise
+    result = attempt.result
+    assert result is not None
+    ending = Ending.STOPPED if result.stopped else Ending.FAILED if result.error else Ending.FINISHED
+    _close(attempt.recorder, account, ending)
 
 
 def _close(recorder: RunRecorder, account: Callable[[RunRecorder], None], ending: Ending) -> None:

@@ -19,9 +19,9 @@ from spotlight.models.slots import Slot, WeightSlots
 from spotlight.rewards.results import RewardBatch, RewardFailure
 from spotlight.rewards.reward import RewardInputError
 from spotlight.rollout.state import FailedRollout, FinishedRollout, Recipe
-from spotlight.runtime.build import parts as build
-from spotlight.runtime.build.process_setup import prepare_process
+from spotlight.runtime.build import components as build
 from spotlight.runtime.observer import Observer, Silent
+from spotlight.runtime.process import prepare_process
 from spotlight.runtime.recorder import LEARNER_FOLDER
 from spotlight.runtime.validation import Validation, summarise
 from spotlight.scheduler.seeds import derive_seed

@@ -22,10 +22,12 @@ from typing import assert_never
 
 import numpy as np
 
+from spotlight.models.slots import Slot, WeightSlots
 from spotlight.rewards.results import FailureKind, RewardBatch, ScoredSample
 from spotlight.rewards.reward_pool import RewardPool
-from spotlight.rollout.state import FailedRollout, FinishedRollout
-from spotlight.runtime.build.denoise import Denoiser
+from spotlight.rollout.engine import Engine
+from spotlight.rollout.state import FailedRollout, FinishedRollout, RolloutState
+from spotlight.runtime.build.components import Recipes
 from spotlight.runtime.build.preview_settings import report_note, report_row
 from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.observer import Observer
@@ -46,6 +48,7 @@ from spotlight.scheduler.types import (
     RolloutId,
     WorkerId,
 )
+from spotlight.training.batching.conditions import Conditions
 from spotlight.training.batching.feed import Trainer
 from spotlight.training.sharding import Ranks
 
@@ -67,6 +70,41 @@ _REASON = {
     FailureKind.TIMEOUT: DropReason.REWARD_TIMEOUT,
     FailureKind.NOT_FINITE: DropReason.REWARD_NOT_FINITE,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Denoiser:
+    """Runs leases with the weights their purpose asks for.
+
+    Attributes:
+        train_slot: weights of train rollouts and their previews (the algorithm's behaviour policy).
+        evaluation_slot: weights that are judged.
+    """
+
+    engine: Engine
+    slots: WeightSlots
+    conditions: Conditions
+    recipes: Recipes
+    train_slot: Slot
+    evaluation_slot: Slot
+
+    def run(
+        self, rollouts: Sequence[Rollout], on_step: Callable[[float], None]
+    ) -> list[FinishedRollout | FailedRollout]:
+        """Denoise rollouts of one purpose to the end; ``on_step(share done)`` after every step."""
+        evaluating = rollouts[0].purpose is Purpose.EVAL
+        recipe = self.recipes.by_purpose()[rollouts[0].purpose]
+        states: list[RolloutState] = self.engine.start(
+            rollouts, self.conditions.of(rollout.prompt_id for rollout in rollouts), recipe
+        )
+        steps = max(rollout.steps for rollout in rollouts)
+        slot = self.evaluation_slot if evaluating else self.train_slot
+        # Not under autocast: there the sum would be rounded to half precision, the adapter alone is not.
+        with self.slots.use(slot, merged=self.engine.autocast is None) as model:
+            for step in range(steps):
+                states = self.engine.step(model, states)
+                on_step((step + 1) / steps)
+        return self.engine.finish(states)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,18 +22,15 @@ from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
 from spotlight.rewards.reward_pool import RewardPool
 from spotlight.runtime.attempt import RunResult as RunResult
 from spotlight.runtime.attempt import open_attempt, stopping_gracefully
-from spotlight.runtime.build import parts as build
-from spotlight.runtime.build.denoise import Denoiser
+from spotlight.runtime.build import components as build
 from spotlight.runtime.build.learner_parts import Learning, assemble, fill_embeddings, prepare_model
-from spotlight.runtime.build.process_setup import prepare_process
 from spotlight.runtime.clock import PhaseClock
-from spotlight.runtime.disk import require_disk
-from spotlight.runtime.finished import finished_summary
-from spotlight.runtime.inline import InlineDriver, InlineParts
+from spotlight.runtime.conclusion import conclude_run, export_judged
+from spotlight.runtime.inline import Denoiser, InlineDriver, InlineParts
 from spotlight.runtime.observer import Observer
-from spotlight.runtime.process_memory import memory_told_plainly
+from spotlight.runtime.preflight import finished_summary, require_disk
+from spotlight.runtime.process import explain_out_of_memory, prepare_process
 from spotlight.runtime.recorder import CONTROLLER_FILE, LEARNER_FOLDER, PassiveRecorder, Recorder, RunRecorder
-from spotlight.runtime.results import conclude_run, export_judged
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.types import Prompt, PromptId, WorkerId
 from spotlight.store.checkpoints import Checkpoint
@@ -72,7 +69,7 @@ def train(config: RunConfig, observer: Observer, spent_s: float = 0.0) -> RunRes
         return RunResult(config.runs_dir / config.name, summary, None, stopped=False)
     device = build.pick_device(config)
     prepare_process(device, config.deterministic)
-    with ExitStack() as stack, memory_told_plainly(clock):
+    with ExitStack() as stack, explain_out_of_memory(clock):
         ranks = stack.enter_context(process_group(device))
         materials = _gather(config, device, ranks, stack)
         for note in materials.prompts.notes(config):

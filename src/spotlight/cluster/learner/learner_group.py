@@ -26,7 +26,7 @@ from spotlight.cluster.remote_calls import AbandonedError, Notify, wait_within
 from spotlight.config.errors import ConfigError
 from spotlight.data.prompt_files import PromptFileError
 from spotlight.models.model_errors import ModelError
-from spotlight.runtime.process_memory import DeviceMemoryError
+from spotlight.runtime.process import DeviceMemoryError
 from spotlight.scheduler.effects import PrepareBatch
 from spotlight.scheduler.types import MicroBatch, PolicyVersion, PromptId, Rollout, RolloutId
 from spotlight.store.store_errors import StoreError

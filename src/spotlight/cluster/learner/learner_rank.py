@@ -29,7 +29,7 @@ from spotlight.config.schema import RunConfig
 from spotlight.rollout.sequence_parallel import rendezvous
 from spotlight.rollout.sequence_parallel.rendezvous import Address
 from spotlight.rollout.serialization import pack_condition, unpack_sample
-from spotlight.runtime.build import parts as build
+from spotlight.runtime.build import components as build
 from spotlight.runtime.build.learner_parts import (
     Learning,
     Model,
@@ -38,10 +38,9 @@ from spotlight.runtime.build.learner_parts import (
     prepare_model,
     rollout_slots,
 )
-from spotlight.runtime.build.process_setup import prepare_process
 from spotlight.runtime.clock import PhaseClock
-from spotlight.runtime.process_memory import memory_told_plainly
-from spotlight.runtime.results import export_judged
+from spotlight.runtime.conclusion import export_judged
+from spotlight.runtime.process import explain_out_of_memory, prepare_process
 from spotlight.scheduler.effects import PrepareBatch
 from spotlight.scheduler.types import MicroBatch, Phase, PromptId, Rollout, RolloutId
 from spotlight.store.run_directory import RunPaths
@@ -319,7 +318,7 @@ class LearnerRank:
 
     @contextmanager
     def _in(self, phase: Phase) -> Iterator[None]:
-        with memory_told_plainly(self._clock), self._clock.phase(phase):
+        with explain_out_of_memory(self._clock), self._clock.phase(phase):
             yield
 
 

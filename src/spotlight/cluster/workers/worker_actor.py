@@ -20,7 +20,7 @@ from spotlight.cluster.blobs.blob_store import StoredBlob
 from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE, SLOT
 from spotlight.config.load import read_config
 from spotlight.rollout.sequence_parallel.rendezvous import Address
-from spotlight.runtime.build.process_setup import prepare_process
+from spotlight.runtime.process import prepare_process
 from spotlight.scheduler.effects import StartWorker
 from spotlight.scheduler.types import NodeId, WorkerId
 from spotlight.worker.interfaces import Command, HeadLostError

@@ -27,7 +27,7 @@ from spotlight.rollout.sequence_parallel.membership import SpMembership
 from spotlight.rollout.sequence_parallel.rendezvous import Address, connect
 from spotlight.rollout.sequence_parallel.ulysses import SequenceParallel
 from spotlight.rollout.serialization import unpack_condition
-from spotlight.runtime.build import parts as build
+from spotlight.runtime.build import components as build
 from spotlight.runtime.build.learner_parts import rollout_slots
 from spotlight.scheduler.effects import PullWeights
 from spotlight.scheduler.events import PullFailed

@@ -16,7 +16,7 @@ from spotlight.config.schema import RunConfig
 from spotlight.data.section_names import under
 from spotlight.models.family import Condition, ImageSize, ModelFamily
 from spotlight.models.slots import Slot, WeightSlots
-from spotlight.runtime.build import parts as build
+from spotlight.runtime.build import components as build
 from spotlight.runtime.build.preview_settings import preview_steps
 from spotlight.scheduler.types import Prompt
 from spotlight.training.batching.conditions import Conditions

@@ -1,6 +1,6 @@
-"""A run that is there already: may this configuration continue it, and is there anything left to do?
+"""What is looked at before any model is loaded: is the run finished already, and does it fit the disk?
 
-Looks only, and imports no torch, so that what is wrong or done shows before a model is loaded.
+Imports no torch, so that what is wrong or done shows at once.
 """
 
 from __future__ import annotations
@@ -9,10 +9,14 @@ from contextlib import closing
 
 from spotlight.config.load import dump_config
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
+from spotlight.dry_run.memory_plan import checkpoint_parts
+from spotlight.dry_run.model_plan import NotHere, read_transformer
+from spotlight.dry_run.run_plan import parameters_trained
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.ledger_schema import Ending
 from spotlight.store.run_directory import RunPaths, check_run_directory
 from spotlight.store.run_summary import RunSummary, read_summary
+from spotlight.store.store_errors import require_free_bytes
 
 
 def finished_summary(config: RunConfig) -> RunSummary | None:
@@ -35,3 +39,18 @@ def finished_summary(config: RunConfig) -> RunSummary | None:
     if summary.lora is not None and not (paths.path / summary.lora).exists():
         return None
     return summary if summary.iterations >= config.iterations else None
+
+
+def require_disk(config: RunConfig) -> None:
+    """Look at the disk of the run directory; what lies there already needs no room again.
+
+    Raises:
+        StoreError: the checkpoints and the export do not fit.
+    """
+    paths = RunPaths(config.runs_dir / config.name)
+    model = read_transformer(config)
+    trained = None if isinstance(model, NotHere) else parameters_trained(config, model)
+    # Pictures and ledger are small, and could only be estimated.
+    needed = sum(part.bytes for part in checkpoint_parts(config, trained))
+    there = sum(file.stat().st_size for file in paths.checkpoints.rglob("*") if file.is_file())
+    require_free_bytes(paths.path, max(0, int(needed) - there))
