@@ -227,7 +227,7 @@ def _leaves_ranks_uneven(groups: Sequence[Group], ranks: int) -> tuple[list[Grou
 
 ALSO_IN_SIMULATION = (
     "a second completion counts",
-    "what a lost group held is not requeued",
+    "the leases of a lost group are not requeued",
     "old epochs and leases are believed",
     "several updates train the same samples",
 )

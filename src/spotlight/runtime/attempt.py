@@ -119,7 +119,7 @@ def _open_recorder(
     ranks: Ranks,
     workers: Mapping[WorkerId, float],
 ) -> tuple[RunRecorder, Checkpoint | None]:
-    """Where the attempt writes, and the checkpoint it starts from; metrics and pictures after it are removed."""
+    """Where the attempt writes, and the checkpoint it starts from; what was drawn after it is removed."""
     ledger = stack.enter_context(SqliteLedger(directory.ledger))
     checkpoints = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
     newest = checkpoints.newest_valid()
