@@ -152,7 +152,9 @@ async def _drive(materials: Materials, room: AttemptRoom) -> RunResult:
             path = room.directory.path
             if weights is None:
                 return RunResult(path, None, head.error, head.stopped)
-            summary = conclude_run(config, attempt.recorder, weights, lambda: room.accounts.write(attempt.recorder))
+            summary = conclude_run(
+                config, attempt.recorder, weights, lambda: room.accounts.write(attempt.recorder)
+            )
             return RunResult(path, summary, None, stopped=False)
 
 

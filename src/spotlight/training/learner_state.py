@@ -171,7 +171,10 @@ def _read_index(path: Path) -> _StateIndex:
     try:
         index = json.loads(path.read_text())
         if index["format"] != FORMAT:
-            raise StateError(f"{path} has format {index['format']!r}; this version reads {FORMAT}")
+            raise StateError(
+                f"{path} has format {index['format']!r}; this version reads {FORMAT}. Use the version that "
+                "made it (package_version in the checkpoint's manifest.json), or start a run of another name."
+            )
         return _StateIndex(
             Counters(int(index["steps"]), int(index["batches"])),
             {str(name): int(step) for name, step in index["optimizer_steps"].items()},
