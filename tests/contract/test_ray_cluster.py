@@ -335,7 +335,8 @@ def test_a_node_of_another_version_is_refused_once(cluster: LocalCluster) -> Non
     assert isinstance(problem, Problem)
     assert "spotlight-rl 99.0, torch 9.9.0" in problem.expected
     assert "pip install spotlight-rl==99.0 torch==9.9.0" in problem.remedy
-    assert not heard.told
+    # A node that an earlier test has killed may be told lost meanwhile.
+    assert not [told for told in heard.told if told[2] == cluster.first.name]
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere", "127.0.0.1:99999999"])
