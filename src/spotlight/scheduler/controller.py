@@ -1,27 +1,27 @@
-"""The controller: everything that decides, as one pure state machine. Read this file first.
+"""The controller: all decisions, as one pure state machine. Read this file first.
 
     effects = controller.handle(event, now)
 
-No torch, no clock, no threads, no global randomness: the same events give the same effects. Drivers carry
-effects out in order and feed back events. One iteration, each line a stage of the table in ``stages.py``:
+No torch, clock, threads or global randomness: the same events give the same effects. Drivers carry out
+effects in order and feed back events. One iteration, each line a stage of the table in ``stages.py``:
 
-    starting    draw prompts and seeds (hashes of the run seed), put the rollouts into the queue
+    starting    draw prompts and seeds (hashes of the run seed), queue the rollouts
     exploring   with previews on the critical path only: their scores choose the seeds
-    rolling     a worker pulls ► GrantLease ► it completes ► ScoreSamples ► rewards, until none is awaited
-    reporting   ReportEvaluation, when one was due: its rollouts followed the others through the same queue
+    rolling     a group pulls ► GrantLease ► it completes ► ScoreSamples ► rewards, until all have arrived
+    reporting   ReportEvaluation, when one was due; its rollouts follow the others through the same queue
     learning    PrepareBatch ► TrainMicroBatch* ► StepOptimizer, once per update ► FinishBatch
     publishing  PublishWeights ► workers pull the new version before they are granted work again
-    committing  CommitCheckpoint, when due, of learner, this state and the ledger's position; then starting
+    committing  CommitCheckpoint, when due, of learner, this state and the ledger position; then starting
 
-Workers wait for the published version, the learner waits for all scores of its iteration, since optimizer
-steps are made on samples of the version that the iteration started with; nobody else waits. ``Plan.pipeline``
-lets more overlap (see ``overlap/``): samples are trained in parts as they come (``axis``), the learner's GPUs
-generate as long as that is sooner (``bounded``), the next iteration's rollouts begin early (``next_share``).
+Workers wait for the published version. The learner waits for all scores of its iteration: optimizer steps use
+samples of the version the iteration started with. Nothing else waits. ``Plan.pipeline`` allows more overlap
+(see ``overlap/``): samples are trained in parts as they arrive (``axis``), the learner's GPUs generate while
+that is faster (``bounded``), the next iteration's rollouts begin early (``next_share``).
 
 Invariants: those of the ledger (checked after every event) and of the queue (see ``Controller.check``), and
     - every change of stage is one of ``stages.TRANSITIONS``;
-    - a sample is made by the version its rollout asks for (admission) and trained in the iteration it was
-      made for (consumption): its staleness is 0 published versions, or 1 if it was begun early;
+    - a sample is made by the version its rollout names (admission) and trained in the iteration it was made
+      for (consumption): its staleness is 0 published versions, or 1 if it was begun early;
     - a sample enters at most one optimizer step.
 """
 
@@ -101,13 +101,17 @@ class Controller:
 
     @property
     def ledger(self) -> Ledger:
-        """What was counted so far."""
+        """Counts so far."""
         return self.work.ledger
 
     # -- the one entry ---------------------------------------------------------------------------------
 
     def handle(self, event: ev.Event, now: float) -> list[Effect]:
-        """Take one event at controller time ``now`` (seconds); return the effects, in order."""
+        """Process one event at controller time ``now`` (seconds). Returns the effects, in order.
+
+        Raises:
+            RuntimeError: the event is illegal in this stage: drivers must answer effects in order.
+        """
         self._now = now
         for lease in self.queue.expire(now):
             self.cluster.suspect(lease)
@@ -122,8 +126,8 @@ class Controller:
             if self.stage in LOOKS_AHEAD:
                 self.work.explore_ahead(self.iteration, now)
             self._serve()
-        # Records come first: drivers make them durable before any checkpoint that an effect asks for. What a
-        # lost learner undoes is undone before it is recorded anew.
+        # Records come first: drivers make them durable before a checkpoint that an effect asks for.
+        # A rollback precedes them, because it truncates the ledger they are appended to.
         records = [WriteRecord(*numbered) for numbered in self.ledger.take_records()]
         if records:
             self.ledger.check()
@@ -181,7 +185,7 @@ class Controller:
 
     @property
     def wake_s(self) -> float | None:
-        """When a :class:`~spotlight.scheduler.events.TimePassed` must come, unless something else happens."""
+        """When a :class:`~spotlight.scheduler.events.TimePassed` is due at the latest; None if never."""
         waited_for = self._budget and self._budget_until_s > self._now and not self.cluster.trainers_work
         budget_s = self._budget_until_s if waited_for else None
         alarms = (self.queue.next_deadline_s, self.cluster.next_s, budget_s)
@@ -189,7 +193,7 @@ class Controller:
         return min(times, default=None)
 
     def check(self) -> None:
-        """Assert every invariant, in O(rollouts of the iteration): for tests, and when there is time."""
+        """Assert every invariant, in O(rollouts of the iteration)."""
         self.ledger.check()
         self.queue.check()
         self.cluster.check()
@@ -197,7 +201,7 @@ class Controller:
 
     @property
     def rollouts(self) -> Mapping[RolloutId, Rollout]:
-        """The rollouts of the current iteration, without previews."""
+        """The current iteration's rollouts, without previews."""
         return self.work.at.rollouts
 
     # -- issue -----------------------------------------------------------------------------------------
@@ -225,7 +229,7 @@ class Controller:
     # -- stages ----------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Once every sample of the iteration is scored or dropped: report the evaluation, then learn."""
+        """Once every sample is scored or dropped: report the evaluation, then train."""
         if self.work.stopping is not None:
             self._stop(self.work.stopping)
             return
@@ -261,7 +265,7 @@ class Controller:
         self._all_there()
 
     def _all_there(self) -> None:
-        """Nothing of the iteration is left to be made: finish, or learn from what no part had."""
+        """Everything of the iteration is made: finish the run, or train what remains."""
         if self.iteration >= self.plan.iterations:
             self._finish()
             return
@@ -272,7 +276,7 @@ class Controller:
     # -- training --------------------------------------------------------------------------------------
 
     def _learn(self) -> None:
-        """Give the learner its next task, if it has none, and the GPUs for it."""
+        """Give an idle learner its next task, unless its GPUs are better used for rollouts."""
         there, training = self.stage is Stage.LEARNING, self.training
         rolls = self.stage in GENERATING
         if training.task or not self._learner_up or not (there or rolls):
@@ -286,7 +290,7 @@ class Controller:
                 return
         task = training.next(there)
         if task is not None:
-            # What the learner's GPUs take to turn is no part of its pace.
+            # Switching from rollouts to training is not part of the training pace.
             self._task_s = self._now + self.cluster.serving.learner_turns()
             made = (WorkClass.TRAIN, WorkClass.EVAL)
             held = self.queue.outstanding_of(*made) - self.queue.waiting_of(*made)
@@ -314,7 +318,7 @@ class Controller:
             generating=bool(self.cluster.serving.turned),
         )
         takes = trainer_rollout_budget(self.cluster, backlog)
-        if takes is None:  # nobody is asked now: what was planned stays for who is about to ask
+        if takes is None:  # no trainer asks now: keep the plan until one does, or it expires
             if self._now >= self._budget_until_s:
                 self._budget = 0
         else:
@@ -382,13 +386,13 @@ class Controller:
             self._start_iteration()
             return
         self._stages.move(Trigger.CHECKPOINT_DUE)
-        # The records of this very event count as written: the driver writes them before the checkpoint.
+        # Includes the records of this event: the driver writes them before the checkpoint.
         self._to_commit = self._snapshot()
         snapshot = self._to_commit.to_dict()
         self.work.effects.append(CommitCheckpoint(self.iteration, self.ledger.position, snapshot))
 
     def _report_pipeline(self) -> None:
-        """What filled time in which GPUs would have waited."""
+        """Report what filled otherwise idle GPU time."""
         pipeline, filled = self.plan.pipeline, self.cluster.pace.filled_s
         overlapped = self.training.overlapped if pipeline.axis is not None else None
         early = self.work.early_samples if pipeline.next_share else None
@@ -409,7 +413,7 @@ class Controller:
                     self._learner_up = True
 
     def _roll_back(self) -> None:
-        """Return to the last committed checkpoint, as a resumed run does, keeping what is safe and equal."""
+        """Return to the last committed checkpoint, as a resumed run does, reusing surviving work."""
         self.cluster.recoveries[Recovery.LEARNER_LOST] += 1
         self.work.effects = []
         self.iteration, self.version = self._committed.iteration, self._committed.version
@@ -417,14 +421,14 @@ class Controller:
         self.work.roll_back(self._committed.ledger, self._committed.exploration)
         self._undo.append(RollBack(self.ledger.position))
         self.cluster.roll_back(self.version, self._now)
-        self.cluster.pace.filled_s.clear()  # undone, as the ledger undoes what was reported since the commit
-        self.cluster.serving.turned.clear()  # its GPUs are another process's now
+        self.cluster.pace.filled_s.clear()  # undone, like the ledger's records since the commit
+        self.cluster.serving.turned.clear()  # its GPUs belong to a new process now
         self._learner_up, self._restore_due = False, True
         self._restore_learner()
         self._start_iteration()
 
     def _restore_learner(self) -> None:
-        """As soon as there are GPUs enough for all its ranks."""
+        """Restore the learner once there are GPUs for all its ranks."""
         if self._restore_due and self.cluster.learner_gpus >= self.plan.ranks:
             self._restore_due = False
             self.work.effects.append(RestoreLearner(self.iteration, self.cluster.lineage))
@@ -463,8 +467,8 @@ class Controller:
         """The controller that made ``snapshot``, ready for :class:`~spotlight.scheduler.events.RunStarted`.
 
         Args:
-            term: of this incarnation. Where workers or their messages outlive the controller, each
-                incarnation needs a higher one: nothing sent to an older one counts then.
+            term: of this incarnation. Where workers or messages outlive the controller it must increase with
+                each incarnation, which fences everything sent to an older one.
         """
         controller = cls(plan, train, test, term)
         parsed = Snapshot.from_dict(snapshot)
@@ -478,5 +482,5 @@ class Controller:
 
 
 def _after_the_end(event: ev.Event) -> ev.Event:
-    """Late answers change nothing once the run is over; time is still billed."""
+    """Once the run is over, ignore every event but billing."""
     return event if isinstance(event, ev.GpuTimeSpent) else ev.TimePassed()

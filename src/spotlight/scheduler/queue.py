@@ -1,17 +1,16 @@
-"""The pull queue: which rollout a pulling worker gets, and whether what it sends back still counts.
+"""The pull queue: which rollout a pulling worker gets, and whether a result it sends still counts.
 
 Invariants
-    1. A rollout is in exactly one place: waiting, held by one lease, or done.
-    2. A commit or completion counts only under the lease that holds the rollout NOW, with the epoch that
-       lease was granted under: a worker that was given up (lease expired, node lost) cannot write.
-    3. Completing twice changes nothing (the second is reported as a duplicate).
+    1. A rollout is in exactly one place: waiting, under one lease, or done.
+    2. A commit or completion counts only under the lease that holds the rollout now and with that lease's
+       epoch: a fenced worker (lease expired, node lost) cannot write.
+    3. Completion is idempotent; a second one is reported as a duplicate.
 
-Order of pulls: by :class:`WorkClass`, then resumed rollouts, then the longest remaining, then first come.
-Nobody starves: training needs every rollout of its iteration, so the first classes run dry each iteration;
-rollouts of the next one become the first class then, and exploration ends with its window.
+Pull order: :class:`WorkClass`, then resumed rollouts, then most steps remaining, then FIFO. Nothing starves:
+an iteration needs all its train and evaluation rollouts, so those classes drain; rollouts of the next
+iteration are then promoted, and previews end with their window.
 
-Ready work and deadlines are heaps, everything else is counted as it changes: pulls, commits, completions and
-expiry cost O(log n) of what they touch.
+Pull, commit, completion and expiry cost O(log n) per rollout touched (heaps and running counts).
 """
 
 from __future__ import annotations
@@ -70,12 +69,12 @@ class _OpenLease:
 
 @dataclass(slots=True)
 class PullQueue:
-    """Rollouts waiting and held. Pure: time comes in as ``now`` (seconds, any origin, never backwards).
+    """Waiting and leased rollouts. Pure: the caller passes ``now`` in seconds, any origin, non-decreasing.
 
     Attributes:
         lease_s: a lease not renewed by a commit for this long expires.
-        term: incarnation of the controller; epochs of different terms never meet.
-        leases_granted: so far; the next lease's number is one more.
+        term: incarnation of the controller; epochs of different terms never coincide.
+        leases_granted: so far; the next lease id is one more.
     """
 
     lease_s: float
@@ -102,10 +101,10 @@ class PullQueue:
         steps: Mapping[RolloutId, int] | None = None,
         value: WorkClass | None = None,
     ) -> None:
-        """Queue new rollouts, to resume at ``steps``. Raises ValueError for an id that was queued before.
+        """Queue new rollouts, to resume at ``steps`` (default 0), in class ``value`` (default: by purpose).
 
-        Args:
-            value: their class; None: that of their purpose.
+        Raises:
+            ValueError: a rollout id was queued before.
         """
         for rollout in rollouts:
             if rollout.id in self._entries or rollout.id in self._done:
@@ -118,7 +117,7 @@ class PullQueue:
             self._push(entry)
 
     def promote(self) -> None:
-        """The next iteration begins: its early rollouts become train rollouts like the rest."""
+        """Begin the next iteration: move its rollouts from class NEXT to TRAIN."""
         for entry in self._entries.values():
             if entry.value is WorkClass.NEXT:
                 self._outstanding[WorkClass.NEXT] -= 1
@@ -129,7 +128,7 @@ class PullQueue:
                     self._push(entry)
 
     def cancel(self, rollouts: Iterable[RolloutId]) -> list[Lease]:
-        """Forget rollouts wherever they are. Returns the leases that hold nothing any more."""
+        """Remove rollouts wherever they are. Returns the leases left empty."""
         emptied: list[Lease] = []
         for rollout in rollouts:
             entry = self._entries.pop(rollout, None)
@@ -147,9 +146,9 @@ class PullQueue:
         return emptied
 
     def reset(self) -> tuple[list[Lease], dict[RolloutId, tuple[Rollout, int]]]:
-        """Forget all work. Returns the leases revoked, and unfinished rollouts with their committed steps.
+        """Remove all work. Returns the revoked leases, and unfinished rollouts with their committed steps.
 
-        Workers, their epochs and the number of leases granted stay: nothing sent under an older lease counts.
+        Workers, epochs and the lease counter stay, so nothing sent under an older lease counts.
         """
         leases = [held.lease for held in self._held.values()]
         unfinished = {entry.rollout.id: (entry.rollout, entry.step) for entry in self._entries.values()}
@@ -163,7 +162,7 @@ class PullQueue:
     # -- workers ---------------------------------------------------------------------------------------
 
     def admit(self, worker: WorkerId) -> int:
-        """A worker joins (again): its older leases are void. Returns its new fencing epoch."""
+        """A worker joins or rejoins; its older leases are void. Returns its new fencing epoch."""
         self.release(worker)
         self._present.add(worker)
         # One counter for all workers: a worker that served in several groups can tell which came later.
@@ -172,12 +171,12 @@ class PullQueue:
         return self._epochs[worker]
 
     def release(self, worker: WorkerId) -> list[RolloutId]:
-        """A worker is gone: requeue its open rollouts and return them; nothing it still sends counts."""
+        """Remove a worker: its leases are void. Returns the rollouts requeued."""
         self._present.discard(worker)
         return self._revoke([self._held[lease] for lease in self._by_worker.get(worker, ())])
 
     def renounce(self, lease: LeaseId) -> list[RolloutId]:
-        """The holder will not finish a lease: requeue its open rollouts and return them."""
+        """Void a lease its holder will not finish. Returns the rollouts requeued."""
         return self._revoke([self._held[lease]] if lease in self._held else [])
 
     def expire(self, now: float) -> list[Lease]:
@@ -189,7 +188,7 @@ class PullQueue:
             if held is not None and held.deadline_s <= now:
                 expired.append(held)
             elif held is not None:
-                # Renewed since: the heap holds one entry a lease, not one a renewal.
+                # Renewed since: the heap holds one entry per lease, not per renewal.
                 heapq.heappush(self._deadlines, (held.deadline_s, lease))
         self._revoke(expired)
         return [held.lease for held in expired]
@@ -197,16 +196,16 @@ class PullQueue:
     def pull(
         self, worker: WorkerId, capacity: int, now: float
     ) -> tuple[Lease, tuple[Rollout, ...], dict[RolloutId, int]] | None:
-        """Lease up to ``capacity`` rollouts of one class to a worker.
+        """Lease up to ``capacity`` rollouts to a worker.
 
-        A lease holds one class and one policy version, so that its rollouts can share forwards.
+        All are of one class and one policy version, so that they can be batched in one forward pass.
 
         Returns:
-            The lease, its rollouts and the steps to resume at; None when nothing waits, or when the worker
-            was given up meanwhile (it must join again).
+            The lease, its rollouts and the non-zero steps to resume at; None when nothing waits, or when the
+            worker was released and must rejoin.
 
         Raises:
-            ValueError: the worker was never admitted, or asks for less than one rollout.
+            ValueError: the worker was never admitted, or ``capacity`` is below 1.
         """
         if worker not in self._epochs:
             raise ValueError(f"worker {worker} pulled without having joined")
@@ -238,10 +237,11 @@ class PullQueue:
     # -- work back -------------------------------------------------------------------------------------
 
     def advance(self, lease: LeaseId, epoch: int, steps: int, now: float) -> CommitVerdict:
-        """All open rollouts of a lease are safe ``steps`` steps after its start. Renews the lease.
+        """Record that all open rollouts of a lease are durable ``steps`` steps after its start; renew the
+        lease.
 
-        A rollout that would be at its end or past it stays where it was: its holder finished it, only the
-        completion did not arrive, and no state of it between was committed.
+        A rollout that would reach or pass its end keeps its step: its holder finished it, only the completion
+        was lost, and no intermediate state was committed.
         """
         held = self._held.get(lease)
         if held is None or held.lease.epoch != epoch:
@@ -250,7 +250,8 @@ class PullQueue:
         held.steps = max(steps, held.steps)
         for rollout in held.open:
             entry, safe = self._entries[rollout], held.start[rollout] + steps
-            # Overtaken by a later message that said nothing of this rollout, an earlier one is news to it.
+            # Messages arrive out of order: an older one can still advance a rollout the newer one
+            # could not (it would have been past its end).
             if entry.step < safe < entry.rollout.steps:
                 entry.step, news = safe, True
         if not news:
@@ -259,7 +260,7 @@ class PullQueue:
         return CommitVerdict.ACCEPTED
 
     def complete(self, lease: LeaseId, epoch: int, rollout: RolloutId) -> CommitVerdict:
-        """A rollout is finished; counts once."""
+        """Finish a rollout. Idempotent."""
         verdict = self._check(lease, epoch, rollout)
         if verdict is CommitVerdict.ACCEPTED:
             self._close(lease, rollout)
@@ -274,7 +275,7 @@ class PullQueue:
     def fail(
         self, lease: LeaseId, epoch: int, rollout: RolloutId, attempts: int
     ) -> tuple[CommitVerdict, bool]:
-        """A rollout could not be finished: requeue it from its start, or give it up after ``attempts``.
+        """Requeue a failed rollout from step 0, or give it up at the ``attempts``-th failure.
 
         Returns:
             The verdict, and whether the rollout was given up.
@@ -293,53 +294,53 @@ class PullQueue:
         return verdict, False
 
     def forget_done(self) -> None:
-        """Drop the memory of finished rollouts (their late duplicates then count as unknown)."""
+        """Drop the ids of finished rollouts; late duplicates of them are then UNKNOWN."""
         self._done.clear()
 
     # -- views -----------------------------------------------------------------------------------------
 
     @property
     def outstanding(self) -> int:
-        """Rollouts waiting or held."""
+        """Rollouts waiting or leased."""
         return len(self._entries)
 
     @property
     def waiting(self) -> int:
-        """Rollouts that nobody holds."""
+        """Rollouts not leased."""
         return self._waiting.total()
 
     def waiting_of(self, *values: WorkClass) -> int:
-        """Rollouts of some classes that nobody holds."""
+        """Rollouts of these classes not leased."""
         return sum(self._waiting[value] for value in values)
 
     def waiting_for(self, purpose: Purpose) -> int:
-        """Rollouts of one purpose, and of this iteration, that nobody holds."""
+        """Rollouts of one purpose not leased, those of the next iteration excluded."""
         return self._waiting[_VALUE[purpose]]
 
     def step_of(self, rollout: RolloutId) -> int:
-        """At which a rollout would go on."""
+        """Last committed step of an outstanding rollout."""
         return self._entries[rollout].step
 
     def waits(self, rollout: RolloutId) -> bool:
-        """Whether a rollout is there, and nobody holds it."""
+        """Whether a rollout is queued and not leased."""
         return rollout in self._entries and self._entries[rollout].lease is None
 
     @property
     def best(self) -> WorkClass | None:
-        """The class of the next rollout to be pulled."""
+        """Class of the next rollout to be pulled; None when nothing waits."""
         entry = self._peek()
         return None if entry is None else entry.value
 
     def outstanding_of(self, *values: WorkClass) -> int:
-        """Rollouts of some classes that wait or are held."""
+        """Rollouts of these classes, waiting or leased."""
         return sum(self._outstanding[value] for value in values)
 
     def outstanding_for(self, purpose: Purpose) -> int:
-        """Rollouts of one purpose, and of this iteration, that wait or are held."""
+        """Rollouts of one purpose, waiting or leased, those of the next iteration excluded."""
         return self._outstanding[_VALUE[purpose]]
 
     def held_by(self, worker: WorkerId) -> list[tuple[Lease, int]]:
-        """A worker's open leases, each with the most steps that any rollout of it has to go."""
+        """A worker's open leases, each with the largest number of steps remaining."""
         return [
             (self._held[lease].lease, max(self._remaining(rollout) for rollout in self._held[lease].open))
             for lease in self._by_worker.get(worker, ())
@@ -355,41 +356,41 @@ class PullQueue:
         return worker in self._by_worker
 
     def holds_other_than(self, worker: WorkerId, but: PolicyVersion) -> bool:
-        """Whether a worker holds rollouts of another version."""
+        """Whether a worker holds rollouts of a version other than ``but``."""
         leases = (self._held[lease] for lease in self._by_worker.get(worker, ()))
         return any(self._entries[next(iter(held.open))].rollout.version != but for held in leases)
 
     def is_open(self, lease: LeaseId) -> bool:
-        """Whether something of a lease is unfinished, and its holder not given up."""
+        """Whether a lease still has unfinished rollouts and was not revoked."""
         return lease in self._held
 
     @property
     def previews_held(self) -> int:
-        """Previews under way."""
+        """Number of previews under lease."""
         return self._outstanding[WorkClass.EXPLORE] - self._waiting[WorkClass.EXPLORE]
 
     def previews(self) -> list[Lease]:
-        """Open leases of previews, the youngest first: least is lost with them."""
+        """Open leases of previews, youngest first: revoking these loses the least work."""
         if not self.previews_held:
             return []
         held = [one.lease for one in self._held.values() if self.purpose_of(one.lease.id) is Purpose.EXPLORE]
         return sorted(held, key=lambda lease: -lease.id)
 
     def purpose_of(self, lease: LeaseId) -> Purpose:
-        """Of all rollouts of an open lease."""
+        """Purpose of an open lease; all its rollouts share it."""
         return self._entries[next(iter(self._held[lease].open))].rollout.purpose
 
     def count_held_by(self, worker: WorkerId, *, previews: bool = True) -> int:
-        """Open rollouts of all leases of a worker; without ``previews`` only of the others."""
+        """Open rollouts over a worker's leases; ``previews=False`` excludes previews."""
         leases = self._by_worker.get(worker, ())
         counted = [x for x in leases if previews or self.purpose_of(x) is not Purpose.EXPLORE]
         return sum(len(self._held[lease].open) for lease in counted)
 
     def granted(self, lease: LeaseId) -> tuple[Lease, tuple[Rollout, ...], dict[RolloutId, int]]:
-        """An open lease as it was granted, for a holder whom the grant did not reach.
+        """An open lease as granted, to resend a lost grant.
 
-        The steps are those of the grant, not those safe now: progress counts from the grant, and a holder
-        whom it did reach after all (its pull was late) goes on counting.
+        The steps are those of the grant, not the latest committed: progress is counted from the grant, and a
+        holder that did receive it keeps counting from there.
         """
         held = self._held[lease]
         rollouts = tuple(self._entries[rollout].rollout for rollout in held.open)
@@ -397,7 +398,7 @@ class PullQueue:
 
     @property
     def next_deadline_s(self) -> float | None:
-        """When the next lease expires."""
+        """When the next lease expires; None without leases."""
         while self._deadlines:
             _, lease = self._deadlines[0]
             held = self._held.get(lease)
@@ -409,7 +410,7 @@ class PullQueue:
         return None
 
     def check(self) -> None:
-        """Assert the invariants of the module's docstring (O(n))."""
+        """Assert the invariants above, in O(n)."""
         held = [rollout for lease in self._held.values() for rollout in lease.open]
         assert len(held) == len(set(held)), "a rollout is held by two leases"
         waiting = [item[-1] for item in self._heap if self._current(item)]
@@ -442,7 +443,7 @@ class PullQueue:
         self._waiting[entry.value] += 1
 
     def _current(self, item: tuple[int, int, int, int, RolloutId]) -> bool:
-        """Whether an item of the heap was neither cancelled (perhaps queued anew) nor promoted since."""
+        """Whether a heap item is current: neither cancelled (and perhaps requeued) nor promoted since."""
         entry = self._entries.get(item[-1])
         return entry is not None and (entry.value, entry.order) == (item[0], item[3])
 
@@ -496,7 +497,7 @@ class PullQueue:
 
 
 def first_epoch(term: int) -> int:
-    """The number below all epochs of a term; no term comes near a billion epochs of one worker."""
+    """Exclusive lower bound of a term's epochs; a term issues far fewer than 2**30."""
     return term << 30
 
 

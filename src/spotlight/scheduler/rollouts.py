@@ -1,13 +1,13 @@
-"""The rollouts of an iteration and their previews: issued, made, scored or dropped. Part of the controller.
+"""The rollouts and previews of an iteration: issued, made, scored or dropped. Part of the controller.
 
-Rollouts of the next iteration may be made early, with the weights published before those it is issued for.
-They enter the ledger when that iteration begins: a checkpoint holds none of them.
+Rollouts of the next iteration may be made early, by the version one publication older. They enter the ledger
+when that iteration begins, so no checkpoint contains them.
 
 Invariants
-    1. A rollout that is neither scored nor dropped is in the queue, or its sample is at the reward pool.
-    2. Commits, completions and scores count once, from who holds the lease now, and of the current lineage.
-    3. What outlived a lost learner counts again only for the very same rollout: id, seed, steps, version.
-    4. A sample is at most one published version old, when it is admitted and when it is trained on.
+    1. A rollout neither scored nor dropped is in the queue, or its sample is at the reward pool.
+    2. Commits, completions and scores count once, and only from the current lease and lineage.
+    3. Work that survived a lost learner is reused only for an identical rollout (id, seed, steps, version).
+    4. A sample is at most one published version old, at admission and when trained on.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from spotlight.scheduler.seeds import prompts_of_iteration
 from spotlight.scheduler.types import DropReason, LeaseId, PolicyVersion, Prompt, Rollout, RolloutId, WorkerId
 
 ROLLOUT_ATTEMPTS = 2
-"""A rollout that fails this often is dropped: its randomness is fixed, so it will fail again."""
+"""A rollout that fails this often is dropped: its randomness is fixed, so it would fail again."""
 
 
 class Rollouts:
@@ -47,12 +47,12 @@ class Rollouts:
     Attributes:
         at: the current iteration.
         early: rollouts of the next one.
-        early_samples: of this iteration, begun before it.
-        older: unfinished rollouts of the version published before the last.
+        early_samples: number of this iteration's samples begun before it.
+        older: unfinished rollouts of the previously published version.
         explorer: None without exploration.
-        safe: what outlived a lost learner and was not asked for yet.
-        stopping: why the run has to stop.
-        effects: what to do; the controller takes them after each event.
+        safe: work that survived a lost learner and was not reissued yet.
+        stopping: why the run has to stop; None while it need not.
+        effects: taken by the controller after each event.
     """
 
     def __init__(
@@ -75,34 +75,34 @@ class Rollouts:
 
     @property
     def window(self) -> Window:
-        """Previews, for this iteration or the next."""
+        """The preview window, for this iteration or the next."""
         return self.explorer.window if self.explorer else self._no_window
 
     def find(self, name: RolloutId) -> Rollout | None:
-        """A rollout of this iteration, of the next one, or a preview."""
+        """A rollout of this iteration or the next, or a preview."""
         return self._work_of(name).rollouts.get(name)
 
     @property
     def names(self) -> set[RolloutId]:
-        """Of all that :meth:`find` finds."""
+        """Ids of everything :meth:`find` finds."""
         return {*self.at.rollouts, *self.early.rollouts, *self.window.rollouts}
 
     # -- issue -----------------------------------------------------------------------------------------
 
     def begin(self, now: float) -> None:
-        """A new iteration, without rollouts yet but those that were made early."""
+        """Start an iteration; rollouts made early are adopted by :meth:`issue_training`."""
         self.at, self.early_samples = Iteration(), 0
         self.queue.forget_done()
         self.queue.promote()
         self.cluster.pace.promote(now)
 
     def issue_evaluation(self, iteration: int, version: PolicyVersion) -> None:
-        """Queue the validation images."""
+        """Queue the evaluation rollouts."""
         issued = evaluation_rollouts(self.plan, self.test_prompts, iteration, version)
         self.at.evaluation = [self._issue(prompt, rollout) for _, prompt, rollout in issued]
 
     def issue_training(self, iteration: int, version: PolicyVersion) -> None:
-        """Queue the groups, with the seeds that exploration chose."""
+        """Queue the groups, with explored seeds where there are some, and adopt rollouts made early."""
         prompts, explorer = self._prompts_of(iteration), self.explorer
         if explorer:
             prompts = explorer.prompts(prompts)
@@ -117,7 +117,7 @@ class Rollouts:
             self._drop(name, *why)
 
     def issue_early(self, iteration: int, version: PolicyVersion) -> None:
-        """Queue the first groups of the next iteration behind those of this one."""
+        """Queue the first groups of the next iteration, behind those of this one."""
         prompts = self._prompts_of(iteration)[: self.plan.early_groups]
         for _, _, rollout in train_rollouts(self.plan, prompts, iteration, version, {}):
             self.early.rollouts[rollout.id] = rollout
@@ -125,7 +125,7 @@ class Rollouts:
             self.queue.add([rollout], value=WorkClass.NEXT)
 
     def _adopt(self, prompt: Prompt, name: RolloutId) -> bool:
-        """A rollout that was made or begun early counts from now on; returns whether there is one."""
+        """Move an early rollout into this iteration; returns whether there is one."""
         at, early = self.at, self.early
         rollout = early.rollouts.get(name)
         if rollout is None:
@@ -145,13 +145,13 @@ class Rollouts:
     # -- older versions --------------------------------------------------------------------------------
 
     def published(self, before: PolicyVersion) -> None:
-        """Workers may pull a new version: only rollouts under way may still be made by the one before."""
+        """A new version is published: only rollouts under way may still be made by ``before``."""
         self._oldest = before
         self.older = self.early.unscored - self.early.finished
         self.renew()
 
     def renew(self) -> None:
-        """Rollouts of an older version that nobody makes (any more) start anew with the one published."""
+        """Reissue rollouts of an older version that no worker holds, with the published version."""
         if not self.older or not self.queue.waiting:
             return
         for name in sorted(name for name in self.older if self.queue.waits(name)):
@@ -160,7 +160,7 @@ class Rollouts:
             self.queue.cancel([name])
             if name in self.early.rollouts:
                 self.early.unscored.discard(name)
-                del self.early.rollouts[name]  # issued with its iteration, as if it had not been early
+                del self.early.rollouts[name]  # issued again when its iteration begins
                 if begun:
                     self.cluster.recoveries[Recovery.ROLLOUT_RENEWED] += 1
             else:
@@ -179,7 +179,7 @@ class Rollouts:
         self._issue(self._prompts[old.prompt_id], new)
 
     def require_fresh(self, rollouts: Iterable[RolloutId]) -> None:
-        """Raises RuntimeError for samples that are more than one published version old."""
+        """Raise RuntimeError if a sample is more than one published version old."""
         for name in rollouts:
             if (made_by := self.at.rollouts[name].version) < self._oldest:
                 raise RuntimeError(
@@ -187,7 +187,7 @@ class Rollouts:
                 )
 
     def forget_safe(self) -> None:
-        """Discard what outlived a lost learner and was not issued again."""
+        """Free work that survived a lost learner but was not reissued."""
         self.discard((*self.safe.samples, *self.safe.progress))
         self.safe = Safe()
 
@@ -214,16 +214,16 @@ class Rollouts:
         """Queue the previews that choose the seeds of ``iteration``."""
         assert self.explorer is not None
         prompts = self._prompts_of(iteration)
-        # Groups that are made early have the seeds that they have.
+        # Groups made early already have seeds.
         early = self.plan.early_groups if self.explores_beside else 0
         self.explorer.open(iteration, version, prompts, early, self._explorers(), now)
         self._preview_whole(range(early, len(prompts)))
 
     def explore_ahead(self, iteration: int, now: float) -> None:
-        """Queue previews for the iteration after ``iteration``, for workers that would idle.
+        """Give workers that would idle previews for the iteration after ``iteration``.
 
-        The window opens when none of the iteration's rollouts waits any more. Once all that was planned is
-        handed out, its pools are deepened as groups ask for work.
+        The window opens when none of the iteration's rollouts waits. Once all planned previews are leased,
+        pools are deepened as groups ask for work.
         """
         explores, window = self.plan.exploration, self.window
         if explores is None or not self.explores_beside or iteration + 1 >= self.plan.iterations:
@@ -237,7 +237,6 @@ class Rollouts:
             self._preview(members)
 
     def _preview_whole(self, slots: Iterable[int]) -> None:
-        """What the arm plans for some slots."""
         if (arm := self.window.arm) is not None:
             self._preview({slot: range(arm.seeds_per_prompt) for slot in slots})
 
@@ -252,19 +251,19 @@ class Rollouts:
             self.queue.add([rollout])
 
     def _preview_spare(self, slot: int) -> None:
-        """Once a prompt turns out to have no contrast, preview another in its place."""
+        """If a slot's prompt showed no contrast, preview a spare prompt in its place."""
         spare = self.explorer.spare(slot) if self.explorer else None
         if spare is not None:
             self._preview_whole([spare[0]])
 
     @property
     def explores_beside(self) -> bool:
-        """Whether previews are made while the iteration before trains."""
+        """Whether previews are made while the previous iteration trains."""
         plan = self.plan.exploration
         return plan is not None and plan.where is Explore.IDLE
 
     def _explorers(self) -> int:
-        """Workers that can explore while the learner trains, or at all where it waits for exploration."""
+        """Workers that can preview while the learner trains (or while it waits, on the critical path)."""
         cluster, beside = self.cluster, self.explores_beside
         able = 0
         for group in cluster.groups.values():
@@ -274,7 +273,7 @@ class Rollouts:
         return able
 
     def close_window(self, now: float) -> None:
-        """Choose seeds from what was scored; drop the rest."""
+        """Choose seeds from the scored previews; drop the rest."""
         if self.explorer is None:
             return
         window, choice = self.explorer.close(now)
@@ -291,7 +290,7 @@ class Rollouts:
         self.discard(name for name in window.rollouts if name in window.unscored)
 
     def learn_from_groups(self, iteration: int, version: PolicyVersion) -> None:
-        """Report the regenerated scores of the groups to the explorer, once all are scored."""
+        """Report the realised scores of the iteration's groups to the explorer."""
         if self.explorer is None:
             return
         realised: dict[int, dict[int, Mapping[str, float]]] = {}
@@ -303,14 +302,14 @@ class Rollouts:
             self.effects.append(ReportExploration(iteration, report))
 
     def explored_beside(self, slot: int, members: Sequence[RolloutId]) -> Sequence[Mapping[str, float]]:
-        """Preview scores of a group's prompt at other seeds than those of some of its members."""
+        """Preview scores of a slot's prompt, except at the seeds of ``members``."""
         if self.explorer is None:
             return ()
         named = (self.at.rollouts.get(name) for name in members)
         return self.explorer.explored_beside(slot, {rollout.seed for rollout in named if rollout is not None})
 
     def weights(self, rollouts: Iterable[RolloutId]) -> dict[RolloutId, float]:
-        """Factors that undo the choice of seeds, where they are not 1."""
+        """Importance weights that undo seed selection, where they differ from 1."""
         if self.explorer is None:
             return {}
         slots = {name: slot for (slot, _), members in self.at.groups.items() for name in members}
@@ -327,7 +326,7 @@ class Rollouts:
         return verdict is CommitVerdict.ACCEPTED
 
     def progress(self, event: ev.LeaseProgressed, now: float) -> None:
-        """A group says that all its rollouts are safe at a step."""
+        """Record a group's committed progress on a lease; abandon the lease if it is stale."""
         verdict = self.queue.advance(event.lease, event.epoch, event.steps, now)
         if not self._admit(verdict, None) and verdict is CommitVerdict.STALE_EPOCH:
             self.cluster.abandon(event.leader, event.epoch, event.lease)
@@ -341,7 +340,7 @@ class Rollouts:
         version: PolicyVersion,
         now: float,
     ) -> bool:
-        """Rollouts are finished; returns whether any counts."""
+        """Accept finished rollouts and send them to the rewards. Returns whether any counted."""
         accepted: list[Rollout] = []
         self.queue.renew(lease, epoch, now)
         for name in rollouts:
@@ -368,7 +367,7 @@ class Rollouts:
         return self.early if rollout in self.early.rollouts else self.at
 
     def fail(self, lease: LeaseId, epoch: int, rollout: RolloutId, error: str) -> None:
-        """A rollout could not be finished: once more, or never."""
+        """Retry a failed rollout, or drop it after ``ROLLOUT_ATTEMPTS``."""
         verdict, given_up = self.queue.fail(lease, epoch, rollout, ROLLOUT_ATTEMPTS)
         if self._admit(verdict, rollout) and given_up:
             self._drop(rollout, DropReason.ROLLOUT_FAILED, error)
@@ -376,7 +375,7 @@ class Rollouts:
     # -- rewards ---------------------------------------------------------------------------------------
 
     def reward(self, scores_of: Mapping[RolloutId, Mapping[str, float]], lineage: int, now: float) -> None:
-        """Scores came."""
+        """Accept scores; non-finite rewards drop the sample."""
         judged: list[RolloutId] = []
         for rollout, scores in scores_of.items():
             if not self._scores_count(rollout, lineage):
@@ -392,7 +391,7 @@ class Rollouts:
                 self._preview_spare(work.slots[rollout])
             else:
                 self._scored(work, rollout, scores)
-        self.discard(judged)  # of a preview only its scores are kept
+        self.discard(judged)  # previews keep only their scores
 
     def _scored(self, work: Iteration, rollout: RolloutId, scores: Mapping[str, float]) -> None:
         work.scores[rollout] = scores
@@ -401,14 +400,14 @@ class Rollouts:
             self.ledger.score(rollout, scores)
 
     def fail_reward(self, event: ev.RewardFailed) -> None:
-        """Scores will not come."""
+        """Drop a sample that could not be scored."""
         if self._scores_count(event.rollout, event.lineage):
             self._drop(event.rollout, event.reason, event.detail)
 
     def _scores_count(self, rollout: RolloutId, lineage: int) -> bool:
         if lineage == self.cluster.lineage:
             return self._awaits_scores(rollout)
-        # Perhaps a sample of the same name, made by weights that were undone.
+        # Possibly a sample of the same id made by weights that were rolled back.
         self.cluster.recoveries[Recovery.SCORE_STALE] += 1
         self.ledger.reject(rollout, CommitVerdict.STALE_EPOCH.value)
         return False
@@ -446,19 +445,19 @@ class Rollouts:
             )
 
     def _drop_preview(self, rollout: RolloutId, reason: DropReason, detail: str) -> None:
-        """Previews are expendable: they never stop a run."""
+        """Drop a preview; unlike other drops, this never stops a run."""
         slot = self.window.slots[rollout]
         self.drop_quietly(rollout, reason, detail)
         self.window.drop(rollout)
         self._preview_spare(slot)
 
     def drop_quietly(self, rollout: RolloutId, reason: DropReason, detail: str) -> None:
-        """A drop that follows from others: recorded, but it does not count towards max_drop_share."""
+        """Record a consequential drop, which does not count towards ``max_drop_share``."""
         self.ledger.drop(rollout, reason, detail)
         self.discard([rollout])
 
     def discard(self, rollouts: Iterable[RolloutId]) -> None:
-        """Free the tensors of rollouts."""
+        """Have the samples' tensors freed."""
         if discarded := tuple(rollouts):
             self.at.finished.difference_update(discarded)
             self.effects.append(DiscardSamples(discarded))
@@ -466,7 +465,7 @@ class Rollouts:
     # -- a lost learner --------------------------------------------------------------------------------
 
     def roll_back(self, ledger: Mapping[str, object], exploration: Mapping[str, object]) -> None:
-        """Forget everything but what is safe, and return to an earlier ledger; the bill stays."""
+        """Return to an earlier ledger, keeping what is safe. GPU time stays billed."""
         previews, early = self.window.rollouts, self.early
         self.early, self.older, self._oldest = Iteration(), set(), PolicyVersion(0)
         revoked, unfinished = self.queue.reset()
@@ -480,13 +479,13 @@ class Rollouts:
         self.discard((*previews, *early.rollouts))
 
     def load(self, ledger: Mapping[str, object], exploration: Mapping[str, object]) -> None:
-        """Stand where a snapshot was taken."""
+        """Restore the state of a snapshot."""
         self.ledger = Ledger.restore(ledger)
         if self.explorer:
             self.explorer.load(exploration)
 
     def _recall(self, rollout: Rollout) -> None:
-        """A sample that outlived the learner counts again, without being made again."""
+        """Count a surviving sample again instead of regenerating it."""
         self.cluster.recoveries[Recovery.SAMPLE_KEPT] += 1
         at, safe = self.at, self.safe
         at.makers[rollout.id] = safe.makers[rollout.id]
@@ -500,7 +499,7 @@ class Rollouts:
             self.effects.append(ScoreSamples((rollout,), self.cluster.lineage))
 
     def check(self) -> None:
-        """Assert the first invariant of the module's docstring (O(rollouts of the iteration))."""
+        """Assert invariant 1 of the module, in O(rollouts of the iteration)."""
         works = (self.at, self.early, self.window)
         waiting = sum(len(work.unscored - work.finished) for work in works)
         assert self.queue.outstanding == waiting, "the queue lost or invented a rollout"

@@ -4,19 +4,19 @@
                                                                                                    │
            GrantLease, once there is work and the group has the published version ◄── GroupPulled ◄──┘
 
-A loss, a notice or a change of degree stops the groups it touches (StopGroup ─► GroupStopped); their living
-workers are free then and form new groups, under new epochs.
+A loss, a preemption notice or a change of degree stops the affected groups (StopGroup ─► GroupStopped); their
+surviving workers form new groups under new epochs.
 
 Invariants
-    1. A worker is in at most one group, all members of a group are workers of one living node.
+    1. A worker is in at most one group; all members of a group are on one living node.
     2. Only a READY group holds leases, or a STOPPING one that may still commit.
-    3. Every command (start, pull, form, stop) is answered, repeated when its time is up, or ends in a restart
-       of the workers it was for: nobody is waited for without an end.
-    4. A group is granted work only while all its members hold the published version; they hold it until the
-       work is finished.
-    5. Answers under an old epoch, or to a command that is no longer open, change nothing.
-    6. Previews made in idle time are preempted by other work (see
-    :class:`~spotlight.scheduler.cluster.spare_time.SpareTime`).
+    3. Every command (start, pull, form, stop) is answered, resent on timeout, or ends in a restart of its
+       workers: no wait is unbounded.
+    4. A group is granted work only while all members hold the published version, and keeps that version until
+       the work is finished.
+    5. Answers under an old epoch, or to a closed command, change nothing.
+    6. Idle-time previews are preempted by other work (see
+       :class:`~spotlight.scheduler.cluster.spare_time.SpareTime`).
 """
 
 from __future__ import annotations
@@ -69,15 +69,15 @@ from spotlight.scheduler.types import (
 
 @dataclass(slots=True)
 class Cluster:
-    """See the module's docstring. ``queue`` is the controller's.
+    """See the module's docstring. ``queue`` is shared with the controller.
 
     Attributes:
-        target: the published policy version, which every worker is to hold.
-        lineage: counts restarts of the learner.
-        effects: what to do, taken by the controller after each event.
-        noticed: nodes that will be taken.
-        helpers: nodes whose GPUs train and roll out.
-        serving: who gets how much of the work.
+        target: the published policy version, which every worker should hold.
+        lineage: increases with each restart of the learner.
+        effects: taken by the controller after each event.
+        noticed: nodes with a preemption notice.
+        helpers: nodes whose GPUs both train and roll out.
+        serving: divides work among groups.
     """
 
     plan: ClusterPlan
@@ -104,18 +104,18 @@ class Cluster:
 
     @property
     def spare(self) -> SpareTime:
-        """Previews beside other work."""
+        """Scheduling of idle-time previews."""
         return self.serving.spare
 
     @property
     def pace(self) -> Pace:
-        """How long groups take."""
+        """Measured speed of groups."""
         return self.serving.pace
 
     # -- what happens ----------------------------------------------------------------------------------
 
     def handle(self, event: ev.ClusterEvent, now: float) -> None:
-        """Take one event of the cluster; effects are appended to ``effects``."""
+        """Process one cluster event; append to ``effects``."""
         self._now = now
         match event:
             case ev.NodeJoined(node):
@@ -132,7 +132,7 @@ class Cluster:
                 self._worker_answered(event)
 
     def ring(self, now: float) -> None:
-        """Drain nodes, and resend or give up commands, whose time has come."""
+        """Act on all timeouts due by ``now``."""
         self._now = now
         while (node := self._drains.pop(now)) is not None:
             self._drain(node)
@@ -144,38 +144,38 @@ class Cluster:
                 self.effects.append(effect)
 
     def suspect(self, lease: Lease) -> None:
-        """A lease expired: its group is stopped, and its workers restarted if it does not answer."""
+        """A lease expired: stop its group, and restart its workers if they do not answer."""
         group = self.groups.get(lease.worker)
         if group is not None and group.epoch == lease.epoch:
             self._count(Recovery.LEASE_EXPIRED)
             self._stop(group)
 
     def revoked(self, lease: Lease) -> None:
-        """A lease was revoked: have its holder abandon it, if it is a group of this cluster."""
+        """A lease was revoked: tell its holder, if it is in this cluster."""
         self.pace.cut(lease.id, self._now)
         if lease.worker in self.workers:
             self.abandon(lease.worker, lease.epoch, lease.id)
 
     def abandon(self, leader: WorkerId, epoch: int, lease: LeaseId) -> None:
-        """Have a group stop working under a lease that does not count any more."""
+        """Tell a lease's holder that the lease no longer counts."""
         self._count(Recovery.LEASE_ABANDONED)
         self.effects.append(AbandonLease(leader, epoch, lease))
 
     @property
     def next_s(self) -> float | None:
-        """When :meth:`ring` is due next, in controller seconds."""
+        """When :meth:`ring` is next due; None if never."""
         times = (self._commands.next_s, self._drains.next_s)
         return min((at_s for at_s in times if at_s is not None), default=None)
 
     @property
     def learner_gpus(self) -> int:
-        """GPUs of the nodes that train."""
+        """GPUs on nodes that train."""
         return sum(host.node.gpus for host in self.hosts.values() if host.node.trains)
 
     # -- weights ---------------------------------------------------------------------------------------
 
     def publish(self, version: PolicyVersion, now: float) -> None:
-        """A new policy version: groups finish what they hold, then pull it before they are granted work."""
+        """Publish a version: groups get no new work until they hold it, but finish their leases first."""
         self._now, self.target = now, version
         self.serving.idle.clear()
         for worker in self.workers.values():
@@ -184,12 +184,12 @@ class Cluster:
             self._load(worker)
 
     def roll_back(self, version: PolicyVersion, now: float) -> None:
-        """The learner went back to ``version``: later versions, and pulls under way, are void."""
+        """The learner returned to ``version``: later versions and pulls under way are void."""
         self._now, self.target = now, version
         self.lineage += 1
         self.serving.idle.clear()
         for worker in self.workers.values():
-            # A pull under way may end after this: only a newer one makes sure of what the worker holds.
+            # A pull under way may land after this, so what the worker holds is unknown until a newer one.
             if worker.pull is not None or (worker.version is not None and worker.version > version):
                 worker.version = None
             self._forget_pull(worker)
@@ -202,11 +202,11 @@ class Cluster:
         if worker.state is WorkerState.STARTING or worker.version == self.target or worker.pull is not None:
             return
         if worker.leader is not None and self.queue.holds(worker.leader):
-            return  # all of a rollout is made by one version; `finished` or `pulled` follows
+            return  # one version makes a whole rollout; `finished` or `pulled` loads it later
         neighbours = (self.workers[name].holding() for name in self.hosts[worker.node].workers)
         source = choose_source(worker.holding(), neighbours, self.target, self.plan.publishes)
         if source is None:
-            return  # a neighbour fetches it; _load_node follows when it is done
+            return  # a neighbour is fetching it; _load_node follows
         pull = PullWeights(worker.id, worker.epoch, self.target, self.lineage, source.kind, source.peer)
         worker.pull = pull
         patience_s = self.plan.start_s if source.kind is WeightKind.FULL else self.plan.answer_s
@@ -347,7 +347,7 @@ class Cluster:
     # -- groups ----------------------------------------------------------------------------------------
 
     def _regroup(self, node: NodeId) -> None:
-        """Form groups of a node's free workers, unless more of them will be free in a moment."""
+        """Group a node's free workers, unless a stopping group is about to free more."""
         host = self.hosts[node]
         if host.draining or any(self.groups[leader].state is GroupState.STOPPING for leader in host.leaders):
             return
@@ -366,7 +366,7 @@ class Cluster:
             self._send(("form", group.leader), form, self.plan.answer_s)
 
     def _divided(self, free: list[WorkerId]) -> list[tuple[WorkerId, ...]]:
-        """A node's free workers by group: as many as wait for better work than previews, then the others."""
+        """Split free workers into groups for waiting work other than previews, then groups for previews."""
         demand, degrees = self.spare.demand(), self.plan.degrees
         degree, previews = self.degree_for(demand.contended), self.queue.outstanding - demand.needed
         first = len(free) if demand.previews or not previews else demand.pressing * degree
@@ -374,7 +374,7 @@ class Cluster:
         return [*form_groups(free[:first], degree, degrees), *rest]
 
     def degree_for(self, rollouts: int) -> int:
-        """GPUs of a group, where so many rollouts are outstanding."""
+        """GPUs per group when ``rollouts`` are outstanding."""
         return choose_degree(self.plan, self._capable, rollouts)
 
     def _group_answered(self, event: ev.GroupFormed | ev.GroupStopped) -> None:
@@ -402,7 +402,7 @@ class Cluster:
         self._send(("stop", group.leader), stop, self.plan.answer_s)
 
     def _leave(self, worker: Worker) -> None:
-        """A worker's process died: the rest of its group is stopped."""
+        """Remove a dead worker from its group and stop the rest of the group."""
         if worker.leader is None:
             return
         group = self.groups[worker.leader]
@@ -432,7 +432,7 @@ class Cluster:
     # -- work ------------------------------------------------------------------------------------------
 
     def pulled(self, event: ev.GroupPulled, now: float) -> None:
-        """A group wants work: it is remembered, and granted some by :meth:`serve`."""
+        """A group asks for work; :meth:`serve` grants it."""
         self._now = now
         group = self.groups.get(event.leader)
         if group is None or group.epoch != event.epoch or group.state is GroupState.STOPPING:
@@ -457,7 +457,7 @@ class Cluster:
         self._consider(group)
         demand = self.spare.demand()
         if not demand.pressing and (demand.needed or not self.queue.waiting):
-            # A neighbour may have long to go: with this group's workers it is done sooner.
+            # Tail of the batch: a busy neighbour finishes sooner together with this group's workers.
             degree = self.degree_for(demand.needed or demand.contended)
             self._grow(self.hosts[group.node], degree, self.plan.tail_steps, over_previews=demand.needed > 0)
 
@@ -470,12 +470,12 @@ class Cluster:
                 self._load_group(group)
 
     def failed(self, lease: LeaseId, now: float) -> None:
-        """A rollout of a lease could not be finished; if it was the last, nothing is learnt of the pace."""
+        """A rollout of a lease failed. If it was the last, the lease gives no pace measurement."""
         if not self.queue.is_open(lease):
             self.pace.cut(lease, now)
 
     def serve(self, now: float) -> None:
-        """Grant waiting work to waiting groups: to each at most its share of all that is outstanding."""
+        """Grant waiting work to waiting groups, to each at most its share of what is outstanding."""
         if not self.queue.waiting:
             return
         self._now = now
@@ -509,12 +509,11 @@ class Cluster:
             then, demand = demand, self.spare.demand()
             if demand.previews != then.previews:
                 wanted = self.degree_for(demand.contended)
-        # What others have not taken yet is theirs: groups with their share wait for it to be taken, or for
-        # less work to be outstanding.
+        # Groups that hold their full share leave the rest to others and stay idle until the shares change.
         serving.idle.update(dict.fromkeys(leader for leader in satisfied if self.groups[leader].capacity))
 
     def _able(self) -> Counter[GroupKind]:
-        """Groups that work, or wait for work, and compete for what is pulled next."""
+        """Groups, by kind, that compete for the next work."""
         groups = (group for group in self.groups.values() if self.serving.competes(group))
         return Counter(
             group.kind for group in groups if self.queue.holds(group.leader) or self.willing(group)
@@ -535,7 +534,7 @@ class Cluster:
 
     @property
     def preview_capacity(self) -> int:
-        """Previews that groups which wait for work would take at once."""
+        """Previews that waiting groups would take at once."""
         waiting = (self.groups[leader] for leader in self.serving.idle)
         able = (group for group in waiting if not group.trains)
         return sum(g.capacity for g in able if not self.queue.count_held_by(g.leader, previews=False))
@@ -557,19 +556,19 @@ class Cluster:
                 self._consider(group)
 
     def trainers(self) -> list[WorkerGroup]:
-        """Groups of GPUs that train. Asked at every event, so it is listed anew only once groups changed."""
+        """Groups on GPUs that train; cached until groups change, since every event reads it."""
         if self._trainers is None:
             self._trainers = [self.groups[name] for host in self.helpers.values() for name in host.leaders]
         return self._trainers
 
     @property
     def trainers_work(self) -> bool:
-        """Whether GPUs that train roll out just now: nothing can be trained then."""
+        """Whether GPUs that train are rolling out; nothing can be trained meanwhile."""
         holders = self.queue.holders
         return bool(holders) and any(group.leader in holders for group in self.trainers())
 
     def willing(self, group: WorkerGroup) -> bool:
-        """Whether a group waits for work, has the weights for it and time enough to do it."""
+        """Whether a group waits for work, holds the target version and is not draining."""
         return (
             group.capacity > 0
             and group.state is GroupState.READY
@@ -582,22 +581,22 @@ class Cluster:
             self._load(self.workers[name])
 
     def _consider(self, group: WorkerGroup) -> None:
-        """A group that asked for work gets some, if it may have any."""
+        """Update whether a group is in ``serving.idle``."""
         if self.willing(group) and not (group.trains and self.serving.trainer_budget <= 0):
             self.serving.idle[group.leader] = None
         else:
             self.serving.idle.pop(group.leader, None)
 
     def _grow(self, host: Host, degree: int, steps_held: int, *, over_previews: bool) -> bool:
-        """Stop a node's groups to form larger ones; with ``steps_held`` 0 only if none of them works.
+        """Stop a node's groups to form larger ones; returns whether it did.
 
         Args:
-            steps_held: else some group must have more steps than this to go.
-            over_previews: those made in idle time do not count as work.
+            steps_held: 0: only if no group works; else only if some lease has more steps than this to go.
+            over_previews: idle-time previews do not count as work.
         """
         groups = [self.groups[leader] for leader in host.leaders]
         if any(self.queue.holds_other_than(other.leader, self.target) for other in groups):
-            return False  # nobody else could finish what is made by older weights
+            return False  # rollouts of an older version can only be finished by their holder
         held = (one for other in groups for one in self.queue.held_by(other.leader))
         if over_previews and self.spare.explores:
             held = (one for one in held if self.queue.purpose_of(one[0].id) is not Purpose.EXPLORE)
@@ -635,7 +634,7 @@ class Cluster:
         self.recoveries[recovery] += 1
 
     def check(self) -> None:
-        """Assert the invariants of the module's docstring (O(workers))."""
+        """Assert the invariants above, in O(workers)."""
         check_members(self.hosts, self.workers, self.groups)
         for worker in self.workers.values():
             assert (worker.state is WorkerState.STARTING) == (("start", worker.id) in self._commands)

@@ -1,6 +1,6 @@
-"""Commands to workers that must be answered: sent again when their time is up, and given up at last.
+"""Commands to workers that must be answered: resent on timeout, and finally given up.
 
-Invariant: every open command has an alarm, so nobody is waited for without an end.
+Invariant: every open command has an alarm, so no wait is unbounded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Name = TypeVar("Name")
 
 @dataclass(slots=True)
 class Alarms(Generic[Name]):
-    """Deadlines of things that may not happen, in controller seconds; a key has at most one.
+    """Cancellable deadlines in controller seconds, at most one per key.
 
     Cancelled alarms stay in the heap until they would ring.
     """
@@ -27,17 +27,17 @@ class Alarms(Generic[Name]):
     _set: int = 0
 
     def set(self, key: Name, at_s: float) -> None:
-        """Ring ``key`` at ``at_s``."""
+        """Set or replace the alarm of ``key``."""
         self._set += 1
         self._current[key] = self._set
         heapq.heappush(self._heap, (at_s, self._set, key))
 
     def cancel(self, key: Name) -> None:
-        """Do not ring ``key``."""
+        """Cancel the alarm of ``key``, if any."""
         self._current.pop(key, None)
 
     def pop(self, now: float) -> Name | None:
-        """The first key due by ``now``; it rings once."""
+        """Remove and return the first key due by ``now``."""
         while self._heap and self._heap[0][0] <= now:
             _, number, key = heapq.heappop(self._heap)
             if self._current.get(key) == number:
@@ -47,18 +47,18 @@ class Alarms(Generic[Name]):
 
     @property
     def next_s(self) -> float | None:
-        """When the next alarm rings."""
+        """When the next alarm rings; None without alarms."""
         while self._heap and self._current.get(self._heap[0][2]) != self._heap[0][1]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
     def pending(self) -> list[Name]:
-        """Keys whose alarm is set."""
+        """Keys with an alarm."""
         return list(self._current)
 
 
 REPEATS = 2
-"""A command is sent this many times more before it is given up."""
+"""How often a command is resent before it is given up."""
 
 Key: TypeAlias = tuple[str, str]
 """("start" | "pull", worker) or ("form" | "stop", leader)."""
@@ -75,27 +75,27 @@ class _OpenCommand:
 
 @dataclass(slots=True)
 class Commands:
-    """Commands sent and not answered, at most one a key."""
+    """Unanswered commands, at most one per key."""
 
     _open: dict[Key, _OpenCommand] = field(default_factory=dict)
     _alarms: Alarms[Key] = field(default_factory=Alarms)
 
     def send(self, key: Key, effect: CommandEffect, patience_s: float, now: float) -> None:
-        """A command is on its way; it replaces an older one of the same key."""
+        """Open a command; it replaces an older one of the same key."""
         self._open[key] = _OpenCommand(effect, patience_s)
         self._alarms.set(key, now + patience_s)
 
     def amend(self, key: Key, effect: CommandEffect) -> None:
-        """Repeat ``effect`` from now on, and not what was sent first."""
+        """Resend ``effect`` instead of the original from now on."""
         self._open[key].effect = effect
 
     def done(self, key: Key) -> None:
-        """A command was answered, or does not matter any more."""
+        """Close a command that was answered or no longer matters."""
         if self._open.pop(key, None) is not None:
             self._alarms.cancel(key)
 
     def overdue(self, now: float) -> Iterator[tuple[CommandEffect, bool]]:
-        """Commands whose time is up, and whether they are given up (closed) or have to be sent again."""
+        """Timed-out commands, each with whether it is given up (and closed); else it is to be resent."""
         while (key := self._alarms.pop(now)) is not None:
             command = self._open[key]
             command.repeats += 1
@@ -111,9 +111,9 @@ class Commands:
 
     @property
     def next_s(self) -> float | None:
-        """When :meth:`overdue` has something."""
+        """When :meth:`overdue` next has something; None if never."""
         return self._alarms.next_s
 
     def check(self) -> None:
-        """Assert the invariant of the module's docstring."""
+        """Assert the invariant above."""
         assert set(self._open) == set(self._alarms.pending()), "a command would be awaited forever"

@@ -1,4 +1,4 @@
-"""What the cluster remembers of its nodes, workers and groups."""
+"""State of nodes, workers and groups."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class WorkerState(StrEnum):
 
 
 ABLE = frozenset({WorkerState.FREE, WorkerState.GROUPED})
-"""Workers with weights, which can be in a group."""
+"""States of workers with weights, which can be in a group."""
 
 
 class GroupState(StrEnum):
-    """FORMING: not confirmed. READY: may hold a lease. STOPPING: commits what it holds, then parts."""
+    """FORMING: not confirmed. READY: may hold a lease. STOPPING: commits what it holds, then dissolves."""
 
     FORMING = "forming"
     READY = "ready"
@@ -37,11 +37,11 @@ class Worker:
     """One process on one GPU.
 
     Attributes:
-        epoch: of the process; answers under another one come from a process that was given up.
+        epoch: of the process; answers under another epoch come from a replaced process.
         based: the base weights are loaded.
-        version: the policy version loaded, None while unknown.
-        pull: the weight pull that was ordered and is not confirmed.
-        leader: of its group.
+        version: the policy version loaded; None while unknown.
+        pull: the weight pull ordered and not yet confirmed.
+        leader: of its group; None without a group.
     """
 
     id: WorkerId
@@ -55,17 +55,17 @@ class Worker:
     leader: WorkerId | None = None
 
     def holding(self) -> Holding:
-        """What it could give to its neighbours."""
+        """Its weights, as seen by neighbours choosing a source."""
         fetching = self.pull is not None and self.pull.peer is None and not self.based
         return Holding(self.id, self.based, self.version, fetching)
 
 
 @dataclass(slots=True)
 class WorkerGroup:
-    """Workers of one node that denoise together; ``capacity`` > 0: it waits for work.
+    """Workers of one node that denoise together. It waits for work while ``capacity`` > 0.
 
     Attributes:
-        kind: as it was formed, even if members left since.
+        kind: as formed, even if members left since.
         trains: its node's GPUs are learner ranks too.
     """
 
@@ -81,7 +81,7 @@ class WorkerGroup:
 
 @dataclass(slots=True)
 class Host:
-    """A node, the workers on it and the leaders of their groups; ``deadline_s`` once it was noticed."""
+    """A node, its workers and the leaders of its groups; ``deadline_s`` is set by a preemption notice."""
 
     node: Node
     workers: list[WorkerId] = field(default_factory=list)
@@ -93,7 +93,9 @@ class Host:
 def check_members(
     hosts: Mapping[NodeId, Host], workers: Mapping[WorkerId, Worker], groups: Mapping[WorkerId, WorkerGroup]
 ) -> None:
-    """Assert that a worker is in at most one group, a group on one node, and no work on a draining one."""
+    """Assert: a worker is in at most one group, a group on one node, no group of a draining node takes
+    work.
+    """
     for worker in workers.values():
         assert worker.id in hosts[worker.node].workers
         assert (worker.leader is not None) == (worker.state is WorkerState.GROUPED)

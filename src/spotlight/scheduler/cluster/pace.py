@@ -1,7 +1,7 @@
-"""How long work takes, as seen lately: what predictions of the pipeline are made of. Pure.
+"""Measured durations of rollouts and training, for predictions of the pipeline. Pure.
 
-Invariants: what was lost says nothing of the pace; a kind of group never seen is expected to be as fast as
-the others.
+Invariants: lost work contributes no measurement; a kind of group never seen is expected to be as fast as the
+others on average.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from spotlight.scheduler.types import Filler, GroupKind, LeaseId, WorkerId
 _NEWS = 0.3
 """Weight of the latest observation in a moving average."""
 _TRAINERS_SLOWER_MAX = 1.5
-"""A GPU that trains, too, is expected to take at most so many times as long as one that does not."""
+"""Upper bound on the expected slowdown of a GPU that also trains, relative to one that does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,11 @@ class _Running:
 
 @dataclass(slots=True)
 class Pace:
-    """Seconds by kind of group.
+    """Measured durations, by kind of group.
 
     Attributes:
-        train_s: the learner takes for one sample; 0 until it trained some.
-        filled_s: GPU seconds by what filled them, since they were last taken.
+        train_s: seconds the learner takes per sample; 0 until measured.
+        filled_s: GPU-seconds by filler since last cleared.
     """
 
     train_s: float = 0.0
@@ -52,15 +52,15 @@ class Pace:
         *,
         fills: bool = True,
     ) -> None:
-        """A group got work of so many steps, over all its rollouts.
+        """A group starts a lease of ``steps`` denoising steps, summed over its rollouts.
 
         Args:
-            fills: the group would wait without this work; not so where the iteration waits for previews.
+            fills: the group would idle without this work; False where the iteration waits for previews.
         """
         self._running[lease] = _Running(leader, kind, steps, now, filler, fills)
 
     def end(self, lease: LeaseId, now: float) -> None:
-        """All of a lease is finished."""
+        """A lease is finished: update the pace."""
         running, spent_s = self._stop(lease, now)
         if running is not None and running.filler is not Filler.EXPLORATION and running.steps > 0:
             seen_s = spent_s / running.steps
@@ -70,15 +70,15 @@ class Pace:
             self._step_s[of] = known_s + _NEWS * (seen_s - known_s)
 
     def cut(self, lease: LeaseId, now: float) -> None:
-        """A lease ends unfinished, while its group goes on: time was filled, but nothing is learnt of it."""
+        """A lease ends unfinished while its group goes on: count the time filled, but no pace."""
         self._stop(lease, now)
 
     def promote(self, now: float) -> None:
-        """The next iteration begins: until now its rollouts filled time, from now on they are its work."""
+        """The next iteration begins: its early rollouts stop counting as filler."""
         working: set[WorkerId] = set()
         for lease, running in self._running.items():
             if running.filler is Filler.NEXT:
-                if running.leader not in working:  # else it was pulled ahead
+                if running.leader not in working:  # else it was prefetched and has not begun
                     self._fill(running, now)
                 self._running[lease] = replace(running, filler=None)
             working.add(running.leader)
@@ -92,19 +92,19 @@ class Pace:
         return running, spent_s
 
     def _fill(self, running: _Running, now: float) -> float:
-        """Count what a lease filled so far; returns how long it ran."""
-        # A group that pulled ahead began this lease when it had finished the one before.
+        """Count what a lease filled so far; returns how long it ran, in seconds."""
+        # A prefetched lease begins when the group's previous one ends.
         spent_s = max(0.0, now - max(running.since_s, self._free_s.get(running.leader, 0.0)))
         if running.filler is not None and running.fills:
             self.fill(running.filler, spent_s * running.kind.degree)
         return spent_s
 
     def fill(self, filler: Filler, gpu_s: float) -> None:
-        """So many GPU seconds were filled."""
+        """Add GPU-seconds to a filler."""
         self.filled_s[filler] = self.filled_s.get(filler, 0.0) + gpu_s
 
     def forget(self, leader: WorkerId) -> None:
-        """A group was dissolved: its leases end unfinished."""
+        """Forget a dissolved group and its unfinished leases."""
         self._free_s.pop(leader, None)
         for lease in [lease for lease, running in self._running.items() if running.leader == leader]:
             del self._running[lease]
@@ -115,14 +115,14 @@ class Pace:
         self.train_s += (_NEWS if self.train_s else 1.0) * (seen_s - self.train_s)
 
     def step_s(self, kind: GroupKind, *, trains: bool = False) -> float | None:
-        """Seconds that a group takes for a step of one rollout; None before any was seen.
+        """Expected seconds of a group per denoising step of one rollout; None before any measurement.
 
         Args:
-            trains: its GPUs train, too: leases are smaller there, and so are batches.
+            trains: its GPUs also train: leases and batches are smaller there.
         """
         known = self._step_s
         own_s, like_s = known.get((kind, trains)), known.get((kind, not trains))
         if own_s is None:
             return like_s if like_s is not None or not known else sum(known.values()) / len(known)
-        # Trainers that look too slow are given no work, and would look so for ever.
+        # Trainers measured as too slow get no rollouts and so would never be measured again.
         return min(own_s, _TRAINERS_SLOWER_MAX * like_s) if trains and like_s is not None else own_s

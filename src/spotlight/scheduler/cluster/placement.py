@@ -1,13 +1,12 @@
 """Which workers of a node denoise together: pure functions of sizes and load.
 
-Ulysses replicates the weights and shards activations, so a degree changes without moving weights, and it
-must divide the attention heads. Degree 1 has the highest throughput. A higher degree makes ONE rollout
-faster: it pays when there are fewer rollouts than workers, and only for samples large enough to keep several
-GPUs busy (``ClusterPlan.sp_pays``; a video's frames count); or it is a must, for memory
-(the smallest of ``ClusterPlan.degrees``).
+Ulysses replicates weights and shards activations, so the degree can change without moving weights; it must
+divide the attention heads. Degree 1 has the highest throughput. A higher degree shortens one rollout: it pays
+with fewer rollouts than workers and samples large enough to occupy several GPUs (``ClusterPlan.sp_pays``; a
+video's frames count), or it is required by memory (the smallest of ``ClusterPlan.degrees``).
 
-Published for a 20B model, ms per step at degrees 1 / 2 / 4: 512 x 512 155 / 161 / 172; 1024 x 1024
-605 / 350 / 207; 1536 x 1536 1557 / 880 / 464.
+Published for a 20B model, ms per step at degrees 1 / 2 / 4: 512 x 512 155 / 161 / 172; 1024 x 1024 605 / 350
+/ 207; 1536 x 1536 1557 / 880 / 464.
 """
 
 from __future__ import annotations
@@ -21,10 +20,9 @@ Member = TypeVar("Member")
 
 
 def choose_degree(plan: ClusterPlan, workers: int, rollouts: int) -> int:
-    """The degree that groups should have while ``rollouts`` wait or are being made by ``workers``.
+    """The degree for ``rollouts`` outstanding on ``workers``.
 
-    The largest degree with which every rollout still has a group of its own; the smallest for small samples,
-    and while there is more to do than workers.
+    The largest with a group per rollout; the smallest for small samples, or with more rollouts than workers.
     """
     degrees = plan.degrees
     if not plan.sp_pays or rollouts == 0:
@@ -34,10 +32,10 @@ def choose_degree(plan: ClusterPlan, workers: int, rollouts: int) -> int:
 
 
 def form_groups(workers: Sequence[Member], degree: int, degrees: Sequence[int]) -> list[tuple[Member, ...]]:
-    """Divide a node's free workers into groups of ``degree``, the rest into the largest that it suffices for.
+    """Divide a node's free workers into groups of ``degree``, the remainder into the largest that fit.
 
     Args:
-        degrees: what a group may have, ascending.
+        degrees: allowed group sizes, ascending.
 
     Returns:
         Groups of neighbours. Workers too few for the smallest degree are left out.

@@ -1,6 +1,6 @@
-"""The named ways in which the controller deals with trouble, counted as they are taken.
+"""Named recovery paths of the controller, counted when taken.
 
-A simulation that never takes one of them has not tested it: the check of ``simulation`` fails then.
+The simulation's check fails if some path was never taken: it would be untested.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from enum import StrEnum
 
 
 class Recovery(StrEnum):
-    """One branch of the code that a fault-free run never enters."""
+    """A branch that a fault-free run never enters."""
 
     NODE_LOST = "node_lost"
     NODE_RETURNED = "node_returned"

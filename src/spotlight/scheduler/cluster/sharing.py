@@ -1,13 +1,13 @@
-"""How much of the work that waits a group gets. Part of the cluster.
+"""How much of the waiting work a group gets. Part of the cluster.
 
-Each gets at most its share of what is outstanding, so that all are done at about the same time: a group on a
-slow GPU gets less, and near the end nothing, if faster ones that can work have it all done before it had one
-more rollout done. Work is still pulled: a share is a bound, not an assignment.
+Each gets at most its share of what is outstanding, so that all finish at about the same time. Near the end a
+slow group gets nothing if faster ones would finish everything before its next rollout. Work is still pulled:
+a share is a bound, not an assignment.
 
 Invariants
-    1. What is granted to groups on GPUs that train is what an optimizer step waits for, and no more of it
-       than the trainers' rollout budget.
-    2. Of work for which groups compete, each holds its share at most; none competes for the trainers' budget.
+    1. Groups on GPUs that train are granted only what an optimizer step waits for, within the trainers'
+       rollout budget.
+    2. Each group holds at most its share of the contended work; the trainers' budget is not contended.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from spotlight.scheduler.queue import PullQueue, WorkClass
 from spotlight.scheduler.types import Filler, GroupKind, WorkerId
 
 Able: TypeAlias = Callable[[], Mapping[GroupKind, int]]
-"""How many groups of each kind can work."""
+"""Number of groups of each kind that can work."""
 
 _FEW = 4
 
 
 @dataclass(slots=True)
 class FairShares:
-    """Groups that share the work, those that still form too, by whether they train and by kind."""
+    """Groups that share the work, forming ones included, counted by (trains, kind)."""
 
     pace: Pace
     sharers: Counter[tuple[bool, GroupKind]] = field(default_factory=Counter)
 
     def count(self, group: WorkerGroup, change: int) -> None:
-        """Add a group to those that share, or remove it (``change`` -1)."""
+        """Add (``change`` 1) or remove (-1) a group."""
         self.sharers[group.trains, group.kind] += change
 
     def of(self, group: WorkerGroup, rollouts: int, *, trainers: bool) -> int:
@@ -52,11 +52,11 @@ class FairShares:
         return math.ceil(rollouts * speed / max(all_speeds, speed))
 
     def is_sooner_done(self, group: WorkerGroup, share: int, rollouts: int, able: Able) -> bool:
-        """Whether faster groups have done all that is left, before ``group`` has done its share.
+        """Whether faster groups would finish everything left before ``group`` finishes its share.
 
         Args:
-            share: of ``rollouts``; where it is more than a few, one of them more or less does not matter.
-            able: groups that work, or wait for work: others may never come. Asked only where it matters.
+            share: of ``rollouts``; False for large shares, where one rollout more or less does not matter.
+            able: groups that work or wait for work (others may never do either); called only if needed.
         """
         if not 0 < share <= _FEW:
             return False
@@ -72,7 +72,7 @@ class FairShares:
         return done > rollouts - share
 
     def _speeds(self) -> dict[GroupKind, float]:
-        """Of all kinds of groups, relative to the first; 1 until a kind's pace is known."""
+        """Speed of each kind relative to the first; 1 while a pace is unknown."""
         kinds = list(dict.fromkeys(kind for _, kind in self.sharers))
         times_s = [self.pace.step_s(kind) for kind in kinds]
         return {
@@ -93,13 +93,13 @@ class Serving:
     """See the module's docstring.
 
     Attributes:
-        spare: previews beside other work.
-        pace: how long groups take.
-        idle: leaders of groups that wait for work and may have some.
-        trainer_budget: pull so many rollouts, the groups on GPUs that train.
+        spare: schedules idle-time previews.
+        pace: measured speed of groups.
+        idle: leaders of groups that wait for work and may have some, in FIFO order.
+        trainer_budget: rollouts that groups on GPUs that train may still pull.
         trainers_explore: these may be previews.
-        switch_s: that they take to turn from training to rollouts, or back.
-        turned: workers of those that were given rollouts since they trained.
+        switch_s: seconds a trainer takes to switch between training and rollouts.
+        turned: trainers' workers that received rollouts since they last trained.
     """
 
     queue: PullQueue
@@ -119,13 +119,13 @@ class Serving:
     # -- groups ----------------------------------------------------------------------------------------
 
     def parts(self, group: WorkerGroup) -> None:
-        """A group takes no more work."""
+        """Remove a group from sharing: it takes no more work."""
         self.shares.count(group, -1)
         self.idle.pop(group.leader, None)
         self.spare.pulled(group.leader)
 
     def dissolved(self, group: WorkerGroup) -> None:
-        """A group was dissolved."""
+        """Forget a dissolved group."""
         if group.state is not GroupState.STOPPING:
             self.parts(group)
         self.pace.forget(group.leader)
@@ -133,11 +133,11 @@ class Serving:
     # -- work ------------------------------------------------------------------------------------------
 
     def room(self, group: WorkerGroup, demand: Demand, able: Able) -> int:
-        """How much of what is pulled next a group may take; ``able``: groups that work, or wait for work."""
+        """How many of the rollouts next in the queue a group may take."""
         if group.trains and not self._suits_trainers():
             return 0
         if group.trains and math.isfinite(self.trainer_budget):
-            share = demand.contended  # of which they take what was planned for them
+            share = demand.contended  # bounded by their budget instead of a share
         else:
             share = self.share(group, demand)
             if self.shares.is_sooner_done(group, share, demand.contended, able):
@@ -146,17 +146,17 @@ class Serving:
         return self.spare.room(group.leader, trains, share, demand)
 
     def competes(self, group: WorkerGroup) -> bool:
-        """Whether a group may take of what is pulled next: not where trainers have work planned for them."""
+        """Whether a group competes for the next work: not a trainer whose budget is planned."""
         return not group.trains or (math.isinf(self.trainer_budget) and self._suits_trainers())
 
     def share(self, group: WorkerGroup, demand: Demand) -> int:
-        """A group's share of what is pulled next."""
-        # A few rollouts for the trainers are taken from what is left, not from anybody's share.
+        """A group's share of the next work."""
+        # A finite trainer budget comes out of the total, not out of other groups' shares.
         trainers = not demand.previews and math.isinf(self.trainer_budget)
         return self.shares.of(group, demand.contended, trainers=trainers)
 
     def grant(self, group: WorkerGroup, rollouts: int, now: float) -> GrantLease:
-        """Lease up to so many rollouts to a group that waits for them."""
+        """Lease up to ``rollouts`` to a group in :attr:`idle`."""
         limit, value = min(group.capacity, rollouts), self.queue.best
         if group.trains:
             limit = int(min(limit, self._each_trainer, self.trainer_budget))
@@ -177,7 +177,7 @@ class Serving:
     # -- GPUs that train -------------------------------------------------------------------------------
 
     def set_trainer_budget(self, rollouts: float, trainers: Sequence[WorkerGroup], *, explore: bool) -> bool:
-        """How many rollouts GPUs that train may pull now; returns whether that lets some, or stops all."""
+        """Set how many rollouts trainers may pull. Returns whether this starts or stops them."""
         changed = (rollouts > 0) != (self.trainer_budget > 0)
         self.trainer_budget, self.trainers_explore = rollouts, explore
         self._each_trainer = rollouts
@@ -187,20 +187,20 @@ class Serving:
         return changed
 
     def learner_turns(self) -> float:
-        """The learner is given work: seconds until its GPUs can train."""
+        """The learner gets work: seconds until its GPUs have switched to training."""
         turn_s = self.switch_s if self.turned else 0.0
         self.turned.clear()
         return turn_s
 
     def _turn(self, group: WorkerGroup) -> float:
-        """A group is given work: seconds until it begins."""
+        """A group gets work: seconds until its GPUs have switched to rollouts."""
         if not group.trains or self.turned.issuperset(group.members):
             return 0.0
         self.turned.update(group.members)
         return self.switch_s
 
     def _suits_trainers(self) -> bool:
-        """Whether what would be pulled now is worth a learner's time."""
+        """Whether the next work is worth a trainer's time."""
         best = self.queue.best
         if self.trainer_budget <= 0 or best is None:
             return False

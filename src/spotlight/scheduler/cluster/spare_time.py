@@ -1,12 +1,12 @@
-"""Previews made in idle time: who may make them, and when they are preempted. Part of the cluster.
+"""Idle-time previews: who may make them, and when they are preempted. Part of the cluster.
 
 Invariants
-    1. A group that holds work which the iteration waits for is given no previews, nor is a GPU that trains:
-       denoised beside them, that work would take longer.
-    2. While such work waits and nobody can take it, as many groups as it takes lose the previews
-       that they hold, as far as there are any. A group that does not pull in time is not counted on.
+    1. Neither a group that holds work the iteration waits for nor a GPU that trains gets previews: batched
+       with them, that work would be slower.
+    2. While such work waits and no group can take it, enough groups lose their previews to take it, as far as
+       there are any. A group that does not pull in time is not counted on.
 
-Where exploration is on the critical path, the iteration waits for previews too, and none of this holds.
+Neither holds where exploration is on the critical path: there the iteration waits for previews too.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from spotlight.scheduler.types import Lease, Purpose, WorkerId
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What there is to do.
+    """Outstanding work.
 
     Attributes:
-        needed: rollouts outstanding but previews made in idle time.
-        pressing: those of them that nobody holds.
-        contended: rollouts outstanding of the sort that is pulled next, needed or ``previews``.
+        needed: rollouts outstanding, without idle-time previews.
+        pressing: those of ``needed`` not leased.
+        contended: rollouts outstanding of the kind pulled next.
+        previews: that kind is previews.
     """
 
     needed: int
@@ -40,7 +41,7 @@ class SpareTime:
 
     Attributes:
         explores: previews are made in idle time.
-        patience_s: how long a group whose previews were preempted is expected to pull.
+        patience_s: how long a group is expected to pull after its previews were preempted.
     """
 
     queue: PullQueue
@@ -51,7 +52,7 @@ class SpareTime:
     # -- what there is to do ---------------------------------------------------------------------------
 
     def demand(self) -> Demand:
-        """What waits now, and of how much."""
+        """Outstanding work now."""
         queue = self.queue
         previews = queue.outstanding_for(Purpose.EXPLORE) if self.explores else 0
         needed = queue.outstanding - previews
@@ -59,14 +60,14 @@ class SpareTime:
         previews_next = previews > 0 and not pressing and (not needed or queue.waiting > 0)
         if previews_next:
             return Demand(needed, pressing, previews, True)
-        # Rollouts of the next iteration are shared once nothing of this one waits.
+        # Rollouts of the next iteration are contended only once nothing of this one waits.
         first = queue.waiting_of(WorkClass.TRAIN, WorkClass.EVAL) > 0
         return Demand(needed, pressing, needed - queue.outstanding_of(WorkClass.NEXT) * first, False)
 
     # -- who may take it -------------------------------------------------------------------------------
 
     def room(self, leader: WorkerId, trains: bool, share: int, demand: Demand) -> int:
-        """How much of what is pulled next a group may take: it then holds ``share`` at most."""
+        """How many of the next rollouts a group may take to hold at most ``share``."""
         if demand.previews and (trains or self.queue.count_held_by(leader, previews=False)):
             return 0
         counts_all = demand.previews or not self.explores
@@ -75,17 +76,17 @@ class SpareTime:
     # -- preemption -----------------------------------------------------------------------------------
 
     def pulled(self, leader: WorkerId) -> None:
-        """A group pulls, or was dissolved: it is not waited for."""
+        """A group pulled or was dissolved: stop waiting for its pull."""
         self._yielding.pop(leader, None)
 
     def preempt(self, groups: int, able: Callable[[WorkerId], bool], now: float) -> list[Lease]:
-        """Requeue previews that some groups hold, for better work that needs so many groups.
+        """Requeue the previews of some groups, so that ``groups`` of them can take better work.
 
         Args:
             able: whether a leader's group can stop and pull.
 
         Returns:
-            The leases that do not count any more.
+            The revoked leases.
         """
         groups -= self.awaited(now)
         if groups <= 0:
@@ -94,18 +95,18 @@ class SpareTime:
         leaders = list(dict.fromkeys(lease.worker for lease in previews if able(lease.worker)))[:groups]
         given = [
             lease for lease in previews if lease.worker in leaders
-        ]  # all that it holds, or it cannot pull
+        ]  # all of a group's previews: it pulls only when it holds none
         self._yielding |= dict.fromkeys(leaders, now)
         for lease in given:
             self.queue.renounce(lease.id)
         return given
 
     def awaited(self, now: float) -> int:
-        """Groups whose previews were preempted, and that are expected to pull."""
+        """Groups expected to pull soon because their previews were preempted."""
         return sum(since_s > now - self.patience_s for since_s in self._yielding.values())
 
     def preempt_beside(self, leader: WorkerId) -> list[Lease]:
-        """A group got better work: requeue the previews that it holds besides. Returns their leases."""
+        """A group got better work: requeue its previews. Returns their leases."""
         if not self.explores:
             return []
         held = [lease for lease, _ in self.queue.held_by(leader)]

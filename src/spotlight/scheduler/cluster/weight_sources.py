@@ -1,10 +1,10 @@
-"""Who holds which policy version, and where a worker gets the one it needs. Pure.
+"""Where a worker gets the policy version it needs. Pure.
 
-The adapter comes from the store: it is small. All weights are copied from a worker of the same node that has
-them; where none has, one worker fetches them from the store and its neighbours wait for it.
+The adapter is small and comes from the store. Full weights are copied from a worker on the same node; if none
+has them, one worker downloads them from the store while its neighbours wait.
 
-Versions count optimizer steps, so a learner restored from a checkpoint makes some numbers again. The lineage
-counts restores: what was pulled under an older one is not what the number says.
+Versions count optimizer steps, so a learner restored from a checkpoint reuses version numbers. The lineage
+counts restores and tells them apart.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from spotlight.scheduler.types import PolicyVersion, WeightKind, WorkerId
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What one worker of a node has.
+    """The weights of one worker.
 
     Attributes:
         based: the model's base weights are loaded.
         version: the policy version loaded; None while unknown.
-        fetching: it is pulling all weights from the store right now.
+        fetching: it is downloading full weights from the store.
     """
 
     worker: WorkerId
@@ -33,7 +33,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """What to pull, and from whom; ``peer`` None is the store."""
+    """What to pull, and from which worker; ``peer`` None is the store."""
 
     kind: WeightKind
     peer: WorkerId | None
@@ -42,7 +42,7 @@ class WeightSource:
 def choose_source(
     holding: Holding, neighbours: Iterable[Holding], target: PolicyVersion, publishes: WeightKind
 ) -> WeightSource | None:
-    """Where a worker gets version ``target``, or None: wait until a neighbour has it."""
+    """Where a worker gets version ``target``; None: wait for a neighbour's download."""
     if holding.based and publishes is WeightKind.ADAPTER:
         return WeightSource(WeightKind.ADAPTER, None)
     waits = False
