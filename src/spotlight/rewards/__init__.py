@@ -1,1 +1,1 @@
-"""Rewards: functions over pictures, and the pool that runs each in a process of its own."""
+"""Reward functions, and the pool that runs each in its own process."""

@@ -1,8 +1,8 @@
-"""Messages between the reward pool and a reward's process: whole pickled values over a local socket pair.
+"""Messages between the reward pool and a reward process: pickled values over a local socket pair.
 
-Each message is its length (8 bytes, little-endian) and its pickle. The socket pair has no address, so
-nobody but the two processes can write to it. Every transfer can be given a time limit, because the other
-side may be hung or stopped at any moment, also in the middle of a message.
+Each message is its length (8 bytes, little-endian) and its pickle. The socket pair has no address, so only
+the two processes can write to it. Transfers take a time limit, because the other side may hang at any
+moment, even in the middle of a message.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Import the reward. Must be the first request. Answer: :class:`Done`."""
+    """Import the reward. Must be the first request. Reply: :class:`Done`."""
 
     name_or_path: str
     params: Mapping[str, Any]
@@ -32,7 +32,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class CheckPrompts:
-    """Run the reward's ``check``, if it has one. Answer: :class:`Done`."""
+    """Run the reward's ``check``, if it has one. Reply: :class:`Done`."""
 
     prompts: Sequence[str]
     metadata: Sequence[Mapping[str, Any]]
@@ -41,7 +41,7 @@ class CheckPrompts:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Score a batch. Answer: :class:`Values`."""
+    """Score a batch. Reply: :class:`Values`."""
 
     images: Sequence[Image]
     prompts: Sequence[str]
@@ -53,7 +53,7 @@ Request: TypeAlias = Load | CheckPrompts | Score
 
 
 class Blame(StrEnum):
-    """What went wrong in a reward's process that lives on."""
+    """What went wrong in a reward process that is still alive."""
 
     INPUT = "input"
     SETUP = "setup"
@@ -63,19 +63,19 @@ class Blame(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The request was carried out."""
+    """The request succeeded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """A batch's scores by curve, ``score`` among them; lists as long as the batch, possibly not finite."""
+    """A batch's scores by curve, including ``score``; lists as long as the batch, possibly not finite."""
 
     curves: Mapping[str, Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The request was not carried out; ``message`` holds the remote traceback where there is one."""
+    """The request failed; ``message`` includes the remote traceback if there is one."""
 
     blame: Blame
     message: str
@@ -85,7 +85,7 @@ Reply: TypeAlias = Done | Values | Failed
 
 
 def encode(message: Request | Reply) -> bytes:
-    """Pickle a message. Raises what pickle raises: TypeError, AttributeError, ValueError, PicklingError."""
+    """Pickle a message. Raises TypeError, AttributeError, ValueError or PicklingError, as pickle does."""
     return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
 
@@ -93,7 +93,7 @@ def send(channel: socket.socket, message: bytes, limit_s: float | None = None) -
     """Send an encoded message.
 
     Raises:
-        TimeoutError: the other side did not take it within ``limit_s``; the channel is useless from then on.
+        TimeoutError: not sent within ``limit_s``; the channel is unusable from then on.
         OSError: the other side is gone.
     """
     channel.settimeout(limit_s)
@@ -101,10 +101,10 @@ def send(channel: socket.socket, message: bytes, limit_s: float | None = None) -
 
 
 def receive(channel: socket.socket, limit_s: float | None = None) -> object:
-    """Wait for a whole message.
+    """Wait for a complete message.
 
     Raises:
-        TimeoutError: it did not come within ``limit_s``; the channel is useless from then on.
+        TimeoutError: not received within ``limit_s``; the channel is unusable from then on.
         EOFError: the other side is gone.
     """
     end_s = None if limit_s is None else time.monotonic() + limit_s

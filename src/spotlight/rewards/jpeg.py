@@ -1,6 +1,6 @@
-"""Reward for pictures that compress well: the field's classic smoke test (DDPO's compressibility).
+"""Reward for compressible images, a common smoke test.
 
-Source: Black et al., "Training Diffusion Models with Reinforcement Learning", arXiv 2305.13301.
+Source: Black et al., "Training Diffusion Models with Reinforcement Learning" (DDPO), arXiv 2305.13301.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def jpeg_size(
     """Score every image with minus its size as a JPEG file, in kB (1,000 bytes).
 
     Args:
-        images: pictures [height, width, 3], uint8.
-        prompts: not looked at.
-        metadata: not looked at.
+        images: uint8 [height, width, 3].
+        prompts: ignored.
+        metadata: ignored.
         quality: of the JPEG file, 1 to 95.
 
     Raises:

@@ -1,12 +1,11 @@
-"""Reward for text that can be read: the prompt says which in double quotes, Tesseract reads the picture.
+"""Reward for legible text: Tesseract reads the image, the prompt quotes the target.
 
-The target is the text between the first pair of double quotes. Target and reading are compared without
-white space and in lower case: distance 0 if the target is a substring of the reading, else the
-Levenshtein distance, at most len(target). Reward = 1 - distance / len(target), in [0, 1].
-A picture is read in up to three ways (see ``_WAYS``), and the best reading counts.
-The formula is Flow-GRPO's (``flow_grpo/ocr.py`` of https://github.com/yifan123/flow_grpo, arXiv
-2505.05470), the reader is Tesseract 5 through ``tesserocr`` (its wheel brings the engine along; the
-language data is a package of the operating system).
+The target is the text between the first pair of double quotes. Both texts are compared in lower case and
+without white space: distance 0 if the reading contains the target, else the Levenshtein distance, at most
+len(target). Reward = 1 - distance / len(target), in [0, 1]; the best of up to three readings (``_WAYS``).
+
+Formula: Flow-GRPO (``flow_grpo/ocr.py`` of https://github.com/yifan123/flow_grpo, arXiv 2505.05470).
+Needs Tesseract 5 through ``tesserocr``: the wheel includes the engine, but not the language data.
 """
 
 from __future__ import annotations
@@ -24,14 +23,16 @@ from PIL import Image as PILImage
 from spotlight.rewards.reward import Image, RewardInputError, RewardSetupError
 
 _READABLE_HEIGHT_PX = 128
-"""Smaller pictures are enlarged to at least this. Two or three letters of 14 px on 32 x 32: read right
-.80 of the time as they are, .97 at 64, .98-.99 from 128 on."""
+"""Smaller images are enlarged to at least this height. Accuracy on two or three 14 px letters in a 32 x 32
+image: .80 as is, .97 at 64 px, .98-.99 from 128 px on.
+"""
 
 _OTSU, _SAUVOLA = "0", "2"
 _WAYS = ((_OTSU, False), (_SAUVOLA, False), (_SAUVOLA, True))
-"""(Thresholding, inverted): one global threshold finds plain dark-on-light and light-on-dark text, local
-ones find text in a scene, in the polarity they are given. Read right, each way alone and all together: 2
-letters on 32 x 32: 1.0, .79, .70, 1.0; words on a plate in a 512 x 512 scene: .23, .53, .61, .84."""
+"""(Thresholding, inverted). A global threshold suits plain text of either polarity; local ones find text in a
+scene, in one polarity each. Accuracy of each alone and of all together: 2 letters on 32 x 32: 1.0, .79, .70,
+1.0; words on a plate in a 512 x 512 scene: .23, .53, .61, .84.
+"""
 
 _SYSTEM_DATA_DIRECTORIES = (
     "/usr/share/tesseract-ocr/*/tessdata",  # Debian, Ubuntu
@@ -43,7 +44,7 @@ _SYSTEM_DATA_DIRECTORIES = (
 
 
 class _Engine(Protocol):
-    """What is used of ``tesserocr.PyTessBaseAPI``."""
+    """The part of ``tesserocr.PyTessBaseAPI`` used here."""
 
     def SetVariable(self, name: str, value: str) -> bool: ...  # noqa: N802
 
@@ -66,9 +67,9 @@ def ocr(
     """Score how much of each prompt's quoted text can be read in its image.
 
     Args:
-        images: pictures [height, width, 3], uint8.
+        images: uint8 [height, width, 3].
         prompts: each with its target in straight double quotes.
-        metadata: not looked at.
+        metadata: ignored.
         language: Tesseract's name of the language data, several joined by ``+`` (``eng+chi_sim``).
 
     Returns:
@@ -84,14 +85,14 @@ def ocr(
 
 
 def check(prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]], *, language: str = "eng") -> None:
-    """Open Tesseract and find every prompt's target. Raises as :func:`ocr` does."""
+    """Open Tesseract and parse every prompt's target. Raises as :func:`ocr` does."""
     _engine(language)
     for prompt in prompts:
         target_of(prompt)
 
 
 def target_of(prompt: str) -> str:
-    """Return the text to draw, without white space and in lower case. Raises :class:`RewardInputError`."""
+    """The text to draw, in lower case without white space. Raises :class:`RewardInputError`."""
     pieces = prompt.split('"', 2)
     target = _normalized(pieces[1]) if len(pieces) == 3 else ""
     if not target:
@@ -113,7 +114,7 @@ def legibility(target: str, reading: str) -> float:
 
 
 def levenshtein(a: str, b: str) -> int:
-    """Fewest insertions, deletions and substitutions that turn ``a`` into ``b``."""
+    """Minimum number of insertions, deletions and substitutions that turn ``a`` into ``b``."""
     row = list(range(len(b) + 1))
     for i, char_a in enumerate(a, start=1):
         diagonal, row[0] = row[0], i
@@ -132,7 +133,7 @@ def _score(target: str, image: Image, language: str) -> float:
 
 
 def readings(image: Image, language: str = "eng") -> Iterator[str]:
-    """Read a picture [height, width, 3] in every way; without white space and in lower case."""
+    """Yield one reading of the image [height, width, 3] per entry of ``_WAYS``, normalized."""
     enlarged = _enlarged(image)
     height, width, channels = enlarged.shape
     engine = _engine(language)
@@ -140,7 +141,7 @@ def readings(image: Image, language: str = "eng") -> Iterator[str]:
         pixels = 255 - enlarged if inverted else enlarged
         engine.SetVariable("thresholding_method", thresholding)
         engine.SetImageBytes(pixels.tobytes(), width, height, channels, width * channels)
-        engine.SetSourceResolution(150)  # a picture has none; Tesseract would guess, and complain, each time
+        engine.SetSourceResolution(150)  # images have none: Tesseract would guess and warn each time
         yield _normalized(engine.GetUTF8Text())
 
 
@@ -157,9 +158,8 @@ def _normalized(text: str) -> str:
     return "".join(text.split()).lower()
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=4)  # opening takes 50-200 ms
 def _engine(language: str) -> _Engine:
-    """Open Tesseract: 50-200 ms, hence once per process and language."""
     try:
         import tesserocr
     except ImportError as error:
@@ -184,7 +184,6 @@ def _engine(language: str) -> _Engine:
 
 
 def _data_directory(language: str) -> Path:
-    """Find the directory that holds the language data, ``TESSDATA_PREFIX`` first."""
     names = language.split("+")
     directories = list(_data_directories())
     for directory in directories:
@@ -200,7 +199,7 @@ def _data_directory(language: str) -> Path:
 
 def _data_directories() -> Iterator[Path]:
     prefix = os.environ.get("TESSDATA_PREFIX")
-    if prefix:  # Tesseract 4 and 5 take the directory itself, older instructions name its parent
+    if prefix:  # Tesseract 4 and 5 expect the directory itself; older instructions name its parent
         yield Path(prefix)
         yield Path(prefix) / "tessdata"
         return

@@ -1,7 +1,7 @@
-"""From a reward's name to its function: by its name in the registry, or as ``module:function``.
+"""Resolves a reward's name to its function: a registered name, or ``module:function``.
 
-:func:`parse` only reads the name and imports nothing, so a configuration can be judged at once.
-:func:`load` imports; the reward pool calls it inside the reward's own process (``rewards/reward_worker.py``).
+:func:`parse` imports nothing, so a configuration can be validated at once. :func:`load` imports; it runs
+inside the reward's own process (``rewards/reward_worker.py``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SIGNATURE = "function(images, prompts, metadata, **params)"
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Where a reward's function is; ``attribute`` may be dotted."""
+    """Location of a reward's function; ``attribute`` may be dotted."""
 
     name: str
     module: str
@@ -36,10 +36,10 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class LoadedReward:
-    """A reward ready to be called; parameters are bound.
+    """A reward with its parameters bound.
 
     Attributes:
-        check: the module's ``check``, or None where it offers none.
+        check: the module's ``check``, or None.
     """
 
     function: RewardFunction
@@ -47,7 +47,7 @@ class LoadedReward:
 
 
 def parse(name_or_path: str) -> Reference:
-    """Read a reward's name without importing anything.
+    """Parse a reward's name without importing anything.
 
     Raises:
         RewardSetupError: neither a registered name nor of the form ``module:function``.
@@ -139,7 +139,7 @@ def _require_fitting_params(
 ) -> None:
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some functions written in C tell nothing
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return
     try:
         positional = signature.bind_partial([], [], []).arguments

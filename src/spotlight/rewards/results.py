@@ -1,6 +1,6 @@
-"""What is asked of the reward pool and what comes back: frozen values, no behaviour beyond their names.
+"""Specifications and results of the reward pool.
 
-Every sample comes back either scored by all rewards or as one failure with its reason: never as a zero.
+Every sample is either scored by all rewards or is one failure with its reason; never a silent zero.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from spotlight.rewards import registry
 from spotlight.rewards.reward import RewardScore, RewardSetupError
 
 TOTAL = "reward"
-"""Name of the weighted sum among a sample's curves."""
+"""Curve name of the weighted sum."""
 
 _ISOLATION_DEADLINES = 4
-_DEADLINE_MAX_S = 1e6  # what the system's timers take
+_DEADLINE_MAX_S = 1e6  # limit of the system's timers
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,11 @@ class RewardSpec:
     Attributes:
         name_or_path: a built-in's name or ``module:function``.
         weight: factor in the weighted sum; 0 only records the curve.
-        deadline_s: a call that takes longer is ended by killing the reward's process.
-        retries: further attempts at a batch that raised, crashed or hung, before each sample is tried alone.
-        params: keyword arguments of the function (plain values: they are sent to another process).
-        isolation_s: how long a failed batch may be tried sample by sample, so that one bad image loses only
-            itself; what is not reached in that time fails as the batch did. None: four deadlines. 0: never.
+        deadline_s: limit per call; beyond it the reward's process is killed.
+        retries: further attempts at a batch that raised, crashed or hung, before trying sample by sample.
+        params: picklable keyword arguments of the function.
+        isolation_s: time limit for trying a failed batch sample by sample, so that one bad image loses only
+            itself; samples not reached fail as the batch did. None: four deadlines. 0: never.
         label: name of the reward's curves; empty: the function's name.
 
     Raises:
@@ -72,12 +72,12 @@ class RewardSpec:
 
     @property
     def name(self) -> str:
-        """What the reward's curves are called."""
+        """Name of the reward's curves."""
         return self.label or registry.parse(self.name_or_path).name
 
     @property
     def isolation_limit_s(self) -> float:
-        """``isolation_s``, resolved."""
+        """``isolation_s`` with its default resolved."""
         return _ISOLATION_DEADLINES * self.deadline_s if self.isolation_s is None else self.isolation_s
 
 
@@ -95,7 +95,7 @@ class RewardFailure:
 
     Attributes:
         reward: name of the reward that failed.
-        message: what happened, with the remote traceback or the process's last words.
+        message: what happened, with the remote traceback or the process's last output.
     """
 
     kind: FailureKind
@@ -108,15 +108,15 @@ class ScoredSample:
     """A sample that every reward scored.
 
     Attributes:
-        total: sum of weight x value over the rewards.
-        scores: by the rewards' names.
+        total: weighted sum over the rewards.
+        scores: by reward name.
     """
 
     total: float
     scores: Mapping[str, RewardScore]
 
     def curves(self) -> dict[str, float]:
-        """All numbers by name: ``reward`` (the total), ``<reward>``, ``<reward>/<detail>``."""
+        """All values by curve name: ``reward`` (the total), ``<reward>``, ``<reward>/<detail>``."""
         curves = {TOTAL: self.total}
         for name, score in self.scores.items():
             curves[name] = score.value
@@ -129,10 +129,10 @@ SampleResult: TypeAlias = ScoredSample | RewardFailure
 
 @dataclass(frozen=True, slots=True)
 class RewardBatch:
-    """The results of one call, in the order of its images.
+    """Results of one call, in the order of its images.
 
     Attributes:
-        wall_s: by reward's name, how long its process worked at this batch (waiting in line not counted).
+        wall_s: by reward name, time its process spent on this batch (queueing excluded).
     """
 
     samples: tuple[SampleResult, ...]
@@ -140,14 +140,14 @@ class RewardBatch:
 
     @property
     def failures(self) -> dict[int, RewardFailure]:
-        """The samples without a reward, by index."""
+        """Samples without a reward, by index."""
         return {index: each for index, each in enumerate(self.samples) if isinstance(each, RewardFailure)}
 
 
 def combine(
     specs: Mapping[str, RewardSpec], outcomes: Mapping[str, RewardScore | RewardFailure]
 ) -> SampleResult:
-    """Weigh one sample's scores; the first failure, in the order of ``specs``, wins."""
+    """Weight one sample's scores; the first failure, in the order of ``specs``, wins."""
     scores: dict[str, RewardScore] = {}
     for name in specs:
         outcome = outcomes[name]

@@ -1,20 +1,19 @@
-"""What a reward function is.
+"""The interface of reward functions.
 
-A reward is a plain function over a batch of images. It runs in a process of its own (see
-``rewards/reward_pool.py``), so it may crash or hang without taking the run along, and it never needs torch.
+A reward is a plain function over a batch of images. It runs in its own process (``rewards/reward_pool.py``),
+so it may crash or hang without affecting the run, and it never needs torch.
 
     def my_reward(images, prompts, metadata, **params):
         return [float(image.mean()) / 255 for image in images]
 
-It returns one float a sample, or a dictionary of such lists whose key ``"score"`` is the reward and
-whose other keys become curves of their own (the GenEval reward returns its strict score this way).
+It returns one float per sample, or a dictionary of such lists: ``"score"`` is the reward, other keys become
+additional curves (the strict GenEval score, for example).
 
-The module that holds the function may also hold ``check``, called once with all prompts before any work:
+Its module may also define ``check``, called once with all prompts before any work, with those of the
+reward's parameters that its signature names:
 
     def check(prompts, metadata, **params):
         ...  # raise RewardInputError for a prompt that cannot be scored
-
-``check`` is given those of the reward's parameters that it names.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 Image = NDArray[np.uint8]
-"""One picture: [height, width, 3], sRGB."""
+"""uint8 [height, width, 3], sRGB."""
 
 
 class RewardFunction(Protocol):
-    """A function from a batch of pictures to their scores (see the module's docstring)."""
+    """Maps a batch of images to their scores (see the module's docstring)."""
 
     def __call__(
         self,
@@ -44,20 +43,20 @@ class RewardFunction(Protocol):
 
 
 class RewardInputError(ValueError):
-    """A prompt lacks what the reward needs (named, with the remedy). Raised before any work."""
+    """A prompt lacks what the reward needs; names it and the remedy. Raised before any work."""
 
 
 class RewardSetupError(RuntimeError):
-    """A reward cannot be loaded or lacks what it runs on (named, with the remedy). Raised before any work."""
+    """A reward cannot be loaded or lacks something it needs; names the remedy. Raised before any work."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardScore:
-    """The scores of one sample under one reward.
+    """One sample's scores under one reward.
 
     Attributes:
         value: what training maximises.
-        details: further curves, by name (``strict`` of the shapes detector).
+        details: additional curves, by name (``strict`` of the shapes reward).
     """
 
     value: float

@@ -1,4 +1,4 @@
-"""The reward pool: every reward in processes of its own, with deadlines, beside the running rollout.
+"""The reward pool: every reward in its own processes, with deadlines, in parallel with the rollouts.
 
     with RewardPool([RewardSpec("ocr", weight=0.8), RewardSpec("my_rewards:brightness", weight=0.2)]) as pool:
         pool.check(prompts, metadata)                       # before any work
@@ -6,10 +6,9 @@
         ...
         for sample in pending.result().samples: ...
 
-A submitted batch goes to every reward; each reward has ``workers`` processes, and one thread a process
-waits for it, so no lock is held while a reward works. A batch is one call (rewards may compare its
-images); several batches are scored at a time. Results are in the order of the images, whatever the
-number of processes. Every sample ends up scored or failed with a reason: see ``rewards/scoring.py``.
+Every reward gets every batch, in one call (rewards may compare its images). Each reward has ``workers``
+processes with one waiting thread per process; no lock is held while a reward works. Results are in the
+order of the images. Every sample ends up scored, or failed with a reason: see ``rewards/scoring.py``.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ Whole = TypeVar("Whole")
 
 @dataclass(frozen=True, slots=True)
 class _Lane:
-    """One reward: its processes, those of them that are free, and a thread for each."""
+    """One reward: its processes, the idle ones among them, and one thread per process."""
 
     spec: RewardSpec
     processes: tuple[RewardProcess, ...]
@@ -53,11 +52,11 @@ class RewardPool:
 
     Args:
         specs: the rewards; names must differ.
-        workers: processes of each reward.
-        start_deadline_s: how long a process may take to start and load its reward, and ``check`` to run.
+        workers: processes per reward.
+        start_deadline_s: limit for starting a process and loading its reward, and for ``check``.
 
     Raises:
-        RewardSetupError: a reward cannot be loaded; nothing is left running.
+        RewardSetupError: a reward cannot be loaded; no process is left running.
         ValueError: no rewards, two of the same name, or ``workers`` < 1.
     """
 
@@ -73,7 +72,7 @@ class RewardPool:
             raise ValueError(f"workers of the reward pool is {workers}; expected 1 or more")
         self._start_deadline_s = start_deadline_s
         self._lanes = tuple(_lane(spec, workers, start_deadline_s) for spec in specs)
-        # Also runs when the pool is forgotten, and at exit.
+        # Also runs when the pool is garbage collected, and at exit.
         self._shut_down = weakref.finalize(self, _shut_down, self._lanes)
         try:
             starts = [lane.threads.submit(each.start) for lane in self._lanes for each in lane.processes]
@@ -90,25 +89,25 @@ class RewardPool:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The processes that live now."""
+        """Ids of the processes running now."""
         return tuple(each.pid for lane in self._lanes for each in lane.processes if each.pid is not None)
 
     def log_to(self, directory: Path, prefix: str = "reward") -> None:
-        """Append what the rewards print, and have printed, to ``directory/PREFIX-NAME-INDEX.log``.
+        """Append all output of the rewards, past and future, to ``directory/PREFIX-NAME-INDEX.log``.
 
-        A file a process, made when there is something to write. Without a call it is seen in errors only.
+        One file per process, created on the first output. Without this call, output appears in errors only.
         """
         for lane in self._lanes:
             for index, each in enumerate(lane.processes):
                 each.log_to(directory / f"{prefix}-{_file_part(lane.spec.name)}-{index}.log")
 
     def check(self, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]) -> None:
-        """Let every reward look at all prompts, before any work.
+        """Let every reward check all prompts, before any work.
 
         Raises:
-            RewardInputError: a prompt that a reward cannot score.
-            RewardSetupError: something a reward runs on is missing, or its check itself failed.
-            ValueError: ``prompts`` and ``metadata`` of different lengths.
+            RewardInputError: a reward cannot score a prompt.
+            RewardSetupError: a reward lacks something it needs, or its check itself failed.
+            ValueError: ``prompts`` and ``metadata`` differ in length.
             PoolClosedError: the pool is closed.
         """
         if len(prompts) != len(metadata):
@@ -126,16 +125,16 @@ class RewardPool:
         """Score a batch in the background.
 
         Args:
-            images: pictures [height, width, 3], uint8; not to be written to until the result is there.
-            prompts: one a picture.
-            metadata: one a picture, plain values.
+            images: uint8 [height, width, 3]; must not be modified until the result is available.
+            prompts: one per image.
+            metadata: one per image, picklable values.
 
         Returns:
             A future of the results, in the order of ``images``. It raises :class:`PoolClosedError` if the
             pool is closed first.
 
         Raises:
-            ValueError: arguments of different lengths or pictures of another kind.
+            ValueError: arguments differ in length, or an image has the wrong type or shape.
             PoolClosedError: the pool is closed.
         """
         _require_pictures(images, len(prompts), len(metadata))
@@ -165,7 +164,7 @@ class RewardPool:
         return self.submit(images, prompts, metadata).result()
 
     def close(self) -> None:
-        """Kill all processes and wait for them; may be repeated."""
+        """Kill all processes and wait for them. Idempotent."""
         self._shut_down()
 
     def _dispatch(self, lane: _Lane, work: Callable[[_Lane, Any], Part], what: object) -> Future[Part]:
@@ -231,9 +230,8 @@ def _check(lane: _Lane, request: CheckPrompts) -> None:
 
 
 def _when_all(parts: Sequence[Future[Part]], finish: Callable[[list[Part]], Whole]) -> Future[Whole]:
-    """A future of ``finish`` over the results of ``parts``, or of their first error."""
     whole: Future[Whole] = Future()
-    whole.set_running_or_notify_cancel()  # its parts are under way: it cannot be cancelled
+    whole.set_running_or_notify_cancel()  # its parts are already running: it cannot be cancelled
     missing = len(parts)
     lock = threading.Lock()
 
@@ -258,7 +256,7 @@ def _when_all(parts: Sequence[Future[Part]], finish: Callable[[list[Part]], Whol
 
 
 def _plain(metadata: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [dict(each) for each in metadata]  # read-only mappings cannot be sent to another process
+    return [dict(each) for each in metadata]  # read-only mappings cannot be pickled
 
 
 def _require_distinct(specs: Sequence[RewardSpec]) -> None:

@@ -1,9 +1,9 @@
-"""The pool's end of one reward process: start, ask with a deadline, kill, start again.
+"""The pool's side of one reward process: start, request with a deadline, kill, restart.
 
-One thread at a time asks; :meth:`RewardProcess.interrupt` alone may come from another thread. After a
-lost process (:class:`ProcessLost`) the next question starts a new one. Every process leads a session of
-its own, so that killing it also ends what it started and Ctrl-C reaches only the pool's process.
-A process that was started is always waited for: no zombies.
+One thread at a time sends requests; only :meth:`RewardProcess.interrupt` may come from another thread. After
+a :class:`ProcessLost` the next request starts a new process. Every process leads its own session, so killing
+it also kills its children, and Ctrl-C reaches the pool's process only. Every started process is waited for:
+no zombies.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from spotlight.rewards.results import RewardSpec
 from spotlight.rewards.reward import RewardSetupError
 
 _GRACE_S = 1.0
-"""Beyond the deadline: time to send the images and, for the process, to say where it hangs before it ends."""
+"""On top of the deadline: time to send the images, and for the process to report where it hangs."""
 
 _LAST_WORDS_MAX_BYTES = 4096
 _SCRATCH_MAX_BYTES = 1 << 20
 
-# sys.path travels along: the process finds what this one finds, and (-P) nothing that just lies around.
+# Pass sys.path on: the process imports what this one can, and (-P) nothing from the current directory.
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from spotlight.rewards.reward_worker import main; main(int(sys.argv[2]))"
@@ -42,14 +42,14 @@ _BOOT = (
 
 
 class PoolClosedError(RuntimeError):
-    """The reward pool was closed; what was not finished by then has no result."""
+    """The reward pool was closed; unfinished work has no result."""
 
 
 class ProcessLost(Exception):  # noqa: N818  (an event the scoring handles, not an error of its caller)
-    """A reward process ended, or was killed, before it answered.
+    """A reward process ended, or was killed, before it replied.
 
     Attributes:
-        timed_out: it overran its deadline.
+        timed_out: it exceeded its deadline.
     """
 
     def __init__(self, message: str, *, timed_out: bool) -> None:
@@ -61,19 +61,19 @@ class RewardProcess:
     """One process of one reward.
 
     Args:
-        start_deadline_s: how long starting, and loading the reward, may take.
+        start_deadline_s: limit for starting it and loading the reward.
     """
 
     def __init__(self, spec: RewardSpec, start_deadline_s: float) -> None:
         self._spec = spec
         self._start_deadline_s = start_deadline_s
-        # Takes all it prints; read for error messages and copied to where log_to() says.
+        # Receives all output; quoted in error messages and copied to the path given to log_to().
         self._log: IO[bytes] = tempfile.TemporaryFile("a+b")  # noqa: SIM115
         self._kept: Path | None = None
         self._kept_bytes = 0
         flags = fcntl.fcntl(self._log, fcntl.F_GETFL)
-        fcntl.fcntl(self._log, fcntl.F_SETFL, flags | os.O_APPEND)  # scratch is truncated while in use
-        self._log_lock = threading.RLock()  # log_to() may come while a question is under way
+        fcntl.fcntl(self._log, fcntl.F_SETFL, flags | os.O_APPEND)  # truncated while in use
+        self._log_lock = threading.RLock()  # log_to() may be called during a request
         self._lock = threading.Lock()  # guards _process and _closed
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
@@ -86,12 +86,12 @@ class RewardProcess:
         return None if process is None else process.pid
 
     def log_to(self, path: Path) -> None:
-        """Append what it prints, and has printed, to ``path``: after each question, and at the end."""
+        """Append its output, past and future, to ``path``: after each request and on close."""
         self._kept = path
         self._keep_log()
 
     def start(self) -> None:
-        """Start the process and load the reward; does nothing if it runs.
+        """Start the process and load the reward; does nothing if it is running.
 
         Raises:
             RewardSetupError: the reward cannot be loaded, with the reason.
@@ -111,25 +111,25 @@ class RewardProcess:
             raise RewardSetupError(reply.message)
 
     def ask(self, request: Request) -> Done | Values | Failed:
-        """Send a request and wait for its reply, starting the process first if there is none.
+        """Send a request and wait for its reply, starting the process first if necessary.
 
         Raises:
-            ProcessLost: it ended, or overran ``request.deadline_s``.
+            ProcessLost: it ended, or exceeded ``request.deadline_s``.
             RewardSetupError, PoolClosedError: as :meth:`start`.
-            ValueError: prompts or metadata cannot be sent to another process.
+            ValueError: prompts or metadata cannot be pickled.
         """
         self.start()
         return self._exchange(request)
 
     def interrupt(self) -> None:
-        """Kill the process for good, from any thread; a question under way raises PoolClosedError."""
+        """Kill the process for good, from any thread; a pending request raises PoolClosedError."""
         with self._lock:
             self._closed = True
             if self._process is not None:
                 _kill_session(self._process)
 
     def close(self) -> None:
-        """Kill the process and wait for it. Call it when no question is under way; may be repeated."""
+        """Kill the process and wait for it. No request may be pending. Idempotent."""
         self.interrupt()
         self._end()
         if not self._log.closed:
@@ -158,7 +158,7 @@ class RewardProcess:
         process = self._process
         if process is None:
             return False
-        # Does not reap: until wait() the id is ours, and so is the session that _end() kills.
+        # WNOWAIT: do not reap. Until wait() the pid cannot be reused, so _end() kills the right session.
         return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
     def _exchange(self, request: Request) -> Reply:
@@ -189,7 +189,6 @@ class RewardProcess:
         return reply
 
     def _mark_log(self) -> int:
-        """Where the log ends now; a long scratch file is emptied first."""
         size = os.fstat(self._log.fileno()).st_size
         if size > _SCRATCH_MAX_BYTES:
             with self._log_lock:
@@ -204,7 +203,7 @@ class RewardProcess:
             size = os.fstat(self._log.fileno()).st_size
             if self._kept is None or size <= self._kept_bytes:
                 return
-            # A disk that takes no more of what a reward says is no reason to stop the run here.
+            # A full disk must not stop the run here.
             with suppress(OSError), self._kept.open("ab") as kept:
                 kept.write(os.pread(self._log.fileno(), size - self._kept_bytes, self._kept_bytes))
             self._kept_bytes = size
@@ -226,11 +225,11 @@ class RewardProcess:
         return os.pread(descriptor, max(end - start, 0), start).decode(errors="replace").strip()
 
     def _end(self) -> int | None:
-        """Kill, wait, forget. Returns the exit code (negative: the signal), None if there was no process."""
+        """Kill and reap. Returns the exit code (negative: the signal), None if there was no process."""
         with self._lock:
             process, self._process = self._process, None
             if process is not None:
-                # Its own exit code survives: the kernel sets it before it closes the channel.
+                # If it exited by itself, wait() still returns its own exit code.
                 _kill_session(process)
         if self._channel is not None:
             self._channel.close()

@@ -1,4 +1,4 @@
-"""The rewards of a run, by name: nothing of them is imported, so a plan may ask too. Imports no torch."""
+"""A run's reward specifications. Imports neither the rewards nor torch, so planning can use it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from spotlight.rewards.results import RewardSpec
 
 
 def make_reward_specs(config: RunConfig) -> tuple[RewardSpec, ...]:
-    """The rewards as the pool wants them. Raises RewardSetupError for a name that is none, or reserved."""
+    """The pool's specifications. Raises RewardSetupError for an unknown or reserved name."""
     return tuple(
         RewardSpec(
             reward.name,

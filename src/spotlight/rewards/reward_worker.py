@@ -1,9 +1,10 @@
-"""A reward's own process: loads one reward, then answers one request at a time until its channel closes.
+"""The reward's own process: loads one reward, then serves one request at a time until its channel closes.
 
-It imports numpy and the reward, never torch (unless the reward does). It ends by itself
-* when the other end of the channel closes, for whatever reason, even in the middle of a call;
-* when a request takes longer than its deadline: faulthandler's watchdog, which needs no GIL, writes where
-  the reward hangs to stderr and ends the process. The pool kills what even that does not end.
+Imports numpy and the reward, never torch (unless the reward does). It ends by itself
+
+* when the other end of the channel closes for any reason, even in the middle of a call;
+* when a request exceeds its deadline: faulthandler's watchdog, which needs no GIL, writes the traceback to
+  stderr and exits. The pool kills whatever survives that.
 """
 
 from __future__ import annotations
@@ -25,18 +26,16 @@ from spotlight.rewards.reward import RewardInputError, RewardSetupError
 
 
 class RewardResultError(Exception):
-    """A reward returned something that is not one number a sample."""
+    """A reward returned something other than one number per sample."""
 
 
 def main(file_descriptor: int) -> None:
-    """Serve the channel with this file descriptor; never returns."""
+    """Serve the channel on this file descriptor; never returns."""
     faulthandler.enable()
     connection = socket.socket(fileno=file_descriptor)
     connection.set_inheritable(False)
     threading.Thread(target=_exit_when_closed, args=(connection,), daemon=True).start()
-    with suppress(
-        EOFError, BrokenPipeError, ConnectionResetError
-    ):  # the pool is gone: nobody is left to tell
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the pool is gone
         _serve(connection)
     os._exit(0)  # a thread that the reward started must not keep the process alive
 
@@ -76,7 +75,7 @@ def _within_deadline(answer: Callable[[Request], Reply], request: Request) -> Re
         return Failed(Blame.SETUP, str(error))
     except RewardResultError as error:
         return Failed(Blame.RESULT, str(error))
-    except Exception as error:  # noqa: BLE001  (whatever a reward raises is told to the pool, in full)
+    except Exception as error:  # noqa: BLE001  (the pool reports it with its traceback)
         text = "".join(traceback.format_exception(error))
         return Failed(
             Blame.RAISED, f"raised {type(error).__name__}: {error}\nIn the reward's process:\n{text}"
@@ -86,10 +85,10 @@ def _within_deadline(answer: Callable[[Request], Reply], request: Request) -> Re
 
 
 def as_curves(found: object, samples: int) -> dict[str, list[float]]:
-    """Turn what a reward returned into lists of floats by curve; non-finite numbers pass.
+    """Convert a reward's return value to lists of floats by curve; non-finite numbers pass.
 
     Raises:
-        RewardResultError: not one number a sample; names the curve, what was found and what was expected.
+        RewardResultError: not one number per sample; names the curve, what was found and what was expected.
     """
     if not isinstance(found, Mapping):
         return {"score": _as_floats("a result", found, samples)}
@@ -139,6 +138,6 @@ def _exit_when_closed(connection: socket.socket) -> None:
     watch = select.poll()
     watch.register(
         connection, select.POLLRDHUP
-    )  # hang-ups are always reported, the other side's close by this
+    )  # POLLHUP is always reported; this adds the other side's shutdown
     watch.poll()
     os._exit(0)

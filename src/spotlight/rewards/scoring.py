@@ -1,9 +1,9 @@
-"""One batch, one reward process: try the batch, try again, then find the culprits sample by sample.
+"""Scoring one batch in one reward process: try it, retry it, then isolate the culprits sample by sample.
 
-A batch that raised, crashed or hung is tried ``1 + retries`` times as a whole. Then each sample gets one
-call of its own, for at most ``isolation_s`` (plus the last call), so that one bad image loses only
-itself. Bounded: at most ``(2 + retries) deadlines + isolation_s``, and the starts of new processes.
-A result of the wrong kind or length is the reward's fault, not an image's: nothing is tried again.
+A batch that raised, crashed or hung is tried ``1 + retries`` times as a whole. Then each sample gets its own
+call, for at most ``isolation_s`` (plus the last call), so that one bad image loses only itself. Total time is
+at most ``(2 + retries) deadlines + isolation_s``, plus process starts. A result of the wrong type or length
+is the reward's fault, not an image's, and is not retried.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Outcome: TypeAlias = RewardScore | RewardFailure
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Images with their prompts and metadata, equally long."""
+    """Images with their prompts and metadata, of equal length."""
 
     images: Sequence[Image]
     prompts: Sequence[str]
@@ -41,18 +41,18 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """A call that gave no scores; ``again`` tells whether another one might."""
+    """A call without scores; ``again``: a retry might succeed."""
 
     failure: RewardFailure
     again: bool
 
 
 def score_batch(process: RewardProcess, spec: RewardSpec, batch: Batch) -> list[Outcome]:
-    """Score a batch; one outcome a sample, in order.
+    """Score a batch; one outcome per sample, in order.
 
     Raises:
         PoolClosedError: the pool was closed meanwhile.
-        ValueError: prompts or metadata cannot be sent to another process.
+        ValueError: prompts or metadata cannot be pickled.
     """
     samples = len(batch.images)
     whole = _attempt(process, spec, batch)
@@ -98,7 +98,7 @@ def _attempt(process: RewardProcess, spec: RewardSpec, batch: Batch) -> list[Out
     except ProcessLost as lost:
         kind = FailureKind.TIMEOUT if lost.timed_out else FailureKind.ERROR
         return _Attempt(RewardFailure(kind, spec.name, f"reward {spec.name!r}: {lost}"), again=True)
-    except RewardSetupError as error:  # it was loaded once, but its new process could not load it
+    except RewardSetupError as error:  # it loaded before, but the restarted process could not
         return _Attempt(RewardFailure(FailureKind.ERROR, spec.name, str(error)), again=False)
     if isinstance(reply, Failed):
         message = (

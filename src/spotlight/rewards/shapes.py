@@ -1,19 +1,17 @@
-"""Reward for coloured shapes on white: a classical detector, GenEval's strict score and a graded one.
+"""Reward for coloured shapes on white: GenEval's strict score and a graded one from a classical detector.
 
-The detector finds what differs from white (Chebyshev distance in RGB), splits it into connected
-components, drops specks, and names each component by the palette colour nearest to its median and by the
-shape whose template, fitted to the component's bounding box, overlaps it most. No randomness, no torch.
-
-Two scores come out of one detection:
+Pixels that differ from white (Chebyshev distance in RGB) form connected components; specks are dropped.
+Each component gets the palette colour nearest to its median and the shape whose template, fitted to its
+bounding box, overlaps it most. Deterministic; no torch.
 
 * ``strict``: GenEval's 0 or 1 (``evaluate_images.py`` of https://github.com/djghosh13/geneval), with
-  shapes for classes and template overlap for the detector's confidence;
-* ``graded``: in [0, 1], for training. Expected and detected objects are matched by optimal assignment of
-  softened shape and colour scores, divided by max(expected, detected), so missing and surplus objects
-  both cost; every position relation is one more clause, and the clauses are averaged.
+  shapes as classes and template overlap as confidence.
+* ``graded``: in [0, 1], for training. Optimal assignment of expected to detected objects by softened shape
+  and colour scores, divided by max(expected, detected), so missing and surplus objects both cost; averaged
+  with one clause per position relation.
 
-A component that is too big or too small for an object, or resembles no shape or colour, has no class or
-colour for ``strict`` and still counts as detected for ``graded``: filling the canvas never pays.
+Components of implausible size, shape or colour still count as detected for ``graded``: filling the canvas
+never pays.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ PALETTE: Mapping[str, tuple[int, int, int]] = {
     "blue": (40, 90, 230),
     "yellow": (240, 200, 40),
 }
-"""sRGB of each colour. All have the smallest channel 40, so one threshold is half coverage for each."""
+"""sRGB. The smallest channel is always 40, so half coverage has the same threshold for every colour."""
 
 SHAPES = ("circle", "square", "triangle")
 RELATIONS = ("left of", "right of", "above", "below")
@@ -48,11 +46,11 @@ _FOREGROUND_MIN = (
     255 - 40
 ) / 2  # Chebyshev distance from white at which a palette colour covers half a pixel
 _SPECK_AREA_MAX = 8 / 1024  # of the image's area: eight pixels of a 32 x 32 image
-_SIDE_MIN, _SIDE_MAX = 1 / 8, 1 / 2  # of the image's shorter side; rendered objects take a quarter
+_SIDE_MIN, _SIDE_MAX = 1 / 8, 1 / 2  # of the image's shorter side; rendered objects are a quarter of it
 _IMAGE_SIDE_MIN_PX = 24
-_IOU_MIN = 0.7  # strict: below it a component has no class
+_IOU_MIN = 0.7  # strict: minimum IoU to have a class
 _IOU_FULL, _IOU_MARGIN = 0.85, 0.2  # graded: saturation, and the width of the ramp between two shapes
-_COLOR_DISTANCE_MAX = 110.0  # strict: farther from every palette colour is no colour
+_COLOR_DISTANCE_MAX = 110.0  # strict: maximum distance to have a colour
 _COLOR_FULL, _COLOR_ZERO, _COLOR_MARGIN = 45.0, 135.0, 120.0  # graded, RGB units
 _POSITION_THRESHOLD = 0.1  # GenEval's: share of the two extents by which the centres must differ
 _SUPERSAMPLING = 8
@@ -63,8 +61,8 @@ class Requirement:
     """One ``include`` entry of GenEval's metadata.
 
     Attributes:
-        shape: what GenEval calls the class.
-        count: how many at least.
+        shape: GenEval's class.
+        count: minimum number.
         color: palette name, or None for any colour.
         relation: one of :data:`RELATIONS` to requirement ``target``, or None.
         target: index of an earlier requirement; -1 without a relation.
@@ -79,7 +77,7 @@ class Requirement:
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """What a prompt asks for: ``include``, and ``exclude`` as (shape, count that is too many)."""
+    """What a prompt asks for; ``exclude`` holds (shape, smallest count that is too many)."""
 
     include: tuple[Requirement, ...]
     exclude: tuple[tuple[str, int], ...]
@@ -91,9 +89,9 @@ class DetectedObject:
 
     Attributes:
         box: (left, top, right, bottom) in pixels, right and bottom exclusive.
-        shape: its class, or None when it resembles none or has no object's size.
-        color: its palette colour, or None when it is near none.
-        overlap: IoU with the template of each of :data:`SHAPES`; zeros when it has no object's size.
+        shape: its class, or None if it resembles none or its size is implausible.
+        color: its palette colour, or None if none is near.
+        overlap: IoU with the template of each of :data:`SHAPES`; zeros if its size is implausible.
         distance: Euclidean RGB distance of its median colour to each palette colour.
     """
 
@@ -111,20 +109,20 @@ def shapes(
     *,
     train_on: TrainOn = "graded",
 ) -> dict[str, list[float]]:
-    """Score pictures of coloured shapes against GenEval metadata.
+    """Score images of coloured shapes against GenEval metadata.
 
     Args:
-        images: uint8 [height, width, 3], at least 24 pixels a side.
-        prompts: named in errors only; the metadata says what is asked for.
-        metadata: one GenEval record a picture (``include``, optionally ``exclude``).
+        images: uint8 [height, width, 3], at least 24 pixels per side.
+        prompts: used in error messages only.
+        metadata: one GenEval record per image (``include``, optionally ``exclude``).
         train_on: which of the two scores becomes ``score``.
 
     Returns:
-        ``score``, ``strict`` (0 or 1) and ``graded`` (0 to 1), one float a picture each.
+        ``score``, ``strict`` (0 or 1) and ``graded`` (0 to 1), one float per image each.
 
     Raises:
-        RewardInputError: unknown ``train_on``, or a record lacks what is needed (prompt and field named).
-        ValueError: unequal lengths, or a picture of the wrong kind or size.
+        RewardInputError: unknown ``train_on``, or an invalid record (names prompt and field).
+        ValueError: lengths differ, or an image has the wrong type or size.
     """
     if not len(images) == len(prompts) == len(metadata):
         raise ValueError(
@@ -143,7 +141,7 @@ def shapes(
 def check(
     prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]], *, train_on: TrainOn = "graded"
 ) -> None:
-    """Raise :class:`RewardInputError` for settings or the first prompt that cannot be scored."""
+    """Raise :class:`RewardInputError` for invalid settings or the first prompt that cannot be scored."""
     if train_on not in get_args(TrainOn):
         raise RewardInputError(
             f"shapes reward: train_on is {train_on!r}; expected one of {', '.join(get_args(TrainOn))}"
@@ -153,7 +151,7 @@ def check(
 
 
 def parse_requirements(prompt: str, metadata: Mapping[str, Any]) -> Requirements:
-    """Check one GenEval record. Raises :class:`RewardInputError` naming the prompt and the field."""
+    """Parse one GenEval record. Raises :class:`RewardInputError` naming the prompt and the field."""
     entries = metadata.get("include")
     if not isinstance(entries, Sequence) or isinstance(entries, str) or not entries:
         raise _input_error(prompt, "include", entries, "a non-empty list of objects")
@@ -207,9 +205,9 @@ def _input_error(prompt: str, field: str, found: object, expected: str) -> Rewar
 
 @lru_cache(maxsize=4096)
 def coverage(shape: str, width: int, height: int) -> NDArray[np.float32]:
-    """How much of each pixel a shape filling a box covers: [height, width] in [0, 1].
+    """Share of each pixel covered by a shape that fills its box: [height, width] in [0, 1].
 
-    Circles become ellipses, triangles point up. The array is shared: do not write to it.
+    Circles become ellipses, triangles point up. The array is cached and read-only.
     """
     y, x = np.mgrid[0 : height * _SUPERSAMPLING, 0 : width * _SUPERSAMPLING]
     u = (x + 0.5) / (width * _SUPERSAMPLING) * 2 - 1  # [-1, 1] across the box
@@ -227,13 +225,10 @@ def coverage(shape: str, width: int, height: int) -> NDArray[np.float32]:
 
 @lru_cache(maxsize=4096)
 def _templates(width: int, height: int) -> NDArray[np.bool_]:
-    """The mask of each shape whose visible part fills the box: [shapes, height, width].
-
-    A thin tip covers less than half a pixel and vanishes, so the shape may be a little larger than what
-    is visible of it: the first size whose visible part has the wanted size is the fit.
-    """
     fitted = []
     for shape in SHAPES:
+        # Thin tips cover less than half a pixel and vanish, so the shape may be larger than its visible part:
+        # take the first size whose visible part fills the box.
         mask = coverage(shape, width, height) > 0.5
         for grow_y, grow_x in ((0, 0), (1, 0), (0, 1), (1, 1), (2, 0)):
             visible = coverage(shape, width + grow_x, height + grow_y) > 0.5
@@ -246,10 +241,10 @@ def _templates(width: int, height: int) -> NDArray[np.bool_]:
 
 
 def detect(image: Image) -> list[DetectedObject]:
-    """Find the objects of a picture, in the order of their top-left pixel.
+    """Find the objects of an image, ordered by their top-left pixel.
 
     Raises:
-        ValueError: the picture is not uint8 [height, width, 3] with sides of at least 24 pixels.
+        ValueError: the image is not uint8 [height, width, 3] with sides of at least 24 pixels.
     """
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
         raise ValueError(f"image is {image.dtype} {list(image.shape)}; expected uint8 [height, width, 3]")
@@ -286,10 +281,10 @@ def _component(image: Image, mask: NDArray[np.bool_], box: tuple[slice, slice]) 
 
 
 def direction(a: DetectedObject, b: DetectedObject) -> tuple[float, float]:
-    """GenEval's (dx, dy) of ``a`` seen from ``b``: the unit offset of the centres, shrunk by the boxes.
+    """GenEval's (dx, dy) of ``a`` seen from ``b`` (``relative_position`` of the official script).
 
-    ``relative_position`` of the official script: 10 % of both extents is subtracted from the offset
-    before it is divided by the offset's length; a relation holds where a component exceeds one half.
+    The offset of the centres, reduced by 10 % of both extents, over its original length. A relation holds
+    where a component exceeds one half.
     """
     boxes = np.array([a.box, b.box], dtype=np.float64).reshape(2, 2, 2)
     centers = boxes.mean(axis=1)
@@ -303,13 +298,12 @@ def direction(a: DetectedObject, b: DetectedObject) -> tuple[float, float]:
 
 
 def _along(relation: str, a: DetectedObject, b: DetectedObject) -> float:
-    """How far ``a`` lies in the relation's direction from ``b``, in [-1, 1]; the relation holds above .5."""
     dx, dy = direction(a, b)
     return {"left of": -dx, "right of": dx, "above": -dy, "below": dy}[relation]
 
 
 def strict_score(components: Sequence[DetectedObject], wanted: Requirements) -> float:
-    """GenEval's score: 1.0 when every ``include`` and no ``exclude`` entry is met, else 0.0."""
+    """GenEval's score: 1.0 if every ``include`` and no ``exclude`` entry is met, else 0.0."""
     by_shape: dict[str, list[DetectedObject]] = {
         shape: sorted((c for c in components if c.shape == shape), key=lambda c: -c.overlap.max())
         for shape in SHAPES
@@ -331,7 +325,7 @@ def strict_score(components: Sequence[DetectedObject], wanted: Requirements) -> 
 
 
 def graded_score(components: Sequence[DetectedObject], wanted: Requirements) -> float:
-    """Mean over the clauses of a prompt, in [0, 1]: its objects (one clause) and each position relation."""
+    """Mean over a prompt's clauses, in [0, 1]: one for its objects, one per position relation."""
     expected = [(index, need) for index, need in enumerate(wanted.include) for _ in range(need.count)]
     scores = np.array([[_likeness(c, need) for c in components] for _, need in expected])
     scores = scores.reshape(len(expected), len(components))
@@ -353,7 +347,6 @@ def graded_score(components: Sequence[DetectedObject], wanted: Requirements) -> 
 
 
 def _likeness(component: DetectedObject, need: Requirement) -> float:
-    """Softened shape score, averaged with the softened colour score where a colour is asked for."""
     wanted = SHAPES.index(need.shape)
     others = np.delete(component.overlap, wanted).max()
     overlap = component.overlap[wanted]
