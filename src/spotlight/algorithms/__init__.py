@@ -1,7 +1,7 @@
 """RL algorithms by name.
 
-A new one is a file with an :class:`~spotlight.config.algorithm.AlgorithmSection` and an
-:class:`~spotlight.algorithms.base.Algorithm`, and one line in :data:`spotlight.registry.ALGORITHMS`.
+To add one, write a file with an :class:`~spotlight.config.algorithm.AlgorithmSection` and an
+:class:`~spotlight.algorithms.base.Algorithm`, and add a line to :data:`spotlight.registry.ALGORITHMS`.
 """
 
 from __future__ import annotations
@@ -24,5 +24,5 @@ __all__ = [
 
 
 def build_algorithm(config: AlgorithmSection, sampler: Sampler) -> Algorithm:
-    """The algorithm that ``config`` names. Raises ValueError for a sampler that does not suit it."""
+    """The algorithm that ``config`` names. Raises ValueError for an unsuitable sampler."""
     return cast(Algorithm, resolve(config.implementation)(config, sampler))

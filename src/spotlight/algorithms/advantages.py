@@ -1,9 +1,9 @@
-"""Rewards to advantages, as pure functions of whole groups.
+"""Group-relative advantages, as pure functions of complete groups.
 
-Invariants: every group's advantages have mean 0 (before clipping: the clip comes before importance does its
-weighting, and centres are weighted, so the sum over a group stays 0); an affine change of the rewards changes
-nothing (up to epsilon); the order of groups, of samples within a group and of rewards changes nothing, not
-even a bit, because all sums are exact (``math.fsum``). Float64 throughout. Groups may have lost samples.
+Invariants: (importance-weighted) advantages of a group sum to 0 before clipping; affine changes of the
+rewards
+change nothing (up to epsilon); the order of groups, samples and rewards changes no bit, because all sums are
+exact (``math.fsum``). Float64 throughout. Groups may have lost samples.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ def advantages(
     """Advantages of one iteration's groups, in the order given.
 
     Args:
-        groups: one entry a prompt, one mapping (reward name to value) a surviving sample. A group of one
-            gets advantage 0.
-        weights: factor of each reward; its names are those every sample must have.
+        groups: per prompt, one mapping (reward name to value) per surviving sample. A group of one gets 0.
+        weights: factor of each reward; every sample must have exactly these rewards.
         config: conventions.
-        importance: a factor above 0 for each sample, that undoes how its seed was chosen: means and spreads
-            are weighted with it, and advantages multiplied by it. None: 1 each.
+        importance: a positive factor per sample that undoes the selection of its seed: weights means and
+            standard deviations, and multiplies the (clipped) advantage. None: all 1.
 
     Raises:
-        ValueError: a sample's rewards are not those of ``weights``, a reward is not finite, a group is empty,
-            or importance is not one positive number a sample.
+        ValueError: a sample lacks a reward or has others than ``weights``, a reward is not finite, a group is
+            empty, or ``importance`` is not one positive number per sample.
     """
     check_rewards(groups, weights)
     if importance is not None:
@@ -56,7 +55,7 @@ def advantages(
 
 
 def weighted_sum(rewards: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """The sum of a sample's rewards by weight."""
+    """A sample's total reward."""
     return math.fsum(weights[name] * rewards[name] for name in weights)
 
 
@@ -80,26 +79,26 @@ def _normalise(
 
 
 def mean_of(values: Sequence[float], weights: Sequence[float] | None = None) -> float:
-    """Exact up to the last rounding, and exactly the value where all are equal.
+    """Weighted mean, exact up to the last rounding; equal values give exactly that value.
 
     Args:
-        weights: above 0, one a value; None: all the same.
+        weights: above 0, one per value; None: all equal.
     """
     weights = [1.0] * len(values) if weights is None else weights
-    # Around the minimum, so that equal values have exactly that mean and advantages of exactly 0.
+    # Relative to the minimum, so that equal values have exactly that mean and advantages of exactly 0.
     lowest = min(values)
     total = math.fsum(weight * (value - lowest) for value, weight in zip(values, weights, strict=True))
     return lowest + total / math.fsum(weights)
 
 
 def spread_of(values: Sequence[float], ddof: int, weights: Sequence[float] | None = None) -> float:
-    """Standard deviation; 0 of a single value, whatever the convention. ``weights`` as in :func:`mean_of`."""
+    """Weighted standard deviation; 0 for a single value, whatever ``ddof`` is."""
     if len(values) == 1:
         return 0.0
     weights = [1.0] * len(values) if weights is None else weights
     mean = mean_of(values, weights)
     squares = math.fsum(weight * (value - mean) ** 2 for value, weight in zip(values, weights, strict=True))
-    freedom = (len(values) - ddof) / len(values)  # of weights that add up to the number of values
+    freedom = (len(values) - ddof) / len(values)  # weights need not sum to the number of values
     return math.sqrt(squares / (math.fsum(weights) * freedom))
 
 
@@ -116,7 +115,9 @@ def _check_importance(
 
 
 def check_rewards(groups: Sequence[Sequence[Mapping[str, float]]], weights: Mapping[str, float]) -> None:
-    """Raise ValueError unless every group has samples, with finite rewards of the names in ``weights``."""
+    """Raise ValueError unless every group has samples, all with finite values of exactly the rewards in
+    ``weights``.
+    """
     for g, group in enumerate(groups):
         if not group:
             raise ValueError(f"group {g} has no samples; leave out groups that lost all of theirs")

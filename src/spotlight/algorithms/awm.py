@@ -1,4 +1,4 @@
-"""AWM, advantage-weighted matching (arXiv 2509.25050): policy gradient with flow matching for log p.
+"""AWM, advantage-weighted matching (arXiv 2509.25050): policy gradient with flow matching as log p.
 
 Per noise level t of a sample, with l = <(v - (e - x0))²>:
 
@@ -21,7 +21,7 @@ from spotlight.algorithms.forward_process import mean_square, noised
 from spotlight.config.algorithm import AWMConfig
 from spotlight.diffusion.samplers import Sampler
 
-_MATCHING_MIN = 1e-10  # below it l^p has no usable slope
+_MATCHING_MIN = 1e-10  # the slope of l^p diverges at 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +37,19 @@ class AWM:
 
     @property
     def extra_slots(self) -> tuple[Slot, ...]:
-        """The slots whose distance has a weight."""
+        """Slots whose distance has a positive weight."""
         return tuple(slot for slot, weight in self._anchors() if weight > 0)
 
     def timesteps(self, kept_steps: int) -> int:
-        """``train_timesteps``, whatever the rollout kept."""
+        """``train_timesteps``."""
         return self.config.train_timesteps
 
     def old_log_probs(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> None:
-        """None: the ratio is that of the pass itself."""
+        """None: the ratio uses the current pass only."""
         return
 
     def loss(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
-        """Advantage-weighted matching at one noise level of every row."""
+        """Advantage-weighted matching at one noise level per row."""
         config = self.config
         x_t, sigma, noise = noised(batch, timesteps, config.train_timesteps, config.noise_levels)
         velocity = policy.velocity(x_t, sigma).float()
@@ -68,7 +68,7 @@ class AWM:
         return LossTerms(loss, metrics)
 
     def old_decay(self, batches_trained: int) -> float | None:
-        """That of ``algorithm.old_policy``; None when the average is not used."""
+        """From ``algorithm.old_policy``; None if ``old_weight`` is 0."""
         return self.config.old_policy.decay(batches_trained) if self.config.old_weight > 0 else None
 
     def _anchors(self) -> tuple[tuple[Slot, float], ...]:

@@ -1,7 +1,6 @@
-"""What an RL algorithm is: what its rollouts keep, which weights they use, and its loss.
+"""The interface of RL algorithms: what rollouts store, which weights they use, and the loss.
 
-An algorithm is one file that implements :class:`Algorithm` and is named in ``algorithms/__init__.py``.
-It sees a :class:`TrainBatch` of tensors and a :class:`Policy` to evaluate; it never sees adapters,
+An algorithm sees a :class:`TrainBatch` of tensors and a :class:`Policy` to evaluate, never adapters,
 optimizers, ranks or rollout ids.
 """
 
@@ -17,31 +16,32 @@ from spotlight.config.algorithm import AlgorithmSection
 from spotlight.diffusion.samplers import Sampler
 
 Slot = Literal["policy", "reference", "old", "ema"]
-"""Named weights of the one DiT: what is trained, the start, the behaviour policy, the average."""
+"""Named weights of the one DiT: trained, initial, behaviour policy, moving average."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """Tensors of a micro-batch of samples, all on the model's device, float32.
+    """Tensors of a micro-batch of samples, all float32 on the model's device.
 
-    With ``keeps == "trajectory"`` S is the number of kept (stochastic) steps and ``latents`` holds the
-    S + 1 states around them, as stored by the rollout; with ``keeps == "final"`` ``latents`` is None.
+    With ``keeps == "trajectory"`` S is the number of stored (stochastic) steps and ``latents`` holds
+    the S + 1
+    states around them, as stored by the rollout; with ``keeps == "final"`` ``latents`` is None.
 
     Attributes:
         final: x0, [batch, tokens, channels].
         latents: [batch, S + 1, tokens, channels], or None.
         sigmas: the rollout's exact noise levels: those of ``latents``, [batch, S + 1]; with ``keeps ==
             "final"`` the whole schedule, [batch, T + 1].
-        rollout_log_probs: [batch, S] as scored while rolling out, or None.
-        old_log_probs: [batch, T], of every training timestep, from :meth:`Algorithm.old_log_probs`; None
-            where it returns None, and in a batch's first update.
+        rollout_log_probs: [batch, S] as computed during the rollout, or None.
+        old_log_probs: [batch, T], one per training timestep, from :meth:`Algorithm.old_log_probs`; None
+            if it returns None, and in a batch's first update.
         advantages: [batch].
         seeds: the samples' seeds, for counter-based draws during training.
-        versions: the policy versions that made the samples. Together with its seed a sample's version fixes
-            the draws of training, so it must be the same for :meth:`Algorithm.old_log_probs` and for every
-            loss of the sample, however many updates lie between them.
-        first_update: no optimizer step was taken since the batch began: the weights are those of before its
-            first update, so that ratios to them are 1.
+        versions: the policy versions that made the samples. Seed and version fix a sample's random draws in
+            training, so both must be the same in :meth:`Algorithm.old_log_probs` and in every loss of the
+            sample, however many updates lie between.
+        first_update: no optimizer step was taken since the batch began, so ratios to the weights before
+            the batch are 1.
     """
 
     final: Tensor
@@ -55,7 +55,7 @@ class TrainBatch:
     first_update: bool = False
 
     def repeated(self, times: int) -> TrainBatch:
-        """Every sample ``times`` times, the whole batch after the whole batch: rows for several timesteps."""
+        """The whole batch tiled ``times`` times along rows, to train several timesteps at once."""
         if times == 1:
             return self
         latents, rollout, old = (
@@ -76,11 +76,11 @@ class TrainBatch:
 
 
 Timesteps = int | Sequence[int]
-"""Which training timestep a batch's rows are at: one for all, or [batch] of them."""
+"""Training timestep of a batch's rows: one for all, or [batch]."""
 
 
 def timestep_of_rows(timesteps: Timesteps, rows: int) -> list[int]:
-    """[rows]: the training timestep of every row. Raises ValueError if there are more or fewer of them."""
+    """[rows]: the training timestep of every row. Raises ValueError if the count differs."""
     if isinstance(timesteps, int):
         return [timesteps] * rows
     if len(timesteps) != rows:
@@ -89,7 +89,7 @@ def timestep_of_rows(timesteps: Timesteps, rows: int) -> list[int]:
 
 
 class Policy(Protocol):
-    """The DiT bound to a micro-batch's prompts: evaluates the velocity under one of its weight slots."""
+    """The DiT bound to a micro-batch's prompts; evaluates the velocity under one of its weight slots."""
 
     def velocity(self, latents: Tensor, sigma: Tensor, slot: Slot = "policy") -> Tensor:
         """[batch, tokens, channels] at noise levels sigma [batch]. Gradients flow only for ``policy``."""
@@ -103,8 +103,9 @@ class LossTerms:
         per_sample: [batch], with gradient. The learner averages over the samples of the optimizer step
             and over the timesteps of a sample.
         metrics: [batch] detached values to average and log (ratio, kl, clip fraction ...).
-        kept_step: [batch] int64, which of a trajectory's S kept steps was trained: labels what is logged
-            per denoising step. None for algorithms that replay no trajectory.
+        kept_step: [batch] int64, which of a trajectory's S stored steps was trained, for metrics per
+            denoising
+            step. None for algorithms that replay no trajectory.
     """
 
     per_sample: Tensor
@@ -125,7 +126,7 @@ class Algorithm(Protocol):
 
     @property
     def keeps(self) -> Literal["trajectory", "final"]:
-        """What a rollout must keep for the loss."""
+        """What a rollout must store for the loss."""
 
     @property
     def extra_slots(self) -> tuple[Slot, ...]:
@@ -133,33 +134,33 @@ class Algorithm(Protocol):
 
     @property
     def rollout_slot(self) -> Slot:
-        """The weights that make the train rollouts."""
+        """The weights that generate training rollouts."""
 
     @property
     def takes_stale(self) -> bool:
         """Whether a sample may be older than the weights it is trained on.
 
-        So it is where the loss has the ratio to the weights that made the sample, or no ratio at all.
+        True if the loss uses the ratio to the weights that made the sample, or no ratio at all.
         """
 
     @property
     def sampler(self) -> Sampler:
-        """Sampler of the train rollouts (stochastic inside the SDE window, ODE outside)."""
+        """Sampler of the training rollouts (stochastic inside the SDE window, ODE outside)."""
 
     def timesteps(self, kept_steps: int) -> int:
-        """How many forward/backward passes a sample costs, given the S kept steps of its trajectory.
+        """Forward/backward passes per sample, given the S stored steps of its trajectory.
 
         Raises:
-            ValueError: the trajectory is too short for the configured number.
+            ValueError: the trajectory is shorter than the configured number.
         """
 
     def old_log_probs(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> Tensor | None:
-        """Log-probs under the weights of before the batch's first update, where the ratio needs them.
+        """Log-probs under the weights before the batch's first update, where the ratio needs them.
 
-        Asked for the samples of later updates alone: in the first (``batch.first_update``) the ratio is 1.
+        Called for samples of later updates only: in the first (``batch.first_update``) the ratio is 1.
 
         Returns:
-            [batch] without gradient, of every row's timestep; None when the algorithm needs none.
+            [batch] without gradient, at every row's timestep; None if the algorithm needs none.
         """
 
     def loss(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
@@ -170,7 +171,7 @@ class Algorithm(Protocol):
         """
 
     def old_decay(self, batches_trained: int) -> float | None:
-        """m of ``old <- m old + (1 - m) policy`` after a batch; None when there is no old slot.
+        """m of ``old <- m old + (1 - m) policy`` after a batch; None without an old slot.
 
         ``batches_trained`` counts the batches (iterations) trained so far, 1 after the first.
         """

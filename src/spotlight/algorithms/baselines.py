@@ -1,14 +1,14 @@
-"""Advantages of samples whose group is not complete yet, as pure functions: A = (R - b) / (s + ε), clipped.
+"""Advantages of samples whose group is still incomplete: A = (R - b) / (s + ε), clipped. Pure functions.
 
-Three choices of the baseline b and the spread s; ``docs/maths.md`` has the bias and variance of each.
+Three choices of the baseline b and the scale s; ``docs/maths.md`` derives bias and variance of each.
 
-- ``group``: wait for the group (:func:`spotlight.algorithms.advantages.advantages`).
-- ``slice``: what arrived of the group so far, the sample itself left out (:func:`slice_advantages`).
-- ``exploration``: other seeds of the prompt, explored before: no waiting (:func:`exploration_advantages`).
+- ``group``: wait for the whole group (:func:`spotlight.algorithms.advantages.advantages`).
+- ``slice``: the group's samples so far, leave-one-out (:func:`slice_advantages`).
+- ``exploration``: previews of other seeds of the prompt; no waiting (:func:`exploration_advantages`).
 
-Invariants: b and s of a sample are functions of other samples alone, so the gradient has the direction of
-the true one in expectation (before clipping), whatever they are, unless seeds were chosen by what b and s are
-made of (``docs/maths.md``); the order of samples changes not a bit.
+Invariants: b and s of a sample depend on other samples only, so before clipping the expected gradient has the
+true direction, unless seeds were selected by the values in b and s (``docs/maths.md``); the order of samples
+changes no bit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from spotlight.config.algorithm import AdvantageConfig
 Rewards = Mapping[str, float]
 """A sample's value of each reward."""
 TOTAL = "reward"
-"""Names the weighted sum of all rewards among spreads."""
+"""Key of the weighted sum in ``spreads``."""
 
 
 def slice_advantages(
@@ -36,19 +36,18 @@ def slice_advantages(
     config: AdvantageConfig,
     spreads: Mapping[str, float] | None = None,
 ) -> list[float]:
-    """Advantages of a slice of one prompt's group, by all others of the group that are there: [arrived].
+    """Leave-one-out advantages of a slice of one prompt's group: [arrived].
 
     Args:
         arrived: the slice.
         seen: the group's earlier slices.
-        weights: factor of each reward; its names are those every sample must have.
-        config: conventions; ``std`` does not matter.
-        spreads: known before these samples, such as :func:`spreads_of` the iteration before: every slice
-            is then scaled alike. None: that of the others, which scales early slices more.
+        weights: factor of each reward; every sample must have exactly these rewards.
+        config: conventions; ``std`` is ignored.
+        spreads: scales known in advance, such as :func:`spreads_of` the previous iteration, so that all
+            slices are scaled alike. None: computed from the other samples, which scales early slices more.
 
     Raises:
-        ValueError: too few others (one, or two where the spread is theirs), or rewards are not as they
-            should be.
+        ValueError: too few other samples (at least 1; 2 without ``spreads``), or invalid rewards.
     """
     check_rewards([arrived, *([seen] if seen else [])], weights)
     others, wanted = len(arrived) + len(seen) - 1, 1 if spreads is not None else 2
@@ -72,20 +71,19 @@ def exploration_advantages(
     config: AdvantageConfig,
     spreads: Mapping[str, float] | None = None,
 ) -> list[float]:
-    """Advantages of any samples of one prompt, by what exploration found at OTHER seeds: [arrived].
+    """Advantages of samples of one prompt relative to previews of OTHER seeds: [arrived].
 
-    Exploration may have used older weights or fewer denoising steps: that costs variance, no bias.
+    Previews may use older weights or fewer denoising steps: that adds variance, no bias.
 
     Args:
         arrived: the samples.
-        explored: of seeds that none of the samples has: a seed's own exploration is correlated with it.
-        weights: factor of each reward; its names are those every sample must have.
-        config: conventions; ``std`` does not matter.
-        spreads: known before these samples; None: that of ``explored``.
+        explored: previews of seeds that none of the samples has: a seed's own preview is correlated with it.
+        weights: factor of each reward; every sample must have exactly these rewards.
+        config: conventions; ``std`` is ignored.
+        spreads: scales known in advance; None: computed from ``explored``.
 
     Raises:
-        ValueError: too few explored (none, or one where the spread is theirs), or rewards are not as they
-            should be.
+        ValueError: too few previews (at least 1; 2 without ``spreads``), or invalid rewards.
     """
     wanted = 1 if spreads is not None else 2
     if len(explored) < wanted:
@@ -106,9 +104,10 @@ def exploration_advantages(
 def spreads_of(
     groups: Sequence[Sequence[Rewards]], weights: Mapping[str, float], config: AdvantageConfig
 ) -> dict[str, float]:
-    """Standard deviation over all samples of all groups, of their sum or of each reward as ``combine`` says.
+    """Standard deviations over all samples of all groups: of the sum, or of each reward if ``combine``
+    says so.
 
-    That is what ``advantage.std`` "global" divides by.
+    These are what ``advantage.std: global`` divides by.
     """
     check_rewards(groups, weights)
     channels = _channels([sample for group in groups for sample in group], weights, config)
@@ -118,7 +117,6 @@ def spreads_of(
 def _channels(
     samples: Sequence[Rewards], weights: Mapping[str, float], config: AdvantageConfig
 ) -> dict[str, list[float]]:
-    """What is normalised: the sums, or each reward."""
     if config.combine == "sum":
         return {TOTAL: [weighted_sum(sample, weights) for sample in samples]}
     return {name: [sample[name] for sample in samples] for name in weights}

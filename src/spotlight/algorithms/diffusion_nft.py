@@ -1,8 +1,8 @@
 """DiffusionNFT (arXiv 2509.16117): negative-aware fine-tuning on the forward process.
 
-Rollouts are made by a slowly following ``old`` policy with any ODE solver and keep only x0. The loss
-noises x0 again, x_t = (1-t) x0 + t e, and contrasts an implicit positive and negative policy around the
-old one, weighted by ρ = clip(A / 2A_max + ½, 0, 1):
+Rollouts come from a slowly following ``old`` policy with any ODE solver and store only x0. The loss noises
+x0 again, x_t = (1-t) x0 + t e, and contrasts an implicit positive and negative policy around the old one,
+weighted by ρ = clip(A / 2A_max + ½, 0, 1):
 
     v+ = βv + (1-β)v_old,   v- = (1+β)v_old - βv,   x̂0± = x_t - t v±
     l± = <(x̂0± - x0)²> / max(stopgrad <|x̂0± - x0|>, 1e-5)
@@ -36,11 +36,11 @@ class DiffusionNFT:
 
     @property
     def extra_slots(self) -> tuple[Slot, ...]:
-        """The old policy, and the reference when it has a weight."""
+        """The old policy, and the reference if its weight is positive."""
         return ("old", "reference") if self.config.reference_weight > 0 else ("old",)
 
     def timesteps(self, kept_steps: int) -> int:
-        """``train_timesteps``, whatever the rollout kept."""
+        """``train_timesteps``."""
         return self.config.train_timesteps
 
     def old_log_probs(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> None:
@@ -48,7 +48,7 @@ class DiffusionNFT:
         return
 
     def loss(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
-        """Contrastive flow-matching loss at one noise level of every row."""
+        """Contrastive flow-matching loss at one noise level per row."""
         config, clip = self.config, self.config.advantage.clip
         x_t, sigma, _ = noised(batch, timesteps, config.train_timesteps, config.noise_levels)
         velocity = policy.velocity(x_t, sigma).float()
@@ -74,12 +74,12 @@ class DiffusionNFT:
         return LossTerms(loss, metrics)
 
     def old_decay(self, batches_trained: int) -> float:
-        """That of ``algorithm.old_policy``."""
+        """From ``algorithm.old_policy``."""
         return self.config.old_policy.decay(batches_trained)
 
 
 def _weighted_error(x0_predicted: Tensor, x0: Tensor) -> Tensor:
-    """<(x̂0 - x0)²> over its own (constant) mean absolute error, so that noise levels weigh alike."""
     error = x0_predicted - x0
+    # Dividing by the mean absolute error makes noise levels count equally.
     weight = error.detach().abs().flatten(1).mean(1).clamp(min=1e-5)
     return mean_square(error) / weight

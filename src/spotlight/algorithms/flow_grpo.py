@@ -37,33 +37,35 @@ class FlowGRPO:
 
     @property
     def name(self) -> str:
-        """Flow-GRPO's, or that of its fast variant."""
+        """``flow-grpo`` or ``flow-grpo-fast``."""
         return self.config.name
 
     @property
     def extra_slots(self) -> tuple[Slot, ...]:
-        """The reference, when there is a KL."""
+        """The reference, if there is a KL term."""
         return ("reference",) if self.config.kl_weight > 0 else ()
 
     @property
     def takes_stale(self) -> bool:
-        """Where the ratio is to the rollout's own log-probs."""
+        """Only if the ratio is to the rollout's own log-probs."""
         return self.config.old_log_probs == "rollout"
 
     def timesteps(self, kept_steps: int) -> int:
-        """All kept steps, or ``train_timesteps`` of them."""
+        """``train_timesteps``, or all stored steps."""
         return timestep_count(kept_steps, self.config.train_timesteps)
 
     @torch.no_grad()
     def old_log_probs(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> Tensor | None:
-        """Log-probs of the steps that will be trained under the current policy, with ``recompute``."""
+        """Log-probs of the trained steps under the current policy; None unless ``old_log_probs:
+        recompute``.
+        """
         if self.config.old_log_probs != "recompute" or batch.latents is None:
             return None
         at = transition(batch, timesteps, self.config.train_timesteps)
         return self.sampler.log_prob(at.x_next, self._moments(policy, at, "policy"))
 
     def loss(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
-        """Clipped surrogate plus KL of one step of every row."""
+        """Clipped surrogate plus KL of one step per row."""
         at = transition(batch, timesteps, self.config.train_timesteps)
         moments = self._moments(policy, at, "policy")
         log_prob = self.sampler.log_prob(at.x_next, moments)
@@ -91,7 +93,7 @@ class FlowGRPO:
             case "stop_gradient":
                 return log_prob.detach()
             case "recompute" if batch.first_update:
-                return log_prob.detach()  # what the pass would give, to the bit: the same weights and rows
+                return log_prob.detach()  # same weights and rows as a recomputation: bitwise equal
             case "recompute" if batch.old_log_probs is not None:
                 column = timestep_of_rows(timesteps, len(batch.seeds))
                 return batch.old_log_probs[at.rows, torch.tensor(column, device=at.rows.device)]
@@ -107,7 +109,7 @@ class FlowGRPO:
 def clipped_surrogate(
     log_ratio: Tensor, advantages: Tensor, clip_range: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """max(-A r, -A clip(r, 1 ± c)) per sample [batch], and its metrics (detached, [batch])."""
+    """max(-A r, -A clip(r, 1 ± c)) [batch], and its metrics (detached, [batch])."""
     ratio = torch.exp(log_ratio)
     clipped = ratio.clamp(1 - clip_range, 1 + clip_range)
     loss = torch.maximum(-advantages * ratio, -advantages * clipped)
@@ -122,7 +124,7 @@ def clipped_surrogate(
 
 
 def require_stochastic(algorithm: str, sampler: Sampler) -> None:
-    """Raise ValueError when a policy-gradient algorithm gets a deterministic sampler."""
+    """Raise ValueError if the sampler is deterministic."""
     if not sampler.stochastic:
         raise ValueError(
             f"{algorithm} needs rollouts with noise, but the sampler is {sampler}; "

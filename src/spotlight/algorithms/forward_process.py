@@ -1,7 +1,7 @@
-"""What forward-process algorithms share: noised samples at stratified levels.
+"""Shared by forward-process algorithms: noising samples at stratified levels.
 
-Draws are counter-based: a function of (seed, policy version, training timestep) alone, so they do not
-depend on micro-batches or ranks.
+Draws are counter-based functions of (seed, policy version, training timestep), so they do not depend on
+micro-batches or ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Noised(NamedTuple):
 
 
 def noised(batch: TrainBatch, timesteps: Timesteps, train_timesteps: int, levels: NoiseLevels) -> Noised:
-    """x_t = (1-t) x0 + t e of every row, at that one of its sample's ``train_timesteps`` noise levels.
+    """x_t = (1-t) x0 + t e per row, at the noise level of its timestep.
 
     Raises:
         ValueError: a timestep is not within [0, train_timesteps).
@@ -59,7 +59,7 @@ def noised(batch: TrainBatch, timesteps: Timesteps, train_timesteps: int, levels
 
 
 def mean_square(x: Tensor) -> Tensor:
-    """<x²> over all but the batch dimension: [batch]."""
+    """<x²> over all dimensions but the batch: [batch]."""
     return x.square().flatten(1).mean(1)
 
 
@@ -70,9 +70,9 @@ def stratified(seed: int, version: int, timestep: int, train_timesteps: int) -> 
 
 
 def _on_schedule(position: Tensor, sigmas: Tensor) -> Tensor:
-    """Noise levels distributed like a schedule [batch, T + 1], linearly between its values: [batch]."""
+    """Noise levels [batch] at quantiles ``position`` of schedules [batch, T + 1], interpolated linearly."""
     steps = sigmas.shape[1] - 1
-    place = (1 - position) * steps  # schedules fall from noise to clean
+    place = (1 - position) * steps  # schedules descend from noise to clean
     left = place.floor().clamp(0, steps - 1)
     index = left.long()
     rows = torch.arange(len(index), device=sigmas.device)

@@ -1,13 +1,13 @@
-"""GRPO-Guard (arXiv 2510.22319): Flow-GRPO with a ratio of mean 1 and steps of equal weight.
+"""GRPO-Guard (arXiv 2510.22319): Flow-GRPO with ratios of mean 1 and steps of equal weight.
 
-Flow-GRPO's mean-reduced ratio lies below 1 by <(μ - μ_old)²>/2k² and spreads differently at each noise
-level, so clipping acts on one side. The guarded ratio of a sample is
+Flow-GRPO's mean-reduced ratio lies below 1 by <(μ - μ_old)²>/2k² and its spread varies with the noise level,
+so clipping acts on one side. The guarded ratio of a sample is
 
     ln r̂ = k (Δlog p + <(μ - μ_old)²>/2k²) = <e (μ - μ_old)>,   e = (x' - μ_old)/k
 
-and the loss is divided by the step length d. Each sample has its own ln r̂ (the published script averages
-it over the batch, which couples unrelated samples). The right-hand form is used: it is exactly 0 before
-the first update and does not subtract numbers of the size of log p.
+and the loss is divided by the step length d. ln r̂ is per sample (the published script averages it over the
+batch, which couples unrelated samples). The code uses the right-hand form: it is exactly 0 before the first
+update and avoids subtracting numbers as large as log p.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from spotlight.diffusion.samplers import Sampler
 class GRPOGuard:
     """Implements :class:`~spotlight.algorithms.base.Algorithm`.
 
-    ``old`` is the policy as of before the batch (it gives μ_old), renewed whole after each batch, and so
-    equal to the policy in a batch's first update, which does not evaluate it. It is not the one that made a
-    sample of an older version, whose kick and ratio would be wrong.
+    ``old`` is the policy before the batch (it gives μ_old), replaced after each batch, so it equals the
+    policy in
+    a batch's first update, which does not evaluate it. It did not make samples of older versions, so their e
+    and ratio would be wrong: no stale samples.
     """
 
     config: GRPOGuardConfig
@@ -45,15 +46,15 @@ class GRPOGuard:
         require_stochastic(self.name, self.sampler)
 
     def timesteps(self, kept_steps: int) -> int:
-        """All kept steps, or ``train_timesteps`` of them."""
+        """``train_timesteps``, or all stored steps."""
         return timestep_count(kept_steps, self.config.train_timesteps)
 
     def old_log_probs(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> None:
-        """None: the ratio needs μ_old itself, which the old slot gives."""
+        """None: the ratio uses μ_old from the old slot."""
         return
 
     def loss(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
-        """Clipped surrogate of the guarded ratio, over the step length."""
+        """Clipped surrogate of the guarded ratio, divided by the step length."""
         at = transition(batch, timesteps, self.config.train_timesteps)
         velocity = policy.velocity(at.x, at.sigma)
         with torch.no_grad():
@@ -68,5 +69,5 @@ class GRPOGuard:
         return LossTerms(loss / (at.sigma - at.sigma_next), metrics, kept_step=at.index)
 
     def old_decay(self, batches_trained: int) -> float:
-        """0: the old policy is the one that starts the batch."""
+        """0: the old policy is the one before each batch."""
         return 0.0

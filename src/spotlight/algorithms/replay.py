@@ -1,4 +1,4 @@
-"""What trajectory algorithms share: choosing the kept steps to train, and reading them from a batch."""
+"""Shared by trajectory algorithms: choosing which stored steps to train, and reading them from a batch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from spotlight.diffusion.noise import Stream, uniform
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """A training timestep of every row: one denoising step as the rollout stored it.
+    """One denoising step per row, as the rollout stored it.
 
     Attributes:
         rows: [batch], 0 .. batch - 1.
-        index: [batch], which of the S kept steps it is.
+        index: [batch], which of the S stored steps it is.
         x: [batch, tokens, channels], the state before.
         x_next: the state after, rounded as stored.
         sigma: [batch], the noise level before.
@@ -38,7 +38,7 @@ class Transition:
 
 
 def timestep_count(kept_steps: int, train_timesteps: int | None) -> int:
-    """How many of the kept steps are trained. Raises ValueError if there are fewer."""
+    """How many of the stored steps are trained. Raises ValueError if there are fewer."""
     wanted = kept_steps if train_timesteps is None else train_timesteps
     if not 1 <= wanted <= kept_steps:
         raise ValueError(
@@ -49,10 +49,10 @@ def timestep_count(kept_steps: int, train_timesteps: int | None) -> int:
 
 
 def transition(batch: TrainBatch, timesteps: Timesteps, train_timesteps: int | None) -> Transition:
-    """The trained step of every row, by its number among the sample's trained steps.
+    """The transition each row trains; timesteps index the sample's trained steps.
 
     Raises:
-        ValueError: the batch has no trajectory, or not so many steps.
+        ValueError: the batch has no trajectory, or a timestep is out of range.
     """
     if batch.latents is None:
         raise ValueError("the batch holds no trajectory (latents is None), but the algorithm replays one")
@@ -79,7 +79,7 @@ def transition(batch: TrainBatch, timesteps: Timesteps, train_timesteps: int | N
 
 
 def replay_metrics(log_prob: Tensor, at: Transition, batch: TrainBatch) -> dict[str, Tensor]:
-    """The replayed log-prob [batch], detached, and how far it is from what the rollout stored."""
+    """The replayed log-prob [batch], detached, and its distance from the rollout's."""
     metrics = {"log_prob": log_prob}
     if batch.rollout_log_probs is not None:
         metrics["log_prob_rollout_difference"] = (log_prob - at.pick(batch.rollout_log_probs)).abs()
@@ -87,7 +87,7 @@ def replay_metrics(log_prob: Tensor, at: Transition, batch: TrainBatch) -> dict[
 
 
 def trained_steps(seed: int, version: int, kept_steps: int, count: int) -> list[int]:
-    """``count`` distinct kept steps in ascending order, a function of the sample and its policy version."""
+    """``count`` distinct stored steps in ascending order; a pure function of seed and policy version."""
     if count == kept_steps:
         return list(range(kept_steps))
     order = np.argsort(uniform(seed, Stream.TRAIN_TIMESTEPS, version, kept_steps), kind="stable")
