@@ -1,4 +1,4 @@
-"""Which states go through the model together, and with which weights."""
+"""Which states share a forward, and with which weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spotlight.worker.interfaces import Slots
 def by_slot(
     states: Iterable[RolloutState], slot_of: Mapping[Purpose, Slot], first: Slot | None
 ) -> list[tuple[Slot, list[RolloutState]]]:
-    """States by the weights they need, those of ``first`` first: the slot in use is changed once a step."""
+    """Group states by weight slot, ``first`` first: the slot in use changes once per step."""
     parts: dict[Slot, list[RolloutState]] = {}
     for state in states:
         parts.setdefault(slot_of[state.rollout.purpose], []).append(state)
@@ -24,10 +24,10 @@ def by_slot(
 
 
 class OpenModel:
-    """The module with the weights of one slot, entered once for as many steps as need no other.
+    """The module with the weights of one slot, kept open across steps.
 
     Args:
-        merged: see :meth:`~spotlight.models.slots.WeightSlots.use`; entering a slot costs time then.
+        merged: see :meth:`~spotlight.models.slots.WeightSlots.use`; merging makes entering a slot expensive.
     """
 
     def __init__(self, slots: Slots, *, merged: bool) -> None:
@@ -37,7 +37,7 @@ class OpenModel:
         self.slot: Slot | None = None
 
     def use(self, slot: Slot) -> nn.Module:
-        """The module with the weights of ``slot``; good until the next call of any method."""
+        """The module with the weights of ``slot``, valid until the next call of any method."""
         if self._model is None or slot != self.slot:
             self.close()
             self._model = self._open.enter_context(self._slots.use(slot, merged=self._merged))

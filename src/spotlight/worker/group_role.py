@@ -1,4 +1,4 @@
-"""A worker's place in its group, and what it holds there."""
+"""A worker's membership of one group and the leases it holds there."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from spotlight.worker.leases import Leases
 
 @dataclass(slots=True)
 class GroupRole:
-    """From the formation of a group until this worker parts from it.
+    """Lives from the formation of a group until this worker leaves it.
 
     Attributes:
-        leads: this worker decides, pulls and commits.
-        leases: the leader's leases; of a follower, what was left to it when the group was lost.
-        lead: the leader's part while the others follow; made anew when they are called anew.
-        called: of a follower, the last lease it is to follow into.
-        ended: the last lease of which it is known to all that it needs no following any more.
-        lost_at_s: ``time.monotonic()`` when a member was lost.
-        asked: rollouts pulled for and not granted yet.
-        ask_again_s: ``time.monotonic()`` to pull again if nothing was granted.
+        leads: whether this worker makes decisions, pulls work and commits.
+        leases: the leader's leases; on a follower, those it took over when the group was lost.
+        lead: the leader's side of lockstep while the others follow; recreated for each call to follow.
+        called: on a follower, the last lease it was asked to follow.
+        ended: the last lease that every member knows needs no more following.
+        lost_at_s: ``time.monotonic()`` at the loss of a member.
+        asked: rollouts requested and not yet granted.
+        ask_again_s: ``time.monotonic()`` at which to pull again if nothing was granted.
     """
 
     leader: WorkerId
@@ -40,31 +40,31 @@ class GroupRole:
 
     @property
     def lost(self) -> bool:
-        """Whether a member was lost: nothing is denoised any more under this epoch."""
+        """Whether a member was lost: nothing more is denoised under this epoch."""
         return self.lost_at_s is not None
 
     @property
     def busy(self) -> bool:
-        """Whether there is a step to take, or a leader to follow."""
+        """Whether there is a step to take or a leader to follow."""
         return not self.lost and (len(self.leases) > 0 or self.called > self.ended)
 
     @property
     def others_follow(self) -> bool:
-        """Whether members wait for the leader's next order, or will."""
+        """Whether followers wait for the leader's orders, or will."""
         return self.leads and self.degree > 1 and not self.lost and self.leases.seen > self.ended
 
     def lose(self) -> None:
-        """The group is broken; what is held stays good."""
+        """Mark the group as broken; held leases stay valid."""
         self.lost_at_s, self.lead = time.monotonic(), None
 
     def inherit(self, follower: Follower) -> None:
-        """Hold what a follower holds whose leader is lost."""
+        """Take over the leases of a follower whose leader was lost."""
         for state in follower.states:
             claim = follower.claims[state.rollout.id]
             self.leases.add(claim.lease, [state], {state.rollout.id: claim.began})
 
     def pull(self, capacity: int, ask_again_s: float) -> GroupPulled | None:
-        """The pull to send now, if any: when there is room that was not asked for yet, or no answer came."""
+        """The pull to send now, or None. Due with new capacity, or when an idle worker got no answer."""
         if not self.leads or self.lost:
             return None
         now, spare = time.monotonic(), capacity - len(self.leases)

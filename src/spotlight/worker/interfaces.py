@@ -1,7 +1,4 @@
-"""What a worker's loop is connected to (the head, a loader of weights, a model), and the commands it takes.
-
-Whoever runs the loop (an actor of a cluster, a thread of a test) provides these.
-"""
+"""Protocols that the worker's loop depends on, implemented by its host, and the commands it accepts."""
 
 from __future__ import annotations
 
@@ -24,14 +21,14 @@ if TYPE_CHECKING:  # diffusers is behind them, and the head of a cluster needs n
 
 
 class HeadLostError(RuntimeError):
-    """Nothing can be kept or told any more: the loop ends."""
+    """Nothing can be delivered any more: the loop ends."""
 
 
 class LoadError(RuntimeError):
-    """Weights could not be loaded: the worker tells it, and goes on with what it holds.
+    """Weights could not be loaded; the worker reports it and goes on.
 
     Attributes:
-        intact: the weights held before are whole; else the worker takes no work until it has others.
+        intact: whether the previous weights are whole; if not, the worker takes no work until it has others.
     """
 
     def __init__(self, message: str, *, intact: bool = True) -> None:
@@ -40,41 +37,41 @@ class LoadError(RuntimeError):
 
 
 class StoredValue(Protocol):
-    """A value that was kept."""
+    """A value from the blob store."""
 
     @property
     def step(self) -> int:
-        """Of a rollout's state: the step it is at."""
+        """The denoising step of a rollout's state."""
 
     @property
     def data(self) -> bytes:
-        """The value."""
+        """The bytes."""
 
 
 class HeadClient(Protocol):
-    """Where values are kept and events go; both outlive the worker."""
+    """Stores values and forwards events; both outlive the worker."""
 
     def deliver(self, report: Report) -> None:
-        """Return when the values are safe and the events on their way. Raises HeadLostError."""
+        """Return once the values are durable and the events sent. Raises HeadLostError."""
 
     def fetch(self, kind: str, names: Sequence[str], mark: str = "") -> Sequence[StoredValue | None]:
         """Values by name, the latest step of each; None where there is none. Raises HeadLostError."""
 
 
 class Loader(Protocol):
-    """Gets weights and puts them into the slots."""
+    """Fetches weights and loads them into the slots."""
 
     def load(self, pull: PullWeights) -> str:
-        """Carry out a pull; returns the digest of the weights that are bound now.
+        """Carry out a pull. Returns the digest of the loaded weights.
 
         Raises:
-            LoadError: the version, the checksum or the number of bound modules is not what was asked for,
-                or the source is lost.
+            LoadError: the version, checksum or number of bound modules is not as requested, or the source is
+                gone.
         """
 
 
 class Slots(Protocol):
-    """Weights by name; a :class:`~spotlight.models.slots.WeightSlots` is one."""
+    """Weights by name, such as :class:`~spotlight.models.slots.WeightSlots`."""
 
     def use(self, slot: Slot, *, merged: bool = False) -> AbstractContextManager[nn.Module]:
         """The module with the weights of a slot."""
@@ -82,12 +79,12 @@ class Slots(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WorkerDependencies:
-    """What a worker works with.
+    """The worker's engine, weights and settings.
 
     Attributes:
         recipes: how rollouts of each purpose are denoised.
-        slot_of: weights of each purpose.
-        membership: called once, when a group of several is formed first.
+        slot_of: weight slot per purpose.
+        membership: called once, when the first group of several members forms.
     """
 
     engine: Engine
@@ -107,12 +104,12 @@ class WorkerDependencies:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long a worker waits.
+    """The worker's timeouts.
 
     Attributes:
-        ask_again_s: an idle worker whose pull was not answered pulls again: messages may be lost.
-        grace_s: a worker that lost its group waits so long to be told what to do with what it holds.
-        pause_s: before a failure is told, since the answer to it is to try again at once.
+        ask_again_s: an idle worker repeats an unanswered pull after this: messages may be lost.
+        grace_s: after losing its group, a worker waits this long for instructions, then commits its rollouts.
+        pause_s: delay before a failure is reported: the controller retries at once.
     """
 
     ask_again_s: float = 5.0
@@ -122,7 +119,7 @@ class Patience:
 
 @dataclass(frozen=True, slots=True)
 class FollowLease:
-    """Help a group's leader with a lease: sent to the other members whenever the leader is granted one."""
+    """Help the leader with a lease; sent to the other members on every grant to it."""
 
     leader: WorkerId
     epoch: int

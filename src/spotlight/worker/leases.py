@@ -1,9 +1,9 @@
-"""The leases a worker works on, and how far their rollouts are. Bookkeeping only: no clock, no messages.
+"""The leases a worker holds and the progress of their rollouts. Pure bookkeeping: no clock, no messages.
 
 Invariants:
-- A rollout is held under one lease: the one granted last.
-- A lease is held as long as one of its rollouts is: who asks what is held is never told of an empty one.
-- Progress told of a lease is safe for each of its rollouts: it is that of the one that lags behind most.
+- A rollout belongs to one lease: the one granted last.
+- A lease exists only while it has open rollouts, so an empty lease is never reported.
+- Reported progress is that of the slowest rollout of the lease, so it is safe for all of them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class OpenLease:
     """One lease.
 
     Attributes:
-        began: of each open rollout, the step at which the controller takes it to have begun.
+        began: per open rollout, the step at which the controller believes it began.
         taken: steps taken since the lease began.
-        told: steps that the controller was told to be safe.
+        told: steps reported as committed.
     """
 
     began: dict[RolloutId, int]
@@ -33,10 +33,10 @@ class OpenLease:
 
 @dataclass(slots=True)
 class Leases:
-    """All leases of a worker, and the states of their rollouts.
+    """All leases of a worker and the states of their rollouts.
 
     Attributes:
-        seen: the last lease granted, whatever became of it.
+        seen: the last lease granted, even if it was dropped since.
     """
 
     seen: LeaseId = NO_LEASE
@@ -49,24 +49,24 @@ class Leases:
 
     @property
     def ids(self) -> tuple[LeaseId, ...]:
-        """Leases worked on, in the order of their grants."""
+        """Open leases, in the order they were granted."""
         return tuple(self._leases)
 
     @property
     def states(self) -> tuple[RolloutState, ...]:
-        """Of all open rollouts, in the order of their grants."""
+        """States of all open rollouts, in the order they were granted."""
         return tuple(self._states.values())
 
     @property
     def claims(self) -> dict[RolloutId, Claim]:
-        """Under what each open rollout is held."""
+        """The lease and first step of each open rollout."""
         return {name: Claim(lease, self._leases[lease].began[name]) for name, lease in self._lease_of.items()}
 
     def add(self, lease: LeaseId, states: Iterable[RolloutState], resume: Mapping[RolloutId, int]) -> None:
-        """Begin a lease; nothing to do when there is nothing to work on.
+        """Start a lease; without states this does nothing.
 
         Args:
-            resume: the committed steps that the grant names; others began at 0.
+            resume: committed steps named by the grant; rollouts not in it began at 0.
         """
         for state in states:
             name = state.rollout.id
@@ -77,24 +77,24 @@ class Leases:
             self._states[name], self._lease_of[name] = state, lease
 
     def advance(self, states: Iterable[RolloutState]) -> None:
-        """Put states in the place of earlier ones of the same rollouts."""
+        """Replace states of held rollouts."""
         for state in states:
             assert state.rollout.id in self._states, f"{state.rollout.id} is not held"
             self._states[state.rollout.id] = state
 
     def step_taken(self, commit_every: int) -> list[LeaseId]:
-        """All rollouts took a step. Returns the leases whose progress is to be committed now."""
+        """Count one step of every rollout. Returns the leases whose progress is due for a commit."""
         for held in self._leases.values():
             held.taken += 1
         return [lease for lease, held in self._leases.items() if held.taken % commit_every == 0]
 
     def of_lease(self, lease: LeaseId) -> tuple[RolloutState, ...]:
-        """States of one lease; none when it is not held."""
+        """States of one lease; empty when it is not held."""
         held = self._leases.get(lease)
         return tuple(self._states[name] for name in held.began) if held else ()
 
     def remove(self, rollout: RolloutId) -> LeaseId:
-        """A rollout is finished or failed. Returns the lease that held it."""
+        """Remove a finished or failed rollout. Returns its lease."""
         lease = self._lease_of.pop(rollout)
         del self._states[rollout], self._leases[lease].began[rollout]
         if not self._leases[lease].began:
@@ -102,18 +102,18 @@ class Leases:
         return lease
 
     def drop(self, lease: LeaseId) -> None:
-        """A lease does not count any more."""
+        """Remove a lease and its rollouts."""
         for state in self.of_lease(lease):
             self.remove(state.rollout.id)
 
     def let_go(self) -> None:
-        """Hold nothing; what was seen stays seen."""
+        """Drop every lease; ``seen`` stays."""
         self._leases.clear()
         self._states.clear()
         self._lease_of.clear()
 
     def news(self, lease: LeaseId, safe: int) -> bool:
-        """Whether ``safe`` steps are more than was told before; then they count as told."""
+        """Record ``safe`` committed steps. Returns whether that is more than was reported before."""
         held = self._leases[lease]
         if safe <= held.told:
             return False
@@ -122,7 +122,7 @@ class Leases:
 
 
 def safe_steps(states: Iterable[RolloutState], claims: Mapping[RolloutId, Claim]) -> dict[LeaseId, int]:
-    """Steps since each lease began at which all of its ``states`` are, or beyond. May be negative."""
+    """Steps since each lease began that all of its ``states`` have reached. May be negative."""
     safe: dict[LeaseId, int] = {}
     for state in states:
         claim = claims[state.rollout.id]

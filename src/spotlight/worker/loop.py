@@ -1,24 +1,25 @@
-"""What the process of a rollout worker does: commands in, steps, values and events out.
+"""The loop of a rollout worker: commands in, denoising steps, values and events out.
 
-One thread owns the model and runs the loop; any thread may tell it something. Between two denoising steps it
-obeys what it was told, so new work joins and old work leaves at step boundaries:
+One thread owns the model and runs the loop; commands may come from any thread. They are handled between two
+denoising steps, so work joins and leaves at step boundaries:
 
     while True:
         commands  ─►  obey     weights, groups, leases
-        step                   every rollout held: those of one weight slot, size and guidance share forwards
-        finish                 rollouts that are done: decoded, their samples delivered, LeaseCompleted
-        commit                 leases whose turn it is: states by value, LeaseProgressed
-        pull                   when there is room for more
-        deliver                all of it at once
+        step                   all held rollouts; same weight slot, size and guidance share a forward
+        finish                 decode rollouts that are done, store samples, LeaseCompleted
+        commit                 leases that are due: store states, LeaseProgressed
+        pull                   request work when there is room
+        deliver                send all of it at once
 
 Invariants:
-- It obeys commands to its own process only, group commands above the highest group epoch it heard of, weight
-  pulls not below the newest it was told, and grants of its present group, each once.
-- Nothing is told before the values it speaks of are safe.
-- All steps of a rollout are made by weights of one digest: when that changes, every lease is let go.
-- Followers of a group wait in a collective only between a lease's grant and its end.
-- What is held outlives the loss of the group: it is committed when the group is to stop, or after a grace.
-- One rollout's failure is told and leaves the others alone. Any other exception ends the loop.
+- It handles only commands addressed to its own process, group commands above the highest group epoch seen,
+  weight pulls not older than the newest received, and each grant of its current group once.
+- An event is sent only after the values it refers to are durable.
+- All steps of a rollout use weights of one digest; when the digest changes, every lease is dropped.
+- Followers wait in a collective only between a lease's grant and its end.
+- Held rollouts survive the loss of the group: they are committed when the group is stopped, or after a grace
+  period.
+- A failed rollout is reported and does not affect the others. Any other exception ends the loop.
 """
 
 from __future__ import annotations
@@ -73,16 +74,16 @@ log = logging.getLogger("spotlight.rollout")
 
 
 class WorkerLoop:
-    """See the module's docstring.
+    """The worker's state; the module docstring has the invariants.
 
     Args:
-        epoch: of this process; commands to an older one of the same worker are not for it.
-        commit_every: steps of a lease between two commits of its progress.
-        capacity: rollouts held at once; None is what one forward takes.
-        conditions_kept: prompts whose embeddings are held in memory.
+        epoch: of this process; commands for an earlier process of the same worker are ignored.
+        commit_every: steps between two commits of a lease.
+        capacity: rollouts held at once; None: as many as fit into one forward.
+        conditions_kept: prompts whose embeddings are cached in memory.
 
     Attributes:
-        failure: the traceback of the exception that ended ``run``.
+        failure: traceback of the exception that ended ``run``.
     """
 
     def __init__(
@@ -109,25 +110,25 @@ class WorkerLoop:
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._outbox = ReportOutbox(worker, head)
         self._starter = RolloutStarter(head, dependencies.engine, dependencies.recipes, conditions_kept)
-        # Not under autocast: there the sum would be rounded to half precision, the adapter alone is not.
+        # Not under autocast: merged weights would be rounded to half precision, a separate adapter is not.
         self._merged = dependencies.engine.autocast is None
         self._model = OpenModel(dependencies.slots, merged=self._merged)
         self._membership: SpMembership | None = None
         self._role: GroupRole | None = None
         self._fence = 0
-        self._ordered = self._loaded = (-1, -1)  # (lineage, version) told, and bound
+        self._ordered = self._loaded = (-1, -1)  # (lineage, version) requested, and loaded
         self._digest: str | None = None
         self._leaving = False
 
     # -- any thread ------------------------------------------------------------------------------------
 
     def tell(self, command: Command) -> None:
-        """Have a command obeyed at the next step boundary; returns at once."""
+        """Queue a command for the next step boundary; never blocks."""
         self._inbox.put(command)
 
     @property
     def busy(self) -> bool:
-        """Whether there is a step to take, or a leader to follow."""
+        """Whether there is a step to take or a leader to follow."""
         role = self._role
         return role is not None and role.busy
 
@@ -137,8 +138,8 @@ class WorkerLoop:
         """Work until told to leave.
 
         Raises:
-            HeadLostError: nothing can be kept any more.
-            Exception: whatever was not foreseen; ``failure`` has its traceback.
+            HeadLostError: values can no longer be stored.
+            Exception: anything unexpected; ``failure`` has its traceback.
         """
         try:
             while not self._leaving:
@@ -150,10 +151,7 @@ class WorkerLoop:
             self._part()
 
     def turn(self) -> None:
-        """One round of the module's docstring, for those who drive the loop themselves.
-
-        Waits for a command when there is nothing else to do.
-        """
+        """One iteration of the loop in the module docstring; waits for a command when idle."""
         commands = self._commands(self._wait_s())
         pulls = [c for c in commands if isinstance(c, PullWeights) and c.epoch == self.epoch]
         self._ordered = max([self._ordered, *((pull.lineage, int(pull.version)) for pull in pulls)])
@@ -172,7 +170,7 @@ class WorkerLoop:
         self._rest()
 
     def _wait_s(self) -> float | None:
-        """How long nothing needs to be done, unless something is told. None: for ever."""
+        """Seconds until the next timer is due, 0 with work to do, None to wait for a command forever."""
         role, times = self._role, [self._outbox.due_s]
         if role is not None:
             if role.busy:
@@ -215,7 +213,6 @@ class WorkerLoop:
                 assert_never(command)
 
     def _role_in(self, leader: WorkerId, epoch: int) -> GroupRole | None:
-        """This worker's place in that group, while the group can work."""
         role = self._role
         found = role is not None and (role.leader, role.epoch) == (leader, epoch) and not role.lost
         return role if found else None
@@ -243,7 +240,7 @@ class WorkerLoop:
         self._outbox.tell(WeightsPulled(self.worker, self.epoch, pull.version, pull.lineage))
 
     def _quiesce(self) -> None:
-        """Make ready for other weights: nobody uses these, and nobody waits in a collective meanwhile."""
+        """Before weights change, stop using them and release followers from their collective."""
         role = self._role
         if role is not None and role.others_follow:
             self._commit(role, role.leases.ids)
@@ -254,7 +251,7 @@ class WorkerLoop:
         self._model.close()
 
     def _bind(self, digest: str | None, order: tuple[int, int]) -> None:
-        """Other weights are there: no lease under the former can be finished."""
+        """Record new weights; leases begun with others cannot be finished and are dropped."""
         changed = digest != self._digest or order[1] != self._loaded[1]
         self._digest, self._loaded = digest, order
         if changed and self._role is not None:
@@ -274,7 +271,7 @@ class WorkerLoop:
                 self._formed(role)
             return
         if command.epoch <= self._fence:
-            if command.epoch == self._fence:  # it failed, or is over: that answer was lost
+            if command.epoch == self._fence:  # it failed or ended, and that reply was lost
                 self._outbox.tell(GroupStopped(command.leader, command.epoch))
             return
         self._fence = command.epoch
@@ -293,7 +290,7 @@ class WorkerLoop:
 
     def _formed(self, role: GroupRole) -> None:
         self._outbox.tell(GroupFormed(role.leader, role.epoch))
-        role.asked = 0  # a pull goes along
+        role.asked = 0  # so that a pull is sent along
 
     def _meet(self, group: SpGroup) -> None:
         if self._membership is None:
@@ -301,10 +298,10 @@ class WorkerLoop:
         self._membership.form(group)
 
     def _stop(self, command: StopGroup) -> None:
-        """Leave the group. The first who is told so commits what it holds, and answers for all.
+        """Leave the group. The first member of the command commits the held rollouts and answers for all.
 
-        So does, unasked, whoever lost the group: the first may have been lost too. It answers only after the
-        grace, for an answer frees all of them.
+        A member that lost its group also commits, since the first may be gone too. It answers only after the
+        grace period, because the answer frees all members.
         """
         self._fence = max(self._fence, command.epoch)
         stopped = GroupStopped(command.leader, command.epoch)
@@ -320,7 +317,7 @@ class WorkerLoop:
             self._outbox.tell(stopped)
 
     def _part(self) -> None:
-        """Stand alone, holding nothing. Followers are told, as far as they can be."""
+        """Leave the group and drop everything held; followers are released if they can be reached."""
         role, self._role = self._role, None
         self._model.close()
         if role is not None and role.others_follow:
@@ -329,7 +326,7 @@ class WorkerLoop:
             self._membership.part()
 
     def _release(self, role: GroupRole) -> None:
-        """Let the followers return to their inboxes. That the group is lost shows in ``role``."""
+        """Let the followers return to their inboxes; failing that, mark ``role`` as lost."""
         assert self._membership is not None
         lead = role.lead or Lead(self._dependencies.engine, self._membership)
         role.lead, role.ended = None, role.leases.seen
@@ -347,7 +344,7 @@ class WorkerLoop:
             return
         role.leases.seen, role.asked = lease.id, 0
         if self._digest is None or any(rollout.version != self._version for rollout in grant.rollouts):
-            return  # let go: the next pull says so
+            return  # dropped: the next pull reports it as not held
         states, failed = self._starter.start(grant.rollouts, grant.resume.keys(), self._digest)
         role.leases.add(lease.id, states, grant.resume)
         for failure in failed:
@@ -372,7 +369,6 @@ class WorkerLoop:
         self._commit(role, due)
 
     def _advance(self, role: GroupRole, running: Sequence[RolloutState]) -> None:
-        """One step of all that runs, slot by slot."""
         engine, leases = self._dependencies.engine, role.leases
         for slot, states in by_slot(running, self._dependencies.slot_of, self._model.slot):
             model = self._model.use(slot)
@@ -387,7 +383,7 @@ class WorkerLoop:
             leases.advance(role.lead.step(slot, model, states, others=others, claims=leases.claims))
 
     def _stepped(self, model: nn.Module, states: Sequence[RolloutState]) -> list[RolloutState]:
-        """A device with less memory than others finds out here how many rollouts it holds."""
+        """One step, with a smaller batch after each out-of-memory error."""
         engine = self._dependencies.engine
         while True:
             try:
@@ -399,7 +395,6 @@ class WorkerLoop:
             engine.take_fewer()
 
     def _finish(self, role: GroupRole) -> None:
-        """Rollouts whose steps are all taken leave at once."""
         completed: dict[LeaseId, list[RolloutId]] = {}
         for result in self._decoded([state for state in role.leases.states if state.done]):
             lease = role.leases.remove(result.rollout.id)
@@ -421,7 +416,7 @@ class WorkerLoop:
         return [result for state in done for result in self._decoded([state])]
 
     def _commit(self, role: GroupRole, ids: Sequence[LeaseId]) -> None:
-        """Have the states of these leases kept, and tell how many steps of each are safe."""
+        """Store these leases' states and report how many steps of each are safe."""
         leases, safe = role.leases, []
         for state in [state for lease in ids for state in leases.of_lease(lease)]:
             if bool(torch.isfinite(state.latents).all()):
@@ -436,7 +431,6 @@ class WorkerLoop:
                 self._outbox.tell(LeaseProgressed(role.leader, lease, role.epoch, steps))
 
     def _follow(self, role: GroupRole) -> None:
-        """Do what the leader says until it has no work."""
         assert self._membership is not None
         self._deliver()
         follower = Follower(
@@ -469,7 +463,7 @@ class WorkerLoop:
                 self._outbox.tell(pull)
 
     def _rest(self) -> None:
-        """Without work no collective stays open, and no weights merged."""
+        """Without work, keep no collective open and no weights merged."""
         role = self._role
         if role is not None and not len(role.leases):
             self._model.close()

@@ -1,9 +1,4 @@
-"""What a worker has to say: values and events, delivered together, values first.
-
-Invariants:
-- An event never goes out before the values it speaks of are safe.
-- Everything between two steps is one delivery.
-"""
+"""Values and events waiting for the next delivery; values go first, so events refer to stored values only."""
 
 from __future__ import annotations
 
@@ -19,7 +14,7 @@ from spotlight.worker.reports import Report, ReportedValue
 
 
 class ReportOutbox:
-    """Not for several threads at once."""
+    """Not thread-safe."""
 
     def __init__(self, worker: WorkerId, head: HeadClient) -> None:
         self._worker, self._head = worker, head
@@ -29,34 +24,34 @@ class ReportOutbox:
         self._count = 0
 
     def tell(self, event: Event) -> None:
-        """To go out with the next delivery, after the values given so far."""
+        """Send an event with the next delivery."""
         self._events.append(event)
 
     def tell_later(self, event: Event, seconds: float) -> None:
-        """To go out after a while."""
+        """Send an event after a delay."""
         self._count += 1
         heapq.heappush(self._later, (time.monotonic() + seconds, self._count, event))
 
     def keep_progress(self, state: RolloutState) -> None:
-        """A state from which its rollout can be resumed."""
+        """Add a state from which its rollout can be resumed."""
         self._values.append(ReportedValue("progress", state.rollout.id, pack_state(state), state.step))
 
     def keep_finished(self, finished: FinishedRollout) -> None:
-        """The image, which rewards need, and the sample, which the learner needs."""
+        """Add the image (for rewards) and the sample (for the learner)."""
         name, step = finished.rollout.id, finished.rollout.steps
         self._values.append(ReportedValue("image", name, pack_image(finished), step))
         self._values.append(ReportedValue("sample", name, pack_sample(finished), step))
 
     @property
     def due_s(self) -> float | None:
-        """``time.monotonic()`` when something that was put off is to go out."""
+        """``time.monotonic()`` at which the next delayed event is due, or None."""
         return self._later[0][0] if self._later else None
 
     def deliver(self, digest: str) -> None:
-        """Send all, if there is anything. Raises HeadLostError.
+        """Send everything that is due. Raises HeadLostError.
 
         Args:
-            digest: digest of the weights that made the values.
+            digest: of the weights that made the values.
         """
         while self._later and self._later[0][0] <= time.monotonic():
             self._events.append(heapq.heappop(self._later)[2])

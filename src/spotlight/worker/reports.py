@@ -1,4 +1,4 @@
-"""What a worker sends home: values by content, and the events that speak of them."""
+"""Values that a worker stores, and the events that refer to them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from spotlight.scheduler.types import WorkerId
 
 @dataclass(frozen=True, slots=True)
 class ReportedValue:
-    """Bytes to keep under (kind, name) and the report's mark; of several the latest step counts.
+    """Bytes to store under (kind, name) and the report's weights digest; the latest step wins.
 
     Attributes:
-        kind: ``progress``, ``sample``, ``image``, ``condition`` or ``weights``; see :mod:`~.parcels`.
+        kind: ``progress``, ``sample``, ``image``, ``condition`` or ``weights``.
         name: of the rollout, prompt or weights.
     """
 
@@ -29,18 +29,18 @@ class ReportedValue:
     def __reduce_ex__(
         self, protocol: SupportsIndex
     ) -> tuple[Callable[..., ReportedValue], tuple[object, ...]]:
-        # The bytes out of band: a cluster's transport then moves them as they are, in half the time.
+        # Out-of-band pickling lets the transport move the bytes without a copy, in half the time.
         data = PickleBuffer(self.data) if index(protocol) >= 5 else self.data
         return _value, (self.kind, self.name, data, self.step)
 
 
 def _value(kind: str, name: str, data: bytes | memoryview, step: int) -> ReportedValue:
-    return ReportedValue(kind, name, bytes(data), step)  # a view's memory is the transport's: not to be kept
+    return ReportedValue(kind, name, bytes(data), step)  # copied: the view's memory belongs to the transport
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Values first, then events: an event is never heard of before the values are safe.
+    """Values and events; the receiver makes the values durable before it handles the events.
 
     Attributes:
         mark: digest of the weights that made the values.

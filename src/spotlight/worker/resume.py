@@ -1,6 +1,6 @@
-"""Rollouts as a lease hands them out become states: resumed where they were committed, else pure noise.
+"""Turns the rollouts of a lease into states: resumed from a commit if there is one, otherwise pure noise.
 
-Progress counts only under the digest of the weights held now: one policy version makes all of a rollout.
+Only commits made with the current weights digest count: one policy version makes all of a rollout.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from spotlight.worker.interfaces import HeadClient
 
 
 class RolloutStarter:
-    """Makes states of rollouts.
+    """Creates rollout states.
 
     Args:
-        conditions_kept: prompts whose embeddings are held in memory.
+        conditions_kept: prompts whose embeddings are cached in memory.
     """
 
     def __init__(
@@ -37,14 +37,14 @@ class RolloutStarter:
     def start(
         self, rollouts: Sequence[Rollout], resume: Collection[RolloutId], digest: str
     ) -> tuple[list[RolloutState], list[FailedRollout]]:
-        """States in the order of ``rollouts``, and those that cannot be made.
+        """States in the order of ``rollouts``, and the rollouts that could not be started.
 
         Args:
-            resume: rollouts of which progress is said to be kept.
-            digest: digest of the weights held.
+            resume: rollouts with committed progress.
+            digest: of the weights held.
 
         Raises:
-            HeadLostError: the head does not answer.
+            HeadLostError: the blob store does not answer.
         """
         states = self._resumed([rollout for rollout in rollouts if rollout.id in resume], digest)
         fresh = [rollout for rollout in rollouts if rollout.id not in states]
@@ -72,7 +72,7 @@ class RolloutStarter:
             try:
                 state = unpack_state(value.data, self._recipes[rollout.purpose], self._engine.device)
             except ValueError:
-                continue  # damaged, or of another configuration: worth nothing
+                continue  # damaged, or of another configuration: start over
             if _same(state.rollout, rollout):
                 states[rollout.id] = dataclasses.replace(state, rollout=rollout)
         return states
@@ -80,7 +80,7 @@ class RolloutStarter:
     def _begun(
         self, rollouts: Sequence[Rollout], conditions: Mapping[PromptId, Condition]
     ) -> tuple[list[RolloutState], list[FailedRollout]]:
-        """One that does not suit its recipe keeps no other from being begun."""
+        """Retry one by one on an error, so that an unsuitable rollout does not block the others."""
         if not rollouts:
             return [], []
         recipe = self._recipes[rollouts[0].purpose]
@@ -101,7 +101,7 @@ class RolloutStarter:
             kept = self._head.fetch("condition", absent)
             for prompt, value in zip(absent, kept, strict=True):
                 if value is not None:
-                    with suppress(SerializationError):  # damaged is as good as absent
+                    with suppress(SerializationError):  # treat damaged as absent
                         found[prompt] = unpack_condition(value.data)
         for prompt, condition in found.items():
             self._recent[prompt] = condition
@@ -112,8 +112,8 @@ class RolloutStarter:
 
 
 def _same(one: Rollout, other: Rollout) -> bool:
-    """Whether a state of one is a state of the other: everything but the number of the version.
+    """Whether two rollouts are equal up to the version number.
 
-    What that number stands for is in the digest; learners that were restored count some numbers twice.
+    The digest identifies the weights; a restored learner reuses version numbers.
     """
     return dataclasses.replace(one, version=other.version) == other
