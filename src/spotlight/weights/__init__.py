@@ -1,1 +1,1 @@
-"""Policy versions on their way to workers: bundles, one fetch a node, and full weights from a peer."""
+"""Policy versions on their way to workers: bundles, one download per node, and full weights from a peer."""

@@ -1,7 +1,7 @@
-"""Memory that two processes of a node share for a while: on the host, or on a GPU.
+"""Memory shared by two processes of a node, on the host or on a GPU.
 
-Host memory is an anonymous file (memfd), sent over the socket: it has no name that could be left behind, and
-is freed when both ends let go, however they end.
+Host memory is an anonymous file (memfd) sent over the socket: it leaves no name behind and is freed once both
+ends close it, even by dying.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from spotlight.weights.weight_errors import NoSpaceError, PeerLostError, Weights
 from spotlight.weights.wire import Channel
 
 COUNT = 2
-"""Buckets of a transfer: one is filled while the other is emptied."""
+"""Buckets per transfer: one is filled while the other is emptied."""
 
 
 @contextmanager
 def host_buckets(size: int) -> Iterator[tuple[list[Tensor], list[int]]]:
-    """Host buckets, and the descriptors to send; these are closed at the end. Raises NoSpaceError."""
+    """Host buckets and their descriptors, which are closed on exit. Raises NoSpaceError."""
     descriptors: list[int] = []
     try:
         for _ in range(COUNT):
@@ -44,12 +44,12 @@ def host_buckets(size: int) -> Iterator[tuple[list[Tensor], list[int]]]:
 
 
 def take_host(channel: Channel, size: int) -> list[Tensor]:
-    """Receive the peer's host buckets. Raises PeerLostError; WeightsError when they are smaller than said."""
+    """Receive the peer's host buckets. Raises PeerLostError, or WeightsError if they are too small."""
     descriptors = channel.receive_files(COUNT)
     try:
         for descriptor in descriptors:
             found = os.fstat(descriptor).st_size
-            if found < size:  # reading beyond its end would be SIGBUS
+            if found < size:  # reading past the end would be SIGBUS
                 raise WeightsError(f"{channel.peer} serves a bucket of {found} bytes, expected {size}")
         return [_mapped(descriptor, size) for descriptor in descriptors]
     finally:
@@ -58,7 +58,7 @@ def take_host(channel: Channel, size: int) -> list[Tensor]:
 
 
 def take_cuda(channel: Channel, handles: Sequence[object], size: int, device: torch.device) -> list[Tensor]:
-    """Open the peer's buckets on a GPU. Raises PeerLostError when that cannot be done."""
+    """Open the peer's GPU buckets. Raises PeerLostError, or WeightsError if they are too small."""
     try:
         buckets = [cuda_ipc.open_shared(handle, device) for handle in handles if isinstance(handle, dict)]
     except (RuntimeError, KeyError, TypeError, ValueError) as error:
@@ -80,7 +80,7 @@ def _mapped(descriptor: int, size: int) -> Tensor:
 
 @contextmanager
 def side_stream(device: torch.device) -> Iterator[None]:
-    """On a GPU, a stream of its own, so that copies do not queue behind what the process computes."""
+    """On a GPU, use a separate stream, so that copies do not queue behind the process's computation."""
     if device.type != "cuda":
         yield
         return

@@ -1,11 +1,11 @@
-"""A published policy version as bytes, and its way into a worker's weight slots.
+"""A published policy version as bytes, and loading it into a worker's weight slots.
 
-The bytes are a safetensors file whose tensors are named ``slot/name``. The digest is a hash over slot names,
-tensor names, types, shapes and values, and over nothing else: neither version nor lineage. So equal content
-has equal marks, whoever published it and how often.
+The bytes are a safetensors file with tensors named ``slot/name``. The digest covers slot names, tensor names,
+types, shapes and values, but neither version nor lineage, so equal content has an equal digest whoever
+published it.
 
-Invariant: :func:`bind` writes nothing unless everything was checked: digest, slots, names, shapes, types, and
-the number of modules bound on both sides.
+Invariant: :func:`bind` writes nothing until everything is checked: digest, slots, names, shapes, types, and
+the number of bound modules on both sides.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Types that a bundle may hold, by their names in safetensors."""
+"""Dtypes that a bundle may hold, by their safetensors names."""
 _HASHED_AT_ONCE = 64 * 2**20
 _FETCH_AGAIN = "fetch it again; if that fails too, the publisher's copy is damaged: publish the version again"
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsManifest:
-    """What a published version is, small enough for every message.
+    """Describes a published version; small enough to go into every message.
 
     Attributes:
         version: optimizer steps applied.
-        lineage: how often the learner was restored before it was made.
-        digest: hash of the content (hexadecimal SHA-256).
-        modules_bound: modules whose weights the tensors replace: > 0, and equal where they are bound.
+        lineage: how often the learner had been restored.
+        digest: hexadecimal SHA-256 of the content.
+        modules_bound: modules whose weights the tensors replace; > 0 and equal on both sides.
         slots: weight slots in the bundle.
         bytes: length of the bundle.
     """
@@ -71,7 +71,7 @@ class WeightsManifest:
         """Read what :meth:`to_json` wrote.
 
         Raises:
-            WeightsError: not a manifest; another version of the package may have written it.
+            WeightsError: not a manifest, or of another package version.
         """
         try:
             fields = json.loads(text)
@@ -90,10 +90,10 @@ class WeightsManifest:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """A bundle whose content was checked against its manifest. Made by :func:`read` only.
+    """A bundle checked against its manifest.
 
     Attributes:
-        tensors: slot -> name -> tensor. Do not write to them.
+        tensors: slot -> name -> tensor. Read-only.
     """
 
     manifest: WeightsManifest
@@ -101,19 +101,19 @@ class Bundle:
 
 
 class Bindable(Protocol):
-    """Weight slots, as far as binding needs them (``spotlight.models.slots.WeightSlots`` is one).
+    """The part of ``spotlight.models.slots.WeightSlots`` that binding needs.
 
-    A slot's name is ``Any`` because the target's methods take a literal type of its own.
+    Slot names are ``Any`` because the target's methods take a literal type of their own.
     """
 
     modules_bound: int
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """The slots that exist."""
+        """The existing slots."""
 
     def state(self, slot: Any) -> Mapping[str, Tensor]:
-        """The tensors of a slot, by name."""
+        """A slot's tensors by name."""
 
     def load_state(self, slot: Any, tensors: Mapping[str, Tensor]) -> None:
         """Copy tensors into a slot."""
@@ -122,16 +122,16 @@ class Bindable(Protocol):
 def pack(
     version: int, lineage: int, slots: Mapping[str, Mapping[str, Tensor]], modules_bound: int
 ) -> tuple[WeightsManifest, bytes]:
-    """Put the weights of some slots into bytes.
+    """Serialize the weights of some slots.
 
     Args:
         version: optimizer steps applied.
         lineage: how often the learner was restored.
-        slots: slot -> name -> tensor, on any device (whole tensors: gather sharded ones before).
-        modules_bound: of the slots they come from (``WeightSlots.modules_bound``).
+        slots: slot -> name -> whole (unsharded) tensor, on any device.
+        modules_bound: ``WeightSlots.modules_bound`` of their source.
 
     Raises:
-        WeightsError: no modules, no tensors, or a tensor of a type that the format has not.
+        WeightsError: no modules, no tensors, or an unsupported dtype.
     """
     if modules_bound < 1:
         raise WeightsError(
@@ -152,8 +152,8 @@ def pack(
                     f"{slot}/{name} of version {version} is {tensor.dtype}; expected one of "
                     f"{', '.join(map(str, _NAMES))}"
                 )
-            # A copy only where the tensor is on a GPU or not contiguous, or (which the format's writer
-            # refuses) shares its memory.
+            # Copied only if on a GPU, not contiguous, or sharing memory with another tensor,
+            # which safetensors refuses to write.
             value = tensor.detach().to("cpu").contiguous()
             memory = value.untyped_storage().data_ptr()
             flat[f"{slot}/{name}"] = value.clone() if memory in seen else value
@@ -181,19 +181,20 @@ def content_digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def read(manifest: WeightsManifest, data: bytes) -> Bundle:
-    """Check that ``data`` is what ``manifest`` says, byte for byte.
+    """Check that ``data`` matches ``manifest`` exactly.
 
     Raises:
-        WeightsError: cut, damaged, or another content; names what was found and expected.
+        WeightsError: truncated, damaged, or different content.
     """
     return _checked(manifest, len(data), lambda: load(data))
 
 
 def open_bundle(manifest: WeightsManifest, path: Path) -> Bundle:
-    """The same of a file, whose tensors are views of it, mapped: a stray write changes this process's copy.
+    """Like :func:`read`, for a file. Tensors are mapped privately: a stray write changes this process's copy
+    only.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no such file.
         WeightsError: see :func:`read`.
     """
 
@@ -238,17 +239,14 @@ def bind(
     *,
     needs: Collection[str] = (),
 ) -> None:
-    """Copy a version into the weight slots of a worker: all of it, or nothing.
+    """Copy a version into a worker's weight slots: all of it, or nothing.
 
     Args:
-        manifest: what was asked for.
-        data: the bundle's bytes; or the :class:`Bundle` that :func:`read` or a node's cache gave, whose
-            content is not hashed a second time.
-        target: where to bind.
-        needs: slots that the worker runs and that must therefore be in the bundle.
+        data: the bundle's bytes, or a :class:`Bundle`, whose content is not hashed again.
+        needs: slots that the worker runs and the bundle must contain.
 
     Raises:
-        WeightsError: anything differs; nothing has been written then.
+        WeightsError: anything differs; nothing has been written.
     """
     bundle = data if isinstance(data, Bundle) else read(manifest, data)
     if bundle.manifest.digest != manifest.digest:
@@ -281,7 +279,7 @@ def check_same(what: str, found: Mapping[str, Tensor], expected: Mapping[str, Te
     """Compare names, shapes and types.
 
     Raises:
-        WeightsError: naming the first tensor that differs.
+        WeightsError: names the first tensor that differs.
     """
     remedy = "give both sides the same model, learner.mode, learner.lora and model.dtype"
     for kind, names in (

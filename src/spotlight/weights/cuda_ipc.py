@@ -1,12 +1,10 @@
-"""The one place that touches torch's private CUDA IPC: a tensor of one process, seen by another of the node.
+"""The only user of torch's private CUDA IPC: a tensor of one process, mapped into another on the same node.
 
-torch does this inside its multiprocessing reductions, which need pickle and a torch queue; the two storage
-methods behind them take and give plain bytes and integers. `tests/contract/test_cuda_ipc.py` says so when a
-torch release changes them.
+torch wraps this in multiprocessing reductions, which need pickle and a torch queue; the two storage methods
+underneath use plain bytes and integers. `tests/contract/test_cuda_ipc.py` detects a change in torch.
 
-The memory stays the owner's: it must keep the tensor while others have it open, and both sides must say when
-they are done (here: by messages), since nothing else orders their streams. Opening the memory of another GPU
-needs peer access between the two.
+The owner must keep the tensor alive while others have it open. Both sides must signal when they are done
+(here by messages), since nothing else orders their streams. Opening another GPU's memory needs peer access.
 """
 
 from __future__ import annotations
@@ -26,14 +24,15 @@ FIELDS = (
     "event_handle",
     "event_sync",
 )
-"""What ``UntypedStorage._share_cuda_`` gives and ``_new_shared_cuda`` takes, in order."""
+"""What ``UntypedStorage._share_cuda_`` returns and ``_new_shared_cuda`` takes, in order."""
 
 
 def share(tensor: Tensor) -> dict[str, object]:
-    """What another process needs to open a [bytes] uint8 CUDA tensor that is a storage of its own.
+    """What another process needs to open a [bytes] uint8 CUDA tensor that owns its whole storage.
 
     Raises:
-        RuntimeError: its memory cannot be shared (some allocators cannot).
+        RuntimeError: the allocator cannot share its memory.
+        ValueError: the tensor is of another type or is a view.
     """
     storage = tensor.untyped_storage()
     if tensor.dtype != torch.uint8 or storage.nbytes() != tensor.numel():
@@ -46,15 +45,15 @@ def share(tensor: Tensor) -> dict[str, object]:
 
 
 def open_shared(fields: dict[str, object], device: torch.device) -> Tensor:
-    """The tensor that another process shared, as seen from ``device`` of this process: [bytes] uint8.
+    """The shared tensor as seen from ``device`` of this process: [bytes] uint8.
 
     Raises:
         KeyError, TypeError, ValueError: these are not the fields of :func:`share`.
-        RuntimeError: the memory cannot be opened (no peer access between the GPUs, or its owner is gone).
+        RuntimeError: no peer access between the GPUs, or the owner is gone.
     """
     values = [_decoded(fields[name]) for name in FIELDS]
-    # The owner's number of its GPU means nothing here, where other GPUs may be visible: the handle itself
-    # says which memory it is, and it is mapped for the GPU that will read it.
+    # Ignore the owner's GPU index: other GPUs may be visible here. The handle identifies the memory, which
+    # is mapped for the GPU that will read it.
     index = torch.cuda.current_device() if device.index is None else device.index
     with torch.cuda.device(index):
         storage = torch.UntypedStorage._new_shared_cuda(index, *values[1:])

@@ -1,8 +1,8 @@
-"""Many tensors as a stream of bytes in buckets of bounded size, with checksums that any device computes.
+"""Tensors as a byte stream in buckets of bounded size, with checksums that are the same on any device.
 
 Invariants:
-- The pieces of all buckets, in order, are every byte of every tensor exactly once.
-- Pieces begin at multiples of 16 bytes, in their tensor and in their bucket, and so can be read as words.
+- The pieces of all buckets, in order, cover every byte of every tensor exactly once.
+- Pieces start at multiples of 16 bytes in their tensor and bucket, so they can be read as words.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _COLUMNS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of one tensor in a bucket, in bytes.
+    """A byte range of one tensor, placed in a bucket.
 
     Attributes:
         index: of the tensor.
-        start: first byte of the tensor.
-        stop: after its last.
-        at: where the piece begins in the bucket.
+        start: first byte in the tensor.
+        stop: end, exclusive.
+        at: offset in the bucket.
     """
 
     index: int
@@ -35,7 +35,7 @@ class Piece:
 
 
 def cut(sizes: Sequence[int], bucket_bytes: int) -> Iterator[list[Piece]]:
-    """Divide tensors of ``sizes`` bytes among buckets, each as full as it gets.
+    """Divide tensors of ``sizes`` bytes into buckets, each as full as possible.
 
     Raises:
         ValueError: ``bucket_bytes`` is not a positive multiple of 16.
@@ -72,11 +72,11 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def checksum(data: Tensor) -> Tensor:
-    """Three 64-bit sums over [bytes] uint8, weighted by position: [3] int64, on the data's device.
+    """Three position-weighted 64-bit sums over [bytes] uint8: [3] int64, on the data's device.
 
-    The bytes are taken as words in rows of 4096; sums of rows and of columns are weighted by odd numbers,
-    modulo 2^64, so that any one damaged word changes both. Exact on every device, whatever order it adds in,
-    and as fast as memory is read. Against faults, not against forgers.
+    Words are arranged in rows of 4096; the sums of rows and of columns are weighted by odd numbers modulo
+    2^64, so any single damaged word changes both. Independent of summation order and memory-bound. Detects
+    faults, not tampering.
     """
     if data.storage_offset() % 8:
         data = data.clone()

@@ -17,10 +17,10 @@ _POLL_FIRST_S, _POLL_LAST_S = 0.002, 0.05
 
 
 def private_directory(path: Path) -> Path:
-    """Make a directory of this user alone, or check that the one that is there is.
+    """Create a directory private to this user, or check that an existing one is.
 
     Raises:
-        WeightsError: it cannot be made, or another user owns it or may enter it.
+        WeightsError: it cannot be created, or another user owns or can enter it.
     """
     try:
         path.mkdir(mode=0o700, exist_ok=True)
@@ -40,7 +40,7 @@ def private_directory(path: Path) -> Path:
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> bool:
-    """Take the lock of an open file if nobody is in the way."""
+    """Lock an open file without waiting. Returns whether that succeeded."""
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as error:
@@ -51,8 +51,8 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
 
 
 def lock_until(descriptor: int, end_s: float, *, shared: bool = False) -> bool:
-    """Wait for the lock of an open file; False when ``end_s`` (of the monotonic clock) has come."""
-    pause_s = _POLL_FIRST_S  # flock has no timeout, and an alarm would need the main thread
+    """Wait for the lock of an open file. Returns False at ``end_s`` (``time.monotonic()``)."""
+    pause_s = _POLL_FIRST_S  # poll: flock has no timeout, and SIGALRM needs the main thread
     while not try_lock(descriptor, shared=shared):
         left_s = end_s - time.monotonic()
         if left_s <= 0:
@@ -64,10 +64,10 @@ def lock_until(descriptor: int, end_s: float, *, shared: bool = False) -> bool:
 
 @contextmanager
 def held(path: Path, deadline_s: float) -> Iterator[None]:
-    """Hold the exclusive lock of the file at ``path``, which is made if need be and never removed.
+    """Hold the exclusive lock of the file at ``path``, which is created if missing and never removed.
 
     Raises:
-        WeightsError: another process held it until the deadline; names that process.
+        WeightsError: not free before the deadline; names the holder's process.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

@@ -1,14 +1,14 @@
-"""One fetch of a policy version per node: the first process fetches, the others map the same memory.
+"""One download of a policy version per node: the first process fetches it, the others map the same memory.
 
-Files lie in shared memory, in a directory of the run that only this user can enter:
+Files lie in shared memory, in a per-run directory private to this user:
 
-- ``DIGEST.safetensors``: a whole bundle. It appears by a rename, so it is never half written.
-- ``fetch.lock``: held (flock) while somebody fetches. The kernel releases it when its holder dies.
-- ``DIGEST.part``: what is being written; the next holder of the lock removes what a dead one left.
-- ``alive``: every cache holds it shared. A directory whose ``alive`` nobody holds is of a dead run, and is
-  removed by the next cache that opens on the node.
+- ``DIGEST.safetensors``: a whole bundle, renamed into place and therefore never half written.
+- ``fetch.lock``: flock held during a fetch; the kernel releases it when its holder dies.
+- ``DIGEST.part``: a file being written; the next lock holder removes what a dead process left.
+- ``alive``: every cache holds a shared lock on it. If nobody does, the run is dead and the next cache opened
+  on the node removes the directory.
 
-Invariant: what :meth:`NodeCache.get` returns was hashed where it lies, and is what its manifest says.
+Invariant: what :meth:`NodeCache.get` returns was hashed in place and matches its manifest.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from spotlight.weights.weight_errors import NoSpaceError, WeightsError
 SHARED_MEMORY = Path("/dev/shm")
 _ENDING = ".safetensors"
 _OPEN_S = 10.0
-"""Long enough for another process to remove what a dead run left."""
+"""Long enough for another process to remove a dead run's files."""
 _log = logging.getLogger(__name__)
 
 
 def cache_directory(run: str, parent: Path = SHARED_MEMORY) -> Path:
-    """Where the versions of a run are."""
+    """Directory of a run's versions."""
     return parent / f"{_prefix()}{run}"
 
 
@@ -43,17 +43,17 @@ def _prefix() -> str:
 
 
 class NodeCache:
-    """The versions in shared memory on this node. Any number of processes, one object in each.
+    """The versions in shared memory on this node; one object per process.
 
     Args:
-        run: name of the run; other runs on the node do not see its versions.
+        run: name of the run, which separates it from other runs on the node.
         parent: a directory in memory.
-        keep: versions kept; older ones are removed when a new one comes. Processes that still map a removed
-            version keep its memory until they let go.
-        deadline_s: how long to wait for another process's fetch.
+        keep: versions kept; the oldest is removed when a new one comes. Its memory is freed once no process
+            maps it.
+        deadline_s: longest wait for another process's fetch.
 
     Raises:
-        WeightsError: the directory cannot be made, or belongs to somebody else.
+        WeightsError: the directory cannot be created, or belongs to another user.
     """
 
     def __init__(
@@ -69,16 +69,16 @@ class NodeCache:
         self._alive = _enter(self.directory)
 
     def get(self, manifest: WeightsManifest, fetch: Callable[[], bytes]) -> Bundle:
-        """The bundle of a version, fetched by at most one process of the node.
+        """The bundle of a version, fetched by at most one process per node.
 
         Args:
-            fetch: gives the bundle's bytes; called only if no process of this node has them. It must have a
-                deadline of its own. What it raises is raised here, and the next process tries.
+            fetch: returns the bundle's bytes; called only if no process on this node has them. It needs its
+                own deadline. Its errors are raised here, and the next process tries again.
 
         Raises:
-            WeightsError: what was fetched is not what ``manifest`` says; or another process did not finish
-                its fetch before the deadline.
-            NoSpaceError: it does not fit into shared memory.
+            WeightsError: the fetched bytes do not match ``manifest``, or another process's fetch missed the
+                deadline.
+            NoSpaceError: shared memory is too small.
         """
         found = self._look(manifest)
         if found is not None:
@@ -88,13 +88,13 @@ class NodeCache:
             if found is not None:
                 return found
             for left in self.directory.glob("*.part"):
-                left.unlink(missing_ok=True)  # of a process that died: we hold its lock
+                left.unlink(missing_ok=True)  # its writer is dead: we hold the lock
             data = fetch()
             self._evict(manifest)
             return self._write(manifest, data)
 
     def close(self) -> None:
-        """Say that this process no longer needs the run's directory; what it mapped stays mapped."""
+        """Release this process's claim on the run's directory; existing mappings stay valid."""
         if self._alive >= 0:
             os.close(self._alive)
             self._alive = -1
@@ -109,7 +109,7 @@ class NodeCache:
         return self.directory / f"{manifest.digest}{_ENDING}"
 
     def _look(self, manifest: WeightsManifest) -> Bundle | None:
-        """What is there; a damaged file is removed, so that it is fetched anew."""
+        """The cached bundle; a damaged file is removed and counts as absent."""
         try:
             return open_bundle(manifest, self._path(manifest))
         except FileNotFoundError:
@@ -120,18 +120,17 @@ class NodeCache:
             return None
 
     def _evict(self, coming: WeightsManifest) -> None:
-        """Make room for ``coming`` among the versions kept, the oldest first."""
         there = [path for path in self.directory.glob(f"*{_ENDING}") if path != self._path(coming)]
         for path in sorted(there, key=_time_made)[: max(0, len(there) - self.keep + 1)]:
             path.unlink(missing_ok=True)
 
     def _write(self, manifest: WeightsManifest, data: bytes) -> Bundle:
-        """Appears whole, by a rename, and only once its content was checked where it lies."""
+        """Write and check a temporary file, then rename it: a version appears whole or not at all."""
         part = self.directory / f"{manifest.digest}.part"
         try:
             descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             try:
-                os.posix_fallocate(descriptor, 0, len(data))  # all the room now, or an error now
+                os.posix_fallocate(descriptor, 0, len(data))  # reserve all space now, or fail now
                 rest = memoryview(data)
                 while rest:
                     rest = rest[os.write(descriptor, rest) :]
@@ -163,12 +162,12 @@ def _time_made(path: Path) -> int:
 
 
 def _enter(directory: Path) -> int:
-    """Have the directory, and the shared lock of its ``alive``: the descriptor that holds it."""
+    """Create the directory and take a shared lock on its ``alive``. Returns the locked descriptor."""
     end_s = time.monotonic() + _OPEN_S
     while True:
         private_directory(directory)
         descriptor = -1
-        with suppress(FileNotFoundError):  # removed since, as that of a dead run
+        with suppress(FileNotFoundError):  # removed meanwhile as a dead run's
             descriptor = os.open(directory / "alive", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             locked = lock_until(descriptor, end_s, shared=True)
             if locked and (directory / "alive").stat().st_ino == os.fstat(descriptor).st_ino:
@@ -183,13 +182,13 @@ def _enter(directory: Path) -> int:
 
 
 def _remove_dead(parent: Path, prefix: str, but: Path) -> None:
-    """Remove directories of runs that no process of this node is in."""
+    """Remove the directories of runs without a living process on this node."""
     for directory in parent.glob(f"{prefix}*"):
         try:
             if directory == but or directory.lstat().st_uid != os.getuid():
                 continue
             descriptor = os.open(directory / "alive", os.O_RDWR | os.O_CLOEXEC)
-        except OSError:  # no cache's directory, or one that is being made or removed
+        except OSError:  # not a cache, or one being created or removed
             continue
         try:
             if try_lock(descriptor):
@@ -199,10 +198,10 @@ def _remove_dead(parent: Path, prefix: str, but: Path) -> None:
 
 
 def _remove(directory: Path) -> None:
-    """Remove a cache's directory, ``alive`` last: whoever dies meanwhile leaves it to be found again."""
+    """Remove a cache's directory, ``alive`` last, so that an interrupted removal is found again."""
     for path in directory.iterdir():
         if path.name != "alive":
             path.unlink(missing_ok=True)
     (directory / "alive").unlink(missing_ok=True)
-    with suppress(OSError):  # somebody has just entered it
+    with suppress(OSError):  # a process has just entered it
         directory.rmdir()

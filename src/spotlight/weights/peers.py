@@ -1,11 +1,11 @@
-"""Full weights from a worker of the same node: a server in every worker, and the new worker that fetches.
+"""Full weights from a worker on the same node: every worker runs a server, and a new worker fetches from it.
 
-The two meet at a Unix socket in a directory that only this user can enter. Bytes go through two buckets of
-shared memory (of the host, or of the server's GPU), tensors cut to fit; messages are JSON::
+They connect over a Unix socket in a directory private to this user. Bytes pass through two buckets of shared
+memory (on the host, or on the server's GPU), with tensors cut to fit; messages are JSON::
 
-    new worker                                    server
-      which weights, on what device  ──────────►
-                                     ◄──────────  names, types, shapes, modules; the buckets; or a refusal
+    new worker                                  server
+      wanted digest, own device      ──────────►
+                                     ◄──────────  names, types, shapes, modules, buckets; or a refusal
       go                             ──────────►
                                      ◄──────────  bucket 0: pieces and their checksums
                                      ◄──────────  bucket 1 (filled while 0 is emptied)
@@ -13,12 +13,11 @@ shared memory (of the host, or of the server's GPU), tensors cut to fit; message
                                      ◄──────────  end
 
 Invariants:
-- Nothing is written before names, types, shapes and the number of modules were compared.
-- A checksum is taken of the server's tensor before it is copied, and of the new worker's tensor after: it
-  covers everything in between. :func:`fetch_from_peer` returns only if every byte of every tensor was
-  checked.
-- All of a transfer is of one version (see :class:`spotlight.weights.served_weights.ServedWeights`).
-- Every operation on a socket has a deadline, on both sides; so neither waits for one that is dead or hangs.
+- Nothing is written before names, types, shapes and the number of modules match.
+- Checksums are taken of the source tensor before the copy and of the target tensor after it, so they cover
+  everything in between. :func:`fetch_from_peer` returns only if every byte was checked.
+- All tensors of a transfer are of one version (see :class:`spotlight.weights.served_weights.ServedWeights`).
+- Every socket operation has a deadline on both sides, so neither waits for a dead or hung peer.
 """
 
 from __future__ import annotations
@@ -52,16 +51,16 @@ _log = logging.getLogger(__name__)
 
 
 class WeightServer:
-    """Serves a worker's weights to new workers, one after the other, from a thread of its own.
+    """Serves a worker's weights to new workers, one at a time, from its own thread.
 
     Args:
-        directory: where the socket is made; private to this user, and made if its parent is there.
-        name: of this worker; ``directory / (name + ".sock")`` is what new workers are told.
-        bucket_bytes: of each of the two buckets, a multiple of 16.
-        stall_s: a new worker that does nothing for so long is given up.
+        directory: for the socket; private to this user, created if its parent exists.
+        name: of this worker; the socket is ``directory / (name + ".sock")``.
+        bucket_bytes: size of each of the two buckets, a multiple of 16.
+        stall_s: a client idle for this long is dropped.
 
     Raises:
-        WeightsError: the directory belongs to somebody else, or the socket's path is too long.
+        WeightsError: the directory belongs to another user, or the socket's path is too long.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class WeightServer:
     ) -> None:
         self.path = private_directory(directory) / f"{name}.sock"
         check_address(str(self.path))
-        self.path.unlink(missing_ok=True)  # of a dead worker of that name
+        self.path.unlink(missing_ok=True)  # left by a dead worker of that name
         self._served, self._bucket_bytes, self._stall_s = served, bucket_bytes, stall_s
         self._gpu_buckets: list[Tensor] = []
         self._client: socket.socket | None = None
@@ -87,7 +86,7 @@ class WeightServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Serve no more; a transfer under way is broken off."""
+        """Stop serving; a transfer in progress is aborted."""
         self._closing = True
         self.path.unlink(missing_ok=True)
         for end in (self._listener, self._client):
@@ -151,7 +150,7 @@ class WeightServer:
         )
 
     def _stream(self, channel: Channel, digest: str, buckets: Sequence[Tensor]) -> None:
-        channel.receive()  # the new worker has compared, and wants them
+        channel.receive()  # the client compared the metadata and says go
         served, size, count = self._served, self._bucket_bytes, 0
         for count, pieces in enumerate(cut([m.numel() for m in served.memory], size), start=1):
             if count > COUNT:
@@ -164,7 +163,7 @@ class WeightServer:
         channel.send({"end": count})
 
     def _own_gpu_buckets(self) -> list[Tensor]:
-        """Buckets on the GPU, kept for the next new worker: shared memory cannot be given back at will."""
+        """GPU buckets, reused for every client: CUDA IPC memory cannot be freed at will."""
         if not self._gpu_buckets:
             device = self._served.device
             self._gpu_buckets = [
@@ -175,12 +174,12 @@ class WeightServer:
 
 @dataclass(frozen=True, slots=True)
 class FetchedWeights:
-    """What came from a peer.
+    """What a transfer delivered.
 
     Attributes:
-        tensors: how many were filled and checked: all.
-        modules: that they belong to.
-        bytes: of all of them.
+        tensors: number of tensors, all filled and checked.
+        modules: number of modules they belong to.
+        bytes: total size.
     """
 
     tensors: int
@@ -202,15 +201,14 @@ def fetch_from_peer(
 
     Args:
         path: the peer's socket (:attr:`WeightServer.path`).
-        digest: the mark of the weights wanted.
-        targets: name -> tensor to be filled, contiguous, all on one device.
-        modules: that they belong to; the peer must say the same number.
-        deadline_s: for all of it, waiting for other new workers included.
-        stall_s: for any one step of the peer.
+        digest: of the wanted weights.
+        targets: name -> tensor to fill, contiguous, all on one device.
+        modules: number of modules they belong to; must match the peer's.
+        deadline_s: for everything, including the wait for other clients.
+        stall_s: for any single operation of the peer.
 
     Raises:
-        PeerLostError: the peer is dead, hangs, or has other weights: the targets may hold a mixture; fill
-            them from elsewhere.
+        PeerLostError: the peer is dead, hangs, or has other weights. The targets may hold a mixture.
         WeightsError: names, shapes, types or modules differ (nothing was written), or a checksum does.
     """
     (device,) = {tensor.device for tensor in targets.values()}
@@ -235,14 +233,14 @@ def fetch_from_peer(
 
 
 class _Transfer:
-    """Tensors being filled, from their first byte to their last."""
+    """The tensors being filled, and how many bytes of each are there."""
 
     def __init__(self, peer: str, names: Sequence[str], memory: Sequence[Tensor]) -> None:
         self._peer, self._names, self._memory = peer, names, memory
         self.filled = [0] * len(names)
 
     def take(self, rows: Sequence[Sequence[int]], bucket: Tensor) -> None:
-        """Copy a bucket's pieces to where they belong, and check what arrived there."""
+        """Copy a bucket's pieces into their targets and check what arrived."""
         sums, expected, whose = [], [], []
         for index, start, stop, at, *of_peer in rows:
             target = self._memory[index][start:stop]
@@ -265,7 +263,7 @@ class _Transfer:
                 )
 
     def check_whole(self) -> None:
-        """Raise :class:`WeightsError` unless every byte came."""
+        """Raise :class:`WeightsError` unless every byte arrived."""
         wholes = [tensor.numel() for tensor in self._memory]
         lacking = [n for n, got, whole in zip(self._names, self.filled, wholes, strict=True) if got != whole]
         if lacking:
@@ -289,7 +287,7 @@ def _compare(channel: Channel, offer: Message, targets: Mapping[str, Tensor], mo
 
 
 def _put(pieces: Sequence[Piece], memory: Sequence[Tensor], bucket: Tensor) -> list[list[int]]:
-    """Copy pieces into a bucket; their checksums, of the tensors themselves. Done when it returns."""
+    """Copy pieces into a bucket. Returns the checksums of their sources, and thereby waits for the copies."""
     sums = []
     for piece in pieces:
         source = memory[piece.index][piece.start : piece.stop]
@@ -307,7 +305,7 @@ def _tell(channel: Channel, message: Mapping[str, object]) -> None:
     try:
         channel.send(message)
     except PeerLostError:
-        while True:  # it may have said why before it hung up
+        while True:  # the peer may have sent a reason before it hung up
             _heard(channel)
 
 
@@ -329,12 +327,12 @@ def _connected(path: Path, stall_s: float, end_s: float) -> Iterator[Channel]:
 
 @contextmanager
 def _as_agreed(channel: Channel) -> Iterator[None]:
-    """Tell a message that lacks something as what it is, and a copy that fails as the peer's loss."""
+    """Report malformed messages as WeightsError, and failed copies as PeerLostError."""
     try:
         yield
     except WeightsError:
         raise
-    except RuntimeError as error:  # of torch: the GPU memory of a server that died may be gone
+    except RuntimeError as error:  # from torch: a dead server's GPU memory may be gone
         raise PeerLostError(
             f"cannot copy from {channel.peer}: {error}; take the weights from another peer or from the store"
         ) from error
@@ -345,7 +343,6 @@ def _as_agreed(channel: Channel) -> Iterator[None]:
 
 
 def _list(value: object) -> list[Any]:
-    """What JSON gave, if it is a list."""
     if not isinstance(value, list):
         raise TypeError(f"{value!r} is no list")
     return value

@@ -1,7 +1,7 @@
-"""What a worker serves to new workers of its node: tensors, and the one version that they are.
+"""The weights that a worker serves to new workers of its node, and their current version.
 
-Invariant: reads under :meth:`ServedWeights.reading` see tensors of the version asked for and of no other.
-The lock is held for the copy of one bucket at a time, so a new worker that hangs keeps no worker waiting.
+Invariant: a reader under :meth:`ServedWeights.reading` sees tensors of the requested version only. The lock
+is held per bucket copy, so a hung client does not block the worker.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class ServedWeights:
     """Tensors to serve.
 
     Args:
-        tensors: name -> tensor, contiguous, all on one device. The memory they have now is what is served:
-            of a base model under LoRA take them while no adapter is merged into it.
-        modules: modules they belong to (> 0).
-        digest: the mark of what they hold: of a bundle, or any name that says which base model it is.
+        tensors: name -> tensor, contiguous, all on one device. Their current memory is served; for a base
+            model under LoRA, take them while no adapter is merged.
+        modules: number of modules they belong to (> 0).
+        digest: of their content: a bundle's digest, or any name that identifies the base model.
 
     Raises:
         WeightsError: no tensors or modules, several devices, or a tensor that is not contiguous.
@@ -51,12 +51,12 @@ class ServedWeights:
 
     @property
     def digest(self) -> str:
-        """The mark of what the tensors hold; empty while they hold a mixture."""
+        """Digest of the current content; empty while it is a mixture."""
         return self._digest
 
     @contextmanager
     def reading(self, digest: str) -> Iterator[None]:
-        """Read the tensors while they hold ``digest``. Raises PeerLostError when they hold something else."""
+        """Read while the content is ``digest``. Raises PeerLostError if it is something else."""
         with self._lock:
             if self._digest != digest:
                 raise PeerLostError(
@@ -66,10 +66,10 @@ class ServedWeights:
 
     @contextmanager
     def changing(self, digest: str) -> Iterator[None]:
-        """Write the tensors, which then hold ``digest``; nobody reads meanwhile.
+        """Write the tensors, which then hold ``digest``; readers are locked out.
 
-        After a :class:`WeightsError` nothing was written, and they hold what they held. After any other
-        exception they are served to nobody until a change succeeds.
+        A :class:`WeightsError` means nothing was written and the old digest stays. After any other exception
+        nothing is served until a change succeeds.
         """
         with self._lock:
             before, self._digest = self._digest, ""
@@ -82,6 +82,6 @@ class ServedWeights:
             self._digest = digest
 
     def _settle(self) -> None:
-        """Have all writes done that were queued on the GPU: readers use another stream."""
+        """Wait for writes queued on the GPU, because readers use another stream."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()

@@ -1,18 +1,18 @@
-"""The errors of this room."""
+"""Errors of the weights package."""
 
 from __future__ import annotations
 
 
 class WeightsError(RuntimeError):
-    """Weights are not what was asked for, or cannot be had: says what was found, expected, and the remedy."""
+    """Weights are wrong or unavailable; names what was found, what was expected, and the remedy."""
 
 
 class NoSpaceError(WeightsError):
-    """Shared memory is too small: names the directory, the bytes needed and those free."""
+    """Shared memory is too small; names the directory, the bytes needed and those free."""
 
 
 class PeerLostError(WeightsError):
-    """The peer died, hangs, or has not (or no longer) what was asked for: take the weights from elsewhere.
+    """The peer died, hangs, or does not have the requested weights; fetch them from elsewhere.
 
-    What was to be filled holds a mixture now and must be filled whole by another way.
+    The targets may hold a mixture and must be filled completely another way.
     """

@@ -1,7 +1,7 @@
-"""JSON messages between processes of one node, over a Unix socket; every operation has a deadline.
+"""JSON messages between processes of one node over a Unix socket; every operation has a deadline.
 
-A message is its length (4 bytes, little-endian) and a JSON object. Nothing is unpickled. File descriptors
-travel beside one byte of their own.
+A message is its length (4 bytes, little-endian) and a JSON object; nothing is pickled. File descriptors are
+sent along with one byte.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Message = dict[str, object]
 _LENGTH = struct.Struct("<I")
 _MESSAGE_BYTES_MAX = 64 * 2**20
 _PATH_BYTES_MAX = 107
-"""What Linux allows for the address of a Unix socket."""
+"""Linux's limit for a Unix socket address."""
 
 
 def check_address(path: str) -> None:
-    """Raise :class:`WeightsError` when a socket's path is longer than the system allows."""
+    """Raise :class:`WeightsError` if a socket's path is too long."""
     if len(path.encode()) > _PATH_BYTES_MAX:
         raise WeightsError(
             f"path of a socket has {len(path.encode())} bytes, expected at most {_PATH_BYTES_MAX}: {path}; "
@@ -37,8 +37,8 @@ class Channel:
     """One end of a connection.
 
     Attributes:
-        stall_s: the longest that one operation may take.
-        end_s: of the monotonic clock: when all must be done.
+        stall_s: limit of one operation.
+        end_s: ``time.monotonic()`` by which everything must be done.
     """
 
     socket: socket.socket
@@ -67,11 +67,12 @@ class Channel:
         """Wait for a message.
 
         Args:
-            patient: as long as all may take, because the peer may be serving another first.
+            patient: wait until ``end_s`` rather than ``stall_s``: the peer may be serving another client
+                first.
 
         Raises:
-            PeerLostError: it did not come, or the peer is gone.
-            WeightsError: it is no message of ours.
+            PeerLostError: timeout, or the peer is gone.
+            WeightsError: not a message of this protocol.
         """
         (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size, patient))
         if length > _MESSAGE_BYTES_MAX:
@@ -86,7 +87,7 @@ class Channel:
         return message
 
     def send_files(self, descriptors: list[int]) -> None:
-        """Send open files. Raises PeerLostError."""
+        """Send open file descriptors. Raises PeerLostError."""
         try:
             self._allow()
             socket.send_fds(self.socket, [b"F"], descriptors)
@@ -94,7 +95,7 @@ class Channel:
             raise self._lost(error) from error
 
     def receive_files(self, count: int) -> list[int]:
-        """Wait for open files; they are the caller's to close. Raises PeerLostError."""
+        """Wait for file descriptors, which the caller must close. Raises PeerLostError."""
         try:
             self._allow()
             data, descriptors, _, _ = socket.recv_fds(self.socket, 1, count)
@@ -119,7 +120,7 @@ class Channel:
         return data
 
     def _allow(self, patient: bool = False) -> None:
-        """Limit the next operation. Raises TimeoutError when no time is left."""
+        """Set the timeout of the next operation. Raises TimeoutError when no time is left."""
         left_s = self.end_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError
