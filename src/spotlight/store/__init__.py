@@ -1,1 +1,1 @@
-"""The run directory: ledger, checkpoints, metrics, pictures and summary of one run."""
+"""The run directory: ledger, checkpoints, metrics, images and summary."""

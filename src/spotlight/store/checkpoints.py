@@ -1,16 +1,15 @@
 """Atomic directory checkpoints: weights, optimizer, RNG, controller and ledger position, all or nothing.
 
-A checkpoint is written beside its place, forced to the disk, renamed, and only then named by ``latest``:
+A checkpoint is written to a temporary directory, forced to disk, renamed, and only then named by ``latest``:
 
     .writing-000007-iteration-000030/  ─fsync, manifest─►  rename  ─►  000007-iteration-000030/  ─►  latest
 
-Whatever moment the process or the machine dies at, :meth:`CheckpointStore.newest_valid` finds the previous
-checkpoint or the new one, whole. Names begin with a serial number that only rises, so nothing is ever
-replaced: a checkpoint that turns out damaged is passed over for the one before it, and removed when the next
-one is committed.
+Whenever the process or machine dies, :meth:`CheckpointStore.newest_valid` finds the previous or the new
+checkpoint, intact. Names start with an increasing serial number, so nothing is ever overwritten: a damaged
+checkpoint is skipped in favour of the one before it, and removed at the next commit.
 
-Invariants: ``latest`` names a checkpoint that was whole when it was named; a checkpoint with a higher serial
-was never committed; a whole checkpoint that ``latest`` names is never removed.
+Invariants: ``latest`` names a checkpoint that was intact when it was named; checkpoints with a higher serial
+were never committed; an intact checkpoint named by ``latest`` is never removed.
 """
 
 from __future__ import annotations
@@ -42,11 +41,10 @@ _POINTER = re.compile(r"(\d{6,}-iteration-\d+) ([0-9a-f]{64})\n")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that was verified byte by byte.
+    """A checkpoint verified byte by byte.
 
     Attributes:
-        directory: where its files lie.
-        damages: what was found wrong with newer checkpoints (and the pointer), hence passed over.
+        damages: damage found in newer checkpoints, or in the pointer, that were skipped.
     """
 
     directory: Path
@@ -58,7 +56,7 @@ class CheckpointStore:
     """The checkpoints of one run."""
 
     def __init__(self, directory: Path, keep: int) -> None:
-        """Use ``directory`` (which exists), and keep the newest ``keep`` checkpoints in it."""
+        """Use the existing ``directory``; retain the newest ``keep`` checkpoints."""
         if keep < 1:
             raise ValueError(f"keep is {keep}: at least one checkpoint must be kept to resume from")
         self._directory = directory
@@ -67,10 +65,10 @@ class CheckpointStore:
 
     @contextmanager
     def writer(self, header: CheckpointHeader) -> Iterator[Path]:
-        """Give a directory to write files and folders into; leaving it commits them as the newest checkpoint.
+        """Yield a directory to write into; leaving the block commits it as the newest checkpoint.
 
-        If the body raises, nothing is committed, and the error passes on. A failure to remove an old
-        checkpoint is an error too, raised after the new one is committed.
+        If the body raises, nothing is committed. Failing to remove an old checkpoint raises too, but only
+        after the new one is committed.
 
         Raises:
             StoreError: the disk is full or not writable; older checkpoints are untouched.
@@ -105,12 +103,10 @@ class CheckpointStore:
         write_atomically(self._directory / LATEST, f"{name} {sha256_of(final / MANIFEST)}\n".encode())
 
     def newest_valid(self) -> Checkpoint | None:
-        """The newest committed checkpoint of which every byte is as written; None where there never was one.
-
-        Changes nothing on the disk. What was passed over is told in ``damages``.
+        """The newest committed checkpoint that is intact; None if there never was one. Modifies nothing.
 
         Raises:
-            DamagedCheckpointError: there are checkpoints, and all are damaged.
+            DamagedCheckpointError: checkpoints exist, but all are damaged.
         """
         names, damages = self._committed()
         for name in names:
@@ -128,7 +124,6 @@ class CheckpointStore:
         return None
 
     def _committed(self) -> tuple[list[str], list[Damage]]:
-        """Names of committed checkpoints, newest first, and what is wrong with the pointer."""
         names = self._names()
         pointer = self._directory / LATEST
         if not pointer.is_file():
@@ -155,9 +150,9 @@ class CheckpointStore:
         return max((_serial(name) for name in self._names()), default=0) + 1
 
     def _remove_uncommitted(self) -> None:
-        """Sweep what a crash left: half-written files, and a checkpoint that ``latest`` never came to name.
+        """Remove what a crash left: partial files and checkpoints newer than ``latest``.
 
-        The latter is of work that was done anew since: resuming from it later would part it from the ledger.
+        Their work has been redone since, so resuming from them would contradict the ledger.
         """
         committed, _ = self._committed()
         for name in set(self._names()).difference(committed):

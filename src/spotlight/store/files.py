@@ -1,4 +1,4 @@
-"""Durable file operations: what is renamed into place was on the disk before, whatever happens meanwhile."""
+"""Durable file operations: a file's content is on the disk before the file is renamed into place."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ TEMPORARY_PREFIX = ".writing-"
 
 
 def fsync_path(path: Path) -> None:
-    """Force a file's bytes, or a directory's entries, to the disk."""
+    """Force a file's contents, or a directory's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -18,7 +18,7 @@ def fsync_path(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace ``path`` so that a reader finds the old bytes or the new ones, also after a power cut.
+    """Replace ``path`` atomically, also across a power loss.
 
     Raises:
         OSError: the disk is full or not writable; ``path`` is unchanged.

@@ -1,11 +1,11 @@
-"""Pictures of a run: grids of the same held-out prompts at every evaluation, and before beside after.
+"""Image grids of a run: the same held-out prompts at every evaluation, and a before-after comparison.
 
-    images/iteration-000040.png       the grid: each prompt with its pictures and their scores
-    images/tiles/000040-003.png       one picture as it was made, with its caption and score as PNG text
-    images/before-after.png           the comparison, drawn from two iterations' tiles
-    images/progress.png               the same pictures at several iterations
+    images/iteration-000040.png       each prompt with its images and their scores
+    images/tiles/000040-003.png       one unscaled image, with caption and score as PNG text
+    images/before-after.png           drawn from two iterations' tiles
+    images/progress.png               the same images at several iterations
 
-Pictures of evaluations that a resumed run undoes are removed as it starts (:func:`drop_pictures`).
+A resumed run removes the images of the evaluations that it repeats (:func:`drop_pictures`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from spotlight.store.run_directory import RunPaths
 from spotlight.store.store_errors import StoreError, storage_error
 
 _SIDE_PX = (128, 384)
-"""Pictures are shown with a longer side in this range: enlarged by whole factors, reduced by averaging."""
+"""Range of a displayed image's longer side: enlarged by integer factors, reduced by averaging."""
 _PAPER, _INK, _FAINT, _FRAME = "#fbfaf7", "#22252a", "#7b8088", "#d9d6ce"
 _BETTER, _WORSE = "#1a7f4b", "#b3382c"
 _MARGIN, _GAP, _BLOCK_GAP = 28, 6, 22
@@ -37,7 +37,7 @@ _PAGE_ASPECT = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A picture of a held-out prompt.
+    """An image of a held-out prompt.
 
     Attributes:
         picture: [height, width, 3], sRGB.
@@ -51,8 +51,6 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """A picture as it is shown, with a line below it."""
-
     picture: Image.Image
     label: str
     colour: str
@@ -60,24 +58,22 @@ class _Cell:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Pictures side by side under one caption."""
-
     caption: str
     cells: tuple[_Cell, ...]
 
 
 def write_grid(paths: RunPaths, iteration: int, tiles: Sequence[Tile], *, columns: int, title: str) -> Path:
-    """Draw an evaluation's pictures, and keep each as it was made.
+    """Draw one evaluation's grid, and save each image unscaled as a tile.
 
     Args:
-        tiles: pictures of one prompt follow each other.
-        columns: pictures of one prompt side by side.
+        tiles: grouped by prompt.
+        columns: images per prompt, side by side.
 
     Returns:
-        the grid's file.
+        The grid's path.
 
     Raises:
-        ValueError: there are no pictures, or one is not uint8 [height, width, 3].
+        ValueError: there are no images, or one is not uint8 [height, width, 3].
         StoreError: the disk is full or not writable.
     """
     _require_pictures(tiles)
@@ -95,7 +91,7 @@ def write_grid(paths: RunPaths, iteration: int, tiles: Sequence[Tile], *, column
 
 
 def drop_pictures(paths: RunPaths, *, resume_at: int) -> None:
-    """Remove the pictures of evaluations from ``resume_at`` on, which a resumed run undoes.
+    """Remove the images of evaluations from ``resume_at`` on, which a resumed run repeats.
 
     Raises:
         StoreError: a file cannot be removed.
@@ -110,15 +106,15 @@ def drop_pictures(paths: RunPaths, *, resume_at: int) -> None:
 
 
 def drawn_iterations(paths: RunPaths) -> list[int]:
-    """Iterations whose evaluation was drawn, rising."""
+    """Iterations with stored evaluation images, ascending."""
     return sorted({int(path.name.split("-")[0]) for path in _tiles_folder(paths).glob("*-*.png")})
 
 
 def read_tiles(paths: RunPaths, iteration: int) -> tuple[Tile, ...]:
-    """The pictures of one evaluation, in the order in which they were drawn.
+    """One evaluation's tiles, in grid order.
 
     Raises:
-        StoreError: a file is not a tile of ours.
+        StoreError: a file is not a tile written by Spotlight.
     """
     tiles = []
     for path in sorted(_tiles_folder(paths).glob(f"{iteration:06d}-*.png")):
@@ -132,10 +128,10 @@ def read_tiles(paths: RunPaths, iteration: int) -> tuple[Tile, ...]:
 
 
 def write_comparison(paths: RunPaths, *, before: int, after: int, title: str) -> Path:
-    """Draw the pictures of two evaluations side by side, prompt by prompt, in order.
+    """Draw two evaluations side by side, prompt by prompt.
 
     Raises:
-        StoreError: the two have no prompt in common, or the disk is full or not writable.
+        StoreError: they share no prompt, or the disk is full or not writable.
     """
     old_tiles, new_tiles = _by_caption(read_tiles(paths, before)), _by_caption(read_tiles(paths, after))
     pairs = [
@@ -157,10 +153,10 @@ def write_comparison(paths: RunPaths, *, before: int, after: int, title: str) ->
 
 
 def write_progress(paths: RunPaths, iterations: Sequence[int], *, rows: int, title: str) -> Path:
-    """Draw the first picture of up to ``rows`` prompts at several iterations, one prompt a block.
+    """Draw the first image of up to ``rows`` prompts at several iterations, one block per prompt.
 
     Raises:
-        StoreError: the iterations have no prompt in common, or the disk is full or not writable.
+        StoreError: the iterations share no prompt, or the disk is full or not writable.
     """
     drawn = [_by_caption(read_tiles(paths, iteration)) for iteration in iterations]
     common = [caption for caption in drawn[0] if all(caption in tiles for tiles in drawn)][:rows]
@@ -189,14 +185,14 @@ def write_progress(paths: RunPaths, iterations: Sequence[int], *, rows: int, tit
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """Pictures side by side under one caption, each with a label below it."""
+    """Images side by side under one caption, each with its own label."""
 
     caption: str
     pictures: tuple[tuple[NDArray[np.uint8], str], ...]
 
 
 def draw_strips(title: str, strips: Sequence[Strip]) -> bytes:
-    """A page of strips, as a PNG file's bytes."""
+    """A page of strips, PNG-encoded."""
     blocks = [
         _Block(
             strip.caption,
@@ -261,7 +257,7 @@ def _shown(picture: NDArray[np.uint8]) -> Image.Image:
 
 
 def _page(title: str, blocks: Sequence[_Block]) -> Image.Image:
-    """Lay blocks out in equal cells, in rows, on a page somewhat wider than high."""
+    """Lay out blocks in a grid of equal cells, slightly wider than tall."""
     text = ImageFont.load_default(_TEXT_PX)
     width = max(sum(cell.picture.width + _GAP for cell in block.cells) - _GAP for block in blocks)
     captions = [_wrap(block.caption, width, text) for block in blocks]
@@ -307,7 +303,7 @@ def _draw_block(
 
 
 def _wrap(text: str, width: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> list[str]:
-    """Break a caption into at most three lines of ``width`` pixels; what does not fit ends in an ellipsis."""
+    """Break a caption into at most three lines of ``width`` pixels, ending in an ellipsis if cut."""
     lines = [""]
     for word in text.split():
         longer = f"{lines[-1]} {word}".strip()

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: what lies in it, byte for byte.
+"""A checkpoint's manifest: its files with size and SHA-256.
 
-``manifest.json`` lists each file with its size and SHA-256, beside a small header, and carries the SHA-256 of
-its own text: any flipped byte of any file, the manifest included, is found and named.
+``manifest.json`` also has a small header and the SHA-256 of its own text, so any flipped byte, in a file or
+in the manifest, is detected and located.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True, slots=True)
 class CheckpointHeader:
-    """What a checkpoint is of.
+    """What the checkpoint captures.
 
     Attributes:
-        iteration: the iteration that a resumed run starts with.
-        ledger_position: number of the last ledger record that it includes.
+        iteration: first iteration of a resumed run.
+        ledger_position: number of the last ledger record included.
         config_digest: digest of the configuration that made it.
         package_version: version of Spotlight that made it.
     """
@@ -44,7 +44,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointManifest:
-    """A checkpoint's header and its files, by path relative to the checkpoint, with forward slashes."""
+    """A checkpoint's header, and its files by relative POSIX path."""
 
     header: CheckpointHeader
     files: Mapping[str, FileEntry]
@@ -52,13 +52,13 @@ class CheckpointManifest:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One file that is not what its manifest says.
+    """A file that does not match its manifest.
 
     Attributes:
         checkpoint: name of the checkpoint's directory.
         file: path within it.
-        expected: hash, size or state according to the manifest.
-        found: what is there.
+        expected: hash, size or state from the manifest.
+        found: the actual one.
     """
 
     checkpoint: str
@@ -71,16 +71,16 @@ class Damage:
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file's bytes, hexadecimal."""
+    """Hexadecimal SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def make_manifest(directory: Path, header: CheckpointHeader) -> CheckpointManifest:
-    """Take stock of a directory.
+    """Hash every file of a directory.
 
     Raises:
-        StoreError: something in it is neither a regular file nor a directory.
+        StoreError: it holds something other than regular files and directories.
     """
     files: dict[str, FileEntry] = {}
     for path in sorted(directory.rglob("*")):
@@ -94,7 +94,7 @@ def make_manifest(directory: Path, header: CheckpointHeader) -> CheckpointManife
 
 
 def render(manifest: CheckpointManifest) -> bytes:
-    """The manifest's one exact text."""
+    """The manifest's canonical bytes."""
     body = asdict(manifest)
     unsigned = json.dumps(body, indent=1, sort_keys=True)
     return json.dumps({**body, "sha256": _text_hash(unsigned)}, indent=1, sort_keys=True).encode() + b"\n"
@@ -105,7 +105,7 @@ def _text_hash(text: str) -> str:
 
 
 def read_manifest(directory: Path) -> CheckpointManifest | Damage:
-    """Read a checkpoint's manifest, or say how it is damaged."""
+    """Read a checkpoint's manifest, or report its damage."""
     path = directory / MANIFEST
     if not path.is_file():
         return Damage(directory.name, MANIFEST, "a manifest", "no such file")
@@ -126,7 +126,7 @@ def read_manifest(directory: Path) -> CheckpointManifest | Damage:
 
 
 def verify(directory: Path) -> tuple[CheckpointManifest | None, tuple[Damage, ...]]:
-    """Read every byte of a checkpoint; the manifest is None where it is damaged itself."""
+    """Verify every byte of a checkpoint; the manifest is None if it is itself damaged."""
     manifest = read_manifest(directory)
     if isinstance(manifest, Damage):
         return None, (manifest,)

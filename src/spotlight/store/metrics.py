@@ -1,8 +1,8 @@
-"""Curves of a run: one JSON object a line, and the same numbers in TensorBoard and, if wanted, W&B.
+"""A run's metrics: one JSON object per line, copied to TensorBoard and optional trackers
+(``store/sinks.py``).
 
-Invariants: every line of ``metrics.jsonl`` is whole (a line cut by a kill is removed when the run resumes),
-and the rows of iterations that a resumed run makes anew are removed first, so none is there twice.
-TensorBoard and W&B are in ``store/sinks.py``.
+Invariants: every line of ``metrics.jsonl`` is complete (resuming removes a line that a kill cut short), and
+no iteration appears twice (resuming removes rows of iterations that it repeats).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class MetricsRow:
     """One line of ``metrics.jsonl``.
 
     Attributes:
-        samples_trained: samples that entered optimizer steps so far.
+        samples_trained: samples used in optimizer steps so far.
         wall_s: seconds of work on the run so far, all attempts together.
-        values: curves by name (``train/loss``); a value that is not finite is written as null.
+        values: by metric name (``train/loss``); non-finite values are written as null.
     """
 
     iteration: int
@@ -44,26 +44,27 @@ class MetricsRow:
 
 
 class Sink(Protocol):
-    """A further place for the curves."""
+    """An additional destination for metrics."""
 
     def write(self, row: MetricsRow) -> None:
-        """Take one row."""
+        """Write one row."""
 
     def flush(self) -> None:
-        """Pass on what is buffered."""
+        """Write out buffered rows."""
 
     def close(self) -> None:
-        """No more rows will come."""
+        """Close; no more rows follow."""
 
 
 class SinkFactory(Protocol):
-    """Opens a sink; named in :data:`spotlight.registry.SINKS`. Usually the sink's class.
+    """Opens a sink registered in :data:`spotlight.registry.SINKS`; usually the sink's class.
 
-    It may offer ``check()``, called before any work: raise :class:`StoreError` where the sink cannot be used.
+    It may offer ``check()``, called before any work, which raises :class:`StoreError` if the sink is
+    unusable.
     """
 
     def __call__(self, paths: RunPaths, *, resume_at: int, **options: Any) -> Sink:
-        """Open the sink of an attempt that makes the iterations from ``resume_at`` on.
+        """Open the sink for an attempt that starts at iteration ``resume_at``.
 
         Args:
             options: the mapping below the sink's name in ``metrics.sinks``.
@@ -71,13 +72,13 @@ class SinkFactory(Protocol):
 
 
 class MetricsWriter:
-    """Appends rows to ``metrics.jsonl`` and to further sinks. A context manager, or :meth:`close` it."""
+    """Appends rows to ``metrics.jsonl`` and to the sinks. Use as a context manager, or :meth:`close` it."""
 
     def __init__(self, paths: RunPaths, *, resume_at: int, sinks: tuple[Sink, ...] = ()) -> None:
-        """Drop rows of iterations from ``resume_at`` on (0: all rows), and a line cut by a kill; then append.
+        """Open for appending; drop rows from iteration ``resume_at`` on, and a truncated last line.
 
         Raises:
-            StoreError: a line in the middle is no row, or the file cannot be written.
+            StoreError: a line in the middle is malformed, or the file cannot be written.
         """
         self._path = paths.metrics
         self._sinks = sinks
@@ -89,10 +90,10 @@ class MetricsWriter:
             raise storage_error("cannot write the metrics", self._path, error) from error
 
     def write(self, row: MetricsRow) -> None:
-        """Append a row; a kill right after loses nothing (a power cut may, up to the last :meth:`sync`).
+        """Append a row. It survives a kill; a power loss may lose rows since the last :meth:`sync`.
 
         Raises:
-            StoreError: it cannot be written, here or in a sink.
+            StoreError: the file or a sink cannot be written.
         """
         line = _line(row)
         try:
@@ -105,7 +106,7 @@ class MetricsWriter:
                 sink.write(row)
 
     def sync(self) -> None:
-        """Force all rows to the disk: before a checkpoint is committed."""
+        """Force all rows to disk, before a checkpoint is committed."""
         try:
             os.fsync(self._file)
         except OSError as error:
@@ -115,7 +116,7 @@ class MetricsWriter:
                 sink.flush()
 
     def close(self) -> None:
-        """Close all files; every sink is closed, also when one before it cannot be."""
+        """Close the file and every sink, even if closing one of them fails."""
         os.close(self._file)
         with self._telling(), ExitStack() as closing:
             for sink in self._sinks:
@@ -123,7 +124,6 @@ class MetricsWriter:
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
-        """Tell a sink's failed write as ours: TensorBoard meets the same full disk."""
         try:
             yield
         except OSError as error:
@@ -138,15 +138,15 @@ class MetricsWriter:
         try:
             self.close()
         except StoreError:
-            if error is None:  # else it is the first error that tells what happened
+            if error is None:  # otherwise the first error is the one worth reporting
                 raise
 
 
 def read_metrics(run: Path) -> list[MetricsRow]:
-    """All rows of a run, in order; a last line that a kill has cut is left out, null reads as NaN.
+    """All rows of a run, in order; a truncated last line is skipped, null becomes NaN.
 
     Raises:
-        StoreError: a line is no row (its number is named).
+        StoreError: a line is malformed (its number is in the message).
     """
     return list(_rows(RunPaths(run).metrics))
 

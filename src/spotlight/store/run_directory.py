@@ -1,17 +1,17 @@
-"""The directory of one run, held by one process.
+"""The directory of one run, locked by one process.
 
     runs/<name>/
-        config.yaml         the resolved configuration; a run of another one is refused here
+        config.yaml         the resolved configuration; a different one is refused
         ledger.sqlite       store/ledger/sqlite_ledger.py
         metrics.jsonl       store/metrics.py       tensorboard/
         images/             store/images.py
         checkpoints/        store/checkpoints.py
-        attempts/001.log    the log of each process that worked on the run
+        attempts/001.log    log of each process that worked on the run
         summary.json        store/run_summary.py
         wandb/, wandb-id    where W&B is configured
-        lock                held while a process works here
+        lock                locked while a process works here
 
-Invariant: while a :class:`RunDirectory` is open, no other process has the run open.
+Invariant: while a :class:`RunDirectory` is open, no other process can open the run.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _SHOWN_DIFFERENCES = 5
 _FOLDERS = ("tensorboard", "images", "checkpoints", "attempts")
 
 _held_locks: set[int] = set()
-"""Descriptors of the locks held here. A forked child closes its copies, or it would keep the run locked
-after this process was killed."""
+"""Descriptors of locks held by this process. Forked children close their copies: an inherited lock would
+outlive this process."""
 
 
 def _forget_locks() -> None:
@@ -51,7 +51,7 @@ os.register_at_fork(after_in_child=_forget_locks)
 
 
 class RunPaths:
-    """Where things lie in a run directory, for readers that open nothing."""
+    """Paths in a run directory, for readers; opens nothing."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -66,18 +66,18 @@ class RunPaths:
         self.lock = path / "lock"
 
     def attempt_log(self, attempt: int) -> Path:
-        """The log of one attempt."""
+        """Log file of one attempt."""
         return self.attempts / f"{attempt:03d}.log"
 
 
 def check_run_directory(root: Path, name: str, config_text: str, may_differ: Collection[str] = ()) -> None:
-    """Refuse what :meth:`RunDirectory.open` would refuse; what is there stays as it is.
+    """Raise what :meth:`RunDirectory.open` would raise, without changing anything.
 
-    For whoever has long work to do before opening it.
+    Lets slow set-up fail early.
 
     Raises:
         OtherConfigurationError: the run directory belongs to another configuration.
-        StoreError: it cannot be made or written, or holds something that is no run.
+        StoreError: it cannot be made or written, or is not a run directory.
     """
     paths = RunPaths(root / name)
     _require_plain(name)
@@ -92,7 +92,7 @@ def check_run_directory(root: Path, name: str, config_text: str, may_differ: Col
 
 
 class RunDirectory(RunPaths):
-    """An open run directory. Use as a context manager, or :meth:`close` it."""
+    """An open, locked run directory. Use as a context manager, or :meth:`close` it."""
 
     def __init__(self, path: Path, lock: int) -> None:
         super().__init__(path)
@@ -100,17 +100,17 @@ class RunDirectory(RunPaths):
 
     @classmethod
     def open(cls, root: Path, name: str, config_text: str, may_differ: Collection[str] = ()) -> Self:
-        """Create the run's directory, or take up the one that is there.
+        """Create or reopen the run's directory, and lock it.
 
         Args:
             config_text: the resolved configuration as YAML.
-            may_differ: dotted keys that a resumed run may change; a section's key covers all of the section.
-                The new text then replaces the old one.
+            may_differ: dotted keys that a resumed run may change; a section's key covers the whole section.
+                The new text then replaces the old.
 
         Raises:
             RunInUseError: another process works on it.
             OtherConfigurationError: it belongs to another configuration.
-            StoreError: it cannot be written, or holds something that is no run.
+            StoreError: it cannot be written, or is not a run directory.
         """
         _require_plain(name)
         paths = RunPaths(root / name)
@@ -138,7 +138,7 @@ class RunDirectory(RunPaths):
             raise storage_error("cannot write the configuration", self.config, error) from error
 
     def close(self) -> None:
-        """Let other processes use the directory."""
+        """Release the lock."""
         if self._lock in _held_locks:
             _held_locks.remove(self._lock)
             os.close(self._lock)
@@ -158,12 +158,12 @@ def _require_plain(name: str) -> None:
 
 
 def _is_there_or_can_be_made(path: Path) -> bool:
-    """Whether ``path`` exists. Raises StoreError where it neither exists nor can be made."""
+    """Whether ``path`` exists. Raises StoreError if it neither exists nor can be created."""
     try:
         if path.exists():
             return True
         existing = next(parent for parent in path.absolute().parents if parent.exists())
-        # Permissions tell too little: root may write everywhere, and still make nothing in /proc.
+        # Permission bits are not enough: root passes them everywhere, and still cannot create files in /proc.
         with TemporaryDirectory(prefix=".spotlight-", dir=existing):
             return False
     except OSError as error:

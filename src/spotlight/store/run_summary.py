@@ -1,4 +1,4 @@
-"""``summary.json``: what came of a run, for people and scripts."""
+"""``summary.json``: the outcome of a run, for people and scripts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from spotlight.store.store_errors import StoreError, storage_error
 
 @dataclass(frozen=True, slots=True)
 class ValidationPoint:
-    """Mean scores of the held-out prompts' pictures, at one moment of the run.
+    """Mean scores on held-out prompts at one point of the run.
 
     Attributes:
-        iteration: iterations trained before.
-        samples_trained: samples that had entered optimizer steps.
-        wall_s: seconds of work on the run until then, from the start of training code: the interpreter's
-            start and its imports come before.
-        strict: mean of the strict score, in [0, 1]; None where the rewards have none.
+        iteration: iterations trained so far.
+        samples_trained: samples used in optimizer steps so far.
+        wall_s: seconds of work so far, from the start of the training code (interpreter start-up and its
+            imports excluded).
+        strict: mean strict score in [0, 1]; None if the rewards have none.
         graded: mean of the reward that training maximises.
     """
 
@@ -47,11 +47,11 @@ class RunSummary:
 
     Attributes:
         iterations: trained.
-        validation: in order of the iterations; empty where the run was never evaluated.
-        validation_stderr: standard error of the last validation's mean score (strict where there is one);
-            None where a single picture was judged, or none.
-        wall_s: seconds of work on the run, all attempts together.
-        lora: where the adapter lies, relative to the run directory; None where none was exported.
+        validation: by ascending iteration; empty if the run was never evaluated.
+        validation_stderr: standard error of the last validation's mean score (strict if there is one); None
+            for a single image, or none.
+        wall_s: seconds of work, all attempts together.
+        lora: the adapter's path relative to the run directory; None if none was exported.
     """
 
     iterations: int
@@ -69,7 +69,7 @@ def write_summary(path: Path, summary: RunSummary) -> None:
     """Write atomically.
 
     Raises:
-        StoreError: the disk is full or not writable; an older summary is unchanged.
+        StoreError: the disk is full or not writable; an existing summary is unchanged.
         ValueError: a number is not finite.
     """
     content = json.dumps(asdict(summary), indent=2, allow_nan=False) + "\n"
@@ -83,7 +83,7 @@ def read_summary(path: Path) -> RunSummary:
     """Read what :func:`write_summary` wrote.
 
     Raises:
-        StoreError: the file is missing or is no summary.
+        StoreError: the file is missing or malformed.
     """
     try:
         fields = json.loads(path.read_bytes())

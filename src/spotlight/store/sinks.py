@@ -1,7 +1,6 @@
-"""Experiment trackers that a run's curves go to: TensorBoard, Weights & Biases, and registered ones.
+"""Experiment trackers: TensorBoard, Weights & Biases, and registered ones.
 
-TensorBoard is written with its own event writer, without torch. On resume it is told to purge the iterations
-that are made anew.
+TensorBoard uses its own event writer, without torch. A resumed run purges the iterations that it repeats.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from spotlight.store.run_directory import RunPaths
 from spotlight.store.store_errors import StoreError, storage_error
 
 Options = Mapping[str, Mapping[str, Any]]
-"""Name of a sink -> its options."""
+"""Options by sink name."""
 
 
 def check_sinks(chosen: Options) -> None:
-    """Whether sinks can be opened, before any work.
+    """Check before any work that the sinks can be opened.
 
     Raises:
-        RegistryError: no sink of that name.
-        StoreError: options that it does not take, or what it needs is not installed.
+        RegistryError: a sink's name is unknown.
+        StoreError: an option is unknown, or a required package is missing.
     """
     for name, options in chosen.items():
         factory = SINKS.load(name)
@@ -52,15 +51,15 @@ def check_sinks(chosen: Options) -> None:
 
 
 def open_sinks(chosen: Options, paths: RunPaths, *, resume_at: int) -> tuple[Sink, ...]:
-    """The sinks of an attempt; :func:`check_sinks` has been called on them. Raises :class:`StoreError`."""
+    """Open an attempt's sinks, already checked by :func:`check_sinks`. Raises :class:`StoreError`."""
     return tuple(SINKS.load(name)(paths, resume_at=resume_at, **options) for name, options in chosen.items())
 
 
 class TensorBoard:
-    """Event files that ``tensorboard --logdir`` reads; the step is the iteration."""
+    """Event files for ``tensorboard --logdir``; the step is the iteration."""
 
     def __init__(self, paths: RunPaths, *, resume_at: int) -> None:
-        """Begin a file.
+        """Open an event file.
 
         Raises:
             StoreError: the disk is full or not writable.
@@ -80,7 +79,7 @@ class TensorBoard:
         )
 
     def flush(self) -> None:
-        """Pass on what is buffered."""
+        """Write out buffered events."""
         self._writer.flush()
 
     def close(self) -> None:
@@ -89,7 +88,7 @@ class TensorBoard:
 
 
 def require_wandb() -> ModuleType:
-    """The package wandb.
+    """Import wandb.
 
     Raises:
         StoreError: it is not installed.
@@ -104,13 +103,13 @@ def require_wandb() -> ModuleType:
 
 
 class WeightsAndBiases:
-    """A run on wandb.ai, or offline below the run directory, by wandb's own environment variables."""
+    """A run on wandb.ai, or offline in the run directory, controlled by wandb's environment variables."""
 
     def __init__(self, paths: RunPaths, *, resume_at: int = 0, project: str, entity: str | None) -> None:
-        """Start, or resume, the W&B run named after the run directory.
+        """Start or resume the W&B run named after the run directory.
 
         Args:
-            resume_at: of no use here: W&B drops rows of steps that it has.
+            resume_at: unused; W&B drops rows of steps that it already has.
 
         Raises:
             StoreError: the package is not installed.
@@ -126,16 +125,16 @@ class WeightsAndBiases:
 
     @staticmethod
     def check() -> None:
-        """Raise :class:`StoreError` unless the package is installed."""
+        """Raise :class:`StoreError` if the package is missing."""
         require_wandb()
 
     def write(self, row: MetricsRow) -> None:
-        """Log the row; W&B drops rows of steps that it has already."""
+        """Log the row; W&B drops rows of steps that it already has."""
         progress = {SAMPLES_TRAINED: row.samples_trained, WALL_S: row.wall_s}
         self._run.log({**row.values, **progress}, step=row.iteration)
 
     def flush(self) -> None:
-        """W&B uploads in the background."""
+        """Do nothing: W&B uploads in the background."""
 
     def close(self) -> None:
         """Finish the upload."""
@@ -143,7 +142,7 @@ class WeightsAndBiases:
 
 
 def _lasting_id(path: Path) -> str:
-    """The run's id at W&B, made once: a run that was deleted and started anew is another one there."""
+    """The W&B run's id, stored once, so that a deleted and restarted run gets a new one."""
     if not path.exists():
         write_atomically(path, uuid.uuid4().hex.encode())
     return path.read_text()

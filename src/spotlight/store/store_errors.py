@@ -1,4 +1,4 @@
-"""The errors of the run directory. Each message names the file, what was found and what to do."""
+"""Errors of the run directory. Each message names the file, the finding and the remedy."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _NEARLY_NOTHING_BYTES = 1 << 20
 
 
 class StoreError(Exception):
-    """The run directory cannot be written or read as asked. What was committed before stays committed."""
+    """The run directory cannot be read or written as requested. Committed data is intact."""
 
 
 class LedgerError(StoreError):
-    """The ledger refused records that break its accounting, or its file is not a ledger of ours."""
+    """The ledger refused records that break its accounting, or the file is not a Spotlight ledger."""
 
 
 class DamagedCheckpointError(StoreError):
-    """Checkpoints exist, and none of them is whole."""
+    """Checkpoints exist, but none is intact."""
 
 
 class RunInUseError(StoreError):
@@ -30,13 +30,14 @@ class RunInUseError(StoreError):
 
 
 class OtherConfigurationError(StoreError):
-    """The run directory was made by a configuration that the present one cannot continue."""
+    """The run directory was made by a configuration that this one cannot continue."""
 
 
 def storage_error(what: str, path: Path, error: Exception) -> StoreError:
-    """Turn a failed write into an error that says what to do about it.
+    """Convert a failed write into an error with a remedy.
 
-    ``path`` is a file or directory on the file system in question.
+    Args:
+        path: a file or directory on the affected file system.
     """
     if is_out_of_space(error, path):
         free_mib = free_bytes(path) / 2**20
@@ -54,10 +55,10 @@ def storage_error(what: str, path: Path, error: Exception) -> StoreError:
 
 
 def is_out_of_space(error: Exception, path: Path) -> bool:
-    """Whether ``error`` came of a full disk, quota or file-size limit on the file system of ``path``.
+    """Whether ``error`` is due to a full disk, quota or file-size limit on ``path``'s file system.
 
-    A library that hides the system's error number (``torch.save``, safetensors) is recognised by the file
-    system having nothing left; ask before cleaning up.
+    Libraries that hide the errno (``torch.save``, safetensors) are recognised by the file system having no
+    space left, so call this before cleaning up.
     """
     if isinstance(error, OSError):
         return error.errno in _FULL
@@ -75,14 +76,14 @@ def _sqlite_code(error: Exception) -> int:
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that may still be written to the file system of ``path``, or of its first parent that exists."""
+    """Bytes available on the file system of ``path`` or its first existing parent."""
     return shutil.disk_usage(_existing(path)).free
 
 
 def require_free_bytes(path: Path, needed_bytes: int) -> None:
-    """Raise :class:`StoreError` unless ``needed_bytes`` fit on the file system of ``path``."""
+    """Raise :class:`StoreError` unless ``needed_bytes`` fit on ``path``'s file system."""
     usage = shutil.disk_usage(_existing(path))
-    # A file system without a size (such as /sys) tells nothing: whether it can be written, writing will show.
+    # File systems without a size (such as /sys) reveal nothing here; the first write will.
     if usage.total and usage.free < needed_bytes:
         raise StoreError(
             f"{path}: the run needs {needed_bytes / 2**30:.2f} GiB of disk, "

@@ -1,7 +1,7 @@
-"""What must hold of a ledger, as SQL: each check is a query whose rows are violations.
+"""The ledger's invariants as SQL: each check is a query whose rows are violations.
 
-The schema makes most of these impossible to write. The audit does not trust it: it recounts from the rows,
-so a ledger that was edited, merged or damaged is found out as well.
+The schema already prevents most of them. The audit recounts from the rows anyway, so it also detects a ledger
+that was edited, merged or damaged.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from spotlight.store.ledger.ledger_schema import RECORD_TABLES
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One promise.
+    """One invariant.
 
     Attributes:
-        name: short, stable, for scripts.
+        name: short and stable, for scripts.
         broken: what a row of ``query`` means.
-        query: gives ids of violations (first column). May use ``:finished`` (1 when the last attempt
-            finished the run), ``:group_size`` (NULL: not known) and ``:staleness_max``.
+        query: returns ids of violations (first column). May use ``:finished`` (1 when the last attempt
+            finished the run), ``:group_size`` (NULL if unknown) and ``:staleness_max``.
     """
 
     name: str

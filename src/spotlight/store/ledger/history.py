@@ -1,4 +1,4 @@
-"""What a run has gone through: attempts, what was undone and lost. Reads the ledger, also beside a writer."""
+"""A run's history (attempts, rollbacks, losses), read from the ledger, safe beside a running writer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class AttemptRecord:
 
     Attributes:
         started_at: seconds since the epoch.
-        ended: None while it works, or when it died and none came after it.
+        ended: None while it runs, or if it died and no later attempt followed.
     """
 
     number: int
@@ -33,7 +33,7 @@ class AttemptRecord:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its process exists; one on another host is taken to be, as it cannot be asked."""
+        """Whether its process exists; a process on another host is assumed alive."""
         if self.ended is not None:
             return False
         if self.host != socket.gethostname():
@@ -52,14 +52,14 @@ class History:
     """A run's past.
 
     Attributes:
-        undone: ledger records taken back by all resumes, to be made again.
-        lost_s: GPU-seconds of work that was lost.
+        undone: ledger records rolled back by all resumes.
+        lost_s: GPU-seconds of lost work.
         iterations: trained, according to the ledger.
-        preemptions: spot nodes that were taken.
-        noticed: those among them that were announced.
-        prices_usd_h: of a worker's hour, ascending.
-        filled_s: GPU-seconds by what filled them, that a GPU would have waited for.
-        incidents: everything that befell the cluster, by kind and whether it befell a spot node.
+        preemptions: preempted spot nodes.
+        noticed: preemptions that were announced.
+        prices_usd_h: distinct prices per worker-hour, ascending.
+        filled_s: GPU-seconds of otherwise idle time, by the work that filled it.
+        incidents: counts by (kind, whether it hit a spot node).
     """
 
     attempts: tuple[AttemptRecord, ...]
@@ -76,7 +76,7 @@ class History:
 
     @property
     def interruptions(self) -> int:
-        """Attempts before the last one that did not finish."""
+        """Attempts before the last that did not finish."""
         return sum(attempt.ended is not Ending.FINISHED for attempt in self.attempts[:-1])
 
     @property
@@ -94,7 +94,7 @@ def read_history(run: Path) -> History:
     """Read a run's history.
 
     Raises:
-        LedgerError: there is no ledger, or it is none of this version.
+        LedgerError: there is no ledger, or its version is not supported.
     """
     with (
         closing(queries.open_readonly(RunPaths(run).ledger)) as connection,

@@ -1,8 +1,7 @@
-"""The offline audit of a run: recounts the ledger from its rows, and trusts nothing that was kept in memory.
+"""Offline audit of a run: recount everything from the ledger's rows.
 
-Everything issued is accounted for exactly once, every billed GPU second has a phase, the ledger's file is
-sound, and the newest checkpoint is whole and within the ledger. See ``store/ledger/audit_checks.py`` for
-the list.
+Every issued rollout is accounted for exactly once, every billed GPU-second has a phase, the database file is
+sound, and the newest checkpoint is intact and within the ledger. ``audit_checks.py`` has the list.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ from spotlight.store.run_directory import RunPaths
 from spotlight.store.store_errors import DamagedCheckpointError, LedgerError
 
 BILLING_TOLERANCE = 0.01
-"""Share by which an attempt's billed seconds may differ from the sum over its phases."""
+"""Allowed relative difference between an attempt's billed seconds and the sum over its phases."""
 BILLING_SLACK_S = 0.05
-"""Seconds a worker that the tolerance never goes below: the clock is read twice."""
+"""Minimum absolute tolerance, seconds per worker: the clock is read twice."""
 
 _WORK = (Phase.TRAINING, Phase.ROLLOUT, Phase.EVALUATION, Phase.EXPLORATION, Phase.LOST)
-"""Where filled seconds are billed: those of rollouts that were cut short are lost, and filled still."""
+"""Phases that filled seconds are billed in; rollouts cut short are billed as lost, but count as filled."""
 
 
 @dataclass(frozen=True, slots=True)
 class AuditLimits:
-    """What the configuration promises.
+    """Limits set by the configuration.
 
     Attributes:
-        group_size: rollouts of a group; None: all groups of an iteration must be of one size.
-        staleness_max: policy versions between making a sample and the step that trains on it (at the start of
-            the step's iteration). 0 for the synchronous schedule.
+        group_size: rollouts per group; None requires only that an iteration's groups have equal size.
+        staleness_max: policy versions between generating a sample and the start of the iteration that trains
+            on it; 0 for the synchronous schedule.
     """
 
     group_size: int | None = None
@@ -46,12 +45,12 @@ class AuditLimits:
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A broken promise.
+    """A violated check.
 
     Attributes:
-        check: name of the check.
-        broken: what is broken, in words.
-        ids: of what (rollouts, steps, attempts, files), all of them.
+        check: its name.
+        broken: the violation in words.
+        ids: all affected rollouts, steps, attempts or files.
     """
 
     check: str
@@ -61,10 +60,10 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class AttemptBill:
-    """GPU seconds of one attempt: billed (from start to end, all workers) and accounted for (over phases).
+    """GPU-seconds of one attempt: billed (start to end, all workers) and accounted for (sum over phases).
 
     Attributes:
-        ended: how it ended; None while it works.
+        ended: None while it runs.
     """
 
     attempt: int
@@ -75,24 +74,24 @@ class AttemptBill:
 
     @property
     def slack_s(self) -> float:
-        """By how much its numbers may differ."""
+        """Allowed absolute difference, in seconds."""
         return max(BILLING_TOLERANCE * self.billed_s, BILLING_SLACK_S * self.workers)
 
     @property
     def is_honest(self) -> bool:
-        """Whether both agree within the tolerance."""
+        """Whether billed and accounted seconds agree within the tolerance."""
         return abs(self.billed_s - self.accounted_s) <= self.slack_s
 
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """What the audit found.
+    """Result of an audit.
 
     Attributes:
-        finished: whether the last attempt finished the run; otherwise rollouts may be in flight.
+        finished: whether the last attempt finished the run; if not, rollouts may be in flight.
         position: number of the ledger's last record.
-        checkpoint_position: the newest whole checkpoint's position in the ledger; None without one.
-        filled_s: GPU-seconds by what filled them, that a GPU would have waited for.
+        checkpoint_position: ledger position of the newest intact checkpoint; None without one.
+        filled_s: GPU-seconds of otherwise idle time, by the work that filled it.
         checks: names of all checks made.
     """
 
@@ -110,15 +109,15 @@ class AuditReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every promise was kept."""
+        """Whether no check was violated."""
         return not self.violations
 
 
 def audit(run: Path, limits: AuditLimits) -> AuditReport:
-    """Audit the run directory ``run``; it may be working meanwhile.
+    """Audit a run directory, also while the run is working.
 
     Raises:
-        LedgerError: there is no ledger, or it cannot be read to its end.
+        LedgerError: there is no ledger, or it cannot be read in full.
     """
     paths = RunPaths(run)
     with closing(queries.open_readonly(paths.ledger)) as connection:
@@ -199,9 +198,9 @@ def _attempts(connection: sqlite3.Connection) -> tuple[AttemptBill, ...]:
 
 
 def _filled(connection: sqlite3.Connection, bills: tuple[AttemptBill, ...], position: int) -> Violation:
-    """What is said to have filled GPUs up to the newest checkpoint, at record ``position``, was worked.
+    """Check that seconds filled up to the newest checkpoint (record ``position``) were billed as work.
 
-    Seconds after it may be at risk still: they are billed, or taken back, later.
+    Later ones are still provisional: a resume may bill them or roll them back.
     """
     ids = []
     for bill in bills:

@@ -1,9 +1,8 @@
-"""What the ledger says: counts, digest, GPU seconds and cost, read over any connection to ``ledger.sqlite``.
+"""Read-only ledger queries: counts, digest, GPU-seconds and cost, over any connection to ``ledger.sqlite``.
 
-The digest covers what was decided and measured, in the order in which it was recorded: prompts, rollouts,
-versions, rewards, optimizer steps, outcomes. It leaves out where and when (worker, lease epoch, time,
-attempt, GPU seconds, refused commits) and the sequence numbers themselves, so that an interrupted and
-resumed run has the digest of an uninterrupted one.
+The digest covers decisions and measurements in record order: prompts, rollouts, versions, rewards, optimizer
+steps, outcomes. It excludes where and when (worker, lease epoch, time, attempt, GPU-seconds, refused commits)
+and the record numbers, so that an interrupted and resumed run has the same digest as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ _DIGESTED = (
 
 @dataclass(frozen=True, slots=True)
 class LedgerCounts:
-    """What the ledger holds.
+    """Counts over the whole ledger.
 
     Attributes:
         issued: rollouts issued, by purpose.
-        in_flight: rollouts without an outcome yet, by purpose.
+        in_flight: rollouts without an outcome, by purpose.
         dropped: dropped rollouts of all purposes, by reason.
-        train_dropped: the train rollouts among them.
+        train_dropped: dropped train rollouts, by reason.
         rejected: commits refused for a stale epoch or as duplicates.
     """
 
@@ -66,10 +65,10 @@ class LedgerCounts:
 
 
 def open_readonly(path: Path) -> sqlite3.Connection:
-    """A connection that cannot write, also beside a running writer.
+    """Open a read-only connection, safe beside a running writer.
 
     Raises:
-        LedgerError: the file is missing, or is no ledger of this version.
+        LedgerError: the file is missing, or is not a ledger of a supported version.
     """
     if not path.is_file():
         raise LedgerError(f"{path}: no ledger here. Name a run directory that `spotlight train` has made.")
@@ -88,12 +87,12 @@ def open_readonly(path: Path) -> sqlite3.Connection:
 
 
 def is_empty_database(connection: sqlite3.Connection, path: Path) -> bool:
-    """Whether nothing was created in the database yet, also where its creation was interrupted."""
+    """Whether the database has no tables yet, also after an interrupted creation."""
     return _header_integer(connection, path, "SELECT COUNT(*) FROM sqlite_master") == 0
 
 
 def check_identity(connection: sqlite3.Connection, path: Path) -> int:
-    """The version of a ledger's schema. Raises :class:`LedgerError` unless this Spotlight can read it."""
+    """The ledger's schema version. Raises :class:`LedgerError` if it is not supported."""
     application = _header_integer(connection, path, "PRAGMA application_id")
     version = _header_integer(connection, path, "PRAGMA user_version")
     if application != APPLICATION_ID or not UPGRADABLE_VERSION <= version <= SCHEMA_VERSION:
@@ -107,7 +106,7 @@ def check_identity(connection: sqlite3.Connection, path: Path) -> int:
 
 @contextmanager
 def consistent_reading(connection: sqlite3.Connection) -> Iterator[None]:
-    """Everything read inside is of one moment, whatever a writer does meanwhile. Nests."""
+    """Read everything in the block from one snapshot. Nests."""
     if connection.in_transaction:
         yield
         return
@@ -125,7 +124,7 @@ def position(connection: sqlite3.Connection) -> int:
 
 
 def counts(connection: sqlite3.Connection) -> LedgerCounts:
-    """Count everything, in one consistent reading."""
+    """Count everything, in one snapshot."""
     with consistent_reading(connection):
         return _counts(connection)
 
@@ -152,7 +151,7 @@ def _counts(connection: sqlite3.Connection) -> LedgerCounts:
 
 
 def digest(connection: sqlite3.Connection) -> str:
-    """SHA-256 (hexadecimal) over the logical rows, in the order of their records."""
+    """SHA-256 (hexadecimal) over the logical rows, in record order."""
     hasher = hashlib.sha256()
     with consistent_reading(connection):
         tables = [_logical_rows(connection, table, columns) for table, columns in _DIGESTED]
@@ -180,14 +179,14 @@ def gpu_seconds_by_phase(connection: sqlite3.Connection, attempt: int | None = N
 def filled_s(
     connection: sqlite3.Connection, attempt: int | None = None, up_to: int | None = None
 ) -> dict[Filler, float]:
-    """GPU-seconds by what filled them while a GPU would have waited; what filled none is absent.
+    """GPU-seconds of otherwise idle time, by the work that filled it; zero entries are absent.
 
     Args:
         attempt: None for all.
-        up_to: number of the last record that counts; None for all.
+        up_to: last record number to count; None for all.
     """
     if _integer(connection, "SELECT COUNT(*) FROM sqlite_master WHERE name = 'filled_seconds'") == 0:
-        return {}  # a ledger of the version before, which nobody wrote to since
+        return {}  # written by the previous version, not upgraded yet
     rows = connection.execute(
         "SELECT filler, SUM(seconds) FROM filled_seconds WHERE attempt = COALESCE(?1, attempt)"
         " AND position <= COALESCE(?2, position) GROUP BY filler",
@@ -198,19 +197,19 @@ def filled_s(
 
 
 def worked_s(connection: sqlite3.Connection) -> float:
-    """Seconds from start to end (or last sign of life) of all attempts together."""
+    """Seconds from start to end (or last heartbeat), summed over all attempts."""
     row = connection.execute("SELECT TOTAL(COALESCE(ended_at, seen_at) - started_at) FROM attempts")
     return float(row.fetchone()[0])
 
 
 def incidents(connection: sqlite3.Connection) -> dict[tuple[Incident, bool], int]:
-    """How often each happened, by whether it befell a spot node (or a worker of one)."""
+    """Incident counts by (kind, whether it hit a spot node or a worker on one)."""
     rows = connection.execute("SELECT kind, spot, COUNT(*) FROM incidents GROUP BY kind, spot")
     return {(Incident(kind), bool(spot)): number for kind, spot, number in rows}
 
 
 def preemptions(connection: sqlite3.Connection) -> tuple[int, int]:
-    """Spot nodes lost, and those among them that had been announced and not called off."""
+    """(spot nodes lost, those with a notice that was not cancelled)."""
     row = connection.execute(
         """
         SELECT COUNT(*), TOTAL((
@@ -225,19 +224,19 @@ def preemptions(connection: sqlite3.Connection) -> tuple[int, int]:
 
 
 def prices_usd_h(connection: sqlite3.Connection) -> tuple[float, ...]:
-    """The prices of a worker's hour that were paid, ascending."""
+    """Distinct prices paid per worker-hour, ascending."""
     rows = connection.execute("SELECT DISTINCT price_usd_h FROM gpu_seconds WHERE seconds > 0 ORDER BY 1")
     return tuple(float(price) for (price,) in rows)
 
 
 def last_ending(connection: sqlite3.Connection) -> Ending | None:
-    """How the newest attempt ended; None while it works, when it died, or where there was none."""
+    """How the newest attempt ended; None while it runs, if it died, or without attempts."""
     row = connection.execute("SELECT ended FROM attempts ORDER BY number DESC LIMIT 1").fetchone()
     return Ending(row[0]) if row and row[0] else None
 
 
 def cost_usd(connection: sqlite3.Connection) -> float:
-    """Price of all GPU-seconds, lost ones included."""
+    """Cost of all GPU-seconds, lost ones included."""
     row = connection.execute("SELECT COALESCE(SUM(seconds * price_usd_h), 0.0) / 3600 FROM gpu_seconds")
     return float(row.fetchone()[0])
 

@@ -1,15 +1,15 @@
 """The tables of ``ledger.sqlite``.
 
-Rows of the eight record tables are only ever inserted (triggers refuse an update), each with the number of
-the controller's record that made it. What must not happen is a database error rather than a convention:
+Rows of the eight record tables are insert-only (triggers refuse updates); each carries the number of the
+controller record that made it. Constraints enforce the accounting:
 
-- an outcome belongs to an issued rollout, and there is at most one a rollout;
-- only a train rollout is trained, only an evaluation rollout evaluated, only an exploration rollout explored;
-- what is trained was finished, and names an optimizer step that exists when the transaction ends;
-- a sample was made by the version its rollout needs, and is finished once; each of its scores is given once.
+- an outcome belongs to an issued rollout, which has at most one;
+- only train rollouts are trained, only evaluation rollouts evaluated, only exploration rollouts explored;
+- a trained rollout was finished, and its optimizer step exists by the end of the transaction;
+- a rollout is finished once, by the policy version it requires, and each of its scores is recorded once.
 
-The tables below them (attempts, workers, GPU seconds, incidents, rollbacks, filled seconds) say how the work
-went, not what was decided: they are outside the numbering, and survive a rollback, but for filled seconds.
+The other tables (attempts, workers, GPU-seconds, incidents, rollbacks, filled seconds) record how the work
+went rather than what was decided. Their rows are unnumbered and, except filled seconds, survive a rollback.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from spotlight.scheduler.types import DropReason, Filler, Phase, Purpose
 
 SCHEMA_VERSION = 3
 UPGRADABLE_VERSION = 2
-"""The oldest that is read, and upgraded when it is written to: it has no ``filled_seconds``."""
+"""Oldest readable version, upgraded on the first write: it lacks ``filled_seconds``."""
 APPLICATION_ID = 0x53504F54
-"""Marks the file as ours (``SPOT``), so that another database is refused by name."""
+"""Identifies the file as a Spotlight ledger (``SPOT``), so that another database is refused."""
 
 
 class Ending(StrEnum):
@@ -35,7 +35,7 @@ class Ending(StrEnum):
 
 
 class Incident(StrEnum):
-    """What befell the cluster that a run works on."""
+    """An event that hit the cluster."""
 
     NODE_JOINED = "node_joined"
     NODE_NOTICED = "node_noticed"

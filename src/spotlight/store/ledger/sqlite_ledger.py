@@ -1,14 +1,13 @@
-"""The durable ledger: the controller's records in SQLite, the GPU seconds they cost, and what befell the run.
+"""The durable ledger in SQLite: the controller's records, the GPU-seconds they cost, and incidents.
 
 Invariants:
-- Records are numbered 1, 2, 3, ... without gaps; what must not happen is refused by
-  ``store/ledger/ledger_schema.py``.
-- :meth:`SqliteLedger.append` returns only when the records are on the disk (WAL, ``synchronous=FULL``), and
-  an interrupted one leaves nothing of itself.
-- One writer: whoever holds the lock of the run directory (``store/run_directory.py``).
 
-Resuming from a checkpoint taken at position p: :meth:`begin_attempt` closes the attempt that died,
-:meth:`rollback` to p removes the records after it, then the controller replays them under the same numbers.
+- Records are numbered 1, 2, 3, ... without gaps. ``ledger_schema.py`` refuses rows that break the accounting.
+- :meth:`SqliteLedger.append` is atomic; on return the records are on disk (WAL, ``synchronous=FULL``).
+- Single writer: the holder of the run directory's lock (``store/run_directory.py``).
+
+To resume from a checkpoint at position p, :meth:`begin_attempt` closes the dead attempt, :meth:`rollback`
+removes the records after p, then the controller replays them under the same numbers.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ _OUTCOME = (
 
 @dataclass(frozen=True, slots=True)
 class GpuSpend:
-    """Seconds one worker's GPU spent in one phase, at the price of that moment."""
+    """Seconds one worker's GPU spent in one phase, and the price at that time."""
 
     worker: WorkerId
     phase: Phase
@@ -68,10 +67,10 @@ class GpuSpend:
 
 
 class SqliteLedger:
-    """The one writer of ``ledger.sqlite``. Use as a context manager, or :meth:`close` it."""
+    """The sole writer of ``ledger.sqlite``. Use as a context manager, or :meth:`close` it."""
 
     def __init__(self, path: Path) -> None:
-        """Open the ledger, creating it where there is none.
+        """Open the ledger, creating it if absent.
 
         Raises:
             LedgerError: the file is not a ledger of this version.
@@ -111,11 +110,11 @@ class SqliteLedger:
             self._connection.executescript(f"BEGIN IMMEDIATE;\n{UPGRADE}\nCOMMIT;")
 
     def append(self, records: Sequence[tuple[int, Record]]) -> None:
-        """Write numbered records in one transaction: all of them are on the disk on return, or none is.
+        """Write numbered records in one transaction; on return they are on disk.
 
         Raises:
             LedgerError: the numbers do not continue :meth:`position`, or the records break the accounting
-                (an outcome of a rollout that was never issued, a second outcome, ...).
+                (for example, a second outcome for a rollout).
             StoreError: the disk is full or not writable.
         """
         if not records:
@@ -147,17 +146,17 @@ class SqliteLedger:
         return self._position
 
     def begin_attempt(self, *, pid: int, host: str, workers: Mapping[WorkerId, float], now_s: float) -> int:
-        """Start the account of this process, and close those that died without closing theirs.
+        """Begin billing this process, and close attempts that died without closing.
 
-        A dead attempt ends as ``killed`` when it was last seen accounting; whatever of its workers' time
-        is in no phase then is booked as lost.
+        A dead attempt ends as ``killed`` at its last billing entry; worker time without a phase is booked as
+        lost.
 
         Args:
-            workers: price of each worker's GPU in USD an hour.
+            workers: price per worker in USD per hour.
             now_s: seconds since the epoch.
 
         Returns:
-            the attempt's number, from 1.
+            The attempt's number, from 1.
         """
         with self._transaction("the account of a new attempt"):
             self._close_dead_attempts()
@@ -193,7 +192,7 @@ class SqliteLedger:
         )
 
     def start_billing(self, workers: Mapping[WorkerId, float], now_s: float) -> None:
-        """Workers are billed from ``now_s`` (seconds since the epoch) on; see :meth:`begin_attempt`."""
+        """Start billing workers (USD per hour) from ``now_s``, seconds since the epoch."""
         attempt = self._current_attempt()
         with self._transaction(f"workers that join attempt {attempt}"):
             self._connection.executemany(
@@ -202,7 +201,7 @@ class SqliteLedger:
             )
 
     def stop_billing(self, workers: Iterable[WorkerId], now_s: float) -> None:
-        """Workers are not billed any more; every second up to ``now_s`` must have its phase by now."""
+        """Stop billing workers; all their seconds up to ``now_s`` must already have a phase."""
         attempt = self._current_attempt()
         with self._transaction(f"workers that leave attempt {attempt}"):
             self._connection.executemany(
@@ -211,7 +210,7 @@ class SqliteLedger:
             )
 
     def record_incident(self, kind: Incident, subject: str, *, spot: bool, detail: str, now_s: float) -> None:
-        """Write down what happened to a node, a worker or the learner."""
+        """Record an incident of a node, a worker or the learner."""
         attempt = self._current_attempt()
         with self._transaction(f"an incident of attempt {attempt}"):
             self._connection.execute(
@@ -220,10 +219,10 @@ class SqliteLedger:
             )
 
     def spend(self, spends: Sequence[GpuSpend], now_s: float) -> None:
-        """Account for GPU seconds, and show that the attempt is alive at ``now_s``.
+        """Bill GPU-seconds, and mark the attempt alive at ``now_s``.
 
-        Call it after appending the records that the work made, and right before and after a checkpoint:
-        then a rollback to that checkpoint finds exactly the seconds whose work is lost.
+        Call it after appending the records of that work, and right before and after a checkpoint: a rollback
+        to that checkpoint then finds exactly the seconds whose work is lost.
         """
         attempt = self._current_attempt()
         with self._transaction(f"the GPU seconds of attempt {attempt}"):
@@ -240,9 +239,9 @@ class SqliteLedger:
             )
 
     def fill(self, iteration: int, filled_s: Mapping[Filler, float]) -> None:
-        """Note GPU seconds, billed in their phases too, by what filled them: else a GPU would have waited.
+        """Record what filled otherwise idle GPU-seconds; they are billed in their phases too.
 
-        Call it after appending the records that the work made.
+        Call it after appending the records of that work.
         """
         attempt = self._current_attempt()
         with self._transaction(f"what filled GPUs in iteration {iteration}"):
@@ -256,9 +255,9 @@ class SqliteLedger:
             )
 
     def end_attempt(self, ending: Ending, now_s: float = 0.0) -> None:
-        """Close the account of this process, at its last entry or at ``now_s`` if that is later.
+        """Stop billing this process at its last entry or ``now_s``, whichever is later.
 
-        Every second up to then must have its phase by now.
+        All seconds up to then must already have a phase.
         """
         attempt = self._current_attempt()
         with self._transaction(f"the end of attempt {attempt}"):
@@ -275,17 +274,17 @@ class SqliteLedger:
         return self._attempt
 
     def rollback(self, position: int, attempt: int) -> int:
-        """Forget the records after ``position`` (a checkpoint's), and mark the GPU seconds they cost as lost.
+        """Delete the records after ``position`` (a checkpoint's), and mark the GPU-seconds they cost as lost.
 
         Args:
-            attempt: the attempt that rolls back. Of its own seconds only training is lost: it was written for
+            attempt: the attempt that rolls back. Of its own seconds only training is lost: it was billed for
                 a checkpoint that was never committed.
 
         Returns:
-            the number of records forgotten.
+            The number of records deleted.
 
         Raises:
-            LedgerError: the ledger does not reach ``position``, or it lies inside what one append wrote.
+            LedgerError: the ledger does not reach ``position``, or ``position`` lies inside one append.
         """
         forgotten = self._position - position
         if position < 0 or forgotten < 0:
@@ -316,27 +315,27 @@ class SqliteLedger:
         return forgotten
 
     def digest(self) -> str:
-        """SHA-256 over what was decided and measured (see ``store/ledger/ledger_queries.py``)."""
+        """SHA-256 over decisions and measurements; see :mod:`spotlight.store.ledger.ledger_queries`."""
         return queries.digest(self._connection)
 
     def counts(self) -> queries.LedgerCounts:
-        """Count everything in the ledger."""
+        """Counts over the whole ledger."""
         return queries.counts(self._connection)
 
     def gpu_seconds_by_phase(self) -> dict[Phase, float]:
-        """GPU-seconds of all attempts, every phase present."""
+        """GPU-seconds of all attempts; every phase is present."""
         return queries.gpu_seconds_by_phase(self._connection)
 
     def worked_s(self) -> float:
-        """Seconds of work of all attempts together, this one's up to its last account."""
+        """Seconds of work of all attempts, this one's up to its last billing entry."""
         return queries.worked_s(self._connection)
 
     def cost_usd(self) -> float:
-        """Price of all GPU-seconds, lost ones included."""
+        """Cost of all GPU-seconds, lost ones included."""
         return queries.cost_usd(self._connection)
 
     def close(self) -> None:
-        """Close the database; nothing is pending, so nothing can be lost."""
+        """Close the database. Nothing is buffered, so nothing can be lost."""
         self._connection.close()
 
     def __enter__(self) -> Self:
