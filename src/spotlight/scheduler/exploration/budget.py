@@ -1,13 +1,10 @@
-"""What the next window can hold: how long training will take, and how much of the fleet will explore.
+"""Forecast of a window's capacity, in worker-seconds as profiled:
 
-Work is counted in worker-seconds as profiled. A window delivers
+    capacity = window_s * workers now * yield
 
-    window_s * workers now * yield
-
-of them, where the yield is what recent windows delivered for each worker there when they opened: it takes in
-workers that were lost or joined meanwhile, time to pull weights and to re-form groups, sequence parallelism,
-and a profile that is off. Both factors are discounted means with their deviations; the cautious figure takes
-each ``caution`` deviations lower.
+The yield is the work recent windows delivered per worker-second at opening. It absorbs workers lost or
+joined, weight pulls, regrouping, sequence parallelism and profiling error. Both factors are discounted means;
+the cautious capacity lowers each by ``caution`` standard deviations.
 """
 
 from __future__ import annotations
@@ -22,13 +19,13 @@ from spotlight.scheduler.exploration.decayed_mean import DecayedMean
 
 @dataclass(frozen=True, slots=True)
 class WindowSeen:
-    """What a window turned out to be.
+    """A finished window.
 
     Attributes:
-        open_s: from its opening to its end.
-        busy_s: until all its previews were scored; else ``open_s``.
-        workers: that could explore when it opened.
-        scored: previews that were scored, those that deepened pools included.
+        open_s: seconds from opening to end.
+        busy_s: seconds until all its previews were scored, at most ``open_s``.
+        workers: number that could explore when it opened.
+        scored: number of scored previews, pool-deepening ones included.
     """
 
     arm: Arm
@@ -40,7 +37,7 @@ class WindowSeen:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Worker-seconds that a window can hold, and what that was made of; None: unknown."""
+    """Forecast capacity in worker-seconds and its factors; None: unknown."""
 
     expected_s: float | None
     cautious_s: float | None
@@ -51,7 +48,7 @@ class Capacity:
     yield_deviation: float
 
     def as_metrics(self) -> dict[str, object]:
-        """For the explanation of a decision."""
+        """JSON-able, for the explanation of a decision."""
         return {
             "expected_s": self.expected_s,
             "cautious_s": self.cautious_s,
@@ -68,8 +65,8 @@ class Forecast:
     """See the module's docstring.
 
     Attributes:
-        caution: deviations by which each factor is taken lower.
-        discount: of an observation, by every later one.
+        caution: standard deviations by which each factor is lowered.
+        discount: weight of an observation decays by this factor per later one.
     """
 
     costs: PreviewCostsConfig
@@ -79,7 +76,7 @@ class Forecast:
     _yield: DecayedMean = field(default_factory=DecayedMean)
 
     def capacity(self, workers: int) -> Capacity:
-        """Of a window that opens now."""
+        """Capacity of a window that opens now."""
         window_s = self._window_s.mean if self._window_s.weight else self.costs.window_s
         yields = 1.0 if self._yield.mean is None else self._yield.mean
         slack_s, loose = self._window_s.deviation, self._yield.deviation
@@ -91,7 +88,7 @@ class Forecast:
         return Capacity(expected, cautious, window_s, slack_s, workers, yields, loose)
 
     def observe(self, seen: WindowSeen) -> None:
-        """A window has ended."""
+        """Update both factors from a finished window."""
         self._window_s.forget(self.discount)
         self._window_s.add(seen.open_s)
         available_s = seen.workers * max(0.0, seen.busy_s - self.costs.reward_s)
@@ -104,6 +101,6 @@ class Forecast:
         return {"window_s": self._window_s.to_list(), "yield": self._yield.to_list()}
 
     def load(self, state: Mapping[str, object]) -> None:
-        """Stand where a snapshot was taken."""
+        """Restore a snapshot."""
         self._window_s = DecayedMean.from_list(state.get("window_s"))
         self._yield = DecayedMean.from_list(state.get("yield"))

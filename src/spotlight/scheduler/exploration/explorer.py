@@ -1,10 +1,10 @@
-"""What exploration decides and learns, from one iteration to the next. Part of the controller.
+"""Exploration across iterations. Part of the controller.
 
-    open ──► previews ──► close: seeds are chosen ──► groups are made anew ──► learn what it brought ──► open
+    open ──► previews ──► close: choose seeds ──► groups regenerated ──► learn the gain ──► open
 
 Invariants
-    1. The state is JSON between two iterations; a restored explorer goes on as the one that made it.
-    2. Nothing here reaches training but seeds, and weights that follow from how they were chosen.
+    1. The state between iterations is JSON; a restored explorer continues identically.
+    2. Only seeds, and weights derived from how they were chosen, reach training.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ class Explorer:
 
     Attributes:
         policy: decides how much to explore.
-        window: open while there are previews to make.
-        groups: what previews chose for the iteration that trains next, by slot.
-        report: their exploration so far, JSON-able. An open window is not in it: the groups chosen before may
-            still be in the making.
+        window: open while previews are made.
+        groups: chosen seeds for the iteration that trains next, by slot.
+        report: JSON-able report on ``groups``, without the open window.
     """
 
     def __init__(self, plan: Plan, exploration: ExplorationPlan, prompts: Sequence[Prompt]) -> None:
@@ -57,11 +56,11 @@ class Explorer:
         workers: int,
         now: float,
     ) -> Window:
-        """Decide how much to explore for an iteration; ``window.arm`` is None for not at all.
+        """Open an iteration's window; ``window.arm`` is None for no exploration.
 
         Args:
-            prompts: of the iteration's slots.
-            early: slots, from the first, that are not explored.
+            prompts: by slot.
+            early: number of leading slots that are not explored.
         """
         explored = {slot: prompt for slot, prompt in enumerate(prompts) if slot >= early}
         decision = self.policy.decide(Outlook(iteration, len(explored), workers))
@@ -72,9 +71,9 @@ class Explorer:
         return self.window
 
     def spare(self, slot: int) -> tuple[int, Prompt] | None:
-        """A slot and a prompt to preview besides, once ``slot`` is seen to have no contrast."""
+        """A new slot and its spare prompt, if ``slot`` has no contrast and a spare is left."""
         window, plan = self.window, self._plan
-        spares = len(window.replaced)  # each brought one spare prompt
+        spares = len(window.replaced)  # each added one spare prompt
         if spares >= self._exploration.spare_prompts or slot in window.replaced:
             return None
         if not flat(window, slot, self._exploration, plan.group_size):
@@ -88,12 +87,12 @@ class Explorer:
         return new, found[spares]
 
     def deepen(self) -> dict[int, range]:
-        """Members by slot to preview besides what was planned: the next round, empty when all is done."""
+        """The next round of extra previews, as members by slot; empty at the limit."""
         limit = self._exploration.seeds_per_prompt_max
         return {} if limit is None or self.window.arm is None else self.window.round(limit)
 
     def close(self, now: float) -> tuple[Window, Choice]:
-        """Choose seeds from what was scored; there is no open window then."""
+        """Choose seeds from the scored previews and close the window."""
         window, self.window = self.window, Window(self.window.iteration)
         if window.opened_s is None:
             self.groups, self.report = {}, {}
@@ -103,7 +102,7 @@ class Explorer:
         self.groups = choice.groups
         open_s = now - window.opened_s
         if window.arm is not None:
-            # Workers that deepen pools are as busy as with what was planned.
+            # Deepening pools keeps workers as busy as planned previews do.
             busy_s = open_s if window.unscored else window.scored_s - window.opened_s
             scored = len(window.scores)
             self.policy.observe(WindowSeen(window.arm, open_s, busy_s, window.workers, scored))
@@ -133,21 +132,21 @@ class Explorer:
 
     @property
     def seeds(self) -> Mapping[int, tuple[int, ...]]:
-        """By slot; other slots take seeds of their own."""
+        """Chosen seeds by slot; absent slots take fresh seeds."""
         return {slot: group.seeds for slot, group in self.groups.items()}
 
     def prompts(self, planned: Iterable[Prompt]) -> list[Prompt]:
-        """The prompts of the iteration's slots, spare ones in the places that they took."""
+        """The prompts by slot, with spare prompts in place of those replaced."""
         return [
             self._prompts[self.groups[slot].prompt] if slot in self.groups else prompt
             for slot, prompt in enumerate(planned)
         ]
 
     def explored_beside(self, slot: int, seeds: Set[int]) -> tuple[Mapping[str, float], ...]:
-        """Scores of the previews of a slot's pool, but for some seeds of its group.
+        """Preview scores of a slot's pool, without ``seeds``.
 
-        With the group's other seeds, which rank first and last, the spread is the pool's; without them it
-        would be that of its middle.
+        The group's other seeds, the pool's extremes, are included: without them the spread would be too
+        small.
         """
         if slot not in self.groups:
             return ()
@@ -156,7 +155,7 @@ class Explorer:
         return (*group.unchosen, *(scores for seed, scores in chosen if seed not in seeds))
 
     def weight(self, slot: int, seed: int) -> float:
-        """Factor by which a sample counts, so that the choice of its seed leaves no bias; else 1."""
+        """Importance weight of a sample that undoes the selection of its seed, else 1."""
         if not self._exploration.undo_selection or slot not in self.groups:
             return 1.0
         return self.groups[slot].weights().get(seed, 1.0)
@@ -166,7 +165,7 @@ class Explorer:
         realised: Mapping[int, Mapping[int, Mapping[str, float]]],
         version: PolicyVersion,
     ) -> dict[str, object] | None:
-        """The groups were made anew; returns the report on their exploration, if there was any.
+        """Learn from regenerated scores; returns the report, or None without exploration.
 
         Args:
             realised: regenerated scores by slot and seed.
@@ -208,7 +207,7 @@ class Explorer:
         }
 
     def load(self, state: Mapping[str, object]) -> None:
-        """Stand where a snapshot was taken; an empty one is the start. Raises ValueError if it is none."""
+        """Restore a snapshot; an empty one is the initial state. Raises ValueError if it is malformed."""
         self.policy = make_policy(self._exploration)
         self.window, self.groups, self.report = Window(0), {}, {}
         if not state:
@@ -226,13 +225,13 @@ class Explorer:
 
 
 def make_policy(exploration: ExplorationPlan) -> ArmPolicy:
-    """The planner, or the one arm of the plan."""
+    """The planner, or a fixed arm."""
     trust = Trust(exploration.fidelity_min)
     planner = exploration.planner
     if planner is None:
         return FixedArm(Arm(exploration.seeds_per_prompt, exploration.steps), trust)
     grid = arm_grid(planner.seed_counts, planner.step_counts)
-    # The largest first: what fits a window fills it.
+    # The bandit tries arms in this order: the largest that fits first, to fill the window.
     arms = sorted(grid, key=lambda arm: (-planner.costs.work_s(arm.steps, arm.seeds_per_prompt), arm))
     bandit = DiscountedUCB(arms, planner.alpha, planner.discount, planner.sharing)
     forecast = Forecast(planner.costs, planner.caution)

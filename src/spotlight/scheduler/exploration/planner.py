@@ -1,11 +1,11 @@
-"""Who decides how much to explore: one arm for all iterations, or the planner.
+"""How much to explore: a fixed arm, or a planner that chooses one per iteration.
 
-    decide ──► previews ──► observe (how long the window was) ──► groups regenerated ──► learn ──► decide ...
+    decide ──► previews ──► observe (window length) ──► groups regenerated ──► learn ──► decide ...
 
 Invariants
-    1. Pure: equal calls give equal decisions; a restored policy decides as the one that made the snapshot.
-    2. An arm is judged by what regenerated rewards showed, never by what its previews promised.
-    3. Every decision comes with what it was made of.
+    1. Pure: equal calls give equal decisions; a restored policy decides like the original.
+    2. An arm is judged by regenerated rewards, never by preview rewards.
+    3. Every decision carries its explanation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spotlight.scheduler.exploration.decayed_mean import DecayedMean, section
 from spotlight.scheduler.exploration.fidelity import Fidelity, Trust
 
 _NO_CONTRAST = 1e-12
-"""Of random groups: a gain relative to less than this says nothing."""
+"""Gains are not divided by a random contrast below this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,8 @@ class Outlook:
     """What is known when a window opens.
 
     Attributes:
-        prompts: to explore.
-        workers: that could explore now.
+        prompts: number of prompts to explore.
+        workers: number of workers that could explore now.
     """
 
     iteration: int
@@ -41,7 +41,7 @@ class Outlook:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """An arm, or None for random seeds; ``metrics`` is JSON-able and explains it."""
+    """An arm, or None for random seeds; ``metrics`` is a JSON-able explanation."""
 
     arm: Arm | None
     why: str
@@ -50,10 +50,11 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """What became of an iteration's exploration; None: no arm was played, or nothing can be said.
+    """Outcome of an iteration's exploration; ``arm`` None: none was played, ``contrast`` None: not
+    measurable.
 
     Attributes:
-        chosen: groups whose seeds previews chose, of ``prompts`` that were to be explored.
+        chosen: groups, out of ``prompts`` explored, whose seeds were selected by previews.
     """
 
     arm: Arm | None
@@ -64,18 +65,18 @@ class Lesson:
 
 
 class ArmPolicy(Protocol):
-    """Chooses how much to explore for an iteration."""
+    """Chooses how much to explore in each iteration."""
 
     def decide(self, outlook: Outlook) -> Decision:
-        """Of the window that opens now."""
+        """Choose the arm of a window that opens now."""
         ...
 
     def observe(self, seen: WindowSeen) -> None:
-        """A window has ended."""
+        """Learn from a window's length and throughput."""
         ...
 
     def learn(self, lesson: Lesson) -> None:
-        """The groups that exploration chose were regenerated; once an iteration."""
+        """Learn from the regenerated groups, once per iteration."""
         ...
 
     def snapshot(self) -> dict[str, object]:
@@ -83,13 +84,13 @@ class ArmPolicy(Protocol):
         ...
 
     def load(self, state: Mapping[str, object]) -> None:
-        """Stand where a snapshot was taken. Raises ValueError for anything else than a snapshot."""
+        """Restore a snapshot. Raises ValueError if it is malformed."""
         ...
 
 
 @dataclass(slots=True)
 class FixedArm:
-    """The same arm for every iteration, or random seeds while its previews rank too badly."""
+    """One arm for every iteration, or random seeds while its previews rank too poorly."""
 
     arm: Arm
     trust: Trust
@@ -120,19 +121,18 @@ class FixedArm:
 
 @dataclass(slots=True)
 class Planner:
-    """The arm with the largest upper confidence bound among those that fit the window and are trusted.
+    """The arm with the largest upper confidence bound among trusted arms that fit the window.
 
-    An arm's reward is the mean gain (see :mod:`spotlight.scheduler.exploration.contrast`) of the prompts
-    that it was
-    to explore, 0 for those left with random seeds because they showed no contrast or because time was up. It
-    is in units of the contrast that random groups had in EARLIER iterations: rewards of easy and hard times
-    are comparable, and the unit is fixed before the reward is seen, so it does not bias it.
+    An arm's reward is the mean gain (:mod:`spotlight.scheduler.exploration.contrast`) over the prompts
+    explored, 0 for those left with random seeds (no contrast, or out of time). It is measured in units of the
+    random groups' contrast in earlier iterations, so rewards of easy and hard phases are comparable, and the
+    unit, fixed before the reward is seen, does not bias it.
 
-    A window may open before the groups of the one before are made: what was played then is learnt later.
+    A window may open before the previous one's groups are regenerated; its reward then arrives late.
 
     Attributes:
-        limited: windows end with training; else the previews are waited for, and every arm fits.
-        _awaited: the arm played last, unless it was learnt from.
+        limited: windows end with training; otherwise previews are waited for and every arm fits.
+        _awaited: the last arm played, until its reward arrives.
     """
 
     bandit: DiscountedUCB
@@ -185,7 +185,7 @@ class Planner:
         if lesson.contrast.random > _NO_CONTRAST:
             self._unit.forget(self.bandit.discount)
             self._unit.add(lesson.contrast.random)
-        # Groups that lost their samples count as the others: it is not the arm's doing.
+        # Groups that lost samples count like the others: that is not the arm's fault.
         share = lesson.chosen / lesson.prompts
         self.bandit.learn(lesson.arm, share * lesson.contrast.gain / unit if unit > _NO_CONTRAST else 0.0)
 
@@ -207,10 +207,10 @@ class Planner:
         self._unit = DecayedMean.from_list(state.get("unit"))
         awaited = state.get("awaited")
         arm = None if awaited is None else Arm.parse(str(awaited))
-        self._awaited = arm if arm in self.bandit.arms else None  # the grid may be another by now
+        self._awaited = arm if arm in self.bandit.arms else None  # the configured grid may have changed
 
     def _worth_trying(self, arms: set[Arm], estimates: Mapping[Arm, ArmEstimate]) -> set[Arm]:
-        """Without an arm whose first play is not learnt from yet: a second would tell nothing sooner."""
+        """Exclude an untried arm whose reward is pending: playing it again would add no information yet."""
         first = self._awaited is not None and estimates[self._awaited].mean is None
         return arms - {self._awaited} or arms if first else arms
 

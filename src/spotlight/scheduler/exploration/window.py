@@ -1,14 +1,11 @@
-"""Exploration: previews of many seeds, of which those whose rewards differ most form groups.
+"""Exploration windows: preview many seeds per prompt, keep those whose rewards differ most.
 
-A preview is a rollout like any other, of the lowest class of the queue. Losing one costs nothing but itself:
-what is not scored when the window closes is dropped, and a prompt left with fewer previews than its group
-has members keeps seeds of its own. So does a prompt whose previews show no contrast, unless a spare prompt
-takes its place, or the choice is to be undone: then it keeps any of its previewed seeds. Workers that are
-left with nothing to do deepen the pools, a preview of each prompt after the other: which previews a pool
-gets depends on time and never on rewards, so pools may differ in size.
+Previews have the lowest queue priority and are expendable: those not scored when the window closes are
+dropped, and a prompt with fewer previews than group members gets fresh seeds. So does a prompt without
+contrast, unless a spare prompt replaces it, or the selection is to be undone by weights: then it keeps random
+previewed seeds. Idle workers deepen the pools round-robin: pool sizes depend on time, never on rewards.
 
-Of the previews only numbers stay, and training never sees them: what was chosen is generated anew, and
-advantages come from the new rewards alone.
+Previews are never trained on: chosen seeds are regenerated, and advantages use only the new rewards.
 """
 
 from __future__ import annotations
@@ -31,15 +28,15 @@ _START = PolicyVersion(0)
 
 @dataclass(frozen=True, slots=True)
 class ExploredGroup:
-    """Seeds that previews chose for a slot, and what is needed to judge the choice.
+    """Seeds that previews chose for a slot, and the data to evaluate the choice.
 
     Attributes:
-        previews: scores of the seeds' previews, in the order of the seeds.
-        drawn: how many of the seeds, from the end, were drawn at random among those that rank left.
-        inclusion: probability with which each was chosen; None where some seed of the pool had none.
-        pool: number of previews that they were chosen among.
-        pool_variance: unbiased variance of these, by score.
-        unchosen: scores of the previews of other seeds.
+        previews: preview scores of ``seeds``, in order.
+        drawn: number of seeds, at the end, drawn at random from those left by rank.
+        inclusion: probability of each seed's selection; None where some seed of the pool had probability 0.
+        pool: number of previews chosen from.
+        pool_variance: unbiased variance over the pool, by score name.
+        unchosen: preview scores of the pool's other seeds.
     """
 
     prompt: PromptId
@@ -52,9 +49,12 @@ class ExploredGroup:
     unchosen: tuple[Mapping[str, float], ...] = ()
 
     def evidence(self, score: str, realised: Mapping[int, Mapping[str, float]]) -> GroupEvidence | None:
-        """What regenerated scores, by seed, tell of the pool; None if fewer than two seeds have this score.
+        """Pair previews with regenerated scores; None with fewer than two seeds that have ``score``.
 
-        A seed lost since is taken for lost by chance, and one that rank had chosen for one less in the pool.
+        Seeds lost since count as lost at random; one chosen by rank also shrinks the pool by one.
+
+        Args:
+            realised: regenerated scores by seed.
         """
         if score not in self.pool_variance:
             return None
@@ -73,14 +73,16 @@ class ExploredGroup:
         )
 
     def weights(self) -> dict[int, float]:
-        """Factors, by seed, that let the group's mean estimate the pool's without bias; empty if none do."""
+        """Importance weights by seed that make the group mean an unbiased estimate of the pool mean, or
+        empty.
+        """
         if self.inclusion is None:
             return {}
         share = len(self.seeds) / self.pool
         return {seed: share / chance for seed, chance in zip(self.seeds, self.inclusion, strict=True)}
 
     def to_dict(self) -> dict[str, object]:
-        """What :meth:`from_dict` takes."""
+        """JSON-able, for :meth:`from_dict`."""
         return {
             "prompt": self.prompt,
             "seeds": list(self.seeds),
@@ -94,7 +96,7 @@ class ExploredGroup:
 
     @classmethod
     def from_dict(cls, tree: object) -> ExploredGroup:
-        """Raises ValueError for anything else than what :meth:`to_dict` made."""
+        """Inverse of :meth:`to_dict`. Raises ValueError for anything else."""
         match tree:
             case {
                 "prompt": str(prompt),
@@ -124,16 +126,16 @@ class Window:
     """The previews for the groups of ``iteration``.
 
     Attributes:
-        version: that makes the previews.
-        opened_s: controller time; None: no window is open.
-        workers: that could explore when it opened.
-        prompts: by slot; slots after those of the iteration hold spare prompts.
-        unscored: previews neither scored nor dropped; ``open`` counts those that the arm planned, by slot.
-        issued: previews so far, by slot; those that the arm did not plan are more than its seeds.
-        replaced: slots without contrast, for each of which a spare prompt is previewed.
+        version: policy version of the previews.
+        opened_s: controller time; None while closed.
+        workers: number that could explore when it opened.
+        prompts: by slot; slots beyond the iteration's hold spare prompts.
+        unscored: previews neither scored nor dropped; ``open`` counts those planned by the arm, by slot.
+        issued: previews by slot; beyond the arm's seeds they deepen the pool.
+        replaced: slots without contrast, each with a spare prompt previewed.
         pools: seeds of scored previews, by slot.
-        scored_s: when the last score came.
-        is_full: no slot may be deepened any more, unless a spare prompt comes.
+        scored_s: time of the last score.
+        is_full: no slot can be deepened, until a spare prompt is added.
     """
 
     iteration: int
@@ -155,14 +157,14 @@ class Window:
     is_full: bool = False
 
     def issue(self, slot: int, rollout: Rollout) -> None:
-        """A preview is wanted."""
+        """Add a preview."""
         self.rollouts[rollout.id], self.slots[rollout.id] = rollout, slot
         self.unscored.add(rollout.id)
         self.issued[slot] += 1
         self.open[slot] += self._planned(rollout)
 
     def score(self, rollout: RolloutId, scores: Mapping[str, float], now: float) -> None:
-        """A preview has its rewards."""
+        """Record a preview's rewards."""
         slot = self.slots[rollout]
         self.scores[rollout] = scores
         self.unscored.discard(rollout)
@@ -171,20 +173,20 @@ class Window:
         self.scored_s = now
 
     def drop(self, rollout: RolloutId) -> None:
-        """A preview will have none."""
+        """Remove a preview that will not be scored."""
         if rollout in self.unscored:
             self.open[self.slots[rollout]] -= self._planned(self.rollouts[rollout])
         self.unscored.discard(rollout)
         del self.rollouts[rollout], self.slots[rollout]
 
     def replace(self, slot: int, new: int, spare: Prompt) -> None:
-        """Preview a spare prompt, in a slot of its own, for one without contrast."""
+        """Add a spare prompt's slot for one without contrast."""
         self.prompts[new] = spare
         self.replaced.add(slot)
         self.is_full = False
 
     def round(self, limit: int) -> dict[int, range]:
-        """One more member of each slot that has the fewest; none where all have ``limit``."""
+        """The next member of every slot with the fewest previews; empty once all have ``limit``."""
         wanted = {slot: self.issued[slot] for slot in self.prompts if slot not in self.replaced}
         fewest = min(wanted.values(), default=limit)
         if fewest >= limit:
@@ -194,19 +196,21 @@ class Window:
 
     @property
     def planned(self) -> int:
-        """Previews that the arm asks for."""
+        """Number of previews the arm asks for."""
         return 0 if self.arm is None else len(self.prompts) * self.arm.seeds_per_prompt
 
     @property
     def cut_off(self) -> bool:
-        """Whether previews that the arm asks for are not scored yet; deeper pools are a bonus."""
+        """Whether some planned previews are not scored yet."""
         return any(self.open.values())
 
     def _planned(self, rollout: Rollout) -> bool:
         return self.arm is not None and rollout.member < self.arm.seeds_per_prompt
 
     def pool(self, slot: int) -> dict[RolloutId, int]:
-        """The seeds of a slot's scored previews, in the order of their names: not of their coming."""
+        """Seeds of a slot's scored previews by rollout id, in id order so that arrival order cannot
+        matter.
+        """
         return dict(sorted(self.pools.get(slot, {}).items()))
 
     def rewards(self, slot: int) -> dict[int, float]:
@@ -216,15 +220,15 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a window's previews chose.
+    """Result of a window.
 
     Attributes:
-        groups: by slot; other slots take seeds of their own.
-        used: previews whose scores decided something.
-        verdicts: of the slots, spare ones included.
-        replaced: slots that a spare prompt took.
-        pool_contrast: mean variance of the pools that groups were chosen from.
-        pool_size: mean number of previews in these.
+        groups: by slot; absent slots take fresh seeds.
+        used: previews that took part in a decision.
+        verdicts: number of slots by verdict, spare ones included.
+        replaced: number of slots taken by spare prompts.
+        pool_contrast: mean reward variance of the pools chosen from.
+        pool_size: their mean size.
     """
 
     groups: Mapping[int, ExploredGroup] = field(default_factory=dict)
@@ -236,17 +240,17 @@ class Choice:
 
 
 def flat(window: Window, slot: int, plan: ExplorationPlan, group_size: int) -> bool:
-    """Whether all previews planned for a slot are there, and show no contrast."""
+    """Whether all of a slot's planned previews are scored and show no contrast."""
     if window.open[slot]:
         return False
     return _select(window, slot, plan, group_size, 0, 0).verdict is SelectionVerdict.NO_CONTRAST
 
 
 def choose(window: Window, plan: ExplorationPlan, group_size: int, slots: int, run_seed: int) -> Choice:
-    """Seeds for the groups of the window's iteration.
+    """Select seeds for the groups of the window's iteration.
 
     Args:
-        slots: groups of the iteration; later slots of the window hold spare prompts.
+        slots: number of groups in the iteration; later slots hold spare prompts.
     """
     rankable = [slot for slot in window.prompts if len(window.rewards(slot)) > group_size]
     sampled = sorted(rankable, key=lambda slot: derive_seed(run_seed, "sampled", window.iteration, slot))
@@ -302,7 +306,7 @@ def _select(
 
 def _group(window: Window, slot: int, selection: Selection) -> ExploredGroup:
     scores = {seed: window.scores[name] for name, seed in window.pool(slot).items()}
-    # A score that some preview lacks cannot be compared over the pool.
+    # Scores missing from some preview cannot be compared over the pool.
     names = [name for name in next(iter(scores.values())) if all(name in one for one in scores.values())]
     finite = [name for name in names if all(math.isfinite(one[name]) for one in scores.values())]
     return ExploredGroup(

@@ -1,20 +1,18 @@
-"""Bounded search over the predicted timeline: how much generation idle trainers should take over.
+"""How much generation idle trainers should take over: an exact search over the predicted timeline.
 
-While trainers wait for units (micro-batches, groups) they may generate some themselves, at the price of two
-context switches and of not training meanwhile. Given profiled times, the plan that trains everything
-earliest is found exactly, by dynamic programming over units that trainers generated, units they trained,
-and their mode.
+While trainers wait for units (micro-batches, groups) they may generate some, at the cost of two context
+switches and of not training meanwhile. With profiled times, dynamic programming over (units taken, units
+trained, mode) finds the plan that trains everything earliest.
 
-Why that is exact: generators pull in a fixed order at fixed times, of which units taken by trainers only
-cut off the last; so of two ways to the same (taken, trained, mode) the earlier one can wait for the later,
-and dominates it.
+Exact: generators pull in a fixed order at fixed times, and units taken by trainers only cut off the tail. So
+of two ways to reach a state the earlier dominates, since it can wait.
 
 Trainers switch back once there is something to train, not before.
 
-Why it is bounded: a unit that trainers would finish after generators had finished everything is never
-taken. Left alone, all training could start by then at the latest; taken, it would start later still.
+Bounded: a unit that trainers would finish after the generators had finished everything is never taken. Left
+alone, all training could start by then; taken, it would start later.
 
-Invariants: the plan never ends later than taking nothing; of equal plans, the one that takes less.
+Invariants: a plan never ends later than taking nothing; of equal plans the one that takes less wins.
 """
 
 from __future__ import annotations
@@ -26,17 +24,17 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 _ROUNDING = 1e-9
-"""Relative gain below which two plans are equal: sums of the same seconds in another order."""
+"""Relative difference below which plans count as equal: rounding depends on the order of summation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generator:
-    """One that generates unit after unit: a group of workers.
+    """A group of workers that generates units one after the other.
 
     Attributes:
         free_s: seconds from now until it can pull a unit.
-        unit_s: seconds it generates one.
-        busy: a unit becomes ready when it is free; otherwise it joins then, or is idle now.
+        unit_s: seconds per unit.
+        busy: a unit becomes ready at ``free_s``; otherwise the group is idle, or joins then.
     """
 
     free_s: float
@@ -50,19 +48,19 @@ class Generator:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What is known when trainers have nothing to do, with profiled times.
+    """Profiled state when trainers have nothing to train. Durations are of all trainers together, in seconds.
 
     Attributes:
-        ready: generated units that are not trained.
-        waiting: units that nobody generates yet.
-        generators: those besides the trainers.
-        generate_s: all trainers together generate a unit.
-        train_s: they train one.
-        enter_s: they switch from training to generating.
-        leave_s: they switch back, once a unit can be trained.
-        generating: they are in generating mode now.
-        coming: seconds from now until further generated units can be trained.
-        whole: nothing is trained before all is generated.
+        ready: generated units not trained.
+        waiting: units not being generated yet.
+        generators: other than the trainers.
+        generate_s: to generate a unit.
+        train_s: to train a unit.
+        enter_s: to switch from training to generating.
+        leave_s: to switch back, once a unit is trainable.
+        generating: trainers are in generating mode now.
+        coming: seconds from now until each further generated unit is trainable.
+        whole: nothing is trained before everything is generated.
     """
 
     ready: int
@@ -86,7 +84,7 @@ class Timeline:
 
     @property
     def units(self) -> int:
-        """That are still to be trained."""
+        """Units still to be trained."""
         busy = sum(generator.busy for generator in self.generators)
         return self.ready + self.waiting + len(self.coming) + busy
 
@@ -96,10 +94,10 @@ class RolloutBudget:
     """How many units the trainers should generate.
 
     Attributes:
-        now: one after the other, before they train again; 0: leave everything.
-        in_all: in the whole plan, which is made anew at the next event.
+        now: consecutively, before they train again.
+        in_all: in the whole plan, which is recomputed at the next event.
         finish_s: seconds from now until all units are trained.
-        finish_without_s: the same if trainers take nothing; infinite where nobody else generates.
+        finish_without_s: the same if trainers take none; infinite without other generators.
     """
 
     now: int
@@ -109,12 +107,10 @@ class RolloutBudget:
 
 
 def find_budget(timeline: Timeline, *, gain_min_s: float = 0.0) -> RolloutBudget:
-    """The plan that trains all units earliest.
-
-    Work is of the order of units times units that trainers could generate before all is generated.
+    """The plan that trains all units earliest, in O(units * units trainers could take).
 
     Args:
-        gain_min_s: take nothing for a smaller gain: predictions are not exact.
+        gain_min_s: take nothing for a smaller gain, as predictions are inexact.
     """
     claims, held = _pulls(timeline)
     start = _At(0.0, 0)
@@ -147,28 +143,28 @@ def find_budget(timeline: Timeline, *, gain_min_s: float = 0.0) -> RolloutBudget
 
 
 class _Claim(NamedTuple):
-    """A waiting unit in the order in which generators pull them."""
+    """When generators pull a waiting unit and have it ready."""
 
     at_s: float
     ready_s: float
 
 
 class _At(NamedTuple):
-    """The earliest that the trainers can be somewhere, and the units they take first on the way."""
+    """The earliest time trainers reach a state, and the units they take first on the way."""
 
     at_s: float
     first: int
 
 
 class _TrainerTimes(NamedTuple):
-    """Where trainers are with so many units taken and trained, by their mode; None: it cannot be."""
+    """Earliest arrival in each mode, for some (taken, trained); None: unreachable."""
 
     training: _At | None
     generating: _At | None
 
 
 def _pulls(timeline: Timeline) -> tuple[list[_Claim], list[float]]:
-    """What generators do if left alone: their pulls in order, and when the units they have are ready."""
+    """Generators' pulls in order if trainers take nothing, and when units under way are ready."""
     heap = [(generator.free_s, i) for i, generator in enumerate(timeline.generators)]
     heapq.heapify(heap)
     claims: list[_Claim] = []
@@ -186,7 +182,7 @@ def _pulls(timeline: Timeline) -> tuple[list[_Claim], list[float]]:
 def _trained(
     timeline: Timeline, rows: Sequence[_TrainerTimes], finished: Sequence[float], taken: int
 ) -> list[_TrainerTimes]:
-    """With units trained as early as can be. ``finished``: when those of generators are ready, in order."""
+    """Extend each state by training as early as possible. ``finished``: ascending ready times."""
     found = list(rows)
     for trained in range(timeline.units):
         of_generators = trained + 1 - timeline.ready - taken
@@ -200,9 +196,9 @@ def _trained(
 
 
 def _end_of_whole(timeline: Timeline, row: _TrainerTimes, finished: Sequence[float], taken: int) -> _At:
-    """The end, if nothing is trained before all is there. ``row``: nothing is trained."""
+    """The end if training starts only once everything is generated. ``row``: states with none trained."""
     if timeline.ready + taken + len(finished) < timeline.units:
-        return _At(math.inf, 0)  # nobody generates the rest
+        return _At(math.inf, 0)  # the rest is never generated
     if not timeline.units:
         return _At(0.0, 0)
     at = _earliest(timeline, row, max(finished, default=0.0), timeline.units * timeline.train_s)
@@ -210,7 +206,7 @@ def _end_of_whole(timeline: Timeline, row: _TrainerTimes, finished: Sequence[flo
 
 
 def _earliest(timeline: Timeline, row: _TrainerTimes, ready_s: float, train_s: float) -> _At | None:
-    """When trainers have trained, in either mode, for ``train_s`` what is ready at ``ready_s``."""
+    """When trainers, from either mode, finish ``train_s`` of training on units ready at ``ready_s``."""
     ways = [(way, turn_s) for way, turn_s in zip(row, (0.0, timeline.leave_s), strict=True) if way]
     return min(
         (_At(max(way.at_s, ready_s) + turn_s + train_s, way.first) for way, turn_s in ways), default=None
@@ -220,7 +216,7 @@ def _earliest(timeline: Timeline, row: _TrainerTimes, ready_s: float, train_s: f
 def _taken(
     timeline: Timeline, rows: Sequence[_TrainerTimes], claimed_s: float, all_ready_s: float, taken: int
 ) -> list[_TrainerTimes]:
-    """With one unit more taken: before a generator claims the last one, ready before all others are."""
+    """Extend each state by one taken unit, begun before a generator claims it and ready before the others."""
     found = []
     for trained, (training, generating) in enumerate(rows):
         ways = []

@@ -1,7 +1,7 @@
-"""How many rollouts the learner's GPUs should make while it could wait: ``bts``, on what was seen.
+"""How many rollouts the learner's GPUs should make while waiting, by look-ahead on measured pace.
 
-All trainers together are one there, since they train together: the last of them to finish decides. So are all
-groups beside them, at the sum of their paces: leases are small beside what is left.
+All trainers act as one unit, as fast as their slowest, since they train together. All other groups act as one
+generator with their summed rate: leases are small compared with what is left.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from spotlight.scheduler.queue import PullQueue, WorkClass
 from spotlight.scheduler.types import GroupKind
 
 _UNITS = 32
-"""So many units the work that waits is cut into: the search takes the square of it."""
+"""Waiting work is divided into this many units; the search is quadratic in it."""
 _GAIN_MIN, _TURNS_MIN = 0.03, 0.1
 """A plan has to gain these shares of the time that is left, and of its turns: predictions are not exact."""
 
@@ -27,14 +27,14 @@ class Backlog:
     """What is left of an iteration.
 
     Attributes:
-        rollout_steps: of a train rollout.
-        evaluation_steps: of one that is only judged, and never trained.
-        trainable: samples that could be trained now.
-        made: others that are not trained yet: at the rewards, or in groups that lack some.
-        train_s: seconds that the learner takes for one.
-        whole: it trains nothing before all is there.
-        switch_s: that trainers take from training to generating, or back.
-        generating: they generated last.
+        rollout_steps: denoising steps of a train rollout.
+        evaluation_steps: of an evaluation rollout, which is never trained.
+        trainable: samples trainable now.
+        made: samples not trainable yet: at the rewards, or in incomplete groups.
+        train_s: seconds the learner takes per sample.
+        whole: nothing is trained before everything is there.
+        switch_s: seconds trainers take to switch between training and generating.
+        generating: trainers are in generating mode.
     """
 
     rollout_steps: int
@@ -48,11 +48,11 @@ class Backlog:
 
 
 def trainer_rollout_budget(cluster: Cluster, backlog: Backlog) -> int | None:
-    """Rollouts that trainers' groups should take, together and before they train again.
+    """Rollouts that all trainer groups together should take before they train again.
 
-    None: there are some to take, but no trainer asks for any now. Nothing is taken that would be finished
-    later than if it were left, nor what would delay the end of training. As long as nobody's pace is known,
-    each group takes one lease, to find out.
+    None: some should be taken, but no trainer group asks for work. Nothing is taken that would finish sooner
+    otherwise, or that delays the end of training. While no pace is known, each group takes one lease, to
+    measure it.
     """
     queue, pace = cluster.queue, cluster.pace
     waiting = queue.waiting_of(WorkClass.TRAIN, WorkClass.EVAL)
@@ -79,7 +79,8 @@ def trainer_rollout_budget(cluster: Cluster, backlog: Backlog) -> int | None:
         enter_s=backlog.switch_s,
         leave_s=backlog.switch_s,
         generating=backlog.generating,
-        # All but the last unit of what is held; what was made waits for some of it, or for scores.
+        # All but the last unit of what is leased. Samples already made precede them: they wait for
+        # scores or for the rest of their group.
         coming=tuple(
             unit * max(1, number) / rate
             for number in range(-(backlog.made // unit) + 1, left.held // unit if left.held else 1)
@@ -95,12 +96,12 @@ def trainer_rollout_budget(cluster: Cluster, backlog: Backlog) -> int | None:
 
 
 class Remaining:
-    """Rollouts of an iteration counted as train rollouts, by their steps.
+    """An iteration's rollouts, in units of train rollouts by denoising steps.
 
     Attributes:
-        waiting: that nobody makes yet.
-        held: under way.
-        trained_share: of all that is left, what will be trained; the rest is only judged.
+        waiting: not leased.
+        held: leased.
+        trained_share: fraction of all that is left that will be trained; the rest is evaluation.
     """
 
     def __init__(self, queue: PullQueue, backlog: Backlog) -> None:
@@ -114,19 +115,19 @@ class Remaining:
         self.trained_share = trained / (trained + judged * self._weight)
 
     def rollouts(self, counted: int) -> int:
-        """How many rollouts that is of those waiting: train rollouts are taken first."""
+        """Convert ``counted`` units to waiting rollouts; train rollouts are taken first."""
         beyond = max(0, counted - self._train)
         return min(self._all, counted - beyond + math.ceil(beyond / self._weight))
 
 
 def _rate(cluster: Cluster, rollout_steps: int, degree: int) -> float:
-    """Rollouts a second of all workers beside the trainers; 0 where there are none, or nothing is known."""
+    """Rollouts per second of all groups without trainers; 0 if none or unknown."""
     times_s = [cluster.pace.step_s(kind) for kind in groups_soon(cluster, degree, trains=False)]
     return sum(1 / (step_s * rollout_steps) for step_s in times_s if step_s)
 
 
 def groups_soon(cluster: Cluster, degree: int, *, trains: bool) -> Iterator[GroupKind]:
-    """The groups that workers are in or soon will be: those of the tail part when an iteration begins."""
+    """Kinds of the groups that exist or are about to form, once tail groups above ``degree`` are split."""
     for host in cluster.hosts.values():
         if host.node.trains is not trains or host.draining:
             continue

@@ -1,16 +1,16 @@
-"""What the learner is given next of an iteration: parts of the batch, micro-batches, optimizer steps.
+"""The learner's next task: parts of the batch, micro-batches, optimizer steps.
 
     part ──► PrepareBatch ──► TrainMicroBatch* ──► ... the next part ... ──► StepOptimizer* ──► FinishBatch
 
-Without an axis the batch is one part, given when all of it is there. With one, parts are given as slices of
-it become ready, and trained while the rest is generated.
+Without a pipeline axis the whole batch is one part. With one, slices are trained as they become ready, while
+the rest is generated.
 
 Invariants
-    1. One task at a time is under way.
-    2. Every part is prepared before the first optimizer step: old log-probs are those of the weights that
-       the batch began with.
+    1. At most one task is under way.
+    2. Every part is prepared before the first optimizer step, so old log-probs are those of the weights the
+       batch started with.
     3. A sample is in one part, one micro-batch and one optimizer step, or dropped with a reason.
-    4. A micro-batch divides by the learner's ranks.
+    4. A micro-batch is divisible by the learner's ranks.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class TrainingTasks:
     """See the module's docstring.
 
     Attributes:
-        task: under way.
-        update: index of the optimizer step that is trained for.
-        overlapped: samples given to the learner before all of the batch was there.
+        task: the one under way.
+        update: index of the current optimizer step within the iteration.
+        overlapped: samples given to the learner before the batch was complete.
         prepared: micro-batches so far.
-        begun: those of them that were given to be trained.
+        begun: of these, those given to the learner to train.
     """
 
     def __init__(self, plan: Plan, work: Rollouts, iteration: int) -> None:
@@ -68,20 +68,20 @@ class TrainingTasks:
     # -- tasks -----------------------------------------------------------------------------------------
 
     def ready(self) -> int:
-        """Samples that could be trained now, before all of the batch is there."""
+        """Samples trainable now, before the batch is complete."""
         pending = sum(len(micro_batch.rollouts) for micro_batch in self._pending)
         return pending + sum(len(part.group.rollouts) for part in self._next_slices())
 
     @property
     def untrained(self) -> int:
-        """Samples that were made, scored or not, and not trained."""
+        """Samples generated, scored or not, and not trained yet."""
         at = self._at
         members = sum(len(group) for group in at.groups.values())
         making = sum(at.rollouts[name].purpose is Purpose.TRAIN for name in at.unscored - at.finished)
         return max(0, members - making - sum(len(trained) for trained in self._trained.values()))
 
     def next(self, all_there: bool) -> Task | None:
-        """The next task, which is under way then; None: there is none yet, or (all there) nothing at all."""
+        """Start the next task. None: none is ready, or with ``all_there`` nothing is trainable at all."""
         self.task = self._next(all_there)
         return self.task
 
@@ -98,7 +98,7 @@ class TrainingTasks:
         if not self._trained and not self._pending:
             return None
         while self.update < self._updates and self.update not in self._trained:
-            self.update += 1  # nothing of it survived
+            self.update += 1  # all its samples were dropped
             if self._pending and self._pending[0].update == self.update:
                 return self._next(all_there)
         if self.update < self._updates:
@@ -106,10 +106,10 @@ class TrainingTasks:
         return FinishBatch(self._iteration)
 
     def answered(self, event: Answer) -> None:
-        """The task under way is done.
+        """Close the task under way.
 
         Raises:
-            RuntimeError: it is not what was answered.
+            RuntimeError: ``event`` does not answer it.
         """
         match self.task, event:
             case PrepareBatch(), ev.BatchPrepared():
@@ -129,7 +129,7 @@ class TrainingTasks:
         self.task = None
 
     def stepped(self) -> list[RolloutId]:
-        """The update is applied. Returns its samples; the next one follows."""
+        """Advance to the next update. Returns the samples of the one applied."""
         trained = self._trained[self.update]
         self.update, self._index = self.update + 1, 0
         return trained
@@ -137,7 +137,7 @@ class TrainingTasks:
     # -- parts -----------------------------------------------------------------------------------------
 
     def _part(self) -> PrepareBatch | None:
-        """What is ready of the first update, if it fills a micro-batch."""
+        """Ready slices of the first update, if they fill a micro-batch."""
         chosen = self._next_slices()
         if not chosen:
             return None
@@ -147,10 +147,10 @@ class TrainingTasks:
         return self._prepare([(0, part) for part in chosen], partial=True)
 
     def _next_slices(self) -> list[Slice]:
-        """The longest run of ready slices that divides by the ranks; none, if it fills no micro-batch."""
+        """The most ready slices divisible by the ranks; none below a micro-batch."""
         if self._plan.pipeline.axis is None or self._whole:
             return []
-        # Asked at every event, and only scores and drops change the answer.
+        # Called at every event; only scores and drops change the result, so it is cached.
         seen = (len(self._at.scores), len(self._at.unscored), sum(self._sliced.values()))
         if seen != self._seen:
             self._seen, self._found = seen, self._find_slices()
@@ -166,7 +166,7 @@ class TrainingTasks:
         return ready[:longest] if samples >= self._plan.micro_batch_size else []
 
     def _rest(self) -> PrepareBatch | None:
-        """All that no part had; what cannot be trained is dropped."""
+        """Everything not in a part yet; drops what cannot be trained."""
         self._whole = True
         parts: list[tuple[int, Slice]] = []
         for update, found in enumerate(self._updates_of_rest()):
@@ -193,7 +193,7 @@ class TrainingTasks:
         return [[by_group[group] for group in groups] for groups in split if groups]
 
     def _survivors(self, slots: Iterable[int]) -> list[Slice]:
-        """The slices that are left of some groups; what is left over of these is dropped."""
+        """Trainable slices of some groups; drops their remaining samples."""
         slots = list(slots)
         found = list(self._ready(slots))
         taken = {rollout for part in found for rollout in part.group.rollouts}
@@ -233,7 +233,7 @@ class TrainingTasks:
     # -- groups ----------------------------------------------------------------------------------------
 
     def _ready(self, slots: Iterable[int]) -> Iterator[Slice]:
-        """The slices of some groups that are there, and in no part yet."""
+        """Ready slices not in a part yet."""
         at = self._at
         keys = list(at.groups)
         for slot in slots:
@@ -256,7 +256,7 @@ class TrainingTasks:
         return list(self._at.groups.values())[slot]
 
     def _slots_of(self, update: int) -> range:
-        """Groups divided among updates as planned, whatever becomes of them."""
+        """Group indices of an update as planned, regardless of drops."""
         groups = len(self._at.groups)
         updates = max(1, min(self._plan.updates_per_batch, groups))
         bounds = [groups * index // updates for index in range(updates + 1)]
