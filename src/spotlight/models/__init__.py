@@ -1,4 +1,6 @@
-"""DiT families by name, see :data:`spotlight.registry.FAMILIES`; loading one imports what runs it."""
+"""DiT families by name (:data:`spotlight.registry.FAMILIES`); a family's modules are imported when it is
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,6 @@ def family_loader(name: str) -> FamilyLoader:
     """The ``load`` function of a family.
 
     Raises:
-        RegistryError: no family of that name.
+        RegistryError: unknown family.
     """
     return cast("FamilyLoader", resolve(FAMILIES.load(name).loader))

@@ -1,7 +1,7 @@
-"""Prompt embeddings on disk, one safetensors file a prompt, named by the hash of all they depend on.
+"""On-disk cache of prompt embeddings: one safetensors file per prompt, named by a hash of all inputs.
 
-Invariants: a file is complete or absent (written aside, then renamed); a file whose checksum does not hold
-is reported and made again, never used. So the folder may be shared by processes and thrown away at will.
+Invariants: files are written atomically (temporary file, then rename); a damaged file is logged and
+recomputed, never used. So processes may share the directory, and it may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class EmbeddingsCache:
     """Embeddings of one text encoder under one template.
 
     Attributes:
-        root: folder of the cache; made on the first write.
+        root: cache directory; created on the first write.
         model: identity of tokenizer and text encoder (see ``PipelineFiles.identity``).
-        template: what the prompt is put into, and all else that shapes the result, as text.
-        max_tokens: tokens kept of each prompt.
+        template: the prompt template and whatever else shapes the result, as text.
+        max_tokens: limit per prompt.
         dtype: of the text encoder.
     """
 
@@ -43,17 +43,17 @@ class EmbeddingsCache:
     dtype: torch.dtype
 
     def path(self, text: str) -> Path:
-        """Where the embeddings of ``text`` are or would be."""
+        """File for the embeddings of ``text``, whether it exists or not."""
         key = json.dumps([self.model, self.template, self.max_tokens, str(self.dtype), text])
         name = hashlib.sha256(key.encode()).hexdigest()
         return self.root / name[:2] / f"{name}.safetensors"
 
     def has(self, text: str) -> bool:
-        """Whether there is a file for ``text``; whether it is sound shows when it is read."""
+        """Whether a file for ``text`` exists; its checksum is only verified by :meth:`get`."""
         return self.path(text).is_file()
 
     def get(self, text: str) -> Tensor | None:
-        """[tokens, width] on the CPU, or None when absent or damaged (which is logged)."""
+        """[tokens, width] on the CPU, or None if absent or damaged (which is logged)."""
         path = self.path(text)
         if not path.is_file():
             return None
@@ -70,10 +70,10 @@ class EmbeddingsCache:
         return embeds
 
     def put(self, text: str, embeds: Tensor) -> None:
-        """Write [tokens, width]; readers see all of it or nothing.
+        """Write [tokens, width] atomically.
 
         Raises:
-            ModelError: the folder cannot be written, or the disk is full.
+            ModelError: the directory cannot be written, or the disk is full.
         """
         path = self.path(text)
         partial = path.with_suffix(f".{os.getpid()}.partial")

@@ -1,4 +1,4 @@
-"""What a DiT family must provide. A new family is one file that implements :class:`ModelFamily`."""
+"""The interface of DiT families. A new family is one file that implements :class:`ModelFamily`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ConditionBatch:
 
     Attributes:
         embeds: [batch, text_tokens, width], zero where padded.
-        mask: [batch, text_tokens] bool, True on real tokens; None when nothing is padded.
+        mask: [batch, text_tokens] bool, True on real tokens; None if nothing is padded.
     """
 
     embeds: Tensor
@@ -45,7 +45,7 @@ class Guidance:
 
 @dataclass(frozen=True, slots=True)
 class ImageSize:
-    """Pixels; must suit the family's patching (see :meth:`ModelFamily.check_size`)."""
+    """In pixels; must fit the family's patches (:meth:`ModelFamily.check_size`)."""
 
     height: int
     width: int
@@ -54,8 +54,8 @@ class ImageSize:
 class ModelFamily(Protocol):
     """A DiT family over a diffusers pipeline directory or hub id.
 
-    ``velocity`` is the one forward that rollout and training share: it takes the module to run, so that
-    adapters, copies and sharded modules all go through the same code.
+    Rollout and training share one forward, ``velocity``. It takes the module to run, so that adapters, copies
+    and sharded modules all use the same code.
     """
 
     name: str
@@ -64,25 +64,25 @@ class ModelFamily(Protocol):
     device: torch.device
 
     def check_size(self, size: ImageSize) -> None:
-        """Raise :class:`ModelError` when the size does not suit the family, naming the nearest that do."""
+        """Raise :class:`ModelError`, naming the nearest valid sizes, if the size does not fit the patches."""
 
     def latent_shape(self, size: ImageSize) -> tuple[int, int]:
-        """(tokens, channels) of the packed latents of one image."""
+        """(tokens, channels) of one image's packed latents."""
 
     def sigmas(self, steps: int, size: ImageSize) -> Tensor:
-        """The noise levels visited: [steps + 1] float32 on the CPU, from 1 to 0, dynamic shift applied."""
+        """The schedule: [steps + 1] float32 on the CPU, from 1 to 0, dynamic shift applied."""
 
     def encode(self, prompts: Sequence[str]) -> list[Condition]:
-        """Embed prompts (disk cache by content hash; the text encoder is loaded only on a miss)."""
+        """Embed prompts (disk cache by content hash; the text encoder is only loaded on a miss)."""
 
     def not_embedded(self, prompts: Sequence[str]) -> list[str]:
-        """Those of ``prompts`` that the disk cache lacks, each once: no file is read."""
+        """The distinct prompts that the disk cache lacks; reads no file."""
 
     def free_text_encoder(self) -> None:
         """Release the text encoder's memory; a later miss loads it again."""
 
     def collate(self, conditions: Sequence[Condition]) -> ConditionBatch:
-        """Pad embeddings of several prompts into one batch on the model's device."""
+        """Pad prompts' embeddings into one batch on the model's device."""
 
     def velocity(
         self,
@@ -96,26 +96,26 @@ class ModelFamily(Protocol):
         """Predicted velocity, float32, shape of ``latents`` [batch, tokens, channels]; sigma: [batch]."""
 
     def decode(self, latents: Tensor, size: ImageSize) -> NDArray[np.uint8]:
-        """Decode final latents to pictures: [batch, height, width, 3] uint8."""
+        """Decode final latents to images: [batch, height, width, 3] uint8."""
 
     def save_lora(
         self, directory: Path, layers: Mapping[str, Tensor], metadata: Mapping[str, object]
     ) -> Path:
-        """Write a LoRA that plain diffusers' ``load_lora_weights`` takes; returns the file.
+        """Write a LoRA for plain diffusers' ``load_lora_weights``; returns the file.
 
-        ``layers`` is peft's adapter state dict of the transformer; ``metadata`` peft's LoraConfig fields
-        (rank, alpha, targets), which diffusers needs to restore alpha.
+        ``layers`` is peft's adapter state dict; ``metadata`` peft's LoraConfig fields (rank, alpha, targets),
+        without which diffusers cannot restore alpha.
         """
 
     def save_merged(self, directory: Path, state: Mapping[str, Tensor], *, replace: bool = False) -> Path:
         """Write a whole pipeline directory whose transformer holds ``state``; returns it.
 
-        With ``replace`` a pipeline directory that is there gives way to the new one; else it is an error.
+        An existing pipeline directory is an error unless ``replace`` is set.
         """
 
 
 class FamilyLoader(Protocol):
-    """How every family is loaded."""
+    """Signature of every family's loader."""
 
     def __call__(
         self,
@@ -130,6 +130,6 @@ class FamilyLoader(Protocol):
     ) -> ModelFamily:
         """Load a family from a pipeline directory or hub id (see the family's ``load``).
 
-        With ``read_transformer=False`` the transformer has no weights and refuses to run until
-        :func:`spotlight.models.skeleton.filling` was used on it.
+        With ``read_transformer=False`` the transformer has no weights and refuses to run until filled by
+        :func:`spotlight.models.skeleton.filling`.
         """

@@ -1,7 +1,7 @@
-"""What planning knows of a DiT family: read without loading the model and without torch.
+"""What planning knows about a DiT family, without loading the model or torch.
 
-The values measured here (contract test in ``tests/contract/test_plan_reality.py``) are floats kept per token,
-layer and unit of width; they do not depend on the size of the model.
+Measured values (contract test ``tests/contract/test_plan_reality.py``) are floats stored per token, layer
+and unit of width; they do not depend on the size of the model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Dimensions:
         layers: blocks of the DiT.
         width: of the DiT's hidden states.
         channels: of the packed latents.
-        patch_px: side of the square of pixels that becomes one token.
+        patch_px: side of the pixel square that becomes one token.
         vae_width: channels of the VAE's outermost layers.
     """
 
@@ -40,13 +40,13 @@ class FamilyLayout:
         loader: ``module:function`` that loads the model
             (:class:`~spotlight.models.family.FamilyLoader`); that module may import torch.
         pipeline_class: the ``_class_name`` in ``model_index.json``.
-        components: folder -> what must be there.
+        components: requirements per folder.
         dimensions: reads the sizes of a pipeline; raises :class:`ModelError`.
-        lora_targets: ends of the names of the layers that LoRA adapts by default.
-        reuses_blocks: whether previews may reuse what its blocks added (``exploration.step_cache``).
-        kept_lora: values that a layer keeps for the backward pass when only adapters are trained.
-        kept_full: the same with all weights trained.
-        kept_checkpointed: the same with recomputed activations: the inputs of the layer.
+        lora_targets: name suffixes of the layers that LoRA adapts by default.
+        reuses_blocks: whether previews may reuse its blocks' residuals (``exploration.step_cache``).
+        kept_lora: values per layer stored for the backward pass when training adapters only.
+        kept_full: the same when training all weights.
+        kept_checkpointed: the same with gradient checkpointing: the layer's inputs.
         forward_peak: values alive at the peak of a forward without gradient.
         decode_peak: values alive at the peak of decoding, per pixel and unit of the VAE's base width.
     """
@@ -65,7 +65,7 @@ class FamilyLayout:
 
 
 def check_size(height: int, width: int, unit: int, why: str) -> None:
-    """Raise :class:`ModelError` when a side (pixels) is not a positive multiple of ``unit``.
+    """Raise :class:`ModelError` unless both sides (pixels) are positive multiples of ``unit``.
 
     Args:
         why: where the unit comes from.

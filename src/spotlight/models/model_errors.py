@@ -1,4 +1,4 @@
-"""The error of this room, importable without torch."""
+"""Model errors, importable without torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from safetensors import SafetensorError
 
 
 class ModelError(ValueError):
-    """The model cannot be used as configured: names the path or key, the value and the remedy."""
+    """The model cannot be used as configured; names the path or key, the value and the remedy."""
 
 
 @contextmanager
 def storing(what: str, path: Path, remedy: str) -> Iterator[None]:
-    """Tell a failed write as a :class:`ModelError` that names ``path`` and says what helps."""
+    """Turn a failed write into a :class:`ModelError` that names ``path`` and the remedy."""
     try:
         yield
     except (OSError, SafetensorError) as error:

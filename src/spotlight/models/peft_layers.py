@@ -1,13 +1,11 @@
-"""The one place that touches peft's layers: inject adapters, find them, choose the one that runs.
+"""The only module that touches peft's layers: inject adapters, find them, select the active one.
 
-peft's public ``set_adapter`` and ``enable_adapters`` also flip ``requires_grad`` on every adapter. That
-would leave a sharded module (FSDP2 builds its gradient buffers from the flags it sees) without gradients
-for the policy after a forward under another slot. So the choice is made through the two private fields
-those methods set, ``_active_adapter`` and ``_disable_adapters``; `tests/contract/test_peft_layers.py`
-says so when a peft release moves them.
+peft's public ``set_adapter`` and ``enable_adapters`` also flip ``requires_grad`` on every adapter. FSDP2
+builds its gradient buffers from those flags, so the policy would have no gradients after a forward under
+another slot. Hence adapters are selected through the private fields those methods set, ``_active_adapter``
+and ``_disable_adapters``; `tests/contract/test_peft_layers.py` fails if a peft release moves them.
 
-peft is imported by the first adapter, not with this module: it takes seconds, and the head of a cluster,
-which holds no model, needs the names here.
+peft is imported lazily: it takes seconds, and a cluster's head, which holds no model, imports this module.
 """
 
 from __future__ import annotations
@@ -34,10 +32,10 @@ class LoraSpec:
     """Shape of the LoRA adapters.
 
     Attributes:
-        rank: inner width r of the product B A.
+        rank: inner dimension r of the product B A.
         alpha: the update is scaled by alpha / rank.
-        targets: ends of module names, e.g. ``to_q`` or ``img_mlp.net.2``; each must match a linear layer.
-        seed: fixes the initial A (B starts at zero, so the adapter starts as the identity).
+        targets: suffixes of module names, e.g. ``to_q`` or ``img_mlp.net.2``; each must match a linear layer.
+        seed: of the initial A (B starts at zero, so the adapter starts as the identity).
     """
 
     rank: int
@@ -47,10 +45,10 @@ class LoraSpec:
 
 
 def check_targets(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linear]:
-    """The linear layers the targets bind, by module name.
+    """The linear layers that the targets match, by module name.
 
     Raises:
-        ModelError: no targets, or one that matches nothing or something that is not a linear layer.
+        ModelError: no targets, or one that matches nothing or not a linear layer.
     """
     if not targets:
         raise ModelError(
@@ -83,7 +81,6 @@ def _matches(name: str, target: str) -> bool:
 
 
 def _nearest(target: str, linears: Mapping[str, nn.Linear]) -> list[str]:
-    """Likely spellings: the ends of linear layers' names (1 to 4 components) closest to ``target``."""
     ends: dict[str, None] = {}
     for name in linears:
         parts = name.split(".")
@@ -95,11 +92,11 @@ def _nearest(target: str, linears: Mapping[str, nn.Linear]) -> list[str]:
 
 
 def inject(model: nn.Module, spec: LoraSpec, adapters: Sequence[str]) -> dict[str, LoraLayer]:
-    """Put one LoRA adapter per name on the model, in place; returns the layers by module name.
+    """Add one LoRA adapter per name to the model, in place; returns the layers by module name.
 
-    All adapters start equal: B zero, A uniform in ±1/sqrt(fan_in) (Kaiming, as peft does) drawn from
-    ``spec.seed`` in the order of module names, so it depends neither on the global generator nor on the
-    device. Adapters are float32 whatever the base is: bfloat16 would swallow small updates.
+    All adapters start equal: B zero, A uniform in ±1/sqrt(fan_in) (Kaiming, as in peft), drawn from
+    ``spec.seed`` in the order of module names, so it depends on neither the global generator nor the device.
+    Adapters are always float32: bfloat16 would lose small updates.
     """
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
@@ -111,9 +108,9 @@ def inject(model: nn.Module, spec: LoraSpec, adapters: Sequence[str]) -> dict[st
     if any(isinstance(module, LoraLayer) for module in model.modules()):
         raise ModelError("the transformer carries LoRA adapters already: load it anew for another run")
     check_targets(model, spec.targets)
-    # nn.Linear's own initialisation draws from the global generator: leave that as it was.
+    # nn.Linear's own initialisation draws from the global generator: restore its state.
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several adapters are meant
+        warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several adapters are intended
         for adapter in adapters:
             inject_adapter_in_model(lora_config(spec), model, adapter_name=adapter)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
@@ -136,7 +133,7 @@ def _initialise(layers: Mapping[str, LoraLayer], spec: LoraSpec, adapters: Seque
 
 
 def lora_config(spec: LoraSpec) -> LoraConfig:
-    """peft's configuration of ``spec``."""
+    """``spec`` as peft's LoraConfig."""
     from peft import LoraConfig
 
     return LoraConfig(
@@ -154,7 +151,7 @@ def adapter_parameters(layers: Mapping[str, LoraLayer], adapter: str) -> dict[st
 
 
 def activate(layers: Mapping[str, LoraLayer], adapter: str | None) -> None:
-    """Make ``adapter`` the one that runs (None: the base alone), leaving ``requires_grad`` untouched."""
+    """Select the adapter that runs (None: the base alone), leaving ``requires_grad`` untouched."""
     for layer in layers.values():
         layer._disable_adapters = adapter is None
         if adapter is not None:
@@ -163,11 +160,10 @@ def activate(layers: Mapping[str, LoraLayer], adapter: str | None) -> None:
 
 @contextmanager
 def merged(layers: Mapping[str, LoraLayer], adapter: str) -> Iterator[None]:
-    """Run without gradient on base weights that ``adapter`` was added to; the base comes back bitwise.
+    """Run without gradient on base weights with ``adapter`` added; the base is restored bitwise.
 
-    The layers hold new tensors meanwhile and then their own again: nothing is subtracted, so nothing is
-    rounded.
-    Afterwards no adapter is active.
+    The layers hold new tensors in the meantime, then their own again: nothing is subtracted, so nothing is
+    rounded. Afterwards no adapter is active.
     """
     weights = base_weights(layers)
     own = {name: weight.data for name, weight in weights.items()}
@@ -183,12 +179,12 @@ def merged(layers: Mapping[str, LoraLayer], adapter: str) -> Iterator[None]:
 
 
 def base_weights(layers: Mapping[str, LoraLayer]) -> dict[str, nn.Parameter]:
-    """The weights that the adapters add to, by module name."""
+    """The weights that adapters add to, by module name."""
     return {name: layer.get_base_layer().weight for name, layer in layers.items()}
 
 
 def base_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The model's own parameters under the names they had before adapters were injected."""
+    """The model's own parameters under their names before adapters were injected."""
     return {
         name.replace(".base_layer.", "."): parameter
         for name, parameter in model.named_parameters()

@@ -1,7 +1,7 @@
-"""A diffusers pipeline directory, found and checked before anything is loaded from it.
+"""Locates and validates a diffusers pipeline directory before anything is loaded from it.
 
-Invariant: what :func:`locate` returns has a ``model_index.json`` of the expected class and every component
-folder asked for, whose weights are safetensors with sound headers. Pickled weights are never read.
+Invariant: what :func:`locate` returns has a ``model_index.json`` of the expected class and every requested
+component folder, with safetensors weights whose headers are valid. Pickled weights are never read.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _SAMPLES, _SAMPLE_BYTES = 64, 64 * 2**10
 
 @dataclass(frozen=True, slots=True)
 class PipelineComponent:
-    """What one folder of a pipeline must hold.
+    """Requirements on one folder of a pipeline.
 
     Attributes:
         classes: class names accepted in ``model_index.json``, the usual one first.
         weights: whether it has weights (a scheduler or tokenizer has none).
-        lazy: whether a hub model's weights wait for :meth:`PipelineFiles.fetch`.
+        lazy: whether a hub model's weights are only downloaded by :meth:`PipelineFiles.fetch`.
     """
 
     classes: tuple[str, ...]
@@ -47,7 +47,7 @@ class PipelineFiles:
 
     Attributes:
         root: the directory (of a hub model: its snapshot).
-        hub_id: ``owner/name`` when it came from the hub.
+        hub_id: ``owner/name`` if it came from the hub.
         commit: the hub's commit, which fixes the content.
     """
 
@@ -60,17 +60,17 @@ class PipelineFiles:
         return self.root / component
 
     def config(self, component: str, name: str = "config.json") -> dict[str, object]:
-        """A component's configuration file. ModelError when missing or not JSON."""
+        """A component's configuration file. ModelError if missing or not JSON."""
         return _read_json(self.folder(component) / name)
 
     def fetch(self, component: str) -> None:
-        """Have a component's weights here, downloaded if need be, and checked."""
+        """Download a component's weights if necessary, and check them."""
         if self.hub_id is not None:
             _download(self.hub_id, self.commit, [f"{component}/*"])
         check_weights(self.folder(component))
 
     def identity(self, *components: str) -> str:
-        """A hash that changes when the content of these components does."""
+        """A hash of the content of these components."""
         digest = hashlib.sha256()
         if self.commit is not None:
             digest.update(f"{self.hub_id}@{self.commit}".encode())
@@ -89,16 +89,16 @@ def locate(
     pipeline_class: str,
     components: Mapping[str, PipelineComponent],
 ) -> PipelineFiles:
-    """Find a pipeline directory, or download a hub id, and check what is in it.
+    """Find a pipeline directory, or download a hub id, and check its content.
 
     Args:
         path: a directory, or a hub id ``owner/name``.
-        revision: branch, tag or commit of a hub id; None takes its main branch.
+        revision: branch, tag or commit of a hub id; None: its main branch.
         pipeline_class: the ``_class_name`` expected in ``model_index.json``.
-        components: folder -> what must be there.
+        components: requirements per folder.
 
     Raises:
-        ModelError: nothing there, another pipeline, a component missing, weights cut or corrupt, or the
+        ModelError: nothing there, another pipeline, a component missing, weights truncated or corrupt, or the
             hub cannot be reached.
     """
     files = _local(Path(path).expanduser(), revision) or _from_hub(str(path), revision, components)
@@ -194,7 +194,7 @@ def check_weights(folder: Path) -> None:
     """Read a component's config.json and every safetensors header.
 
     Raises:
-        ModelError: no configuration or no weights, a shard missing, or a file that is cut or not safetensors.
+        ModelError: no configuration or weights, a missing shard, or a truncated or invalid file.
     """
     _read_json(folder / "config.json")
     shards = sorted(folder.glob("*.safetensors"))
@@ -245,8 +245,8 @@ def _fingerprint(path: Path, digest: _Hash) -> None:
         if stat.st_size <= _WHOLE_FILE_BYTES:
             digest.update(file.read())
             return
-        # Reading 15 GB to see that nothing changed would cost more than the embeddings. The time of
-        # change covers what the samples may miss; a copy elsewhere is then merely embedded anew.
+        # Reading 15 GB to detect a change would cost more than recomputing the embeddings. The mtime covers
+        # what the samples miss; the price is that a copied model's prompts are embedded again.
         digest.update(f"{stat.st_mtime_ns}\0".encode())
         for i in range(_SAMPLES):
             file.seek(i * (stat.st_size - _SAMPLE_BYTES) // (_SAMPLES - 1))

@@ -1,6 +1,6 @@
-"""Weights out of Spotlight: files and directories that plain diffusers loads.
+"""Export: files and directories that plain diffusers loads.
 
-Invariant: what is at the target path is complete: it is written beside it and renamed.
+Invariant: the target path only ever holds complete output: it is written beside it and renamed.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from spotlight.models.family import ModelError
 from spotlight.models.pipeline_files import PipelineFiles
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
-"""The name ``load_lora_weights(directory)`` looks for."""
+"""The file name that ``load_lora_weights(directory)`` expects."""
 _INDEX = "model_index.json"
 _SHARD_SIZE = "5GB"
 
 
 def save_lora(directory: Path, layers: Mapping[str, Tensor], metadata: Mapping[str, object]) -> Path:
-    """Write ``directory/pytorch_lora_weights.safetensors``, replacing an earlier one.
+    """Write ``directory/pytorch_lora_weights.safetensors``, replacing an existing one.
 
     Args:
-        layers: an adapter under peft's state-dict names (``WeightSlots.state``), not sharded.
-        metadata: peft's LoraConfig fields (``LoraSlots.metadata``): without them diffusers would take
-            alpha to be the rank.
+        layers: an unsharded adapter under peft's state-dict names (``WeightSlots.state``).
+        metadata: peft's LoraConfig fields (``LoraSlots.metadata``); without them diffusers assumes
+            alpha = rank.
 
     Raises:
         ModelError: no layers.
@@ -59,14 +59,14 @@ def save_merged(
 
     Args:
         files: the pipeline the transformer came from.
-        directory: to be made; must not exist or be empty.
-        replace: a pipeline directory there gives way to the new one, once that is complete.
+        directory: must not exist or be empty.
+        replace: allow replacing an existing pipeline directory, once the new one is complete.
         state: the whole transformer (``WeightSlots.merged_state``).
         dtype: of the weights written.
 
     Raises:
-        ModelError: the directory holds something (with ``replace``: that is no pipeline), or ``state`` is
-            not that transformer's.
+        ModelError: the directory is not empty (with ``replace``: and not a pipeline), or ``state`` does not
+            fit the transformer.
     """
     replaceable = replace and (directory / _INDEX).is_file()
     if directory.exists() and not replaceable and (not directory.is_dir() or any(directory.iterdir())):
@@ -95,8 +95,7 @@ def save_merged(
 
 
 def _emptied(directory: Path) -> Path:
-    """``directory``, without what a writer that was killed left there."""
-    if directory.exists():
+    if directory.exists():  # left behind by a killed writer
         shutil.rmtree(directory)
     return directory
 

@@ -1,8 +1,8 @@
-"""Qwen-Image over a diffusers ``QwenImagePipeline``: the pipeline's arithmetic, taken apart.
+"""Qwen-Image over a diffusers ``QwenImagePipeline``, with the pipeline's arithmetic taken apart.
 
-Invariant: with the ODE sampler and the same initial latents the image equals ``QwenImagePipeline.__call__``
-(contract test, 1e-5 in float32). Where the pipeline computes in the transformer's dtype, only the forward
-does here: guidance, noise levels and the VAE are float32.
+Invariant: with the ODE sampler and the same initial latents, images equal ``QwenImagePipeline.__call__``
+(contract test, 1e-5 in float32). Unlike the pipeline, only the forward runs in the transformer's dtype:
+guidance, noise levels and the VAE are float32.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _NOT_STORED = (
 
 
 class QwenImage:
-    """A Qwen-Image model, any size; see :class:`spotlight.models.family.ModelFamily`. Build with
+    """A Qwen-Image model of any size; implements :class:`spotlight.models.family.ModelFamily`. Use
     :meth:`load`.
 
     Attributes:
-        transformer: frozen, in ``dtype``; without weights when it was not read (see :meth:`load`).
+        transformer: frozen, in ``dtype``; without weights if they were not read (see :meth:`load`).
         vae: frozen, float32.
-        device: where all of it lives.
+        device: of transformer and VAE.
         dtype: of the transformer's weights and inputs.
     """
 
@@ -75,7 +75,7 @@ class QwenImage:
         self._vae_scale = 2 ** len(vae.temperal_downsample)
         self._images = VaeImageProcessor(vae_scale_factor=2 * self._vae_scale)
         self._latents_mean = torch.tensor(vae.config.latents_mean, device=device).view(1, -1, 1, 1, 1)
-        # Twice inverted as in the pipeline: dividing by 1/std is not bitwise multiplying by std.
+        # Inverted twice, as in the pipeline: dividing by 1/std is not bitwise multiplying by std.
         self._inverse_std = 1.0 / torch.tensor(vae.config.latents_std, device=device).view(1, -1, 1, 1, 1)
         self._schedule = lru_cache(maxsize=256)(self._visited_sigmas)
 
@@ -91,21 +91,21 @@ class QwenImage:
         max_text_tokens: int = 512,
         read_transformer: bool = True,
     ) -> QwenImage:
-        """Load transformer, VAE and scheduler; the text encoder waits for a prompt that is not cached.
+        """Load transformer, VAE and scheduler; the text encoder is loaded on the first uncached prompt.
 
         Args:
             path: pipeline directory or hub id.
             device: where to put the model.
             dtype: of transformer and text encoder: float32 or bfloat16.
             revision: of a hub id.
-            embeddings_cache: folder for prompt embeddings.
-            max_text_tokens: tokens kept of a prompt (the pipeline's ``max_sequence_length``).
-            read_transformer: False leaves the transformer's weights to be filled
-                (:func:`spotlight.models.skeleton.filling`); until then it refuses to run. Its files are
-                neither read nor needed, but for config.json.
+            embeddings_cache: directory for prompt embeddings.
+            max_text_tokens: limit per prompt (the pipeline's ``max_sequence_length``).
+            read_transformer: False leaves the transformer unusable until
+                :func:`spotlight.models.skeleton.filling` provides its weights; of its files only config.json
+                is needed.
 
         Raises:
-            ModelError: whatever makes the model unusable, before any weights are read where possible.
+            ModelError: anything that makes the model unusable, where possible before weights are read.
         """
         if dtype not in (torch.float32, torch.bfloat16):
             raise ModelError(f"dtype of the transformer is {dtype}; expected torch.float32 or torch.bfloat16")
@@ -127,27 +127,27 @@ class QwenImage:
         return cls(files, transformer, vae, scheduler, prompts, device, dtype)
 
     def check_size(self, size: ImageSize) -> None:
-        """Raise :class:`ModelError` when a side is not a positive multiple of the latent patch."""
+        """Raise :class:`ModelError` unless both sides are positive multiples of the latent patch."""
         why = f"VAE factor {self._vae_scale}, 2x2 patches"
         check_size(size.height, size.width, 2 * self._vae_scale, why)
 
     def latent_shape(self, size: ImageSize) -> tuple[int, int]:
-        """(tokens, channels) of the packed latents of one image."""
+        """(tokens, channels) of one image's packed latents."""
         rows, columns = self._patches(size)
         return rows * columns, self._channels
 
     def sigmas(self, steps: int, size: ImageSize) -> Tensor:
-        """The noise levels visited: [steps + 1] float32 on the CPU, from 1 to 0, dynamic shift applied."""
+        """The schedule: [steps + 1] float32 on the CPU, from 1 to 0, dynamic shift applied."""
         if steps < 1:
             raise ModelError(f"number of denoising steps is {steps}; expected at least 1")
         return self._schedule(steps, self.latent_shape(size)[0]).clone()
 
     def encode(self, prompts: Sequence[str]) -> list[Condition]:
-        """Embed prompts, on the CPU (disk cache by content hash; the text encoder is loaded on a miss)."""
+        """Embed prompts, on the CPU, through the disk cache."""
         return self._prompts.encode(prompts)
 
     def not_embedded(self, prompts: Sequence[str]) -> list[str]:
-        """Those of ``prompts`` that the disk cache lacks, each once: no file is read."""
+        """The distinct prompts that the disk cache lacks."""
         return self._prompts.missing(prompts)
 
     @property
@@ -156,14 +156,14 @@ class QwenImage:
         return self._prompts.loaded
 
     def free_text_encoder(self) -> None:
-        """Release the text encoder's memory; a later miss loads it again."""
+        """Release the text encoder's memory."""
         self._prompts.free()
 
     def collate(self, conditions: Sequence[Condition]) -> ConditionBatch:
-        """Pad embeddings with zeros to the longest and put them on the device, in the transformer's dtype.
+        """Zero-pad to the longest and move to the device, in the transformer's dtype.
 
         Raises:
-            ModelError: the embeddings are of another text encoder's width.
+            ModelError: the width is another text encoder's.
         """
         rows = [condition.embeds.to(self.device, self.dtype) for condition in conditions]
         for row in rows:
@@ -188,9 +188,9 @@ class QwenImage:
         guidance: Guidance | None,
         size: ImageSize,
     ) -> Tensor:
-        """Predicted velocity e - x0, float32, like ``latents`` [batch, tokens, channels]; sigma: [batch].
+        """Predicted velocity e - x0, float32, shape of ``latents`` [batch, tokens, channels]; sigma: [batch].
 
-        With guidance the sum is rescaled token by token to the length of the conditional prediction.
+        With guidance, each token is rescaled to the norm of its conditional prediction.
         """
         prediction = self._predict(model, latents, sigma, condition, size, "cond")
         if guidance is None or guidance.scale <= 1:
@@ -202,13 +202,13 @@ class QwenImage:
         return rescaled
 
     def decode(self, latents: Tensor, size: ImageSize) -> NDArray[np.uint8]:
-        """Decode final latents to pictures: [batch, height, width, 3] uint8."""
+        """Decode final latents to images: [batch, height, width, 3] uint8."""
         images: NDArray[np.uint8] = (self.decode_float(latents, size) * 255).round().astype(np.uint8)
         return images
 
     @torch.no_grad()
     def decode_float(self, latents: Tensor, size: ImageSize) -> NDArray[np.float32]:
-        """Decode final latents: [batch, height, width, 3] float32 in [0, 1], before rounding to bytes."""
+        """Decode final latents: [batch, height, width, 3] float32 in [0, 1]."""
         rows, columns = self._patches(size)
         grid = latents.to(self.device, torch.float32).view(-1, rows, columns, self._channels // 4, 2, 2)
         grid = grid.permute(0, 3, 1, 4, 2, 5).reshape(-1, self._channels // 4, 1, 2 * rows, 2 * columns)
@@ -219,7 +219,7 @@ class QwenImage:
     def save_lora(
         self, directory: Path, layers: Mapping[str, Tensor], metadata: Mapping[str, object]
     ) -> Path:
-        """Write a LoRA that plain diffusers' ``load_lora_weights`` takes; returns the file."""
+        """Write a LoRA for plain diffusers' ``load_lora_weights``; returns the file."""
         with storing("the LoRA", directory, _NOT_STORED):
             return qwen_export.save_lora(directory, layers, metadata)
 
@@ -241,7 +241,7 @@ class QwenImage:
         size: ImageSize,
         name: str,
     ) -> Tensor:
-        # The pipeline's detour sigma -> timestep -> cast -> / 1000: each operation rounds.
+        # As the pipeline does, sigma -> timestep -> cast -> / 1000: each operation rounds.
         timestep = (sigma * self._scheduler.config.num_train_timesteps).to(self.device, self.dtype)
         with _named(model, name):
             prediction: Tensor = model(
@@ -277,7 +277,7 @@ class QwenImage:
 
 
 def _named(model: nn.Module, name: str) -> AbstractContextManager[None]:
-    """Tells diffusers' step cache, where one is on, which pass comes: it keeps them apart by name."""
+    # diffusers' step cache keeps conditional and unconditional passes apart by name.
     if not isinstance(model, CacheMixin) or not model.is_cache_enabled:
         return nullcontext()
     context: AbstractContextManager[None] = CacheMixin.cache_context(model, name)
@@ -305,7 +305,7 @@ def _load_weights(
     kind: type[ModelMixin], files: PipelineFiles, component: str, dtype: torch.dtype, device: torch.device
 ) -> ModelMixin:
     folder = files.folder(component)
-    # Onto the GPU file by file: otherwise each rank would first hold a whole DiT in the host's memory.
+    # Load onto the GPU file by file: otherwise each rank would first hold a whole DiT in host memory.
     placed = {} if device.type == "cpu" else {"device_map": {"": device}}
     try:
         model, report = kind.from_pretrained(
@@ -331,7 +331,7 @@ def _load_weights(
 def _check_fit(
     files: PipelineFiles, transformer: QwenImageTransformer2DModel, vae: AutoencoderKLQwenImage
 ) -> None:
-    """Components of different models load one by one; say here that they do not work together."""
+    # Components of different models load without error; fail here rather than in the first forward.
     config, z_dim = transformer.config, vae.config.z_dim
     text = files.config("text_encoder")
     nested = text.get("text_config")

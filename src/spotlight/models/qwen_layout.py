@@ -1,4 +1,4 @@
-"""Qwen-Image's constants, apart from what runs it: planning starts without torch."""
+"""Qwen-Image's constants, separate from the model code: planning starts without torch."""
 
 from __future__ import annotations
 

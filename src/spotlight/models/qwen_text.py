@@ -1,7 +1,7 @@
-"""Qwen-Image's prompt encoding: template, 34-token drop and truncation exactly as QwenImagePipeline.
+"""Qwen-Image's prompt encoding: template, 34 dropped tokens and truncation exactly as in QwenImagePipeline.
 
-Prompts are encoded one at a time, so an embedding depends on its own text only, and in which company it
-was first asked for leaves no trace in the cache. Tokenizer and text encoder are loaded on the first miss.
+Prompts are encoded one at a time, so an embedding depends on its own text only, never on its batch.
+Tokenizer and text encoder are loaded on the first cache miss.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ TEMPLATE = (
     "<|im_start|>assistant\n"
 )
 DROPPED_TOKENS = 34
-"""The template's tokens before the prompt, as counted by Qwen's tokenizer; the pipeline drops this many
-whatever the tokenizer is."""
+"""The template's tokens before the prompt as counted by Qwen's tokenizer; the pipeline drops this many
+with any tokenizer.
+"""
 TOKENIZER_MAX_TOKENS = 1024
 
 
@@ -46,8 +47,8 @@ class PromptEncoder:
         files: the pipeline.
         device: where the text encoder runs.
         dtype: of the text encoder.
-        cache: folder of the disk cache.
-        max_tokens: tokens kept of each prompt, 1 to 1024.
+        cache: directory of the disk cache.
+        max_tokens: limit per prompt, 1 to 1024.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class PromptEncoder:
         return self._loaded is not None
 
     def missing(self, prompts: Sequence[str]) -> list[str]:
-        """Those of ``prompts`` that the disk cache lacks, each once."""
+        """The distinct prompts that the disk cache lacks."""
         return [prompt for prompt in dict.fromkeys(prompts) if not self._cache.has(prompt)]
 
     def encode(self, prompts: Sequence[str]) -> list[Condition]:
@@ -108,7 +109,7 @@ class PromptEncoder:
             input_ids=tokens.input_ids,
             attention_mask=tokens.attention_mask,
             output_hidden_states=True,
-            logits_to_keep=1,  # the logits are not used; all of them would cost the vocabulary a token
+            logits_to_keep=1,  # logits are unused, and a full vocabulary per token is large
         )
         embeds: Tensor = output.hidden_states[-1][0, DROPPED_TOKENS:][: self._max_tokens]
         if embeds.shape[0] == 0:
@@ -123,7 +124,7 @@ class PromptEncoder:
         self._files.fetch("text_encoder")
         folder = self._files.folder("text_encoder")
         _log.info("loading the text encoder from %s", folder)
-        # Onto the GPU file by file: every rank loads one, and the host's memory need not hold them all.
+        # Load onto the GPU file by file: host memory could not hold one copy per rank.
         placed = {} if self._device.type == "cpu" else {"device_map": {"": self._device}}
         try:
             tokenizer = Qwen2Tokenizer.from_pretrained(self._files.folder("tokenizer"))

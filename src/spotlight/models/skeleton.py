@@ -1,7 +1,7 @@
-"""A transformer without its weights, to be filled from a peer instead of from disk.
+"""A transformer without its weights, to be filled by a peer instead of from disk.
 
-Invariant: a module made here raises at every forward until :func:`filling` was left without an error; so one
-that was filled in part, or not at all, cannot be used by mistake. Its weights are NaN until then.
+Invariant: its weights are NaN and every forward raises until :func:`filling` exits without an error, so a
+partly filled module cannot be used by mistake.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from spotlight.models.model_errors import ModelError
 def skeleton(
     kind: type[ModelMixin], config: Mapping[str, object], dtype: torch.dtype, device: torch.device
 ) -> ModelMixin:
-    """A model of that configuration whose parameters and saved buffers are NaN, barred from running.
+    """A model whose parameters and persistent buffers are NaN and whose forward raises.
 
-    What the model computes itself (rotary tables) is there, as after ``from_pretrained``.
+    Computed buffers (rotary tables) are present, as after ``from_pretrained``.
 
     Raises:
-        ModelError: the configuration does not suit the class.
+        ModelError: the configuration does not fit the class.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # as from_pretrained does
@@ -49,16 +49,16 @@ def skeleton(
 
 @contextmanager
 def filling(module: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors of a skeleton to be written in place; afterwards it may run.
+    """Yield a skeleton's tensors to be written in place; afterwards it may run.
 
-    The names are those of :func:`base_state` of a model that was read from disk.
+    The names are those of :func:`base_state`.
 
     Raises:
-        ModelError: on leaving, a tensor was not written to its end.
+        ModelError: on exit, if a tensor was not written to its end.
     """
     targets = base_state(module)
     yield targets
-    # The last value, because whoever writes a tensor begins with the first.
+    # Tensors are written front to back, so the last value shows whether one is complete.
     floats = {n: t.reshape(-1)[-1].float() for n, t in targets.items() if t.is_floating_point() and t.numel()}
     empty = torch.stack([*floats.values(), torch.zeros((), device=next(iter(targets.values())).device)])
     lacking = [name for name, nan in zip(floats, empty.isnan().tolist(), strict=False) if nan]
@@ -73,11 +73,11 @@ def filling(module: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 
 def base_state(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and saved buffers of a model without its adapters, under the names they have on disk.
+    """Parameters and persistent buffers of the base model without adapters, under their names on disk.
 
-    Detached: they share the memory that the parameters have now, and keep it while an adapter is merged
-    (:func:`spotlight.models.peft_layers.merged` swaps the parameters' memory and swaps it back). So take
-    them outside of ``merged``, once, for as long as the base stays what it is.
+    Detached views of the parameters' current memory. :func:`spotlight.models.peft_layers.merged` swaps that
+    memory and swaps it back, so call this outside of ``merged``; the views stay valid as long as the
+    base does.
     """
     return {
         name.replace(".base_layer.", "."): tensor
@@ -87,7 +87,7 @@ def base_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def modules_of(names: Iterable[str]) -> int:
-    """How many modules the tensors of these names belong to."""
+    """Number of modules that these tensor names belong to."""
     return len({name.rpartition(".")[0] for name in names})
 
 

@@ -1,15 +1,15 @@
 """Named weights of one DiT behind one interface: LoRA adapters, or full copies of the module.
 
-Slots: ``policy`` (what is trained), ``reference`` (the start), ``old`` (the behaviour policy) and ``ema``.
+Slots: ``policy`` (trained), ``reference`` (initial), ``old`` (behaviour policy) and ``ema``.
 
 Invariants:
 - Outside of ``use`` the policy is active, so a checkpointed backward recomputes with the policy.
-- Only the policy's parameters ever have ``requires_grad``; no call changes that, hence FSDP2 may wrap the
+- Only the policy's parameters have ``requires_grad``, and no call changes that, so FSDP2 may wrap the
   modules at any time. (Callers run frozen slots under ``torch.no_grad``.)
-- All slots of one object have the same parameter names and shapes: ``load_state("ema", state("policy"))``.
-- Parameters are looked up at each call, never kept, so sharding a module in place is seen here. FSDP2
-  leaves the root's gathered parameters in place after a forward, where a write would be lost at the next
-  reshard: so modules are resharded before their parameters are handed out.
+- All slots have the same parameter names and shapes: ``load_state("ema", state("policy"))``.
+- Parameters are looked up at each call, never cached, so sharding a module in place is safe. FSDP2 leaves
+  the root's gathered parameters in place after a forward, and the next reshard would lose writes to them;
+  so modules are resharded before their parameters are handed out.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from spotlight.models.family import ModelError
 from spotlight.models.peft_layers import LoraSpec
 
 Slot = Literal["policy", "reference", "old", "ema"]
-"""The same names as ``spotlight.algorithms.base.Slot`` (models may not import algorithms)."""
+"""Must equal ``spotlight.algorithms.base.Slot`` (models may not import algorithms)."""
 
 
 class WeightSlots(ABC):
     """The weights of one DiT by slot. Build a :class:`LoraSlots` or a :class:`CopySlots`.
 
     Attributes:
-        slots: the slots that exist, ``policy`` first.
-        modules_bound: modules whose weights the slots replace (> 0): what a weight pull verifies.
+        slots: the existing slots, ``policy`` first.
+        modules_bound: modules whose weights the slots replace (> 0); verified when weights are pulled.
     """
 
     slots: tuple[Slot, ...]
@@ -48,11 +48,11 @@ class WeightSlots(ABC):
     @abstractmethod
     @contextmanager
     def use(self, slot: Slot, *, merged: bool = False) -> Iterator[nn.Module]:
-        """Yield the module to run with the weights of ``slot``; afterwards the policy is active again.
+        """Yield the module to run with the weights of ``slot``; on exit the policy is active again.
 
         Args:
-            merged: for many forwards without gradient, such as rollouts: where it can be done, the adapter
-                is added to the base weights first. That changes results only by rounding.
+            merged: for many forwards without gradient, such as rollouts: add the adapter to the base weights
+                first where possible. Changes results by rounding only.
         """
 
     @abstractmethod
@@ -61,31 +61,31 @@ class WeightSlots(ABC):
 
     @abstractmethod
     def modules(self) -> dict[Slot, nn.Module]:
-        """The distinct modules behind the slots, for sharding or compiling each in place."""
+        """The distinct modules behind the slots, for sharding or compiling in place."""
 
     @abstractmethod
     def merged_state(self, slot: Slot, *, keep: bool = True) -> dict[str, Tensor]:
         """The whole transformer with the weights of ``slot``, on the CPU, under its original names.
 
-        Gathers sharded parameters: every rank must call it. Those that do not need the result say
-        ``keep=False``: they drop each tensor as soon as it is gathered, and get an empty dictionary.
+        Collective on sharded parameters: every rank must call it. Ranks that do not need the result pass
+        ``keep=False``: they drop each gathered tensor at once and return an empty dictionary.
         """
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
-        """The policy's parameters, by name: what the optimizer gets."""
+        """The policy's parameters, by name, for the optimizer."""
         return self.parameters("policy")
 
     def trainable_count(self) -> int:
-        """Number of scalars trained (of the whole model, sharded or not)."""
+        """Number of trained scalars (global, even if sharded)."""
         return sum(parameter.numel() for parameter in self.trainable_parameters().values())
 
     def state(self, slot: Slot) -> dict[str, Tensor]:
-        """Detached views of a slot's parameters (not copies: clone what must outlive the next update)."""
+        """Detached views of a slot's parameters; clone what must survive the next update."""
         return {name: parameter.detach() for name, parameter in self.parameters(slot).items()}
 
     @torch.no_grad()
     def load_state(self, slot: Slot, tensors: Mapping[str, Tensor]) -> None:
-        """Copy ``tensors`` into a slot. Whole tensors may be given for sharded parameters.
+        """Copy ``tensors`` into a slot. Full tensors are accepted for sharded parameters.
 
         Raises:
             ModelError: names or shapes differ; nothing has been written then.
@@ -99,7 +99,7 @@ class WeightSlots(ABC):
     def blend(self, dst: Slot, src: Slot, decay: float) -> None:
         """``dst <- decay * dst + (1 - decay) * src``, parameter by parameter; 0 and 1 are exact.
 
-        Of LoRA adapters A and B are averaged each on its own (not their product), as DiffusionNFT does.
+        LoRA's A and B are averaged separately (not their product), as in DiffusionNFT.
         """
         if not 0.0 <= decay <= 1.0:
             raise ModelError(f"decay of {src} into {dst} is {decay}; expected a value in [0, 1]")
@@ -108,7 +108,7 @@ class WeightSlots(ABC):
             parameter.lerp_(source[name].detach(), 1.0 - decay)
 
     def copy(self, dst: Slot, src: Slot) -> None:
-        """Make ``dst`` equal to ``src``, bitwise."""
+        """Make ``dst`` bitwise equal to ``src``."""
         self.load_state(dst, self.state(src))
 
     def _check_slot(self, slot: Slot) -> None:
@@ -120,12 +120,12 @@ class WeightSlots(ABC):
 
 
 class LoraSlots(WeightSlots):
-    """Slots as peft LoRA adapters on one module; ``reference`` is the module with its adapters disabled.
+    """Slots as peft LoRA adapters on one module; ``reference`` is the module with adapters disabled.
 
     Args:
         module: the transformer; adapters are injected in place and its own weights frozen.
         spec: rank, alpha, targets and the seed of the initial A.
-        extra: slots beside ``policy``; ``reference`` is always there and costs nothing.
+        extra: slots besides ``policy``; ``reference`` always exists and costs nothing.
     """
 
     def __init__(self, module: nn.Module, spec: LoraSpec, extra: Sequence[Slot] = ()) -> None:
@@ -145,7 +145,7 @@ class LoraSlots(WeightSlots):
     def use(self, slot: Slot, *, merged: bool = False) -> Iterator[nn.Module]:
         """Yield the module with the slot's adapter active (``reference``: none, bitwise the base).
 
-        Merging needs a second copy of the adapted layers' weights for as long.
+        While merged, a second copy of the adapted layers' weights is held in memory.
         """
         self._check_slot(slot)
         try:
@@ -162,14 +162,14 @@ class LoraSlots(WeightSlots):
             peft_layers.activate(self._layers, "policy")
 
     def _mergeable(self) -> bool:
-        """Half precision would swallow small updates, and sharded weights are not at hand."""
+        # Sharded weights are not available here, and half precision would lose small updates.
         if any(isinstance(part, FSDPModule) for part in self._module.modules()):
             return False
         weights = peft_layers.base_weights(self._layers).values()
         return all(weight.dtype == torch.float32 for weight in weights)
 
     def parameters(self, slot: Slot) -> dict[str, nn.Parameter]:
-        """The slot's adapter under peft's state-dict names; ``reference`` has none."""
+        """The slot's adapter under peft's state-dict names; ModelError for ``reference``."""
         self._check_slot(slot)
         if slot == "reference":
             raise ModelError(
@@ -184,12 +184,12 @@ class LoraSlots(WeightSlots):
         return {"policy": self._module}
 
     def metadata(self) -> dict[str, object]:
-        """peft's LoraConfig fields of the adapters: what ``save_lora`` writes beside the weights."""
+        """peft's LoraConfig fields, as ``save_lora`` stores them beside the weights."""
         fields: dict[str, object] = peft_layers.lora_config(self.spec).to_dict()
         return fields
 
     def merged_state(self, slot: Slot, *, keep: bool = True) -> dict[str, Tensor]:
-        """Base weights plus ``alpha / rank * B A``, the sum taken in float32, in the base's dtype."""
+        """Base weights plus ``alpha / rank * B A``, summed in float32, in the base's dtype."""
         self._check_slot(slot)
         state = _gathered(peft_layers.base_parameters(self._module), keep)
         adapter = {} if slot == "reference" else _gathered(self.parameters(slot), keep)
@@ -204,12 +204,12 @@ class LoraSlots(WeightSlots):
 
 
 class CopySlots(WeightSlots):
-    """Slots as whole modules: the policy is the module given, every other slot a frozen copy of it.
+    """Slots as whole modules: the policy is the given module, every other slot a frozen copy.
 
     Args:
-        module: the transformer, in float32 (use autocast for speed): bfloat16 weights swallow updates
-            below 0.4 % of their size.
-        extra: slots beside ``policy``, each a copy in memory.
+        module: the transformer, in float32 (use autocast for speed): bfloat16 weights lose updates below
+            0.4 % of their magnitude.
+        extra: slots besides ``policy``, each a copy in memory.
 
     Raises:
         ModelError: a parameter is not float32.
@@ -231,7 +231,7 @@ class CopySlots(WeightSlots):
 
     @contextmanager
     def use(self, slot: Slot, *, merged: bool = False) -> Iterator[nn.Module]:
-        """Yield the slot's own module, in which there is nothing to merge."""
+        """Yield the slot's own module; ``merged`` has no effect."""
         self._check_slot(slot)
         yield self._modules[slot]
 
@@ -242,7 +242,7 @@ class CopySlots(WeightSlots):
         return dict(self._modules[slot].named_parameters())
 
     def modules(self) -> dict[Slot, nn.Module]:
-        """One module a slot."""
+        """One module per slot."""
         return dict(self._modules)
 
     def merged_state(self, slot: Slot, *, keep: bool = True) -> dict[str, Tensor]:
@@ -277,7 +277,7 @@ def _check_same(slot: Slot, parameters: Mapping[str, Tensor], tensors: Mapping[s
 
 
 def _reshard(module: nn.Module) -> None:
-    if not dist.is_initialized():  # nothing is sharded then, and walking a DiT's modules takes its time
+    if not dist.is_initialized():  # nothing is sharded; walking all modules of a DiT is slow
         return
     for part in module.modules():
         if isinstance(part, FSDPModule):
@@ -287,13 +287,12 @@ def _reshard(module: nn.Module) -> None:
 def _write(parameter: Tensor, value: Tensor) -> None:
     if isinstance(parameter, DTensor) and not isinstance(value, DTensor):
         value = value.to(device=parameter.device, dtype=parameter.dtype)
-        # src_data_rank None: every rank holds the whole value and keeps its own shard, nothing is sent.
+        # src_data_rank=None: every rank has the full value and takes its own shard; no communication.
         value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
     parameter.copy_(value)
 
 
 def _gathered(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    """Independent CPU copies of the whole tensors; without ``keep`` only the gathering is taken part in."""
     kept: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         detached = tensor.detach()
