@@ -1,20 +1,19 @@
-"""Previews on a rollout's own noise path: the kicks of T steps made from those of S > T steps.
+"""Previews on a rollout's own noise path: the noise of T steps derived from that of S > T steps.
 
-A seed fixes a rollout's initial noise and the kick of each of its S steps. A preview with T steps starts from
-the same initial noise, and its kicks are sums of the rollout's:
+A seed fixes a rollout's initial noise and the kick (standard normal noise) of each of its S steps. A preview
+with T steps starts from the same initial noise; its kicks are weighted sums of the rollout's:
 
-- The time of the SDE is the noise level. Kick e_j of a step of length d_j is the Brownian increment
-  sqrt(d_j) e_j, and the coarse increment over a longer step is the sum of those within it. A boundary of the
-  preview inside a fine step cuts its increment as a Brownian bridge does, with a draw of its own: the pieces
-  are independent, and add up to the whole.
-- CPS is no SDE: it replaces a share of the noise at each step, however long. The same sums serve it as well
-  as weights by what it carries over from step to step do (better where data vary much, a little worse where
-  they vary little: computed for Gaussian data, whose exact velocity is known).
-- The ODE has no kicks: its previews need nothing but the initial noise.
+- SDE time is the noise level. Kick e_j of a step of length d_j is the Brownian increment sqrt(d_j) e_j, and
+  the coarse increment of a longer step is the sum of those within it. A preview boundary inside a fine step
+  splits its increment by a Brownian bridge with an extra draw: the pieces are independent and sum to it.
+- CPS is no SDE: each step replaces a share of the noise, whatever its length. The same sums serve it about
+  as well as weights from what it carries over between steps (better where data vary much, slightly worse
+  where they vary little: computed for Gaussian data, whose exact velocity is known).
+- The ODE has no kicks: its previews only need the initial noise.
 
 Invariants
     1. Coarse kicks of a seed are independent and standard normal, like any sampler's.
-    2. With T = S they are the fine ones.
+    2. With T = S they equal the fine ones.
     3. They are pure functions of seed and schedules, bit-exact everywhere (float64 sums in fixed order).
 """
 
@@ -33,7 +32,7 @@ from torch import Tensor
 from spotlight.diffusion.noise import Stream, counter_of_step, normal_batch
 
 _SAME = 1e-6
-"""Noise levels closer than this are one: schedules are float32."""
+"""Noise levels closer than this are equal: schedules are float32."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -45,18 +44,18 @@ class Draw:
 
 
 Kick: TypeAlias = tuple[tuple[Draw, float], ...]
-"""Draws with their weights, whose squares add up to 1."""
+"""Weighted draws; the squared weights sum to 1."""
 
 
 def coarse_kicks(fine: Sequence[float], coarse: Sequence[float]) -> tuple[Kick, ...]:
-    """The kick of each coarse step, of the draws that the fine steps' kicks are.
+    """Each coarse step's kick, in terms of the fine steps' draws.
 
     Args:
         fine: noise levels of the rollout, descending, [S + 1].
-        coarse: those of the preview, [T + 1]; they begin and end where the fine ones do.
+        coarse: those of the preview, [T + 1], with the same ends.
 
     Raises:
-        ValueError: levels that do not descend, or ends that differ.
+        ValueError: levels do not descend, or the ends differ.
     """
     for name, levels in (("rollout", fine), ("preview", coarse)):
         if len(levels) < 2 or any(after >= before for before, after in pairwise(levels)):
@@ -72,9 +71,9 @@ def coarse_kicks(fine: Sequence[float], coarse: Sequence[float]) -> tuple[Kick, 
 
 
 def coarse_window(window: range, fine: Sequence[float], coarse: Sequence[float]) -> range:
-    """The preview's stochastic steps: those of which the rollout's window covers half or more.
+    """The preview's stochastic steps: those at least half covered by the rollout's window.
 
-    At least one, the one it covers most of, but never the last step, which is ODE.
+    At least one (the most covered), but never the last step, which is ODE.
     """
     high, low = fine[window.start], fine[window.stop]
     covered = [
@@ -94,7 +93,7 @@ def kick_batch(
 ) -> Tensor:
     """Row i is seed i's kick i: [batch, *shape] float32 on ``device``."""
     rows = np.zeros((len(seeds), math.prod(shape)), dtype=np.float64)
-    for stream in (Stream.ROLLOUT_NOISE, Stream.PREVIEW_NOISE):  # as they are ordered within a kick
+    for stream in (Stream.ROLLOUT_NOISE, Stream.PREVIEW_NOISE):  # the draws' order within a kick
         terms = [
             (row, draw.index, weight)
             for row, kick in enumerate(kicks)
@@ -119,7 +118,7 @@ def _increments(fine: Sequence[float], coarse: Sequence[float]) -> tuple[Kick, .
     for step, (before, after) in enumerate(pairwise(fine)):
         cuts = [level for level in coarse[1:-1] if after + _SAME < level < before - _SAME]
         bounds = [before, *cuts, after]
-        # What is left of the increment, in draws; a bridge cuts one piece after the other from it.
+        # The rest of the increment, as weighted draws; a bridge splits off one piece after the other.
         left, length = {fine_draw(step): math.sqrt(before - after)}, before - after
         for cut, (high, low) in enumerate(pairwise(bounds)):
             size = high - low
@@ -138,7 +137,6 @@ def _increments(fine: Sequence[float], coarse: Sequence[float]) -> tuple[Kick, .
 
 
 def _step_at(levels: Sequence[float], level: float) -> int:
-    """The step in which a noise level lies."""
     for step, after in enumerate(levels[1:]):
         if level > after:
             return step

@@ -1,12 +1,12 @@
 """Counter-based randomness: every draw is a pure function of (seed, stream, index).
 
 Invariants
-    * No state and no global generator: the same arguments give the same numbers in any process, at any
-      batch position, in any order.
-    * Bit-exact on every machine. Raw bits are Philox4x64-10, whose output numpy guarantees; normals come
-      from them by the inverse CDF using only correctly rounded float64 operations (+ - * / sqrt), because
-      ``log`` and ``sin`` of different libraries and CPUs differ in the last bit. Numbers are made on the
-      CPU and then moved, so the device does not matter either.
+    * No state and no global generator: the same arguments give the same numbers in any process, batch
+      position and order.
+    * Bit-exact on every machine. Raw bits come from Philox4x64-10, whose output numpy guarantees; normals
+      by inverse CDF from correctly rounded float64 operations only (+ - * / sqrt), because ``log`` and
+      ``sin`` differ in the last bit between libraries and CPUs. Numbers are generated on the CPU, so the
+      device does not matter.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch import Tensor
 from spotlight.diffusion._normal_quantile import normal_quantile_from_centre
 
 INITIAL = -1
-"""The ``step`` of a rollout's initial noise; its SDE kicks have the step indices 0, 1, ..."""
+"""``step`` of a rollout's initial noise; its SDE steps are 0, 1, ..."""
 
-_KEY_HIGH = 0x53504F544C494748  # "SPOTLIGH": keeps our draws apart from other Philox users of a seed
+_KEY_HIGH = 0x53504F544C494748  # "SPOTLIGH": separates our draws from other Philox users of the same seed
 _BLOCK = 16384  # numbers converted at once: the float64 temporaries stay in the L2 cache
 
 
 class Stream(IntEnum):
-    """What a draw is for. Streams of one seed are independent; the values are part of the format."""
+    """Purpose of a draw. A seed's streams are independent; the values are part of the storage format."""
 
     ROLLOUT_NOISE = 0
     SDE_WINDOW = 1
@@ -40,11 +40,11 @@ class Stream(IntEnum):
 
 
 def noise(seed: int, step: int, shape: Sequence[int]) -> Tensor:
-    """Standard normal noise of one rollout's step: float32, CPU.
+    """Standard normal noise of one rollout step: float32, CPU.
 
     Args:
         seed: the rollout's seed, 0 <= seed < 2**64.
-        step: :data:`INITIAL` or the index of the denoising step, 0 <= step.
+        step: :data:`INITIAL` or the index of the denoising step.
         shape: of one sample, without the batch dimension.
     """
     return normal(seed, Stream.ROLLOUT_NOISE, counter_of_step(step), shape)
@@ -87,7 +87,7 @@ def uniform(seed: int, stream: Stream, index: int, count: int) -> NDArray[np.flo
 
 
 def counter_of_step(step: int) -> int:
-    """The index, in its stream, of the noise of a rollout's step. Raises ValueError below INITIAL."""
+    """Stream index of a step's noise. Raises ValueError below INITIAL."""
     if step < INITIAL:
         raise ValueError(f"noise step is {step}; expected INITIAL ({INITIAL}) or a step index >= 0")
     return step - INITIAL

@@ -1,16 +1,16 @@
-"""Denoising steps and their log-probabilities: the one implementation of rollout and of replay.
+"""Denoising steps and their log-probabilities: one implementation for rollout and replay.
 
 Flow matching: x_s = (1 - s) x0 + s e with noise level s (sigma; 1 = noise) and velocity v = e - x0. A step
 goes from s to s' < s, d = s - s'. ``<.>`` is the mean over all dimensions but the batch.
 
 Invariants
-    * All maths in float32, whatever the storage type. ``sigma`` is per sample: [batch] float32.
-    * x' is rounded to its storage type BEFORE it is scored, so a replay of the stored latents with the
-      stored sigmas repeats the rollout's numbers: clip ranges of 1e-5 are of the size of that rounding.
-    * log p is a mean, not a sum: ratios are the true ones to the power 1/size of a sample.
-    * Every rollout ends with an ODE step to sigma 0, whose result is x̂0 exactly: the final latents are
-      what to decode for every sampler (DanceGRPO's "decode the last x̂0" included).
-    * ODE steps have no log p: asking raises, and :func:`step` marks them NaN.
+    * All maths in float32, whatever the storage dtype. ``sigma`` is per sample: [batch] float32.
+    * x' is rounded to its storage dtype BEFORE its log-prob is computed, so replaying stored latents with
+      stored sigmas repeats the rollout's numbers: clip ranges of 1e-5 are no larger than that rounding.
+    * log p is a mean, not a sum: ratios are the true ones to the power 1/(size of a sample).
+    * Every rollout ends with an ODE step to sigma 0, whose result is x̂0 exactly: decode the final latents,
+      whatever the sampler (this includes DanceGRPO's "decode the last x̂0").
+    * ODE steps have no log p: it raises, and :func:`step` returns NaN.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from torch import Tensor
 
 
 class UndefinedLogProbError(ValueError):
-    """A log-prob or KL was asked of a deterministic sampler."""
+    """Log-prob or KL of a deterministic sampler."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """The Gaussian a step draws from.
+    """The Gaussian of a step.
 
     Attributes:
         mean: [batch, ...] float32.
         std: [batch, 1, ...] float32; 0 where the step is deterministic.
-        kl_std: [batch, 1, ...] float32, the scale in the KL's denominator. Flow-GRPO leaves the step
-            length out of it on purpose: q instead of q sqrt(d).
+        kl_std: [batch, 1, ...] float32, the scale in the KL's denominator: q instead of q sqrt(d), because
+            Flow-GRPO deliberately omits the step length.
     """
 
     mean: Tensor
@@ -65,8 +65,7 @@ class Sampler(Protocol):
 class FlowSDE:
     """Flow-GRPO's SDE (arXiv 2505.05470): q = a sqrt(s / (1 - s)), kick q sqrt(d).
 
-    At s = 1 the second schedule value stands in for s in 1 - s. There s' IS the second schedule value, so
-    the first kick is exactly a.
+    At s = 1, 1 - s uses the second schedule value instead. That is s', so the first kick is exactly a.
     """
 
     noise_level: float = 0.7
@@ -76,7 +75,7 @@ class FlowSDE:
 
     @property
     def stochastic(self) -> bool:
-        """False only at noise level 0, where the step is the ODE's."""
+        """False only at noise level 0, where the step is ODE."""
         return self.noise_level > 0
 
     def moments(self, x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor) -> Moments:
@@ -106,7 +105,7 @@ class Dance:
 
     @property
     def stochastic(self) -> bool:
-        """False only at η = 0, where the step is the ODE's."""
+        """False only at η = 0, where the step is ODE."""
         return self.eta > 0
 
     def moments(self, x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor) -> Moments:
@@ -128,7 +127,8 @@ class Dance:
 class CPS:
     """Coefficients-preserving sampling (arXiv 2509.05952): x' has exactly the noise level s'.
 
-    n' = s' sin(aπ/2) of it is fresh. The log-prob has no normaliser, so clip ranges do not transfer from
+    Of it n' = s' sin(aπ/2) is fresh noise. The log-prob has no normaliser, so clip ranges do not
+    transfer from
     the other samplers.
     """
 
@@ -139,7 +139,7 @@ class CPS:
 
     @property
     def stochastic(self) -> bool:
-        """False only at noise level 0, where the step is the ODE's."""
+        """False only at noise level 0, where the step is ODE."""
         return self.noise_level > 0
 
     def moments(self, x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor) -> Moments:
@@ -164,7 +164,7 @@ class CPS:
 
 @dataclass(frozen=True, slots=True)
 class ODE:
-    """Euler's step, bit for bit that of diffusers' ``FlowMatchEulerDiscreteScheduler``."""
+    """Euler's step, bitwise equal to diffusers' ``FlowMatchEulerDiscreteScheduler``."""
 
     @property
     def stochastic(self) -> bool:
@@ -191,8 +191,8 @@ class Step:
     """One denoising step of a batch.
 
     Attributes:
-        latents: x' in its storage type, [batch, ...].
-        log_prob: [batch] float32 of x' as stored; NaN where the step was ODE (never keep those).
+        latents: x' in its storage dtype, [batch, ...].
+        log_prob: [batch] float32 of x' as stored; NaN for ODE rows (never store those).
     """
 
     latents: Tensor
@@ -210,21 +210,21 @@ def step(
     stochastic: Sequence[bool] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Step:
-    """Advance a batch by one step: draw, round to the storage type, score what was stored.
+    """Advance a batch by one step: draw, round to the storage dtype, score the rounded result.
 
     Args:
-        sampler: of the stochastic rows; the other rows take the ODE step.
+        sampler: of the stochastic rows; the others take the ODE step.
         x: latents as stored, [batch, ...].
         velocity: v̂, shape of ``x``.
-        sigma: s of each row, [batch] float32.
-        sigma_next: s' of each row, [batch] float32.
-        noise: standard normal, shape of ``x``; needed when a row is stochastic.
-        stochastic: rows inside their SDE window, on the host (no device synchronisation); None means every
-            row, as far as the sampler is stochastic at all.
-        dtype: storage type of the latents.
+        sigma: s, [batch] float32.
+        sigma_next: s', [batch] float32.
+        noise: standard normal, shape of ``x``; required if a row is stochastic.
+        stochastic: which rows are inside their SDE window, on the host (avoids a device synchronisation);
+            None: all. Ignored if the sampler is deterministic.
+        dtype: storage dtype of the latents.
 
     Raises:
-        ValueError: a row is stochastic but ``noise`` is None, or ``stochastic`` has not one entry a row.
+        ValueError: a row is stochastic but ``noise`` is None, or ``stochastic`` is not one entry per row.
     """
     rows = [True] * x.shape[0] if stochastic is None else list(stochastic)
     if len(rows) != x.shape[0]:
@@ -270,10 +270,10 @@ SAMPLERS = ("flow-sde", "cps", "dance", "ode")
 
 
 def build_sampler(name: str, noise_level: float) -> Sampler:
-    """The sampler of a configuration: ``noise_level`` is a, or η for ``dance``; ``ode`` takes 0.
+    """A sampler by name; ``noise_level`` is a, η for ``dance``, and must be 0 for ``ode``.
 
     Raises:
-        ValueError: unknown name, a noise level outside the sampler's range, or one given to the ODE.
+        ValueError: unknown name, or a noise level outside the sampler's range.
     """
     match name:
         case "flow-sde":
@@ -290,7 +290,7 @@ def build_sampler(name: str, noise_level: float) -> Sampler:
 
 
 def _langevin(x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor, q: Tensor) -> Moments:
-    """Euler-Maruyama of the reverse SDE with diffusion q [batch], the score written by x and v̂."""
+    """Euler-Maruyama of the reverse SDE with diffusion q [batch], the score expressed by x and v̂."""
     length = sigma - sigma_next
     half = q.square() * length / (2 * sigma)
     pull = length + half * (1 - sigma)

@@ -1,8 +1,8 @@
-"""SDE windows: which denoising steps of a rollout are stochastic and therefore kept and trained.
+"""SDE windows: which denoising steps of a rollout are stochastic, and therefore stored and trained.
 
-A window is a pure function of the rollout's seed and iteration, so a rollout resumed elsewhere, or its
-replay, finds the same one. Invariants: never empty, contiguous, of the same size for every rollout of a
-configuration, and within [0, T - 2]: the last of T steps is always ODE (it ends at x̂0 exactly).
+A window is a pure function of the rollout's seed and iteration, so resuming or replaying a rollout elsewhere
+finds the same one. Invariants: non-empty, contiguous, of one size for all rollouts of a configuration, and
+within [0, T - 2]: the last of T steps is always ODE (it ends at x̂0 exactly).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class SdeWindow(Protocol):
         """Indices of the stochastic steps. Raises ValueError if the window does not fit."""
 
     def kept(self, total_steps: int) -> int:
-        """How many there are: the S of a trajectory. Raises ValueError if the window does not fit."""
+        """Their number: the S of a trajectory. Raises ValueError if the window does not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class AllSteps:
     """Every step but the last (Flow-GRPO)."""
 
     def steps(self, total_steps: int, seed: int, iteration: int) -> range:
-        """[0, T - 1), whatever the seed and iteration."""
+        """[0, T - 1)."""
         return range(self.kept(total_steps))
 
     def kept(self, total_steps: int) -> int:
@@ -49,8 +49,8 @@ class RandomWindow:
 
     Attributes:
         size: number of stochastic steps, >= 1.
-        low: first step the window may hold.
-        high: end of the range, exclusive; None means half of the steps (or more if the size needs it).
+        low: first step the window may contain.
+        high: end of the range, exclusive; None: half of the steps (or more if ``size`` needs it).
     """
 
     size: int
@@ -61,13 +61,13 @@ class RandomWindow:
         _check_window(self.size, self.low, self.high)
 
     def steps(self, total_steps: int, seed: int, iteration: int) -> range:
-        """The seed's window; the same in every iteration."""
+        """The seed's window, the same in every iteration."""
         positions = self._positions(total_steps)
         choice = int(uniform(seed, Stream.SDE_WINDOW, 0, 1)[0] * len(positions))
         return range(positions[choice], positions[choice] + self.size)
 
     def kept(self, total_steps: int) -> int:
-        """The window's size."""
+        """``size``."""
         self._positions(total_steps)
         return self.size
 
@@ -78,18 +78,17 @@ class RandomWindow:
 
 @dataclass(frozen=True, slots=True)
 class SlidingWindow:
-    """MixGRPO's window (arXiv 2507.21802): slides from noisy to clean steps, then rolls back to ``low``.
+    """MixGRPO's window (arXiv 2507.21802): slides from noisy to clean steps, then back to ``low``.
 
-    It stays at position l for ``every * exp(-decay * max(l - T/2, 0))`` iterations (rounded, at least 1):
-    constant when ``decay`` is 0, else the clean half of the T steps gets less time (the paper: from 13 of
-    25 on).
+    It stays at position l for ``every * exp(-decay * max(l - T/2, 0))`` iterations (rounded, at least 1), so
+    with ``decay`` > 0 the clean half of the T steps gets less time (the paper: from 13 of 25 on).
 
     Attributes:
         size: number of stochastic steps, >= 1.
-        every: iterations at a position, >= 1.
-        low: first step the window may hold.
-        high: end of the range, exclusive; None means T - 1, the largest possible.
-        decay: rate k >= 0 of the paper's decaying strategy.
+        every: iterations per position, >= 1.
+        low: first step the window may contain.
+        high: end of the range, exclusive; None: T - 1, the maximum.
+        decay: rate k >= 0 of the paper's decay strategy.
     """
 
     size: int = 4
@@ -114,14 +113,14 @@ class SlidingWindow:
         return range(start, start + self.size)
 
     def kept(self, total_steps: int) -> int:
-        """The window's size."""
+        """``size``."""
         _positions(self.size, self.low, self.high, total_steps)
         return self.size
 
 
 @lru_cache(maxsize=64)
 def _cycle(window: SlidingWindow, total_steps: int) -> tuple[int, ...]:
-    """First step of the window in each iteration of one pass from ``low`` to the end."""
+    """Start of the window in each iteration of one pass from ``low`` to the end."""
     decay_from = (total_steps + 1) // 2
     cycle: list[int] = []
     for start in _positions(window.size, window.low, window.high, total_steps):
@@ -131,7 +130,6 @@ def _cycle(window: SlidingWindow, total_steps: int) -> tuple[int, ...]:
 
 
 def _positions(size: int, low: int, high: int | None, total_steps: int) -> range:
-    """Where a window may start; never empty."""
     end = total_steps - 1 if high is None else high
     if end > total_steps - 1:
         raise ValueError(
