@@ -1,1 +1,1 @@
-"""Drivers: they carry out the controller's effects in a real world."""
+"""Drivers: they carry out the controller's effects."""

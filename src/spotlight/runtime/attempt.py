@@ -1,9 +1,9 @@
-"""One attempt at a run: taken up where the newest checkpoint left it, with its account opened and closed.
+"""One attempt at a run: resumes at the newest checkpoint, and opens and closes its billing.
 
     with open_attempt(...) as attempt:
-        attempt.result = ...            drive, from attempt.newest on
+        attempt.result = ...            # drive, starting at attempt.newest
 
-Whatever ends the block, the ledger says how the attempt ended and where its seconds went.
+However the block ends, the ledger records how the attempt ended and where its seconds went.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RunResult:
     """How a run ended.
 
     Attributes:
-        summary: None when nothing was finished (stopped early, or with an error).
+        summary: None if the run was stopped early or failed.
         error: why the controller stopped the run, with the remedy.
         stopped: ended by a signal, after a committed checkpoint; the same command resumes it.
     """
@@ -58,11 +58,11 @@ class RunResult:
 
 @dataclass(slots=True)
 class Attempt:
-    """What an attempt starts from, and what comes of it.
+    """The starting point and result of an attempt.
 
     Attributes:
         number: in the ledger.
-        newest: the checkpoint to start from; None starts from the beginning.
+        newest: the checkpoint to resume from; None starts from the beginning.
         result: to be set before the block ends.
     """
 
@@ -84,16 +84,16 @@ def open_attempt(
     observer: Observer,
     account: Callable[[RunRecorder], None],
 ) -> Iterator[Attempt]:
-    """Begin an attempt: undo what came after the newest whole checkpoint.
+    """Begin an attempt by rolling back to the newest intact checkpoint.
 
     Args:
-        ranks: whose main rank this is.
-        workers: price of each worker that is there from the beginning.
-        began_s: when the attempt's work began, in seconds since the epoch.
-        account: writes down where the time since the last account went, at the very end.
+        ranks: this process must be the main rank.
+        workers: price in USD per hour of each initial worker.
+        began_s: start of the attempt's work, in seconds since the epoch.
+        account: called once at the end, to bill the time since the last billing.
     """
     with ExitStack() as stack:
-        # What can fail here fails before an attempt is begun, which somebody would have to close.
+        # Fail before an attempt is begun, so that none is left to close.
         recorder, newest = _open_recorder(stack, config, directory, prompts, ranks, workers)
         number = recorder.ledger.begin_attempt(
             pid=os.getpid(), host=socket.gethostname(), workers=workers, now_s=began_s
@@ -119,7 +119,7 @@ def _open_recorder(
     ranks: Ranks,
     workers: Mapping[WorkerId, float],
 ) -> tuple[RunRecorder, Checkpoint | None]:
-    """Where the attempt writes, and the checkpoint it starts from; what was drawn after it is removed."""
+    """Open the recorder, find the checkpoint to resume from, and remove images drawn after it."""
     ledger = stack.enter_context(SqliteLedger(directory.ledger))
     checkpoints = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
     newest = checkpoints.newest_valid()
@@ -150,14 +150,13 @@ def _open_recorder(
 
 @contextmanager
 def _closing(attempt: Attempt, account: Callable[[RunRecorder], None]) -> Iterator[None]:
-    """Whatever ends the block, the ledger says how, and where the seconds went."""
     try:
         yield
     except BaseException as error:
         if isinstance(error, Exception):
             log.exception("the run failed")
         ending = Ending.STOPPED if isinstance(error, KeyboardInterrupt) else Ending.FAILED
-        with suppress(StoreError):  # a full disk takes this neither; the next attempt closes this one
+        with suppress(StoreError):  # a full disk fails here too; the next attempt closes this one
             _close(attempt.recorder, account, ending)
         raise
     result = attempt.result
@@ -191,13 +190,12 @@ def config_digest(config: RunConfig) -> str:
 
 
 class _AttemptLog(logging.FileHandler):
-    """A log that a full disk cuts short; the run's own error is the one to tell."""
+    """Stops writing silently when the disk is full, so that the run's own error is the one reported."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Nothing."""
+        """Ignore."""
 
     def close(self) -> None:
-        """Close, whether or not the rest can be written."""
         with suppress(OSError):
             super().close()
 

@@ -1,7 +1,7 @@
-"""Where the time of one worker goes: a stopwatch that is always in exactly one phase.
+"""Where one worker's time goes: a stopwatch that is always in exactly one phase.
 
-Invariant: the seconds of all phases sum to the time since :meth:`PhaseClock.start`, so what is billed is
-what is accounted for.
+Invariant: the seconds of all phases sum to the time since :meth:`PhaseClock.start`, so every billed second is
+accounted for.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from spotlight.scheduler.types import Phase
 
 
 def _now_s() -> float:
-    # What is billed is wall-clock time: a monotonic clock that goes on while the machine is suspended.
-    boot = getattr(time, "CLOCK_BOOTTIME", None)  # Linux's name for it
+    # Billing is wall-clock: use a monotonic clock that keeps running while the machine is suspended.
+    boot = getattr(time, "CLOCK_BOOTTIME", None)  # Linux only
     return time.monotonic() if boot is None else time.clock_gettime(boot)
 
 
@@ -25,20 +25,20 @@ _IMPORTED_S = _now_s()
 
 
 def process_age_s() -> float:
-    """Seconds since this process was started, imports included; without /proc: since this module was."""
+    """Seconds since this process started, imports included; without /proc, since this module was imported."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        # Field 22 of proc(5), counted in ticks since the machine was booted; the first two are cut off here.
+        # starttime is field 22 of proc(5), in ticks since boot; the first two fields are cut off here.
         return max(0.0, _now_s() - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
     except (OSError, ValueError, IndexError):
         return _now_s() - _IMPORTED_S
 
 
 class PhaseClock:
-    """Attributes wall-clock seconds to phases; outside of any ``phase`` block time is idle.
+    """Attributes wall-clock seconds to phases; time outside any ``phase`` block is idle.
 
     Args:
-        spent_s: that ``initial`` took before the clock was made.
+        spent_s: seconds that ``initial`` took before the clock was created.
     """
 
     def __init__(self, initial: Phase = Phase.SETUP, spent_s: float = 0.0) -> None:
@@ -54,12 +54,12 @@ class PhaseClock:
 
     @property
     def failed_in(self) -> Phase:
-        """The innermost phase that an error has left; the present one while none has."""
+        """The innermost phase that an exception left; the current phase if none did."""
         return self._failed_in or self._phase
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """Attribute the block's time to ``phase`` (nested blocks take their own time out)."""
+        """Attribute the block's time to ``phase``; nested blocks take their own time out."""
         outer = self._switch(phase)
         try:
             yield
@@ -70,7 +70,7 @@ class PhaseClock:
             self._switch(outer)
 
     def ready(self) -> None:
-        """End the set-up: from here on, time outside of any block is idle."""
+        """End the set-up: from now on, time outside any block is idle."""
         self._switch(Phase.IDLE)
 
     def take(self) -> dict[Phase, float]:

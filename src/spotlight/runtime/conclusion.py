@@ -1,4 +1,4 @@
-"""What is left of a finished run: the exported weights, and a summary counted from what is on the disk."""
+"""Results of a finished run: exported weights, and a summary computed from disk."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _VALIDATION = "validation/"
 
 
 def export_judged(config: RunConfig, family: ModelFamily, slots: WeightSlots, ranks: Ranks) -> Path | None:
-    """Export the judged weights into the run directory; every rank must call it.
+    """Export the evaluated weights to the run directory. Collective: every rank must call it.
 
     Returns:
-        The adapter's file or the pipeline's directory, on the main rank; None on the others.
+        The adapter's file or the pipeline's directory on the main rank; None on the others.
     """
     root = config.runs_dir / config.name
     slot = config.evaluation.weights
     if config.learner.mode == "lora":
         return export_lora(family, slots, slot, root / LORA_FOLDER, ranks)
-    if ranks.is_main:  # an earlier end of this run, before its iterations were raised
+    if ranks.is_main:  # may exist from before ``iterations`` was raised
         shutil.rmtree(root / MERGED_FOLDER, ignore_errors=True)
     return export_merged(family, slots, slot, root / MERGED_FOLDER, ranks, replace=True)
 
@@ -41,11 +41,11 @@ def export_judged(config: RunConfig, family: ModelFamily, slots: WeightSlots, ra
 def conclude_run(
     config: RunConfig, recorder: RunRecorder, weights: Path | None, account: Callable[[], None]
 ) -> RunSummary:
-    """Draw the comparison and write ``summary.json``.
+    """Draw the before-after comparison and write ``summary.json``.
 
     Args:
-        weights: what :func:`export_judged` wrote.
-        account: writes down where the time went, so that the summary counts what it cost up to itself.
+        weights: what :func:`export_judged` returned.
+        account: bills the time so far, so that the summary includes its own cost.
     """
     _compare(recorder)
     account()
@@ -55,7 +55,7 @@ def conclude_run(
 
 
 def summarise_run(config: RunConfig, recorder: RunRecorder, lora: Path | None) -> RunSummary:
-    """Count a run's outcome from its ledger and metrics."""
+    """Summarise a run from its ledger and metrics."""
     counts = recorder.ledger.counts()
     validations = [row for row in read_metrics(recorder.paths.path) if f"{_VALIDATION}{GRADED}" in row.values]
     last = validations[-1].values if validations else {}

@@ -1,4 +1,4 @@
-"""A run as something to use: make pictures with its weights, judge them, export them."""
+"""Use a trained run: generate, evaluate, export."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Picture = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class TrainedRun:
-    """The newest checkpoint of a run, loaded for inference.
+    """A run's newest checkpoint, loaded for inference.
 
     Attributes:
         iteration: iterations trained.
@@ -60,14 +60,14 @@ class TrainedRun:
         device: Literal["auto", "cpu", "cuda"] = "auto",
         weights: Slot | None = None,
     ) -> Self:
-        """Load a run's newest whole checkpoint.
+        """Load a run's newest intact checkpoint.
 
         Args:
-            weights: default: those that the run judges by (``evaluation.weights``).
+            weights: default: those that the run evaluates (``evaluation.weights``).
 
         Raises:
             StoreError: not a run directory, or no checkpoint yet.
-            ModelError: the model is gone, or the run has no such weights.
+            ModelError: the model is missing, or the run has no such weights.
         """
         paths = RunPaths(directory)
         if not paths.config.exists():
@@ -88,11 +88,11 @@ class TrainedRun:
         return cls(directory, config, newest.header.iteration, chosen, family, slots)
 
     def with_weights(self, weights: Slot) -> TrainedRun:
-        """The same run, seen through other weights (``reference``: before training).
+        """The same run with other weights (``reference``: before training).
 
         Raises:
-            ModelError: the run has no such weights (a full fine-tune keeps a reference only where its
-                algorithm needs one).
+            ModelError: the run has no such weights (a full fine-tune keeps a reference only if its algorithm
+                needs one).
         """
         _require_slot(self._slots, weights)
         return dataclasses.replace(self, weights=weights)
@@ -104,10 +104,10 @@ class TrainedRun:
         steps: int | None = None,
         guidance: float | None = None,
     ) -> Picture:
-        """One picture for every (prompt, seed) pair: [pairs, height, width, 3] uint8, ODE sampler.
+        """One image per (prompt, seed) pair: [pairs, height, width, 3] uint8, ODE sampler.
 
         Raises:
-            ValueError: not one seed a prompt.
+            ValueError: ``prompts`` and ``seeds`` differ in length.
         """
         rollouts = [
             self._rollout(f"g{index:06d}", Prompt(PromptId(text), text, {}), seed, steps)
@@ -129,14 +129,14 @@ class TrainedRun:
         steps: int | None = None,
         prompts_file: Path | None = None,
     ) -> Validation:
-        """Judge the weights on held-out prompts, with the seeds that the run's own evaluations use.
+        """Evaluate on held-out prompts, with the same seeds as the run's own evaluations.
 
-        Pictures are scored as in the run: a batch of ``rollout.batch_size`` at a time, beside denoising.
+        Scores batches of ``rollout.batch_size`` while later ones are denoised.
 
         Raises:
-            ConfigError, PromptFileError: ``prompts_file`` cannot be used.
-            RewardSetupError, RewardInputError: before any picture is made; or none could be scored.
-            ModelError: not one picture is finite.
+            ConfigError, PromptFileError: ``prompts_file`` is unusable.
+            RewardSetupError, RewardInputError: before any image is generated, or if none could be scored.
+            ModelError: no image is finite.
         """
         config = self.config
         if prompts_file is None:
@@ -159,7 +159,7 @@ class TrainedRun:
     def _score(
         self, rollouts: Sequence[Rollout], prompts: Mapping[PromptId, Prompt], observer: Observer
     ) -> dict[RolloutId, dict[str, float]]:
-        """Curves of the pictures that could be scored: at least one."""
+        """Scores of the images that could be scored; at least one."""
         texts = {prompt.id: prompt.text for prompt in prompts.values()}
         waiting: list[tuple[list[FinishedRollout], Future[RewardBatch]]] = []
         with build.make_reward_pool(self.config) as rewards:
@@ -198,7 +198,7 @@ class TrainedRun:
         return _written(export_lora(self._family, self._slots, self.weights, directory, Ranks()))
 
     def export_merged(self, directory: Path) -> Path:
-        """Write a whole pipeline directory with the weights merged in."""
+        """Write a complete pipeline directory with merged weights."""
         return _written(export_merged(self._family, self._slots, self.weights, directory, Ranks()))
 
     def _rollout(self, name: str, prompt: Prompt, seed: int, steps: int | None) -> Rollout:
@@ -220,7 +220,6 @@ class TrainedRun:
         guidance: float | None,
         observer: Observer,
     ) -> Iterator[list[FinishedRollout | FailedRollout]]:
-        """The pictures, batch by batch."""
         recipe: Recipe = build.make_recipes(self.config, build.make_algorithm(self.config)).evaluate
         if guidance is not None:
             recipe = dataclasses.replace(recipe, guidance_scale=guidance)

@@ -1,14 +1,14 @@
-"""The inline driver: the controller's effects carried out in this process, in order.
+"""The inline driver: carries out the controller's effects in this process, in order.
 
     event ──► controller.handle ──► effects ──► engine / reward pool / learner / recorder ──► events
 
 It decides nothing. To the controller it is a cluster of one worker that answers every command at once.
-Scoring runs beside denoising (the reward pool has its own processes); its results are taken in the order they
-were asked for, so that the same configuration gives the same ledger, bit for bit.
+Scoring runs beside denoising, in the reward pool's processes; results are consumed in submission order, so
+the same configuration gives the same ledger, bit for bit.
 
-Started with several ranks (``torchrun``), every rank runs this loop with its own replica of the controller.
-Replicas agree because the controller is pure and sees the same events: what ranks learn on their own
-(finished rollouts, scores) is shared before it becomes an event.
+Under ``torchrun`` every rank runs this loop with its own replica of the controller. Replicas agree because
+the controller is pure and sees the same events: results local to a rank (finished rollouts, scores) are
+shared before they become events.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ NODE = Node(
     gpus=1,
     gpu_type="local",
     price_usd_h=0.0,
-    # It does train. But this driver rolls out and trains in turn by itself; the controller would otherwise
-    # plan how to divide the GPU's time between the two.
+    # The worker does train, but this driver alternates rollouts and training by itself; with True the
+    # controller would plan how to share the GPU between the two.
     trains=False,
     rolls_out=True,
 )
@@ -78,7 +78,7 @@ class Denoiser:
 
     Attributes:
         train_slot: weights of train rollouts and their previews (the algorithm's behaviour policy).
-        evaluation_slot: weights that are judged.
+        evaluation_slot: weights that are evaluated.
     """
 
     engine: Engine
@@ -91,7 +91,7 @@ class Denoiser:
     def run(
         self, rollouts: Sequence[Rollout], on_step: Callable[[float], None]
     ) -> list[FinishedRollout | FailedRollout]:
-        """Denoise rollouts of one purpose to the end; ``on_step(share done)`` after every step."""
+        """Denoise rollouts of one purpose; calls ``on_step(fraction_done)`` after every step."""
         evaluating = rollouts[0].purpose is Purpose.EVAL
         recipe = self.recipes.by_purpose()[rollouts[0].purpose]
         states: list[RolloutState] = self.engine.start(
@@ -99,7 +99,7 @@ class Denoiser:
         )
         steps = max(rollout.steps for rollout in rollouts)
         slot = self.evaluation_slot if evaluating else self.train_slot
-        # Not under autocast: there the sum would be rounded to half precision, the adapter alone is not.
+        # Autocast would round merged weights to half precision; an unmerged adapter keeps its contribution.
         with self.slots.use(slot, merged=self.engine.autocast is None) as model:
             for step in range(steps):
                 states = self.engine.step(model, states)
@@ -112,8 +112,8 @@ class InlineParts:
     """What the driver works with.
 
     Attributes:
-        lease_size: rollouts of one lease, over all ranks: a multiple of the ranks.
-        grid: prompts, and pictures of each, in the image grids.
+        lease_size: rollouts per lease over all ranks; a multiple of the number of ranks.
+        grid: (prompts, images per prompt) in the image grids.
     """
 
     controller: Controller
@@ -130,7 +130,7 @@ class InlineParts:
 
 @dataclass(slots=True)
 class _Scoring:
-    """A batch at the reward pool: all its rollouts, and those among them that this rank has scored."""
+    """A batch in the reward pool: all its rollouts, and those scored on this rank."""
 
     rollouts: tuple[Rollout, ...]
     mine: tuple[RolloutId, ...]
@@ -159,7 +159,7 @@ class InlineDriver:
     _denoised: Counter[Phase] = field(default_factory=Counter)
 
     def run(self) -> str | None:
-        """Run until the controller says it is over. Returns its error, if it had to stop early."""
+        """Run until the controller is done. Returns its error if it had to stop early."""
         self._events.extend([ev.RunStarted(), ev.NodeJoined(NODE)])
         while not self._over:
             event = self._next_event()
@@ -172,12 +172,12 @@ class InlineDriver:
         return self._error
 
     def request_stop(self) -> None:
-        """Stop after the next committed checkpoint (from a signal handler: only sets a flag)."""
+        """Stop after the next committed checkpoint. Only sets a flag, so a signal handler may call it."""
         self._stop_requested = True
 
     @property
     def stopped(self) -> bool:
-        """Whether the run ended early because of :meth:`request_stop` (on any rank)."""
+        """Whether :meth:`request_stop`, on any rank, ended the run early."""
         return self._stopped
 
     def _next_event(self) -> ev.Event:
@@ -238,7 +238,7 @@ class InlineDriver:
             case ef.FinishRun(error):
                 self._error, self._over = error, True
             case ef.StopGroup() | ef.AbandonLease() | ef.RollBack() | ef.RestoreLearner():
-                # These follow a lost node, learner or lease: a process does not outlive its own parts.
+                # These commands follow a lost node, learner or lease, which one process cannot survive.
                 raise RuntimeError(f"{effect} for a cluster of one worker, which answers at once")
             case _:
                 assert_never(effect)
@@ -248,7 +248,7 @@ class InlineDriver:
             case ef.StartWorker(worker, _, _, epoch):
                 self._events.append(ev.WorkerStarted(worker, epoch))
             case ef.PullWeights(worker, epoch, version, lineage):
-                # The engine and the learner share one module: the new version is there already.
+                # Engine and learner share one module, so the new version is already loaded.
                 self._events.append(ev.WeightsPulled(worker, epoch, version, lineage))
             case ef.FormGroup(leader, epoch):
                 self._group = effect
@@ -261,7 +261,7 @@ class InlineDriver:
         self._require_current(rollouts)
         phase = _PHASE[rollouts[0].purpose]
         mine = rollouts[parts.ranks.rank :: parts.ranks.world]
-        # A rank without a rollout lends its shard to the others' forwards all the same, for a copy of one.
+        # FSDP needs every rank in each forward: a rank without a rollout runs a copy of the first.
         work = mine or rollouts[:1]
         with parts.clock.phase(phase):
             results = parts.denoiser.run(work, self._progress(phase, rollouts))
@@ -282,7 +282,7 @@ class InlineDriver:
                 self._events.append(ev.RolloutFailed(*holder, rollout.id, failures[rollout.id]))
 
     def _require_current(self, rollouts: Sequence[Rollout]) -> None:
-        """The engine and the learner share one module: it can make samples of the version it holds alone."""
+        """Engine and learner share one module, so only its current version can generate samples."""
         held = self.parts.trainer.learner.steps
         for rollout in rollouts:
             if rollout.version != held:
@@ -292,7 +292,7 @@ class InlineDriver:
                 )
 
     def _progress(self, phase: Phase, rollouts: Sequence[Rollout]) -> Callable[[float], None]:
-        """Tells the observer of samples, over all leases of the phase in this iteration and all ranks."""
+        """Report progress in samples, over the phase's leases in this iteration and all ranks."""
         left = self.parts.controller.queue.outstanding_for(rollouts[0].purpose)
         before, total = self._denoised[phase], self._denoised[phase] + left
         self._denoised[phase] = before + len(rollouts) if left > len(rollouts) else 0
@@ -313,9 +313,9 @@ class InlineDriver:
         self._scoring.append(_Scoring(rollouts, names, future, self._lineage))
 
     def _stopping_failure(self) -> bool:
-        """Whether a sample failed already that will stop the run: then nothing more need be denoised.
+        """Whether a sample already failed in a way that will stop the run, so that denoising may end early.
 
-        Otherwise scores wait their turn, so that when they come in leaves no trace.
+        Other scores wait for their turn, so that their arrival time leaves no trace.
         """
         if not self._scoring or self.parts.controller.plan.max_drop_share is not None:
             return False
@@ -353,7 +353,7 @@ class InlineDriver:
         self._events.append(ev.EvaluationReported(effect.iteration, effect.lineage))
 
     def _pictures(self, rollouts: Sequence[Rollout]) -> dict[Rollout, Picture]:
-        """The pictures that grids show, from all ranks."""
+        """Images for the grids, gathered from all ranks."""
         chosen = shown(rollouts, *self.parts.grid)
         told = {
             rollout.id: _encode(self._samples[rollout.id].image)
@@ -403,7 +403,7 @@ class InlineDriver:
         self.parts.observer.iterated(controller.iteration, row)
 
     def _checkpoint(self, effect: ef.CommitCheckpoint) -> None:
-        # Accounted right before and right after: a resume from here on finds exactly the lost seconds.
+        # Billed right before and right after, so that a resume from here finds exactly the lost seconds.
         self._account()
         with self.parts.clock.phase(Phase.CHECKPOINT):
             self.parts.recorder.checkpoint(effect, self.parts.trainer.learner)
@@ -413,7 +413,7 @@ class InlineDriver:
             self._events.append(ev.CheckpointCommitted(effect.iteration))
 
     def _account(self) -> None:
-        """Write down where the time since the last call went."""
+        """Bill the time since the last call."""
         seconds = self.parts.clock.take()
         self.parts.recorder.spend(seconds)
         self._spent.update(seconds)
@@ -421,7 +421,7 @@ class InlineDriver:
 
 
 def _will_stop(scoring: _Scoring) -> bool:
-    """Whether a failure is known that the run cannot do without; previews are expendable."""
+    """Whether a failure is fatal; previews are expendable."""
     future = scoring.future
     if not future.done():
         return False
@@ -432,7 +432,7 @@ def _will_stop(scoring: _Scoring) -> bool:
 
 
 def _brief(detail: str) -> str:
-    """What happened and how it ended, of a message that may hold a traceback."""
+    """First and last line of a message that may hold a traceback."""
     first, *rest = detail.splitlines()
     return f"{first} ... {rest[-1].strip()}" if rest else first
 

@@ -1,4 +1,4 @@
-"""What a run tells whoever watches it. The command line draws it; tests listen to it."""
+"""Progress reports of a run, for the command line and tests."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ class Observer(Protocol):
     """Receives a run's progress, in order, on the driver's thread. Must not raise."""
 
     def note(self, text: str) -> None:
-        """Something a person should know (resumed from, a damaged checkpoint, a dropped sample)."""
+        """Show a message (resumed from, a damaged checkpoint, a dropped sample)."""
 
     def work(self, phase: Phase, done: float, total: int) -> None:
-        """``done`` of ``total`` units of the current phase: samples, or the micro-batches of an iteration.
+        """Report ``done`` of ``total`` samples of the phase, or micro-batches of an iteration.
 
-        A sample half denoised counts half.
+        A half-denoised sample counts half.
         """
 
     def billed(self, cost_usd: float) -> None:
-        """The run has cost so much until now, all attempts together: told where nodes come and go."""
+        """Total cost so far, all attempts together; called on clusters whose nodes come and go."""
 
     def evaluated(self, iteration: int, row: Mapping[str, float]) -> None:
-        """A validation is written; ``row`` holds its scores and their standard errors."""
+        """A validation was recorded; ``row`` holds scores and standard errors."""
 
     def iterated(self, iteration: int, row: Mapping[str, float]) -> None:
-        """An iteration is trained; ``row`` holds what went into ``metrics.jsonl``."""
+        """An iteration was trained; ``row`` is its line in ``metrics.jsonl``."""
 
 
 class Silent:
-    """An observer that watches nothing."""
+    """An observer that ignores everything."""
 
     def note(self, text: str) -> None:
         """Ignore."""

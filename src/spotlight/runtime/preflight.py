@@ -1,6 +1,6 @@
-"""What is looked at before any model is loaded: is the run finished already, and does it fit the disk?
+"""Checks before a model is loaded: is the run already finished, and does it fit on disk?
 
-Imports no torch, so that what is wrong or done shows at once.
+Imports no torch, so that it answers at once.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from spotlight.store.store_errors import require_free_bytes
 
 
 def finished_summary(config: RunConfig) -> RunSummary | None:
-    """The summary of a run that has nothing left to do; None where work remains.
+    """The summary of a run with no work left; None if work remains.
 
-    A finished run whose ``iterations`` are raised has work left, and so has one whose exported adapter was
-    removed.
+    Raising a finished run's ``iterations`` or removing its exported adapter leaves work to do.
 
     Raises:
-        StoreError: the run directory is of another configuration, cannot be written, or is none.
+        StoreError: the run directory belongs to another configuration, cannot be written, or is not a run.
     """
     check_run_directory(config.runs_dir, config.name, dump_config(config), RESUMABLE_KEYS)
     paths = RunPaths(config.runs_dir / config.name)
@@ -42,15 +41,15 @@ def finished_summary(config: RunConfig) -> RunSummary | None:
 
 
 def require_disk(config: RunConfig) -> None:
-    """Look at the disk of the run directory; what lies there already needs no room again.
+    """Check the run directory's disk; files already there are credited.
 
     Raises:
-        StoreError: the checkpoints and the export do not fit.
+        StoreError: checkpoints and export do not fit.
     """
     paths = RunPaths(config.runs_dir / config.name)
     model = read_transformer(config)
     trained = None if isinstance(model, NotHere) else parameters_trained(config, model)
-    # Pictures and ledger are small, and could only be estimated.
+    # Images and ledger are small, and could only be estimated.
     needed = sum(part.bytes for part in checkpoint_parts(config, trained))
     there = sum(file.stat().st_size for file in paths.checkpoints.rglob("*") if file.is_file())
     require_free_bytes(paths.path, max(0, int(needed) - there))

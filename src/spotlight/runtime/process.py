@@ -1,4 +1,4 @@
-"""This process: settings that make a run faster or repeatable, and a device that is out of memory."""
+"""Process-wide settings for speed or reproducibility, and out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KEPT_BYTES = 1 << 30
 
 
 def prepare_process(device: torch.device, deterministic: bool) -> None:
-    """Keep freed memory for the next step on CPUs; switch on deterministic kernels when asked."""
+    """Retain freed CPU memory for the next step; enable deterministic kernels if requested."""
     if device.type == "cpu":
         _keep_freed_memory()
     if deterministic:
@@ -26,8 +26,8 @@ def prepare_process(device: torch.device, deterministic: bool) -> None:
 
 
 def _keep_freed_memory() -> None:
-    # By default glibc returns large tensors to the kernel when they are freed, and every step page-faults
-    # them in again: a third of the time of a small DiT. Elsewhere than on glibc there is nothing to set.
+    # glibc returns large freed tensors to the kernel, and every step page-faults them in again: a third of
+    # the time of a small DiT. Other libcs lack mallopt.
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
@@ -53,12 +53,12 @@ _HELPS = {
 
 
 class DeviceMemoryError(RuntimeError):
-    """The device has too little memory for what the configuration asks of it (phase and remedies named)."""
+    """The device has too little memory for the configuration (phase and remedies named)."""
 
 
 @contextlib.contextmanager
 def explain_out_of_memory(clock: PhaseClock) -> Iterator[None]:
-    """Turn the device's error into :class:`DeviceMemoryError`, with the phase in which it happened."""
+    """Convert the device's error to :class:`DeviceMemoryError`, with the phase in which it happened."""
     try:
         yield
     except torch.OutOfMemoryError as error:

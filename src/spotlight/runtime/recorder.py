@@ -1,7 +1,7 @@
-"""What a run writes down: records, GPU-seconds, metrics, pictures, checkpoints. Only the main rank writes.
+"""Write a run's records, GPU-seconds, metrics, images and checkpoints. Only the main rank writes.
 
-Order on the disk: records before the seconds they cost, both before the checkpoint that counts them, so a
-checkpoint never knows more than the ledger.
+Order on disk: records before the seconds they cost, both before the checkpoint that counts them, so a
+checkpoint is never ahead of the ledger.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ class Recorder(Protocol):
     """Where the driver writes."""
 
     def write(self, position: int, record: Record) -> None:
-        """Take a record; durable after :meth:`flush`."""
+        """Add a record; durable after :meth:`flush`."""
 
     def flush(self) -> None:
         """Make all records durable."""
 
     def spend(self, seconds: Mapping[Phase, float]) -> None:
-        """Account for a stretch of every worker's time."""
+        """Bill an interval of every worker's time."""
 
     def evaluation(
         self, effect: ReportEvaluation, samples_trained: int, pictures: Mapping[Rollout, Picture]
     ) -> dict[str, float]:
-        """Write validation scores and pictures; returns the row."""
+        """Write validation scores and images; returns the metrics row."""
 
     def pipeline(self, effect: ReportPipeline) -> None:
-        """Account for time in which GPUs would have waited."""
+        """Record work that filled otherwise idle GPU time."""
 
     def iteration(self, iteration: int, samples_trained: int, row: Mapping[str, float]) -> None:
         """Write an iteration's metrics."""
@@ -66,9 +66,9 @@ class RunRecorder:
     """The main rank's recorder.
 
     Attributes:
-        workers: price of each worker in USD an hour.
-        before_s: seconds of work on the run in earlier attempts.
-        grid: the prompts that pictures are shown of, and how many each.
+        workers: price per worker in USD per hour.
+        before_s: seconds of work in earlier attempts.
+        grid: prompts shown in image grids, and images per prompt.
     """
 
     paths: RunPaths
@@ -105,10 +105,10 @@ class RunRecorder:
         self.bill(spends, sum(seconds.values()), time.time())
 
     def bill(self, spends: Sequence[GpuSpend], elapsed_s: float, now_s: float) -> None:
-        """Account for GPU-seconds of workers that come and go, up to ``now_s`` (seconds since the epoch).
+        """Bill GPU-seconds of workers that come and go, up to ``now_s`` (seconds since the epoch).
 
         Args:
-            elapsed_s: since the account before this one.
+            elapsed_s: since the previous billing.
         """
         self.flush()
         self.ledger.spend(spends, now_s)
@@ -146,7 +146,8 @@ class RunRecorder:
 
     @contextmanager
     def committing(self, effect: CommitCheckpoint) -> Iterator[Path]:
-        """A directory for the learner's state, in :data:`LEARNER_FOLDER`; leaving it commits all together."""
+        """Yield a directory for the learner's state, :data:`LEARNER_FOLDER`; leaving the block commits
+        everything."""
         self.flush()
         self.metrics.sync()
         header = CheckpointHeader(
@@ -157,7 +158,7 @@ class RunRecorder:
             yield directory
 
     def undo(self, position: int, attempt: int) -> int:
-        """Forget the records after ``position``; returns how many of them the ledger held."""
+        """Delete the records after ``position``; returns how many the ledger held."""
         self._records = [(number, record) for number, record in self._records if number <= position]
         self.flush()
         return self.ledger.rollback(position, attempt) if self.ledger.position() > position else 0
@@ -171,41 +172,41 @@ class RunRecorder:
             for rollout, picture in pictures.items()
         ]
         title = f"iteration {effect.iteration}: {curve} {validation.judged.mean:.3f}"
-        if tiles:  # the samples that a grid would show may be those that were not scored
+        if tiles:  # none of the grid's samples may have been scored
             write_grid(self.paths, effect.iteration, tiles, columns=self.grid_images, title=title)
 
 
 @dataclass(slots=True)
 class PassiveRecorder:
-    """The recorder of the other ranks: writes nothing but its share of the learner's state."""
+    """The other ranks' recorder: writes only this rank's share of the learner's state."""
 
     ranks: Ranks
     prompts: Mapping[PromptId, Prompt]
     strict: str | None
 
     def write(self, position: int, record: Record) -> None:
-        """Nothing."""
+        """Ignore."""
 
     def flush(self) -> None:
-        """Nothing."""
+        """Ignore."""
 
     def spend(self, seconds: Mapping[Phase, float]) -> None:
-        """Nothing: the main rank accounts for all."""
+        """Ignore: the main rank bills all workers."""
 
     def evaluation(
         self, effect: ReportEvaluation, samples_trained: int, pictures: Mapping[Rollout, Picture]
     ) -> dict[str, float]:
-        """The row alone."""
+        """Return the metrics row only."""
         return summarise(effect.rollouts, effect.scores, self.prompts, self.strict).row()
 
     def pipeline(self, effect: ReportPipeline) -> None:
-        """Nothing."""
+        """Ignore."""
 
     def iteration(self, iteration: int, samples_trained: int, row: Mapping[str, float]) -> None:
-        """Nothing."""
+        """Ignore."""
 
     def checkpoint(self, effect: CommitCheckpoint, learner: Learner) -> None:
-        """This rank's shards."""
+        """Save this rank's shards."""
         _save_learner(learner, None, self.ranks)
 
 
@@ -216,7 +217,7 @@ def _save_learner(learner: Learner, directory: Path | None, ranks: Ranks) -> Non
 
 
 def shown(rollouts: Sequence[Rollout], prompts: int, images: int) -> list[Rollout]:
-    """The evaluation rollouts that grids show: the first images of evenly spaced prompts."""
+    """Rollouts shown in grids: the first ``images`` of evenly spaced prompts."""
     met = list(dict.fromkeys(rollout.prompt_id for rollout in rollouts))
     count = min(prompts, len(met))
     chosen = {met[index * len(met) // count] for index in range(count)}

@@ -1,9 +1,9 @@
-"""A run from its configuration to its summary, on this machine.
+"""A run on this machine, from configuration to summary.
 
     check everything ─► open the run directory ─► resume or begin ─► drive ─► export and summarise
 
-What can be wrong with model, prompts, rewards or batch arithmetic is found before the run directory is
-touched. Re-running the same configuration resumes at the newest whole checkpoint.
+Errors in model, prompts, rewards or batch sizes are raised before the run directory is touched. The same
+configuration resumes at its newest intact checkpoint.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ class _Materials:
 
 
 def train(config: RunConfig, observer: Observer, spent_s: float = 0.0) -> RunResult:
-    """Run, or resume, a configuration to its end. A run that is at its end already returns at once.
+    """Run or resume a configuration to its end; a finished run returns at once.
 
     Args:
-        spent_s: on the run before this call, by starting the process and importing; billed as set-up.
+        spent_s: seconds spent before this call on process start and imports; billed as set-up.
 
     Raises:
         ConfigError, PromptFileError, ModelError, RewardSetupError, RewardInputError: before any work.
         StoreError: the run directory or the disk.
         DeviceMemoryError: the device has too little memory.
-        TrainingError: the learner cannot go on (gradients that are not finite).
+        TrainingError: the learner cannot continue (non-finite gradients).
     """
     clock = PhaseClock(spent_s=spent_s)
     if (summary := finished_summary(config)) is not None:
@@ -143,7 +143,7 @@ def _drive(
     newest: Checkpoint | None = None,
 ) -> RunResult:
     config, ranks = materials.config, materials.ranks
-    controller = _resume(materials, newest)  # all ranks meet here: from now on the run directory exists
+    controller = _resume(materials, newest)  # synchronises all ranks: the run directory exists from here on
     materials.rewards.log_to(
         RunPaths(config.runs_dir / config.name).attempts, prefix=f"rank-{ranks.rank}-reward"
     )
@@ -176,7 +176,7 @@ def _drive(
 
 
 def _resume(materials: _Materials, newest: Checkpoint | None) -> Controller:
-    """The controller and learner of the newest checkpoint, the same on all ranks."""
+    """Restore controller and learner from the newest checkpoint, identically on all ranks."""
     config, ranks = materials.config, materials.ranks
     plan = build.plan_of(config, ranks.world)
     (where, *_) = ranks.share(str(newest.directory) if newest else "")

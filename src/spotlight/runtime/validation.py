@@ -1,4 +1,4 @@
-"""From an evaluation's scores to the numbers people compare, with their standard errors. Pure."""
+"""Validation means and standard errors from an evaluation's scores. Pure."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ STRICT, GRADED = "strict", "graded"
 
 @dataclass(frozen=True, slots=True)
 class ValidationEstimate:
-    """A mean and its standard error (images taken as independent draws)."""
+    """A mean and its standard error, treating images as independent."""
 
     mean: float
     stderr: float
 
 
 def estimate(values: Sequence[float]) -> ValidationEstimate:
-    """Mean of at least one value; the error of a single value is infinite."""
+    """Mean of at least one value; a single value has infinite standard error."""
     mean = math.fsum(values) / len(values)
     if len(values) == 1:
         return ValidationEstimate(mean, math.inf)
@@ -32,7 +32,7 @@ def estimate(values: Sequence[float]) -> ValidationEstimate:
 
 
 def strict_curve(configured: str | None, curves: Iterable[str]) -> str | None:
-    """The curve that judges strictly: the configured one, else the first that ends in ``/strict``.
+    """Name of the strict curve: the configured one, else the first ending in ``/strict``.
 
     Raises:
         ConfigError: the configured curve does not exist.
@@ -53,12 +53,12 @@ def strict_curve(configured: str | None, curves: Iterable[str]) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """Scores of the held-out prompts' pictures at one moment.
+    """Scores on held-out prompts at one point of the run.
 
     Attributes:
         curves: every reward curve by name; ``reward`` is what training maximises.
-        strict: name of the curve that judges strictly, if there is one.
-        by_tag: the strict curve (or the reward) by the prompts' tag.
+        strict: name of the strict curve, if any.
+        by_tag: the strict curve (or the reward) by prompt tag.
     """
 
     curves: Mapping[str, ValidationEstimate]
@@ -67,7 +67,7 @@ class Validation:
 
     @property
     def judged(self) -> ValidationEstimate:
-        """The strict score where there is one, else the reward."""
+        """The strict score if there is one, else the reward."""
         return self.curves[self.strict or REWARD]
 
     def row(self) -> dict[str, float]:
@@ -89,7 +89,7 @@ def summarise(
     prompts: Mapping[PromptId, Prompt],
     configured_strict: str | None,
 ) -> Validation:
-    """Means over all scored evaluation rollouts.
+    """Mean over all scored evaluation rollouts.
 
     Raises:
         ValueError: there are none.

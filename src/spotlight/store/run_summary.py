@@ -19,8 +19,7 @@ class ValidationPoint:
     Attributes:
         iteration: iterations trained so far.
         samples_trained: samples used in optimizer steps so far.
-        wall_s: seconds of work so far, from the start of the training code (interpreter start-up and its
-            imports excluded).
+        wall_s: seconds of work so far, all attempts together.
         strict: mean strict score in [0, 1]; None if the rewards have none.
         graded: mean of the reward that training maximises.
     """

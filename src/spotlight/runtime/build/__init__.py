@@ -1,1 +1,1 @@
-"""From a configuration to the objects of a run: model, algorithm, rewards, engine and learner."""
+"""Build a run's objects from its configuration: model, algorithm, rewards, engine and learner."""

@@ -1,7 +1,6 @@
-"""From a configuration to the parts that do the work. The only place that knows both.
+"""Build the working parts from the configuration.
 
-Everything that can be wrong with the configuration, the model, the prompts or the rewards shows here,
-before a run directory is touched.
+Configuration, model, prompt and reward errors are raised here, before a run directory is touched.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 
 
 def plan_of(config: RunConfig, ranks: int = 1) -> Plan:
-    """What the controller needs of the configuration."""
+    """The controller's plan."""
     policy = config.reward_policy
     return Plan(
         run_seed=config.run_seed,
@@ -56,7 +55,7 @@ def plan_of(config: RunConfig, ranks: int = 1) -> Plan:
         updates_per_batch=config.learner.updates_per_batch,
         micro_batch_size=config.learner.micro_batch_size * ranks,
         checkpoint_every=config.checkpoint.every,
-        # One process cannot outlive its own worker: nothing that the inline driver is to answer gets lost.
+        # One process cannot outlive its own worker, so no reply of the inline driver is ever lost.
         lease_s=math.inf,
         cluster=ClusterPlan(answer_s=math.inf, start_s=math.inf),
         max_drop_share=policy.max_drop_share if policy.on_failure == "drop" else None,
@@ -67,7 +66,7 @@ def plan_of(config: RunConfig, ranks: int = 1) -> Plan:
 
 
 def pipeline_plan_of(config: RunConfig) -> PipelinePlan:
-    """What the controller needs of ``pipeline``."""
+    """The controller's view of ``pipeline``."""
     pipeline = config.pipeline
     return PipelinePlan(
         axis=None if pipeline.axis == "none" else Axis(pipeline.axis),
@@ -80,13 +79,13 @@ def pipeline_plan_of(config: RunConfig) -> PipelinePlan:
 
 
 def cluster_plan_of(config: RunConfig) -> Plan:
-    """The same for a cluster: how workers are grouped, and how long the controller waits for them."""
+    """The controller's plan for a cluster: worker groups and timeouts included."""
     fleet = config.fleet
     degrees = fleet.sequence_parallel.degrees
     cluster = ClusterPlan(
         pixels=config.rollout.height * config.rollout.width,
         sp_pays_from_pixels=fleet.sequence_parallel.pays_from_pixels,
-        # That the degrees divide the model's heads is seen when the learner loads it.
+        # Divisibility of the model's heads by the degrees is checked when the learner loads the model.
         heads=math.lcm(*degrees),
         degrees=degrees,
         answer_s=fleet.answer_s,
@@ -98,7 +97,7 @@ def cluster_plan_of(config: RunConfig) -> Plan:
 
 
 def pick_device(config: RunConfig) -> torch.device:
-    """The device of this process. Raises ConfigError when CUDA is asked for and absent."""
+    """This process's device. Raises ConfigError if CUDA is requested but unavailable."""
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -108,7 +107,11 @@ def pick_device(config: RunConfig) -> torch.device:
 
 
 def load_family(config: RunConfig, device: torch.device, *, read_transformer: bool = True) -> ModelFamily:
-    """Load the DiT and its companions; without ``read_transformer``, a peer fills it. Raises ModelError."""
+    """Load the DiT and its companions; without ``read_transformer``, a peer sends its weights.
+
+    Raises:
+        ModelError: it cannot be loaded.
+    """
     model = config.model
     return family_loader(model.family)(
         PIPELINE_DIR if model.path == TESTBED else model.path,
@@ -122,7 +125,7 @@ def load_family(config: RunConfig, device: torch.device, *, read_transformer: bo
 
 
 def cache_dir(config: RunConfig) -> Path:
-    """Where things that any run may reuse are kept."""
+    """Directory for data shared by all runs."""
     if config.cache_dir is not None:
         return config.cache_dir
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spotlight"
@@ -135,7 +138,7 @@ def make_sampler(config: RunConfig) -> Sampler:
 
 
 def make_window(config: RunConfig) -> SdeWindow | None:
-    """The stochastic steps of train rollouts; None with the ODE."""
+    """The stochastic steps of train rollouts; None for the ODE."""
     window = config.rollout.sde_window
     if config.rollout.sampler == "ode":
         return None
@@ -183,12 +186,12 @@ class Recipes:
     evaluate: Recipe
 
     def by_purpose(self) -> dict[Purpose, Recipe]:
-        """As workers take them."""
+        """The recipes keyed by purpose, for workers."""
         return {Purpose.TRAIN: self.train, Purpose.EXPLORE: self.explore, Purpose.EVAL: self.evaluate}
 
 
 def make_recipes(config: RunConfig, algorithm: Algorithm) -> Recipes:
-    """Train rollouts use the algorithm's sampler, and so do their previews; evaluation is ODE."""
+    """Train rollouts and their previews use the algorithm's sampler; evaluation uses the ODE."""
     rollout = config.rollout
     size = ImageSize(rollout.height, rollout.width)
     train = Recipe(size, algorithm.sampler, make_window(config), rollout.true_cfg_scale, algorithm.keeps)
@@ -197,13 +200,13 @@ def make_recipes(config: RunConfig, algorithm: Algorithm) -> Recipes:
 
 
 def make_reward_pool(config: RunConfig) -> RewardPool:
-    """The rewards' processes, started. Raises RewardSetupError."""
+    """Start the reward processes. Raises RewardSetupError."""
     policy = config.reward_policy
     return RewardPool(make_reward_specs(config), policy.workers, start_deadline_s=policy.start_deadline_s)
 
 
 def make_engine(config: RunConfig, family: ModelFamily, negative: Condition) -> Engine:
-    """The denoising engine of this process."""
+    """This process's denoising engine."""
     from spotlight.rollout.engine import Engine
 
     return Engine(

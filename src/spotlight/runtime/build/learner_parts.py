@@ -1,6 +1,6 @@
-"""What a learner rank is made of, assembled from the configuration: under the inline driver and on Ray alike.
+"""Assemble a learner rank from the configuration, for the inline driver and Ray.
 
-prepare_model ─► (whatever must be checked before long work) ─► fill_embeddings ─► assemble
+Call :func:`prepare_model`, any checks due before long work, :func:`fill_embeddings`, :func:`assemble`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from spotlight.training.sharding import Ranks
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A loaded model that suits the configuration, and how it is rolled out and trained."""
+    """A loaded model checked against the configuration, with its recipes."""
 
     family: ModelFamily
     algorithm: Algorithm
@@ -50,24 +50,24 @@ class Learning:
 
     @property
     def learner(self) -> Learner:
-        """What the trainer feeds."""
+        """The trainer's input."""
         return self.trainer.learner
 
 
 def prepare_model(config: RunConfig, device: torch.device) -> Model:
-    """Load the model, and check that it can make what the configuration asks for.
+    """Load the model, and check that it can do what the configuration asks for.
 
     Raises:
-        ModelError: it cannot be loaded, or does not suit the picture's size or the number of steps.
-        ConfigError: its attention heads do not divide by a degree of sequence parallelism, or it or the
-            device cannot take the shortcuts that previews are to take.
+        ModelError: it cannot be loaded, or does not support the image size or the number of steps.
+        ConfigError: its attention heads are not divisible by a degree of sequence parallelism, or the model
+            or device does not support the configured preview shortcuts.
     """
     size = _size(config)
     family = build.load_family(config, device)
     with under("rollout"):
         family.check_size(size)
     for steps in {config.rollout.steps, config.evaluation.steps, *preview_steps(config)}:
-        family.sigmas(steps, size)  # raises where the schedule has no such number of steps
+        family.sigmas(steps, size)  # raises if the schedule does not support this number of steps
     _require_degrees(config, family)
     _require_shortcuts(config, family)
     algorithm = build.make_algorithm(config)
@@ -75,7 +75,7 @@ def prepare_model(config: RunConfig, device: torch.device) -> Model:
 
 
 def fill_embeddings(config: RunConfig, model: Model, prompts: Iterable[Prompt], ranks: Ranks) -> Conditions:
-    """The embeddings of ``prompts`` and of the negative prompt, all in the cache; every rank must call it."""
+    """Embeddings of ``prompts`` and the negative prompt, all cached. Collective: every rank must call it."""
     used = list(prompts)
     conditions = Conditions(model.family, used)
     conditions.prefill([config.rollout.negative_prompt, *(prompt.text for prompt in used)], ranks)
@@ -83,7 +83,7 @@ def fill_embeddings(config: RunConfig, model: Model, prompts: Iterable[Prompt], 
 
 
 def assemble(config: RunConfig, model: Model, conditions: Conditions, ranks: Ranks) -> Learning:
-    """The learner around the model; with several ranks it is sharded here, so every rank must call it."""
+    """Build the learner around the model. Collective: shards the model over several ranks."""
     family, algorithm = model.family, model.algorithm
     (negative,) = family.encode([config.rollout.negative_prompt])
     family.free_text_encoder()
@@ -104,7 +104,7 @@ def assemble(config: RunConfig, model: Model, conditions: Conditions, ranks: Ran
 
 
 def rollout_slots(config: RunConfig, algorithm: Algorithm) -> tuple[Slot, ...]:
-    """The slots that rollouts use: the behaviour policy's first, then that of the judged weights."""
+    """The slots that rollouts use: the behaviour policy's first, then the evaluated weights'."""
     return tuple(dict.fromkeys((algorithm.rollout_slot, config.evaluation.weights)))
 
 

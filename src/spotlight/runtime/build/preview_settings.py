@@ -1,8 +1,7 @@
-"""Seed exploration between the configuration, the controller and people.
+"""Settings and reports of seed exploration.
 
-The controller explores (:mod:`spotlight.scheduler.exploration.explorer`); here its plan is read from the
-configuration, and
-its reports become rows of metrics and a line for whoever watches.
+The controller explores (:mod:`spotlight.scheduler.exploration.explorer`). This module builds its plan from
+the configuration, and turns its reports into metrics and progress notes.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from spotlight.scheduler.exploration.selection import SelectionPolicy
 from spotlight.scheduler.plan import ExplorationPlan, Explore
 
 ROW = "exploration/"
-"""What the names of exploration's metrics begin with."""
+"""Prefix of exploration metrics."""
 _MISSING: Mapping[str, object] = {}
 
 
 def exploration_plan_of(config: RunConfig) -> ExplorationPlan | None:
-    """What the controller needs of ``exploration``; None where nothing is explored."""
+    """The controller's view of ``exploration``; None if disabled."""
     if (exploration := config.exploration) is None:
         return None
     (seeds, *_), (steps, *_) = exploration.arms(config.rollout.group_size, config.rollout.steps)
@@ -45,7 +44,7 @@ def exploration_plan_of(config: RunConfig) -> ExplorationPlan | None:
 
 
 def preview_recipe(config: RunConfig, train: Recipe) -> Recipe:
-    """How previews of rollouts made by ``train`` are denoised, whatever their number of steps."""
+    """The recipe for previews of rollouts made by ``train``, for any number of steps."""
     exploration = config.exploration or ExplorationConfig()
     return train.preview(
         config.rollout.steps,
@@ -56,7 +55,7 @@ def preview_recipe(config: RunConfig, train: Recipe) -> Recipe:
 
 
 def preview_steps(config: RunConfig) -> tuple[int, ...]:
-    """Numbers of denoising steps that previews may have."""
+    """Numbers of denoising steps that previews may use."""
     if config.exploration is None:
         return ()
     return config.exploration.arms(config.rollout.group_size, config.rollout.steps)[1]
@@ -66,7 +65,7 @@ def preview_steps(config: RunConfig) -> tuple[int, ...]:
 
 
 def report_row(report: Mapping[str, object]) -> dict[str, float]:
-    """A report's numbers as metrics, under :data:`ROW`; truths are 0 or 1, what is unknown is left out."""
+    """A report's numbers as metrics under :data:`ROW`; booleans become 0 or 1, unknown values are omitted."""
     row = {f"{ROW}{name}": value for name, value in _numbers(report)}
     if isinstance(played := report.get("arm"), str):
         arm = Arm.parse(played)
@@ -83,7 +82,7 @@ def _numbers(tree: Mapping[str, object]) -> Iterator[tuple[str, float]]:
 
 
 def report_note(report: Mapping[str, object]) -> str | None:
-    """What a planner decided, why, and what it brought, in a line; None where nothing was to be decided."""
+    """A planner's decision, reason and gain in one line; None if nothing was decided."""
     decision = _part(report, "decision")
     arm = report.get("arm")
     if "arms" not in decision and arm is not None:
