@@ -1,4 +1,4 @@
-"""What the controller asks drivers to do. A driver carries effects out in order, and answers with events."""
+"""What the controller asks of drivers, which carry effects out in order and answer with events."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from spotlight.scheduler.types import (
 
 @dataclass(frozen=True, slots=True)
 class WriteRecord:
-    """Append to the durable ledger; durable before any later checkpoint is committed."""
+    """Append to the durable ledger, before any later checkpoint is committed."""
 
     position: int
     record: Record
@@ -33,7 +33,7 @@ class WriteRecord:
 
 @dataclass(frozen=True, slots=True)
 class GrantLease:
-    """Hand rollouts to the worker that pulled; those in ``resume`` continue at a committed step."""
+    """Lease rollouts to a group that pulled; those in ``resume`` continue at a committed step."""
 
     lease: Lease
     rollouts: tuple[Rollout, ...]
@@ -42,7 +42,7 @@ class GrantLease:
 
 @dataclass(frozen=True, slots=True)
 class ScoreSamples:
-    """Have the reward pool score finished samples; ``lineage`` is to be sent back."""
+    """Score finished samples; the answer repeats ``lineage``."""
 
     rollouts: tuple[Rollout, ...]
     lineage: int = 0
@@ -50,17 +50,16 @@ class ScoreSamples:
 
 @dataclass(frozen=True, slots=True)
 class PrepareBatch:
-    """Give the learner an iteration's groups with their scores: it forms advantages and old log-probs.
+    """Have the learner form advantages and old log-probs of an iteration's groups.
 
-    With ``partial`` these are some of the iteration's samples, and the rest follows in further effects, each
-    answered by a :class:`~spotlight.scheduler.events.BatchPrepared`; all come before the first optimizer
-    step.
+    If ``partial``, the rest of the batch follows in further effects, each answered by a
+    :class:`~spotlight.scheduler.events.BatchPrepared`, all before the first optimizer step.
 
     Attributes:
         groups: whole groups, or with ``comparisons`` also slices of groups.
-        micro_batches: what will be trained, in order: old log-probs are computed in the same batches.
-        weights: factors of samples' losses that undo the choice of their seeds; 1 where absent.
-        comparisons: one for each group; empty: each is compared within itself.
+        micro_batches: to be trained, in order; old log-probs are computed in the same batches.
+        weights: importance weights that undo seed selection; 1 where absent.
+        comparisons: one per group; empty: each group is compared within itself.
     """
 
     iteration: int
@@ -82,7 +81,7 @@ class TrainMicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepOptimizer:
-    """Apply the accumulated gradients of ``samples``: fewer than were announced if some got lost."""
+    """Apply accumulated gradients of ``samples``, fewer than announced if some were dropped."""
 
     iteration: int
     update: int
@@ -91,7 +90,7 @@ class StepOptimizer:
 
 @dataclass(frozen=True, slots=True)
 class FinishBatch:
-    """Do what follows the last optimizer step of an iteration."""
+    """Do what follows an iteration's last optimizer step."""
 
     iteration: int
 
@@ -105,7 +104,7 @@ class PublishWeights:
 
 @dataclass(frozen=True, slots=True)
 class ReportEvaluation:
-    """Write validation scores and pictures of finished evaluation samples; ``lineage`` is to be sent back."""
+    """Write scores and images of evaluation samples; the answer repeats ``lineage``."""
 
     iteration: int
     version: PolicyVersion
@@ -116,7 +115,7 @@ class ReportEvaluation:
 
 @dataclass(frozen=True, slots=True)
 class ReportExploration:
-    """Write what exploration did for an iteration's groups and what came of it; ``report`` is JSON-able."""
+    """Write what exploration chose for an iteration and its effect; ``report`` is JSON-able."""
 
     iteration: int
     report: Mapping[str, object]
@@ -127,9 +126,9 @@ class ReportPipeline:
     """Write what overlapped in an iteration.
 
     Attributes:
-        filled_s: GPU seconds by what filled them; what filled none is absent.
-        overlapped_samples: trained before all were there; None where the learner waits for all.
-        early_samples: made before their iteration began; None where none may be.
+        filled_s: GPU-seconds by filler, without zeros.
+        overlapped_samples: trained before the batch was complete; None without overlap.
+        early_samples: made before their iteration began; None where not allowed.
     """
 
     iteration: int
@@ -146,7 +145,7 @@ class ReportPipeline:
 
 @dataclass(frozen=True, slots=True)
 class DiscardSamples:
-    """Free the tensors of samples that nothing will ask for again."""
+    """Free the tensors of samples no longer needed."""
 
     rollouts: tuple[RolloutId, ...]
 
@@ -156,9 +155,9 @@ class CommitCheckpoint:
     """Save learner, controller snapshot and ledger position together.
 
     Attributes:
-        iteration: the iteration that a resumed run starts with.
-        position: the ledger position the checkpoint stands for.
-        snapshot: the controller's state, JSON-able; ``Controller.restore`` takes it.
+        iteration: the one a resumed run starts with.
+        position: of the ledger.
+        snapshot: JSON-able, for ``Controller.restore``.
     """
 
     iteration: int
@@ -168,7 +167,7 @@ class CommitCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class StartWorker:
-    """Start a worker's process on a GPU; first kill whatever process of that worker is left there."""
+    """Start a worker's process on a GPU, after killing any leftover process of that worker."""
 
     worker: WorkerId
     node: NodeId
@@ -182,9 +181,9 @@ class PullWeights:
 
     Attributes:
         epoch: of the worker's process.
-        lineage: counts the learner's restarts; to be sent back.
-        kind: everything, or the adapter only.
-        peer: a worker on the same node to copy from; None is the store.
+        lineage: number of learner restarts; repeated in the answer.
+        kind: full weights or the adapter only.
+        peer: worker on the same node to copy from; None: the store.
     """
 
     worker: WorkerId
@@ -197,7 +196,7 @@ class PullWeights:
 
 @dataclass(frozen=True, slots=True)
 class FormGroup:
-    """Join workers of one node into a sequence-parallel group; the first of them leads."""
+    """Join workers of one node into a sequence-parallel group."""
 
     leader: WorkerId
     epoch: int
@@ -206,7 +205,7 @@ class FormGroup:
 
 @dataclass(frozen=True, slots=True)
 class StopGroup:
-    """Have a group (what lives of it) commit at the next step boundary what it holds, and part."""
+    """Have a group's surviving members commit at the next step boundary and dissolve."""
 
     leader: WorkerId
     epoch: int
@@ -215,7 +214,7 @@ class StopGroup:
 
 @dataclass(frozen=True, slots=True)
 class AbandonLease:
-    """A lease does not count any more: its holder stops at the next step boundary and pulls again."""
+    """A lease was revoked: its holder stops at the next step boundary and pulls again."""
 
     leader: WorkerId
     epoch: int
@@ -224,14 +223,14 @@ class AbandonLease:
 
 @dataclass(frozen=True, slots=True)
 class RollBack:
-    """Undo the durable ledger's records after ``position``; those that follow are numbered from there."""
+    """Truncate the durable ledger after ``position``; later records are numbered from there."""
 
     position: int
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreLearner:
-    """Start the learner anew from the checkpoint taken before ``iteration`` (0: the start of the run)."""
+    """Restart the learner from the checkpoint taken before ``iteration`` (0: the start of the run)."""
 
     iteration: int
     lineage: int
@@ -239,7 +238,7 @@ class RestoreLearner:
 
 @dataclass(frozen=True, slots=True)
 class FinishRun:
-    """The run is over; ``error`` says why it had to stop early, with the remedy."""
+    """The run is over; ``error`` says why it stopped early, with the remedy."""
 
     error: str | None
 

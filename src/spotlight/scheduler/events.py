@@ -1,10 +1,10 @@
 """What drivers report to the controller. Frozen facts: ids, sizes and times, never tensors.
 
-One protocol for all drivers; the inline driver is a cluster of one worker. The controller starts, groups and
-fences workers, a group asks for work with :class:`GroupPulled` and gets it once there is some.
+All drivers share one protocol; the inline driver is a cluster of one worker. The controller starts, groups
+and fences workers. A group asks for work with :class:`GroupPulled` and is answered once there is some.
 
-Messages between the controller and workers may be lost, duplicated, late and out of order. What the driver
-itself knows (nodes, the learner, rewards) arrives once and in order.
+Messages between controller and workers may be lost, duplicated, late and out of order. What the driver itself
+knows (nodes, learner, rewards) arrives once and in order.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from spotlight.scheduler.types import (
 
 @dataclass(frozen=True, slots=True)
 class RunStarted:
-    """The driver is ready: learner and rewards are up, the checkpoint (if any) is loaded."""
+    """Learner and rewards are up, and the checkpoint, if any, is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutFailed:
-    """A worker could not finish a rollout (numbers that are not finite, a failed decode)."""
+    """A worker could not finish a rollout (non-finite numbers, a failed decode)."""
 
     worker: WorkerId
     lease: LeaseId
@@ -47,7 +47,7 @@ class SamplesRewarded:
 
     Attributes:
         scores: by rollout: ``reward`` (the weighted sum) and every curve by name.
-        lineage: of the ``ScoreSamples`` it answers: scores of an abandoned lineage do not count.
+        lineage: of the ``ScoreSamples`` answered; scores of an older lineage do not count.
     """
 
     scores: Mapping[RolloutId, Mapping[str, float]]
@@ -66,14 +66,14 @@ class RewardFailed:
 
 @dataclass(frozen=True, slots=True)
 class BatchPrepared:
-    """The learner holds the iteration's advantages and old log-probs."""
+    """The learner holds advantages and old log-probs."""
 
     iteration: int
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchTrained:
-    """The learner accumulated the gradients of a micro-batch."""
+    """The learner accumulated a micro-batch's gradients."""
 
     iteration: int
     update: int
@@ -82,7 +82,7 @@ class MicroBatchTrained:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStepped:
-    """The learner applied an optimizer step; loss and gradient norm are for the record only."""
+    """The learner applied an optimizer step; loss and gradient norm are only recorded."""
 
     iteration: int
     update: int
@@ -92,7 +92,7 @@ class OptimizerStepped:
 
 @dataclass(frozen=True, slots=True)
 class BatchFinished:
-    """The learner did what follows the last step of a batch (the old policy follows, EMA)."""
+    """The learner did what follows a batch's last step (EMA, old-policy update)."""
 
     iteration: int
 
@@ -106,7 +106,7 @@ class WeightsPublished:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationReported:
-    """Validation scores and pictures of an iteration are written; ``lineage`` as in ``ReportEvaluation``."""
+    """Evaluation scores and images are written; ``lineage`` as in ``ReportEvaluation``."""
 
     iteration: int
     lineage: int = 0
@@ -121,14 +121,14 @@ class CheckpointCommitted:
 
 @dataclass(frozen=True, slots=True)
 class NodeJoined:
-    """A node is there and may be used; one that comes back is a new node of the same name."""
+    """A node is usable. One that returns is a new node of the same name."""
 
     node: Node
 
 
 @dataclass(frozen=True, slots=True)
 class NodeNoticed:
-    """The cloud will take a node at ``deadline_s`` (controller time)."""
+    """The cloud will preempt a node at ``deadline_s`` (controller time)."""
 
     node: NodeId
     deadline_s: float
@@ -136,21 +136,21 @@ class NodeNoticed:
 
 @dataclass(frozen=True, slots=True)
 class NoticeCancelled:
-    """The cloud will not take the node after all."""
+    """The preemption notice was withdrawn."""
 
     node: NodeId
 
 
 @dataclass(frozen=True, slots=True)
 class NodeLost:
-    """A node is gone, and everything on it."""
+    """A node and everything on it is gone."""
 
     node: NodeId
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStarted:
-    """A worker's process is up, without weights; ``epoch`` is that of the ``StartWorker`` it obeys."""
+    """A worker's process is up, without weights; ``epoch`` as in ``StartWorker``."""
 
     worker: WorkerId
     epoch: int
@@ -158,7 +158,7 @@ class WorkerStarted:
 
 @dataclass(frozen=True, slots=True)
 class WorkerCrashed:
-    """A worker's process died, or could not be started; its node lives."""
+    """A worker's process died or could not start; its node lives."""
 
     worker: WorkerId
     epoch: int
@@ -166,11 +166,11 @@ class WorkerCrashed:
 
 @dataclass(frozen=True, slots=True)
 class WeightsPulled:
-    """A worker holds a policy version, checked against its checksum and the number of bound modules.
+    """A worker holds a policy version, verified by checksum and number of bound modules.
 
     Attributes:
         epoch: of the worker's process.
-        lineage: of the ``PullWeights`` it obeys: versions of an abandoned lineage do not count.
+        lineage: as in ``PullWeights``; an older one does not count.
     """
 
     worker: WorkerId
@@ -181,7 +181,7 @@ class WeightsPulled:
 
 @dataclass(frozen=True, slots=True)
 class PullFailed:
-    """A worker could not get its weights (the peer died, a checksum differed)."""
+    """A worker could not get its weights (dead peer, checksum mismatch)."""
 
     worker: WorkerId
     epoch: int
@@ -199,7 +199,7 @@ class GroupFormed:
 
 @dataclass(frozen=True, slots=True)
 class GroupStopped:
-    """A group committed what it held and is no more; its living workers stand free."""
+    """A group committed its progress and dissolved; surviving workers are free."""
 
     leader: WorkerId
     epoch: int
@@ -207,12 +207,11 @@ class GroupStopped:
 
 @dataclass(frozen=True, slots=True)
 class GroupPulled:
-    """A group can hold ``capacity`` rollouts more than it does; answered once there is work.
+    """A group asks for up to ``capacity`` more rollouts; answered once there is work.
 
     Attributes:
-        seen: the last lease the group was granted. If the controller granted a later one, that grant was lost
-            and is sent again.
-        holds: the leases it works on. Any other that is still open the group will not finish.
+        seen: its latest lease; a later grant was lost and is resent.
+        holds: leases it works on; it will not finish any other.
     """
 
     leader: WorkerId
@@ -224,7 +223,7 @@ class GroupPulled:
 
 @dataclass(frozen=True, slots=True)
 class LeaseProgressed:
-    """All open rollouts of a lease are safe at ``steps`` steps after the lease began; renews the lease."""
+    """All open rollouts of a lease are durable ``steps`` steps after its start; renews the lease."""
 
     leader: WorkerId
     lease: LeaseId
@@ -234,7 +233,7 @@ class LeaseProgressed:
 
 @dataclass(frozen=True, slots=True)
 class LeaseCompleted:
-    """Rollouts of a lease are finished, their samples safe outside the group; renews the lease."""
+    """Rollouts of a lease are finished, their samples durable; renews the lease."""
 
     leader: WorkerId
     lease: LeaseId
@@ -245,21 +244,21 @@ class LeaseCompleted:
 
 @dataclass(frozen=True, slots=True)
 class LearnerLost:
-    """A learner rank died: what was trained since the last checkpoint is void. No answer of it follows."""
+    """A learner rank died: training since the last checkpoint is void, and no pending answer follows."""
 
     detail: str
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerRestored:
-    """The learner stands at the checkpoint that ``RestoreLearner`` named."""
+    """The learner is at the checkpoint named by ``RestoreLearner``."""
 
     lineage: int
 
 
 @dataclass(frozen=True, slots=True)
 class GpuTimeSpent:
-    """``seconds`` of a worker's billed time went into a phase."""
+    """``seconds`` of a worker's billed time were spent in a phase."""
 
     worker: WorkerId
     phase: Phase
@@ -268,7 +267,7 @@ class GpuTimeSpent:
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """Nothing happened; leases may have expired."""
+    """Nothing happened, but timeouts may be due."""
 
 
 ClusterEvent: TypeAlias = (

@@ -1,6 +1,6 @@
-"""One iteration: which rollouts it consists of, what became of them, and what outlives it.
+"""One iteration: its rollouts, what became of them, and what survives it.
 
-Names, seeds and steps of rollouts follow from the plan and the run seed alone.
+Ids, seeds and steps of rollouts depend on the plan and the run seed alone.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def train_rollouts(
     version: PolicyVersion,
     chosen: Mapping[int, Sequence[int]],
 ) -> Iterator[tuple[int, Prompt, Rollout]]:
-    """The groups of an iteration, each rollout with its slot and prompt, in the order they are to be made.
+    """An iteration's train rollouts with slot and prompt, in pull order.
 
-    That is group after group, or slice after slice of all groups where slices are trained as they come.
+    The order is group by group, or where slices are trained as they arrive, slice by slice over all groups.
 
     Args:
-        prompts: one a slot.
-        chosen: seeds by slot, where exploration chose them; other slots get seeds of their own.
+        prompts: by slot.
+        chosen: explored seeds by slot; other slots get fresh seeds.
     """
     pipeline, size = plan.pipeline, plan.group_size
     members = range(size)
@@ -56,9 +56,8 @@ def train_rollouts(
 
 
 def _mixed(plan: Plan, iteration: int, seeds: Sequence[int]) -> list[int]:
-    """Chosen seeds in an order that says nothing of their previews, which they come sorted by.
-
-    Else the first slice of a group would be its best samples, compared with each other alone.
+    """Shuffle chosen seeds, which come sorted by preview: a group's first slice would hold only its best
+    samples.
     """
     return sorted(seeds, key=lambda seed: derive_seed(plan.run_seed, "order", iteration, seed))
 
@@ -66,10 +65,10 @@ def _mixed(plan: Plan, iteration: int, seeds: Sequence[int]) -> list[int]:
 def evaluation_rollouts(
     plan: Plan, prompts: Sequence[Prompt], iteration: int, version: PolicyVersion
 ) -> Iterator[tuple[int, Prompt, Rollout]]:
-    """The validation images of an iteration."""
+    """An iteration's evaluation rollouts."""
     for slot, prompt in enumerate(prompts):
         for member in range(plan.evaluation.images_per_prompt):
-            # The same seeds at every evaluation AND in every run: curves differ only by the weights.
+            # Same seeds at every evaluation and in every run: curves differ only by the weights.
             seed = derive_seed(0, "eval", prompt.id, member)
             name = RolloutId(f"e{iteration:06d}-{slot:03d}-{member:03d}")
             yield (
@@ -89,13 +88,12 @@ def preview_rollouts(
     iteration: int,
     version: PolicyVersion,
 ) -> Iterator[tuple[int, Prompt, Rollout]]:
-    """Previews that choose an iteration's seeds, one prompt after the other.
+    """Previews for an iteration, prompt by prompt.
 
-    Not a round of all prompts after the other: when time is up before the end, some prompts are explored
-    whole and some not at all, instead of all too little.
+    Not round-robin: if time runs out, some prompts are fully explored rather than all of them too little.
 
     Args:
-        members: that are wanted, by slot.
+        members: to preview, by slot.
         prompts: by slot.
     """
     for slot, wanted in members.items():
@@ -112,13 +110,13 @@ def preview_rollouts(
 
 @dataclass(slots=True)
 class Iteration:
-    """What was issued and what became of it.
+    """Rollouts of an iteration and their state.
 
     Attributes:
-        unscored: rollouts neither scored nor dropped.
-        finished: rollouts whose samples are held somewhere.
-        makers: who made them, under which epoch.
-        lost: rollouts of an iteration that has not begun, to be dropped then, and why.
+        unscored: neither scored nor dropped.
+        finished: with a stored sample.
+        makers: worker and epoch that made each.
+        lost: early rollouts to be dropped when their iteration begins, and why.
     """
 
     rollouts: dict[RolloutId, Rollout] = field(default_factory=dict)
@@ -134,7 +132,7 @@ class Iteration:
 
 @dataclass(slots=True)
 class Safe:
-    """What outlived a lost learner: samples, their scores and makers, and steps of unfinished rollouts."""
+    """Work that survived a lost learner: samples, scores, makers, and steps of unfinished rollouts."""
 
     samples: dict[RolloutId, Rollout] = field(default_factory=dict)
     scores: dict[RolloutId, Mapping[str, float]] = field(default_factory=dict)
@@ -143,7 +141,7 @@ class Safe:
 
     @classmethod
     def of(cls, at: Iteration, unfinished: Mapping[RolloutId, tuple[Rollout, int]]) -> Safe:
-        """What is safe of an iteration."""
+        """The surviving work of an iteration."""
         return cls(
             {name: at.rollouts[name] for name in at.rollouts if name in at.finished},
             dict(at.scores),
@@ -152,21 +150,21 @@ class Safe:
         )
 
     def merge(self, older: Safe) -> None:
-        """Add what an older loss left, and nothing was asked for since."""
+        """Add what an older loss left unused."""
         self.samples = older.samples | self.samples
         self.scores = {**older.scores, **self.scores}
         self.makers = older.makers | self.makers
         self.progress = older.progress | self.progress
 
     def take(self, rollout: Rollout) -> bool:
-        """Whether the sample of exactly this rollout is safe; it is then no longer among ``samples``."""
+        """Remove the sample of exactly this rollout; returns whether there was one."""
         if self.samples.get(rollout.id) != rollout:
             return False
         del self.samples[rollout.id]
         return True
 
     def step_of(self, rollout: Rollout) -> int:
-        """The step at which exactly this rollout is safe (then no longer in ``progress``), or 0."""
+        """Remove and return the committed step of exactly this rollout, or 0."""
         known, step = self.progress.get(rollout.id, (None, 0))
         if known != rollout:
             return 0
@@ -180,10 +178,8 @@ class Snapshot:
 
     Attributes:
         iteration: the one to start with.
-        leases_granted: by the queue, so far.
         ledger: see :meth:`~spotlight.scheduler.ledger.Ledger.snapshot`.
-        exploration: see :meth:`~spotlight.scheduler.exploration.explorer.Explorer.snapshot`; empty without
-        exploration.
+        exploration: see :meth:`~spotlight.scheduler.exploration.explorer.Explorer.snapshot`; may be empty.
     """
 
     iteration: int
@@ -193,7 +189,7 @@ class Snapshot:
     exploration: Mapping[str, object]
 
     def to_dict(self) -> dict[str, object]:
-        """What :meth:`from_dict` takes."""
+        """JSON-able, for :meth:`from_dict`."""
         tree: dict[str, object] = {
             "iteration": self.iteration,
             "version": self.version,
@@ -206,7 +202,7 @@ class Snapshot:
 
     @classmethod
     def from_dict(cls, tree: Mapping[str, object]) -> Snapshot:
-        """Raises ValueError for anything else than what :meth:`to_dict` made."""
+        """Inverse of :meth:`to_dict`. Raises ValueError for anything else."""
         iteration, version = tree.get("iteration"), tree.get("version")
         leases, ledger = tree.get("leases_granted"), tree.get("ledger")
         exploration = tree.get("exploration", {})

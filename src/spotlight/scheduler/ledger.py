@@ -1,13 +1,13 @@
-"""The sample ledger: it decides nothing, it counts.
+"""The sample ledger: pure accounting, no decisions.
 
 Invariants, checked after every event
-    1. issued = trained + evaluated + explored + dropped + in flight, for every purpose.
-    2. A rollout goes issued -> finished -> scored -> used, each once; dropped may follow any of them, and
-       ends it. A second outcome, or one for a rollout never issued, is an error.
+    1. For every purpose: issued = trained + evaluated + explored + dropped + in flight.
+    2. A rollout goes issued -> finished -> scored -> used, each once; it may be dropped instead at any point.
+       A second outcome, or one for a rollout never issued, is an error.
     3. Billed GPU-seconds = the sum over phases.
 
-The ledger turns every fact into a :class:`~spotlight.scheduler.records.Record` with the next position; the
-durable ledger in ``store/`` holds the same records, so the run can be recounted offline.
+Every fact becomes a :class:`~spotlight.scheduler.records.Record` with the next position; the durable ledger
+in ``store/`` holds the same records, so the run can be recounted offline.
 """
 
 from __future__ import annotations
@@ -49,8 +49,6 @@ class AccountingError(RuntimeError):
 
 
 class _Reached(IntEnum):
-    """How far a rollout without an outcome has come."""
-
     ISSUED = 0
     FINISHED = 1
     SCORED = 2
@@ -58,15 +56,13 @@ class _Reached(IntEnum):
 
 @dataclass(slots=True)
 class _OpenRollout:
-    """A rollout without an outcome."""
-
     purpose: Purpose
     reached: _Reached = _Reached.ISSUED
 
 
 @dataclass(slots=True)
 class Ledger:
-    """Counts of a run so far. ``position`` numbers the records written."""
+    """Counts of a run so far. ``position`` is that of the last record."""
 
     position: int = 0
     issued: Counter[Purpose] = field(default_factory=Counter)
@@ -88,7 +84,7 @@ class Ledger:
     # -- facts -----------------------------------------------------------------------------------------
 
     def issue(self, rollout: Rollout, prompt: Prompt) -> None:
-        """A rollout exists from here on and must end in exactly one outcome."""
+        """Open a rollout; it must end in exactly one outcome."""
         if rollout.id in self._open:
             raise AccountingError(f"rollout {rollout.id} issued twice")
         if prompt.id not in self._prompts:
@@ -100,63 +96,63 @@ class Ledger:
         self._write(RolloutIssued(rollout))
 
     def finish(self, rollout: Rollout, worker: WorkerId, epoch: int) -> None:
-        """A worker's finished sample was accepted."""
+        """Count an accepted finished sample."""
         self._reach(rollout.id, _Reached.FINISHED)
         self.finished[rollout.purpose] += 1
         self._write(SampleFinished(rollout.id, rollout.version, worker, epoch))
 
     def score(self, rollout: RolloutId, scores: Mapping[str, float]) -> None:
-        """A sample has its rewards."""
+        """Record a sample's rewards."""
         self._reach(rollout, _Reached.SCORED)
         self._write(SampleScored(rollout, scores))
 
     def train(self, rollout: RolloutId, version: PolicyVersion) -> None:
-        """A sample entered the optimizer step that made ``version``."""
+        """Outcome: the sample entered the optimizer step that made ``version``."""
         self._use(rollout, Purpose.TRAIN)
         self.trained += 1
         self._write(SampleTrained(rollout, version))
 
     def evaluate(self, rollout: RolloutId) -> None:
-        """A sample counted in a validation."""
+        """Outcome: the sample counts in an evaluation."""
         self._use(rollout, Purpose.EVAL)
         self.evaluated += 1
         self._write(SampleEvaluated(rollout))
 
     def explore(self, rollout: RolloutId) -> None:
-        """A preview's scores were used to choose seeds."""
+        """Outcome: the preview's scores were used to choose seeds."""
         self._use(rollout, Purpose.EXPLORE)
         self.explored += 1
         self._write(SampleExplored(rollout))
 
     def replace_prompts(self, count: int) -> None:
-        """Prompts whose previews showed no contrast gave their place to spare ones.
+        """Count prompts without contrast replaced by spare ones.
 
-        No record of its own: their previews are explored, and no train rollout of theirs follows.
+        They need no record: their previews are explored, and no train rollout of theirs follows.
         """
         self.replaced_prompts += count
 
     def drop(self, rollout: RolloutId, reason: DropReason, detail: str) -> None:
-        """A sample will not be used, for a recorded reason."""
+        """Outcome: the sample will not be used."""
         self.dropped_purpose[self._close(rollout).purpose] += 1
         self.dropped[reason] += 1
         self._write(SampleDropped(rollout, reason, detail))
 
     def step(self, record: StepApplied) -> None:
-        """An optimizer step was applied."""
+        """Record an optimizer step."""
         self._write(record)
 
     def publish(self, version: PolicyVersion) -> None:
-        """A policy version became available."""
+        """Record a published version."""
         self._write(VersionPublished(version))
 
     def reject(self, rollout: RolloutId | None, reason: str) -> None:
-        """A commit did not count (stale epoch, duplicate, unknown rollout, wrong version)."""
+        """Record a commit that does not count (stale epoch, duplicate, unknown rollout, wrong version)."""
         self.rejected[reason] += 1
-        # A rollout this ledger never issued cannot be referred to in the durable one.
+        # The durable ledger has a foreign key on issued rollouts.
         self._write(CommitRejected(rollout if rollout in self._open else None, reason))
 
     def spend(self, phase: Phase, seconds: float) -> None:
-        """Billed time of a worker."""
+        """Bill a worker's GPU time. Raises :class:`AccountingError` if negative."""
         if not seconds >= 0:
             raise AccountingError(f"{seconds} seconds spent in {phase}")
         self.gpu_seconds[phase] = self.gpu_seconds.get(phase, 0.0) + seconds
@@ -170,12 +166,12 @@ class Ledger:
         return len(self._open)
 
     def take_records(self) -> list[tuple[int, Record]]:
-        """Records made since the last call, with their positions, to be made durable."""
+        """Records since the last call with their positions, to be made durable."""
         records, self._written = self._written, []
         return records
 
     def check(self) -> None:
-        """Raise :class:`AccountingError` unless the invariants hold. Costs nothing per rollout."""
+        """Raise :class:`AccountingError` unless the invariants hold; O(1) in the number of rollouts."""
         used = {
             Purpose.TRAIN: self.trained,
             Purpose.EVAL: self.evaluated,
@@ -199,7 +195,7 @@ class Ledger:
             raise AccountingError(f"billed {self.billed_s} s != {spent_s} s over phases")
 
     def snapshot(self) -> dict[str, object]:
-        """JSON-able state; only between iterations, when nothing is in flight."""
+        """JSON-able state. Raises :class:`AccountingError` while rollouts are in flight."""
         if self._open:
             raise AccountingError("a snapshot was asked for while rollouts were in flight")
         return {
@@ -218,7 +214,7 @@ class Ledger:
 
     @classmethod
     def restore(cls, snapshot: Mapping[str, object]) -> Ledger:
-        """The ledger that made ``snapshot``; GPU-seconds start anew, the durable ledger has them all."""
+        """The ledger that made ``snapshot``. GPU-seconds restart at 0: the durable ledger has them."""
         state = _Reader(snapshot)
         return cls(
             position=state.integer("position"),
@@ -227,7 +223,7 @@ class Ledger:
             trained=state.integer("trained"),
             evaluated=state.integer("evaluated"),
             explored=state.integer("explored"),
-            # Older checkpoints have none.
+            # Absent in older checkpoints.
             replaced_prompts=state.integer("replaced_prompts") if "replaced_prompts" in snapshot else 0,
             dropped=Counter({DropReason(k): v for k, v in state.counts("dropped").items()}),
             dropped_purpose=Counter({Purpose(k): v for k, v in state.counts("dropped_purpose").items()}),
@@ -268,8 +264,6 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Typed access to a JSON object."""
-
     tree: Mapping[str, object]
 
     def integer(self, key: str) -> int:

@@ -1,13 +1,10 @@
-"""What the controller writes down: one small frozen record for every fact that must outlive the process.
+"""Records: one small frozen fact for everything that must outlive the process.
 
-The controller numbers its records 1, 2, 3, ... without gaps. The in-memory ledger counts them, the
-durable one (``store/ledger/sqlite_ledger.py``) keeps them. A record holds no time, no process and no
-tensor: replaying
-the same decisions gives the same records, so an interrupted and resumed run leaves the same ledger as an
-uninterrupted one.
+Numbered 1, 2, 3, ... without gaps; the in-memory ledger counts them, the durable one
+(``store/ledger/sqlite_ledger.py``) stores them. A record holds no time, process or tensor: equal decisions
+give equal records, so an interrupted and resumed run leaves the same ledger as an uninterrupted one.
 
-Order within the sequence: a prompt is seen before its rollouts are issued, a rollout is issued before it
-is finished, finished before it is scored, scored before it is trained. :class:`SampleTrained` and the
+Order: prompt seen, rollout issued, finished, scored, trained. :class:`SampleTrained` and the
 :class:`StepApplied` it names are written in one transaction, in any order.
 """
 
@@ -20,7 +17,7 @@ from typing import TypeAlias
 from spotlight.scheduler.types import DropReason, PolicyVersion, Prompt, Rollout, RolloutId, WorkerId
 
 REWARD = "reward"
-"""The score every trained sample has: the weighted sum that its advantage was made of."""
+"""Name of the score every trained sample has: the weighted sum its advantage was made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +29,18 @@ class PromptSeen:
 
 @dataclass(frozen=True, slots=True)
 class RolloutIssued:
-    """A rollout exists from here on, and must end in exactly one outcome."""
+    """A rollout exists, and must end in exactly one outcome."""
 
     rollout: Rollout
 
 
 @dataclass(frozen=True, slots=True)
 class SampleFinished:
-    """A worker committed the finished rollout.
+    """A finished rollout was accepted.
 
     Attributes:
         version: the one policy version that made all of it.
-        epoch: fencing epoch of the lease under which it was committed.
+        epoch: fencing epoch of its lease.
     """
 
     rollout: RolloutId
@@ -54,10 +51,8 @@ class SampleFinished:
 
 @dataclass(frozen=True, slots=True)
 class SampleScored:
-    """The rewards of a finished sample.
-
-    Attributes:
-        scores: never empty; :data:`REWARD` is the total, other names are parts and details (``strict``, ...).
+    """Rewards of a sample; ``scores`` is never empty: :data:`REWARD` is the total, others are parts
+    (``strict``, ...).
     """
 
     rollout: RolloutId
@@ -66,7 +61,7 @@ class SampleScored:
 
 @dataclass(frozen=True, slots=True)
 class SampleTrained:
-    """Outcome of a train rollout: its sample entered the optimizer step that made ``optimizer_step``."""
+    """Outcome of a train rollout: it entered the optimizer step that made ``optimizer_step``."""
 
     rollout: RolloutId
     optimizer_step: PolicyVersion
@@ -74,7 +69,7 @@ class SampleTrained:
 
 @dataclass(frozen=True, slots=True)
 class SampleDropped:
-    """Outcome of a rollout of any purpose whose sample is not used, and why."""
+    """Outcome of any rollout whose sample is not used."""
 
     rollout: RolloutId
     reason: DropReason
@@ -83,14 +78,14 @@ class SampleDropped:
 
 @dataclass(frozen=True, slots=True)
 class SampleEvaluated:
-    """Outcome of an evaluation rollout: its scores count in the validation."""
+    """Outcome of an evaluation rollout: its scores count in the evaluation."""
 
     rollout: RolloutId
 
 
 @dataclass(frozen=True, slots=True)
 class SampleExplored:
-    """Outcome of an exploration rollout: its scores were used to choose seeds."""
+    """Outcome of a preview: its scores were used to choose seeds."""
 
     rollout: RolloutId
 
@@ -100,11 +95,10 @@ class StepApplied:
     """The learner applied one optimizer step.
 
     Attributes:
-        version: the policy version the step made: the number of steps applied so far, this one included.
+        version: made by the step: the number of steps applied so far, this one included.
         update: index of the step within its iteration.
-        samples: number of samples that entered it.
-        loss: the step's loss, where the learner reports it.
-        grad_norm: gradient norm before clipping, where the learner reports it.
+        samples: number that entered it.
+        grad_norm: before clipping. None, like ``loss``, where the learner does not report it.
     """
 
     version: PolicyVersion
@@ -117,14 +111,14 @@ class StepApplied:
 
 @dataclass(frozen=True, slots=True)
 class VersionPublished:
-    """Workers may pull this policy version from here on."""
+    """Workers may pull this policy version."""
 
     version: PolicyVersion
 
 
 @dataclass(frozen=True, slots=True)
 class CommitRejected:
-    """A commit with a stale epoch, or of a rollout already committed, was refused."""
+    """A stale, duplicate or unknown commit was refused."""
 
     rollout: RolloutId | None
     reason: str

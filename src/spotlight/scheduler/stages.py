@@ -1,6 +1,6 @@
-"""The stages of an iteration, and the one table of what leads from each to the next.
+"""The stages of an iteration and the table of transitions between them.
 
-``docs/architecture.md`` shows the table as a diagram, which ``scripts/draw_stages.py`` renders from it.
+``scripts/draw_stages.py`` renders the table as the diagram in ``docs/architecture.md``.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ class Stage(StrEnum):
     IDLE = "idle"
     """The run has not begun."""
     STARTING = "starting"
-    """Prompts and seeds are drawn. Passed through within one event."""
+    """Prompts and seeds are drawn, within one event."""
     EXPLORING = "exploring"
-    """Previews on the critical path; evaluation rollouts may be made beside them."""
+    """Previews on the critical path; evaluation rollouts may run beside them."""
     ROLLING = "rolling"
-    """Samples are generated and scored; with a pipeline axis the learner trains those that are there."""
+    """Samples are generated and scored; with a pipeline axis, the learner already trains some."""
     REPORTING = "reporting"
     """All samples are there; the driver writes the evaluation."""
     LEARNING = "learning"
-    """The learner trains all that it has not trained yet."""
+    """The learner trains what it has not trained yet."""
     PUBLISHING = "publishing"
     COMMITTING = "committing"
     OVER = "over"
@@ -38,20 +38,20 @@ class Trigger(StrEnum):
     ROLLOUTS_ISSUED = "rollouts issued"
     PREVIEWS_SCORED = "previews scored"
     SAMPLES_SCORED = "samples scored"
-    """Or dropped, every one of the iteration; there is no evaluation among them."""
+    """Every sample is scored or dropped; no evaluation is due."""
     EVALUATION_SCORED = "evaluation scored"
     """The same, with an evaluation."""
     EVALUATION_REPORTED = "evaluation reported"
     BATCH_FINISHED = "batch finished"
     WEIGHTS_PUBLISHED = "weights published"
     CHECKPOINT_DUE = "checkpoint due"
-    """The weights are published, and the iteration ends with a checkpoint."""
+    """Weights are published, and a checkpoint ends the iteration."""
     CHECKPOINT_COMMITTED = "checkpoint committed"
     LEARNER_LOST = "learner lost"
     ITERATIONS_DONE = "iterations done"
-    """The last evaluation is reported, and there is nothing left to train."""
+    """The last evaluation is reported; nothing is left to train."""
     RUN_STOPPED = "run stopped"
-    """By an error that the user has to deal with."""
+    """By an error the user has to fix."""
 
 
 TRANSITIONS: Mapping[Stage, Mapping[Trigger, Stage]] = {
@@ -97,17 +97,17 @@ TRANSITIONS: Mapping[Stage, Mapping[Trigger, Stage]] = {
 }
 
 GENERATING = frozenset({Stage.ROLLING, Stage.REPORTING})
-"""The batch is being made, or was made and is reported: the learner may train parts of it."""
+"""Stages in which samples are generated or reported, and the learner may train parts of the batch."""
 
 LEARNER_IDLES = frozenset({Stage.IDLE, Stage.EXPLORING, Stage.ROLLING, Stage.REPORTING})
-"""Stages in which the learner's GPUs may generate, while it has nothing to train."""
+"""Stages in which the learner's GPUs may generate while there is nothing to train."""
 
 LOOKS_AHEAD = frozenset({Stage.ROLLING, Stage.REPORTING, Stage.LEARNING, Stage.PUBLISHING})
 """Stages in which idle workers may explore for the next iteration: its version is not published yet."""
 
 
 class IllegalTransitionError(RuntimeError):
-    """An event came that the current stage does not allow: a bug of the driver or of the controller."""
+    """The current stage does not allow this event: a bug of the driver or the controller."""
 
 
 @dataclass(slots=True)
@@ -117,7 +117,7 @@ class StageMachine:
     stage: Stage = Stage.IDLE
 
     def move(self, trigger: Trigger) -> None:
-        """Follow the table. Raises :class:`IllegalTransitionError` where it has no such way."""
+        """Follow :data:`TRANSITIONS`. Raises :class:`IllegalTransitionError` if it has no entry."""
         following = TRANSITIONS[self.stage].get(trigger)
         if following is None:
             known = ", ".join(TRANSITIONS[self.stage]) or "nothing"

@@ -1,7 +1,6 @@
-"""The nouns that flow between the parts of Spotlight.
+"""The data types that flow between the parts of Spotlight.
 
-Everything here is small, frozen and made of ids, sizes and floats: never a tensor, never an object
-of another process. Tensors travel beside these nouns, keyed by :data:`RolloutId`.
+Small, frozen, made of ids, sizes and floats. Tensors travel separately, keyed by :data:`RolloutId`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Purpose(StrEnum):
 
 
 class Phase(StrEnum):
-    """Where a GPU-second went. Every billed second has exactly one phase."""
+    """Where a GPU-second went; every billed second has exactly one phase."""
 
     SETUP = "setup"
     ROLLOUT = "rollout"
@@ -45,12 +44,12 @@ class Phase(StrEnum):
 
 
 class Filler(StrEnum):
-    """What fills time in which a GPU would otherwise wait."""
+    """What fills otherwise idle GPU time."""
 
     TRAINING = "training"
-    """The learner trains what is there, while other samples of the iteration are made."""
+    """Training on available samples while others of the iteration are generated."""
     TRAINERS = "trainers"
-    """GPUs of the learner roll out."""
+    """Rollouts on the learner's GPUs."""
     NEXT = "next"
     """Rollouts of the next iteration, before this one is trained."""
     EXPLORATION = "exploration"
@@ -58,7 +57,7 @@ class Filler(StrEnum):
 
     @property
     def words(self) -> str:
-        """What the GPUs did."""
+        """For users."""
         return _FILLER_WORDS[self]
 
 
@@ -71,7 +70,7 @@ _FILLER_WORDS = {
 
 
 class DropReason(StrEnum):
-    """Why the sample of a rollout is not used."""
+    """Why a rollout's sample is not used."""
 
     ROLLOUT_FAILED = "rollout_failed"
     REWARD_ERROR = "reward_error"
@@ -84,21 +83,21 @@ class DropReason(StrEnum):
 
 
 class NodeKind(StrEnum):
-    """Whether the cloud may take a node back."""
+    """Whether the cloud may preempt a node."""
 
     RESERVED = "reserved"
     SPOT = "spot"
 
 
 class WeightKind(StrEnum):
-    """What a weight pull moves: everything, or only the adapter on top of a base that is there."""
+    """What a weight pull moves: everything, or only the adapter on a loaded base."""
 
     ADAPTER = "adapter"
     FULL = "full"
 
 
 class Baseline(StrEnum):
-    """What a sample's reward is compared with: its whole group, what is there of it, or explored seeds."""
+    """What a reward is compared with: the whole group, its slices so far, or previews of other seeds."""
 
     GROUP = "group"
     SLICE = "slice"
@@ -107,7 +106,7 @@ class Baseline(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A text to draw, with what the reward must know of it."""
+    """A prompt, with the metadata its reward needs."""
 
     id: PromptId
     text: str
@@ -119,9 +118,9 @@ class Rollout:
     """One (prompt, seed) to denoise.
 
     Attributes:
-        seed: 63-bit integer that fixes ALL randomness: initial noise, every SDE kick, the SDE window.
-        member: index of the rollout within its group (or within its prompt's evaluation images).
-        version: the policy version that must make all of it.
+        seed: 63-bit integer that fixes all randomness: initial noise, SDE noise, SDE window.
+        member: index within its group (or among its prompt's evaluation images).
+        version: the one policy version that must make all of it.
     """
 
     id: RolloutId
@@ -136,10 +135,10 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine that joined the cluster.
+    """A machine of the cluster.
 
     Attributes:
-        price_usd_h: price of the whole node when it joined.
+        price_usd_h: of the whole node, when it joined.
         trains: its GPUs are learner ranks.
         rolls_out: its GPUs are workers; with ``trains`` too, they pull only while the learner waits.
     """
@@ -155,7 +154,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class GroupKind:
-    """Sequence-parallel groups that are expected to be equally fast."""
+    """Sequence-parallel groups expected to be equally fast."""
 
     gpu_type: str
     degree: int
@@ -165,8 +164,8 @@ class GroupKind:
 class Lease:
     """Rollouts held by one worker until ``deadline_s`` (controller time), fenced by ``epoch``.
 
-    A sequence-parallel group holds leases in the name of its leader: ``worker`` is the leader, and ``epoch``
-    tells this group from every other one that the worker ever led.
+    For a sequence-parallel group ``worker`` is the leader, and ``epoch`` is unique among all groups it ever
+    led.
     """
 
     id: LeaseId
@@ -178,7 +177,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The surviving samples of one prompt in one iteration; their rewards become advantages."""
+    """A prompt's surviving samples in one iteration, whose rewards become advantages."""
 
     prompt_id: PromptId
     rollouts: tuple[RolloutId, ...]
@@ -186,11 +185,12 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How samples of one group that are trained before the rest of it is there become advantages.
+    """What samples of a group are compared with, if trained before the group is complete.
 
     Attributes:
-        baseline: GROUP: they are the whole group.
-        others: scores besides: SLICE: of the group's earlier slices; EXPLORATION: of other seeds' previews.
+        baseline: GROUP: the samples are the whole group.
+        others: additional scores; SLICE: of the group's earlier slices; EXPLORATION: of previews of other
+            seeds.
     """
 
     baseline: Baseline = Baseline.GROUP
@@ -199,14 +199,13 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What the learner takes in one forward/backward.
+    """Samples of one forward/backward.
 
     Attributes:
-        iteration: the iteration whose samples these are.
         update: index of the optimizer step within the iteration.
         rollouts: whole or partial groups, in group order.
-        update_samples: number of samples of the whole optimizer step (the loss's normaliser); as planned,
-            where they are trained before all are there.
+        update_samples: samples of the whole optimizer step (the loss normaliser), as planned if trained
+            before the batch is complete.
     """
 
     iteration: int
