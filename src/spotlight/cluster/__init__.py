@@ -1,1 +1,1 @@
-"""A run on Ray: the head, the learner group, rollout workers, and nodes that come and go."""
+"""Training on Ray: the head, the learner group, rollout workers, and nodes that come and go."""

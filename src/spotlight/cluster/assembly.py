@@ -1,4 +1,4 @@
-"""One attempt on a cluster, put together: controller, workers, learner, rewards, blob store, nodes."""
+"""Assembles one attempt on a cluster: controller, workers, learner, rewards, blob store and nodes."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from spotlight.weights.node_cache import cache_directory
 
 LOGS_FOLDER = "attempts"
 _NAME_MAX = 24
-"""Of a run's name in those of its folders on nodes: paths of sockets are limited to some hundred bytes."""
+"""Longest part of a run's name used in folder names on nodes: socket paths are limited to about 100 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Materials:
-    """What was checked before the run directory is touched."""
+    """Inputs validated before the run directory is touched."""
 
     config: RunConfig
     observer: Observer
@@ -60,11 +60,11 @@ class Materials:
 
 @dataclass(frozen=True, slots=True)
 class AttemptRoom:
-    """Where an attempt takes place: its cluster, run directory, ledger and blob store.
+    """An attempt's surroundings: cluster, run directory, ledger and blob store.
 
     Attributes:
-        store: actor of the blob store.
-        meeting: the store through which groups of workers find each other.
+        store: the blob store's actor.
+        meeting: rendezvous store of the sequence-parallel groups.
     """
 
     site: Site
@@ -77,7 +77,7 @@ class AttemptRoom:
 
 @asynccontextmanager
 async def assembled(materials: Materials, room: AttemptRoom) -> AsyncIterator[Head]:
-    """A head with everything it works with; all processes are ended with the block."""
+    """A head with all its parts; leaving the block ends all processes."""
     config, note = materials.config, materials.observer.note
     controller = _controller(materials, room.attempt)
     inbox, conversations = Inbox(), Conversations()

@@ -1,15 +1,14 @@
-"""Where every second of every slot goes, told from the controller's events and effects. Pure.
+"""Attribute every second of every slot to a phase, from the controller's events and effects. Pure.
 
 Invariants
-    1. From when a node joins until it is lost, each moment of each of its slots is in one segment of one
-       phase.
-    2. Denoising counts once the controller has accepted its result, training once a checkpoint that holds it
-       is ordered (if that is never committed, the ledger's rollback makes it LOST); else the segment is LOST.
-       So whatever dies or is fenced off is lost without anybody having to notice.
-    3. :meth:`Billing.take` gives each second once, and keeps those back that may still be either.
+    1. From a node's joining to its loss, each moment of each slot is in exactly one segment of one phase.
+    2. Denoising counts once the controller accepts its result; training counts once a checkpoint that holds
+       it is ordered (if that is never committed, the ledger's rollback makes it LOST). All else at risk is
+       LOST, so work that dies or is fenced off needs no special handling.
+    3. :meth:`Billing.take` returns each second once and withholds those still undecided.
 
-A group that works on several leases is in the phase of the oldest. A GPU that both trains and rolls out has
-two processes, and each of its seconds belongs to one of them: see :meth:`_Slot.active`.
+A group working on several leases is in the phase of the oldest. A GPU that both trains and rolls out runs two
+processes; :meth:`_Slot.active` decides which one a second belongs to.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ class Spent:
 
 
 def slots_of(node: Node) -> tuple[WorkerId, ...]:
-    """The names of a node's slots: those of its workers, where it has workers."""
+    """Slot names of a node: its workers' names, where it has workers."""
     return tuple(WorkerId(f"{node.id}/{gpu}") for gpu in range(node.gpus))
 
 
 @dataclass(slots=True)
 class _Tenant:
-    """What a process on a slot does. ``at_risk_s``: denoised or trained, and not accepted yet."""
+    """A process on a slot. ``at_risk_s``: seconds denoised or trained but not accepted yet."""
 
     phase: Phase = Phase.SETUP
     works: bool = False
@@ -51,7 +50,7 @@ class _Tenant:
 
 @dataclass(slots=True)
 class _Slot:
-    """One GPU, or what stands for one. ``tenants``: a learner rank, a worker, or the two in this order."""
+    """A GPU or CPU slot. ``tenants``: a learner rank, a worker, or both in this order."""
 
     price_usd_h: float
     since_s: float
@@ -60,7 +59,7 @@ class _Slot:
 
     @property
     def active(self) -> _Tenant:
-        """Whose this moment is: who works, else who is at least not idle; of two such the rank."""
+        """The tenant that is working, else one that is not idle; the rank wins a tie."""
         return min(self.tenants, key=lambda tenant: (not tenant.works, tenant.phase is Phase.IDLE))
 
     def close(self, now: float) -> None:
@@ -78,7 +77,7 @@ class _Slot:
 
 @dataclass(slots=True)
 class _Group:
-    """Members of a group, and the rollouts of its leases that are not finished."""
+    """Members of a group, and the unfinished rollouts of its leases."""
 
     epoch: int
     members: tuple[WorkerId, ...]
@@ -86,7 +85,7 @@ class _Group:
 
 
 class Billing:
-    """See the module's docstring. Times are seconds of the controller's clock."""
+    """Tracks the phase of every slot. Times are seconds of the controller's clock."""
 
     def __init__(self) -> None:
         self._slots: dict[WorkerId, _Slot] = {}
@@ -95,7 +94,7 @@ class Billing:
         self._gone: list[Spent] = []
 
     def observe(self, event: ev.Event, effects: Sequence[ef.Effect], now: float) -> None:
-        """What the controller was told, and what it answered."""
+        """Process one controller event and its effects."""
         match event:
             case ev.NodeJoined(node):
                 self._join(node, now)
@@ -159,11 +158,11 @@ class Billing:
                 self._settle_training(Phase.TRAINING, now)
 
     def price_of(self, node: NodeId) -> dict[WorkerId, float]:
-        """USD an hour of each slot of a node."""
+        """Price of each slot of a node, in USD per hour."""
         return {name: self._slots[name].price_usd_h for name in slots_of(self._nodes[node])}
 
     def take(self, now: float) -> list[Spent]:
-        """What was spent since the last call, and is sure."""
+        """Return the seconds settled since the last call."""
         taken, self._gone = self._gone, []
         for name, slot in self._slots.items():
             slot.close(now)
@@ -171,7 +170,7 @@ class Billing:
         return taken
 
     def finish(self, now: float) -> list[Spent]:
-        """Everything that is left: what is not sure is lost."""
+        """Return all remaining seconds; those still undecided are LOST."""
         for node in list(self._nodes):
             self._lose(node, now)
         return self.take(now)
@@ -203,7 +202,7 @@ class Billing:
                 yield self._slots[name], self._slots[name].tenants[-1]
 
     def _turn(self, workers: Iterable[WorkerId], phase: Phase, now: float) -> None:
-        """To something that is not work at risk; what was at risk until now is lost."""
+        """Enter a phase that is not work at risk; what was at risk is LOST."""
         for slot, worker in self._known(workers):
             slot.close(now)
             slot.settle(worker, Phase.LOST)
@@ -235,7 +234,6 @@ class Billing:
             self._turn(group.members, Phase.IDLE, now)
 
     def _work(self, group: _Group, now: float) -> None:
-        """Go on with the oldest lease."""
         phase, _ = next(iter(group.leases.values()))
         for slot, worker in self._known(group.members):
             slot.close(now)

@@ -1,7 +1,6 @@
-"""What a cluster costs, in the run's ledger: every slot from its node's joining to its loss.
+"""Cost accounting: writes the GPU-seconds of every slot to the run's ledger.
 
-The ledger knows a worker by one stretch of time. A node that comes back under its name is another worker to
-it: ``spot-0/0``, then ``spot-0/0#2``.
+A node that comes back under its old name is a new worker in the ledger: ``spot-0/0``, then ``spot-0/0#2``.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from spotlight.store.ledger.sqlite_ledger import GpuSpend
 
 @dataclass(slots=True)
 class ClusterAccounts:
-    """See the module's docstring. For the head's event loop only.
+    """Writes what :class:`Billing` settles into the ledger. Head's event loop only.
 
     Attributes:
-        written_s: on ``clock``: all that was spent until then, and is sure, is in the ledger.
+        written_s: time on ``clock`` up to which all settled seconds are in the ledger.
     """
 
     clock: Clock
@@ -44,7 +43,7 @@ class ClusterAccounts:
         self._epoch_s = time.time() - self.written_s
 
     def observe(self, event: ev.Event, effects: Sequence[ef.Effect], now: float, book: RunRecorder) -> None:
-        """Follow an event, and the controller's answer to it."""
+        """Account for one controller event and its effects."""
         self.billing.observe(event, effects, now)
         match event:
             case ev.NodeJoined(node):
@@ -54,7 +53,7 @@ class ClusterAccounts:
                 self._stop_billing(node_id, now, book)
 
     def write(self, book: RunRecorder) -> None:
-        """Write down where the time since the last call went."""
+        """Write all seconds settled since the last call."""
         now = self.clock()
         spends = self.billing.take(now)
         self._spend(book, spends, now)
@@ -63,7 +62,7 @@ class ClusterAccounts:
         self.observer.billed(book.ledger.cost_usd())
 
     def finish(self, book: RunRecorder) -> None:
-        """The attempt ends: what is not sure by now is lost."""
+        """Close the attempt's accounts: seconds still at risk are lost."""
         now = self.clock()
         self._spend(book, self.billing.finish(now), now)
 

@@ -1,4 +1,4 @@
-"""Ray's nodes as nodes of the controller: which train, which roll out, and where their processes go."""
+"""Maps Ray's nodes to the controller's: which train, which roll out, and where their processes go."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Site:
     """The cluster that this process has joined.
 
     Attributes:
-        here: Ray's id of this process's node.
-        host: its address, as others reach it.
-        nodes: those that were there.
-        emulated: the cluster, if it is one of this machine.
-        threads: of a worker on a CPU slot, where all slots share this machine.
+        here: Ray id of this process's node.
+        host: its address as other nodes reach it.
+        nodes: nodes present when this process joined.
+        emulated: the local cluster, if this machine emulates one.
+        threads: per worker on a CPU slot, where all slots share this machine.
     """
 
     here: str
@@ -56,18 +56,18 @@ class Site:
 
 
 class ClusterNodes:
-    """Turns what happens to Ray's nodes into events.
+    """Turns changes of Ray's nodes into events.
 
-    A :class:`spotlight.cluster.nodes.node_membership.Listener`, whose methods are called in the membership's
-    thread; everything else belongs to the head's event loop.
+    The :class:`spotlight.cluster.nodes.node_membership.Listener` methods run in the membership's thread, all
+    others in the head's event loop.
 
     Args:
-        put_event: hands an event to the controller.
+        put_event: passes an event to the controller.
         fail: ends the run.
 
     Attributes:
-        berths: where the workers of each node of the controller are.
-        membership: to be entered as a context manager.
+        berths: worker placement of each of the controller's nodes.
+        membership: enter it as a context manager.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class ClusterNodes:
         return Berth(node.ray_id, node.gpus, self._site.threads, SHARE if shared else 1.0, first_gpu)
 
     def _note_type(self, node: RayNode, facts: NodeFacts) -> None:
-        """Results on another type of GPU differ by rounding, and it may hold less: people should know."""
+        """Warn about a new GPU type: results differ by rounding, and it may have less memory."""
         if not (node.gpus and facts.gpus):
             return
         self._first_gpu = self._first_gpu or facts.gpus[0]
@@ -170,12 +170,12 @@ class ClusterNodes:
             self._put_event(event(name))
 
     def acknowledge(self, node: NodeId) -> None:
-        """Nothing works on a noticed node any more: its cloud may take it."""
+        """Tell the cloud that a noticed node has no work left."""
         if (host := self._fleet.host_of(node)) is not None:
             self.membership.acknowledge(host)
 
     async def log_tail(self, node: NodeId, actor: str) -> str:
-        """The end of what an actor wrote on a node; empty when the node is gone."""
+        """Last log lines of an actor on a node; empty if the node is gone."""
         host = self._fleet.host_of(node)
         return "" if host is None else await asyncio.to_thread(self.membership.log_tail, host, None, actor)
 
@@ -183,7 +183,7 @@ class ClusterNodes:
         """Where the learner's ranks go now. Any thread.
 
         Raises:
-            LookupError: there is no room for all of them.
+            LookupError: not all of them fit.
         """
         beside = self._fleet.ranks_roll_out
         share = SHARE if beside else 1.0

@@ -1,8 +1,8 @@
-"""A run on a cluster, from its configuration to its summary.
+"""Run a configuration on a Ray cluster, from validation to summary.
 
-    check ─► run directory ─► join Ray, or start one ─► blob store, learner, rewards ─► head ─► export
+    check ─► run directory ─► join or start Ray ─► blob store, learner, rewards ─► head ─► export
 
-Nodes come and go meanwhile. Re-running the same command resumes at the newest whole checkpoint.
+Nodes may join and leave at any time. Re-running the same command resumes at the newest complete checkpoint.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ BLOB_STORE_FOLDER = "in-flight"
 
 
 def train_on_cluster(config: RunConfig, observer: Observer, spent_s: float = 0.0) -> RunResult:
-    """Run, or resume, a configuration on a Ray cluster; see :func:`spotlight.runtime.run.train`.
+    """Start or resume a run on a Ray cluster; see :func:`spotlight.runtime.run.train`.
 
     Raises:
         ConfigError, PromptFileError, RewardSetupError, RewardInputError: before any work; ConfigError also
-            for a cluster that cannot be used.
-        ModelError, TrainingError, LearnerError: what the learner met with.
-        StoreError: the run directory or the disk.
+            for an unusable cluster.
+        ModelError, TrainingError, LearnerError: raised by the learner.
+        StoreError: the run directory or the disk failed.
     """
     began_s, began_here_s = time.time() - spent_s, time.monotonic() - spent_s
     if (summary := finished_summary(config)) is not None:
@@ -102,7 +102,7 @@ def _gather(config: RunConfig, observer: Observer, stack: ExitStack) -> Material
 
 @contextmanager
 def _joined(config: RunConfig, observer: Observer) -> Iterator[Site]:
-    """This process is the driver of a cluster that can be used, within the block."""
+    """Join the cluster as its driver for the block, having checked that it is usable."""
     fleet = config.fleet
     with ExitStack() as stack:
         address, emulated = fleet.address, None
@@ -129,7 +129,7 @@ def _joined(config: RunConfig, observer: Observer) -> Iterator[Site]:
 
 
 def _threads(config: RunConfig) -> int:
-    """Of each process on a CPU slot, where all share this machine's cores."""
+    """Threads per CPU-slot process, where all slots share this machine's cores."""
     local = config.fleet.local
     if local.threads is not None:
         return local.threads

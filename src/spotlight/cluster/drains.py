@@ -1,4 +1,4 @@
-"""Nodes that were announced to be taken: the cloud is told once nothing works on them any more."""
+"""Tells the cloud once no work is left on a node that has a preemption notice."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from spotlight.scheduler.types import NodeId
 
 @dataclass(slots=True)
 class Drains:
-    """Watches the controller's nodes.
+    """Watches noticed nodes until they are empty.
 
     Attributes:
-        acknowledge: tells the cloud of a node that it may be taken.
+        acknowledge: tells the cloud that it may take a node.
     """
 
     acknowledge: Callable[[NodeId], None]
@@ -23,9 +23,9 @@ class Drains:
     _empty: set[NodeId] = field(default_factory=set)
 
     def finished(self, cluster: Cluster, now: float) -> list[tuple[NodeId, float]]:
-        """Noticed nodes on which nothing works any more, and the seconds that stopping their work took.
+        """Noticed nodes that have no work left, with the seconds it took to stop their work.
 
-        To be called after every event: O(noticed nodes).
+        Call after every event. O(noticed nodes).
         """
         done: list[tuple[NodeId, float]] = []
         if not cluster.noticed and not self._noticed:

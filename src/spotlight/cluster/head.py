@@ -1,21 +1,21 @@
-"""The Ray driver: the controller's effects carried out by processes that may die at any moment.
+"""The Ray driver: carries out the controller's effects on processes that may die at any moment.
 
     inbox ──► event ──► controller.handle ──► effects ──► workers / learner / rewards / blob store / recorder
       ▲                        │                                          │
       │                        └─► billing                                │
-      └──── answers, deaths, reports of workers, nodes that come and go ◄─┘
+      └──── answers, deaths, worker reports, node changes ◄───────────────┘
 
-It decides nothing, and the main loop (:meth:`Head.run`) waits for nothing but the next event: whatever takes
-time is a conversation, a task of its own whose remote calls have deadlines and whose outcome is an event.
-Values (states, samples, weights) do not pass through here, but between workers, blob store and learner.
+It makes no decisions. The main loop (:meth:`Head.run`) waits only for the next event: whatever takes time is
+a *conversation*, a task whose remote calls have deadlines and whose outcome is an event. Large values
+(states, samples, weights) travel between workers, blob store and learner, never through the head.
 
 Invariants
-    1. Records are written before a checkpoint that counts them: it never knows more than the ledger.
-    2. A sample is accepted only if it was made by the weights that were published under its version: their
-       digest is compared, not their number alone.
-    3. A report of values counts only if the blob store holds the values.
-    4. A conversation takes its first step before the next event is handled: it sees the controller as the
-       effect that began it left it.
+    1. Records are written before the checkpoint that counts them, so a checkpoint never knows more than the
+       ledger.
+    2. A sample is accepted only if its weights digest, not just its number, matches the published version.
+    3. A report of values counts only if the blob store holds them.
+    4. A conversation takes its first step before the next event is handled, so it sees the controller as the
+       effect left it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from spotlight.training.batching.feed import IterationLog
 from spotlight.worker.interfaces import FollowLease
 
 ACCOUNT_S = 5.0
-"""Longest time between two entries of GPU-seconds: what a killed head leaves unaccounted."""
+"""Longest time between two GPU-second entries: the most that a killed head leaves unaccounted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class HeadParts:
     """What the head works with.
 
     Attributes:
-        attempt: of the ledger.
-        grid: prompts, and pictures of each, in the image grids.
+        attempt: the ledger's attempt number.
+        grid: prompts of the image grids, and images per prompt.
     """
 
     controller: Controller
@@ -76,7 +76,7 @@ class HeadParts:
 
 @dataclass(slots=True)
 class _Effort:
-    """What the head did with its own time, since the last iteration's row."""
+    """The head's own activity since the last metrics row."""
 
     events: int = 0
     handling_s: float = 0.0
@@ -98,12 +98,12 @@ class Head:
     # -- the loop --------------------------------------------------------------------------------------
 
     async def run(self, checkpoint: Path | None) -> Path | None:
-        """Handle events until the controller says it is over; then have the judged weights exported.
+        """Handle events until the controller finishes, then have the judged weights exported.
 
-        To be run by :meth:`Conversations.supervise`, which raises what makes it impossible to go on.
+        Run it with :meth:`Conversations.supervise`, which raises unrecoverable errors.
 
         Args:
-            checkpoint: the learner's state to begin from; None is the start of the run.
+            checkpoint: the learner state to begin from; None starts the run afresh.
 
         Returns:
             The exported weights; None when the run failed or was stopped.
@@ -118,7 +118,7 @@ class Head:
         return None if self.error is not None or self.stopped else await self.parts.learner.export()
 
     async def _next_event(self) -> tuple[ev.Event, str] | None:
-        """The oldest event, or that the time has come which the controller waits for; None: look again."""
+        """The oldest event, or the controller's timer; None: look again."""
         accounts, inbox, wake_s = self.parts.accounts, self.parts.inbox, self.parts.controller.wake_s
         now = accounts.clock()
         if now - accounts.written_s >= ACCOUNT_S:
@@ -132,11 +132,10 @@ class Head:
         return None
 
     def request_stop(self) -> None:
-        """Stop after the next committed checkpoint (from a signal handler: only sets a flag)."""
+        """Stop after the next committed checkpoint. Safe in a signal handler: it only sets a flag."""
         self._stop_requested = True
 
     async def _receive_reports(self) -> None:
-        """Workers report to the blob store, which hands their events on."""
         while True:
             for report in await self.parts.samples.store.take():
                 self.parts.inbox.put(report.event, report.mark)
@@ -171,7 +170,7 @@ class Head:
         self._effort.handling_s += parts.accounts.clock() - now
 
     def _made_by_published(self, event: ev.LeaseCompleted, weights_digest: str) -> bool:
-        """Whether the weights behind a report are those that were published; if not, its process ends."""
+        """Whether a report was made with the published weights; if not, its worker is killed."""
         expected = self.parts.learner.published.digest(event.version, self.parts.controller.cluster.lineage)
         if expected is None or expected == weights_digest:
             return True  # of no published version: the controller rejects it
@@ -274,7 +273,7 @@ class Head:
         parts.inbox.put(ev.EvaluationReported(effect.iteration, effect.lineage))
 
     async def _end_iteration(self, version: PolicyVersion, lineage: int) -> None:
-        """Write the iteration's row, and publish the weights that it made."""
+        """Write the iteration's metrics row and publish its weights."""
         self._write_row(await self.parts.learner.learner.take_log())
         await self.parts.learner.publish(version, lineage)
 

@@ -1,4 +1,4 @@
-"""Nodes, workers and learners that come, go and crash: told to people, and recorded in the ledger."""
+"""Shows the user, and records in the ledger, nodes, workers and learners that come, go and crash."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class IncidentRecorder:
     cluster: Cluster
 
     def observe(self, event: ev.Event) -> None:
-        """Record an event, if it is an incident; before the controller handles it."""
+        """Record an event if it is an incident. Call before the controller handles it."""
         hosts = self.cluster.hosts
         match event:
             case ev.NodeJoined(node):
@@ -44,11 +44,11 @@ class IncidentRecorder:
                 self.record(Incident.LEARNER_LOST, "learner", detail)
 
     def worker_crashed(self, worker: WorkerId, why: str) -> None:
-        """A worker's process died, and its node lives."""
+        """A worker process died on a living node."""
         self.record(Incident.WORKER_CRASHED, worker, why)
 
     def record(self, kind: Incident, subject: str, detail: str) -> None:
-        """Record what happened to a node, a worker or the learner."""
+        """Record an incident of a node, a worker or the learner."""
         hosts = self.cluster.hosts
         host = hosts.get(NodeId(subject)) or hosts.get(NodeId(subject.rpartition("/")[0]))
         self._write(kind, subject, host is not None and host.node.kind is NodeKind.SPOT, detail)

@@ -1,7 +1,7 @@
-"""What the head has the learner do: begin, train, publish, checkpoint, restore, export, one task each.
+"""Drives the learner for the head: begin, train, publish, checkpoint, restore, export, one task each.
 
-A conversation with a learner that is lost ends without a trace (``AbandonedError``): the loss itself is an
-event, and the controller's answer to it a roll-back.
+A task whose learner is lost ends silently (``AbandonedError``): the loss is an event of its own, which the
+controller answers with a rollback.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from spotlight.weights.bundle import WeightsManifest
 
 T = TypeVar("T")
 VERSIONS_KEPT = 2
-"""Published versions, beside the newest, whose weights the blob store holds."""
+"""Published versions, besides the newest, whose weights the blob store retains."""
 TrainEffect = ef.PrepareBatch | ef.TrainMicroBatch | ef.StepOptimizer | ef.FinishBatch
 
 
 class PublishedVersions:
-    """Digests of the weights that were published; workers find a version by its name in the blob store."""
+    """Weights digests of published versions; workers look versions up by name in the blob store."""
 
     def __init__(self, store: BlobClient) -> None:
         self._store = store
         self._digests: dict[tuple[PolicyVersion, int], str] = {}
 
     def digest(self, version: PolicyVersion, lineage: int) -> str | None:
-        """Of a version; None: it is not published."""
+        """Digest of a version; None if it is not published."""
         return self._digests.get((version, lineage))
 
     async def announce(self, manifest: WeightsManifest) -> None:
-        """Let workers find a version, whose weights are in the store already; drop old ones."""
+        """Publish a manifest whose weights are already stored; drop old versions."""
         older = sorted(key for key in self._digests if key[0] < manifest.version)[:-VERSIONS_KEPT]
         dropped = {self._digests.pop(key) for key in older} - {*self._digests.values(), manifest.digest}
         self._digests[PolicyVersion(manifest.version), manifest.lineage] = manifest.digest
@@ -53,7 +53,7 @@ class PublishedVersions:
         await self._store.put("manifest", name, manifest.to_json().encode())
 
     def continue_in(self, lineage: int, version: PolicyVersion) -> None:
-        """After a roll-back: leases of this version go on, with the weights that it had before."""
+        """After a rollback: leases of this version continue, with the same weights."""
         known = max((key for key in self._digests if key[0] == version), default=None)
         if known is not None:
             self._digests[version, lineage] = self._digests[known]
@@ -61,12 +61,12 @@ class PublishedVersions:
 
 @dataclass(slots=True)
 class LearnerDriver:
-    """See the module's docstring. For the head's event loop only.
+    """Drives the learner. Head's event loop only.
 
     Attributes:
         checkpoints: of the run.
-        prompts: that the run can meet: their embeddings are sent to the blob store when it begins.
-        put_event: hands an event to the controller.
+        prompts: all the run can use; their embeddings are stored when it begins.
+        put_event: passes an event to the controller.
     """
 
     controller: Controller
@@ -85,12 +85,11 @@ class LearnerDriver:
     _restored: asyncio.Event = field(default_factory=asyncio.Event)
 
     def begin(self, checkpoint: Path | None) -> None:
-        """Start the learner from its state in ``checkpoint``; None: the start of the run."""
+        """Start the learner from ``checkpoint``; None starts the run afresh."""
         self._start_from = checkpoint
         self.conversations.start(self._begin())
 
     async def _begin(self) -> None:
-        """The run starts once the learner stands, and every worker can find what it stands at."""
         manifest = await self._restore(self._start_from, self.controller.cluster.lineage)
         life = self.learner.life
         await self.learner.send_conditions(self.prompts)
@@ -108,7 +107,7 @@ class LearnerDriver:
         self.lost(await self.learner.lost())
 
     def lost(self, detail: str) -> None:
-        """The learner is gone; called once for each of its lives."""
+        """Handle the loss of the learner; called once per life."""
         self.note(f"the learner is lost and goes back to the last checkpoint: {detail}")
         if self._committed:
             self._lost_meanwhile = detail  # what it saved counts, and is about to become an event
@@ -122,7 +121,9 @@ class LearnerDriver:
     # -- an iteration ----------------------------------------------------------------------------------
 
     async def train(self, effect: TrainEffect, digests: Mapping[RolloutId, str]) -> None:
-        """Prepare, train a micro-batch, step or finish a batch. ``digests``: of the samples to prepare."""
+        """Prepare, train a micro-batch, step or finish a batch. ``digests``: weights of the samples to
+        prepare.
+        """
         learner = self.learner
         match effect:
             case ef.PrepareBatch(iteration):
@@ -139,16 +140,16 @@ class LearnerDriver:
                 self.put_event(ev.BatchFinished(iteration))
 
     async def publish(self, version: PolicyVersion, lineage: int) -> None:
-        """Put the weights into the blob store, and let workers find them."""
+        """Store the weights and announce their version to workers."""
         await self.published.announce(await self.learner.publish(version, lineage))
         self.put_event(ev.WeightsPublished(version))
 
     # -- checkpoints -----------------------------------------------------------------------------------
 
     async def save(self, committing: AbstractContextManager[Path]) -> None:
-        """Write the learner's state and commit the checkpoint; call :meth:`settle` when it is accounted for.
+        """Save the learner and commit the checkpoint; call :meth:`settle` once it is accounted for.
 
-        A checkpoint whose learner is lost while it saves is never committed. From then on it counts, and a
+        If the learner is lost while saving, the checkpoint is never committed. Once saved it counts, and a
         loss is held back until :meth:`settle`.
         """
         async with _left_in_thread(committing) as directory:
@@ -156,14 +157,14 @@ class LearnerDriver:
             self._committed = True
 
     def settle(self) -> None:
-        """The checkpoint is an event now: a loss since it was saved becomes one, too."""
+        """Report a loss that was held back since the save."""
         self._committed = False
         if self._lost_meanwhile is not None:
             self.put_event(ev.LearnerLost(self._lost_meanwhile))
             self._lost_meanwhile = None
 
     def restore(self, iteration: int | None, lineage: int) -> None:
-        """Start the learner from the newest checkpoint, which must be of ``iteration`` (None: whichever)."""
+        """Start the learner from the newest checkpoint, which must be of ``iteration`` (None: any)."""
         self.conversations.start(self._restore_newest(iteration, lineage))
 
     async def _restore_newest(self, iteration: int | None, lineage: int) -> None:
@@ -180,9 +181,9 @@ class LearnerDriver:
         self.put_event(ev.LearnerRestored(lineage))
 
     async def export(self) -> Path:
-        """Have the judged weights exported into the run directory, once the run is over.
+        """Have the judged weights exported into the run directory, after the run.
 
-        A learner that is lost, or becomes it now, is restored first.
+        Restores the learner first if it is lost, or becomes lost meanwhile.
         """
         self._exporting = True
         while True:
@@ -195,7 +196,7 @@ class LearnerDriver:
 
 @asynccontextmanager
 async def _left_in_thread(manager: AbstractContextManager[T]) -> AsyncIterator[T]:
-    """``manager``, left in a thread of its own when all went well: committing writes to the disk."""
+    """``manager``, exited in a thread on success, because committing writes to disk."""
     value = manager.__enter__()
     try:
         yield value

@@ -1,15 +1,15 @@
 """Remote calls as awaitables with deadlines, and the tasks ("conversations") that make them.
 
-Ray's references are awaitable in the driver's process. What this project relies on beyond that, and
-``tests/contract/test_ray_await.py`` checks:
+Ray references are awaitable in the driver. Assumptions beyond that, checked by
+``tests/contract/test_ray_await.py``:
 
 - an awaited reference raises ``RayActorError`` once its actor is dead, and the remote function's own error
   (as an instance of its class, with ``cause``) if that raised;
-- giving up the wait, by a deadline or by cancellation, neither cancels the remote call nor disturbs Ray when
-  the answer comes after all;
-- with a dead GCS nothing is raised: calls between living processes go on, and new actors never answer. Hence
-  the deadlines, and :mod:`spotlight.cluster.nodes.node_membership`, which asks the GCS for its list all
-  the time; Ray itself ends the driver's process after 60 s, without a word to Python.
+- ending the wait, by deadline or cancellation, neither cancels the remote call nor disturbs Ray when the
+  answer arrives later;
+- with a dead GCS nothing is raised: calls between living processes continue, new actors never answer. Hence
+  the deadlines, and :mod:`spotlight.cluster.nodes.node_membership`, which polls the GCS; after 60 s Ray kills
+  the driver without notifying Python.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ T = TypeVar("T")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 Clock = Callable[[], float]
 Notify = Callable[[str], None]
-"""Shows people a line."""
+"""Shows the user a line."""
 
 LATE_S, GRACE_S = 0.2, 2.0
-"""A wait that ends so much later than it should means that this process stood still (SIGSTOP, a long call),
-and with it every answer: deadlines are then moved by ``GRACE_S``."""
+"""A wait that ends this late means that this process stood still (SIGSTOP, a long call), and answers with it;
+deadlines then move by ``GRACE_S``.
+"""
 
 
 class NoAnswerError(TimeoutError):
@@ -39,7 +40,7 @@ class NoAnswerError(TimeoutError):
 
 
 class RayLostError(RuntimeError):
-    """Ray, or the blob store, has died under this run: it cannot go on, and the same command resumes it."""
+    """Ray or the blob store died. The run cannot go on; the same command resumes it."""
 
     def __init__(self, why: str) -> None:
         super().__init__(
@@ -48,11 +49,11 @@ class RayLostError(RuntimeError):
 
 
 class AbandonedError(Exception):
-    """What was asked for is void, because whoever was asked is lost. Ends a conversation, not the run."""
+    """The request is void because its addressee is lost. Ends a conversation, not the run."""
 
 
 def cause_of(error: BaseException) -> str:
-    """What an actor died of, in one line, without the colours of a terminal."""
+    """Cause of an actor's death in one line, without terminal colours."""
     lines = [line.strip() for line in _COLOUR.sub("", str(error)).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
@@ -60,9 +61,9 @@ def cause_of(error: BaseException) -> str:
 
 
 async def wait_within(futures: set[asyncio.Future[T]], seconds: float) -> set[asyncio.Future[T]]:
-    """Wait until one is done, for so many seconds in which this process ran; returns those that are done.
+    """Wait until one is done, for ``seconds`` in which this process ran; returns those that are done.
 
-    An answer that is there beats its own deadline.
+    An answer that has arrived beats its deadline.
     """
     clock = asyncio.get_running_loop().time
     due_s = clock() + seconds
@@ -84,8 +85,8 @@ async def answer(reference: Awaitable[T], what: str, deadline_s: float) -> T:
     """The value of a remote call that was just made.
 
     Args:
-        reference: Ray's, of the value to come.
-        what: for the error's text.
+        reference: Ray reference to the result.
+        what: names the call in error messages.
 
     Raises:
         NoAnswerError: there was none within ``deadline_s``.
@@ -101,19 +102,19 @@ async def answer(reference: Awaitable[T], what: str, deadline_s: float) -> T:
 
 
 class Inbox:
-    """Events on their way to the controller, in the order in which they came."""
+    """Events on their way to the controller, in order of arrival."""
 
     def __init__(self) -> None:
         self._events: deque[tuple[ev.Event, str]] = deque()
         self._filled = asyncio.Event()
 
     def put(self, event: ev.Event, weights_digest: str = "") -> None:
-        """Add an event. ``weights_digest``: of the weights that made what it reports."""
+        """Add an event. ``weights_digest``: of the weights behind the reported values."""
         self._events.append((event, weights_digest))
         self._filled.set()
 
     def wake(self) -> None:
-        """Have :meth:`wait` return although there is no event."""
+        """Make :meth:`wait` return without an event."""
         self._filled.set()
 
     def take(self) -> tuple[ev.Event, str] | None:
@@ -129,14 +130,14 @@ class Inbox:
 
 
 class Conversations:
-    """Tasks that wait for answers. The first error of any of them ends the run: see :meth:`supervise`."""
+    """Tasks that wait for answers. The first error of any ends the run: see :meth:`supervise`."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self, conversation: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Begin a conversation; they take their first steps in the order of these calls."""
+        """Start a conversation; first steps are taken in the order of these calls."""
         task = asyncio.get_running_loop().create_task(conversation)
         self._tasks.add(task)  # the event loop itself holds tasks weakly
         task.add_done_callback(self._ended)
@@ -148,9 +149,9 @@ class Conversations:
             self._failed.set_exception(error)
 
     async def supervise(self, main: Coroutine[Any, Any, T]) -> T:
-        """Run ``main``, and return its value; the error of a conversation cancels it, and is raised.
+        """Run ``main`` and return its value; an error in a conversation cancels it and is raised.
 
-        Conversations that are still under way at the end are cancelled.
+        Conversations still open at the end are cancelled.
         """
         task = asyncio.get_running_loop().create_task(main)
         try:

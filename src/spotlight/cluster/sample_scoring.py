@@ -1,4 +1,4 @@
-"""Finished samples: accepted, scored, discarded. Their values stay in the blob store."""
+"""Accepts, scores and discards finished samples, whose values stay in the blob store."""
 
 from __future__ import annotations
 
@@ -21,47 +21,47 @@ REASON = {
     FailureKind.NOT_FINITE: DropReason.REWARD_NOT_FINITE,
 }
 VALUES = ("sample", "image", "progress")
-"""Kinds of values that the blob store holds of a rollout."""
+"""Kinds of blobs that belong to a rollout."""
 
 
 @dataclass(slots=True)
 class AcceptedSamples:
-    """The samples that the controller accepted and did not discard, each with the digest of its weights.
+    """Accepted, undiscarded samples with their weights digests.
 
-    Values are stored under rollout and digest, so a sample that was made twice is never mixed up.
+    Values are stored under rollout and digest, so two versions of one sample are never confused.
     """
 
     store: BlobClient
     digests: dict[RolloutId, str] = field(default_factory=dict)
 
     def accept(self, rollouts: Sequence[RolloutId], weights_digest: str) -> None:
-        """Samples whose report the controller took."""
+        """Add samples whose report the controller accepted."""
         self.digests |= dict.fromkeys(rollouts, weights_digest)
 
     def by_digest(self, rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
-        """Accepted rollouts, by the weights that made them."""
+        """Accepted rollouts by weights digest."""
         grouped: dict[str, list[Rollout]] = {}
         for rollout in rollouts:
             grouped.setdefault(self.digests[rollout.id], []).append(rollout)
         return grouped
 
     async def images(self, rollouts: Sequence[Rollout], digest: str) -> dict[RolloutId, StoredBlob]:
-        """Packed pictures of rollouts, made by weights of ``digest``; those not in the store are left out."""
+        """Packed images of rollouts made with weights ``digest``; missing ones are left out."""
         stored = await self.store.fetch("image", [rollout.id for rollout in rollouts], digest)
         return {rollout.id: blob for rollout, blob in zip(rollouts, stored, strict=True) if blob is not None}
 
     def forget(self, rollouts: Sequence[RolloutId]) -> None:
-        """They are discarded: their scores and values are of no use any more."""
+        """Remove discarded samples."""
         for rollout in rollouts:
             self.digests.pop(rollout, None)
 
     async def drop(self, rollouts: Sequence[RolloutId]) -> None:
-        """Have the store drop the values of discarded rollouts."""
+        """Delete the stored values of discarded rollouts."""
         for kind in VALUES:
             await self.store.drop(kind, rollouts)
 
     async def sweep(self, issued: Iterable[RolloutId]) -> None:
-        """Have the store drop what late reports left behind: all but accepted and ``issued`` rollouts."""
+        """Delete values left by late reports: all except accepted and ``issued`` rollouts."""
         known = {*issued, *self.digests}
         for kind in VALUES:
             await self.store.keep_only(kind, known)
@@ -69,11 +69,11 @@ class AcceptedSamples:
 
 @dataclass(slots=True)
 class SampleScoring:
-    """Sends accepted samples through the reward pool, beside everything else.
+    """Sends accepted samples through the reward pool in the background.
 
     Attributes:
         prompts: of the whole run.
-        put_event: hands an event to the controller.
+        put_event: passes an event to the controller.
     """
 
     conversations: Conversations
@@ -84,7 +84,7 @@ class SampleScoring:
     note: Notify
 
     def score(self, rollouts: Sequence[Rollout], lineage: int) -> None:
-        """Have samples scored; the scores become events."""
+        """Request scores, which arrive as events."""
         for digest, part in self.samples.by_digest(rollouts).items():
             self.conversations.start(self._score(part, digest, lineage))
 

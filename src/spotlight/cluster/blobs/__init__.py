@@ -1,1 +1,1 @@
-"""Where in-flight progress and samples are stored, so that they outlive the workers that made them."""
+"""The blob store: in-flight progress and samples that outlive the workers that made them."""

@@ -1,4 +1,4 @@
-"""The blob store as the head uses it: calls have deadlines, and a store that does not answer is fatal."""
+"""The head's client of the blob store: calls have deadlines, and a silent store is fatal."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from spotlight.cluster.remote_calls import RayLostError, answer, cause_of
 from spotlight.store.store_errors import StoreError
 
 ANSWER_S = 120.0
-"""Longest that the store may take to hand over pictures."""
+"""Timeout for fetching images."""
 TAKE_S = 20.0
-"""How long it holds the head's question for new reports; silence for twice as long is its death."""
+"""Long-poll timeout for new reports; the store is presumed dead after twice as long."""
 
 
 class BlobClient:
-    """Calls of the blob store's actor.
+    """Calls the blob store's actor.
 
-    Every method raises :class:`RayLostError` where it does not answer, and StoreError where its disk is
-    full or broken.
+    Every method raises :class:`RayLostError` if it does not answer, and StoreError if its disk is full or
+    broken.
     """
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
 
     async def take(self) -> list[Delivered]:
-        """Events that workers delivered, in each worker's order; none after a while."""
+        """Events delivered by workers, in each worker's order; empty on timeout."""
         delivered: list[Delivered] = await self._ask(
             self._actor.take.remote(TAKE_S), "reports of workers", 2 * TAKE_S
         )
         return delivered
 
     async def fetch(self, kind: str, names: Sequence[str], weights_digest: str) -> list[StoredBlob | None]:
-        """Values by name, the latest step of each; None where there is none."""
+        """Latest step of each named blob; None where missing."""
         what = f"{kind}s of {len(names)} rollouts"
         stored: list[StoredBlob | None] = await self._ask(
             self._actor.fetch.remote(kind, list(names), weights_digest), what
@@ -42,15 +42,15 @@ class BlobClient:
         return stored
 
     async def put(self, kind: str, name: str, data: bytes) -> None:
-        """Store a value."""
+        """Store a blob."""
         await self._ask(self._actor.put.remote(kind, name, data), f"storing {kind} {name}")
 
     async def drop(self, kind: str, names: Sequence[str]) -> None:
-        """Forget values."""
+        """Delete blobs."""
         await self._ask(self._actor.drop.remote(kind, list(names)), f"dropping {kind}s")
 
     async def keep_only(self, kind: str, names: Collection[str]) -> None:
-        """Forget all values of a kind but those of ``names``."""
+        """Delete all blobs of a kind except ``names``."""
         await self._ask(self._actor.keep_only.remote(kind, set(names)), f"sweeping {kind}s")
 
     async def _ask(self, reference: Awaitable[Any], what: str, deadline_s: float = ANSWER_S) -> Any:

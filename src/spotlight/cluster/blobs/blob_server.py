@@ -1,21 +1,19 @@
-"""Where workers' values and events go, so that they outlive the workers: a vault, and a mailbox for the head.
+"""The blob store with a mailbox: worker values and events outlive the workers.
 
-    worker ── deliver(values, events) ──► vault            (memory, then disk)
+    worker ── deliver(values, events) ──► blobs            (memory, then disk)
                                       └─► mailbox ──► head ── take()
-    learner, workers, head ◄── fetch() ── vault
+    learner, workers, head ◄── fetch() ── blobs
 
 Invariants:
-- An event is in the mailbox only after all values of its report are in the vault; a report whose values could
-  not be kept leaves no event, and its sender has the error.
-- Events of one sender are taken in the order in which its reports came. Senders do not wait for each other,
-  nor for somebody's disk.
-- What was taken is handed out once: the head asks one question at a time.
-- The mailbox is bounded. While the head listens it is nearly empty, since a worker's reports follow the steps
-  of its leases. A head that stands still (SIGSTOP, a long write) would let it grow with every step of every
-  worker: once it is full, deliveries wait for room, their values safe already, and so do those workers.
+- An event enters the mailbox only after all values of its report are stored. If one cannot be, the report
+  leaves no event and its sender gets the error.
+- Events of one sender keep their order. Senders wait neither for each other nor for another's disk I/O.
+- Each event is handed out once; the head has one ``take`` in flight at a time.
+- The mailbox is bounded. A stalled head (SIGSTOP, a long write) would let it grow with every step of every
+  worker; once it is full, deliveries, and thus their workers, wait with their values already stored.
 
-Reaching memory takes microseconds, but any put may have to move others to disk: all run in threads, and
-deliveries in threads of their own, so that no progress waits while somebody reads gigabytes.
+Any put may evict to disk, so all run in threads; deliveries have their own, lest progress wait for large
+reads.
 """
 
 from __future__ import annotations
@@ -39,12 +37,12 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 NEGATIVE = "negative"
-"""Name of the negative prompt's embedding among conditions; prompts' own names are hexadecimal digits."""
+"""Name of the negative prompt's embedding; prompt names are hexadecimal."""
 MAILBOX_EVENTS = 65_536
-"""Minutes of a cluster of many hundred workers; 10-20 MB."""
+"""Minutes of events from hundreds of workers; 10-20 MB."""
 _DELIVERY_THREADS = 4
 CONCURRENT_CALLS = 10_000
-"""Of a call that waits (for the head, for room) only a coroutine is held; the next one must still come in."""
+"""A waiting call (for events, for room) costs only a coroutine and must not block the next call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +50,8 @@ class Delivered:
     """An event for the head.
 
     Attributes:
-        mark: digest of the weights that made the values the event speaks of.
-        sender: which worker delivered it.
+        mark: digest of the weights behind the event's values.
+        sender: the worker that delivered it.
     """
 
     event: Event
@@ -62,11 +60,11 @@ class Delivered:
 
 
 class BlobServer:
-    """See the module's docstring. All methods belong to one event loop.
+    """Blob store and mailbox. All methods belong to one event loop.
 
     Args:
-        vault: to be used by nobody else; :meth:`close` closes it.
-        mailbox_events: how many events wait for the head before deliveries do.
+        vault: for exclusive use; :meth:`close` closes it.
+        mailbox_events: mailbox size beyond which deliveries wait.
     """
 
     def __init__(self, vault: BlobStore, mailbox_events: int = MAILBOX_EVENTS) -> None:
@@ -82,11 +80,11 @@ class BlobServer:
         self._turns: WeakValueDictionary[WorkerId, asyncio.Lock] = WeakValueDictionary()
 
     async def deliver(self, report: Report) -> None:
-        """Keep the report's values, then pass its events on.
+        """Store the report's values, then pass on its events.
 
         Raises:
-            StoreError: a value could not be kept. None of the events was passed on; values of the report that
-                came before it may be kept, which harms nobody.
+            StoreError: a value could not be stored. No event was passed on; earlier values of the report may
+                stay stored, which is harmless.
         """
         turn = self._turns.setdefault(report.worker, asyncio.Lock())
         async with turn:
@@ -106,10 +104,10 @@ class BlobServer:
                 self._filled.set()
 
     async def take(self, timeout_s: float) -> list[Delivered]:
-        """All events that wait, as soon as there is one; none after ``timeout_s``.
+        """Return all pending events once there is one; empty after ``timeout_s``.
 
         Raises:
-            StoreError: what a sender brought could not be kept: the head must know, since senders only die.
+            StoreError: a delivery could not be stored. Raised here as well, since the sender merely dies.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -124,27 +122,27 @@ class BlobServer:
         return taken
 
     async def fetch(self, kind: str, names: Sequence[str], mark: str = "") -> list[StoredBlob | None]:
-        """Values by name, the latest step of each; None where there is none."""
+        """Latest step of each named blob; None where missing."""
         return await asyncio.to_thread(lambda: [self._vault.get(kind, name, mark) for name in names])
 
     async def put(self, kind: str, name: str, data: bytes, mark: str = "", step: int = 0) -> bool:
-        """Keep one value; see :meth:`BlobStore.put`. Raises StoreError."""
+        """Store one blob; see :meth:`BlobStore.put`. Raises StoreError."""
         return await asyncio.to_thread(self._vault.put, kind, name, data, mark=mark, step=step)
 
     async def drop(self, kind: str, names: Sequence[str]) -> None:
-        """Forget values, of whatever mark."""
+        """Delete blobs under any mark."""
         await asyncio.to_thread(self._vault.drop, kind, names)
 
     async def keep_only(self, kind: str, names: Collection[str]) -> int:
-        """Forget all values of a kind but those of ``names``; how many went."""
+        """Delete all blobs of a kind except ``names``; returns how many."""
         return await asyncio.to_thread(self._vault.keep_only, kind, names)
 
     async def usage(self) -> Usage:
-        """What is held now."""
+        """Current usage."""
         return self._vault.usage()
 
     async def close(self) -> None:
-        """Forget everything and delete its files."""
+        """Delete everything, files included."""
         await asyncio.to_thread(self._threads.shutdown)
         await asyncio.to_thread(self._vault.close)
 
@@ -154,14 +152,14 @@ class BlobServer:
 
 
 class BlobActor(BlobServer):
-    """A room with a vault of its own.
+    """The blob store's actor.
 
     Args:
-        directory: for values on disk, on the keeper's node.
-        memory_bytes: the most that values take in memory.
+        directory: for blobs on disk, on the actor's node.
+        memory_bytes: limit of blobs in memory.
 
     Raises:
-        StoreError: the directory cannot be used.
+        StoreError: the directory is unusable.
     """
 
     def __init__(self, directory: str, memory_bytes: int) -> None:
@@ -169,13 +167,12 @@ class BlobActor(BlobServer):
 
 
 def start_blob_store(directory: Path, memory_bytes: int, *, node: str) -> ActorHandle[Any]:
-    """Start the keeper; it ends with the process that started it, or by ``ray.kill``.
+    """Start the actor; it ends with this process, or by ``ray.kill``.
 
-    The call returns at once: an error of the keeper's start (a directory that cannot be used) is that of the
-    first call.
+    Returns at once: a startup error (an unusable directory) is raised by the first call.
 
     Args:
-        node: Ray's id of the node it runs on.
+        node: Ray id of the node it runs on.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

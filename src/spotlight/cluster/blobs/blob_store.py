@@ -1,21 +1,20 @@
-"""Values that outlive whoever made them: bounded memory, the rest on disk.
+"""Blobs that outlive their producer: bounded memory, the rest on disk.
 
-A value is bytes under (kind, name, mark), and the step it is of: a later step replaces an older one. What
-was used least recently moves to disk, one file a value; it is read from there as often as it is asked for.
+A blob is bytes under (kind, name, mark) with a step; a later step replaces an older one. The least recently
+used move to disk, one file per blob, and are read from there on every access.
 
 Invariants:
-- The values in memory never take more than ``memory_bytes``, those on their way to disk included. (What a
-  caller still holds of what it put or got is the caller's.)
-- :meth:`BlobStore.put` returns once the value is in place. If it raises, everything is as it was before.
-- Bytes that are not those that were put are never given out: each file carries a checksum.
-- A file is in the index only once it is written whole; one that left the index is deleted.
+- Blobs in memory, those being written to disk included, never exceed ``memory_bytes``. (References held by
+  callers do not count.)
+- :meth:`BlobStore.put` returns once the blob is stored. If it raises, nothing has changed.
+- Damaged bytes are never returned: each file carries a checksum.
+- A file is indexed only once complete; a file that leaves the index is deleted.
 
-Files hold the values of one process only, so they are not forced to the disk: what they must survive is lack
-of memory, not a power cut. Each process has a folder of its own, which it holds locked while it lives; those
-that nobody holds are deleted by whoever comes next.
+Files are not fsynced: they serve one process and need not survive a power cut. Each process locks a folder of
+its own while it lives; the next process to start deletes unlocked ones.
 
-Locks: ``_index_lock`` guards the index and is never held while a file is written or read. ``_room_lock``
-makes those who need room take turns, so two never move the same value; values that fit do not wait for it.
+Locks: ``_index_lock`` guards the index and is never held during file I/O. ``_room_lock`` serialises eviction,
+so that no blob is moved twice; blobs that fit do not take it.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ from spotlight.store.store_errors import StoreError, storage_error
 log = logging.getLogger("spotlight.store")
 
 _LARGE_SHARE = 8
-"""A value of more than this part of the memory goes to disk at once: in memory it would push out many."""
+"""A blob above this fraction (1/n) of memory goes straight to disk, lest it evict many others."""
 
 _Key: TypeAlias = tuple[str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBlob:
-    """A value, and the step it is of."""
+    """A blob and its step."""
 
     step: int
     data: bytes
@@ -60,15 +59,15 @@ def _stored_blob(step: int, data: bytes | memoryview) -> StoredBlob:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a vault holds, and what it did.
+    """Contents and history of a store.
 
     Attributes:
-        memory_bytes: of values in memory, or on their way from there to disk.
-        disk_bytes: of values on disk.
-        values: how many there are.
-        values_on_disk: how many of them are on disk.
-        spills: values written to disk so far.
-        damaged: values lost so far because their file was not as it was written.
+        memory_bytes: of blobs in memory or being written to disk.
+        disk_bytes: of blobs on disk.
+        values: number of blobs.
+        values_on_disk: number of blobs on disk.
+        spills: blobs written to disk so far.
+        damaged: blobs lost so far because their file was corrupt.
     """
 
     memory_bytes: int
@@ -81,10 +80,10 @@ class Usage:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A value in the index: in memory (``data``) or on disk (``path``), never both.
+    """An indexed blob, in memory (``data``) or on disk (``path``), never both.
 
     Attributes:
-        moving: somebody writes it to disk, and gives its memory back.
+        moving: a thread is writing it to disk and will free its memory.
     """
 
     key: _Key
@@ -97,7 +96,7 @@ class _Entry:
 
 @dataclass(slots=True)
 class _Index:
-    """Every value, by kind and name and mark, those in memory also by use. Pure bookkeeping."""
+    """All blobs by kind, name and mark; those in memory also by recency. Pure bookkeeping."""
 
     kinds: dict[str, dict[str, dict[str, _Entry]]] = field(default_factory=dict)
     recent: OrderedDict[_Key, _Entry] = field(default_factory=OrderedDict)
@@ -120,7 +119,7 @@ class _Index:
             self.disk_bytes += entry.size
 
     def remove(self, entry: _Entry) -> None:
-        """Forget a value. The memory of one that is moving is given back by whoever moves it."""
+        """Remove a blob. If it is moving, the mover frees its memory."""
         kind, name, mark = entry.key
         marks = self.kinds[kind][name]
         del marks[mark]
@@ -134,7 +133,6 @@ class _Index:
             self.disk_bytes -= entry.size
 
     def move_to(self, entry: _Entry, path: Path) -> None:
-        """The value is on disk now."""
         del self.recent[entry.key]
         entry.data, entry.path = None, path
         self.disk_bytes += entry.size
@@ -144,14 +142,14 @@ class _Index:
 
 
 class BlobStore:
-    """See the module's docstring. Any thread may call.
+    """The blob store. Thread-safe.
 
     Args:
-        directory: for the files; made if it is not there. Several processes may share it.
-        memory_bytes: the most that values take in memory.
+        directory: for the files; created if missing. Processes may share it.
+        memory_bytes: limit of blobs in memory.
 
     Raises:
-        StoreError: the directory cannot be used.
+        StoreError: the directory is unusable.
     """
 
     def __init__(self, directory: Path, memory_bytes: int) -> None:
@@ -165,10 +163,10 @@ class BlobStore:
         self._folder = SpillFolder.claim(directory)
 
     def put(self, kind: str, name: str, data: bytes, *, mark: str = "", step: int = 0) -> bool:
-        """Keep a value; False when an equal or later step of it is there.
+        """Store a blob; False if this or a later step of it is stored already.
 
         Raises:
-            StoreError: the disk is full or not writable. The value is refused; nothing else is lost.
+            StoreError: the disk is full or not writable. Only this blob is refused.
         """
         entry = _Entry((kind, name, mark), step, len(data), data)
         if len(data) * _LARGE_SHARE > self._memory_bytes:
@@ -185,7 +183,7 @@ class BlobStore:
         return replaced is not None
 
     def get(self, kind: str, name: str, mark: str = "") -> StoredBlob | None:
-        """The latest step of a value; None when there is none, or (logged) its file is damaged."""
+        """The latest step of a blob; None if missing, or (logged) if its file is damaged."""
         key = (kind, name, mark)
         while True:
             with self._index_lock:
@@ -206,13 +204,13 @@ class BlobStore:
                 # Else it was replaced or dropped while we looked: look again.
 
     def step_of(self, kind: str, name: str, mark: str = "") -> int | None:
-        """The step of a value; None when there is none."""
+        """The stored step of a blob, or None."""
         with self._index_lock:
             entry = self._index.find((kind, name, mark))
             return None if entry is None else entry.step
 
     def drop(self, kind: str, names: Iterable[str]) -> None:
-        """Forget values, of whatever mark; names that are not there are no matter."""
+        """Delete blobs under any mark; unknown names are ignored."""
         with self._index_lock:
             gone = [entry for name in names for entry in self._index.under(kind, name)]
             for entry in gone:
@@ -220,7 +218,7 @@ class BlobStore:
         _delete(gone)
 
     def keep_only(self, kind: str, names: Collection[str]) -> int:
-        """Forget all values of a kind but those of ``names``; how many went."""
+        """Delete all blobs of a kind except ``names``; returns how many."""
         stay = frozenset(names)
         with self._index_lock:
             others = [name for name in self._index.kinds.get(kind, {}) if name not in stay]
@@ -231,12 +229,12 @@ class BlobStore:
         return len(gone)
 
     def names(self, kind: str) -> frozenset[str]:
-        """Of which there are values of a kind, of whatever mark."""
+        """Names of a kind's blobs, under any mark."""
         with self._index_lock:
             return frozenset(self._index.kinds.get(kind, {}))
 
     def usage(self) -> Usage:
-        """What is held now."""
+        """Current usage."""
         with self._index_lock:
             index = self._index
             on_disk = index.values - len(index.recent)
@@ -245,7 +243,7 @@ class BlobStore:
             )
 
     def close(self) -> None:
-        """Forget everything and delete the files. A put after it is an error."""
+        """Delete everything, files included. A later put is an error."""
         with self._room_lock, self._index_lock:
             if not self._closed:
                 self._closed, self._index = True, _Index()
@@ -260,13 +258,13 @@ class BlobStore:
         return there is None or there.step < entry.step
 
     def _fits(self, entry: _Entry) -> bool:
-        """Whether the value fits into memory, with the room of the one it replaces."""
+        """Whether the blob fits into memory, counting the space of the one it replaces."""
         there = self._index.find(entry.key)
         freed = there.size if there is not None and there.path is None and not there.moving else 0
         return self._index.memory_bytes - freed + entry.size <= self._memory_bytes
 
     def _place(self, entry: _Entry) -> list[_Entry]:
-        """Put a value into the index; those that it replaces."""
+        """Index a blob; returns those it replaces."""
         there = self._index.find(entry.key)
         if there is not None:
             self._index.remove(there)
@@ -274,7 +272,7 @@ class BlobStore:
         return [] if there is None else [there]
 
     def _make_room(self, entry: _Entry) -> list[_Entry] | None:
-        """Move values to disk until ``entry`` fits, and place it; None when it is not wanted any more."""
+        """Spill to disk until ``entry`` fits and index it; None if it is no longer wanted."""
         while True:
             with self._index_lock:
                 if not self._wanted(entry):
@@ -326,7 +324,7 @@ class BlobStore:
     # -- losing ----------------------------------------------------------------------------------------
 
     def _lose(self, entry: _Entry) -> bool:
-        """Take a damaged value out of the index; False when it was not there any more."""
+        """Remove a damaged blob from the index; False if it was already gone."""
         with self._index_lock:
             if self._index.find(entry.key) is not entry:
                 return False

@@ -1,8 +1,7 @@
-"""A folder of one process for values that are in its memory no more; see vault.py.
+"""A process's folder for blobs spilled from memory; see ``blob_store.py``.
 
-DIRECTORY/lock                      held for a moment by a process that comes
-DIRECTORY/vault-XXXXXXXX/lock       held by its process while it lives
-DIRECTORY/vault-XXXXXXXX/000001     a line of JSON (what it is, length and checksum), then the value
+DIRECTORY/lock held briefly by a starting process DIRECTORY/vault-XXXXXXXX/lock held by its process while it
+lives DIRECTORY/vault-XXXXXXXX/000001 a line of JSON (label, length and checksum), then the blob
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ _HEADER_BYTES_MAX = 64 * 1024
 
 
 class Damaged(Exception):  # noqa: N818 - it is what was found, and never leaves the store
-    """A file is not as it was written; the message names it, what was found and what was expected."""
+    """A file is corrupt; the message names it, what was found and what was expected."""
 
 
 class SpillFolder:
-    """Files of one process. Any thread may call. Get one by :meth:`claim`."""
+    """Files of one process. Thread-safe. Create with :meth:`claim`."""
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path, self._lock = path, lock
@@ -43,10 +42,10 @@ class SpillFolder:
 
     @classmethod
     def claim(cls, directory: Path) -> Self:
-        """Make a folder of our own in ``directory``; delete those of processes that live no more.
+        """Create a folder in ``directory``; delete those of dead processes.
 
         Raises:
-            StoreError: ``directory`` cannot be made or written.
+            StoreError: ``directory`` cannot be created or written.
         """
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -58,7 +57,7 @@ class SpillFolder:
             raise storage_error("cannot use the directory for values on disk", directory, error) from error
 
     def write(self, data: bytes, label: str) -> Path:
-        """Write a value into a file of its own, which has its name only once it is whole.
+        """Write a blob to a new file, renamed into place once complete.
 
         Raises:
             OSError: the disk is full or not writable; no file is left.
@@ -75,7 +74,7 @@ class SpillFolder:
             raise
 
     def read(self, path: Path, label: str) -> bytes:
-        """What :meth:`write` wrote with that label. Raises Damaged."""
+        """Read what :meth:`write` wrote under that label. Raises Damaged."""
         try:
             with path.open("rb") as file:
                 header, data = file.readline(_HEADER_BYTES_MAX), file.read()
@@ -91,7 +90,7 @@ class SpillFolder:
         return data
 
     def release(self) -> None:
-        """Delete the folder, and let it go."""
+        """Delete the folder and release its lock."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
@@ -126,7 +125,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _lock(path: Path, *, wait: bool) -> int:
-    """Hold a lock file until the descriptor is closed. Not ``wait``: BlockingIOError if another does."""
+    """Hold a lock file until the descriptor is closed. Without ``wait``: BlockingIOError if it is held."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

@@ -1,8 +1,8 @@
-"""Learner ranks as Ray actors: one process each, on a node of its own choosing by the head.
+"""Learner ranks as Ray actors: one process per rank, on nodes that the head chooses.
 
-A :class:`LearnerActor` passes calls on to its :class:`LearnerRank`, and moves values between rank and blob
-store, so that samples, embeddings and weights never go through the head. :class:`RayLauncher` starts and ends
-the actors in a thread of its own, because Ray's calls for that may wait for the cluster; the head never does.
+A :class:`LearnerActor` forwards calls to its :class:`LearnerRank` and moves values between rank and blob
+store, so samples, embeddings and weights bypass the head. :class:`RayLauncher` starts and ends the actors in
+its own thread, because those Ray calls may wait for the cluster and the head must not.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 SAMPLE, CONDITION, WEIGHTS = "sample", "condition", "weights"
-"""Kinds of values in the keeper."""
+"""Kinds of blobs."""
 _FETCHED_AT_ONCE = 32
 _TAIL_BYTES, _TAIL_LINES = 16 * 1024, 20
 
@@ -45,12 +45,12 @@ class Placement:
     """Where a rank runs.
 
     Attributes:
-        node: Ray's id of the node.
+        node: Ray id of the node.
         host: the node's address.
-        gpus: how much of a GPU the rank takes: 0, 1, or a share of one where a worker is beside it.
-        resources: custom resources that it takes.
-        threads: of its CPU work; None: one, which is what Ray gives to an actor that reserves no CPU.
-        gpu: which GPU of the node; None: the one that Ray gives it.
+        gpus: GPU share of the rank: 0, 1, or a fraction beside a worker.
+        resources: custom Ray resources it takes.
+        threads: for its CPU work; None: one, Ray's default for an actor without reserved CPUs.
+        gpu: index of its GPU on the node; None: whichever Ray assigns.
     """
 
     node: str
@@ -63,15 +63,15 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class RankOrder:
-    """All that a rank's process must know to begin.
+    """All that a rank's process needs to start.
 
     Attributes:
         config: the resolved configuration as YAML.
-        token: what the head left in the run directory.
-        directory: the head's working directory, to which relative paths refer.
-        log: where the process writes what it says.
+        token: what the head wrote to the run directory.
+        directory: the head's working directory, the base of relative paths.
+        log: file for the process's output.
         version: of the head's package.
-        keeper_s: how long the keeper may take to answer.
+        keeper_s: timeout of a blob store call.
     """
 
     config: str
@@ -85,18 +85,18 @@ class RankOrder:
 
 
 class LearnerActor:
-    """A rank's process."""
+    """The process of one rank."""
 
     def __init__(self, order: RankOrder, keeper: ActorHandle[Any]) -> None:
         self._order, self._keeper = order, keeper
         self._rank: LearnerRank | None = None
 
     def alive(self) -> None:
-        """Never return: the call ends when the process does."""
+        """Never return: the call fails when the process ends."""
         threading.Event().wait()
 
     def do(self, method: str, args: Sequence[Any]) -> Any:
-        """Call a method of this class, or else of the rank. Raises what it raises."""
+        """Call a method of this class, or else of the rank; its errors propagate."""
         own: dict[str, Callable[..., Any]] = {
             "begin": self.begin,
             "prepare": self.prepare,
@@ -106,7 +106,7 @@ class LearnerActor:
         return own[method](*args) if method in own else getattr(self.rank, method)(*args)
 
     def begin(self) -> None:
-        """Make the rank, and check that it is where it should be.
+        """Build the rank and check package version and run directory.
 
         Raises:
             ConfigError: another version of the package.
@@ -140,7 +140,7 @@ class LearnerActor:
     def prepare(
         self, effect: PrepareBatch, rollouts: Mapping[RolloutId, Rollout], marks: Mapping[RolloutId, str]
     ) -> None:
-        """Fetch this rank's share of the samples from the keeper, and take the batch, or the part of it."""
+        """Fetch this rank's share of the samples and pass it on; see :meth:`LearnerRank.prepare`."""
         place = self._order.place
         samples: dict[RolloutId, bytes] = {}
         share = share_of(effect, place.rank, place.world)
@@ -155,7 +155,7 @@ class LearnerActor:
         self.rank.prepare(effect, rollouts, samples)
 
     def publish(self, version: int | None, lineage: int) -> WeightsManifest | None:
-        """Put the weights that rollouts use into the keeper, under their digest."""
+        """Store the rollout weights under their digest."""
         packed = self.rank.publish(version, lineage)
         if packed is None:
             return None
@@ -164,7 +164,7 @@ class LearnerActor:
         return manifest
 
     def send_conditions(self, prompts: Sequence[PromptId]) -> None:
-        """Put embeddings into the keeper, by prompt, and that of the negative prompt."""
+        """Store the embeddings of ``prompts`` and of the negative prompt."""
         self._stored_blob("put", CONDITION, NEGATIVE, self.rank.negative())
         for start in range(0, len(prompts), _FETCHED_AT_ONCE):
             some = prompts[start : start + _FETCHED_AT_ONCE]
@@ -172,7 +172,7 @@ class LearnerActor:
                 self._stored_blob("put", CONDITION, prompt, packed)
 
     def _stored_blob(self, method: str, *args: object) -> Any:
-        """What the keeper returns. Raises what it raises, without Ray's wrapping."""
+        """Call the blob store; its errors propagate without Ray's wrapping."""
         import ray
 
         try:
@@ -186,7 +186,7 @@ class LearnerActor:
 
 @dataclass(frozen=True, slots=True)
 class RankActor:
-    """A rank's actor, seen by the head."""
+    """Head-side handle of a rank's actor."""
 
     rank: int
     host: str
@@ -210,14 +210,14 @@ class RayLauncher:
     Args:
         config: the resolved configuration as YAML.
         world: number of ranks.
-        placements: where the ranks go, in order; asked before each start, since nodes come and go. May raise
-            LookupError: there is no room, and why.
-        keeper: actor that keeps values.
+        placements: placements by rank; asked before each start, since nodes come and go. May raise
+            LookupError, saying why there is no room.
+        keeper: the blob store's actor.
         token: what was left in the run directory
-        (:func:`~spotlight.cluster.learner.learner_rank.write_token`).
-        logs: directory for what the ranks say, on the shared storage.
-        exchange_s: how long ranks wait for one another in a collective.
-        keeper_s: how long the keeper may take to answer.
+            (:func:`~spotlight.cluster.learner.learner_rank.write_token`).
+        logs: directory for the ranks' output, on shared storage.
+        exchange_s: timeout of a collective.
+        keeper_s: timeout of a blob store call.
     """
 
     def __init__(
@@ -246,12 +246,12 @@ class RayLauncher:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._end, ranks, suspects)
 
     def meeting_hosts(self, ranks: Sequence[RankHandle]) -> list[str]:
-        """See :class:`spotlight.cluster.learner.learner_group.Launcher`. All on one node: its loopback."""
+        """See :class:`spotlight.cluster.learner.learner_group.Launcher`. Loopback if all are on one node."""
         hosts = [rank.host for rank in ranks if isinstance(rank, RankActor)]
         return [LOOPBACK] * len(hosts) if len(set(hosts)) == 1 else hosts
 
     def close(self) -> None:
-        """End the thread, once what it has to do is done."""
+        """Finish pending work, then end the thread."""
         self._thread.shutdown(wait=True)
 
     def _start(self, life: int) -> list[RankHandle]:
@@ -315,7 +315,7 @@ def _kill(ranks: Sequence[RankActor]) -> None:
 
 
 def _write_to(path: Path) -> None:
-    """Let everything that this process says, its libraries' last words included, end up in a file."""
+    """Redirect all output of this process, including native libraries', to a file."""
     path.parent.mkdir(exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):

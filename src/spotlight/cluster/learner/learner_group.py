@@ -1,14 +1,15 @@
-"""All learner ranks as one, seen by the head: calls go to every rank, answers come back, or the life is lost.
+"""All learner ranks as one, as the head sees them: calls go to every rank; answers come back or the life
+ends.
 
     restore() ─► starting ─► up ── prepare(), accumulate(), step() ... one after the other ──► lost()
-                    └─ failed to start: reported once, tried again after a pause that grows
+                    └─ failed to start: reported once, retried with growing pauses
 
-Invariants:
-- A life ends once. A rank that dies, misses a deadline or raises what it should not ends it for all ranks:
-  they are killed, :meth:`LearnerGroup.lost` returns, and every call that was made of that life raises
+A *life* is one start of all ranks. Invariants:
+- A life ends once. A rank that dies, misses a deadline or raises an unexpected error ends it for all ranks:
+  they are killed, :meth:`LearnerGroup.lost` returns, and every call to that life raises
   :class:`~spotlight.cluster.remote_calls.AbandonedError`.
-- One call is under way at a time, in the order in which they were made, so its deadline is its own.
-- Errors that a person must fix (:data:`FINAL`) are raised as they are, and nothing is tried again.
+- One call is in flight at a time, in call order, so its deadline is its own.
+- User-fixable errors (:data:`FINAL`) propagate unchanged and are never retried.
 """
 
 from __future__ import annotations
@@ -36,23 +37,23 @@ from spotlight.weights.bundle import WeightsManifest
 from spotlight.weights.weight_errors import WeightsError
 
 Answers = list[Any]
-"""What the ranks that were asked returned, in order of rank."""
+"""Return values of the ranks that were asked, by rank."""
 
 FINAL: tuple[type[Exception], ...] = (
     *(ConfigError, PromptFileError, ModelError, StoreError, StateError),
     *(TrainingError, WeightsError, DeviceMemoryError, torch.OutOfMemoryError),
 )
-"""Under the inline driver these end a run, with a remedy; a restart would only meet them again."""
+"""These end an inline run with a remedy too; a restart would only raise them again."""
 
 START_FAILED: tuple[type[Exception], ...] = (AbandonedError, *FINAL)
-"""What ends a life that starts."""
+"""Errors that end a life during its start."""
 
 _RAISED_IN_A_ROW = 3
-"""So many lives end in an unexpected error, without a checkpoint between: then it is no accident."""
+"""After this many lives ended by unexpected errors with no checkpoint between, stop retrying."""
 
 
 class LearnerError(RuntimeError):
-    """The learner fails again and again in the same way: says what it raised."""
+    """The learner keeps failing in the same way; the message holds what it raised."""
 
 
 class RankHandle(Protocol):
@@ -60,13 +61,13 @@ class RankHandle(Protocol):
 
     @property
     def rank(self) -> int:
-        """Which one."""
+        """Its rank."""
 
     def call(self, method: str, *args: object) -> Awaitable[Any]:
-        """Begin a call, at once. The answer raises when the call does or the process dies."""
+        """Start a call at once. The answer raises if the call does or the process dies."""
 
     def gone(self) -> Awaitable[Any]:
-        """Answered (or raises) when the process is dead, and never before."""
+        """Completes (or raises) when the process is dead, never before."""
 
 
 class Launcher(Protocol):
@@ -75,25 +76,25 @@ class Launcher(Protocol):
     world: int
 
     async def start(self, life: int) -> Sequence[RankHandle]:
-        """A process for every rank, in order; they may still be starting up. Raises LookupError: no room."""
+        """Start one process per rank, in order; they may still be initialising. LookupError: no room."""
 
     async def end(self, ranks: Sequence[RankHandle], suspects: Sequence[int]) -> str:
-        """Kill them all; returns the last lines of the logs of ``suspects``."""
+        """Kill all processes; returns the last log lines of ``suspects``."""
 
     def meeting_hosts(self, ranks: Sequence[RankHandle]) -> list[str]:
-        """The address at which each process's machine is reached by the others."""
+        """For each process, the address at which the others reach its machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """How long the head waits for the ranks.
+    """Timeouts of calls to the ranks, in seconds.
 
     Attributes:
         start_s: until all processes run and see the run directory.
-        load_s: for loading the model, for embedding the prompts, and for building the learner: each.
+        load_s: for each of loading the model, embedding the prompts, and building the learner.
         answer_s: for any other call.
         pause_s, pause_max_s: before a start that follows a failed one; doubles each time.
-        suspect_s: when a rank raises, the deaths that may have caused it are waited for.
+        suspect_s: after a rank raises, how long to wait for a death that may have caused it.
     """
 
     start_s: float = 600.0
@@ -104,13 +105,15 @@ class Deadlines:
     suspect_s: float = 1.0
 
     def pause_before_s(self, doublings: int) -> float:
-        """No pause for a negative number."""
+        """0 if ``doublings`` is negative."""
         return 0.0 if doublings < 0 else min(self.pause_s * 2.0 ** min(doublings, 30), self.pause_max_s)
 
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """Why a life ended: because of ``ranks``. ``raised``: an unexpected error; ``final``: one of FINAL."""
+    """Why a life ended, and through which ``ranks``. ``raised``: an unexpected error; ``final``: one of
+    FINAL.
+    """
 
     detail: str
     ranks: Sequence[int] = ()
@@ -119,7 +122,7 @@ class _End:
 
 
 class _Life:
-    """The processes of all ranks, from a start to the first failure of any of them."""
+    """The processes of all ranks, from a start to the first failure of any."""
 
     def __init__(self, number: int, suspect_s: float) -> None:
         self.number, self._suspect_s = number, suspect_s
@@ -130,14 +133,14 @@ class _Life:
         self._deaths: list[asyncio.Future[Any]] = []
 
     def end(self, end: _End) -> None:
-        """The first reason counts."""
+        """End the life; only the first reason counts."""
         if not self.over.done():
             self.over.set_result(end)
         for death in self._deaths:
             death.cancel()
 
     def begin(self, ranks: Sequence[RankHandle]) -> None:
-        """The processes are started: their deaths end the life from now on."""
+        """Watch the started processes: any death ends the life."""
         self.ranks = ranks
         for rank in ranks:
             death = asyncio.ensure_future(rank.gone())
@@ -155,11 +158,11 @@ class _Life:
         """Call all ranks, or rank 0 alone.
 
         Args:
-            each: further arguments, different for each rank.
+            each: further arguments per rank.
 
         Raises:
             AbandonedError: the life is over.
-            Exception: one of :data:`FINAL`, which ends the life too.
+            Exception: one of :data:`FINAL`, which also ends the life.
         """
         async with self._turn:
             if self.over.done():
@@ -179,7 +182,7 @@ class _Life:
     async def _answered(
         self, calls: Mapping[asyncio.Future[Any], int], method: str, deadline_s: float
     ) -> None:
-        """Return once all calls are answered; else end the life, and raise."""
+        """Wait for all answers; otherwise end the life and raise."""
         clock = asyncio.get_running_loop().time
         due_s, waiting = clock() + deadline_s, set(calls)
         suspicion: tuple[int, BaseException] | None = None
@@ -213,10 +216,10 @@ class _Life:
 
 
 class LearnerGroup:
-    """The learner, for the head. Its coroutines belong to one event loop.
+    """The learner, as the head sees it. Its coroutines belong to one event loop.
 
     Args:
-        note: receives, once for each :meth:`restore`, why the learner does not start.
+        note: called once per :meth:`restore` if the learner fails to start, with the reason.
     """
 
     def __init__(self, launcher: Launcher, note: Notify, deadlines: Deadlines | None = None) -> None:
@@ -229,28 +232,28 @@ class LearnerGroup:
 
     @property
     def is_up(self) -> bool:
-        """Whether all ranks are there and can be asked."""
+        """Whether all ranks are ready for calls."""
         return self._life is not None and self._life.up and not self._life.over.done()
 
     @property
     def life(self) -> int:
-        """Counts starts of all ranks; each attempt to start is one."""
+        """Number of starts of all ranks so far, failed ones included."""
         return self._lives
 
     # -- lives -----------------------------------------------------------------------------------------
 
     async def restore(self, checkpoint: Path | None, lineage: int) -> WeightsManifest:
-        """Start all ranks anew, from the state in ``checkpoint`` or the start of the run, and publish it.
+        """Restart all ranks from ``checkpoint``, or from the start of the run, and publish the weights.
 
-        Ranks that still live are killed first. A start that fails is tried again, ever more slowly. Call
-        :meth:`lost` as soon as it has returned.
+        Kills living ranks first. Failed starts are retried with growing pauses. Call :meth:`lost` as soon as
+        this has returned.
 
         Args:
-            checkpoint: the learner's folder of a checkpoint, on the shared storage.
+            checkpoint: the learner's folder of a checkpoint, on shared storage.
             lineage: of what is published.
 
         Returns:
-            The manifest of the weights that the learner stands at.
+            Manifest of the restored weights.
 
         Raises:
             AbandonedError: :meth:`restore` or :meth:`stop` was called meanwhile.
@@ -274,7 +277,7 @@ class LearnerGroup:
         raise AssertionError("unreachable")
 
     async def lost(self) -> str:
-        """Wait until the life that is up has ended, and its processes with it; returns how it ended.
+        """Wait for the current life and its processes to end; returns the cause.
 
         Raises:
             AbandonedError: :meth:`restore` or :meth:`stop` ended it.
@@ -290,7 +293,7 @@ class LearnerGroup:
         return detail
 
     async def stop(self) -> None:
-        """End all ranks; nothing is reported any more."""
+        """End all ranks; nothing is reported afterwards."""
         life, self._life = self._life, None
         if life is not None:
             life.end(_End("it was stopped"))
@@ -330,12 +333,8 @@ class LearnerGroup:
         return manifest
 
     async def _bury(self, life: _Life) -> str:
-        """Kill what is left of a life that is over; returns why it ended, with the end of the logs.
-
-        Raises:
-            AbandonedError: :meth:`restore` or :meth:`stop` ended it.
-            LearnerError: it failed in the same way several times in a row.
-            Exception: one of :data:`FINAL`.
+        """Kill what is left of a dead life; returns the cause with the last log lines. Raises as
+        :meth:`lost`.
         """
         end = life.over.result()
         if life is not self._life:
@@ -363,11 +362,11 @@ class LearnerGroup:
         rollouts: Mapping[RolloutId, Rollout],
         digests: Mapping[RolloutId, str],
     ) -> None:
-        """Hand an iteration's groups, or a part of them, to the ranks, which fetch their samples themselves.
+        """Give the ranks all or part of an iteration's groups; they fetch their samples themselves.
 
         Args:
             rollouts: at least those of the effect.
-            digests: of the weights that made each sample, under which it is stored.
+            digests: weights digest under which each sample is stored.
         """
         members = [rollout for group in effect.groups for rollout in group.rollouts]
         await self._ask(
@@ -378,34 +377,34 @@ class LearnerGroup:
         )
 
     async def accumulate(self, micro_batch: MicroBatch) -> None:
-        """Gradients of one micro-batch."""
+        """Accumulate the gradients of one micro-batch."""
         await self._ask("accumulate", micro_batch)
 
     async def step(self, samples: int) -> tuple[float, float]:
-        """Apply them, of so many samples; returns loss and gradient norm."""
+        """Apply the gradients of ``samples`` samples; returns loss and gradient norm."""
         loss, norm = (await self._ask("step", samples))[0]
         return loss, norm
 
     async def finish_batch(self) -> None:
-        """Let the old policy follow."""
+        """Update the old policy."""
         await self._ask("finish_batch")
 
     async def publish(self, version: PolicyVersion, lineage: int) -> WeightsManifest:
-        """Put the weights that rollouts use into the blob store, under their digest."""
+        """Store the rollout weights under their digest."""
         manifest: WeightsManifest = (await self._ask("publish", version, lineage))[0]
         return manifest
 
     async def send_conditions(self, prompts: Sequence[PromptId]) -> None:
-        """Put embeddings of prompts into the blob store, and that of the negative prompt."""
+        """Store the embeddings of ``prompts`` and of the negative prompt."""
         await self._ask("send_conditions", list(prompts), first_only=True)
 
     async def save(self, directory: Path) -> None:
-        """Write the learner's state into a directory on the shared storage."""
+        """Write the learner's state to a directory on shared storage."""
         await self._ask("save", directory)
         self._lost_in_a_row = self._raised_in_a_row = 0
 
     async def take_log(self) -> dict[str, float]:
-        """The numbers of the batches and updates since the last call, for the row of metrics."""
+        """Training metrics since the last call."""
         row: dict[str, float] = (await self._ask("take_log"))[0]
         return row
 

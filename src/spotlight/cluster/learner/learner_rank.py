@@ -1,10 +1,10 @@
-"""One process of the learner, without Ray: plain values in, plain values out.
+"""One learner process, without Ray.
 
     check_storage ─► open_rendezvous (rank 0) ─► join ─► load_model ─► build ─► [load] ─► prepare ...
 
-Every rank gets the same calls in the same order; the samples' bytes alone differ: each rank is given those of
-its own share (:func:`share_of`). What a rank computes is what the inline driver computes: both feed the same
-:class:`~spotlight.training.batching.feed.Trainer`, and errors are of the same classes.
+Every rank gets the same calls in the same order; only the sample bytes differ: each rank gets its own share
+(:func:`share_of`). Computation and error classes are the inline driver's, since both feed the same
+:class:`~spotlight.training.batching.feed.Trainer`.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ from spotlight.weights.bundle import WeightsManifest, pack
 
 LOOPBACK = "127.0.0.1"
 _STORAGE_SETTLES_S = 10.0
-"""A network file system may show a new file to other machines only after some seconds."""
+"""A network file system may take seconds to show a new file to other machines."""
 _LOOKS_AGAIN_S = 0.2
 _MEETING_S = 120.0
-"""The longest that ranks wait for one another to come to the meeting: by then all processes are there."""
+"""Rendezvous timeout; all processes are up by then."""
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Which rank a process is.
+    """Identity of a rank's process.
 
     Attributes:
-        timeout_s: how long it waits for the others in one exchange.
-        gpu: of those it sees; None: the only one.
+        timeout_s: of one collective.
+        gpu: index among its visible GPUs; None: the only one.
     """
 
     rank: int
@@ -75,23 +75,20 @@ class RankPlace:
 
 
 def share_of(effect: PrepareBatch, rank: int, world: int) -> tuple[RolloutId, ...]:
-    """The samples whose tensors a rank should be given: equally many of every micro-batch.
-
-    So dealing has nothing to move.
-    """
+    """Samples whose tensors a rank receives: equally many of every micro-batch, so none must move later."""
     return tuple(
         rollout for micro_batch in effect.micro_batches for rollout in micro_batch.rollouts[rank::world]
     )
 
 
 class LearnerRank:
-    """A learner rank in this process, which must have no other.
+    """The learner rank of this process; at most one per process.
 
     Args:
         config: the resolved configuration as YAML (``dump_config``).
 
     Raises:
-        ConfigError: the configuration, or its batches on so many ranks, or CUDA is asked for and absent.
+        ConfigError: invalid configuration, batches that do not fit the rank count, or CUDA is missing.
     """
 
     def __init__(self, config: str, place: RankPlace) -> None:
@@ -112,7 +109,7 @@ class LearnerRank:
     # -- beginning -------------------------------------------------------------------------------------
 
     def check_storage(self, token: str) -> None:
-        """See that the run directory is the one where the head wrote ``token`` (:func:`write_token`).
+        """Check that the run directory is the one where the head wrote ``token`` (:func:`write_token`).
 
         Raises:
             StoreError: another directory, or none.
@@ -131,7 +128,7 @@ class LearnerRank:
             time.sleep(_LOOKS_AGAIN_S)
 
     def open_rendezvous(self, host: str, port: int = 0) -> Address:
-        """On rank 0: serve the place where the ranks meet, on ``host`` alone.
+        """On rank 0: serve the rendezvous, on ``host`` alone.
 
         Raises:
             OSError: the address cannot be listened on.
@@ -140,15 +137,15 @@ class LearnerRank:
         return address
 
     def join(self, address: Address | None, host: str = LOOPBACK) -> None:
-        """Meet the other ranks; every rank must call it.
+        """Join the other ranks. Collective: every rank must call it.
 
         Args:
-            address: where rank 0 serves the meeting; None where there are no others.
-            host: this machine's address that the others reach; collectives listen there alone.
+            address: rank 0's rendezvous; None for a single rank.
+            host: this machine's address as others reach it; collectives listen there alone.
 
         Raises:
-            ConnectionError: nobody serves there.
-            RuntimeError: the others did not come in time.
+            ConnectionError: nothing listens at ``address``.
+            RuntimeError: the others did not join in time.
         """
         prepare_process(self._device, self.config.deterministic)
         place = self.place
@@ -160,10 +157,10 @@ class LearnerRank:
         self._ranks = self._stack.enter_context(process_group(self._device, place.timeout_s, meeting))
 
     def load_model(self) -> None:
-        """Load the model, and embed what prompts no cache has; every rank must call it.
+        """Load the model and embed uncached prompts. Collective.
 
         Raises:
-            ModelError, ConfigError, PromptFileError: as under the inline driver.
+            ModelError, ConfigError, PromptFileError: as in the inline driver.
         """
         with self._in(Phase.SETUP):
             model = prepare_model(self.config, self._device)
@@ -171,14 +168,14 @@ class LearnerRank:
             self._loaded = model, fill_embeddings(self.config, model, used, self.ranks)
 
     def build(self) -> None:
-        """Make the weight slots and the learner; every rank must call it. Raises ModelError."""
+        """Create the weight slots and the learner. Collective. Raises ModelError."""
         if self._loaded is None:
             raise RuntimeError("build() before load_model()")
         with self._in(Phase.SETUP):
             self._learning = assemble(self.config, *self._loaded, self.ranks)
 
     def load(self, directory: Path) -> None:
-        """Become the learner that was saved in ``directory``; every rank must call it. Raises StateError."""
+        """Load the learner state saved in ``directory``. Collective. Raises StateError."""
         self.learning.learner.load(directory)
 
     # -- an iteration ----------------------------------------------------------------------------------
@@ -189,14 +186,14 @@ class LearnerRank:
         rollouts: Mapping[RolloutId, Rollout],
         samples: Mapping[RolloutId, bytes],
     ) -> None:
-        """Take an iteration's groups, or a part of them; every rank must call it.
+        """Take all or part of an iteration's groups. Collective.
 
         Args:
             rollouts: those of the effect's groups.
-            samples: packed (:func:`spotlight.rollout.serialization.pack_sample`), of this rank's share.
+            samples: this rank's share, packed (:func:`spotlight.rollout.serialization.pack_sample`).
 
         Raises:
-            ValueError: bytes that are no sample, or a sample of the share is missing.
+            ValueError: a sample of the share is invalid or missing.
         """
         wanted = share_of(effect, self.place.rank, self.place.world)
         missing = [rollout for rollout in wanted if rollout not in samples]
@@ -210,15 +207,15 @@ class LearnerRank:
             self.learning.trainer.prepare(effect, rollouts, held)
 
     def accumulate(self, micro_batch: MicroBatch) -> None:
-        """Gradients of one micro-batch; every rank must call it."""
+        """Accumulate the gradients of one micro-batch. Collective."""
         with self._in(Phase.TRAINING):
             self.learning.trainer.accumulate(micro_batch)
 
     def step(self, samples: int) -> tuple[float, float]:
-        """Apply them; every rank must call it. Returns the loss and the gradient norm before clipping.
+        """Apply the gradients. Collective. Returns the loss and the gradient norm before clipping.
 
         Args:
-            samples: that the update was made of, over all ranks.
+            samples: in the update, over all ranks.
 
         Raises:
             TrainingError: the gradient is not finite, or samples are missing.
@@ -227,26 +224,26 @@ class LearnerRank:
             return self.learning.trainer.step(samples)
 
     def finish_batch(self) -> None:
-        """Let the old policy follow; every rank must call it."""
+        """Update the old policy. Collective."""
         self.learning.trainer.finish_batch()
 
     def take_log(self) -> dict[str, float]:
-        """The numbers of this rank's batches and updates since the last call, for the row of metrics."""
+        """This rank's training metrics since the last call."""
         return self.learning.trainer.log.take()
 
     # -- what leaves the learner -----------------------------------------------------------------------
 
     def publish(self, version: int | None, lineage: int) -> tuple[WeightsManifest, bytes] | None:
-        """Pack the weights that rollouts use, gathered from all ranks; every rank must call it.
+        """Pack the rollout weights, gathered from all ranks. Collective.
 
         Args:
-            version: what the controller takes them for; None: whatever the learner holds.
+            version: the version the controller expects; None: whatever the learner holds.
 
         Returns:
-            What was packed, on rank 0; None on the others.
+            Manifest and packed weights on rank 0; None on the others.
 
         Raises:
-            RuntimeError: ``version`` is not what this learner holds.
+            RuntimeError: the learner does not hold ``version``.
             WeightsError: there is nothing to bind.
         """
         learning = self.learning
@@ -266,45 +263,45 @@ class LearnerRank:
             return pack(held, lineage, states, learning.slots.modules_bound)
 
     def save(self, directory: Path) -> None:
-        """Write the learner's state; every rank must call it with the same directory on shared storage."""
+        """Write the learner's state. Collective, with the same shared directory on every rank."""
         with self._in(Phase.CHECKPOINT):
             self.learning.learner.save(directory)
 
     def export(self) -> Path | None:
-        """Export the judged weights into the run directory; every rank must call it. Rank 0 gets the path."""
+        """Export the judged weights into the run directory. Collective. Only rank 0 gets the path."""
         learning = self.learning
         return export_judged(self.config, learning.model.family, learning.slots, self.ranks)
 
     def conditions(self, prompts: Iterable[PromptId]) -> list[bytes]:
-        """Embeddings of prompts, packed, in their order."""
+        """Packed embeddings of prompts, in their order."""
         if self._loaded is None:
             raise RuntimeError("conditions() before load_model()")
         return [pack_condition(condition) for condition in self._loaded[1].of(prompts)]
 
     def negative(self) -> bytes:
-        """Embedding of the negative prompt, packed."""
+        """Packed embedding of the negative prompt."""
         return pack_condition(self.learning.negative)
 
     def digest(self) -> str:
-        """SHA-256 of the learner's whole state; every rank must call it, and gets the same."""
+        """SHA-256 of the learner's whole state, equal on all ranks. Collective."""
         return self.learning.learner.digest()
 
     def close(self) -> None:
-        """Leave the other ranks."""
+        """Leave the process group."""
         self._stack.close()
 
     # -- parts -----------------------------------------------------------------------------------------
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks that were joined. RuntimeError before."""
+        """The process group. RuntimeError before :meth:`join`."""
         if self._ranks is None:
             raise RuntimeError("this rank has not joined the others yet: join() comes first")
         return self._ranks
 
     @property
     def learning(self) -> Learning:
-        """The learner and what is around it. RuntimeError before it is built."""
+        """The learner and its surroundings. RuntimeError before :meth:`build`."""
         if self._learning is None:
             raise RuntimeError("this rank has no learner yet: build() comes first")
         return self._learning
@@ -323,7 +320,7 @@ class LearnerRank:
 
 
 def write_token(config: RunConfig, token: str) -> Path:
-    """Leave ``token`` in the run directory for :meth:`LearnerRank.check_storage`. Remove it afterwards."""
+    """Write ``token`` to the run directory for :meth:`LearnerRank.check_storage`. Remove it afterwards."""
     path = _token_path(config)
     path.write_text(token)
     return path
@@ -341,7 +338,7 @@ def _content(path: Path) -> str | None:
 
 
 def _list_anew(directory: Path) -> None:
-    """Opening a directory makes NFS look at the server for what is new in it."""
+    """Open a directory, which makes NFS ask the server for new entries."""
     try:
         os.listdir(directory)  # noqa: PTH208
     except OSError:
@@ -356,9 +353,9 @@ def _parsed(config: str) -> RunConfig:
 
 
 def _listen_only_on(host: str) -> None:
-    """Have gloo and NCCL use the interface of an address, unless the user named one.
+    """Bind gloo and NCCL to the interface of an address, unless the user set one.
 
-    Else gloo asks what the host's name resolves to, which is the loopback on many machines.
+    Otherwise gloo resolves the host name, which is the loopback on many machines.
     """
     if (interface := _interface_of(host)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -366,7 +363,7 @@ def _listen_only_on(host: str) -> None:
 
 
 def _interface_of(host: str) -> str | None:
-    """The network interface with an IPv4 address; None where none has it."""
+    """Network interface with this IPv4 address, or None."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:

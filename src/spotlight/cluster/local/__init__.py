@@ -1,1 +1,1 @@
-"""A Ray cluster emulated on this machine, with spot nodes that a trace takes away."""
+"""A Ray cluster emulated on this machine, with spot nodes driven by a trace."""

@@ -1,4 +1,4 @@
-"""A cluster on this machine, as the configuration describes it: reserved slots, and spot nodes by a trace."""
+"""The emulated cluster that the configuration describes: reserved slots, and spot nodes by a trace."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from spotlight.fleet.traces.trace_files import read_trace
 
 _NODES = 2
 SIGTERM_GRACE_S = 30.0
-"""What a node's agent takes for granted where the trace brings its own notices."""
+"""Grace period a node's agent assumes if the trace brings its own notices."""
 
 
 def spot_trace(fleet: FleetConfig) -> Trace:
-    """What the emulated spot nodes do, in real seconds: by the trace, or all there from the beginning.
+    """Events of the emulated spot nodes in real seconds: from the trace, or all present from the start.
 
     Raises:
         ConfigError: the trace cannot be read.
@@ -45,7 +45,7 @@ def reserved_slots(fleet: FleetConfig) -> int:
 
 
 def spot_slots(fleet: FleetConfig) -> int:
-    """Most spot slots that are there at a time."""
+    """Peak number of spot slots."""
     most = present = 0
     for event in spot_trace(fleet).events:
         if event.kind is TraceEventKind.ADD:

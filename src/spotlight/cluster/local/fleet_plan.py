@@ -1,4 +1,4 @@
-"""What the configuration says of a run's nodes, for ``spotlight train --dry-run``. No torch, no Ray."""
+"""The configured nodes, for ``spotlight train --dry-run``. No torch, no Ray."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from spotlight.fleet.traces.trace import TraceEventKind
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """The nodes of a cluster on this machine.
+    """Nodes of an emulated cluster.
 
     Attributes:
-        spot_slots: the most that are there at a time.
+        spot_slots: peak number.
         preemptions: in the trace.
-        horizon_s: real seconds that the trace is played for.
-        usd_h: an hour of all slots, with as many spot slots as there are at most.
+        horizon_s: real seconds of the trace.
+        usd_h: price of all slots per hour, at peak.
     """
 
     reserved_slots: int
@@ -28,7 +28,7 @@ class FleetPlan:
 
 
 def plan_fleet(fleet: FleetConfig) -> FleetPlan | None:
-    """The emulated fleet; None where there is none, or where it is another machine's to know.
+    """The emulated fleet; None if there is none, or if it depends on another machine.
 
     Raises:
         ConfigError: the spot trace cannot be read.

@@ -1,12 +1,11 @@
-"""Ends the processes of a local Ray, whatever became of who started them. Standard library only.
+"""Ends the processes of a local Ray whatever happened to their owner. Standard library only.
 
-Every process of a local Ray carries a mark in its environment: ``SPOTLIGHT_LOCAL_RAY=PID.START.K/N``: the
-process that owns it (with its start time: pids are used again), which of its clusters, and which node of
-that. What such a process starts inherits the mark, so nothing escapes by having lost its parent; the
-children of a marked process count as well, should one have overwritten its environment.
+Every process carries ``SPOTLIGHT_LOCAL_RAY=PID.START.K/N`` in its environment: the owning process (with its
+start time, since pids are reused), its K-th cluster, and the node. Child processes inherit the mark, so
+orphans are found; children of a marked process count even if they have overwritten their environment.
 
-Run as a program, it is the guard of an owner: it waits until the owner is gone, however it went, ends what
-is left and removes the directory. So Ctrl-C, a crash and SIGKILL leave nothing behind.
+As a program it guards an owner: it waits until the owner is gone, ends what is left and removes the
+directory. So Ctrl-C, a crash and SIGKILL leave nothing behind.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _SETTLE_S = 0.02
 
 
 def owner_of(pid: int) -> str:
-    """Name of a living process that no other one ever has on this machine; empty: there is none."""
+    """Name of a living process, unique on this machine even after pid reuse; empty if there is none."""
     fields = _stat(pid)
     return f"{pid}.{fields[19]}" if fields else ""
 
@@ -40,10 +39,10 @@ def is_alive(cluster: str) -> bool:
 
 
 def marked(mark: str) -> set[int]:
-    """Processes that carry ``mark``, and all that descend from them.
+    """Processes that carry ``mark``, and all their descendants.
 
     Args:
-        mark: ``CLUSTER/N``, a node's, or ``CLUSTER/``: all of its nodes'.
+        mark: ``CLUSTER/N``: one node; ``CLUSTER/``: all nodes.
     """
     wanted = f"{MARK}={mark}".encode()
     exact = not mark.endswith("/")
@@ -66,7 +65,7 @@ def marked(mark: str) -> set[int]:
 
 
 def clusters() -> set[str]:
-    """Clusters (PID.START.K) named by the marks of living processes of this user."""
+    """Clusters (PID.START.K) of this user's living marked processes."""
     prefix = f"{MARK}=".encode()
     found = set()
     for pid in _pids():
@@ -78,9 +77,9 @@ def clusters() -> set[str]:
 
 
 def end(mark: str, timeout_s: float = 5.0) -> set[int]:
-    """SIGKILL every process of ``mark``. Returns those that are still there after ``timeout_s``.
+    """SIGKILL every process of ``mark``. Returns those still alive after ``timeout_s``.
 
-    All are stopped before any is killed: a process that sees another die may start a third.
+    All are stopped first: a process that sees another die may start a third.
     """
     deadline_s = time.monotonic() + timeout_s
     while rest := marked(mark):
@@ -94,7 +93,7 @@ def end(mark: str, timeout_s: float = 5.0) -> set[int]:
 
 
 def sweep(base: Path) -> int:
-    """End local Rays whose owner is dead, and remove their directories under ``base``. Returns how many."""
+    """End local Rays whose owner is dead and remove their directories under ``base``; returns how many."""
     left = {cluster for cluster in clusters() if not is_alive(cluster)}
     for cluster in left:
         end(f"{cluster}/")
@@ -125,7 +124,7 @@ def _send(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 def main(cluster: str, directory: str) -> None:
-    """Wait for the end of the owner, then clean up. Standard input is a pipe that only the owner holds."""
+    """Wait for the owner's end, then clean up. Standard input is a pipe that only the owner holds."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     while is_alive(cluster):

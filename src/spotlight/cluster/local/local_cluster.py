@@ -1,8 +1,8 @@
-"""A Ray cluster on this machine whose nodes come, get notices and are killed: laptops, tests, demonstrations.
+"""A Ray cluster on this machine with nodes that join, get notices and are killed: for laptops, tests, demos.
 
-Everything listens on 127.0.0.1. A node is a raylet and the two small processes that Ray gives each; the
-actors placed on it are its children. :meth:`LocalCluster.kill` ends all of them by SIGKILL, as a cloud
-takes a machine. Nothing is left when this process ends, however it ends: see ``local/guard.py``.
+Everything listens on 127.0.0.1. A node is a raylet with Ray's two helper processes and the actors on it.
+:meth:`LocalCluster.kill` ends all of them by SIGKILL, as a cloud takes a machine. Nothing outlives this
+process: see ``guard.py``.
 
 CPU slots (the resource ``spotlight_slot``) stand for GPUs.
 """
@@ -43,7 +43,8 @@ from spotlight.scheduler.types import NodeKind
 log = logging.getLogger("spotlight.cluster.local.local_cluster")
 
 _STORE_BYTES = 80 << 20
-"""Ray's least is 75 MiB. Values travel in messages and through the keeper, hardly through Ray's store."""
+"""Ray's minimum is 75 MiB. Values travel in messages and the blob store, hardly through Ray's object store.
+"""
 _SOCKET_PATH_MAX = 107
 _SOCKET_BELOW = len("/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store.9999")
 _LOG_LINES, _LOG_COLUMNS = 10, 300
@@ -55,12 +56,13 @@ _SYSTEM = {
     "health_check_failure_threshold": 3,
     "timeout_ms_task_wait_for_death_info": 100,
 }
-"""A killed node is dead to Ray and its callers after a quarter of a second; one that falls silent
-(SIGSTOP) is dead after some 16 s instead of a minute: a busy laptop must not look like one."""
+"""A killed node is declared dead after 0.25 s; a silent one (SIGSTOP) after about 16 s instead of a minute,
+long enough that a busy laptop does not look dead.
+"""
 
 
 class LocalClusterError(Exception):
-    """A local Ray or a node of it did not start, or a node is not there; says which, and Ray's last words."""
+    """A local Ray or a node failed to start or does not exist; says which, with Ray's last log lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class LocalNode:
     """A running node.
 
     Attributes:
-        ray_id: Ray's own; one that comes back under its name has another.
+        ray_id: Ray's id; a new one when a node comes back under its name.
     """
 
     name: str
@@ -78,10 +80,10 @@ class LocalNode:
 
 
 class LocalCluster:
-    """Use :func:`local_cluster` to make one. Methods may be called from any thread.
+    """A running local Ray; create it with :func:`local_cluster`. Thread-safe.
 
     Args:
-        id: in the marks of its processes; see ``local/guard.py``.
+        id: marks its processes; see ``guard.py``.
     """
 
     def __init__(self, id: str, directory: Path, first: LocalNode, head: NodeProcesses) -> None:
@@ -99,7 +101,7 @@ class LocalCluster:
 
     @property
     def directory(self) -> Path:
-        """Of this cluster alone; removed with it, however this process ends."""
+        """This cluster's own directory, removed however this process ends."""
         return self._directory
 
     @property
@@ -108,7 +110,7 @@ class LocalCluster:
         return self._head.session
 
     def nodes(self) -> list[LocalNode]:
-        """The first one and all that were added and not killed."""
+        """The first node and all added ones that were not killed."""
         with self._lock:
             return [self.first, *(node for node, _, _ in self._nodes.values())]
 
@@ -116,7 +118,7 @@ class LocalCluster:
         """Start a node; returns when Ray can use it (about a second).
 
         Raises:
-            LocalClusterError: there is one of that name, or it did not start.
+            LocalClusterError: the name is taken, or the node did not start.
         """
         with self._lock:
             if name in self._nodes or name in self._starting or name == self.first.name:
@@ -140,10 +142,10 @@ class LocalCluster:
         return node
 
     def notice(self, name: str) -> None:
-        """Announce a node's end as Kubernetes does: SIGTERM to the process that watches for it.
+        """Announce a node's end as Kubernetes does: SIGTERM to its agent.
 
         Raises:
-            LocalClusterError: no such node, or nothing watches on it yet.
+            LocalClusterError: no such node, or it has no agent yet.
         """
         node, _, _ = self._find(name)
         file = pid_file(self.session, node.ray_id)
@@ -155,7 +157,7 @@ class LocalCluster:
             ) from None
 
     def kill(self, name: str) -> None:
-        """SIGKILL the node and every process on it, at once and without a word.
+        """SIGKILL the node and every process on it, without notice.
 
         Raises:
             LocalClusterError: no such node, or a process does not die.
@@ -171,7 +173,7 @@ class LocalCluster:
             )
 
     def stop(self) -> None:
-        """End every process of this cluster and remove its directory; may be called again."""
+        """End every process and remove the directory. Idempotent."""
         left = guard.end(f"{self.id}/")
         with self._lock:
             handles = [self._head, *(handle for _, handle, _ in self._nodes.values())]
@@ -196,13 +198,13 @@ class LocalCluster:
 
 @contextmanager
 def local_cluster(slots: int, name: str = "reserved-0") -> Iterator[LocalCluster]:
-    """A local Ray with one reserved node of ``slots`` CPU slots; ended with the block.
+    """A local Ray with one reserved node of ``slots`` CPU slots, ended with the block.
 
-    This process joins it with :func:`spotlight.cluster.nodes.connection.connected`. Whatever an earlier
-    run left is ended first.
+    Join it with :func:`spotlight.cluster.nodes.connection.connected`. Remains of earlier runs are ended
+    first.
 
     Raises:
-        ConfigError: this machine cannot have one (no /proc, a directory of another user, ports).
+        ConfigError: this machine is unsuitable (no /proc, a directory of another user, ports).
     """
     if not Path("/proc/self/stat").exists():
         problem = Problem(
@@ -256,7 +258,7 @@ def _request(
 
 
 def _base_directory() -> Path:
-    """A directory of this user alone, short enough for the sockets below it."""
+    """A directory of this user alone, with a path short enough for sockets."""
     uid = os.getuid()
     base = Path(tempfile.gettempdir()) / f"spotlight-{uid}"
     if len(str(base)) + len("/1234567.123456789.9") + _SOCKET_BELOW > _SOCKET_PATH_MAX:
@@ -292,7 +294,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _last_words(logs: Path) -> str:
-    """The end of what the latest raylet wrote; where there is none yet, of what the cluster's server did."""
+    """Last lines of the latest raylet log, else of the cluster server's."""
     with contextlib.suppress(OSError):
         for pattern in ("raylet*", "gcs_server*"):
             files = [file for file in logs.glob(pattern) if file.stat().st_size]

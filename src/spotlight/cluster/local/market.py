@@ -1,7 +1,7 @@
-"""Plays a spot trace on machines that really come and go, in real time: notices and SIGKILLs on the second.
+"""Plays a spot trace on real machines in real time: notices and SIGKILLs on the second.
 
-Two threads: one keeps the trace's time, tells and kills; the other brings machines up one after another, so
-a slow start delays other starts and nothing else. What was done, and when, is in the book.
+One thread follows the trace, notifies and kills; another starts machines one at a time, so a slow start
+delays only other starts. The book records what happened when.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ log = logging.getLogger("spotlight.cluster.local.market")
 
 
 class MachineError(Exception):
-    """A machine did not come up, could not be told, or did not die."""
+    """A machine did not start, could not be notified, or did not die."""
 
 
 class Machines(Protocol):
     """Where the trace is played. Every method may raise :class:`MachineError`."""
 
     def add(self, name: str, slots: int) -> None:
-        """Bring a machine up; returns when it is."""
+        """Start a machine; returns when it is up."""
         ...
 
     def notice(self, name: str) -> None:
-        """Tell a machine that it will be taken."""
+        """Send a machine a preemption notice."""
         ...
 
     def kill(self, name: str) -> None:
-        """Take a machine, without a word."""
+        """Take a machine without notice."""
         ...
 
 
@@ -67,10 +67,10 @@ class LocalMachines:
 
 
 class Market:
-    """Plays a trace within the block of a ``with``; nodes that are up at its end stay.
+    """Plays a trace for the length of a ``with`` block; nodes up at its end stay.
 
     Args:
-        trace: in real seconds from the beginning of the block (``market_book.timed``).
+        trace: in real seconds from the start of the block (``market_book.timed``).
     """
 
     def __init__(self, trace: Trace, machines: Machines, clock: Callable[[], float] = time.monotonic) -> None:
@@ -101,11 +101,11 @@ class Market:
 
     @property
     def book(self) -> Book:
-        """What was done; complete when the block has ended."""
+        """The record, complete once the block has ended."""
         return self._book
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Until the trace has been played; False: not within ``timeout_s``."""
+        """Wait for the end of the trace; False on timeout."""
         self._threads[0].join(timeout_s)
         return not self._threads[0].is_alive()
 
@@ -149,7 +149,7 @@ class Market:
                     self._book.killed(index, self._now_s(), error)
 
     def _try(self, action: Callable[[], None]) -> str:
-        """What went wrong; empty: nothing."""
+        """The error of an action; empty if none."""
         try:
             action()
         except MachineError as error:

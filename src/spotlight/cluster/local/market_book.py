@@ -1,11 +1,10 @@
-"""When an emulated spot market does what, and what came of it. Pure: no clock, no Ray.
+"""Schedule and record of an emulated spot market. Pure: no clock, no Ray.
 
-A trace says when nodes are added, noticed and removed; machines need a while to come up, may fail to, and
-may be taken while they do. The book keeps to this:
+Machines take time to start, may fail to, and may be removed meanwhile. Rules:
 
-1. an event of a node that is not up is skipped and counted, never done to another node of its name;
-2. a node whose removal falls due while it is coming up is removed as soon as it is up;
-3. at most one machine of a name exists at a time: an addition waits for nothing and is skipped if one does.
+1. an event for a node that is not up is skipped and counted, never applied to a later node of that name; 2. a
+node whose removal falls due while it starts is removed as soon as it is up; 3. at most one machine of a name
+exists: an addition is skipped, not delayed, if one does.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from spotlight.fleet.traces.transforms import with_notices
 
 
 class Order(StrEnum):
-    """What is to be done to machines now."""
+    """What to do to a machine now."""
 
     ADD = "add"
     NOTICE = "notice"
@@ -29,7 +28,7 @@ class Order(StrEnum):
 
 
 class Fate(StrEnum):
-    """What became of an event of the trace."""
+    """Outcome of a trace event."""
 
     DONE = "done"
     SKIPPED = "skipped"
@@ -46,11 +45,11 @@ class _State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Deed:
-    """An event of the trace, and what came of it.
+    """A trace event and its outcome.
 
     Attributes:
-        planned_s: when it was due, and ``actual_s`` when it was done (for an addition: when the node was up),
-            since the market opened; None: not done.
+        planned_s: when it was due, and ``actual_s`` when it was done (an addition: when the node was up),
+            in seconds since the market opened; None: not done.
         detail: why not.
     """
 
@@ -64,14 +63,14 @@ class Deed:
 
 
 def timed(trace: Trace, speed: float, notice_s: float | None) -> Trace:
-    """The trace as it is played: ``speed`` times as fast.
+    """The trace in real time, ``speed`` times as fast.
 
     Args:
-        notice_s: real seconds from a notice to its removal, whatever the speed; 0: no notices; None: the
-            trace's own notices, as much faster as everything else.
+        notice_s: real seconds from notice to removal, whatever the speed; 0: no notices; None: the trace's
+            own notices, sped up too.
 
     Raises:
-        TraceError: a speed that is not above 0.
+        TraceError: ``speed`` is not above 0.
     """
     if not (math.isfinite(speed) and speed > 0):
         raise TraceError(f"{trace.source}: speed {speed!r}; expected more than 0")
@@ -85,7 +84,7 @@ def timed(trace: Trace, speed: float, notice_s: float | None) -> Trace:
 
 @dataclass(slots=True)
 class Book:
-    """Follows one trace; use from one thread, or under a lock."""
+    """Follows one trace. Not thread-safe."""
 
     deeds: list[Deed] = field(default_factory=list)
     _states: dict[str, _State] = field(default_factory=dict)
@@ -93,7 +92,7 @@ class Book:
     _removing: dict[str, int] = field(default_factory=dict)
 
     def due(self, event: TraceEvent) -> tuple[Order, int] | None:
-        """An event falls due. Returns what to do and the index of its deed, or None: nothing, now or ever."""
+        """An event falls due. Returns what to do and the index of its record; None: nothing to do."""
         index = len(self.deeds)
         self.deeds.append(Deed(event.kind, event.node, event.gpus, event.time_s))
         state = self._states.get(event.node)
@@ -109,14 +108,14 @@ class Book:
                 return self._removal(event.node, state, index)
 
     def starts(self, node: str) -> bool:
-        """Whether a queued addition is to be done still; called when its turn comes."""
+        """Whether a queued addition is still wanted; called at its turn."""
         if self._states.get(node) is not _State.QUEUED:
             return False
         self._states[node] = _State.COMING
         return True
 
     def added(self, node: str, now_s: float, error: str = "") -> tuple[Order, int] | None:
-        """An addition ended. Returns what to do then: kill it, if it was removed meanwhile."""
+        """An addition ended. Returns a kill order if the node was removed meanwhile."""
         index = self._adding.pop(node)
         doomed = self._states[node] is _State.DOOMED
         if error:
@@ -132,22 +131,22 @@ class Book:
         return None
 
     def noticed(self, index: int, now_s: float, error: str = "") -> None:
-        """A notice was given, or could not be."""
+        """Record that a notice was sent or failed."""
         self._settle(index, Fate.FAILED if error else Fate.DONE, None if error else now_s, error)
 
     def killed(self, index: int, now_s: float, error: str = "") -> None:
-        """A node was killed, or did not die; either way it is no more ours."""
+        """Record that a node was killed or refused to die; it is dropped either way."""
         self._states.pop(self.deeds[index].node, None)
         self._settle(index, Fate.FAILED if error else Fate.DONE, None if error else now_s, error)
 
     def close(self) -> None:
-        """The market is over: what was not done is skipped."""
+        """Skip whatever was not done."""
         for index, deed in enumerate(self.deeds):
             if deed.fate is Fate.PENDING:
                 self._skip(index, "the market closed")
 
     def up(self) -> list[str]:
-        """Nodes that are there."""
+        """Nodes that are up."""
         return [node for node, state in self._states.items() if state is _State.UP]
 
     def summary(self) -> dict[str, int]:
@@ -156,7 +155,7 @@ class Book:
         return dict(sorted(counts.items()))
 
     def lateness_s(self, kind: TraceEventKind) -> Iterator[float]:
-        """By how much each done deed of a kind came late."""
+        """Delay in seconds of each completed event of a kind."""
         for deed in self.deeds:
             if deed.kind is kind and deed.actual_s is not None:
                 yield deed.actual_s - deed.planned_s
@@ -176,7 +175,6 @@ class Book:
                 return self._skip(index, _absent(state))
 
     def _skip(self, index: int, why: str) -> tuple[Order, int] | None:
-        """Nothing is to be done."""
         self._settle(index, Fate.SKIPPED, None, why)
         return None
 

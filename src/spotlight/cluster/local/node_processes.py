@@ -1,12 +1,12 @@
-"""Starts the processes of one Ray node on this machine: the one user of Ray's private ``Node``.
+"""Starts the processes of one Ray node on this machine. Isolates Ray's private ``Node``.
 
-``ray start`` costs a Python process and two seconds of CPU a node; ``ray.cluster_utils.Cluster`` writes the
-address of the cluster where every other program of this machine looks for one, and lets nothing be left out.
-What is left out here: the autoscaler's monitor, the log monitor, the dashboard, prestarted workers.
+``ray start`` costs a Python process and two CPU-seconds per node. ``ray.cluster_utils.Cluster`` publishes its
+address to every other program on the machine and cannot omit the autoscaler's monitor, the log monitor, the
+dashboard and prestarted workers, as is done here.
 
-A node is on the loopback interface only. Ray has no switch for that but the one meant for machines whose
-firewall asks about every port: ``RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0``. And since whoever can reach Ray can
-run code as this user, other users of the machine need the token that only this process's children know.
+Nodes use the loopback interface only. Ray's sole switch for that is the one against firewall prompts:
+``RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0``. Whoever can reach Ray can run code as this user, so access needs a
+token that only this process's children know.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class NodeRequest:
     """What a node is started with.
 
     Attributes:
-        environment: of all its processes, besides this process's.
-        system_config: Ray's own settings; of the head only.
+        environment: of all its processes, added to this process's.
+        system_config: Ray's own settings; head node only.
     """
 
     name: str
@@ -58,12 +58,12 @@ class NodeProcesses:
 
     @property
     def id(self) -> str:
-        """Ray's."""
+        """Ray's id of the node."""
         return str(self._node.node_id)
 
     @property
     def gcs_address(self) -> str:
-        """Where the cluster is joined: HOST:PORT."""
+        """Cluster address, HOST:PORT."""
         return str(self._node.gcs_address)
 
     @property
@@ -76,12 +76,12 @@ class NodeProcesses:
         return not self._node.dead_processes()
 
     def reap(self) -> None:
-        """Have the operating system forget its killed processes; kills what is left of them."""
+        """Kill what is left of its processes and reap them."""
         self._node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
 
 
 def start_head(request: NodeRequest, directory: Path) -> NodeProcesses:
-    """Start a cluster's first node, with the cluster's own processes. Raises whatever Ray raises."""
+    """Start a cluster's first node and the cluster's own processes. Raises whatever Ray raises."""
     with _environment(request.environment):
         node = _start(
             request,
@@ -97,12 +97,12 @@ def start_head(request: NodeRequest, directory: Path) -> NodeProcesses:
 
 
 def start_node(request: NodeRequest, gcs_address: str) -> NodeProcesses:
-    """Start one more node; blocks until it can be used. Raises whatever Ray raises."""
+    """Start another node; returns when it is usable. Raises whatever Ray raises."""
     return NodeProcesses(_start(request, head=False, gcs_address=gcs_address, node_manager_port=0))
 
 
 def prepare_environment() -> None:
-    """Settings of Ray that its processes and this one read from the environment. Before anything else."""
+    """Set the environment variables that Ray reads. Call before Ray is imported."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     if "RAY_AUTH_MODE" not in os.environ:
@@ -115,15 +115,12 @@ def prepare_environment() -> None:
 
 
 def raised_by_ray() -> tuple[type[BaseException], ...]:
-    """What starting or joining raises when it fails: Ray has no class of its own for it.
-
-    A node that does not come up in time, say, is a bare ``Exception``.
-    """
+    """Exceptions of a failed start or join. Ray has no class for it: a timeout is a bare ``Exception``."""
     return (Exception, SystemExit)
 
 
 class _OfItsOwnSession(services.ConsolePopen):  # type: ignore[misc]
-    """What is sent to our process group (Ctrl-C, ``timeout``) is for the head, which decides what ends."""
+    """Shields Ray from signals to our process group (Ctrl-C, ``timeout``): the head decides what ends."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **{**kwargs, "start_new_session": True})
@@ -151,7 +148,7 @@ def _start(request: NodeRequest, *, head: bool, **more: object) -> Node:
 
 @contextmanager
 def _environment(extra: Mapping[str, str]) -> Iterator[None]:
-    """The head's processes take this process's environment, and no other."""
+    """The head node takes its processes' environment from this process's alone."""
     before = {name: os.environ.get(name) for name in extra}
     os.environ.update(extra)
     try:

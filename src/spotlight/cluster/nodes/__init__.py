@@ -1,1 +1,1 @@
-"""Nodes of the Ray cluster: what they have, preemption notices, drains."""
+"""Nodes of the Ray cluster: hardware facts, preemption notices, drains."""

@@ -1,16 +1,14 @@
-"""The agent of a node: an actor that watches for preemption notices, and tells what the node is. No torch.
+"""The node agent: an actor that watches for preemption notices and reports what the node is. No torch.
 
-One a node, without resources, so it fits beside everything. Ray runs the constructor of an actor without
-coroutines in the process's main thread, where a handler of SIGTERM can be set, and with ``max_concurrency``
-above 1 leaves that thread able to run it (a contract test sees to both). One ``async def`` in the class
-would move it elsewhere: hence :class:`NoticeWatch`. Ray's own handler, which ends the process, is replaced:
-what ends an agent is its node's end or SIGKILL.
+One per node, without resources, so it fits beside everything. Ray constructs an actor without coroutines in
+the process's main thread, where a SIGTERM handler can be set, and ``max_concurrency`` above 1 leaves that
+thread able to run it (a contract test checks both). A single ``async def`` in the class would break this. The
+handler replaces Ray's own, so only SIGKILL or the node's end stops an agent.
 
-The agent writes its pid beside Ray's logs (:func:`pid_file`): that is where a Kubernetes ``preStop`` hook
-sends SIGTERM, because Kubernetes itself only tells the container's first process, which is Ray's.
+The agent writes its pid beside Ray's logs (:func:`pid_file`) for a Kubernetes ``preStop`` hook, because
+Kubernetes sends SIGTERM only to the container's first process, which is Ray's.
 
-The head's question for notices hangs until there is one; when the node dies, it fails, and that is how the
-head learns of it first.
+The head long-polls for notices; when the node dies the call fails, usually the head's first sign of it.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from spotlight.fleet.notices.sigterm import SigtermNotices, catching_sigterm
 
 
 def pid_file(session: Path, ray_id: str) -> Path:
-    """Where the agent of a node writes its pid."""
+    """Where a node's agent writes its pid."""
     return session / f"spotlight_agent_{ray_id}.pid"
 
 
@@ -38,9 +36,9 @@ class NodeAgent:
     """Made into an actor by :func:`spotlight.cluster.nodes.node_membership.start_agent`.
 
     Args:
-        ray_id: Ray's id of the node it is on.
+        ray_id: Ray id of its node.
         session: directory of Ray's logs on it.
-        settings: of :class:`NoticeSettings`, as plain values; unknown ones are ignored.
+        settings: :class:`NoticeSettings` as plain values; unknown keys are ignored.
     """
 
     def __init__(self, ray_id: str, session: str, settings: Mapping[str, object]) -> None:
@@ -57,24 +55,24 @@ class NodeAgent:
         _write_pid(pid_file(self._session, ray_id))
 
     def facts(self) -> dict[str, object]:
-        """What this node is, as plain values (``facts.heard`` reads them)."""
+        """This node's facts as plain values, read by ``facts.heard``."""
         return gather().told()
 
     def notices(self, after: int, timeout_s: float) -> list[dict[str, object]]:
-        """Messages after number ``after`` (``notice_mail.read_messages`` reads them); waits for one."""
+        """Messages after number ``after``, read by ``notice_mail.read_messages``; waits for the first."""
         return self._outbox.after(after, timeout_s)
 
     def acknowledge(self) -> bool:
-        """The node is drained: tell a cloud that waits for that. False: none does, or it was not told."""
+        """Tell the cloud that the node is drained. False: no cloud waits for that, or the call failed."""
         return self._watch.acknowledge()
 
     def log_tail(self, pid: int | None, actor: str | None, lines: int) -> str:
-        """The end of what a worker process on this node wrote; see :func:`worker_logs.log_tail`."""
+        """Last log lines of a worker process on this node; see :func:`worker_logs.log_tail`."""
         return log_tail(self._session / "logs", pid, actor, lines)
 
 
 def plain_settings(settings: NoticeSettings) -> dict[str, object]:
-    """For :class:`NodeAgent`."""
+    """Settings as :class:`NodeAgent` takes them."""
     return asdict(settings)
 
 

@@ -23,13 +23,13 @@ _KNOCK_S = 5.0
 
 @contextmanager
 def connected(address: str) -> Iterator[None]:
-    """This process is a driver of the cluster within the block.
+    """Make this process a driver of the cluster for the block.
 
     Args:
-        address: HOST:PORT, or ``auto``: the one this machine belongs to.
+        address: HOST:PORT, or ``auto``: the cluster of this machine.
 
     Raises:
-        ConfigError: nobody answers there, or its Ray or Python is another.
+        ConfigError: nothing answers there, or its Ray or Python version differs.
     """
     _knock(address)
     # Ray prints a paragraph to stderr for every node and process that dies; here that is daily business.
@@ -50,7 +50,7 @@ def connected(address: str) -> Iterator[None]:
 
 
 def _knock(address: str) -> None:
-    """Ray itself tries for two minutes to reach a cluster that is not there."""
+    """Fail fast: Ray itself tries for two minutes to reach an absent cluster."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
@@ -73,7 +73,7 @@ def _unreachable(address: str, why: str) -> ConfigError:
 
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Ray takes SIGTERM from whoever had it."""
+    """Restore the SIGTERM handler, which Ray replaces."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

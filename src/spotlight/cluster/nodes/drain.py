@@ -1,9 +1,8 @@
-"""Tells Ray that a node will be taken, so that it places nothing new there: the user of its private call.
+"""Tells Ray that a node will be preempted, so that it places nothing new there. Isolates a private Ray call.
 
-Existing actors go on; Ray does not end the node at the deadline, and calls the deaths that follow
-preemptions. There is no way back: a node whose notice is cancelled keeps what runs on it, and gets nothing
-new from Ray until it has joined anew. None of this decides anything of ours, so a failure is logged and
-that is all.
+Existing actors continue; Ray does not end the node at the deadline, and labels later deaths preemptions. A
+drain cannot be undone: after a cancelled notice the node keeps its processes, but Ray places nothing new on
+it until it rejoins. No decision here depends on the drain, so failures are only logged.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ _ANSWER_S = 5.0
 
 
 def drain_node(ray_id: str, remaining_s: float, why: str) -> bool:
-    """Announce the end of a node. Never raises; False: Ray did not take it, and the log says why.
+    """Announce a node's end to Ray. Never raises; False: Ray refused, and the log says why.
 
     Args:
-        remaining_s: until the node is taken.
-        why: for people.
+        remaining_s: until preemption.
+        why: shown to the user.
     """
     try:
         client = GcsClient(address=ray.get_runtime_context().gcs_address)
@@ -45,6 +44,6 @@ def drain_node(ray_id: str, remaining_s: float, why: str) -> bool:
 
 
 def draining_nodes() -> dict[str, int]:
-    """Ray's ids of the nodes being drained, and their deadlines in ms since 1970. Raises what Ray raises."""
+    """Ray ids of draining nodes, with deadlines in Unix ms. Raises what Ray raises."""
     client = GcsClient(address=ray.get_runtime_context().gcs_address)
     return dict(client.get_draining_nodes(timeout=_ANSWER_S))

@@ -1,7 +1,6 @@
-"""What a node tells of itself, and whether it fits the head. Light: no torch.
+"""What a node reports of itself, and whether it is compatible with the head. No torch.
 
-Facts cross versions of this package (that is what they are for), so they travel as plain mappings: a key
-that is missing is unknown, one that is new is ignored.
+Facts cross package versions, so they travel as plain mappings: missing keys are unknown, new ones ignored.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ import spotlight
 from spotlight.config.errors import Problem
 
 _NVIDIA_SMI_S = 20.0
-"""The first call on a machine loads the driver."""
+"""Generous, since the first call on a machine loads the driver."""
 UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU of a node, as its driver names it."""
+    """A GPU as its driver names it."""
 
     name: str
     memory_bytes: int
@@ -37,9 +36,9 @@ class NodeFacts:
     """A node, as its agent sees it.
 
     Attributes:
-        gpus: empty where the driver's tool is missing.
-        shm_free_bytes: room in /dev/shm, through which weights pass between the workers of a node.
-        boot_id: tells one life of a machine from the next; ray nodes of one machine share it.
+        gpus: empty if ``nvidia-smi`` is missing.
+        shm_free_bytes: free space in /dev/shm, where workers of a node share weights.
+        boot_id: identifies one boot of the machine; shared by all Ray nodes on it.
         agent_pid: process that watches for notices.
     """
 
@@ -53,7 +52,7 @@ class NodeFacts:
     agent_pid: int
 
     def told(self) -> dict[str, object]:
-        """To plain values."""
+        """As plain values."""
         return {
             "spotlight": self.spotlight,
             "python": self.python,
@@ -67,7 +66,7 @@ class NodeFacts:
 
 
 def heard(told: Mapping[str, object]) -> NodeFacts:
-    """From plain values, of whatever version of this package."""
+    """Parse plain values from any version of this package."""
 
     def text(key: str) -> str:
         return str(told.get(key) or UNKNOWN)
@@ -86,7 +85,7 @@ def heard(told: Mapping[str, object]) -> NodeFacts:
 
 
 def gather() -> NodeFacts:
-    """Facts of this machine and this process."""
+    """Facts of this machine and process."""
     return NodeFacts(
         spotlight=spotlight.__version__,
         python=platform.python_version(),
@@ -100,10 +99,10 @@ def gather() -> NodeFacts:
 
 
 def misfit(node: str, here: NodeFacts, there: NodeFacts) -> Problem | None:
-    """Why ``there`` cannot work with a head like ``here``; None if it can.
+    """Why node ``there`` is incompatible with head ``here``; None if it is compatible.
 
-    The same release of this package, and of torch: sequence-parallel ranks and weights must agree to the last
-    bit of their formats. Of Python the minor version counts (so it does to Ray).
+    Package and torch releases must be equal, so that sequence-parallel ranks and weight formats agree to the
+    bit. Ray requires equal Python minor versions.
     """
     pairs = [
         ("spotlight-rl", here.spotlight, there.spotlight),
@@ -127,7 +126,7 @@ def misfit(node: str, here: NodeFacts, there: NodeFacts) -> Problem | None:
 
 
 def parse_nvidia_smi(text: str) -> tuple[Gpu, ...]:
-    """Lines of ``name, MiB``; a GPU whose memory it does not say (a part of one) is left out."""
+    """Parse lines of ``name, MiB``; GPUs without a memory size (MIG parts) are left out."""
     found = []
     for line in text.splitlines():
         name, _, memory = line.rpartition(",")

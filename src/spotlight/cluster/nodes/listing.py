@@ -1,11 +1,11 @@
-"""From what Ray says of its nodes to what the controller is told. Pure.
+"""Translate Ray's node list into the controller's nodes. Pure.
 
-A node is reserved or spot by a custom resource of any amount (``spotlight_reserved``, ``spotlight_spot``)
-or the label ``spotlight.io/kind``. Its slots are its GPUs, or the custom resource ``spotlight_slot`` where
-CPUs stand for them.
+A node is reserved or spot by a custom resource of any amount (``spotlight_reserved``, ``spotlight_spot``) or
+the label ``spotlight.io/kind``. Its slots are its GPUs, or the custom resource ``spotlight_slot`` on CPU
+nodes.
 
-Ray gives a node that comes back another id, and may show it before it has noticed the former's death; so the
-names used here are unique among the living, and stay with a node for its life (:func:`unique_name`).
+A returning node gets a new Ray id and may appear before Ray has noticed its earlier death, so names are
+unique among living nodes and fixed for a node's life (:func:`unique_name`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from spotlight.scheduler.types import Node, NodeId, NodeKind
 
 SLOT = "spotlight_slot"
 SHARE = 0.5
-"""Of a slot, for each of a learner rank and the worker beside it."""
+"""Slot share of a learner rank, and of the worker beside it."""
 ALL_GPUS_VISIBLE = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
-"""Runtime environment of a process that sees all GPUs of its node, and takes one by its number."""
+"""Runtime environment of a process that sees all GPUs of its node and picks one by index."""
 KIND_RESOURCES: Mapping[NodeKind, str] = MappingProxyType(
     {NodeKind.RESERVED: "spotlight_reserved", NodeKind.SPOT: "spotlight_spot"}
 )
@@ -33,21 +33,21 @@ _RAY_GPU_LABEL = "ray.io/accelerator-type"
 _RAY_GPU_RESOURCE = "accelerator_type:"
 _START = "ray start --resources='{\"%s\": 1}'"
 _MEMORY_TOLERANCE = 0.02
-"""GPUs of one type differ by what their firmware keeps for itself."""
+"""GPUs of one type differ by what firmware reserves."""
 
 
 @dataclass(frozen=True, slots=True)
 class RayNode:
-    """A node of a Ray cluster that is marked as ours.
+    """A Ray node marked for this package.
 
     Attributes:
-        ray_id: Ray's, of this life of the node.
-        name: unique among the living.
-        slots: workers or learner ranks it can hold, one each; 0: it holds only what needs none.
+        ray_id: Ray's id of this life of the node.
+        name: unique among living nodes.
+        slots: how many workers or learner ranks it can hold; 0: processes without a slot only.
         gpus: whether a slot is a GPU.
-        gpu_type: as the node's flags or Ray tell; ``cpu`` for CPU slots; empty: unknown.
+        gpu_type: from the node's flags or Ray; ``cpu`` for CPU slots; empty: unknown.
         port: of its raylet.
-        session: directory on that node where Ray keeps its logs and sockets.
+        session: directory of Ray's logs and sockets on that node.
     """
 
     ray_id: str
@@ -63,7 +63,7 @@ class RayNode:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The living nodes by Ray's id, and what is wrong with those left out."""
+    """Living nodes by Ray id, and the problems of those left out."""
 
     nodes: Mapping[str, RayNode]
     problems: Mapping[str, Problem]
@@ -71,7 +71,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """From one view to the next. ``lost`` comes first in time."""
+    """Difference between two views. ``lost`` happened first."""
 
     lost: tuple[RayNode, ...]
     joined: tuple[RayNode, ...]
@@ -81,7 +81,7 @@ def read_view(rows: Sequence[Mapping[str, object]], names: Mapping[str, str] | N
     """Read ``ray.nodes()``.
 
     Args:
-        names: given to living nodes before, by Ray's id; they keep them.
+        names: names of nodes already known, by Ray id; they keep them.
     """
     living = {str(row["NodeID"]): row for row in rows if row["Alive"]}
     given = {ray_id: name for ray_id, name in (names or {}).items() if ray_id in living}
@@ -99,7 +99,7 @@ def read_view(rows: Sequence[Mapping[str, object]], names: Mapping[str, str] | N
 
 
 def read_node(row: Mapping[str, object]) -> RayNode | Problem | None:
-    """One row of ``ray.nodes()``: ours, wrong, or None (neither mark nor slots: no business of ours)."""
+    """Read one row of ``ray.nodes()``; None if it has neither mark nor slots."""
     resources, labels = _numbers(row.get("Resources")), _texts(row.get("Labels"))
     address = str(row.get("NodeManagerAddress") or "")
     name = str(row.get("NodeName") or "") or address
@@ -142,7 +142,7 @@ def read_node(row: Mapping[str, object]) -> RayNode | Problem | None:
 
 
 def unique_name(node: RayNode, taken: Collection[str]) -> str:
-    """The node's own name, or with the beginning of Ray's id where a living node has it."""
+    """The node's own name, with a prefix of its Ray id appended if a living node has that name."""
     if node.name not in taken:
         return node.name
     digits = next(n for n in range(6, len(node.ray_id) + 1) if f"{node.name}~{node.ray_id[:n]}" not in taken)
@@ -150,7 +150,7 @@ def unique_name(node: RayNode, taken: Collection[str]) -> str:
 
 
 def diff(before: Mapping[str, RayNode], after: Mapping[str, RayNode]) -> Change:
-    """What happened between two views, by Ray's ids."""
+    """Nodes gained and lost between two views, by Ray id."""
     return Change(
         tuple(node for ray_id, node in before.items() if ray_id not in after),
         tuple(node for ray_id, node in after.items() if ray_id not in before),
@@ -158,10 +158,10 @@ def diff(before: Mapping[str, RayNode], after: Mapping[str, RayNode]) -> Change:
 
 
 def require_usable(view: View, learner_ranks: int, source: str) -> None:
-    """Whether training can begin on these nodes.
+    """Check that training can start on these nodes.
 
     Raises:
-        ConfigError: with everything that is wrong and the flags of ``ray start`` that mend it.
+        ConfigError: lists every problem and the ``ray start`` flags that fix it.
     """
     problems = list(view.problems.values())
     nodes = view.nodes.values()
@@ -201,8 +201,9 @@ def require_usable(view: View, learner_ranks: int, source: str) -> None:
 
 
 def mixed_gpus(node: RayNode, facts: NodeFacts) -> Problem | None:
-    """What differs between the GPUs of a node whose workers form groups: a group is as slow, and has as
-    little memory, as its weakest member. Nodes may differ: each pulls what it can."""
+    """Problem of a node with unlike GPUs: a sequence-parallel group is as slow and small as its weakest
+    member.
+    """
     for gpu in facts.gpus[1:] if node.gpus else ():
         if unlike(gpu, facts.gpus[0]):
             return Problem(
@@ -215,19 +216,19 @@ def mixed_gpus(node: RayNode, facts: NodeFacts) -> Problem | None:
 
 
 def typed(node: RayNode, facts: NodeFacts) -> RayNode:
-    """The node with the type that its driver tells, where neither its flags nor Ray do: paces go by types."""
+    """Fill in the GPU type from the driver where flags and Ray do not give it; speed estimates go by type."""
     unknown = node.gpus and not node.gpu_type and facts.gpus
     return replace(node, gpu_type=facts.gpus[0].name) if unknown else node
 
 
 def unlike(one: Gpu, other: Gpu) -> bool:
-    """Whether two GPUs are of different types or memory."""
+    """Whether two GPUs differ in type or memory."""
     spread = abs(one.memory_bytes - other.memory_bytes) / max(one.memory_bytes, other.memory_bytes)
     return one.name != other.name or spread > _MEMORY_TOLERANCE
 
 
 def gpus_told(facts: NodeFacts) -> str:
-    """A node's types of GPUs, for people: ``NVIDIA L4 of 22 GiB``; empty where it told none."""
+    """GPU types for display: ``NVIDIA L4 of 22 GiB``; empty if unknown."""
     return " and ".join(dict.fromkeys(_told(gpu) for gpu in facts.gpus))
 
 
@@ -236,7 +237,7 @@ def _told(gpu: Gpu) -> str:
 
 
 def place_learner(nodes: Sequence[RayNode], ranks: int) -> Mapping[str, int]:
-    """Learner ranks by Ray id of reserved nodes: as few nodes as possible, and few slots left.
+    """Learner ranks by Ray id of reserved nodes: fewest nodes, then fewest slots left over.
 
     Raises:
         ConfigError: fewer slots than ranks.
@@ -265,10 +266,10 @@ def place_learner(nodes: Sequence[RayNode], ranks: int) -> Mapping[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A share of a Ray node that the controller knows as a node.
+    """A share of a Ray node that the controller treats as a node.
 
     Attributes:
-        first_slot: slot of the Ray node that is GPU 0 of ``node``.
+        first_slot: Ray node slot of this part's GPU 0.
     """
 
     node: Node
@@ -276,14 +277,14 @@ class Part:
 
 
 def split_node(node: RayNode, ranks: int, slot_usd_h: float, ranks_roll_out: bool) -> tuple[Part, ...]:
-    """What the controller is told of a node that holds so many learner ranks.
+    """Split a node that holds ``ranks`` learner ranks into the controller's nodes.
 
     Args:
         slot_usd_h: price of one slot.
-        ranks_roll_out: its slots roll out too, while the learner waits.
+        ranks_roll_out: its slots also roll out while the learner waits.
 
     Returns:
-        A part that trains and a part that rolls out, whichever there are; a node of one part keeps its name.
+        The training part and the rollout part, whichever exist; a single part keeps the node's name.
     """
     if not 0 <= ranks <= node.slots:
         raise ValueError(f"{ranks} learner ranks on node {node.name!r}, which has {node.slots} slots")

@@ -1,13 +1,12 @@
-"""Which nodes there are: one thread of the head looks at Ray's list and listens to every node's agent.
+"""Tracks which nodes exist: one head thread polls Ray's node list and long-polls every node's agent.
 
-A node *joins* when its agent has told what it is and it fits the head; one that does not fit is *refused*,
-once. Loss is seen two ways, whichever is first: Ray's list, and the question for notices that hangs at
-every agent and fails when the node dies. The second alone does not tell a dead node from a dead agent:
-where nobody listens any more at the port of the node's raylet, the node is lost, whatever the list says for
-some seconds yet; where there is no answer at all, the thread looks at the list at once and for a moment
-often. An agent that died on a living node is started again, with growing pauses.
+A node *joins* once its agent has reported compatible facts; an incompatible one is *refused*, once. Loss is
+detected by whichever comes first: Ray's list, or the failure of the agent's pending call. The latter cannot
+tell a dead node from a dead agent. If the raylet's port refuses connections the node is lost, even while Ray
+still lists it; if the port is silent, the list is polled at once and then often for a while. An agent that
+died on a living node is restarted with growing pauses.
 
-The listener is called in this thread, and must be quick.
+Listener methods run in this thread and must be quick.
 """
 
 from __future__ import annotations
@@ -48,43 +47,43 @@ _PROBE_S = 0.5
 
 
 class Listener(Protocol):
-    """Who is told. A node is told of with every call that follows as it joined."""
+    """Receives node changes. Later calls pass a node as it joined."""
 
     def joined(self, node: RayNode, facts: NodeFacts) -> None:
-        """A node is there, fits, and may be used."""
+        """A compatible node joined and may be used."""
         ...
 
     def lost(self, node: RayNode) -> None:
-        """A node is gone, and everything on it; perhaps before it joined."""
+        """A node is gone with everything on it, perhaps before it joined."""
         ...
 
     def noticed(self, node: RayNode, remaining_s: float, detail: str) -> None:
-        """A node that joined will be taken in ``remaining_s``; Ray has been told."""
+        """A joined node will be preempted in ``remaining_s``; Ray has been told."""
         ...
 
     def notice_cancelled(self, node: RayNode, detail: str) -> None:
-        """It will not be taken after all."""
+        """The preemption was cancelled."""
         ...
 
     def refused(self, problem: Problem) -> None:
-        """A node of the cluster is not used, and why; once for each node."""
+        """A node is not used, and why. Once per node."""
         ...
 
     def ray_lost(self, why: str) -> None:
-        """The cluster itself is dead."""
+        """The Ray cluster itself is dead."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class MembershipSettings:
-    """Patience.
+    """Timeouts and periods, in seconds.
 
     Attributes:
-        period_s: between two looks at Ray's list.
-        answer_s: for Ray's list, and beyond the time a question hangs.
-        dead_s: without any list of nodes, after which the cluster is dead: less than the 60 s after which Ray
-            ends this process, and enough for a GCS that is started again.
-        start_s: for an agent to start and tell its facts.
+        period_s: between two polls of Ray's list.
+        answer_s: for Ray's list, and beyond the duration of a long poll.
+        dead_s: without a node list before the cluster is declared dead: less than the 60 s after which Ray
+            ends this process, long enough for a GCS restart.
+        start_s: for an agent to start and report facts.
     """
 
     notices: NoticeSettings
@@ -96,8 +95,6 @@ class MembershipSettings:
 
 @dataclass(slots=True)
 class _Watched:
-    """A living node."""
-
     node: RayNode
     agent: ActorHandle | None = None
     facts: NodeFacts | None = None
@@ -110,7 +107,7 @@ class _Watched:
 
 @dataclass(slots=True)
 class _Pace:
-    """When to look at Ray's list next."""
+    """When to poll Ray's list next."""
 
     period_s: float
     next_s: float = 0.0
@@ -124,14 +121,14 @@ class _Pace:
 
 
 class _NodeList:
-    """``ray.nodes()``, which has no deadline of its own, asked in a thread that nobody waits for."""
+    """``ray.nodes()``, which has no timeout, called in a thread that nobody waits for."""
 
     def __init__(self) -> None:
         self._asked = False
         self._answers: queue.SimpleQueue[Sequence[Mapping[str, object]] | Exception] = queue.SimpleQueue()
 
     def ask(self, timeout_s: float) -> Sequence[Mapping[str, object]] | None:
-        """Ray's list; None: it did not come in time, and is waited for by the next call."""
+        """Ray's list; None on timeout, in which case the next call awaits the same answer."""
         if not self._asked:
             self._asked = True
             threading.Thread(target=self._run, name="ray-nodes", daemon=True).start()
@@ -152,7 +149,7 @@ class _NodeList:
 
 
 def start_agent(node: RayNode, settings: NoticeSettings) -> ActorHandle:
-    """Start the agent of a node; it lives as long as the handle, this driver and the node do."""
+    """Start a node's agent; it lives as long as its handle, this driver and the node."""
     strategy = NodeAffinitySchedulingStrategy(node.ray_id, soft=False)
     options = ray.remote(NodeAgent).options(
         num_cpus=0, max_restarts=0, max_concurrency=_CALLS_AT_ONCE, scheduling_strategy=strategy
@@ -162,7 +159,7 @@ def start_agent(node: RayNode, settings: NoticeSettings) -> ActorHandle:
 
 
 def raylet_listens(node: RayNode) -> bool:
-    """False: its machine says that nobody listens at the raylet's port. Silence tells nothing: True."""
+    """False if the raylet's port refuses connections; True otherwise, since silence proves nothing."""
     try:
         socket.create_connection((node.address, node.port), timeout=_PROBE_S).close()
     except ConnectionRefusedError:
@@ -173,7 +170,7 @@ def raylet_listens(node: RayNode) -> bool:
 
 
 class NodeMembership:
-    """Use as a context manager; this process must be connected to Ray within it.
+    """A context manager, within which this process must stay connected to Ray.
 
     Args:
         here: facts of the head.
@@ -208,12 +205,12 @@ class NodeMembership:
                 self._dismiss(watched)
 
     def acknowledge(self, node: RayNode) -> None:
-        """A node with a notice is drained: its cloud may take it. Any thread; nothing is waited for."""
+        """Tell the cloud that a noticed node is drained. Any thread; does not wait."""
         if (agent := self.agent(node)) is not None:
             agent.acknowledge.remote()
 
     def log_tail(self, node: RayNode, pid: int | None, actor: str | None, lines: int = 20) -> str:
-        """The end of what a worker wrote (see ``worker_logs``), or why it cannot be had. Any thread."""
+        """Last log lines of a worker (see ``worker_logs``), or why they are unavailable. Any thread."""
         agent = self.agent(node)
         if agent is None:
             return f"node {node.name} has no agent to ask for the log"
@@ -223,7 +220,7 @@ class NodeMembership:
             return f"node {node.name} does not tell its log: {cause_of(error)}"
 
     def agent(self, node: RayNode) -> ActorHandle | None:
-        """The agent of a node, if it has one now. Any thread."""
+        """The node's agent, if it has one now. Any thread."""
         watched = self._watched.get(node.ray_id)
         return None if watched is None else watched.agent
 
@@ -356,7 +353,7 @@ class NodeMembership:
                 log.warning("node %s: preemptions may come unannounced: %s", node.name, message.detail)
 
     def _agent_failed(self, watched: _Watched, why: str) -> None:
-        """It died, or is silent; if that was the node, Ray's list will say so."""
+        """The agent died or is silent; if the node died too, Ray's list will say so."""
         self._dismiss(watched)
         watched.asked, watched.seen = None, 0
         pause_s = min(_PAUSE_MOST_S, _PAUSE_FIRST_S * 2.0 ** min(watched.failures, 30))

@@ -1,8 +1,7 @@
-"""Which of Ray's nodes are what to the controller: who trains, who rolls out, at what price. Pure.
+"""Assign roles and prices to Ray's nodes: which train, which roll out, at what cost. Pure.
 
-Learner ranks go to reserved nodes: as few as possible when the run begins, then to whichever reserved node
-comes in place of one that was lost. A node that holds some ranks and has slots left is two nodes to the
-controller.
+Learner ranks go to as few reserved nodes as possible at the start, later to whichever reserved node replaces
+a lost one. A node with ranks and free slots is two nodes to the controller.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from spotlight.scheduler.types import NodeId, NodeKind
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """USD an hour of one slot."""
+    """USD per hour of one slot."""
 
     reserved_usd_h: float
     spot_usd_h: float
 
     def of(self, kind: NodeKind) -> float:
-        """Of a node of that kind."""
+        """Price for a kind of node."""
         return self.spot_usd_h if kind is NodeKind.SPOT else self.reserved_usd_h
 
 
@@ -32,8 +31,8 @@ class Fleet:
 
     Attributes:
         ranks: learner ranks of the run.
-        planned: ranks by Ray's id, of reserved nodes that were there when the run began and did not join yet.
-        ranks_roll_out: slots of ranks hold a worker each besides.
+        planned: ranks by Ray id of the initial reserved nodes that have not joined yet.
+        ranks_roll_out: slots of ranks also hold a worker each.
     """
 
     ranks: int
@@ -46,7 +45,7 @@ class Fleet:
     def plan(
         cls, ranks: int, prices: Prices, nodes: Sequence[RayNode], *, ranks_roll_out: bool = False
     ) -> Fleet:
-        """For the nodes that are there when the run begins. Raises ConfigError: too few reserved slots."""
+        """Plan for the nodes present at the start. Raises ConfigError: too few reserved slots."""
         placed = place_learner(nodes, ranks)
         return cls(
             ranks,
@@ -56,7 +55,7 @@ class Fleet:
         )
 
     def join(self, node: RayNode) -> tuple[Part, ...]:
-        """The parts of a node of Ray's, each a node of the controller's."""
+        """Add a Ray node; returns the controller's nodes on it."""
         _, planned = self.planned.pop(node.ray_id, (node, 0))
         held = min(planned, node.slots)
         if node.kind is NodeKind.RESERVED and not held:
@@ -66,17 +65,17 @@ class Fleet:
         return parts
 
     def lose(self, ray_id: str) -> tuple[NodeId, ...]:
-        """What the controller is told when it is gone."""
+        """Remove a Ray node; returns the controller's nodes that were on it."""
         self.planned.pop(ray_id, None)
         _, parts = self._nodes.pop(ray_id, (None, ()))
         return tuple(part.node.id for part in parts)
 
     def known(self, ray_id: str) -> tuple[NodeId, ...]:
-        """The controller's nodes of one of Ray's."""
+        """The controller's nodes on a Ray node."""
         return tuple(part.node.id for part in self._nodes[ray_id][1]) if ray_id in self._nodes else ()
 
     def host_of(self, node: NodeId) -> RayNode | None:
-        """Ray's node of one of the controller's."""
+        """The Ray node of a controller's node."""
         for ray_node, parts in self._nodes.values():
             if any(part.node.id == node for part in parts):
                 return ray_node
@@ -84,7 +83,7 @@ class Fleet:
 
     @property
     def learner_slots(self) -> Mapping[str, tuple[RayNode, int]]:
-        """Ray's nodes that train, or will, each with how many ranks it holds."""
+        """Ray nodes that train, or will, with their rank counts."""
         joined = {
             ray_id: (ray_node, sum(part.node.gpus for part in parts if part.node.trains))
             for ray_id, (ray_node, parts) in self._nodes.items()

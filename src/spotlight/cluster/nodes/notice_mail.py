@@ -1,7 +1,6 @@
-"""Notices of a node on their way to the head: numbered, so that a lost answer is asked for again. No Ray.
+"""Carries notices from a node to the head: numbered, so that a lost answer can be asked for again. No Ray.
 
-Only remaining seconds leave the machine, computed when they leave: clocks of two machines have nothing in
-common.
+Deadlines travel as seconds remaining, computed when sent, since machines' clocks differ.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from spotlight.fleet.notices.notice import Cancelled, Notice, Noticed, Rebalance
 
 
 class Tidings(StrEnum):
-    """What a message is about."""
+    """Kind of a message."""
 
     NOTICED = "noticed"
     CANCELLED = "cancelled"
     REBALANCE = "rebalance"
     UNWATCHED = "unwatched"
-    """Nothing watches for notices on this node, or no more; ``detail`` says why."""
+    """Nothing watches for notices on this node (any more); ``detail`` says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +30,8 @@ class Message:
     """One message.
 
     Attributes:
-        number: counts from 1 within a life of the node's agent.
-        remaining_s: until the node is taken (``NOTICED``), when the message was sent.
+        number: counts from 1 within an agent's life.
+        remaining_s: until preemption (``NOTICED``), when the message was sent.
     """
 
     number: int
@@ -43,20 +42,20 @@ class Message:
 
 @dataclass(slots=True)
 class Outbox:
-    """Keeps what was told on this node; one thread puts, others wait."""
+    """Stores a node's messages; one thread puts, others wait."""
 
     clock: Callable[[], float] = time.monotonic
     _kept: list[Notice | str] = field(default_factory=list)
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def put(self, item: Notice | str) -> None:
-        """A notice, or why nothing is watched."""
+        """Add a notice, or the reason why nothing is watched."""
         with self._changed:
             self._kept.append(item)
             self._changed.notify_all()
 
     def after(self, number: int, timeout_s: float) -> list[dict[str, object]]:
-        """Messages after ``number``, as plain values; waits for the first, up to ``timeout_s``."""
+        """Messages after ``number`` as plain values; waits up to ``timeout_s`` for the first."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._kept) > number, timeout_s)
             now_s = self.clock()
@@ -67,7 +66,7 @@ class Outbox:
 
 
 def read_messages(told: Sequence[Mapping[str, object]]) -> list[Message]:
-    """From plain values. What an agent of another version tells beyond this is left out."""
+    """Parse plain values; content unknown to this version is dropped."""
     return [
         Message(
             int(str(item["number"])),

@@ -1,4 +1,4 @@
-"""Watches a node's sources of notices in a thread, and puts what they tell into an outbox. No Ray."""
+"""Watches a node's notice sources in a thread and puts their notices into an outbox. No Ray."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class NoticeSettings:
     """Where notices come from.
 
     Attributes:
-        cloud: whose metadata service is asked; ``auto``: find out on the node; ``none``: no one's.
+        cloud: whose metadata service is polled; ``auto``: detect on the node; ``none``: no polling.
         endpoint: address of the metadata service; None: its usual one.
         sigterm_grace_s: from SIGTERM to SIGKILL; None: SIGTERM is no notice.
     """
@@ -40,7 +40,7 @@ class NoticeWatch:
 
     Args:
         sigterm: a source made in the main thread; None: SIGTERM is no notice.
-        outbox: gets notices, and why nothing is watched.
+        outbox: receives notices, and the reason if nothing is watched.
     """
 
     def __init__(self, settings: NoticeSettings, sigterm: NoticeSource | None, outbox: Outbox) -> None:
@@ -49,11 +49,11 @@ class NoticeWatch:
         self._watcher: NoticeWatcher | None = None
 
     def start(self) -> None:
-        """Begin to watch; the thread ends with the process."""
+        """Start watching; the thread ends with the process."""
         threading.Thread(target=self._run, name="notices", daemon=True).start()
 
     def acknowledge(self) -> bool:
-        """The node is drained: tell a cloud that waits for that. False: none does, or it was not told."""
+        """Tell the cloud that the node is drained. False: no cloud waits for that, or the call failed."""
         if self._loop is None or self._watcher is None or self._loop.is_closed():
             return False
         asked = asyncio.run_coroutine_threadsafe(self._watcher.acknowledge(), self._loop)

@@ -1,7 +1,7 @@
-"""What a worker process wrote, found among Ray's logs on its node.
+"""Finds a worker process's output among Ray's logs on its node.
 
-Ray redirects the output of worker processes to ``worker-WORKER-JOB-PID.{out,err}`` in its session's
-``logs``, where the first lines name the actor. Crashes below Python are in ``.err`` (faulthandler).
+Ray redirects it to ``logs/worker-WORKER-JOB-PID.{out,err}`` of its session; the first lines name the actor.
+Native crashes are in ``.err`` (faulthandler).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ _HEAD_BYTES = 4096
 
 
 def log_tail(logs: Path, pid: int | None, actor: str | None, lines: int) -> str:
-    """The last ``lines`` lines of each stream of a worker process that wrote anything.
+    """The last ``lines`` lines of each non-empty stream of a worker process.
 
     Args:
-        pid: of the process, if it came so far to tell it.
-        actor: name of the actor, where the pid is not known; the latest process that bore it.
+        pid: of the process, if known.
+        actor: actor name, used if the pid is unknown; its latest process is meant.
 
     Returns:
-        Text for people; says so if there is nothing.
+        Text for display; says so if there is none.
     """
     pattern = "worker-*" if pid is None else f"worker-*-{pid}"
     try:

@@ -1,4 +1,4 @@
-"""The actor of a rollout worker, and how the head makes one; ``worker/process.py`` says what it does."""
+"""The Ray actor of a rollout worker and its head-side handle; the work itself is in ``worker_process.py``."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from spotlight.worker.interfaces import Command, HeadLostError
 from spotlight.worker.reports import Report
 
 _GROUPS = {"tell": 1, "watch": 1}
-"""Commands keep their order in a group of one thread; watching waits in another."""
+"""Concurrency groups: commands share one thread to keep their order; ``watch`` blocks another."""
 
 
 class WorkerBlobClient:
-    """The keeper as a worker's home.
+    """A worker's client of the blob store.
 
-    A report travels behind the worker's next step; it must have arrived before the next one leaves. So no
-    more than one step's work is ever finished and not safe.
+    A report is delivered in the background of the worker's next step, and must have arrived before the next
+    report is sent. So at most one finished step is unsaved.
 
     Args:
-        answer_s: longest that the keeper may take.
+        answer_s: timeout of a blob store call.
     """
 
     def __init__(self, keeper: Any, answer_s: float) -> None:
@@ -46,8 +46,7 @@ class WorkerBlobClient:
         self._under_way: Future[Any] | None = None
 
     def deliver(self, report: Report) -> None:
-        """See :class:`spotlight.worker.interfaces.HeadClient`; that a report failed is told by the call after
-        it."""
+        """See :class:`spotlight.worker.interfaces.HeadClient`. The next call raises if this one failed."""
         if self._under_way is not None:
             self._under_way.result()
         self._under_way = self._carrier.submit(self._call, "deliver", report)
@@ -66,14 +65,14 @@ class WorkerBlobClient:
 
 @dataclass(frozen=True, slots=True)
 class WorkerOrder:
-    """All that a worker's process must know to begin.
+    """All that a worker's process needs to start.
 
     Attributes:
         config: the resolved configuration as YAML.
         on_gpu: whether its slot is a GPU.
-        gpu: which of the node's; None: the one that Ray gave.
-        run: name that the processes of one run on a node share.
-        threads: of its CPU work; None leaves it to torch.
+        gpu: its index on the node; None: the one Ray assigned.
+        run: name shared by the processes of one run on a node.
+        threads: for CPU work; None leaves it to torch.
     """
 
     config: str
@@ -108,14 +107,14 @@ class WorkerActor:
         threading.Thread(target=self._work, name="work", daemon=True).start()
 
     def ready(self) -> None:
-        """The process is up."""
+        """Returns once the process is up."""
 
     def tell(self, command: Command) -> None:
-        """Have a command obeyed; returns at once."""
+        """Queue a command; returns at once."""
         self._process.tell(command)
 
     def watch(self, hang_s: float) -> None:
-        """Return after ``hang_s``; raise as soon as the work has ended, and why."""
+        """Return after ``hang_s``; raise the cause as soon as the work has ended."""
         if self._ended.wait(hang_s):
             why = "it was told to" if self._error is None else f"{type(self._error).__name__}: {self._error}"
             raise RuntimeError(f"the worker has ended: {why}") from self._error
@@ -130,7 +129,7 @@ class WorkerActor:
 
 
 def _device(order: WorkerOrder) -> torch.device:
-    """Every worker of a node sees all its GPUs: weights are copied between them."""
+    """This worker's device. Workers see all GPUs of their node so that weights can be copied between them."""
     if not order.on_gpu:
         return torch.device("cpu")
     return torch.device("cuda", int(ray.get_gpu_ids()[0]) if order.gpu is None else order.gpu)
@@ -138,33 +137,33 @@ def _device(order: WorkerOrder) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class WorkerHandle:
-    """A worker's actor, seen by the head: every call returns Ray's reference to the answer, at once."""
+    """Head-side handle of a worker's actor. Every call returns a Ray reference at once."""
 
     actor: Any
 
     def ready(self) -> Any:
-        """Answered when the process is up."""
+        """Completes when the process is up."""
         return self.actor.ready.remote()
 
     def tell(self, command: Command) -> Any:
-        """Answered when the command is in the worker's inbox; commands keep their order."""
+        """Completes when the command is in the worker's inbox; commands keep their order."""
         return self.actor.tell.options(concurrency_group="tell").remote(command)
 
     def watch(self, hang_s: float) -> Any:
-        """Answered after ``hang_s``; fails when the process or its work ends."""
+        """Completes after ``hang_s``; fails when the process or its work ends."""
         return self.actor.watch.options(concurrency_group="watch").remote(hang_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Berth:
-    """Where the workers of a node of the controller are on Ray's.
+    """Where a controller node's workers run on Ray.
 
     Attributes:
-        ray_id: of Ray's node.
+        ray_id: of the Ray node.
         gpus: whether a slot is a GPU.
         threads: of each worker on a CPU slot.
-        share: of a slot that a worker takes; less than 1 beside a learner rank.
-        first_gpu: number of the first worker's GPU, which the others' follow; None: Ray gives each its own.
+        share: fraction of a slot per worker; below 1 beside a learner rank.
+        first_gpu: index of the first worker's GPU, the others follow; None: Ray assigns GPUs.
     """
 
     ray_id: str
@@ -174,7 +173,7 @@ class Berth:
     first_gpu: int | None = None
 
     def number_of(self, order: StartWorker) -> int | None:
-        """Of a worker's GPU; None: Ray gives it one."""
+        """GPU index of a worker; None: Ray assigns one."""
         return None if self.first_gpu is None else self.first_gpu + order.gpu
 
 
@@ -184,8 +183,8 @@ class ActorStarter:
 
     Attributes:
         config: the resolved configuration as YAML.
-        berths: of the nodes that are there.
-        tail: asks for the end of what an actor of a name wrote on a node.
+        berths: placements of the nodes present.
+        tail: fetches the last log lines of a named actor on a node.
     """
 
     config: str

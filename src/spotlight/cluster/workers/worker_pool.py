@@ -1,12 +1,12 @@
-"""The workers' processes, as the head sees them: one task for each, from its start to its end.
+"""The worker processes, as the head sees them: one task per process, from start to end.
 
     start() ─► (back-off) ─► actor ─► ready() ─► WorkerStarted ─► watch() ... ─► WorkerCrashed
-                                                        one call hangs all the time: it ends when the
-                                                        process does, or when its time is up
+                                                        one watch call is always pending: it ends with the
+                                                        process, or at its timeout
 
-A process that fails to start is reported once, with the end of its log, and tried again after a growing
-pause; it has started once it has weights. Every process has the epoch of the ``StartWorker`` that it obeys;
-what comes from an older one is ignored.
+A process that fails to start is reported once, with the end of its log, and retried with growing pauses. A
+start has succeeded once the worker holds weights. Every process carries the epoch of its ``StartWorker``;
+messages of older epochs are ignored.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from spotlight.worker.interfaces import Command
 
 HEARTBEATS_MISSED = 3
 IDLE_DEATHS = 3
-"""Deaths of a worker that had weights, without any progress between them, that may be an accident."""
+"""A worker that has had weights may die this often without progress before its restarts back off."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
-"""Before a process is started in place of one that died: doubled with every failure to start."""
+"""Pause before a dead process is replaced; doubles with every failed start."""
 
 
 class Handle(Protocol):
-    """A worker's process: calls return at once, with Ray's reference to the answer."""
+    """A worker's process: every call returns a Ray reference at once."""
 
     def ready(self) -> Awaitable[Any]:
-        """Answered when the process is up."""
+        """Completes when the process is up."""
 
     def tell(self, command: Command) -> Awaitable[Any]:
-        """Answered when the worker has the command."""
+        """Completes when the worker has the command."""
 
     def watch(self, hang_s: float) -> Awaitable[Any]:
-        """Answered after ``hang_s``; raises when the process or its work ends."""
+        """Completes after ``hang_s``; fails when the process or its work ends."""
 
 
 class Starter(Protocol):
     """Starts and ends the processes; see :class:`spotlight.cluster.workers.worker_actor.ActorStarter`."""
 
     def start(self, order: ef.StartWorker) -> Handle:
-        """A new process, at once; raises LookupError when the node is gone."""
+        """Start a process without waiting; raises LookupError if the node is gone."""
 
     def kill(self, handle: Any) -> None:
-        """End a process (SIGKILL); nothing if it is dead."""
+        """SIGKILL a process; no effect if it is dead."""
 
     async def log_tail(self, order: ef.StartWorker) -> str:
-        """The last lines that the process wrote, or an empty text."""
+        """The last log lines of the process, or an empty string."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,13 +69,13 @@ class _Process:
 
 @dataclass(slots=True)
 class _Record:
-    """What is remembered of a worker beyond its processes, as long as its node is there.
+    """A worker's history, kept while its node lives.
 
     Attributes:
-        order: the last.
-        failures: to start, in a row; None: nothing was started yet.
+        order: the latest.
+        failures: consecutive failed starts; None: not started yet.
         idle_deaths: since it last made progress.
-        death: of the last process, not reported yet: its node may be gone as well.
+        death: of the last process, unreported while its node may prove to be gone too.
     """
 
     order: ef.StartWorker
@@ -86,11 +86,11 @@ class _Record:
 
 @dataclass(slots=True)
 class WorkerPool:
-    """See the module's docstring. For the head's event loop only.
+    """All worker processes. Head's event loop only.
 
     Attributes:
-        put_event: hands an event to the controller.
-        crashed: a worker's process died or did not start, and its node lives.
+        put_event: passes an event to the controller.
+        crashed: called when a process died or did not start while its node lives.
     """
 
     conversations: Conversations
@@ -104,7 +104,7 @@ class WorkerPool:
     _records: dict[WorkerId, _Record] = field(default_factory=dict)
 
     def start(self, order: ef.StartWorker) -> None:
-        """Start a process, in place of whatever of that worker is left; a repeated order is answered."""
+        """Start a process, replacing any older one of that worker. Idempotent per order."""
         record = self._records.get(order.worker)
         if record is not None and record.order.epoch == order.epoch:
             if order.worker in self.alive:
@@ -120,29 +120,29 @@ class WorkerPool:
         process.task = self.conversations.start(self._run(process, record, pause_s))
 
     def tell(self, worker: WorkerId, command: Command) -> None:
-        """Send a command; one for a process that is gone is dropped: its death will be reported."""
+        """Send a command. Dropped if the process is gone, since its death will be reported."""
         process = self._processes.get(worker)
         if process is not None and process.handle is not None and process.ready:
             self.conversations.start(self._told(process.handle.tell(command), worker))
 
     def prove(self, worker: WorkerId) -> None:
-        """A worker has weights: whatever ends it from now on, it can be started."""
+        """Mark that a worker received weights: later deaths are not failed starts."""
         if (process := self._processes.get(worker)) is not None:
             process.proven = True
 
     def worked(self, worker: WorkerId) -> None:
-        """A worker made progress."""
+        """Record that a worker made progress."""
         if (record := self._records.get(worker)) is not None:
             record.idle_deaths = 0
 
     def lose(self, node: NodeId) -> None:
-        """A node is gone, and its processes."""
+        """Drop the processes of a lost node."""
         for worker in [name for name, record in self._records.items() if record.order.node == node]:
             del self._records[worker]
             self._end(worker)
 
     def distrust(self, worker: WorkerId) -> None:
-        """End a process that reported what cannot be; the controller has it started anew."""
+        """Kill a process that sent an impossible report; the controller restarts it."""
         process = self._processes.get(worker)
         if process is not None and process.handle is not None:
             self._died(process, RuntimeError("it worked with other weights than were published"))
@@ -191,7 +191,7 @@ class WorkerPool:
             await answer(taken, f"a command for {worker}", self.start_s)
 
     def _report_death(self, record: _Record) -> None:
-        """A process died whose node lives: else nobody would start it again."""
+        """Report a crash on a living node, or nobody would restart the worker."""
         assert record.death is not None
         (order, why), record.death = record.death, None
         self.crashed(order.worker, why)

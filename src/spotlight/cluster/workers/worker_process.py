@@ -1,8 +1,8 @@
-"""A rollout worker's process, from its first weights on: the model is assembled, then the loop runs.
+"""A rollout worker's process: assemble the model at the first weights, then run the worker loop. No Ray.
 
-    tell(PullWeights) ─► assemble: the base from a peer of the node, or from disk ─► WorkerLoop, until Leave
+    tell(PullWeights) ─► assemble: the base from a peer on the node, or from disk ─► WorkerLoop, until Leave
 
-Ray-free: ``worker/actor.py`` is the thin actor around it.
+``worker_actor.py`` is the thin actor around it.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _PAUSE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlace:
-    """Where a worker's process is.
+    """Where a worker's process runs.
 
     Attributes:
         device: of its model.
-        meeting: the store through which groups find each other.
-        run: name that the processes of one run on a node share.
+        meeting: rendezvous store of the sequence-parallel groups.
+        run: name shared by the processes of one run on a node.
     """
 
     worker: WorkerId
@@ -63,7 +63,7 @@ class WorkerPlace:
 
 
 class WorkerProcess:
-    """Obeys commands from any thread; :meth:`run` belongs to the thread that owns the model."""
+    """Accepts commands from any thread; :meth:`run` belongs to the thread that owns the model."""
 
     def __init__(self, config: RunConfig, place: WorkerPlace, home: HeadClient) -> None:
         self._config, self._place, self._home = config, place, home
@@ -74,7 +74,7 @@ class WorkerProcess:
         self._cache = NodeCache(place.run)
 
     def tell(self, command: Command) -> None:
-        """Have a command obeyed; returns at once."""
+        """Queue a command; returns at once."""
         with self._lock:
             if self._loop is None:
                 self._waiting.put(command)
@@ -82,7 +82,7 @@ class WorkerProcess:
                 self._loop.tell(command)
 
     def run(self) -> None:
-        """Until told to leave. Raises whatever ends the process: the head starts another."""
+        """Run until told to leave. Raises whatever ends the process; the head then starts another."""
         try:
             while self._loop is None:
                 command = self._waiting.get()
@@ -111,15 +111,15 @@ class WorkerProcess:
             self._loop = loop
 
     def _put_off(self, pull: PullWeights) -> None:
-        """Not now; the controller asks again at once, and may name another source."""
+        """Decline for now; the controller asks again at once and may name another source."""
         time.sleep(_PAUSE_S)
         failed = PullFailed(self._place.worker, self._place.epoch, pull.version, pull.lineage)
         self._home.deliver(Report(self._place.worker, "", (), (failed,)))
 
     def _family(self, pull: PullWeights) -> ModelFamily:
-        """The model: its transformer from the peer that the controller names, or all of it from disk.
+        """Load the model: its transformer from the peer the controller names, or everything from disk.
 
-        In a full fine-tune the transformer comes with each version, and peers hold no base to serve.
+        In a full fine-tune each version brings the transformer, so peers have no base to share.
         """
         config, place = self._config, self._place
         serves = config.learner.mode == "lora"
@@ -133,7 +133,7 @@ class WorkerProcess:
         return family
 
     def _from_peer(self, peer: WorkerId) -> ModelFamily | None:
-        """None: the peer is gone, or does not serve; then the disk has to do."""
+        """Load from a peer; None if it is gone or does not share, and the disk must do."""
         family = build.load_family(self._config, self._place.device, read_transformer=False)
         try:
             with filling(family.transformer) as targets:
@@ -147,7 +147,7 @@ class WorkerProcess:
         return self._cache.directory / f"{_file_name(worker)}.sock"
 
     def _base_mark(self) -> str:
-        """Says which base model it is: equal for all processes of a run."""
+        """Identifies the base model; equal for all processes of a run."""
         model = self._config.model
         return f"{model.family}:{model.path}:{model.revision}:{model.dtype}"
 
@@ -177,5 +177,5 @@ class WorkerProcess:
 
 
 def _file_name(worker: WorkerId) -> str:
-    """Short and plain, whatever nodes are called: paths of sockets are limited to some hundred bytes."""
+    """Short safe file name of a worker: socket paths are limited to about 100 bytes."""
     return hashlib.sha256(worker.encode()).hexdigest()[:16]

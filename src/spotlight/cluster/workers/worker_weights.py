@@ -1,4 +1,4 @@
-"""A worker's way to a published version: from the keeper, once a node, bound and verified."""
+"""How a worker gets a published version: from the blob store, one download per node, verified and bound."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spotlight.worker.interfaces import HeadClient, LoadError
 
 
 def version_name(version: int, lineage: int) -> str:
-    """Under which the keeper holds a version's manifest."""
+    """Name of a version's manifest in the blob store."""
     return f"{lineage}.{version}"
 
 
@@ -23,7 +23,7 @@ class BundleLoader:
     """A :class:`spotlight.worker.interfaces.Loader`.
 
     Attributes:
-        needs: slots that rollouts use: a version must bring all of them.
+        needs: slots that rollouts use, all of which a version must contain.
     """
 
     home: HeadClient
@@ -35,10 +35,8 @@ class BundleLoader:
         """See :class:`spotlight.worker.interfaces.Loader`.
 
         Raises:
-            LoadError: the version is not (or no longer) there, or not what its manifest says; the weights
-                held
-                are as they were.
-            NoSpaceError: shared memory is full: another attempt would fail alike.
+            LoadError: the version is missing or differs from its manifest; current weights stay unchanged.
+            NoSpaceError: shared memory is full; a retry would fail too.
         """
         (told,) = self.home.fetch("manifest", [version_name(pull.version, pull.lineage)])
         if told is None:
