@@ -1,1 +1,1 @@
-"""The denoising engine of one GPU: rollouts as values that advance step by step."""
+"""The denoising engine of one GPU: rollouts as immutable states that advance step by step."""

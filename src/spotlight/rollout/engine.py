@@ -6,11 +6,10 @@
             states = engine.step(model, states)
     results = engine.finish(states)
 
-The engine holds no rollout: whoever calls it owns the states, may add or take away some between two steps,
-commit them, or resume them on another engine. Every step is one call of a few shared forwards: states of
-different prompts, seeds, step indices and numbers of steps go together when size and guidance agree.
-Results depend on batch mates only by the rounding of the kernels: previews that reuse blocks do so by their
-own step, and of their own earlier steps.
+The engine holds no rollouts: the caller owns the states and may add, remove or commit them between steps, or
+resume them on another engine. A step batches states of different prompts, seeds, step indices and step counts
+if their size and guidance agree. Batch composition changes results only by kernel rounding: block reuse in
+previews depends on a rollout's own step index and earlier steps alone.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ Key = TypeVar("Key")
 
 
 class Blocks(StrEnum):
-    """What a step does with the transformer's blocks."""
+    """How a step runs the transformer blocks."""
 
     RUN = "run"
     RECORD = "record"
@@ -45,14 +44,14 @@ class Blocks(StrEnum):
 
 
 class Engine:
-    """Denoises rollouts with whichever module the caller passes.
+    """Denoises rollouts with the module the caller passes.
 
     Args:
-        family: sizes, noise levels, the forward and the decoder of the model.
-        max_batch: largest number of rollouts in one forward; large pictures are decoded fewer at a time.
-        negative: embeddings of the negative prompt; needed by recipes with guidance.
-        autocast: type of the DiT's matrix products, the learner's own, or replay would differ; None: none.
-            A recipe of previews may name another.
+        family: sizes, noise levels, forward and decoder of the model.
+        max_batch: rollouts per forward; large images are decoded fewer at a time.
+        negative: embeddings of the negative prompt; required with guidance.
+        autocast: dtype of the DiT's matrix products, None for no autocast. Must equal the learner's, or
+            replay would differ. Preview recipes may override it.
     """
 
     def __init__(
@@ -73,19 +72,19 @@ class Engine:
 
     @property
     def device(self) -> torch.device:
-        """Where states live."""
+        """Device of the states."""
         return self._family.device
 
     def start(
         self, rollouts: Sequence[Rollout], conditions: Sequence[Condition], recipe: Recipe
     ) -> list[RolloutState]:
-        """States at step 0: pure noise by each rollout's seed.
+        """States at step 0: pure noise drawn from each rollout's seed.
 
         Raises:
-            ModelError: the size does not suit the family.
-            ValueError: the SDE window does not fit a rollout's steps, a rollout without steps, a preview of
-                more steps than its rollouts have, guidance without a negative prompt, shortcuts of previews
-                for another rollout, or not one condition a rollout.
+            ModelError: the family does not support the size.
+            ValueError: the SDE window does not fit the steps; fewer than one step; a preview with more steps
+                than its rollouts; guidance without a negative prompt; preview shortcuts for another purpose;
+                or not one condition per rollout.
         """
         self._family.check_size(recipe.size)
         if recipe.guidance_scale > 1 and self._negative is None:
@@ -117,10 +116,10 @@ class Engine:
 
     @torch.no_grad()
     def step(self, model: nn.Module, states: Sequence[RolloutState]) -> list[RolloutState]:
-        """Advance every state that is not done by one denoising step; order is kept.
+        """Advance every unfinished state by one denoising step; order is preserved.
 
         Args:
-            model: the module to run: the caller chooses the weight slot.
+            model: the module of the weight slot to use.
         """
         advanced = list(states)
         for batch in self._batches(advanced):
@@ -132,7 +131,7 @@ class Engine:
 
     @torch.no_grad()
     def finish(self, states: Sequence[RolloutState]) -> list[FinishedRollout | FailedRollout]:
-        """Decode states that are done; order is kept.
+        """Decode finished states; order is preserved.
 
         Raises:
             ValueError: a state is not done.
@@ -154,20 +153,20 @@ class Engine:
         return [result for result in results if result is not None]
 
     def take_fewer(self) -> None:
-        """Half as many rollouts in a forward from now on: this device holds no more."""
+        """Halve ``max_batch`` after an out-of-memory error."""
         self.max_batch = max(1, self.max_batch // 2)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def run(self, model: nn.Module, states: Sequence[RolloutState]) -> list[FinishedRollout | FailedRollout]:
-        """Step until all are done, then finish: for callers that neither pause nor commit."""
+        """Step until all are done, then finish."""
         current = list(states)
         while not all(state.done for state in current):
             current = self.step(model, current)
         return self.finish(current)
 
     def _batches(self, states: Sequence[RolloutState]) -> Iterator[list[int]]:
-        """Indices of states that share a forward. Sorted by text length, so that little is padding."""
+        """Indices of states that share a forward, sorted by text length to limit padding."""
         running = ((_forward_key(state), i) for i, state in enumerate(states) if not state.done)
         for _, members in _grouped(running):
             members.sort(key=lambda i: states[i].condition.embeds.shape[0])
@@ -181,7 +180,7 @@ class Engine:
         groups = _grouped((state.recipe.sampler, i) for i, state in enumerate(states))
         for sampler, members_at in groups:
             members = [states[i] for i in members_at]
-            rows = members_at if len(groups) > 1 else slice(None)  # a view where all go together
+            rows = members_at if len(groups) > 1 else slice(None)  # a view, not a copy, if all go together
             stepped = samplers.step(
                 sampler,
                 latents[rows],
@@ -199,7 +198,7 @@ class Engine:
     def _velocity(
         self, model: nn.Module, latents: Tensor, sigma: Tensor, states: Sequence[RolloutState]
     ) -> tuple[Tensor, Sequence[Added | None]]:
-        """Velocities like ``latents``, and what the blocks added to each, where that may be reused."""
+        """Velocities shaped like ``latents``, and each state's block residuals where they may be reused."""
         recipe, device = states[0].recipe, self._family.device
         condition = self._family.collate([state.condition for state in states])
         guidance = self._guidance(recipe, len(states))
@@ -225,7 +224,7 @@ class Engine:
         return coarse_window(window, self._family.sigmas(path_steps, recipe.size).tolist(), sigmas.tolist())
 
     def _kicks(self, states: Sequence[RolloutState], latents: Tensor) -> Tensor | None:
-        """Noise [states, tokens, channels] of the stochastic rows; zero in the others, which need none."""
+        """Noise [states, tokens, channels]; zero in deterministic rows."""
         rows = [i for i, state in enumerate(states) if state.stochastic]
         if not rows:
             return None
@@ -244,7 +243,7 @@ class Engine:
         return noise
 
     def _path(self, state: RolloutState) -> tuple[Kick, ...]:
-        """The kicks of a preview, of the draws of the rollout that it stands for."""
+        """Kicks of a preview, built from the noise of the rollout it stands for."""
         recipe, steps = state.recipe, state.rollout.steps
         path_steps = _path_steps(recipe, state.rollout)
         assert path_steps is not None, "asked for a preview's steps only"
@@ -266,7 +265,7 @@ class Engine:
 
 
 class _Mover:
-    """Moves each condition to the device once, however many rollouts share it."""
+    """Moves a condition shared by several rollouts to the device once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -279,7 +278,7 @@ class _Mover:
 
 
 def _path_steps(recipe: Recipe, rollout: Rollout) -> int | None:
-    """Steps of the rollout whose noise path a preview follows with fewer of its own; None for others."""
+    """Steps of the rollout whose noise path a shorter preview follows; None for other rollouts."""
     if rollout.purpose is not Purpose.EXPLORE or rollout.steps == recipe.path_steps:
         return None
     return recipe.path_steps
@@ -294,7 +293,7 @@ def _require_path(recipe: Recipe, rollout: Rollout) -> None:
 
 
 def _levels(states: Sequence[RolloutState]) -> Tensor:
-    """Noise levels before and after the next step of each, [2, states] on the CPU."""
+    """Noise levels before and after each state's next step, [2, states] on the CPU."""
     # Rollouts that started together share their schedule and step: read each pair once.
     pairs: dict[tuple[int, int], Tensor] = {}
     keys = [(id(state.sigmas), state.step) for state in states]
@@ -305,7 +304,6 @@ def _levels(states: Sequence[RolloutState]) -> Tensor:
 
 
 def _own_kicks(states: Sequence[RolloutState], shape: torch.Size, device: torch.device) -> Tensor:
-    """The noise of each state's next step."""
     seeds, steps = [state.rollout.seed for state in states], [state.step for state in states]
     return noise_batch(seeds, steps, shape, device)
 
@@ -319,7 +317,7 @@ def _require_preview(recipe: Recipe, rollout: Rollout) -> None:
 
 
 def _blocks(state: RolloutState) -> Blocks:
-    """What the next step does with the blocks: by its index alone, but for lack of something to reuse."""
+    """Depends on the step index alone, unless there is nothing to reuse."""
     every, following = state.recipe.step_cache, state.step + 1
     if state.step % every and state.added is not None:
         return Blocks.REUSE
@@ -360,7 +358,7 @@ def _failure(state: RolloutState) -> FailedRollout | None:
 
 
 def _forward_key(state: RolloutState) -> tuple[ImageSize, float, torch.dtype | None, int, Blocks]:
-    # Whatever takes a shortcut shares no forward with what takes none, so as not to change its rounding.
+    # Shortcuts never share a forward with full computation, whose rounding they would change.
     recipe = state.recipe
     return (recipe.size, recipe.guidance_scale, recipe.autocast, recipe.step_cache, _blocks(state))
 
@@ -373,7 +371,7 @@ def _grouped(items: Iterable[tuple[Key, int]]) -> list[tuple[Key, list[int]]]:
 
 
 def _chunks(indices: Sequence[int], size: int) -> Iterator[list[int]]:
-    """Chunks of nearly equal length: 17 in chunks of at most 16 are 9 + 8, not 16 + 1."""
+    """Chunks of nearly equal length: 17 in chunks of at most 16 become 9 + 8, not 16 + 1."""
     count = -(-len(indices) // size)
     for k in range(count):
         yield list(indices[k * len(indices) // count : (k + 1) * len(indices) // count])

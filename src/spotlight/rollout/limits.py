@@ -1,12 +1,13 @@
-"""How many pictures are decoded together. Imports no torch: plans ask too."""
+"""How many images are decoded together. Free of torch, for use in plans."""
 
 from __future__ import annotations
 
 _DECODED_PIXELS = 1 << 20
-"""Decoding holds far more a pixel than denoising (at Qwen-Image's width some 8 GB a megapixel), and gains
-nothing from more pictures than this: one of 1024x1024, or 1024 of 32x32."""
+"""Decoding needs far more memory per pixel than denoising (about 8 GB per megapixel at Qwen-Image's width)
+and gains nothing beyond this: one image of 1024x1024, or 1024 of 32x32.
+"""
 
 
 def decode_batch(height: int, width: int, max_batch: int) -> int:
-    """Pictures decoded in one call: as many as the bound on pixels allows, 1 to ``max_batch``."""
+    """Images per decoder call, 1 to ``max_batch``, within the pixel limit."""
     return max(1, min(max_batch, _DECODED_PIXELS // (height * width)))

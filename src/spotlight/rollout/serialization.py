@@ -1,7 +1,7 @@
-"""Rollouts as bytes: safetensors, whose metadata hold a JSON header and a checksum. No pickle.
+"""Rollouts as bytes: safetensors with a JSON header and a checksum in the metadata. No pickle.
 
-A parcel that was cut or altered on its way is an error, never other numbers: the checksum covers the header
-and every tensor's name, type, shape and bytes. It guards against accidents, not against forgers.
+The checksum covers the header and every tensor's name, type, shape and bytes, so truncated or altered data is
+always an error. It detects accidents, not tampering.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _FORMAT = 1
 
 
 class SerializationError(ValueError):
-    """Bytes that are not the parcel they should be. The message says which, and what to do."""
+    """The bytes are damaged or of another kind; names both and the remedy."""
 
 
 def pack_state(state: RolloutState) -> bytes:
-    """All that is needed to go on with a rollout elsewhere."""
+    """Everything needed to continue a rollout elsewhere."""
     header, tensors = state.to_tensors()
     return _pack("state", state.rollout.id, tensors, header)
 
 
 def unpack_state(data: bytes, recipe: Recipe, device: torch.device | str = "cpu") -> RolloutState:
-    """What :func:`pack_state` wrote, on ``device``.
+    """Read :func:`pack_state`'s bytes onto ``device``.
 
     Raises:
-        SerializationError: the parcel is damaged, or another one.
+        SerializationError: the bytes are damaged or of another kind.
         ValueError: the rollout began with another recipe.
     """
     header, tensors = _unpack("state", data)
@@ -46,14 +46,14 @@ def unpack_state(data: bytes, recipe: Recipe, device: torch.device | str = "cpu"
 
 
 def pack_sample(finished: FinishedRollout) -> bytes:
-    """What the learner needs of a rollout."""
+    """The tensors that training needs."""
     fields = {name: getattr(finished.tensors, name) for name in SampleTensors.__slots__}
     tensors = {name: tensor for name, tensor in fields.items() if tensor is not None}
     return _pack("sample", finished.rollout.id, tensors)
 
 
 def unpack_sample(data: bytes) -> SampleTensors:
-    """What :func:`pack_sample` wrote. Raises SerializationError."""
+    """Read :func:`pack_sample`'s bytes. Raises SerializationError."""
     _, tensors = _unpack("sample", data)
     try:
         return SampleTensors(**tensors)
@@ -62,12 +62,12 @@ def unpack_sample(data: bytes) -> SampleTensors:
 
 
 def pack_image(finished: FinishedRollout) -> bytes:
-    """What rewards need of a rollout."""
+    """The image that rewards need."""
     return _pack("image", finished.rollout.id, {"image": torch.from_numpy(finished.image)})
 
 
 def unpack_image(data: bytes) -> NDArray[np.uint8]:
-    """[height, width, 3]. Raises SerializationError."""
+    """[height, width, 3] uint8. Raises SerializationError."""
     _, tensors = _unpack("image", data)
     image: NDArray[np.uint8] = tensors["image"].numpy()
     return image
@@ -79,7 +79,7 @@ def pack_condition(condition: Condition) -> bytes:
 
 
 def unpack_condition(data: bytes) -> Condition:
-    """What :func:`pack_condition` wrote, on the CPU. Raises SerializationError."""
+    """Read :func:`pack_condition`'s bytes onto the CPU. Raises SerializationError."""
     _, tensors = _unpack("condition", data)
     return Condition(tensors["embeds"])
 
@@ -89,13 +89,13 @@ def _pack(
 ) -> bytes:
     about = {"format": _FORMAT, "parcel": parcel, "name": name, "content": content or {}}
     plain = {key: _plain(tensor) for key, tensor in tensors.items()}
-    # One entry: safetensors writes several in any order, and equal rollouts are to be equal bytes.
+    # One metadata entry: safetensors orders several arbitrarily, and equal rollouts must give equal bytes.
     header = json.dumps({"checksum": _checksum(about, plain), **about})
     return safetensors.torch.save(plain, {"header": header})
 
 
 def _unpack(parcel: str, data: bytes) -> tuple[Mapping[str, object], dict[str, Tensor]]:
-    """(content, tensors) of a parcel that is whole and of the kind ``parcel``."""
+    """Verified (content, tensors) of kind ``parcel``."""
     try:
         tensors = safetensors.torch.load(data)
         about = _header(data)
@@ -111,14 +111,14 @@ def _unpack(parcel: str, data: bytes) -> tuple[Mapping[str, object], dict[str, T
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """On the CPU and with memory of its own, as safetensors wants it; copied only where it is not so."""
+    """Contiguous on the CPU with its own storage, as safetensors requires; copied only if needed."""
     plain = tensor.detach().cpu().contiguous()
     whole = plain.untyped_storage().nbytes() == plain.numel() * plain.element_size()
     return plain if whole else plain.clone()
 
 
 def _checksum(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
-    # CRC-32: half the time of any digest, in the midst of a worker's step; weights have a digest besides.
+    # CRC-32 takes half the time of any digest, and this runs within a worker's step.
     crc = zlib.crc32(json.dumps(about).encode())
     for name, tensor in sorted(tensors.items()):
         crc = zlib.crc32(f"{name} {tensor.dtype} {list(tensor.shape)}".encode(), crc)

@@ -1,9 +1,8 @@
-"""Rollouts in flight and finished, as values.
+"""Rollouts in progress and finished, as immutable values.
 
-A :class:`RolloutState` is immutable: a step makes a new one, so a step that fails leaves the old state good.
-It holds all that is needed to go on elsewhere; :meth:`RolloutState.to_tensors` writes it by value (plain
-tensors and a JSON-able header), :func:`from_tensors` reads it. Noise is not part of it: every draw is a
-function of the rollout's seed and the step.
+A step creates a new :class:`RolloutState`, so a failed step leaves the old one valid. A state has everything
+needed to continue elsewhere, via :meth:`RolloutState.to_tensors` and :func:`from_tensors`. Noise is not part
+of it: every draw is a function of the rollout's seed and the step.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout,
 _FORMAT = 2
 
 Added: TypeAlias = Mapping[str, Tensor]
-"""What the blocks after the first added to one rollout's image tokens, [tokens, width], by pass."""
+"""What the blocks after the first added to one rollout's image tokens, [tokens, width], by guidance pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +33,17 @@ class Recipe:
     """How rollouts are denoised.
 
     Attributes:
-        size: of the images, pixels.
-        sampler: of the steps inside the SDE window; all others take the ODE step.
-        window: the stochastic steps of a rollout; None with a deterministic sampler, and only then.
+        size: of the images, in pixels.
+        sampler: for the steps inside the SDE window; all others are ODE steps.
+        window: the stochastic steps; None if and only if the sampler is deterministic.
         guidance_scale: true classifier-free guidance; 1 or less means none.
         keeps: what a finished rollout carries: the states around its stochastic steps, or x0 alone.
-        path_steps: steps of the rollouts that previews choose seeds for: a preview of fewer steps follows
-            their noise path, coarsened (:mod:`spotlight.diffusion.brownian`). None: this is no recipe of
-            previews, or the ODE, whose path is the initial noise.
-        step_cache: of so many neighbouring steps the first runs all blocks of the transformer, the others
-            reuse what its blocks added (:mod:`spotlight.rollout.step_cache`); 1: all do. Previews only.
-        autocast: type of the transformer's matrix products; None: the engine's. Previews only.
+        path_steps: steps of the rollouts whose seeds the previews choose; a shorter preview follows their
+            coarsened noise path (:mod:`spotlight.diffusion.brownian`). None: not for previews, or an ODE,
+            whose path is the initial noise.
+        step_cache: run all transformer blocks once per this many steps and reuse their residuals in between
+            (:mod:`spotlight.rollout.step_cache`); 1: never reuse. Previews only.
+        autocast: dtype of the transformer's matrix products; None: the engine's. Previews only.
     """
 
     size: ImageSize
@@ -80,7 +79,7 @@ class Recipe:
 
     @property
     def approximate(self) -> bool:
-        """Whether velocities are not quite the model's: good for previews and nothing else."""
+        """Whether velocities are approximated, which is acceptable for previews only."""
         return self.step_cache > 1 or self.autocast is not None
 
     def preview(
@@ -91,10 +90,10 @@ class Recipe:
         step_cache: int = 1,
         autocast: torch.dtype | None = None,
     ) -> Recipe:
-        """The recipe of previews for rollouts of this one with so many steps.
+        """The recipe for previews of this recipe's rollouts, which have ``steps`` steps.
 
         Args:
-            guidance_scale: of the previews; None: as the rollouts.
+            guidance_scale: of the previews; None: unchanged.
         """
         return dataclasses.replace(
             self,
@@ -106,7 +105,7 @@ class Recipe:
         )
 
     def describe(self) -> dict[str, str]:
-        """Every field as text: to compare recipes across processes."""
+        """Every field as text, to compare recipes across processes."""
         return {field.name: str(getattr(self, field.name)) for field in dataclasses.fields(self)}
 
 
@@ -118,13 +117,13 @@ class RolloutState:
         condition: the prompt's embeddings.
         step: index of the next step; ``rollout.steps`` when done.
         latents: [tokens, channels] float32.
-        sigmas: the noise levels visited, [steps + 1] float32 on the CPU: replay uses these very values.
+        sigmas: noise levels, [steps + 1] float32 on the CPU; replay uses the same values.
         window: indices of the stochastic steps (contiguous; empty for an ODE).
-        kept: latents before the first stochastic step and after each one so far; empty when the recipe
-            keeps the final latents only.
-        log_probs: of the stochastic steps so far, each a scalar tensor; as long as ``kept`` less one.
-        added: what blocks added at an earlier step, for the next to reuse; None: it runs all. Good on this
-            rank and in this group only: no part of what is written.
+        kept: latents before the first stochastic step and after each one so far; empty if the recipe keeps x0
+            only.
+        log_probs: scalar tensors, one per stochastic step so far.
+        added: block residuals of an earlier step, for reuse; None: run all blocks. Valid only on this rank in
+            its current group, and never serialized.
     """
 
     rollout: Rollout
@@ -149,7 +148,7 @@ class RolloutState:
         return self.step in self.window
 
     def to_tensors(self) -> tuple[dict[str, object], dict[str, Tensor]]:
-        """(header, tensors) on the CPU, by value: the header holds JSON types only."""
+        """(header of JSON types, tensors copied to the CPU)."""
         header: dict[str, object] = {
             "format": _FORMAT,
             "rollout": dataclasses.asdict(self.rollout),
@@ -173,11 +172,10 @@ def from_tensors(
     recipe: Recipe,
     device: torch.device | str = "cpu",
 ) -> RolloutState:
-    """The state that :meth:`RolloutState.to_tensors` wrote, on ``device``.
+    """Restore :meth:`RolloutState.to_tensors` on ``device``.
 
     Raises:
-        ValueError: another format, another recipe than the one the rollout began with, or tensors that
-            do not belong together.
+        ValueError: another format, a recipe other than the rollout began with, or inconsistent tensors.
     """
     if header.get("format") != _FORMAT:
         raise ValueError(f"rollout state of format {header.get('format')!r}; expected {_FORMAT}")
@@ -212,10 +210,10 @@ class SampleTensors:
 
     Attributes:
         final: x0, [tokens, channels].
-        sigmas: the noise levels of ``latents``, [S + 1]; without them the whole schedule, [T + 1].
-        latents: the states around the stochastic steps, [S + 1, tokens, channels]; None where the recipe
-            keeps x0 alone.
-        log_probs: of those steps, as scored while rolling out, [S]; None without ``latents``.
+        sigmas: noise levels of ``latents``, [S + 1]; without latents the whole schedule, [T + 1].
+        latents: states around the stochastic steps, [S + 1, tokens, channels]; None if the recipe keeps x0
+            only.
+        log_probs: of those steps under the rollout policy, [S]; None without ``latents``.
     """
 
     final: Tensor
@@ -226,7 +224,7 @@ class SampleTensors:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FinishedRollout:
-    """A rollout whose image is made.
+    """A decoded rollout.
 
     Attributes:
         image: [height, width, 3] uint8.
@@ -239,7 +237,7 @@ class FinishedRollout:
 
 @dataclass(frozen=True, slots=True)
 class FailedRollout:
-    """A rollout that ended in numbers that are not finite: it has no image and must not be trained on."""
+    """A rollout with non-finite values or another failure: no image, and never trained on."""
 
     rollout: Rollout
     reason: str

@@ -1,21 +1,21 @@
-"""Reuse of a transformer's blocks between neighbouring denoising steps, over diffusers' First Block Cache.
+"""Reuse of transformer blocks between neighbouring denoising steps, based on diffusers' First Block Cache.
 
-    with recording(model) as added:       # whole forwards, which also tell what the blocks added
+    with recording(model) as added:       # full forwards that also record what the blocks added
         family.velocity(model, ...)
-    with reusing(model, added):           # the first block runs; the others add what they added before
+    with reusing(model, added):           # the first block runs; the recorded residual replaces the others
         family.velocity(model, ...)
 
-diffusers itself decides when to reuse, by a threshold on a mean over the batch. A rollout would depend on its
-batch mates then, and the ranks of a sequence-parallel group, each with tokens of its own, could decide
-differently and wait for each other for ever. So here the caller decides, and keeps what was added by rollout.
+diffusers decides when to reuse by a threshold on a batch mean. A rollout would then depend on its batch
+mates, and ranks of a sequence-parallel group could decide differently and deadlock. Here the caller decides,
+and stores the residuals per rollout.
 
 Invariants:
-- Outside of the two contexts nothing of this is in the module: no hook, no attribute.
-- Forwards reuse what the caller hands in and nothing else: a cache of diffusers lives for one context.
-- The passes of classifier-free guidance are kept apart by the names that the family gives them, with
-  ``cache_context``; diffusers raises where a family gives none.
+- Outside the two contexts the module is unmodified: no hook, no attribute.
+- Only residuals that the caller passes are reused; a diffusers cache lives for one context.
+- Classifier-free guidance passes are kept apart by the names the family gives them with ``cache_context``;
+  diffusers raises without one.
 
-Every private interface of diffusers' caches that is used is in this file; contract test:
+This file has all uses of diffusers' private cache interfaces; contract test:
 ``tests/contract/test_step_cache.py``.
 """
 
@@ -43,16 +43,16 @@ _USED = (
 _STATE = ("head_block_residual", "tail_block_residuals")
 _REGISTRY = "_diffusers_hook"
 _LEFT = frozenset({"forward", "_cache_config", _REGISTRY})
-"""What diffusers leaves in modules whose cache is disabled."""
+"""Attributes that diffusers leaves in modules after a cache is disabled."""
 
 
 class StepCacheError(ValueError):
-    """A transformer whose blocks cannot be reused, or a diffusers that does it otherwise."""
+    """The transformer's blocks cannot be reused, or diffusers' interface changed."""
 
 
 @contextmanager
 def recording(model: nn.Module) -> Iterator[list[Added]]:
-    """Whole forwards within; after the context the list says what the blocks added, row by row.
+    """Run full forwards; on exit the list has what the blocks added, per row.
 
     Raises:
         StepCacheError: see :func:`require`.
@@ -60,7 +60,7 @@ def recording(model: nn.Module) -> Iterator[list[Added]]:
     found: list[Added] = []
     with _cache(model) as states:
         yield found
-        # Rows of their own: a view would keep the memory of its batch mates.
+        # Cloned: a view would keep the memory of the whole batch alive.
         added = {
             name: [row.clone() for row in state.tail_block_residuals[0]] for name, state in states.items()
         }
@@ -69,7 +69,7 @@ def recording(model: nn.Module) -> Iterator[list[Added]]:
 
 @contextmanager
 def reusing(model: nn.Module, added: Sequence[Added]) -> Iterator[None]:
-    """Forwards within run the first block, and take what the others add from ``added``, row by row.
+    """Run the first block only and take the others' residuals from ``added``, per row.
 
     Raises:
         StepCacheError: see :func:`require`.
@@ -78,7 +78,7 @@ def reusing(model: nn.Module, added: Sequence[Added]) -> Iterator[None]:
         for name in added[0]:
             residual = torch.stack([row[name] for row in added])
             state = first_block_cache.FBCSharedBlockState()
-            # Of the text nothing is read after the last block, so it may stay as the first leaves it.
+            # Text tokens are not read after the last block, so their residual can be zero.
             state.tail_block_residuals = (residual, residual.new_zeros(()))
             state.head_block_residual = residual.new_ones(())  # compared with an infinite threshold
             states[name] = state
@@ -86,7 +86,7 @@ def reusing(model: nn.Module, added: Sequence[Added]) -> Iterator[None]:
 
 
 def require(model: nn.Module) -> None:
-    """Raise :class:`StepCacheError`, saying why, unless the blocks of ``model`` can be reused."""
+    """Raise :class:`StepCacheError` unless the blocks of ``model`` can be reused."""
     require_interface()
     kind = type(model).__name__
     if not isinstance(model, CacheMixin):
@@ -101,7 +101,7 @@ def require(model: nn.Module) -> None:
 
 
 def require_interface() -> None:
-    """Raise StepCacheError, naming what is gone, unless diffusers is as this file expects it."""
+    """Raise StepCacheError, naming what is missing, unless diffusers' interface is as expected."""
     gone = [
         f"{module.__name__}.{name}" for module, names in _USED for name in names if not hasattr(module, name)
     ]
@@ -121,7 +121,7 @@ def require_interface() -> None:
 
 @contextmanager
 def _cache(model: nn.Module) -> Iterator[dict[str, first_block_cache.FBCSharedBlockState]]:
-    """diffusers' First Block Cache, on for as long as the context lasts: its states by pass, none yet."""
+    """diffusers' First Block Cache, enabled within the context; yields its (empty) states by pass."""
     require(model)
     touched = [model, *_blocks(model)]
     before = [_LEFT & vars(part).keys() for part in touched]
@@ -131,7 +131,7 @@ def _cache(model: nn.Module) -> Iterator[dict[str, first_block_cache.FBCSharedBl
         leader = getattr(touched[1], _REGISTRY).get_hook(first_block_cache._FBC_LEADER_BLOCK_HOOK)
         yield leader.state_manager._state_cache
     finally:
-        vars(model)["_cache_config"] = config  # or nothing is disabled, where enabling failed on its way
+        vars(model)["_cache_config"] = config  # else disable_cache does nothing if enabling failed midway
         CacheMixin.disable_cache(model)
         for part, had in zip(touched, before, strict=True):
             for name in _LEFT - had:
@@ -139,7 +139,7 @@ def _cache(model: nn.Module) -> Iterator[dict[str, first_block_cache.FBCSharedBl
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks, in the order in which they run."""
+    """The transformer blocks in execution order."""
     names = _common._ALL_TRANSFORMER_BLOCK_IDENTIFIERS
     lists = [
         part for name, part in model.named_children() if name in names and isinstance(part, nn.ModuleList)
@@ -148,10 +148,10 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _introduce(kind: type[nn.Module]) -> None:
-    """Have diffusers know a class of blocks: sharding (FSDP2) makes a subclass of each.
+    """Register a block class with diffusers if one of its bases is known: FSDP2 subclasses every block.
 
     Raises:
-        StepCacheError: it knows none of its bases.
+        StepCacheError: no base is known.
     """
     registry = _helpers.TransformerBlockRegistry
     for base in kind.__mro__:

@@ -1,1 +1,1 @@
-"""Several processes of one node denoising the same rollouts together (Ulysses)."""
+"""Sequence parallelism (Ulysses): several processes of one node denoise the same rollouts together."""

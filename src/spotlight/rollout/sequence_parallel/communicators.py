@@ -1,15 +1,14 @@
-"""What moves tensors between the ranks of a group: gloo between CPUs, NCCL between GPUs, one interface.
+"""Collectives between the ranks of a group: gloo between CPUs, NCCL between GPUs, behind one interface.
 
-A communicator is opened and closed many times in the life of a process. A member that dies or hangs while
-others wait for it must end in :class:`SpPeerLostError` within ``collective_s``:
+A communicator is opened and closed many times per process. If a member dies or hangs, the others must get a
+:class:`SpPeerLostError` within ``collective_s``:
 
-- gloo's collectives block their thread. A dead peer's socket closes, which ends them in milliseconds; a
-  stopped one runs into gloo's own time-out. Both are errors of the collective, told by their text: torch
-  raises a plain RuntimeError.
-- NCCL's are kernels: a dead peer tells the host nothing. A timer aborts the communicator when what was begun
-  is not done in time; then the kernels return, and ``bounded`` raises.
+- gloo blocks the thread. A dead peer's socket closes, which ends the collective in milliseconds; a stopped
+  peer runs into gloo's timeout. torch raises a plain RuntimeError for both, recognized by its text.
+- NCCL runs kernels, and a dead peer is invisible to the host. A timer aborts the communicator, the kernels
+  return, and ``bounded`` raises.
 
-Both serve one node: gloo binds to the loopback.
+Both serve a single node: gloo binds to the loopback interface.
 """
 
 from __future__ import annotations
@@ -31,40 +30,40 @@ _GLOO = re.compile(r"gloo|Connection closed by peer|Connection reset by peer|Tim
 
 
 class SpPeerLostError(RuntimeError):
-    """A rank that others waited for is dead, stopped, or out of reach."""
+    """A rank is dead, stopped or unreachable while others wait for it."""
 
 
 class Communicator(Protocol):
-    """The default process group of this process: its sequence-parallel group, or nothing.
+    """This process's default process group: its sequence-parallel group, or none.
 
     Attributes:
-        device: where tensors must be to be exchanged.
-        collective_s: a collective that is not done after so long ends in an error.
+        device: required device of exchanged tensors.
+        collective_s: time limit of a collective.
     """
 
     device: torch.device
     collective_s: float
 
     def open(self, store: Store, rank: int, degree: int) -> dist.ProcessGroup:
-        """Connect to the other ranks, who all call it too.
+        """Connect to the other ranks, which must call this too.
 
         Raises:
-            SpPeerLostError: some could not be reached in time.
+            SpPeerLostError: a rank could not be reached in time.
         """
 
     def close(self) -> None:
-        """Leave at once, whatever the state; nothing to do when closed. Collectives of the others fail."""
+        """Leave immediately, in any state; collectives of the others fail. No effect when closed."""
 
     def bounded(self) -> AbstractContextManager[None]:
-        """Around collectives: on leaving it they are done.
+        """Context for collectives, which are complete on exit.
 
         Raises:
-            SpPeerLostError: a peer is dead or late. Other errors pass as they are.
+            SpPeerLostError: a peer is dead or late. Other errors pass through.
         """
 
 
 class Gloo:
-    """Between CPUs of one machine; see :class:`Communicator`."""
+    """See :class:`Communicator`."""
 
     def __init__(self, collective_s: float) -> None:
         self.device = torch.device("cpu")
@@ -76,7 +75,7 @@ class Gloo:
             return _opened("gloo", store, rank, degree, self.collective_s)
 
     def close(self) -> None:
-        """See :meth:`Communicator.close`. Sockets close at once: the others need not wait for a time-out."""
+        """See :meth:`Communicator.close`. Closes the sockets, so the others need not wait for a timeout."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -92,10 +91,10 @@ class Gloo:
 
 
 class Nccl:
-    """Between GPUs of one machine; see :class:`Communicator`.
+    """See :class:`Communicator`.
 
-    Written to torch's and NCCL's documentation and not exercised by any test: that takes two GPUs, since NCCL
-    refuses two ranks on one.
+    Written from torch's and NCCL's documentation and not tested: that needs two GPUs, since NCCL refuses two
+    ranks on one.
 
     Args:
         device: this process's GPU, with an index.
@@ -109,14 +108,14 @@ class Nccl:
 
     def open(self, store: Store, rank: int, degree: int) -> dist.ProcessGroup:
         """See :meth:`Communicator.open`. Connects eagerly, so that the first step does not pay for it."""
-        # Else torch's watchdog ends the process when a collective fails; here the process goes on.
+        # Otherwise torch's watchdog kills the process when a collective fails; this one must survive.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         torch.cuda.set_device(self.device)
         with self.bounded():
             return _opened("nccl", store, rank, degree, self.collective_s, self.device)
 
     def close(self) -> None:
-        """See :meth:`Communicator.close`. Aborts: an orderly end would wait for peers that are gone."""
+        """See :meth:`Communicator.close`. Aborts, because an orderly shutdown waits for dead peers."""
         if dist.is_initialized():
             _abort_process_group()
 
@@ -140,13 +139,13 @@ class Nccl:
             raise
         finally:
             timer.cancel()
-            timer.join()  # an abort under way ends first
+            timer.join()  # wait for an abort in progress
         if expired.is_set():
             raise SpPeerLostError(f"NCCL collectives were not done after {self.collective_s:g} s")
 
 
 def communicator(device: torch.device, collective_s: float) -> Communicator:
-    """What suits the device: NCCL for GPUs, gloo for anything else."""
+    """NCCL for GPUs, gloo otherwise."""
     if not collective_s > 0:
         raise ValueError(f"collective_s is {collective_s}; expected seconds above 0")
     return Nccl(device, collective_s) if device.type == "cuda" else Gloo(collective_s)
@@ -165,8 +164,8 @@ def _opened(
             "this process has a default process group already: a rollout worker's only group is its "
             "sequence-parallel one, so keep learner ranks and rollout workers in processes of their own"
         )
-    # torch numbers groups, the number is part of where ranks meet, and only destroying a group sets it back:
-    # whoever failed to open one before would wait at another place than the rest.
+    # torch's group counter is part of the rendezvous key, and only destroying a group resets it. After a
+    # failed attempt to open one, this rank would wait under another key than the rest.
     _world.group_count = 0
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(
@@ -179,7 +178,7 @@ def _opened(
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Have gloo listen where only this machine can connect, unless the user named an interface."""
+    """Make gloo listen on the loopback interface, unless the user chose one."""
     name = "GLOO_SOCKET_IFNAME"
     loopback = next((found for _, found in socket.if_nameindex() if found.startswith("lo")), None)
     if name in os.environ or loopback is None:

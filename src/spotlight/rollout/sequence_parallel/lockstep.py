@@ -1,4 +1,4 @@
-"""A group denoises the same rollouts together: the leader decides, all compute, all hold the results.
+"""A group denoises the same rollouts together: the leader decides, all compute, and all hold the results.
 
     leader                                          followers
     lead = Lead(engine, membership)                 follow = Follower(engine, membership, recipes, use)
@@ -6,18 +6,18 @@
         states = lead.step("policy", model, states)
     lead.end()
 
-Before each step the leader tells the others which weights, and which rollouts in which order; states that
-they do not hold it sends along, by value. Then every rank takes the same step on equal inputs, and has equal
+Before each step the leader broadcasts which weights to use and which rollouts to advance, in order; states
+that followers do not have are sent along. Then every rank takes the same step on equal inputs and gets equal
 results.
 
 Invariants:
-- A step that fails leaves the states of before it, on every rank: after a :class:`GroupLostError` each
-  survivor goes on, alone or in a new group, from the states it holds (``Follower.states``, or what the
-  leader's caller passed to ``step``). Survivors may be one step apart; in a new group the leader's count.
-- No step is taken with weights of different content: the order names the content by its digest.
-- Whoever survives knows under which leases it holds what (``Follower.claims``), and can speak for the leader.
-- Nobody waits while there is no work: followers run from a lease's first step to its end. Between two steps
-  the leader has less than ``collective_s`` for whatever else it does.
+- A failed step leaves every rank with the previous states. After a :class:`GroupLostError` each survivor
+  continues from the states it holds (``Follower.states``, or the input of ``Lead.step``), alone or in a new
+  group. Survivors may differ by one step; in a new group the leader's states count.
+- Ranks never step with different weights: the order carries the weights digest.
+- Every survivor knows the lease of each rollout (``Follower.claims``) and can report for the leader.
+- Nobody waits in a collective without work: followers run from a lease's first step to its end. Between two
+  steps the leader must take less than ``collective_s``.
 """
 
 from __future__ import annotations
@@ -42,12 +42,11 @@ NO_LEASE = LeaseId(0)
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Under what a rollout is held.
+    """The lease under which a rollout is held.
 
     Attributes:
-        lease: the lease that holds it.
-        began: the step at which whoever granted the lease takes the rollout to have begun: progress is told
-            in steps since then.
+        began: step at which the controller believes the rollout began under this lease; progress counts from
+            it.
     """
 
     lease: LeaseId
@@ -56,7 +55,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A state by value, new to the followers."""
+    """A state sent by value, new to the followers."""
 
     header: dict[str, object]
     tensors: dict[str, Tensor]
@@ -70,15 +69,15 @@ def _given(state: RolloutState, claim: Claim) -> Given:
 
 @dataclass(frozen=True, slots=True)
 class LockstepOrder:
-    """What the leader tells the others before a step.
+    """What the leader broadcasts before a step.
 
     Attributes:
-        slot: whose weights to use; empty at the end.
+        slot: weight slot to use; empty at the end.
         mark: digest of those weights.
         rollouts: those to advance, in order.
-        kept: others that the followers go on holding; what is in neither they drop.
-        given: those of ``rollouts`` that are new to the followers.
-        seen: at the end, the last lease that the leader was granted.
+        kept: others that followers keep; they drop everything else.
+        given: members of ``rollouts`` that are new to the followers.
+        seen: at the end, the last lease granted to the leader.
     """
 
     slot: str
@@ -89,7 +88,7 @@ class LockstepOrder:
     seen: LeaseId = NO_LEASE
 
     def to_bytes(self) -> bytes:
-        """A length, JSON, and tensors in safetensors (named by position): no pickle."""
+        """A length, JSON, and tensors as safetensors (named by position). No pickle."""
         fields = {
             "slot": self.slot,
             "mark": self.mark,
@@ -109,7 +108,7 @@ class LockstepOrder:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> LockstepOrder:
-        """What :meth:`to_bytes` wrote."""
+        """Read what :meth:`to_bytes` wrote."""
         end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "big")
         told = json.loads(data[_LENGTH_BYTES:end])
         tensors: list[dict[str, Tensor]] = [{} for _ in told["given"]]
@@ -131,17 +130,17 @@ class LockstepOrder:
 
 
 class Lead:
-    """The leader's part, from its first lease to when it has none; alone, the engine's own step.
+    """The leader's side, while it has leases; in a group of one, the engine's own step.
 
     Args:
-        mark: digest of the weights it uses; followers with others refuse to take part.
+        mark: digest of its weights; followers with others refuse to take part.
     """
 
     def __init__(self, engine: Engine, membership: SpMembership, mark: str = "") -> None:
         if not membership.leads:
             raise ValueError(f"worker {membership.worker} does not lead; {membership.group.leader} does")
         self._engine, self._membership, self._mark = engine, membership, mark
-        self._held: dict[RolloutId, tuple[int, Claim]] = {}  # what the followers hold, and at which step
+        self._held: dict[RolloutId, tuple[int, Claim]] = {}  # what followers hold, and at which step
 
     def step(
         self,
@@ -152,21 +151,21 @@ class Lead:
         others: Sequence[RolloutState] = (),
         claims: Mapping[RolloutId, Claim] | None = None,
     ) -> list[RolloutState]:
-        """Advance every state that is not done by one step, together; order is kept.
+        """Advance every unfinished state by one step on all ranks; order is preserved.
 
         Args:
-            slot: the weight slot that ``model`` is, by which the others find theirs.
-            others: states held that this step leaves as they are.
-            claims: of all states, for followers who outlive the leader.
+            slot: the weight slot of ``model``, by which followers find theirs.
+            others: held states that this step does not change.
+            claims: for all states, so that followers can take over.
 
         Raises:
-            GroupLostError: ``states`` are still good.
+            GroupLostError: ``states`` are still valid.
         """
         if self._membership.group.degree == 1:
             return self._engine.step(model, [_whole(state) for state in states])
         running = [state for state in states if not state.done]
         if not running:
-            return list(states)  # nothing to order: what the followers hold stays theirs
+            return list(states)  # nothing to order: followers keep what they hold
         claimed = {
             state.rollout.id: (claims or {}).get(state.rollout.id, Claim(NO_LEASE, 0))
             for state in (*running, *others)
@@ -176,7 +175,7 @@ class Lead:
             for state in (*running, *others)
             if self._held.get(state.rollout.id) == (state.step, claimed[state.rollout.id])
         }
-        # What blocks added is each rank's own, and so good only where all have it.
+        # Block residuals exist per rank, so they are usable only if every rank has them.
         states = [s if s.rollout.id in known else dataclasses.replace(s, added=None) for s in states]
         order = LockstepOrder(
             slot,
@@ -193,28 +192,28 @@ class Lead:
         return advanced
 
     def end(self, seen: LeaseId = NO_LEASE) -> None:
-        """Let the followers go; the next step begins anew. Raises GroupLostError when they cannot be told.
+        """Release the followers. Raises GroupLostError if they cannot be reached.
 
         Args:
-            seen: the last lease granted: calls to follow into it, or an earlier one, are answered by this.
+            seen: the last lease granted; it answers calls to follow this or an earlier lease.
         """
         self._held = {}
         self._membership.broadcast(LockstepOrder("", seen=seen).to_bytes())
 
 
 class Follower:
-    """The others' part.
+    """The followers' side.
 
     Args:
-        engine: of the same settings as the leader's.
-        recipes: how rollouts of each purpose are denoised here; the leader's must be the same.
-        use: gives the module with the weights of a slot, for as long as the context lasts.
+        engine: with the leader's settings.
+        recipes: per purpose; must equal the leader's.
+        use: context that gives the module with a slot's weights.
         mark: digest of the weights held here.
 
     Attributes:
-        states: what this rank holds: the rollouts of the last order, at the last step it finished.
+        states: the rollouts of the last order, at the last step this rank finished.
         claims: of the rollouts held.
-        seen: once ``run`` has returned, the last lease that the leader was granted.
+        seen: after ``run``, the last lease granted to the leader.
     """
 
     def __init__(
@@ -233,12 +232,12 @@ class Follower:
         self.seen = NO_LEASE
 
     def run(self) -> None:
-        """Do what the leader says until it ends.
+        """Execute the leader's orders until it ends.
 
         Raises:
-            GroupLostError: ``states`` are still good. The group is lost to all when the leader's weights
-                have another digest than ours, too.
-            ValueError: the leader's rollouts and ours are of different recipes; the group is lost to all.
+            GroupLostError: a peer failed, or the leader's weights digest differs, which ends the group for
+                all. ``states`` are still valid.
+            ValueError: the leader's recipes differ; this also ends the group for all.
         """
         with ExitStack() as weights:
             slot, model = "", nn.Module()
@@ -266,7 +265,7 @@ class Follower:
         )
 
     def _taken(self, order: LockstepOrder) -> tuple[tuple[RolloutState, ...], tuple[RolloutState, ...]]:
-        """States to advance, and those kept beside them."""
+        """States to advance, and those kept unchanged."""
         held = {state.rollout.id: state for state in self.states}
         for given in order.given:
             state = from_tensors(given.header, given.tensors, self._recipe(given.header), self._engine.device)
@@ -283,7 +282,7 @@ class Follower:
 
 
 def _whole(state: RolloutState) -> RolloutState:
-    """Without what blocks added to a part of its tokens, in a group that is no more."""
+    """Drop block residuals that cover only a share of the tokens, left from a former group."""
     if state.added is None or all(len(rows) == len(state.latents) for rows in state.added.values()):
         return state
     return dataclasses.replace(state, added=None)

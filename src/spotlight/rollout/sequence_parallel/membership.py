@@ -1,17 +1,17 @@
-"""Sequence-parallel groups inside living processes: form, shrink, grow, dissolve, survive a death.
+"""Sequence-parallel groups of living processes: form, shrink, grow, dissolve, survive a death.
 
-A worker process has one :class:`SpMembership`. It stands alone, or is a rank of one group. It changes at step
-boundaries, by ``form`` under a new epoch: close the old communicator, meet the others in the store, connect,
-verify. Weights stay where they are. Who forms a group is decided elsewhere (the controller).
+A worker process has one :class:`SpMembership`. It is alone or a rank of one group, and changes group at step
+boundaries with ``form`` under a new epoch: close the old communicator, meet in the store, connect, verify.
+Weights stay in place. The controller decides who forms a group.
 
 Invariants:
-- After any error of this module the worker stands alone and can denoise alone: there is always a way back.
-- A group is its epoch and its members. Epochs only grow, so whoever missed a change never meets a later
-  group; two workers that were told different members do not meet either.
-- Whatever goes wrong in one rank's exchange parts it from the group, which ends the exchange of all others:
-  no rank waits longer than ``collective_s`` for one that has left, died or stopped.
-- It is known to all that a group has formed only by using it: a rank that fails just after the verification
-  is noticed at the first exchange.
+- After any error here the worker is alone and can denoise alone.
+- A group is identified by its epoch and members. Epochs only grow, so a worker that missed a change never
+  meets a later group, and workers told different members never meet.
+- A failure in one rank's exchange removes it from the group and thereby ends the others' exchange: no rank
+  waits longer than ``collective_s`` for a member that left, died or stopped.
+- Only use proves that a group formed everywhere: a rank that fails right after verification is noticed at the
+  first exchange.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from spotlight.scheduler.types import WorkerId
 
 
 class GroupError(RuntimeError):
-    """A group that is not, or no longer. The worker stands alone and can go on."""
+    """A group failed to form or was lost. The worker is alone and can continue."""
 
 
 class FormationError(GroupError):
-    """The members did not meet. ``missing``: those who never arrived, as far as is known."""
+    """The members did not meet. ``missing``: those known not to have arrived."""
 
     def __init__(self, message: str, missing: tuple[WorkerId, ...] = ()) -> None:
         super().__init__(message)
@@ -44,11 +44,11 @@ class FormationError(GroupError):
 
 
 class GroupLostError(GroupError):
-    """A member died, stopped or left while the others waited for it."""
+    """A member died, stopped or left while others waited for it."""
 
 
 class StaleEpochError(GroupError):
-    """A command to form a group under an epoch that is over. The worker's group is as it was."""
+    """A command to form a group under a past epoch; the current group is unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class SpGroup:
 
     Attributes:
         epoch: grows with each formation.
-        members: in order of rank; the first leads.
+        members: by rank; the first leads.
     """
 
     epoch: int
@@ -69,7 +69,7 @@ class SpGroup:
 
     @property
     def leader(self) -> WorkerId:
-        """The member whose decisions count."""
+        """The member that makes decisions."""
         return self.members[0]
 
     @property
@@ -79,14 +79,14 @@ class SpGroup:
 
 
 class SpMembership:
-    """What group this process is in, and the way to another. Not for several threads at once.
+    """This process's current group, and its transitions. Not thread-safe.
 
     Args:
         worker: this process's name.
         store: where members meet; see :mod:`spotlight.rollout.sequence_parallel.rendezvous`.
         communicator: gloo or NCCL.
         parallel: the transformers to split.
-        form_s: how long to wait for members to arrive.
+        form_s: longest wait for members to arrive.
     """
 
     def __init__(
@@ -109,23 +109,24 @@ class SpMembership:
 
     @property
     def group(self) -> SpGroup:
-        """The group this worker is in; of itself alone when it is in none."""
+        """The current group; just this worker when alone."""
         return self._group
 
     @property
     def leads(self) -> bool:
-        """Whether this worker's decisions count."""
+        """Whether this worker leads its group."""
         return self._group.leader == self.worker
 
     def form(self, group: SpGroup) -> None:
-        """Leave the present group and become a member of ``group``; the present one again: nothing to do.
+        """Leave the current group and join ``group``; no effect if it is the current one.
 
         Takes at most ``form_s`` plus twice ``collective_s``.
 
         Raises:
-            ValueError: this worker is no member, or the degree does not suit; the group is as it was.
-            StaleEpochError: the epoch is over: formed before, tried before, or older.
-            FormationError: the others did not come; this worker stands alone, and the epoch is over.
+            ValueError: this worker is no member, or the degree is unsupported; the current group is
+                unchanged.
+            StaleEpochError: the epoch was already formed, attempted or surpassed.
+            FormationError: the others did not come; this worker is alone, and the epoch is used up.
         """
         if group == self._group:
             return
@@ -147,18 +148,18 @@ class SpMembership:
         self._group = group
 
     def part(self) -> None:
-        """Stand alone, at once; exchanges of those who stay behind fail."""
+        """Leave the group at once; exchanges of the remaining members fail."""
         self._group = SpGroup(self._epoch, (self.worker,))
         self._parallel.leave()
         self._communicator.close()
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
-        """Around everything that all members do together, each step at least. Alone: nothing.
+        """Context for everything that all members do together, at least every step. No effect when alone.
 
         Raises:
-            GroupLostError: a peer failed; this worker stands alone now.
-            Exception: its own failure passes as it is, and parts it too, because the others cannot go on.
+            GroupLostError: a peer failed; this worker is now alone.
+            Exception: this rank's own failure, which also removes it, since the others cannot continue.
         """
         if self._group.degree == 1:
             yield
@@ -178,7 +179,7 @@ class SpMembership:
             raise
 
     def broadcast(self, data: bytes | None) -> bytes:
-        """The leader's ``data``, to all members; those who do not lead pass None.
+        """Send the leader's ``data`` to all members; followers pass None.
 
         Raises:
             GroupLostError: see :meth:`exchange`.
@@ -198,7 +199,7 @@ class SpMembership:
 
     def _meet(self, group: SpGroup) -> None:
         try:
-            # Members and epoch name the place: those who were told otherwise wait elsewhere, in vain.
+            # Members and epoch are the key: workers told otherwise wait under another key, and time out.
             place = PrefixStore(f"sp/{group.epoch}/{'+'.join(group.members)}", self._store)
             self._arrive(group, place)
             rank = group.members.index(self.worker)
@@ -213,7 +214,7 @@ class SpMembership:
             raise
 
     def _arrive(self, group: SpGroup, place: Store) -> None:
-        """Tell the others that this worker is here, and wait for all of them."""
+        """Announce this worker and wait for all the others."""
         try:
             place.set(self.worker, "here")
             place.wait(list(group.members), timedelta(seconds=self._form_s))
@@ -240,7 +241,7 @@ class SpMembership:
             raise SpPeerLostError(f"{met} ranks answered; expected {group.degree}")
 
     def _release(self, error: BaseException) -> None:
-        """Part, and let go of what the error's frames hold: tensors of a step that will not be finished."""
+        """Leave, and clear the error's frames, which hold tensors of the unfinished step."""
         self.part()
         cause: BaseException | None = error
         while cause is not None:

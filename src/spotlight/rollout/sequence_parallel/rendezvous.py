@@ -1,8 +1,8 @@
-"""The key-value store through which groups find each other. It lives outside of every group.
+"""The key-value store through which groups meet. It outlives every group.
 
-One process that outlives them (the head, a reserved node) serves it; each worker connects once. It keeps some
-hundred bytes a member of each group ever formed. Its protocol knows no passwords: it listens on the loopback
-unless told otherwise, and belongs into the cluster's private network where it is.
+A long-lived process (the head, on a reserved node) serves it; each worker connects once. It grows by some
+hundred bytes per member of each group formed. The protocol has no authentication: it listens on the loopback
+interface by default, and must stay within the cluster's private network otherwise.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ class Address:
 
 
 def serve(host: str = "127.0.0.1", port: int = 0, timeout_s: float = 30.0) -> tuple[Store, Address]:
-    """Serve a store from this process for as long as the returned object lives.
+    """Serve a store for as long as the returned object lives.
 
     Args:
-        port: 0 takes a free one.
+        port: 0 picks a free one.
 
     Raises:
-        OSError: the address cannot be listened on.
+        OSError: cannot listen on the address.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.create_server((host, port), family=family, backlog=1024)
     taken: int = listening.getsockname()[1]
-    # Handed our own socket, because the store's own listens on all interfaces. It closes it in the end.
+    # Pass our own socket, which the store closes: its default listens on all interfaces.
     store = TCPStore(
         host,
         taken,
@@ -48,13 +48,13 @@ def serve(host: str = "127.0.0.1", port: int = 0, timeout_s: float = 30.0) -> tu
 
 
 def connect(address: Address, timeout_s: float = 30.0) -> Store:
-    """This process's connection to the store.
+    """Connect this process to the store.
 
     Args:
-        timeout_s: of the connection and, unless said otherwise, of each request.
+        timeout_s: for connecting and, by default, for each request.
 
     Raises:
-        ConnectionError: nobody answers there.
+        ConnectionError: nobody answers.
     """
     try:
         return TCPStore(address.host, address.port, is_master=False, timeout=timedelta(seconds=timeout_s))

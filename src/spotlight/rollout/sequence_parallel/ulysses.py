@@ -1,21 +1,20 @@
-"""Ulysses sequence parallelism inside a diffusers transformer: the one file that knows its private interface.
+"""Ulysses sequence parallelism inside a diffusers transformer; the only file that uses its private interface.
 
-Every rank of a group holds all weights and is given the same inputs. Between the transformer's split and
-gather points a rank holds a share of the image tokens and a share of the text tokens; inside attention it
-holds all tokens of a share of the heads. Entering and leaving move no weights.
+Every rank holds all weights and gets the same inputs. Between the transformer's split and gather points a
+rank holds a share of the image tokens and of the text tokens; inside attention it holds all tokens of a share
+of the heads. Entering and leaving moves no weights.
 
-Taken from diffusers (0.42; pyproject.toml pins >=0.42,<0.43): which inputs and outputs are split, from the
-model's ``_cp_plan``; the attention itself, which attention processors dispatch to when ``_parallel_config``
-is set. Ours are the hooks that split and gather, because diffusers' own take only lengths that divide by
-the degree, and its mode for other lengths puts masks on the wrong tokens from degree 3 on and does not run
-over gloo (shown in tests/invariant/test_groups.py).
+From diffusers (0.42; pyproject.toml pins >=0.42,<0.43) come the split points (the model's ``_cp_plan``) and
+the attention that processors dispatch to when ``_parallel_config`` is set. The split and gather hooks are
+ours: diffusers' own need lengths divisible by the degree, and its mode for other lengths masks the wrong
+tokens from degree 3 on and does not run over gloo (shown in tests/invariant/test_groups.py).
 
 Invariants:
-- Any number of text tokens does, and of image tokens from the degree on. Every rank attends with equally many
-  tokens: text is padded, and masked, by less than two tokens a rank, and whoever has one image token less
-  has one text token more.
-- The output is whole and the same on all ranks; it equals the unsplit one up to rounding.
-- Outside ``enter`` .. ``leave`` the modules are as they were. A refused ``enter`` changes nothing.
+- Any number of text tokens works, and any number of image tokens from the degree on. All ranks attend with
+  equally many tokens: text is padded and masked by less than two tokens per rank, and a rank with one image
+  token less has one text token more.
+- The output is complete and identical on all ranks, and equals the unsplit output up to rounding.
+- Outside ``enter`` .. ``leave`` the modules are unmodified. A refused ``enter`` changes nothing.
 - Forward only: a forward with gradients is refused, since the gather has no backward.
 """
 
@@ -30,7 +29,7 @@ from typing import Protocol, TypeGuard
 
 import torch
 
-# Before any collective: functional collectives import it on first use, seconds that others would wait for.
+# Import before any collective: functional collectives import it on first use, while other ranks wait.
 import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -47,22 +46,22 @@ from torch.utils.hooks import RemovableHandle
 Arguments = tuple[tuple[object, ...], dict[str, object]]
 
 _SET_ON_CONFIG = ("_rank", "_world_size", "_ulysses_mesh", "_flattened_mesh", "_ulysses_local_rank")
-"""Fields that diffusers' own set-up fills from a device mesh; ours has one dimension and one group."""
+"""Fields that diffusers' set-up fills from a device mesh; ours has one dimension and one group."""
 
 
 class SequenceParallelError(ValueError):
-    """A transformer that cannot be split like this, or a diffusers that does it otherwise."""
+    """The transformer cannot be split, or diffusers' interface changed."""
 
 
 class Processor(Protocol):
-    """What is used of an attention processor of diffusers."""
+    """The part of a diffusers attention processor that is used."""
 
     _parallel_config: ParallelConfig | None
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """What is used of an attention module of diffusers."""
+    """The part of a diffusers attention module that is used."""
 
     heads: int
     processor: Processor
@@ -70,7 +69,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class TokenShares:
-    """Tokens of each rank, padding included: every rank has the same sum of both."""
+    """Tokens per rank, padding included; image plus text is the same on every rank."""
 
     image: tuple[int, ...]
     text: tuple[int, ...]
@@ -91,12 +90,12 @@ class TokenShares:
 
 
 def share_out(degree: int, image_tokens: int, text_tokens: int) -> TokenShares:
-    """TokenShares for any lengths: image tokens as even as can be, padded text to level the sums.
+    """Shares for any lengths: image tokens as even as possible, padded text to level the sums.
 
     Text is padded to ``sum(shares.text)``, by less than ``2 * degree`` tokens.
 
     Raises:
-        SequenceParallelError: an image of fewer tokens than ranks.
+        SequenceParallelError: fewer image tokens than ranks.
     """
     if image_tokens < degree:
         raise SequenceParallelError(
@@ -108,19 +107,18 @@ def share_out(degree: int, image_tokens: int, text_tokens: int) -> TokenShares:
     # At least one text token each: kernels need not handle empty tensors.
     each = max(-(-(image_tokens + text_tokens) // degree), image[0] + 1)
     if longer and degree * each == 2 * image_tokens:
-        each += 1  # equal lengths with unequal shares could not be told apart
+        each += 1  # of_length could not distinguish equal lengths with unequal shares
     return TokenShares(image, tuple(each - tokens for tokens in image))
 
 
 class SequenceParallel:
-    """Splits the transformers of a worker over its group, and joins them again.
+    """Splits a worker's transformers over its group, and restores them.
 
     Args:
         modules: every module that rollouts may run, e.g. ``slots.modules().values()``.
 
     Raises:
-        SequenceParallelError: a module without a plan or attention that can be split, or a diffusers whose
-            interface moved.
+        SequenceParallelError: a module cannot be split, or diffusers' interface changed.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -131,7 +129,7 @@ class SequenceParallel:
 
     @property
     def active(self) -> bool:
-        """Whether forwards are split at this moment."""
+        """Whether forwards are currently split."""
         return bool(self._split)
 
     def check(self, degree: int) -> None:
@@ -145,10 +143,10 @@ class SequenceParallel:
                 )
 
     def enter(self, group: dist.ProcessGroup) -> None:
-        """Split forwards over ``group`` from now on; a group of one, or a split already there, ends first.
+        """Split forwards over ``group``, replacing any earlier split; a group of one is not split.
 
         Raises:
-            SequenceParallelError: the group's size does not divide the heads; nothing has changed then.
+            SequenceParallelError: the group's size does not divide the heads; nothing has changed.
         """
         self.check(group.size())
         self.leave()
@@ -160,7 +158,7 @@ class SequenceParallel:
             _set_config(attentions, config)
 
     def leave(self) -> None:
-        """Make forwards whole again; nothing to do when they are."""
+        """Restore unsplit forwards; no effect if they are."""
         for split in self._split:
             split.remove()
         self._split.clear()
@@ -169,7 +167,7 @@ class SequenceParallel:
 
 
 class _Split:
-    """The hooks in one transformer, and the shares of the forward under way."""
+    """The hooks in one transformer, and the shares of the current forward."""
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -184,7 +182,7 @@ class _Split:
                 self._hook(part, plan)
 
     def remove(self) -> None:
-        """Take all hooks out."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -208,7 +206,7 @@ class _Split:
             self._handles.append(part.register_forward_hook(self._splitting_outputs(outputs)))
 
     def _begin(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
-        """Settle the shares of this forward, and pad the text to them."""
+        """Set the shares of this forward and pad the text accordingly."""
         if torch.is_grad_enabled():
             raise SequenceParallelError(
                 "a forward with gradients inside a sequence-parallel group: only rollouts are split; run it "
@@ -236,7 +234,7 @@ class _Split:
         return args, kwargs | padded
 
     def _own(self, value: object, dim: int) -> object:
-        """This rank's share of a tensor; anything else (None) as it is."""
+        """This rank's share of a tensor; non-tensors (None) pass through."""
         if not isinstance(value, Tensor):
             return value
         shares = self._shares.of_length(value.shape[dim])
@@ -295,7 +293,7 @@ class _Split:
 
 
 def require_interface() -> None:
-    """Raise SequenceParallelError, naming what is gone, unless diffusers is as this file expects it."""
+    """Raise SequenceParallelError, naming what is missing, unless diffusers' interface is as expected."""
     fields = {field.name for field in dataclasses.fields(ContextParallelConfig)}
     gone = [
         f"ContextParallelConfig.{name}" for name in ("ulysses_degree", *_SET_ON_CONFIG) if name not in fields
@@ -317,7 +315,7 @@ def require_interface() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Mesh:
-    """Stands for a device mesh of one dimension. All that attention asks of it is the group."""
+    """Stands in for a one-dimensional device mesh; attention only asks for its group."""
 
     group: dist.ProcessGroup
 
@@ -329,7 +327,7 @@ def _config(group: dist.ProcessGroup) -> ParallelConfig:
     config = ContextParallelConfig(ulysses_degree=group.size())
     config._rank = config._ulysses_local_rank = group.rank()
     config._world_size = group.size()
-    # One communicator instead of the four of diffusers' own set-up: each has to be made at every regroup.
+    # One communicator instead of diffusers' four, since each must be recreated at every regroup.
     config._ulysses_mesh = config._flattened_mesh = _Mesh(group)
     return ParallelConfig(context_parallel_config=config)
 
@@ -349,7 +347,6 @@ def _splits(processor: object) -> TypeGuard[Processor]:
 
 
 def _attentions(module: nn.Module) -> list[Attention]:
-    """Attention modules whose processors can be split."""
     _plan(module)
     found: list[Attention] = []
     for part in module.modules():
@@ -370,7 +367,7 @@ def _set_config(attentions: Sequence[Attention], config: ParallelConfig | None) 
 
 
 def _parts(module: nn.Module, name: str) -> list[nn.Module]:
-    """Modules of that name in a plan, where ``*`` stands for one component."""
+    """Modules matching a plan's name, where ``*`` stands for one component."""
     pattern = re.compile(r"[^.]+".join(re.escape(part) for part in name.split("*")))
     parts = [part for path, part in module.named_modules() if pattern.fullmatch(path)]
     if not parts:
