@@ -148,7 +148,7 @@ class Ledger:
     def reject(self, rollout: RolloutId | None, reason: str) -> None:
         """Record a commit that does not count (stale epoch, duplicate, unknown rollout, wrong version)."""
         self.rejected[reason] += 1
-        # The durable ledger has a foreign key on issued rollouts.
+        # An id this ledger never issued would dangle in the durable one.
         self._write(CommitRejected(rollout if rollout in self._open else None, reason))
 
     def spend(self, phase: Phase, seconds: float) -> None:

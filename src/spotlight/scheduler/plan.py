@@ -1,4 +1,4 @@
-"""What the controller needs of the configuration, and what it demands of a run's prompts."""
+"""The controller's view of the configuration, and its requirements on plans and prompts."""
 
 from __future__ import annotations
 
@@ -23,24 +23,23 @@ class Explore(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ExplorationPlan:
-    """Preview more seeds than a group needs, and keep those whose rewards differ most.
+    """Preview more seeds than a group needs and keep those whose rewards differ most.
 
     Attributes:
-        seeds_per_prompt: previews of each prompt, where no planner decides.
-        steps: denoising steps of a preview, where no planner decides.
-        policy: which of the previewed seeds form the group.
-        contrast_min: previews of a prompt whose rewards lie within this range of each other choose nothing.
-        spare_prompts: so many prompts an iteration without contrast may be replaced.
-        sampled_prompts: groups an iteration that keep seeds drawn at random, to measure ranking fidelity.
-        drawn_seeds: so many each; a single one makes nothing measurable.
+        seeds_per_prompt: previews per prompt, without a planner.
+        steps: denoising steps per preview, without a planner.
+        policy: which previewed seeds form the group.
+        contrast_min: a prompt whose preview rewards lie within this range chooses nothing.
+        spare_prompts: maximum of prompts without contrast replaced per iteration.
+        sampled_prompts: groups per iteration that keep seeds drawn at random, to measure ranking fidelity.
+        drawn_seeds: number of these per group; fidelity needs at least 2.
         fidelity_min: Kendall's tau between preview and regenerated rewards below which previews do not
             choose; None: they always do.
-        undo_selection: samples are weighted so that choosing seeds leaves no bias; every group keeps drawn
-            seeds then, unless the policy itself draws, and no prompt is replaced.
+        undo_selection: weight samples so that selection leaves no bias. Then every group keeps drawn seeds,
+            unless the policy itself draws, and no prompt is replaced.
         planner: None: every iteration explores the same.
-        seeds_per_prompt_max: idle workers preview up to so many seeds of a prompt beyond what was planned;
-            None: no more than that, as where a choice by rank is undone (drawn seeds weigh the more, the
-            deeper the pool).
+        seeds_per_prompt_max: idle workers deepen pools up to this; None: not beyond the plan. Incompatible
+            with undoing a choice by rank: the deeper the pool, the larger the weights of drawn seeds.
     """
 
     where: Explore
@@ -58,14 +57,14 @@ class ExplorationPlan:
 
     @property
     def arms(self) -> tuple[Arm, ...]:
-        """Everything that may be explored."""
+        """All arms that may be played."""
         if self.planner is None:
             return (Arm(self.seeds_per_prompt, self.steps),)
         return arm_grid(self.planner.seed_counts, self.planner.step_counts)
 
 
 class Axis(StrEnum):
-    """How an iteration's samples are cut into parts that are trained while the rest is generated."""
+    """How a batch is cut into parts that are trained while the rest is generated."""
 
     PROMPT = "prompt"
     GENERATION = "generation"
@@ -73,17 +72,17 @@ class Axis(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
-    """What of generation and training may overlap; nothing by default.
+    """Which parts of generation and training may overlap; by default none.
 
     Attributes:
-        axis: train whole groups as they complete, or slices of groups; None: train when all is there.
-        slice_size: members of a group that form a slice, on the axis ``generation``.
+        axis: train groups, or slices of groups, as they complete; None: train when the batch is complete.
+        slice_size: group members per slice, on the axis ``generation``.
         baseline: what slices are compared with.
-        bounded: GPUs of the learner that roll out take only what is then trained earlier than if they had
-            left it; without, they take whatever waits while the learner has nothing to do.
-        switch_s: that one of them takes from training to rolling out, or back.
-        next_share: of the next iteration's groups that may be rolled out before this one is trained, one
-            published version stale.
+        bounded: the learner's GPUs take only rollouts that end training earlier; otherwise whatever waits
+            while the learner idles.
+        switch_s: seconds one of them takes to switch between training and rolling out.
+        next_share: fraction of the next iteration's groups that may be rolled out before this one is trained,
+            one published version stale.
     """
 
     axis: Axis | None = None
@@ -96,19 +95,18 @@ class PipelinePlan:
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """How workers of a cluster are grouped, and how long the controller waits for them.
+    """How workers are grouped, and how long the controller waits for them.
 
     Attributes:
-        pixels: height times width of an image or of a video's frame.
-        latent_frames: that the model denoises of a sample: more than 1 for video.
-        sp_pays_from_pixels: a sample of so many, over all its latent frames, gains from sequence parallelism.
-        heads: attention heads of the model, which every degree of sequence parallelism divides.
-        degrees: of sequence parallelism that a group may have, ascending; the smallest is one whose memory
-            suffices.
-        tail_steps: a group is re-formed for the tail of a batch only when a rollout has more steps to go.
-        answer_s: a command not answered for this long is sent again, and at last the worker restarted.
-        start_s: the same for starting a process and for pulling all weights.
-        drain_margin_s: a noticed node stops its work this long before the deadline.
+        pixels: height times width of an image or video frame.
+        latent_frames: latent frames per sample; more than 1 for video.
+        sp_pays_from_pixels: pixels times latent frames from which sequence parallelism pays.
+        heads: attention heads, divisible by every degree of sequence parallelism.
+        degrees: allowed degrees, ascending; the smallest fits in memory.
+        tail_steps: groups are re-formed for the tail of a batch only if a rollout has more steps to go.
+        answer_s: timeout of a command; it is resent, and finally the worker restarted.
+        start_s: the same for starting a process and for pulling full weights.
+        drain_margin_s: a noticed node stops work this long before its deadline.
         publishes: what a new policy version changes.
     """
 
@@ -125,23 +123,20 @@ class ClusterPlan:
 
     @property
     def sp_pays(self) -> bool:
-        """Whether a step is long enough for a higher degree to shorten it."""
+        """Whether samples are large enough for a higher degree to shorten a step."""
         return self.pixels * self.latent_frames >= self.sp_pays_from_pixels
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the controller needs of the configuration.
+    """The controller's settings.
 
     Attributes:
-        ranks: learner ranks; every rank must train equally many samples.
-        micro_batch_size: samples of one forward/backward over all ranks: a multiple of ``ranks``.
-        evaluation: when the held-out prompts are rolled out, and with how many images and steps.
-        max_drop_share: the run stops when a larger share of an iteration's samples cannot be scored;
-            None stops at the first.
-        cluster: how workers are grouped, and how long they are waited for.
-        exploration: None trains on random seeds.
-        pipeline: what overlaps.
+        ranks: learner ranks, each training equally many samples.
+        micro_batch_size: samples per forward/backward over all ranks, a multiple of ``ranks``.
+        max_drop_share: the run stops when a larger share of an iteration's samples is dropped; None: at the
+            first.
+        exploration: None: random seeds.
     """
 
     run_seed: int
@@ -162,13 +157,13 @@ class Plan:
 
     @property
     def early_groups(self) -> int:
-        """So many groups of an iteration may be rolled out while the one before is trained."""
-        # .29 of 100 groups are 29, though .29 times 100 is a little less in binary.
+        """How many groups of an iteration may be rolled out while the previous one is trained."""
+        # Binary rounding: 0.29 * 100 is slightly below 29.
         return math.floor(self.pipeline.next_share * self.prompts_per_iteration + 1e-9)
 
 
 def require_usable(plan: Plan, train: Sequence[Prompt], test: Sequence[Prompt]) -> None:
-    """Raise ValueError for a plan or prompts that no schedule can carry out."""
+    """Raise ValueError for a plan or prompts that cannot be scheduled."""
     if not train:
         raise ValueError("no training prompts; data.train must name at least one")
     if plan.micro_batch_size % plan.ranks:
@@ -187,7 +182,7 @@ def require_usable(plan: Plan, train: Sequence[Prompt], test: Sequence[Prompt]) 
 
 
 def divisors(heads: int, low: int, high: int) -> tuple[int, ...]:
-    """Degrees of sequence parallelism that a model of so many heads allows, within two bounds, ascending."""
+    """Divisors of ``heads`` from ``low`` to ``high``, ascending: the possible sequence-parallel degrees."""
     return tuple(degree for degree in range(low, high + 1) if heads % degree == 0)
 
 

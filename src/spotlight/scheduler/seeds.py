@@ -1,7 +1,7 @@
 """Every random decision, as a pure function of names and numbers.
 
-Nothing in the core draws from a generator with hidden state: prompts' order and rollouts' seeds are
-hashes of (run seed, what they are for), so they do not depend on timing, workers or restarts.
+There is no generator state: prompt order and rollout seeds are hashes of the run seed and their purpose,
+independent of timing, workers and restarts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from spotlight.scheduler.types import Prompt
 
 
 def derive_seed(run_seed: int, *fields: str | int) -> int:
-    """A 63-bit seed for the purpose that ``fields`` name; equal inputs give equal seeds everywhere."""
+    """A reproducible 63-bit seed for the purpose named by ``fields``."""
     text = "\x1f".join([str(run_seed), *map(str, fields)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
@@ -22,9 +22,9 @@ def derive_seed(run_seed: int, *fields: str | int) -> int:
 def prompts_of_iteration(
     prompts: Sequence[Prompt], run_seed: int, iteration: int, count: int
 ) -> list[Prompt]:
-    """The ``count`` prompts of an iteration: passes over all prompts, each pass in an order of its own.
+    """An iteration's ``count`` prompts, from passes over all prompts, each in its own order.
 
-    With fewer prompts than ``count`` an iteration holds a prompt more than once (separate groups).
+    With fewer prompts than ``count``, prompts repeat as separate groups.
     """
     chosen: list[Prompt] = []
     position = iteration * count
@@ -40,7 +40,7 @@ def prompts_of_iteration(
 def spares_of_iteration(
     prompts: Sequence[Prompt], run_seed: int, iteration: int, planned: Sequence[Prompt], count: int
 ) -> list[Prompt]:
-    """The prompts, at most ``count``, that may take the places of planned ones; in an order of their own."""
+    """At most ``count`` prompts, in pseudorandom order, that may replace planned ones."""
     taken = {prompt.id for prompt in planned}
     left = [prompt for prompt in prompts if prompt.id not in taken]
     return heapq.nsmallest(count, left, key=lambda one: derive_seed(run_seed, "spare", iteration, one.id))

@@ -1,13 +1,12 @@
-"""Discounted UCB over arms whose worth drifts (Garivier and Moulines 2011, arXiv 0805.3415).
+"""Discounted UCB for arms with drifting rewards (Garivier and Moulines 2011, arXiv 0805.3415).
 
     index(a) = mean(a) + alpha * B * sqrt(log(1 + n) / n(a))
 
-with discounted numbers of plays n(a), their sum n, and discounted means. B is the standard deviation of all
-rewards remembered, so ``alpha`` has no unit. Arms may share evidence with their neighbours on the grid: then
-n(a) and mean(a) count a play of arm b as ``sharing ** distance(a, b)`` plays of a, which is biased by the
-difference of the two and needs fewer plays.
+n(a) is the discounted number of plays, n their sum, mean(a) the discounted mean. B is the standard deviation
+of all remembered rewards, so ``alpha`` is dimensionless. With ``sharing``, a play of arm b counts as
+``sharing ** distance(a, b)`` plays of a: fewer plays are needed, at the cost of bias.
 
-Deterministic: no draws; ties fall to the arm that comes first in ``arms``.
+Deterministic; ties go to the arm first in ``arms``.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from spotlight.scheduler.exploration.decayed_mean import DecayedMean
 
 @dataclass(frozen=True, slots=True, order=True)
 class Arm:
-    """How much to explore: previews of each prompt, and denoising steps of each."""
+    """How much to explore: previews per prompt, and denoising steps per preview."""
 
     seeds_per_prompt: int
     steps: int
 
     @property
     def name(self) -> str:
-        """In metrics and checkpoints: 32x6 is 32 seeds of 6 steps."""
+        """For metrics and checkpoints: 32x6 is 32 seeds of 6 steps."""
         return f"{self.seeds_per_prompt}x{self.steps}"
 
     @classmethod
     def parse(cls, name: str) -> Arm:
-        """The arm of a name. Raises ValueError for anything else."""
+        """Inverse of :attr:`name`. Raises ValueError for anything else."""
         seeds, _, steps = name.partition("x")
         if not (seeds.isdecimal() and steps.isdecimal()):
             raise ValueError(f"{name!r} names no exploration arm; expected one like 32x6 (seeds x steps)")
@@ -41,22 +40,22 @@ class Arm:
 
 
 def arm_grid(seed_counts: Sequence[int], step_counts: Sequence[int]) -> tuple[Arm, ...]:
-    """Every combination, ascending."""
+    """All combinations, ascending."""
     return tuple(sorted({Arm(seeds, steps) for seeds in seed_counts for steps in step_counts}))
 
 
 _UNTRIED = 0.05
-"""An arm with evidence of fewer plays than this counts as never tried."""
+"""Arms with less evidence than this, in plays, count as untried."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArmEstimate:
-    """What is believed of an arm.
+    """Current estimate of an arm.
 
     Attributes:
-        plays: discounted number of plays, shared ones included.
-        mean: discounted mean reward; None if never tried.
-        bonus: for what is not known; infinite if never tried.
+        plays: discounted plays, shared ones included.
+        mean: discounted mean reward; None if untried.
+        bonus: for uncertainty; infinite if untried.
     """
 
     plays: float
@@ -71,13 +70,13 @@ class ArmEstimate:
 
 @dataclass(slots=True)
 class DiscountedUCB:
-    """See the module's docstring.
+    """See the module's docstring. Raises ValueError for parameters out of range.
 
     Attributes:
         arms: in the order in which untried ones are tried.
-        alpha: weight of exploration; 0 always takes the best mean.
-        discount: of a play, by every later one.
-        sharing: evidence that a play gives of a neighbour on the grid: 0 none, towards 1 nearly all.
+        alpha: weight of the bonus; 0 is greedy.
+        discount: decay of a play per later play.
+        sharing: evidence shared with a grid neighbour, from 0 (none) towards 1 (nearly all).
     """
 
     arms: Sequence[Arm]
@@ -97,13 +96,13 @@ class DiscountedUCB:
         self._memory = {arm: self._memory.get(arm, DecayedMean()) for arm in self.arms}
 
     def estimates(self) -> dict[Arm, ArmEstimate]:
-        """Of every arm."""
+        """Estimates of all arms."""
         plays = math.fsum(memory.weight for memory in self._memory.values())
         scale = self._scale()
         return {arm: self._estimate(arm, plays, scale) for arm in self.arms}
 
     def choose(self, among: Collection[Arm], estimates: Mapping[Arm, ArmEstimate]) -> Arm:
-        """The arm with the largest index. Raises ValueError if there is none to choose among."""
+        """The arm with the largest index. Raises ValueError without candidates."""
         wanted = set(among)
         candidates = [arm for arm in self.arms if arm in wanted]
         if not candidates:
@@ -111,7 +110,7 @@ class DiscountedUCB:
         return max(candidates, key=lambda arm: estimates[arm].index)  # the first of the largest
 
     def learn(self, arm: Arm, reward: float) -> None:
-        """An arm was played, and brought a reward; one that is no arm (any more) only lets time pass."""
+        """Add a play. An arm not on the grid only decays the others."""
         for memory in self._memory.values():
             memory.forget(self.discount)
         if arm in self._memory:
@@ -122,7 +121,7 @@ class DiscountedUCB:
         return {arm.name: memory.to_list() for arm, memory in self._memory.items() if memory.weight}
 
     def load(self, state: Mapping[str, object]) -> None:
-        """Stand where a snapshot was taken; arms that the grid has no more are forgotten."""
+        """Restore a snapshot; arms no longer on the grid are dropped."""
         known = {Arm.parse(name): DecayedMean.from_list(value) for name, value in state.items()}
         self._memory = {arm: known.get(arm, DecayedMean()) for arm in self.arms}
 
@@ -147,7 +146,6 @@ class DiscountedUCB:
         return together.deviation
 
     def _distance(self, one: Arm, other: Arm) -> int:
-        """Steps on the grid between two arms."""
         seeds = sorted({arm.seeds_per_prompt for arm in self.arms})
         steps = sorted({arm.steps for arm in self.arms})
         return abs(seeds.index(one.seeds_per_prompt) - seeds.index(other.seeds_per_prompt)) + abs(

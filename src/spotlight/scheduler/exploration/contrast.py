@@ -1,20 +1,18 @@
-"""What exploration brought: the contrast of the groups trained on, beyond that of random groups.
+"""Gain of exploration: the contrast of trained groups beyond that of random groups.
 
-Contrast is the unbiased variance of a group's REGENERATED rewards. The gain of a group is its contrast minus
-the one its prompt's random groups have, estimated from the same group (see
-:mod:`spotlight.scheduler.exploration.evidence`): a
-prompt whose rewards differ much whatever the seeds gives no gain by that, so noise in prompts does not look
-like the worth of an arm. By slope, the gain comes to
+Contrast is the unbiased variance of a group's regenerated rewards. A group's gain is its contrast minus that
+of random groups of the same prompt, estimated from the same group
+(:mod:`spotlight.scheduler.exploration.evidence`), so prompts with generally spread rewards do not inflate an
+arm's value. By slope the gain is
 
-    (b² without bias) * (variance of the chosen previews - variance of the pool's previews).
+    (unbiased b²) * (variance of the chosen previews - variance of the pool's previews).
 
-A group drawn at random as a whole (the control, or from a pool without contrast) has gain 0 by design.
+A fully random group (the control, or from a pool without contrast) has gain 0 by design.
 
-Every group explored counts, also one with little gain; so do groups of which some seeds were drawn, and
-groups whose chosen previews are all equal, of which the gain is negative. Of these the slope is the mean of
-the other groups'. Choices by max_variance and top_and_bottom have contrast where the pool has, so nothing is
-borrowed; for top and proportional the gain is unbiased if the prompts share their slope, and unknown in an
-iteration in which no group has one.
+All explored groups count, including those with drawn seeds and those whose chosen previews are all equal,
+whose gain is negative; these use the mean slope of the other groups. max_variance and top_and_bottom never
+need it. For top and proportional the gain is unbiased if prompts share their slope, and unknown in an
+iteration without any line.
 """
 
 from __future__ import annotations
@@ -28,16 +26,15 @@ from spotlight.scheduler.exploration.selection import sample_variance
 
 @dataclass(frozen=True, slots=True)
 class Contrast:
-    """Means over the groups of an iteration.
+    """Means over an iteration's groups.
 
     Attributes:
-        groups: explored ones that the figures are of.
-        realised: variance of their regenerated rewards.
-        random: what random groups of the same prompts would have had, by slope.
-        gain: ``realised - random``.
-        random_sampled: the same by design, over ``sampled`` groups with drawn seeds; None without any.
-        random_of_sampled: by slope, over the same groups: the two differ by what the line misses, and noise;
-            None if no group has a line.
+        groups: number of explored groups measured.
+        realised: variance of regenerated rewards.
+        random: estimated variance of random groups of the same prompts, by slope.
+        sampled: number of groups with drawn seeds.
+        random_sampled: estimated variance of random groups by design, over the sampled groups.
+        random_of_sampled: the same by slope; the difference is misfit of the line, and noise.
     """
 
     groups: int
@@ -49,11 +46,11 @@ class Contrast:
 
     @property
     def gain(self) -> float:
-        """See the class."""
+        """``realised - random``."""
         return self.realised - self.random
 
     def as_metrics(self) -> Mapping[str, float]:
-        """What is known, by name."""
+        """Measured values by name."""
         named = {
             "groups": float(self.groups),
             "realised": self.realised,
@@ -67,7 +64,7 @@ class Contrast:
 
 
 def contrast(groups: Sequence[GroupEvidence]) -> Contrast | None:
-    """Of an iteration's explored groups; None if nothing can be said: no groups, or none with a line."""
+    """Contrast over an iteration's explored groups; None if none can be measured."""
     realised: list[float] = []
     random: list[float] = []
     by_design: list[float] = []

@@ -1,4 +1,4 @@
-"""Sums that forget: the statistics of a quantity that drifts. Their state is JSON-able."""
+"""Exponentially decayed statistics of a drifting quantity."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 _FORGOTTEN = 1e-6
-"""Evidence of less than this many observations is none."""
+"""Evidence below this weight is reset to none."""
 
 
 @dataclass(slots=True)
 class DecayedMean:
-    """Observations of which those made n forgettings ago weigh ``discount ** n``.
+    """Observations that weigh ``discount ** n`` after n calls of :meth:`forget`.
 
     Attributes:
-        weight: of all observations; the memory is about 1 / (1 - discount) forgettings long.
+        weight: sum of weights; the effective memory is 1 / (1 - discount) calls.
         total, squares: weighted sums of the observations and of their squares.
     """
 
@@ -24,7 +24,7 @@ class DecayedMean:
     squares: float = 0.0
 
     def forget(self, discount: float) -> None:
-        """Let time pass."""
+        """Multiply all weights by ``discount``."""
         self.weight, self.total, self.squares = (
             discount * part for part in (self.weight, self.total, self.squares)
         )
@@ -32,7 +32,7 @@ class DecayedMean:
             self.weight = self.total = self.squares = 0.0
 
     def add(self, value: float, weight: float = 1.0) -> None:
-        """Take an observation. Raises ValueError unless it is finite."""
+        """Add an observation. Raises ValueError unless it is finite."""
         if not math.isfinite(value):
             raise ValueError(f"observed {value}; expected a finite number")
         self.weight += weight
@@ -46,19 +46,19 @@ class DecayedMean:
 
     @property
     def deviation(self) -> float:
-        """Standard deviation of the observations; 0 without evidence."""
+        """Standard deviation; 0 without evidence."""
         if not self.weight:
             return 0.0
         mean = self.total / self.weight
         return math.sqrt(max(0.0, self.squares / self.weight - mean * mean))
 
     def to_list(self) -> list[float]:
-        """What :meth:`from_list` takes."""
+        """JSON-able, for :meth:`from_list`."""
         return [self.weight, self.total, self.squares]
 
     @classmethod
     def from_list(cls, value: object) -> DecayedMean:
-        """Raises ValueError for anything else than what :meth:`to_list` made."""
+        """Inverse of :meth:`to_list`. Raises ValueError for anything else."""
         if not (
             isinstance(value, list)
             and len(value) == 3
@@ -69,7 +69,7 @@ class DecayedMean:
 
 
 def section(state: Mapping[str, object], key: str) -> Mapping[str, object]:
-    """A mapping within a snapshot. Raises ValueError if it is none."""
+    """A mapping within a snapshot. Raises ValueError if it is not one."""
     value = state.get(key)
     if not isinstance(value, Mapping):
         raise ValueError(f"planner snapshot[{key!r}] is {value!r}, expected a mapping")

@@ -1,19 +1,17 @@
-"""What regenerated rewards tell of the pool that a group's seeds were chosen from.
+"""Estimates about a whole pool of seeds from the group selected from it.
 
-A group holds few of its pool's seeds, and not just any: the choice looked at preview rewards x. It did not
-look at regenerated rewards y. Two ways lead from the group back to the pool, and both rest on this alone:
+Selection looked at preview rewards x, not at regenerated rewards y. Both estimators rest on this alone.
 
-By slope. Choosing on x leaves the law of y given x as it was. So the line y = a + b x is fitted to the group
-without bias, and the pool's variance is b² var(x) + var(y - a - b x), with var(x) from all previews (the
-correction for selection of Pearson and Lawley). The square of a fitted slope is too large by its own
-variance, s²/Sxx, which is taken off. Unbiased if y given x is linear with a constant spread; if the spread
-differs between middle and ends, or the line bends, it is biased by that, and nothing in the group shows it.
-A group whose chosen previews are all equal has no line, and to leave it out for that would be biased: it
-borrows the mean of the others', which is right as far as prompts are alike in their lines.
+By slope. Selecting on x leaves the distribution of y given x unchanged, so the line y = a + b x fitted to the
+group is unbiased, and the pool's variance is b² var(x) + var(y - a - b x), with var(x) over all previews
+(Pearson-Lawley correction for selection). The squared slope is corrected by its own variance, s²/Sxx.
+Unbiased if y given x is linear and homoscedastic; a violation cannot be detected within the group. A group
+whose chosen previews are all equal has no line; since leaving it out would bias the mean, it uses the mean
+line of the other groups, which is right if prompts have similar lines.
 
-By design. Where some of the group were drawn at random among the seeds that rank left, every pair of the pool
-has a known probability to be in the group, and sums over pairs are weighted with its inverse (Horvitz and
-Thompson 1952). Unbiased whatever the law, and noisy.
+By design. If some seeds of the group were drawn at random from those left by rank, every pair of the pool has
+a known inclusion probability, and sums over pairs are weighted by its inverse (Horvitz and Thompson 1952).
+Unbiased for any distribution, but noisy.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 _LINE_POINTS = 3
-"""A line and the spread about it need as many points."""
+"""Minimum points for a line and its residual variance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +28,13 @@ class GroupEvidence:
     """Preview and regenerated rewards of a group's surviving seeds.
 
     Attributes:
-        pool: number of previews that the seeds were chosen among.
-        pool_variance: unbiased variance of their preview rewards.
-        previews, realised: of the group's seeds, in one order: chosen by rank first, drawn ones last.
-        drawn: how many of them, from the end, were drawn at random among those that rank left.
+        pool: number of previews chosen from.
+        pool_variance: unbiased variance of their rewards.
+        previews, realised: rewards of the group's seeds, in the same order: by rank first, drawn last.
+        drawn: number of seeds, at the end, drawn at random from those left by rank.
+
+    Raises:
+        ValueError: the counts are inconsistent.
     """
 
     pool: int
@@ -52,7 +53,7 @@ class GroupEvidence:
 
     @property
     def random(self) -> bool:
-        """Whether rank chose none of the group, or had nothing to choose by."""
+        """Whether the group is a random sample of its pool."""
         return self.drawn == len(self.previews) or self.pool_variance <= 0.0
 
     @property
@@ -62,7 +63,7 @@ class GroupEvidence:
         return self.drawn >= 2 or self.drawn == self.pool - ranked
 
     def pairs(self) -> Iterator[tuple[int, int, float]]:
-        """Pairs of the group, each with the number of pairs of the pool that it stands for."""
+        """Index pairs of the group, each with its inverse inclusion probability."""
         count = len(self.previews)
         ranked, left = count - self.drawn, self.pool - (count - self.drawn)
         once = left / self.drawn if self.drawn else 0.0
@@ -74,13 +75,13 @@ class GroupEvidence:
 
 @dataclass(frozen=True, slots=True)
 class FittedLine:
-    """Regenerated on preview rewards.
+    """Regression of regenerated on preview rewards.
 
     Attributes:
         slope: b.
-        squared: b² without the bias of squaring; negative where it is indistinguishable from 0.
-        spread: variance about the line.
-        certainty: what it rests on, Sxx: the slope's variance is ``spread / certainty``.
+        squared: unbiased estimate of b²; may be negative.
+        spread: residual variance.
+        certainty: Sxx; the slope's variance is ``spread / certainty``.
     """
 
     slope: float
@@ -89,15 +90,15 @@ class FittedLine:
     certainty: float
 
     def pool_variance(self, group: GroupEvidence) -> float:
-        """Of regenerated rewards over the whole pool: what a random group would have had."""
+        """Estimated variance of regenerated rewards over the pool, that is, of a random group."""
         return self.squared * group.pool_variance + self.spread
 
 
 def fit_lines(groups: Sequence[GroupEvidence]) -> list[FittedLine | None]:
-    """A line for each group, its own if it can be; None where nothing can be said.
+    """A line per group, None where none can be estimated.
 
-    Of three seeds or more without contrast: the mean of the others' lines. Of two: none, as lost seeds are
-    lost by chance; if no group has more, one line is fitted to all.
+    Groups of at least three seeds without contrast get the mean line of the others; groups of two get none,
+    since seeds are lost at random. If no group has three, one line is fitted to all.
     """
     if all(len(group.previews) < _LINE_POINTS for group in groups):
         return [_fit(groups)] * len(groups)
@@ -108,7 +109,7 @@ def fit_lines(groups: Sequence[GroupEvidence]) -> list[FittedLine | None]:
 
 
 def sampled_variance(group: GroupEvidence) -> float | None:
-    """The pool's variance of regenerated rewards by design; None where the group was chosen by rank alone."""
+    """Estimated variance of regenerated rewards over the pool, by design; None for a choice by rank alone."""
     if not group.by_design or group.pool < 2:
         return None
     y = group.realised
@@ -137,7 +138,7 @@ def _fit(groups: Sequence[GroupEvidence]) -> FittedLine | None:
 
 
 def _mean_line(lines: Sequence[FittedLine | None]) -> FittedLine | None:
-    """By certainty. Of squares too: where slopes differ, the square of their mean would be too small."""
+    """Mean weighted by certainty. ``squared`` is averaged too: the squared mean slope would be too small."""
     known = [line for line in lines if line is not None]
     total = sum(line.certainty for line in known)
     if total <= 0.0:

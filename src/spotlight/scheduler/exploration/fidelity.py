@@ -1,14 +1,14 @@
 """Ranking fidelity: how well previews rank the seeds that training regenerates. Pure functions.
 
-Rank correlations within a chosen group say too much: the group holds the pool's extremes, and extremes are
-easy to tell apart (the reverse of range restriction). They are reported as ``group_tau`` and ``group_rho``
-and decide nothing. Two estimates are of the whole pool:
+Correlations within a chosen group (``group_tau``, ``group_rho``) overestimate: the group holds the pool's
+extremes, which are easy to tell apart (the reverse of range restriction). They are reported only. Two
+estimates are for the whole pool:
 
-- by design (``tau``): Kendall's tau-b from pairs weighted by how many pairs of the pool each stands for, over
-  groups that keep some seeds drawn at random. Numerators and denominators are summed over groups first: each
-  sum is unbiased, their ratio is so as groups become many.
-- by slope (``tau_by_slope``): Pearson's correlation corrected for the choice, rho² = b² var(x) / var(y),
-  turned into tau by asin(rho) * 2 / pi, which holds for bivariate normal rewards.
+- by design (``tau``): Kendall's tau-b over pairs weighted by inverse inclusion probability, from groups that
+  keep randomly drawn seeds. Numerators and denominators are summed over groups first, so the ratio is
+  consistent in the number of groups.
+- by slope (``tau_by_slope``): Pearson's correlation corrected for selection, rho² = b² var(x) / var(y),
+  converted by tau = asin(rho) * 2 / pi, which holds for bivariate normal rewards.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from spotlight.scheduler.exploration.evidence import GroupEvidence, fit_lines
 
 
 def kendall_tau(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """Kendall's tau-b; None if either has no two different values."""
+    """Kendall's tau-b; None if either side is constant."""
     return _tau_b([(_signs(x, y, one, other), 1.0) for one in range(len(x)) for other in range(one)])
 
 
 def spearman_rho(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """Pearson's correlation of ranks, ties at their mean rank; None if either has no two different values."""
+    """Spearman's rho, ties at their mean rank; None if either side is constant."""
     return _pearson(_ranks(x), _ranks(y))
 
 
 def hit_rate(previews: Sequence[float], realised: Sequence[float], count: int, *, top: bool) -> float:
     """Share of the ``count`` best (or worst) previews whose regenerated rewards are among the ``count`` best.
 
-    Where ties leave open who is among them, the share is that expected of a random order among equals.
+    Ties count with their expectation under random order.
 
     Raises:
-        ValueError: ``count`` is not within 1..n.
+        ValueError: ``count`` is not in 1..n.
     """
     if not 1 <= count <= len(previews):
         raise ValueError(f"hits among the best {count} of {len(previews)}; expected 1 to {len(previews)}")
@@ -47,11 +47,12 @@ def hit_rate(previews: Sequence[float], realised: Sequence[float], count: int, *
 
 @dataclass(frozen=True, slots=True)
 class Fidelity:
-    """Of one reward, over the groups of an iteration; None where nothing can be said.
+    """Fidelity for one reward over an iteration's groups; None: not measurable.
 
     Attributes:
-        groups, sampled: with contrast; of these, with seeds drawn at random.
-        top_hit, bottom_hit: rates within groups, for the best and the worst quarter; chance is a quarter.
+        groups: number with contrast.
+        sampled: of these, number with seeds drawn at random.
+        top_hit, bottom_hit: hit rates within groups for the best and worst quarter; chance is 0.25.
     """
 
     groups: int
@@ -65,12 +66,13 @@ class Fidelity:
 
     @property
     def judged(self) -> float | None:
-        """What decisions rest on: by slope, because with two drawn seeds a group the design's figure of one
-        iteration is mostly noise; that one is there to see whether the slope's is right in the mean."""
+        """The estimate used for decisions: by slope, since an iteration's estimate by design is mostly noise
+        with two drawn seeds per group. The latter serves to check the former's mean.
+        """
         return self.tau if self.tau_by_slope is None else self.tau_by_slope
 
     def as_metrics(self) -> Mapping[str, float]:
-        """What is known, by name."""
+        """Measured values by name."""
         named = {
             "groups": float(self.groups),
             "sampled": float(self.sampled),
@@ -85,7 +87,7 @@ class Fidelity:
 
 
 def fidelity(groups: Sequence[GroupEvidence]) -> Fidelity:
-    """Of an iteration's explored groups."""
+    """Fidelity over an iteration's explored groups."""
     informative = [group for group in groups if len(group.previews) >= 2 and group.pool_variance > 0.0]
     sampled = [group for group in informative if group.by_design]
     quarters = [(group, max(1, len(group.previews) // 4)) for group in informative]
@@ -102,7 +104,7 @@ def fidelity(groups: Sequence[GroupEvidence]) -> Fidelity:
 
 
 def pool_tau(groups: Sequence[GroupEvidence]) -> float | None:
-    """Kendall's tau-b over the groups' pools, by design; None without two different rewards."""
+    """Kendall's tau-b over the groups' pools, by design; None if either side is constant."""
     pairs = [
         (_signs(group.previews, group.realised, one, other), weight)
         for group in groups
@@ -112,7 +114,7 @@ def pool_tau(groups: Sequence[GroupEvidence]) -> float | None:
 
 
 def tau_by_slope(groups: Sequence[GroupEvidence]) -> float | None:
-    """Kendall's tau over the groups' pools, from lines; None if no group has one."""
+    """Kendall's tau over the groups' pools, by slope; None if no group has a line."""
     explained = total = direction = 0.0
     for group, line in zip(groups, fit_lines(groups), strict=True):
         if line is not None:
@@ -127,15 +129,14 @@ def tau_by_slope(groups: Sequence[GroupEvidence]) -> float | None:
 
 @dataclass(slots=True)
 class Trust:
-    """Which preview steps still rank well enough, from recent fidelity.
+    """Which numbers of preview steps rank well enough, from recent fidelity.
 
-    A number of steps is doubted while its discounted mean of tau lies below ``threshold``, and so are fewer
-    steps that have no evidence of their own. Evidence fades; once there is less of it than of ``needed``
-    iterations, the steps are tried again.
+    Steps are doubted while their discounted mean tau is below ``threshold``, as are fewer steps without
+    evidence of their own. Evidence decays; below ``needed`` iterations' worth, steps are tried again.
 
     Attributes:
-        threshold: of Kendall's tau; None trusts always.
-        discount: of an iteration's evidence, by every later one.
+        threshold: of Kendall's tau; None: never doubt.
+        discount: decay of evidence per iteration.
     """
 
     threshold: float | None
@@ -144,19 +145,19 @@ class Trust:
     _taus: dict[int, DecayedMean] = field(default_factory=dict)
 
     def learn(self, steps: int | None, tau: float | None) -> None:
-        """An iteration's fidelity; None for one without exploration, or without figures."""
+        """Add an iteration's tau; None: nothing was measured."""
         for memory in self._taus.values():
             memory.forget(self.discount)
         if steps is not None and tau is not None:
             self._taus.setdefault(steps, DecayedMean()).add(tau)
 
     def tau(self, steps: int) -> float | None:
-        """What is known of previews with so many steps; None if it is too little."""
+        """Mean tau of previews with ``steps``; None with too little evidence."""
         memory = self._taus.get(steps)
         return memory.mean if memory is not None and memory.weight >= self.needed else None
 
     def doubts(self, steps: int) -> bool:
-        """Whether previews with so many steps should not choose."""
+        """Whether previews with ``steps`` should not choose seeds."""
         if self.threshold is None:
             return False
         known = self.tau(steps)
@@ -172,7 +173,7 @@ class Trust:
         }
 
     def load(self, state: Mapping[str, object]) -> None:
-        """Stand where a snapshot was taken."""
+        """Restore a snapshot."""
         taus = section(state, "tau")
         self._taus = {int(steps): DecayedMean.from_list(value) for steps, value in taus.items()}
 
@@ -198,7 +199,7 @@ def _tau_b(pairs: Sequence[tuple[tuple[int, int], float]]) -> float | None:
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    """1 is the lowest; equals share their mean rank."""
+    """Ascending from 1; ties share their mean rank."""
     order = sorted(range(len(values)), key=lambda place: values[place])
     ranks = [0.0] * len(values)
     start = 0
@@ -222,7 +223,7 @@ def _pearson(x: Sequence[float], y: Sequence[float]) -> float | None:
 
 
 def _membership(values: Sequence[float], count: int, top: bool) -> list[float]:
-    """Probability of each to be among the best (or worst) ``count``, equals in random order."""
+    """Probability of each value to be among the best (or worst) ``count``, ties in random order."""
     last = sorted(values, reverse=top)[count - 1]
     better = [value > last if top else value < last for value in values]
     share = (count - sum(better)) / sum(value == last for value in values)

@@ -1,13 +1,12 @@
-"""Which explored seeds form a group: pure functions of preview rewards.
+"""Which previewed seeds form a group: pure functions of preview rewards.
 
 Invariants
-    1. What is chosen depends on preview rewards, seeds and ``draw_seed`` only: never on the order in which
-       previews came, nor on regenerated rewards. Equal rewards rank by seed; seeds are hashes, so the rank
-       among equals is random, and the same everywhere.
-    2. Previews without contrast choose nothing, and the verdict says so: the group then takes unexplored
-       seeds of its own, which can still differ. Where the choice is to be undone it takes any seeds of its
-       pool: a pool drawn anew for being flat, which it is more often where rewards are low, is biased.
-    3. ``inclusion`` is exact: given the previews, seed i is chosen with that probability over ``draw_seed``.
+    1. The choice depends on preview rewards, seeds and ``draw_seed`` only, not on arrival order or
+       regenerated rewards. Ties rank by seed; seeds are hashes, so that is random yet reproducible.
+    2. Previews without contrast choose nothing: the group takes fresh seeds, which may still differ. With
+       ``draw_flat`` it draws from the pool instead: redrawing flat pools, more frequent where rewards are
+       low, would be biased.
+    3. ``inclusion`` is exact: the probability over ``draw_seed``, given the previews.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from itertools import accumulate
 from spotlight.scheduler.seeds import derive_seed
 
 _TIE = 1e-12
-"""Variances that differ by less than this share of themselves count as equal (rounding of prefix sums)."""
+"""Relative difference below which variances count as equal (rounding of prefix sums)."""
 
 _FLOOR = 0.5
-"""Size of a seed at the mean under PROPORTIONAL, in mean absolute deviations: it bounds the weights."""
+"""Size of a seed at the mean under PROPORTIONAL, in mean absolute deviations; it bounds the weights."""
 
 
 class SelectionPolicy(StrEnum):
     """How seeds are chosen among previews.
 
-    MAX_VARIANCE: the subset whose rewards have the largest variance (PODS, arXiv 2504.13818).
+    MAX_VARIANCE: the subset with the largest reward variance (PODS, arXiv 2504.13818).
     TOP_AND_BOTTOM: half with the highest rewards, half with the lowest (one more of the highest if odd).
-    TOP: the highest rewards. RANDOM: any, whatever their rewards: the control.
-    PROPORTIONAL: at random, with probability that grows with the distance from the mean reward; no seed is
-    out of the question, so the choice can be undone by weights.
+    TOP: the highest rewards. RANDOM: uniform, the control.
+    PROPORTIONAL: random, with probability increasing in the distance from the mean reward and never 0, so
+    that weights can undo it.
     """
 
     MAX_VARIANCE = "max_variance"
@@ -44,12 +43,12 @@ class SelectionPolicy(StrEnum):
 
     @property
     def draws(self) -> bool:
-        """Whether it chooses by chance; else by rank."""
+        """Whether the choice is random rather than by rank."""
         return self in (SelectionPolicy.RANDOM, SelectionPolicy.PROPORTIONAL)
 
 
 class SelectionVerdict(StrEnum):
-    """What became of a pool of previews."""
+    """Outcome for a pool of previews."""
 
     CHOSEN = "chosen"
     NO_CONTRAST = "no_contrast"
@@ -61,12 +60,12 @@ class Selection:
     """Seeds chosen among previews.
 
     Attributes:
-        seeds: those kept at random come last; none of too few previews, nor of those without contrast unless
-            they were asked for.
-        inclusion: probability with which each was chosen, given the previews; None where some seed of the
-            pool had probability 0: then no weights undo the choice.
-        kept_at_random: how many of ``seeds``, from the end, were drawn, each equally likely, among those that
-            rank left: all of them under RANDOM or without contrast, none under PROPORTIONAL.
+        seeds: those drawn at random last. Empty with too few previews, or without contrast unless
+            ``draw_flat``.
+        inclusion: selection probability of each, given the previews; None where some seed of the pool had
+            probability 0, so that no weights undo the choice.
+        kept_at_random: number of seeds, at the end, drawn uniformly from those left by rank: all under RANDOM
+            or without contrast, none under PROPORTIONAL.
     """
 
     verdict: SelectionVerdict
@@ -89,12 +88,11 @@ def select(
 
     Args:
         rewards: preview reward by seed.
-        draw_seed: fixes what is random.
-        kept_at_random: so many of the group are drawn, each equally likely, among the seeds that the policy
-            left; they make ranking fidelity and a random group's contrast measurable. RANDOM and
-            PROPORTIONAL choose at random anyhow.
-        contrast_min: rewards that all lie within this range of each other have no contrast.
-        draw_flat: seeds without contrast are drawn, each equally likely; else there are none.
+        draw_seed: fixes all randomness.
+        kept_at_random: number drawn uniformly from the seeds the policy left, which makes ranking fidelity
+            and a random group's contrast measurable. No effect on RANDOM and PROPORTIONAL.
+        contrast_min: rewards within this range have no contrast.
+        draw_flat: without contrast, draw uniformly instead of choosing none.
 
     Raises:
         ValueError: ``count`` below 1, or ``kept_at_random`` outside 0..count.
@@ -123,16 +121,15 @@ def select(
 
 
 def max_variance(rewards: Sequence[float], count: int) -> int:
-    """How many of the highest belong to the subset of ``count`` with the largest variance; the rest are the
-    lowest.
+    """How many of the highest belong to the ``count`` rewards of largest variance; the rest are the lowest.
 
-    The best subset is always some highest and some lowest (PODS, arXiv 2504.13818), so that prefix sums give
-    it in O(n). Of equally good ones the most even is taken.
+    The best subset always consists of some highest and some lowest (PODS, arXiv 2504.13818), so prefix sums
+    find it in O(n). Ties go to the most even split.
 
     Args:
         rewards: ascending.
     """
-    centre = rewards[len(rewards) // 2]  # prefix sums around it: rewards far from 0 would lose digits
+    centre = rewards[len(rewards) // 2]  # centred, as prefix sums of rewards far from 0 lose digits
     shifted = [value - centre for value in rewards]
     sums = [0.0, *accumulate(shifted)]
     squares = [0.0, *accumulate(value * value for value in shifted)]
@@ -147,7 +144,7 @@ def max_variance(rewards: Sequence[float], count: int) -> int:
 
 
 def sample_variance(values: Sequence[float]) -> float:
-    """Unbiased variance (divisor n - 1); 0 of fewer than two values. The contrast of a group."""
+    """Unbiased variance (divisor n - 1), the contrast of a group; 0 for fewer than two values."""
     if len(values) < 2:
         return 0.0
     mean = values[0] + sum(value - values[0] for value in values) / len(values)
@@ -184,7 +181,7 @@ def _with_random(ranked: Sequence[int], chosen: Sequence[int], kept: int, draw_s
 
 
 def _proportional(rewards: Mapping[int, float], count: int, draw_seed: int) -> Selection:
-    """Systematic sampling (Madow 1949) in a random order: exactly ``count`` seeds, exact probabilities."""
+    """Systematic sampling (Madow 1949) in random order: exactly ``count`` seeds with exact probabilities."""
     order = _shuffled(list(rewards), draw_seed)
     mean = sum(rewards[seed] for seed in order) / len(order)
     sizes = {seed: abs(rewards[seed] - mean) for seed in order}
@@ -202,7 +199,7 @@ def _proportional(rewards: Mapping[int, float], count: int, draw_seed: int) -> S
 
 
 def _shares(sizes: Mapping[int, float], count: int) -> dict[int, float]:
-    """Probabilities proportional to size, at most 1 each, ``count`` in all."""
+    """Probabilities proportional to size, capped at 1, with sum ``count``."""
     certain: set[int] = set()
     while True:
         rest = sum(size for seed, size in sizes.items() if seed not in certain)

@@ -1,4 +1,4 @@
-"""From surviving groups to optimizer steps and micro-batches. Pure arithmetic."""
+"""Divide surviving groups into optimizer steps and micro-batches. Pure."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ from spotlight.scheduler.types import Group, MicroBatch, RolloutId
 
 
 def split_updates(groups: Sequence[Group], updates: int) -> list[list[Group]]:
-    """Divide whole groups among at most ``updates`` optimizer steps, as evenly as counts allow."""
+    """Divide whole groups among at most ``updates`` optimizer steps, as evenly as possible."""
     updates = max(1, min(updates, len(groups)))
     bounds = [len(groups) * index // updates for index in range(updates + 1)]
     return [list(groups[low:high]) for low, high in pairwise(bounds) if low < high]
 
 
 def even_out(groups: Sequence[Group], ranks: int) -> tuple[list[Group], list[RolloutId]]:
-    """Leave out samples until every rank trains equally many.
+    """Drop samples until the total is divisible by ``ranks``.
 
-    The largest group gives first, and its last sample; a group never keeps one sample alone, which would
-    have nothing to be compared with.
+    The largest group loses its last sample first; a group of two goes entirely, as a lone sample has nothing
+    to be compared with.
 
     Returns:
-        The groups that remain (perhaps none), and what was left out (nothing with one rank).
+        The remaining groups (perhaps none) and the samples left out.
     """
     kept = [list(group.rollouts) for group in groups]
     surplus: list[RolloutId] = []
     while sum(map(len, kept)) % ranks:
-        # The last of the largest groups.
         largest = max(range(len(kept)), key=lambda index: (len(kept[index]), index))
         cut = 1 if len(kept[largest]) > 2 else len(kept[largest])
         surplus += kept[largest][-cut:]
@@ -42,7 +41,7 @@ def even_out(groups: Sequence[Group], ranks: int) -> tuple[list[Group], list[Rol
 def micro_batches(
     groups: Sequence[Group], iteration: int, update: int, size: int, update_samples: int | None = None
 ) -> list[MicroBatch]:
-    """Cut samples of an optimizer step, in group order, into micro-batches of at most ``size``.
+    """Cut an optimizer step's samples, in group order, into micro-batches of at most ``size``.
 
     Args:
         update_samples: of the whole step; None: these are all.

@@ -1,8 +1,8 @@
-"""Which samples of a batch can be trained while the rest is generated, and what they are compared with. Pure.
+"""Which samples of an incomplete batch can be trained, and what they are compared with. Pure.
 
-On the axis ``prompt`` a group is one slice. On the axis ``generation`` it is cut by its members' numbers, not
-by when they come, and its slices follow each other: what a sample is compared with depends on who scored and
-who was dropped, never on who was fast. So equal samples give equal advantages in every schedule.
+On the axis ``prompt`` a group is one slice. On the axis ``generation`` a group is cut by member index, not by
+arrival: comparisons depend on who was scored or dropped, never on timing, so equal samples give equal
+advantages in every schedule.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from spotlight.scheduler.types import Baseline, Comparison, Group, PromptId, Rol
 Scores = Mapping[str, float]
 
 COMPARED_MIN = 2
-"""Others that a sample needs, unless the whole group is there: a mean and spread of fewer is noise alone."""
+"""Minimum of other samples to compare with in an incomplete group; mean and spread of fewer are noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Slice:
 
     Attributes:
         slot: of the group.
-        members: so many members of the group, from its first, have been sliced by then.
+        members: number of leading members sliced so far, this slice included.
     """
 
     slot: int
@@ -43,11 +43,11 @@ def slices(
     resolved: Callable[[RolloutId], bool],
     explored: Callable[[Sequence[RolloutId]], Sequence[Scores]],
 ) -> Iterator[Slice]:
-    """The slices of a group, in order, as far as they are there.
+    """The slices of a group that are complete, in order.
 
     Args:
         resolved: whether a member is scored or dropped.
-        explored: scores of the prompt's previews at other seeds than those of some members.
+        explored: preview scores of the prompt at seeds other than those of the given members.
     """
     baseline = pipeline.baseline if pipeline.axis is Axis.GENERATION else Baseline.GROUP
     if baseline is Baseline.EXPLORATION and len(explored(members[: pipeline.slice_size])) < COMPARED_MIN:
@@ -72,7 +72,7 @@ def slices(
         elif len(seen) + len(arrived) - 1 >= COMPARED_MIN:
             comparison = Comparison(baseline, tuple(scores[member] for member in seen))
         else:
-            continue  # too few survived to be compared: they wait for the next slice
+            continue  # too few survived to be compared: merged into the next slice
         if arrived:
             yield Slice(slot, sliced, Group(prompt, tuple(arrived)), comparison)
             seen += arrived
