@@ -1,8 +1,8 @@
-"""Memory of the training device: how much is free, what a piece of work needs at its peak.
+"""Free memory of the training device, and the peak memory of a piece of work.
 
-On CUDA the allocator's own statistics. On the CPU torch's profiler, which counts what operators allocate
-and free: the same number every time, whatever else the process does. It misses what FSDP2 frees of gathered
-weights, so sharded on CPUs it is an upper bound, above by one copy of the weights a pass.
+CUDA uses the allocator's statistics. The CPU uses torch's profiler, which counts what operators allocate and
+free, reproducibly. It misses gathered weights that FSDP2 frees, so sharded on CPUs it overestimates by one
+copy of the weights per pass.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def free_bytes(device: torch.device) -> int:
     """Bytes that this process can still allocate on ``device``.
 
     Raises:
-        RuntimeError: this system does not tell.
+        RuntimeError: the system does not report it.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -40,7 +40,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _cgroup_bytes() -> int:
-    """What the container's limit leaves; without one, more than any machine has."""
+    """What the container's limit leaves; effectively infinite without one."""
     try:
         limit, used = ((_CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
     except OSError:
@@ -49,7 +49,7 @@ def _cgroup_bytes() -> int:
 
 
 def measure_peak(device: torch.device, work: Callable[[], T]) -> tuple[T, int]:
-    """Do ``work``; with its result, the most bytes that it held at once beyond what was held before."""
+    """Run ``work``. Returns its result, and its peak bytes above the memory held before."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -70,6 +70,6 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def release(device: torch.device) -> None:
-    """Give cached blocks back, so that an allocation of another size may succeed."""
+    """Release cached blocks, so that an allocation of another size may succeed."""
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,25 +1,24 @@
 """The learner: scored samples in, optimizer steps out.
 
     learner.prepare(samples, micro_batches)      samples with their advantages
-    learner.accumulate(keys, update_samples)     gradients of a micro-batch, as often as there are
-    learner.step()                               one optimizer step; again accumulate for the next update
+    learner.accumulate(keys, update_samples)     gradients, once per micro-batch
+    learner.step()                               one optimizer step; accumulate again for the next update
     learner.finish_batch()                       the old policy follows
 
-Or as samples arrive: ``prepare(..., part=True)``, once per part. Micro-batches of the first update may be
-accumulated in between; where later updates need old log-probs, all parts come before the first ``step``,
-which makes them just before it moves the weights.
+Samples may also arrive in parts: ``prepare(..., part=True)``, once per part, with micro-batches of the first
+update accumulated in between. If later updates need old log-probs, all parts must come before the first
+``step``, which computes them just before it changes the weights.
 
 Invariants:
-- The gradient of an update is that of the mean loss over its samples and timesteps, however it is cut into
-  micro-batches and divided over ranks.
-- A sample enters at most one optimizer step: its tensors are let go when it is accumulated.
-- An optimizer step is applied whole or not at all: a gradient that is not finite, or samples that are
-  missing, raise before a parameter changes.
-- A ratio is to the weights that made the sample: where it could not be, older samples are refused.
-- Nothing random happens here: draws of a loss are functions of a sample's seed and version.
+- An update's gradient is that of the mean loss over its samples and timesteps, regardless of micro-batches
+  and ranks.
+- A sample enters at most one optimizer step; its tensors are released when it is accumulated.
+- An optimizer step is atomic: a non-finite gradient or missing samples raise before any parameter changes.
+- A ratio is taken to the weights that made the sample; older samples are refused where it cannot be.
+- Nothing is random: draws in a loss are functions of a sample's seed and version.
 
-With several ranks all call the same methods in the same order, with the same arguments but for the samples'
-tensors, which each rank has of its own share.
+All ranks call the same methods in the same order with the same arguments, except for the samples' tensors, of
+which each rank has its own share.
 """
 
 from __future__ import annotations
@@ -64,12 +63,12 @@ class _Checkpointable(Protocol):
 
 @dataclass(slots=True)
 class _Prepared:
-    """A sample of the current batch that no update has taken yet.
+    """A sample of the current batch that has not been trained yet.
 
     Attributes:
-        old_log_probs: [timesteps], of samples of later updates than the first, where the algorithm needs
-            them and this rank trains the sample.
-        per_pass: timesteps in the passes that made them, on every rank.
+        old_log_probs: [timesteps], for updates after the first, if the algorithm needs them and this rank
+            trains the sample.
+        per_pass: timesteps per pass when they were computed; equal on all ranks.
     """
 
     sample: TrainingSample
@@ -79,7 +78,7 @@ class _Prepared:
 
 @dataclass(slots=True)
 class _Update:
-    """What was accumulated since the last optimizer step; ``announced``: the samples it will be made of."""
+    """Accumulated since the last optimizer step; ``announced``: the number of samples it will have."""
 
     meter: UpdateMeter
     announced: int | None = None
@@ -91,17 +90,13 @@ class Learner:
     """Trains the policy slot of ``slots``.
 
     Args:
-        family: the forward that rollouts use too.
-        slots: ``policy``, the algorithm's extra slots, and ``ema`` if the settings ask for an average. With
-            several ranks they are sharded in place here.
-        algorithm: its loss.
-        config: how the policy is updated.
-        size: of the images trained on.
+        family: the forward, shared with rollouts.
+        slots: ``policy``, the algorithm's extra slots, and ``ema`` if configured. Sharded in place if there
+            are several ranks.
         guidance: that of the rollouts; None without.
-        ranks: the processes that train together.
 
     Raises:
-        ModelError: a slot is missing, the size does not suit the model, or it cannot checkpoint activations.
+        ModelError: a slot is missing, the size does not suit the model, or it lacks activation checkpointing.
     """
 
     def __init__(
@@ -146,28 +141,28 @@ class Learner:
         self._order: list[Sequence[str]] = []
         """Micro-batches of the current batch."""
         self._taken: dict[str, tuple[str, float]] = {}
-        """Group and advantage of the samples of the current batch, trained or not."""
+        """Group and advantage of every sample of the current batch, trained or not."""
         self._version, self._preparing_s = 0, 0.0
         """Policy version that the current batch starts from, and time spent on preparing it."""
         self._labels = 0
         self._stepped = False
-        """Whether the current batch took an optimizer step."""
+        """Whether the current batch had an optimizer step."""
         self._update = self._new_update()
 
     def prepare(
         self, samples: Sequence[TrainingSample], micro_batches: Sequence[Sequence[str]], *, part: bool = False
     ) -> BatchReport:
-        """Take an iteration's samples, or with ``part`` some of them; reports what is there of the batch.
+        """Take an iteration's samples, or with ``part`` some of them; reports on the batch so far.
 
         Args:
             samples: from all ranks (those of other ranks without tensors).
-            micro_batches: the keys of every later :meth:`accumulate` of these samples, in order; old
-                log-probs of later updates are computed in these very micro-batches.
+            micro_batches: keys of every later :meth:`accumulate` of these samples, in order. Old log-probs of
+                later updates are computed in the same micro-batches.
 
         Raises:
-            RuntimeError: the batch before is not finished; or a part comes after an optimizer step and its
+            RuntimeError: the previous batch is unfinished; or a part comes after an optimizer step and its
                 ratios would be to newer weights.
-            ValueError: a key is in two samples, or a sample's ratio would be to weights that did not make it.
+            ValueError: a duplicate key, or a sample too old for its ratio.
         """
         started = time.perf_counter()
         if not part and (self._waiting or self._update.announced is not None):
@@ -187,16 +182,16 @@ class Learner:
 
     @property
     def announced(self) -> int | None:
-        """Samples that the current update is to be made of; None before its first micro-batch."""
+        """Samples of the current update; None before its first micro-batch."""
         return self._update.announced
 
     def amend(self, update_samples: int) -> None:
-        """The current update is made of so many samples, not of as many as were announced: some got lost.
+        """Correct the announced number of samples after some were lost.
 
-        Its gradient becomes the mean over those. Further micro-batches announce the new number.
+        The gradient becomes the mean over ``update_samples``, which further micro-batches must announce.
 
         Raises:
-            RuntimeError: nothing was accumulated yet: announce the right number then.
+            RuntimeError: nothing was accumulated yet.
         """
         if self._update.announced is None:
             raise RuntimeError("amend() before accumulate(): there is no announced number to correct")
@@ -213,8 +208,8 @@ class Learner:
             update_samples: samples of the whole optimizer step, over all ranks.
 
         Raises:
-            ValueError: a key is unknown or was trained before, this rank has none of the keys, or
-                ``update_samples`` differs from that of the update's other micro-batches.
+            ValueError: a key is unknown or already trained, this rank has none of the keys, or
+                ``update_samples`` differs from the update's other micro-batches.
         """
         started = time.perf_counter()
         if self._update.announced not in (None, update_samples):
@@ -238,8 +233,8 @@ class Learner:
         """Apply the accumulated gradient, and update the moving average when it is due.
 
         Raises:
-            TrainingError: fewer samples were accumulated than announced, or the gradient is not finite.
-                The gradient is dropped and no parameter has changed.
+            TrainingError: fewer samples than announced, or a non-finite gradient. The gradient is dropped and
+                no parameter has changed.
         """
         started = time.perf_counter()
         config, optimizer = self.config, self.optimizer
@@ -278,7 +273,7 @@ class Learner:
         return report
 
     def finish_batch(self) -> None:
-        """After the last update of a batch: the old policy follows; what is left of the samples is let go."""
+        """End a batch: update the old policy and release remaining samples."""
         if self._update.announced is not None:
             raise RuntimeError("finish_batch() with accumulated gradients: call step() first")
         self.batches += 1
@@ -289,19 +284,19 @@ class Learner:
         self._taken.clear()
 
     def save(self, directory: Path) -> None:
-        """Write everything a resumed learner needs into ``directory``; see :func:`state.save`."""
+        """Save everything needed to resume; see :func:`state.save`."""
         if self._update.announced is not None or self._waiting:
             raise RuntimeError("save() within a batch: checkpoints are between two batches")
         counters = state.Counters(self.steps, self.batches)
         state.save(directory, self.slots, self.optimizer, counters, self.ranks)
 
     def load(self, directory: Path) -> None:
-        """Become the learner that was saved in ``directory``; see :func:`state.load`."""
+        """Restore what :meth:`save` wrote; see :func:`state.load`."""
         counters = state.load(directory, self.slots, self.optimizer)
         self.steps, self.batches = counters.steps, counters.batches
 
     def digest(self) -> str:
-        """SHA-256 of all that :meth:`save` writes: equal states have equal digests, however sharded."""
+        """SHA-256 of what :meth:`save` writes, independent of sharding."""
         return state.digest(self.slots, self.optimizer, state.Counters(self.steps, self.batches))
 
     # -- a batch ---------------------------------------------------------------------------------------
@@ -316,7 +311,6 @@ class Learner:
         samples: Sequence[TrainingSample],
         micro_batches: Sequence[Sequence[str]],
     ) -> None:
-        """Make ``samples`` ready for their micro-batches."""
         part = {sample.key: _Prepared(sample) for sample in samples}
         if len(part) != len(samples):
             raise ValueError(f"{len(samples)} samples have {len(part)} different keys")
@@ -331,7 +325,7 @@ class Learner:
             self._update.meter.widen(self._labels)
 
     def _compute_old_log_probs(self, micro_batches: Sequence[Sequence[str]]) -> None:
-        """Of micro-batches of later updates, by the weights of before the first."""
+        """For micro-batches of later updates, with the weights before the first update."""
         for keys in micro_batches:
             mine = self._mine(keys)
             bound = self._bind(mine)
@@ -366,7 +360,7 @@ class Learner:
         return mine
 
     def _per_pass(self, bound: Bound, keys: Sequence[str]) -> int:
-        """As many timesteps in a pass as the old log-probs were made with: kernels round alike then."""
+        """The same timesteps per pass as for the old log-probs, so that kernels round alike."""
         made_with = {self._waiting[key].per_pass for key in keys}
         first = made_with.pop()
         if first is None or made_with:
@@ -393,7 +387,6 @@ class Learner:
         )
 
     def _policy(self, conditions: Sequence[Condition], times: int) -> MicroBatchPolicy:
-        """For the prompts of a micro-batch, so many times over."""
         return MicroBatchPolicy(
             self.family,
             self.slots,
@@ -404,7 +397,7 @@ class Learner:
         )
 
     def _denoising_steps(self) -> int:
-        """How many denoising steps the batch's trajectories reach: the same number on every rank."""
+        """Highest denoising step reached by the batch's trajectories; equal on every rank."""
         local = [item.sample for item in self._waiting.values() if item.sample.tensors is not None]
         if not local or self.algorithm.keeps == "final":
             return 0
@@ -423,14 +416,14 @@ class Learner:
         return self.optimizer.param_groups[0]["params"]  # type: ignore[no-any-return]
 
     def _bytes_to_come(self) -> int:
-        """Of the gradients and of AdamW's two moments on this rank, as far as they are not there yet."""
+        """Bytes of this rank's gradients and AdamW moments that are not allocated yet."""
         here = [p.to_local() if isinstance(p, DTensor) else p for p in self._trainable()]
         size = sum(parameter.nbytes for parameter in here)
         gradients = any(parameter.grad is not None for parameter in self._trainable())
         return size * (int(not gradients) + (0 if self.optimizer.state else 2))
 
     def _gradient_norm(self) -> tuple[Tensor, int]:
-        """2-norm of the whole gradient, and its number of entries, over all ranks."""
+        """Gradient 2-norm and number of entries, over all ranks."""
         gradients = [parameter.grad for parameter in self._trainable() if parameter.grad is not None]
         if not gradients:
             raise TrainingError("step() without a gradient: accumulate() at least one micro-batch first")

@@ -1,10 +1,10 @@
 """The learner's state on disk: weights of the trained slots, AdamW's moments, counters.
 
-``learner.json`` says what there is. The tensors are in one safetensors file when one rank wrote them, and
-in torch's distributed checkpoint format (each rank its shards) when several did. Either loads into any
-number of ranks. Frozen slots that equal the start (``reference``) are not written: the model has them.
+``learner.json`` is the index. Tensors are in one safetensors file if written by one rank, or in torch's
+distributed checkpoint format (a shard per rank) if by several; either loads into any number of ranks. The
+frozen ``reference`` slot is not saved: the model has it.
 
-Writing is neither atomic nor synced: the checkpoint store does that for the whole directory.
+Writing is neither atomic nor synced; the checkpoint store does that for the whole directory.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _UNREADABLE = (
 
 
 class StateError(RuntimeError):
-    """A saved learner state cannot be used: names the file, what is wrong and the remedy."""
+    """A saved learner state is unusable; names the file, the problem and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,11 @@ class Counters:
 
 
 def save(directory: Path, slots: WeightSlots, optimizer: Optimizer, counters: Counters, ranks: Ranks) -> None:
-    """Write the state; every rank must call it, with the same directory on a file system all can see."""
+    """Write the state. Every rank must call this with the same directory on a shared file system."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors = _tensors(slots, optimizer)
     if ranks.world == 1:
-        # A view of a larger buffer would be refused by safetensors; contiguous() copies only then.
+        # safetensors refuses non-contiguous views; contiguous() copies only those.
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / WHOLE)
     else:
         dcp_save(tensors, checkpoint_id=directory / SHARDED)
@@ -78,12 +78,12 @@ def save(directory: Path, slots: WeightSlots, optimizer: Optimizer, counters: Co
 
 
 def load(directory: Path, slots: WeightSlots, optimizer: Optimizer) -> Counters:
-    """Read the state back, saved by any number of ranks; every rank must call it.
+    """Read a state saved by any number of ranks; every rank must call this.
 
     Raises:
         StateError: a file is missing or damaged, or the state is of another model, LoRA shape or set of
-            slots (nothing has been changed then). A sharded state that proves damaged while it is read
-            leaves the learner unusable until another state is loaded.
+            slots; nothing has changed. If a sharded state proves damaged while being read, the learner is
+            unusable until another state is loaded.
     """
     index = _read_index(directory / INDEX)
     steps = index.optimizer_steps
@@ -108,7 +108,7 @@ def load(directory: Path, slots: WeightSlots, optimizer: Optimizer) -> Counters:
 
 
 def load_weights(directory: Path, slots: WeightSlots) -> None:
-    """Read the weights alone, for inference. Raises :class:`StateError` as :func:`load` does."""
+    """Read the weights only, for inference. Raises :class:`StateError` like :func:`load`."""
     index = _read_index(directory / INDEX)
     targets = _weights(slots)
     saved = {name: shape for name, shape in index.shapes.items() if not name.startswith(_OPTIMIZER)}
@@ -119,7 +119,7 @@ def load_weights(directory: Path, slots: WeightSlots) -> None:
 def digest(slots: WeightSlots, optimizer: Optimizer, counters: Counters) -> str:
     """SHA-256 over names, shapes, types and values of everything :func:`save` writes.
 
-    Gathers sharded tensors: every rank must call it, and gets the same.
+    Gathers sharded tensors, so every rank must call this; all get the same result.
     """
     total = hashlib.sha256(
         json.dumps(
@@ -154,7 +154,7 @@ def _optimizer_steps(slots: WeightSlots, optimizer: Optimizer) -> dict[str, int]
 
 
 def _optimizer_state(slots: WeightSlots, optimizer: Optimizer) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-    """By parameter name; parameters that never had a gradient have none."""
+    """Per parameter name; parameters that never had a gradient have none."""
     for name, parameter in slots.trainable_parameters().items():
         if parameter in optimizer.state:
             yield name, optimizer.state[parameter]
@@ -216,7 +216,7 @@ def _read_whole(path: Path, targets: Mapping[str, Tensor]) -> None:
     for name, target in targets.items():
         value = tensors[name].to(target.device)
         if isinstance(target, DTensor):
-            # src_data_rank None: every rank has read the file and keeps its own shard, nothing is sent.
+            # src_data_rank None: each rank has read the file and keeps its own shard, without communication.
             value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
         target.copy_(value)
 

@@ -1,4 +1,4 @@
-"""Trained weights out of the learner, gathered from all ranks, into files that plain diffusers loads."""
+"""Export of trained weights, gathered from all ranks, to files that plain diffusers loads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spotlight.training.sharding import Ranks
 
 
 def lora_state(slots: WeightSlots, slot: Slot) -> dict[str, Tensor]:
-    """A slot's adapter as peft's state dict, whole and on the CPU; every rank must call it.
+    """A slot's adapter as peft's whole state dict on the CPU; every rank must call this.
 
     Raises:
         ModelError: the slots are full copies, or the slot has no adapter (``reference``).
@@ -24,10 +24,10 @@ def lora_state(slots: WeightSlots, slot: Slot) -> dict[str, Tensor]:
 
 
 def whole_state(slots: WeightSlots, slot: Slot, *, keep: bool = True) -> dict[str, Tensor]:
-    """A slot's own parameters, whole and on the CPU; every rank must call it.
+    """A slot's own parameters, whole and on the CPU; every rank must call this.
 
     Args:
-        keep: False on ranks that only take part in the gathering: they get an empty dictionary.
+        keep: False on ranks that only take part in gathering; they get an empty dictionary.
 
     Raises:
         ModelError: the slot has no parameters of its own (``reference`` of an adapter).
@@ -43,13 +43,13 @@ def whole_state(slots: WeightSlots, slot: Slot, *, keep: bool = True) -> dict[st
 def export_lora(
     family: ModelFamily, slots: WeightSlots, slot: Slot, directory: Path, ranks: Ranks
 ) -> Path | None:
-    """Write a slot's adapter for diffusers' ``load_lora_weights``; every rank must call it.
+    """Write a slot's adapter for diffusers' ``load_lora_weights``; every rank must call this.
 
     Returns:
-        The file, on the main rank; None on the others, which write nothing.
+        The file on the main rank, None on the others.
 
     Raises:
-        ModelError: as in :func:`lora_state`.
+        ModelError: see :func:`lora_state`.
     """
     state = lora_state(slots, slot)
     if not (ranks.is_main and isinstance(slots, LoraSlots)):
@@ -66,13 +66,13 @@ def export_merged(
     *,
     replace: bool = False,
 ) -> Path | None:
-    """Write a whole pipeline directory with a slot's weights; every rank must call it.
+    """Write a pipeline directory with a slot's merged weights; every rank must call this.
 
     Args:
-        replace: a pipeline directory that is there gives way to the new one; else it is an error.
+        replace: overwrite an existing pipeline directory instead of raising.
 
     Returns:
-        The directory, on the main rank; None on the others, which write nothing.
+        The directory on the main rank, None on the others.
     """
     state = slots.merged_state(slot, keep=ranks.is_main)
     return family.save_merged(directory, state, replace=replace) if ranks.is_main else None

@@ -1,10 +1,10 @@
-"""Forward and backward passes of a micro-batch: several training timesteps in each, as memory allows.
+"""Forward and backward passes of a micro-batch, with as many training timesteps per pass as memory allows.
 
 Invariants:
-- The gradient of a micro-batch is the sum over its rows, however they are cut into passes.
-- A pass that runs out of memory leaves the gradients exactly as before it, and no metric.
-- All ranks make the same passes: with several, a pass must be bounded to fit on each before any starts,
-  because a rank that fails within one would leave the others waiting in a collective.
+- A micro-batch's gradient is the sum over its rows, however they are split into passes.
+- A pass that runs out of memory leaves gradients and metrics unchanged.
+- All ranks run the same passes. With several ranks a pass must be known to fit on each before it starts,
+  because a rank that fails inside one leaves the others waiting in a collective.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Bound:
     """A rank's share of a micro-batch, ready for passes.
 
     Attributes:
-        batch: one row a sample.
-        first_steps: [batch] int64, denoising step of every sample's first kept step.
-        timesteps: trained a sample.
-        tokens: of an image and of the longest text.
-        bind: the policy for the samples' prompts, repeated so many times.
+        batch: one row per sample.
+        first_steps: [batch] int64, denoising step of each sample's first stored step.
+        timesteps: training timesteps per sample.
+        tokens: of an image plus the longest text.
+        bind: creates the policy for the samples' prompts, repeated that many times.
     """
 
     batch: TrainBatch
@@ -48,16 +48,16 @@ class Bound:
 
     @property
     def samples(self) -> int:
-        """On this rank."""
+        """Samples on this rank."""
         return len(self.batch.seeds)
 
     @property
     def shape(self) -> Shape:
-        """What memory depends on."""
+        """What memory use depends on."""
         return Shape(self.samples, self.tokens)
 
     def rows(self, timesteps: range) -> tuple[MicroBatchPolicy, TrainBatch, list[int]]:
-        """Every sample at each of ``timesteps``: arguments of an algorithm's loss."""
+        """Every sample at each of ``timesteps``, as arguments of an algorithm's loss."""
         times = len(timesteps)
         if times not in self._policies:
             self._policies[times] = self.bind(times)
@@ -66,13 +66,13 @@ class Bound:
 
 
 class TrainingPasses:
-    """Runs passes, and knows how many timesteps fit into one.
+    """Runs passes and tracks how many timesteps fit into one.
 
     Args:
-        per_pass: timesteps in a pass at most, or ``auto``: as many as fit, measured for each new shape.
-        budget_bytes: for a pass with ``auto``; None: what is free.
-        parameters: those that get gradients.
-        reserve: bytes that are not held yet, but will be held beside a pass (with ``auto``).
+        per_pass: most timesteps per pass, or ``auto``: as many as fit, measured for each new shape.
+        budget_bytes: memory for a pass with ``auto``; None: the free memory.
+        parameters: those with gradients.
+        reserve: bytes not allocated yet that will be held during a pass (with ``auto``).
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class TrainingPasses:
         self._setting, self._budget_bytes = per_pass, budget_bytes
         self._parameters, self._reserve = parameters, reserve
         self.memory = PassMemory()
-        """What passes were measured to need."""
+        """Measured memory use of passes."""
         self._settled: dict[tuple[Shape, int], int] = {}
 
     def per_pass(self, bound: Bound) -> int:
-        """Timesteps in a pass, the same on every rank; may run passes to learn it, without a trace."""
+        """Timesteps per pass, the same on every rank. May run trial passes, without side effects."""
         if self._setting != "auto":
             return min(self._setting, bound.timesteps)
         key = bound.shape, bound.timesteps
@@ -108,16 +108,16 @@ class TrainingPasses:
             self._try(bound, wanted)
 
     def limit(self, bound: Bound) -> int:
-        """Timesteps that a pass of this shape may have after those that did not fit.
+        """Most timesteps for this shape, given the passes that ran out of memory.
 
-        With several ranks all, on each of them: there none may run out of memory.
+        No such pass exists with several ranks, where running out of memory is fatal, so there is no limit.
         """
         return self.memory.most(bound.shape, bound.timesteps, math.inf)
 
     def old_log_probs(self, bound: Bound, per_pass: int) -> tuple[Tensor | None, int]:
-        """[batch, timesteps] under the current weights, in the passes of the loss; None: none are needed.
+        """[batch, timesteps] under the current weights, computed in the loss's passes, or None if not needed.
 
-        And the timesteps of those passes: fewer than ``per_pass`` where that ran out of memory.
+        Also returns the timesteps per pass used: fewer than ``per_pass`` if that ran out of memory.
         """
         while True:
             try:
@@ -128,7 +128,7 @@ class TrainingPasses:
             per_pass = self._halved(bound, per_pass)
 
     def backward(self, bound: Bound, per_pass: int, scale: float, meter: UpdateMeter) -> int:
-        """Add the gradient of ``scale`` times the sum of the losses of all samples and timesteps.
+        """Add the gradient of ``scale`` times the summed losses over all samples and timesteps.
 
         Returns the timesteps of the largest pass.
         """
@@ -164,7 +164,7 @@ class TrainingPasses:
         return terms
 
     def _recoverably(self, bound: Bound, timesteps: range, scale: float) -> LossTerms | None:
-        """None: it did not fit, and nothing happened."""
+        """One pass; None if it did not fit, without side effects."""
         if self._setting != "auto" or len(timesteps) == 1 or self._ranks.world > 1:
             return self._backward(bound, timesteps, scale)
         terms = None
@@ -182,12 +182,12 @@ class TrainingPasses:
         return terms
 
     def _recovers(self, error: RuntimeError, per_pass: int) -> bool:
-        """Whether a pass that failed so may be made smaller."""
+        """Whether to retry a failed pass with fewer timesteps."""
         alone = self._ranks.world == 1
         return self._setting == "auto" and alone and per_pass > 1 and is_out_of_memory(error)
 
     def _halved(self, bound: Bound, per_pass: int) -> int:
-        """Half the timesteps, remembered. The pass's tensors must have been let go."""
+        """Halve the timesteps and remember the failure. The failed pass's tensors must be released before."""
         release(self._device)
         self._settled[bound.shape, bound.timesteps] = per_pass // 2
         self.memory = self.memory.after(Trial(bound.tokens, bound.samples * per_pass, None))
@@ -195,7 +195,7 @@ class TrainingPasses:
 
     @contextmanager
     def _gradients_aside(self) -> Iterator[list[Tensor | None]]:
-        """Gradients gathered so far are yielded; those in the list afterwards are put back."""
+        """Set gradients aside and yield them; on exit, put the list's contents back."""
         parameters = self._parameters()
         before = [parameter.grad for parameter in parameters]
         for parameter in parameters:
@@ -209,7 +209,7 @@ class TrainingPasses:
     # -- what fits -------------------------------------------------------------------------------------
 
     def _try(self, bound: Bound, per_pass: int) -> None:
-        """Run the largest pass of a micro-batch, and remember what it needed."""
+        """Run a micro-batch's largest pass and record its memory use."""
         needed = None
         with self._gradients_aside():
             try:
@@ -230,13 +230,13 @@ class TrainingPasses:
         return self.memory.most(*key, MARGIN * free_bytes(self._device) - self._reserve())
 
     def _least(self, value: int) -> int:
-        """Over all ranks."""
+        """Minimum over all ranks."""
         told = torch.tensor(value, dtype=torch.int64, device=self._device)
         return int(self._ranks.all_reduce(told, dist.ReduceOp.MIN))
 
 
 def _sum(gradient: Tensor | None, held: Tensor | None) -> Tensor | None:
-    """In place where both are there."""
+    """In place if both exist."""
     if gradient is None or held is None:
         return held if gradient is None else gradient
     return held.add_(gradient)

@@ -1,7 +1,7 @@
 """The DiT as an algorithm's loss sees it: bound to one micro-batch's prompts, evaluated by weight slot.
 
 Invariant: after every evaluation the policy slot is active again, because the backward pass recomputes
-checkpointed activations with whatever is active then.
+checkpointed activations with the active slot.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from spotlight.training.settings import TrainingGuidance
 
 
 class MicroBatchPolicy:
-    """Implements :class:`spotlight.algorithms.base.Policy` for the prompts of a micro-batch, in its
-    order."""
+    """Implements :class:`spotlight.algorithms.base.Policy` for a micro-batch's prompts, in order."""
 
     def __init__(
         self,
@@ -41,7 +40,7 @@ class MicroBatchPolicy:
             self._guidance = Guidance(guidance.scale, negative)
 
     def velocity(self, latents: Tensor, sigma: Tensor, slot: Slot = "policy") -> Tensor:
-        """[batch, tokens, channels] float32. Frozen slots never build a graph, whatever the caller's mode."""
+        """[batch, tokens, channels] float32. Frozen slots never build a graph."""
         frozen = nullcontext() if slot == "policy" else torch.no_grad()
         autocast = torch.autocast(
             self._family.device.type, dtype=self._autocast, enabled=self._autocast is not None

@@ -1,4 +1,4 @@
-"""What the learner needs beside its section of the configuration."""
+"""What the learner needs besides its configuration section."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from spotlight.models.family import Condition
 
 
 class TrainingError(RuntimeError):
-    """Training cannot go on: names what was found and the remedy. No optimizer step was applied."""
+    """Training cannot continue; names the problem and the remedy. No optimizer step was applied."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingGuidance:
-    """True classifier-free guidance during training: the same as in the rollouts.
+    """True classifier-free guidance during training, equal to the rollouts'.
 
     Attributes:
-        scale: above 1; every evaluation costs two forwards.
+        scale: above 1; every evaluation takes two forwards.
         negative: embeddings of the negative prompt.
     """
 
@@ -28,5 +28,5 @@ class TrainingGuidance:
 
 
 def autocast_type(config: LearnerConfig) -> torch.dtype | None:
-    """Type of the DiT's matrix products, the same in rollouts and training; None: that of its weights."""
+    """Dtype of the DiT's matrix products in rollouts and training; None: that of its weights."""
     return torch.bfloat16 if config.autocast == "bfloat16" else None

@@ -1,8 +1,8 @@
-"""Several ranks: who they are, what they exchange, and how the DiT is sharded over them (FSDP2).
+"""Ranks, their collectives, and sharding of the DiT over them (FSDP2).
 
-FSDP2 averages gradients over ranks, so a loss summed over a rank's share must be multiplied by the number
-of ranks to give the gradient of the sum over all. Every rank must make the same sequence of forwards and
-backwards, whichever weight slot they use: each gathers parameters from all.
+FSDP2 averages gradients over ranks, so a loss summed over a rank's share must be multiplied by the number of
+ranks. All ranks must run the same sequence of forwards and backwards, in any weight slot, because each
+gathers parameters from all.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ class Ranks:
 
     @staticmethod
     def current() -> Ranks:
-        """Those of the default process group, or one rank where there is none."""
+        """From the default process group; one rank without it."""
         if not (dist.is_available() and dist.is_initialized()):
             return Ranks()
         return Ranks(dist.get_rank(), dist.get_world_size())
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the rank that writes files and talks to people."""
+        """Whether this rank writes files and output."""
         return self.rank == 0
 
     def share(self, value: T) -> list[T]:
-        """The ranks' values, in order of rank, the same on all. For small values: they are pickled."""
+        """All ranks' values, in rank order. For small values: they are pickled."""
         if self.world == 1:
             return [value]
         values: list[T] = [value] * self.world
@@ -60,13 +60,13 @@ class Ranks:
         return values
 
     def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """``values`` summed (or ``op``) over ranks, in place."""
+        """Sum ``values`` (or apply ``op``) over ranks, in place."""
         if self.world > 1:
             dist.all_reduce(values, op)
         return values
 
     def broadcast(self, values: Tensor, source: int) -> Tensor:
-        """The ``values`` of rank ``source``; all ranks must give a tensor of that shape and type."""
+        """``values`` of rank ``source``; shape and type must be equal on all ranks."""
         if self.world == 1:
             return values
         told = values.to("cuda" if dist.get_backend() == "nccl" else "cpu")
@@ -74,14 +74,14 @@ class Ranks:
         return told.to(values.device)
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait for all ranks."""
         if self.world > 1:
             dist.barrier()
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """How ranks meet that torchrun did not start: this rank, their number, and a store they share."""
+    """Rendezvous for ranks not started by torchrun."""
 
     store: Store
     rank: int
@@ -92,12 +92,12 @@ class Meeting:
 def process_group(
     device: torch.device, timeout_s: float = 1800.0, meeting: Meeting | None = None
 ) -> Iterator[Ranks]:
-    """The ranks that torchrun started (WORLD_SIZE, RANK, ...), as long as the context lasts.
+    """Context with the ranks that torchrun started (WORLD_SIZE, RANK, ...), or those of ``meeting``.
 
     Args:
         device: ``cuda`` uses NCCL (and LOCAL_RANK's GPU), anything else gloo.
-        timeout_s: how long a rank waits for the others in one exchange.
-        meeting: the ranks are these, and ``device`` is this rank's GPU; the environment is not asked.
+        timeout_s: of one collective.
+        meeting: replaces the environment variables; ``device`` is then this rank's GPU.
     """
     world = int(os.environ.get("WORLD_SIZE", "1")) if meeting is None else meeting.world
     if world == 1:
@@ -119,17 +119,17 @@ def process_group(
 
 
 def shard(slots: WeightSlots, ranks: Ranks, compute_dtype: torch.dtype | None = None) -> None:
-    """Shard every module behind the slots in place, frozen ones too; nothing to do on one rank.
+    """Shard every module behind the slots in place, frozen ones too; no effect on one rank.
 
-    Must come before the optimizer is built. Parameters are DTensors afterwards, by the same names.
+    Call it before building the optimizer. Parameters become DTensors with the same names.
 
     Args:
-        compute_dtype: gather parameters in this type (the learner's autocast type): autocast alone would
-            keep a full-size copy of every gathered weight alive until the backward pass.
+        compute_dtype: gather parameters in this dtype (the learner's autocast dtype): autocast alone would
+            keep a full-size copy of every gathered weight until the backward pass.
     """
     if ranks.world == 1:
         return
-    # The DiT returns a view; it would matter only if somebody wrote into a velocity in place.
+    # The DiT returns a view, which matters only if a velocity is modified in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for module in slots.modules().values():
         if not isinstance(module, FSDPModule):
@@ -144,7 +144,7 @@ def _shard_module(module: nn.Module, compute_dtype: torch.dtype | None) -> None:
     )
     for block in _blocks(module):
         fully_shard(block, mesh=mesh, mp_policy=precision)
-    # Reshard the root too: between two calls its parameters must be the shards that slots read and write.
+    # Reshard the root too: between calls, slots read and write the shards of its parameters.
     fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
     if device == "cpu":
         for part in module.modules():
@@ -153,5 +153,4 @@ def _shard_module(module: nn.Module, compute_dtype: torch.dtype | None) -> None:
 
 
 def _blocks(module: nn.Module) -> list[nn.Module]:
-    """The DiT's repeated blocks: the members of its module lists."""
     return [block for child in module.children() if isinstance(child, nn.ModuleList) for block in child]

@@ -1,4 +1,4 @@
-"""What an update reports, summed on the device: one transfer to the host per optimizer step."""
+"""Metrics of an update, summed on the device: one transfer to the host per optimizer step."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from spotlight.algorithms.base import LossTerms
 from spotlight.training.sharding import Ranks
 
 RATIO = "ratio"
-"""The metric of which the largest value is logged too."""
+"""Metric whose maximum is logged too."""
 REPLAY_DIFFERENCE = "log_prob_rollout_difference"
-"""The metric that is logged per denoising step, for a batch's first update."""
+"""Metric logged per denoising step, for a batch's first update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,12 @@ class BatchReport:
     """Advantages of an iteration's samples.
 
     Attributes:
-        samples: how many there are, over all ranks.
-        groups: how many prompts.
+        samples: number over all ranks.
+        groups: number of prompts.
         advantage_std: population standard deviation (the mean is 0 up to clipping).
-        advantage_abs_mean: mean absolute value: how much signal there is.
-        clipped_share: share of samples whose advantage is at the clip.
-        silent_groups_share: share of groups without any contrast: nothing is learnt from them.
+        advantage_abs_mean: mean absolute value, a measure of signal.
+        clipped_share: share of samples at the clip.
+        silent_groups_share: share of groups without contrast, from which nothing is learnt.
         seconds: time taken.
     """
 
@@ -53,7 +53,7 @@ class BatchReport:
 
 
 def batch_report(values: Iterable[tuple[str, float]], clip: float, seconds: float) -> BatchReport:
-    """Of samples, each as its group's name and its advantage.
+    """Report on (group, advantage) pairs.
 
     Args:
         clip: advantages lie within [-clip, clip].
@@ -78,15 +78,14 @@ def batch_report(values: Iterable[tuple[str, float]], clip: float, seconds: floa
 
 @dataclass(frozen=True, slots=True)
 class UpdateSums:
-    """Totals of an update over its samples and training timesteps, over all ranks.
+    """Totals of an update over its samples, training timesteps and ranks.
 
     Attributes:
-        samples: samples trained.
         loss: mean over samples and timesteps.
         means: of the algorithm's metrics, likewise.
         ratio_max: largest probability ratio; None for algorithms without one.
-        replay_difference: mean |log p of replay - log p of rollout| by index of the denoising step; empty
-            after a batch's first update, where it would measure the update instead.
+        replay_difference: mean |log p of replay - log p of rollout| per denoising step; empty after a batch's
+            first update, when the policy has changed.
     """
 
     samples: int
@@ -101,14 +100,12 @@ class StepReport:
     """One optimizer step.
 
     Attributes:
-        step: its number, 1 is the first; the policy version it made.
-        sums: of the samples it was made of.
-        grad_norm: 2-norm of the gradient before clipping.
+        step: its number, from 1: the policy version it made.
+        grad_norm: gradient 2-norm before clipping.
         grad_rms: root mean square of the gradient's entries.
-        epsilon_ratio: ``grad_rms`` over AdamW's epsilon: near or below 1, epsilon swamps the gradient.
-        learning_rate: used.
+        epsilon_ratio: ``grad_rms`` over AdamW's epsilon; near or below 1, epsilon swamps the gradient.
         seconds: forward, backward and step.
-        timesteps_per_pass: of its largest pass on this rank.
+        timesteps_per_pass: of the largest pass on this rank.
     """
 
     step: int
@@ -143,7 +140,7 @@ class UpdateMeter:
     """Sums of one update, kept on ``device``.
 
     Args:
-        steps: denoising steps that may be labelled; 0: no replay difference is kept.
+        steps: denoising steps to label; 0 records no replay difference.
     """
 
     def __init__(self, device: torch.device, steps: int) -> None:
@@ -155,7 +152,7 @@ class UpdateMeter:
         self._replay = torch.zeros(2, steps, device=device)  # sums, counts
 
     def widen(self, steps: int) -> None:
-        """Let at least so many denoising steps be labelled; what was counted stays."""
+        """Allow at least ``steps`` labels; existing counts stay."""
         more = steps - self._replay.shape[1]
         if more > 0:
             self._replay = torch.cat([self._replay, self._replay.new_zeros(2, more)], 1)
@@ -164,7 +161,7 @@ class UpdateMeter:
         """Count the rows of one pass.
 
         Args:
-            first_steps: [batch] int64, denoising step of every row's sample's first kept step.
+            first_steps: [batch] int64, denoising step of the first stored step of each row's sample.
         """
         self._terms += terms.per_sample.shape[0]
         self._loss += terms.per_sample.detach().sum()
@@ -179,7 +176,7 @@ class UpdateMeter:
             self._replay.index_add_(1, first_steps + terms.kept_step, rows)
 
     def reduce(self, ranks: Ranks) -> UpdateSums:
-        """Totals over all ranks (every rank must call it); the one synchronisation with the device."""
+        """Totals over all ranks, which must all call this; the only device synchronisation."""
         names = sorted(self._sums)
         counts = self._loss.new_tensor([self.samples, self._terms])
         totals = torch.stack([self._loss, *(self._sums[name] for name in names)])

@@ -1,13 +1,13 @@
-"""How many training timesteps of a micro-batch share one forward and backward (time-step parallelism).
+"""How many training timesteps of a micro-batch share one forward and backward (timestep parallelism).
 
-K timesteps of B samples are K B rows of one batch. That changes a gradient by rounding only, gathers
-sharded parameters once instead of K times, and needs the activations of K B rows. Here is decided how
-large K may be, purely: from what passes were measured to need, and how much there is.
+K timesteps of B samples form one batch of K B rows. This changes the gradient by rounding only, gathers
+sharded parameters once instead of K times, and needs activations for K B rows. This module chooses K, as a
+pure function of measured passes and available memory.
 
 Invariants:
-- A pass is never proposed above what measurements bound it to, nor above half of the tokens of one that
-  did not fit; one timestep is the floor, whatever it needs.
-- Bounds hold for any memory that is affine in the rows and at most quadratic in the tokens of a row.
+- A proposed pass exceeds neither the bound from measurements nor half the tokens of a pass that did not fit.
+  One timestep is always allowed.
+- The bounds hold for memory that is affine in the rows and at most quadratic in the tokens per row.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 MARGIN = 0.9
-"""Share of the free memory that passes may take: allocators round up and fragment."""
+"""Share of the free memory for passes: allocators round up and fragment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Shape:
 
     Attributes:
         samples: on this rank.
-        tokens: of an image and of the longest text.
+        tokens: of an image plus the longest text.
     """
 
     samples: int
@@ -35,7 +35,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A pass that was run: what it needed at its peak beyond what was there before, or None: did not fit."""
+    """A pass that was run. ``bytes``: peak above the memory held before; None: it did not fit."""
 
     tokens: int
     rows: int
@@ -43,7 +43,7 @@ class Trial:
 
 
 def cut_timesteps(timesteps: range, per_pass: int) -> list[range]:
-    """Consecutive parts of at most ``per_pass``, as few as can be, and as even as can be.
+    """The fewest consecutive parts of at most ``per_pass``, as even as possible.
 
     Raises:
         ValueError: ``per_pass`` is below 1.
@@ -56,24 +56,24 @@ def cut_timesteps(timesteps: range, per_pass: int) -> list[range]:
 
 
 def largest_pass(timesteps: int, per_pass: int) -> int:
-    """Timesteps in the largest part of :func:`cut_timesteps`: what a pass needs memory for."""
+    """Timesteps in the largest part of :func:`cut_timesteps`."""
     return -(-timesteps // -(-timesteps // per_pass))
 
 
 @dataclass(frozen=True, slots=True)
 class PassMemory:
-    """What is known of the memory of passes."""
+    """Measured memory use of passes."""
 
     trials: tuple[Trial, ...] = ()
 
     def after(self, trial: Trial) -> PassMemory:
-        """With one trial more."""
+        """With one more trial."""
         return PassMemory((*self.trials, trial))
 
     def most(self, shape: Shape, timesteps: int, budget_bytes: float) -> int:
-        """The largest useful number of timesteps in a pass, 1 <= K <= timesteps, that is known to fit.
+        """The largest useful K, 1 <= K <= timesteps, known to fit.
 
-        Useful: no smaller number makes as few passes.
+        Useful: no smaller K needs as few passes.
         """
         for per_pass in range(timesteps, 1, -1):
             if largest_pass(timesteps, per_pass) == per_pass and self._fits(shape, per_pass, budget_bytes):
@@ -81,7 +81,7 @@ class PassMemory:
         return 1
 
     def proven(self, shape: Shape, per_pass: int) -> bool:
-        """Whether a pass at least as large was run, and fitted."""
+        """Whether a pass at least as large has run and fitted."""
         rows = shape.samples * per_pass
         return any(t.bytes is not None and t.tokens >= shape.tokens and t.rows >= rows for t in self.trials)
 
@@ -93,7 +93,7 @@ class PassMemory:
         return min(self._bounds(shape.tokens, rows), default=float("inf")) <= budget_bytes
 
     def _bounds(self, tokens: int, rows: int) -> Iterator[float]:
-        """Numbers of bytes that a pass does not exceed."""
+        """Upper bounds on the bytes of a pass."""
         measured: dict[int, dict[int, int]] = {}
         for trial in self.trials:
             if trial.bytes is not None:

@@ -1,7 +1,7 @@
-"""Samples on their way into a loss, and their stacking into the tensors of a micro-batch.
+"""Samples on their way into a loss, and their stacking into micro-batch tensors.
 
-Invariant: a micro-batch's tensors depend on its samples and their order alone, so that the micro-batch of
-the old log-probs and that of the loss are the same numbers.
+Invariant: a micro-batch's tensors depend only on its samples and their order, so old log-probs and loss use
+the same numbers.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ class TrainingSample:
 
     Attributes:
         key: names it in micro-batches.
-        group: samples of one group share a prompt, and their rewards were compared.
-        advantage: what the comparison gave (:mod:`spotlight.training.batching.sample_advantages`).
+        group: samples of a group share a prompt, and their rewards were compared.
+        advantage: from :mod:`spotlight.training.batching.sample_advantages`.
         condition: the prompt's embeddings.
-        seed: of the rollout.
         version: the policy version that made it.
-        first_step: index of the denoising step that starts from ``latents[0]``: labels the logged
-            difference between rollout and replay.
-        tensors: None when another rank holds them.
+        first_step: denoising step that starts from ``latents[0]``; labels the logged difference between
+            rollout and replay.
+        tensors: None if another rank holds them.
     """
 
     key: str
@@ -44,11 +43,7 @@ class TrainingSample:
 
 
 def require_fresh(samples: Sequence[TrainingSample], version: int, algorithm: Algorithm) -> None:
-    """Raise ValueError for a sample older than the weights a batch starts from, if its ratio would be wrong.
-
-    Args:
-        version: of those weights.
-    """
+    """Raise ValueError for a sample older than the batch's weights (``version``) whose ratio would be wrong."""
     if algorithm.takes_stale:
         return
     newest = max([version, *(sample.version for sample in samples)])
@@ -71,7 +66,7 @@ def stack(
     """The samples as one batch on ``device``.
 
     Raises:
-        ValueError: a sample's tensors are elsewhere, or the samples do not fit together.
+        ValueError: a sample's tensors are on another rank, or the samples do not fit together.
     """
     tensors = [_tensors(sample) for sample in samples]
     return TrainBatch(
@@ -88,7 +83,7 @@ def stack(
 
 
 def kept_steps(sample: TrainingSample) -> int:
-    """S, the stochastic steps that the rollout kept; 0 where it kept x0 alone."""
+    """S, the stored stochastic steps; 0 if only x0 was stored."""
     latents = _tensors(sample).latents
     return 0 if latents is None else latents.shape[0] - 1
 

@@ -1,4 +1,4 @@
-"""Text embeddings by prompt: encoded once up front, then read from the disk cache as needed."""
+"""Text embeddings by prompt: encoded once up front, then read from the disk cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from spotlight.models.family import Condition, ModelFamily
 from spotlight.scheduler.types import Prompt, PromptId
 from spotlight.training.sharding import Ranks
 
-_CHUNK = 64  # embeddings that are in memory at a time while the cache is filled
+_CHUNK = 64  # embeddings in memory at a time while the cache is filled
 _KEPT_IN_MEMORY = 1024  # about 4 GB at Qwen-Image's 512 tokens x 3584 in bfloat16
 
 
@@ -17,7 +17,7 @@ class Conditions:
     """The embeddings of a run's prompts.
 
     Args:
-        prompts: all prompts that the run can meet.
+        prompts: all prompts of the run.
     """
 
     def __init__(self, family: ModelFamily, prompts: Iterable[Prompt]) -> None:
@@ -26,24 +26,24 @@ class Conditions:
         self._recent: OrderedDict[PromptId, Condition] = OrderedDict()
 
     def prefill(self, texts: Sequence[str], ranks: Ranks) -> None:
-        """Embed ``texts`` into the disk cache, each rank a share of those it lacks; frees the text encoder.
+        """Embed missing ``texts`` into the disk cache, divided over the ranks, then free the text encoder.
 
-        Every rank must call it.
+        Every rank must call this.
         """
         (missing, *_) = ranks.share(self._family.not_embedded(texts))
         self._embed(missing[ranks.rank :: ranks.world])
         ranks.barrier()
-        self._embed(self._family.not_embedded(texts))  # of ranks that do not share a cache
+        self._embed(self._family.not_embedded(texts))  # for ranks that do not share a cache
         self._family.free_text_encoder()
 
     def of(self, prompts: Iterable[PromptId]) -> list[Condition]:
-        """The embeddings of ``prompts``, in their order."""
+        """Embeddings in the order of ``prompts``."""
         wanted = list(prompts)
         found = {prompt: self._recent[prompt] for prompt in wanted if prompt in self._recent}
         absent = [prompt for prompt in dict.fromkeys(wanted) if prompt not in found]
         if absent:
             embedded = self._family.encode([self._texts[prompt] for prompt in absent])
-            self._family.free_text_encoder()  # needed where the cache lost some since the prefill
+            self._family.free_text_encoder()  # loaded again only if the cache lost entries since the prefill
             found |= dict(zip(absent, embedded, strict=True))
         for prompt, condition in found.items():
             self._recent[prompt] = condition

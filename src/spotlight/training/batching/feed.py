@@ -1,4 +1,4 @@
-"""Between the controller's nouns and the learner's tensors, and the numbers an iteration leaves behind."""
+"""Connects the controller's rollout ids to the learner's tensors, and collects an iteration's metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spotlight.training.learner import Learner
 
 @dataclass(slots=True)
 class IterationLog:
-    """What happened in the current iteration, for its row of metrics."""
+    """Collects the current iteration's row of metrics."""
 
     _sums: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     _counts: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -27,29 +27,29 @@ class IterationLog:
     _scores: dict[RolloutId, tuple[int, Mapping[str, float]]] = field(default_factory=dict)
 
     def add(self, name: str, value: float) -> None:
-        """One more value of a curve; the row holds the mean."""
+        """Add a value to a curve; the row holds the mean."""
         self._sums[name] += value
         self._counts[name] += 1
 
     def extend(self, row: Mapping[str, float]) -> None:
-        """One more value of several curves."""
+        """Add a value to several curves."""
         for name, value in row.items():
             self.add(name, value)
 
     def scored(self, rollout: Rollout, scores: Mapping[str, float]) -> None:
-        """The rewards of a train sample, of this iteration or early ones of the next; the last told count."""
+        """Record rewards of a train sample, of this iteration or early for the next; the last call counts."""
         if rollout.purpose is Purpose.TRAIN:
             self._scores[rollout.id] = rollout.iteration, scores
 
     def put(self, row: Mapping[str, float]) -> None:
-        """Values that an iteration has one of; those of an earlier try at it are forgotten."""
+        """Set values that occur once per iteration, replacing those of an earlier attempt at it."""
         self._once.update(row)
 
     def take(self, iteration: int | None = None) -> dict[str, float]:
-        """What there is since the last call: means, and what was put.
+        """Means and single values since the last call.
 
         Args:
-            iteration: rewards of later ones are left for their own rows; None: there are none.
+            iteration: rewards of later iterations stay for their own rows; None takes all.
         """
         for name, (of, scores) in list(self._scores.items()):
             if iteration is None or of <= iteration:
@@ -68,7 +68,7 @@ class Trainer:
     """Feeds the learner by rollout ids.
 
     Attributes:
-        reward_weights: factor of each reward; its names are those every sample has.
+        reward_weights: factor per reward; every sample has exactly these rewards.
     """
 
     learner: Learner
@@ -83,7 +83,7 @@ class Trainer:
         rollouts: Mapping[RolloutId, Rollout],
         samples: Mapping[RolloutId, SampleTensors],
     ) -> None:
-        """Hand an iteration's groups, or a part of them, to the learner.
+        """Pass an iteration's groups, or a part of them, to the learner.
 
         Args:
             rollouts: at least those of the groups.
@@ -95,11 +95,11 @@ class Trainer:
         self.log.put(report.flat())  # of all parts so far
 
     def accumulate(self, micro_batch: MicroBatch) -> None:
-        """Gradients of one micro-batch."""
+        """Add the gradients of one micro-batch."""
         self.learner.accumulate(micro_batch.rollouts, micro_batch.update_samples)
 
     def step(self, samples: int) -> tuple[float, float]:
-        """Apply them, as the mean over so many samples. Returns the loss and the norm before clipping."""
+        """Apply the mean gradient over ``samples``. Returns the loss and the norm before clipping."""
         if samples != self.learner.announced:
             self.learner.amend(samples)
         report = self.learner.step()
@@ -107,7 +107,7 @@ class Trainer:
         return report.sums.loss, report.grad_norm
 
     def finish_batch(self) -> None:
-        """Let the old policy follow."""
+        """End the batch; the old policy follows."""
         self.learner.finish_batch()
 
     def _batch(
@@ -116,7 +116,6 @@ class Trainer:
         rollouts: Mapping[RolloutId, Rollout],
         samples: Mapping[RolloutId, SampleTensors],
     ) -> list[TrainingSample]:
-        """In group order; tensors are with those that this rank trains."""
         scaled = sample_advantages(effect, self.reward_weights, self.learner.advantage)
         here = {name: samples[name] for group in effect.groups for name in group.rollouts if name in samples}
         dealt = deal(effect.micro_batches, here, self.learner.ranks)

@@ -1,8 +1,8 @@
-"""Which rank trains which sample: each rank equally many of every micro-batch.
+"""Which rank trains which sample: equally many of every micro-batch per rank.
 
-A rank holds the samples that it denoised. Once some were dropped, a micro-batch may lie unevenly on the
-ranks, or not at all on one of them, which would then be missing from a forward that all must take part in.
-So surplus samples move to the ranks that want some; as long as nothing is dropped, nothing moves.
+A rank holds the samples it denoised. After some are dropped, a micro-batch may be uneven or absent on a rank,
+which would then miss a forward that all must join. So surplus samples move to ranks that need them; nothing
+moves while nothing is dropped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spotlight.training.sharding import Ranks
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A sample that another rank than the one that made it must train."""
+    """A sample to be trained on another rank than the one that made it."""
 
     rollout: RolloutId
     source: int
@@ -31,11 +31,11 @@ class Move:
 def even_moves(
     micro_batches: Sequence[MicroBatch], holder: Mapping[RolloutId, int], world: int
 ) -> list[Move]:
-    """The fewest moves after which every rank holds equally many samples of each micro-batch.
+    """The fewest moves that give every rank equally many samples of each micro-batch.
 
     Args:
-        micro_batches: of sizes that divide by ``world`` (the controller sees to it).
-        holder: the rank that has each sample's tensors.
+        micro_batches: with sizes divisible by ``world`` (ensured by the controller).
+        holder: rank with each sample's tensors.
     """
     moves: list[Move] = []
     for micro_batch in micro_batches:
@@ -54,10 +54,10 @@ def even_moves(
 def deal(
     micro_batches: Sequence[MicroBatch], held: Mapping[RolloutId, SampleTensors], ranks: Ranks
 ) -> dict[RolloutId, SampleTensors]:
-    """This rank's share of every micro-batch, from what each rank holds; every rank must call it.
+    """This rank's share of every micro-batch; every rank must call this.
 
     Args:
-        held: the samples of these micro-batches whose tensors this rank has.
+        held: samples whose tensors this rank has.
     """
     if ranks.world == 1:
         return dict(held)
@@ -81,7 +81,7 @@ def deal(
 
 
 def _flat(sample: SampleTensors) -> list[Tensor]:
-    """The tensors there are, in the order that :func:`_sample` takes them."""
+    """The existing tensors, in the order of :func:`_sample`."""
     tensors = (sample.final, sample.sigmas, sample.latents, sample.log_probs)
     return [tensor for tensor in tensors if tensor is not None]
 

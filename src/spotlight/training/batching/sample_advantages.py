@@ -1,6 +1,6 @@
-"""Advantages of the samples that a batch is prepared of: the one place where rewards become advantages.
+"""The one place where rewards become advantages.
 
-A whole batch is scaled together; each group of a part is compared as the controller says.
+A whole batch is scaled together; each group of a part uses the comparison chosen by the controller.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from spotlight.scheduler.types import Baseline, Comparison, RolloutId
 def sample_advantages(
     effect: PrepareBatch, weights: Mapping[str, float], config: AdvantageConfig
 ) -> dict[RolloutId, float]:
-    """Advantages of all samples of ``effect``, times what undoes the choice of their seeds.
+    """Advantages of all samples of ``effect``, times the importance weights of their seeds.
 
-    In a part, members of a slice that lost so many that fewer than two others are there get advantage 0, as a
-    group of one does: there is nothing to compare them with.
+    In a part, slice members with fewer than two others to compare with get advantage 0, like a group of one.
 
     Args:
-        weights: factor of each reward; others that a sample has do not count.
+        weights: factor of each reward; other rewards are ignored.
 
     Raises:
-        ValueError: comparisons are not one a group; a group's own spread is not to be used; or scores are
-            not as they should be.
+        ValueError: not one comparison per group, ``advantage.std`` is unsuitable for a part, or scores are
+            missing or not finite.
     """
     if not effect.partial:
         groups = [[_only(weights, effect.scores[name]) for name in group.rollouts] for group in effect.groups]
