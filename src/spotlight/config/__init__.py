@@ -1,1 +1,1 @@
-"""The typed configuration of a run: schema, YAML files, overrides, and errors with remedies."""
+"""The typed configuration of a run: schema, YAML files, overrides and errors with remedies."""

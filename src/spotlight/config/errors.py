@@ -1,4 +1,4 @@
-"""Configuration errors: every one names the key, the value found, the value expected and the remedy."""
+"""Configuration errors; each names the key, the value found, the value expected and the remedy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """One or more problems with a configuration; ``problems`` holds them all."""
+    """A configuration with one or more ``problems``."""
 
     def __init__(self, source: str, problems: Sequence[Problem]) -> None:
         self.source = source

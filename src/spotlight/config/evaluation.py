@@ -1,4 +1,4 @@
-"""How progress is judged."""
+"""Configuration of evaluation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GRID_IMAGES = 4
 
 
 class EvaluationConfig(Section):
-    """Judging on fixed held-out prompts and seeds, with the ODE sampler."""
+    """Evaluation on fixed held-out prompts and seeds, with the ODE sampler."""
 
     every: Annotated[int, Field(ge=0)] = 10
     """Iterations between evaluations; 0: none between the start and the end."""
@@ -28,15 +28,17 @@ class EvaluationConfig(Section):
     at_end: bool = True
     """Evaluate after the last iteration."""
     prompts: PositiveInt | None = None
-    """Use so many held-out prompts, evenly spaced over the file; default: all."""
+    """Number of held-out prompts, evenly spaced over the file; default: all."""
     images_per_prompt: PositiveInt = 16
     """Fixed seeds per prompt."""
     steps: Annotated[int, Field(ge=1)] = 10
     """Denoising steps."""
     weights: Literal["policy", "ema", "old"] = "policy"
-    """Which weights are judged and exported."""
+    """Which weights are evaluated and exported."""
     strict: str | None = None
-    """Curve that judges strictly (``shapes/strict``); default: the first reward's ``strict``, if any."""
+    """Curve to report as the strict score (``shapes/strict``); default: the first reward's ``strict``, if
+    any.
+    """
     grid_prompts: PositiveInt = 8
     """Held-out prompts shown in the image grids."""
     grid_images: PositiveInt | None = None
@@ -44,22 +46,24 @@ class EvaluationConfig(Section):
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Prompts and images per prompt that the grids show."""
+        """(prompts, images per prompt) shown in the grids."""
         return self.grid_prompts, self.grid_images or min(_GRID_IMAGES, self.images_per_prompt)
 
     def is_due(self, iteration: int, iterations: int) -> bool:
-        """Whether the weights that ``iteration`` of ``iterations`` starts from (or the last) are judged."""
+        """Whether the weights that ``iteration`` starts from (``iterations``: the final ones) are
+        evaluated.
+        """
         if iteration in (0, iterations):
             return self.at_start if iteration == 0 else self.at_end
         return self.every > 0 and iteration % self.every == 0
 
     def count(self, iterations: int) -> int:
-        """Evaluations of a whole run."""
+        """Number of evaluations in a whole run."""
         between = (iterations - 1) // self.every if self.every else 0
         return self.at_start + between + self.at_end
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Weights, curves and pictures that the run does not make."""
+        """Weights, curves or images that the run does not produce."""
         if self.weights == "ema" and run.learner.ema is None:
             yield Problem(
                 "evaluation.weights", "'ema'", "'policy', while learner.ema is not set",
@@ -77,7 +81,7 @@ class EvaluationConfig(Section):
                 "Grids show evaluation images; lower it or evaluate more.",
             )  # fmt: skip
         curves = [reward.curve for reward in run.rewards]
-        # Which details a reward gives is known only when it has scored; which rewards there are is known now.
+        # A reward's details are known only after scoring; check the reward's name now.
         if self.strict is not None and self.strict.partition("/")[0] not in {TOTAL, *curves}:
             yield Problem(
                 "evaluation.strict", repr(self.strict),

@@ -1,4 +1,4 @@
-"""Seed exploration's part of the configuration: how many seeds are previewed, when, and which are kept."""
+"""Configuration of seed exploration: how many seeds are previewed, when, and which are kept."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ if TYPE_CHECKING:
 
 
 class PreviewCostsConfig(Section):
-    """What previews take, as profiled: the planner's first idea of what fits; windows correct it."""
+    """Profiled cost of previews: the planner's initial estimate, corrected by what it measures."""
 
     step_s: PositiveFloat = 1.0
-    """Worker-seconds of one denoising step of one preview, in a full batch."""
+    """Worker-seconds per denoising step of one preview in a full batch."""
     fixed_s: Annotated[float, Field(ge=0)] = 0.0
-    """Worker-seconds of each preview besides: decoding."""
+    """Worker-seconds per preview on top of that, for decoding."""
     reward_s: Annotated[float, Field(ge=0)] = 0.0
-    """From the last preview to its score."""
+    """Seconds from the last preview to its score."""
     window_s: PositiveFloat | None = None
-    """Expected seconds of training an iteration, until one was timed; default: unknown, so that the first
-    window plays the cheapest arm."""
+    """Expected seconds of training per iteration, until one has been measured; default: unknown, so the first
+    iteration uses the cheapest choice.
+    """
 
     def work_s(self, steps: int, previews: int) -> float:
         """Worker-seconds of so many previews."""
@@ -35,91 +36,111 @@ class PreviewCostsConfig(Section):
 class PlannerConfig(Section):
     """A bandit that decides every iteration how many seeds to preview with how many steps.
 
-    In idle time it weighs what fits the time that training leaves. On the critical path previews are waited
-    for and every choice fits: it seeks the largest contrast, whatever that takes.
+    In idle time it only considers what fits into the time that training leaves. On the critical path, which
+    waits for previews, every choice fits: it seeks the largest contrast, whatever it costs.
     """
 
     seed_counts: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (24, 32, 48)
-    """Previews of a prompt to choose among."""
+    """Choices for the number of previews per prompt."""
     step_counts: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (6, 8, 10)
-    """Denoising steps of a preview to choose among."""
+    """Choices for the number of denoising steps per preview."""
     alpha: Annotated[float, Field(ge=0)] = 0.5
-    """Weight of trying what is little known; 0 always takes what was best so far."""
+    """Weight of exploring uncertain choices; 0 always takes the best so far."""
     discount: Annotated[float, Field(gt=0, le=1)] = 0.95
-    """Of what was learnt, by every later iteration: the gain of seeds and steps drifts with the model."""
+    """Factor per iteration on past evidence: the gain of seeds and steps drifts with the model."""
     sharing: Annotated[float, Field(ge=0, lt=1)] = 0.3
-    """Evidence that a choice gives of its neighbours on the grid: 0 none, towards 1 nearly all."""
+    """How much evidence a choice shares with its neighbours on the grid: 0 none, towards 1 nearly all."""
     caution: Annotated[float, Field(ge=0)] = 1.0
-    """Standard deviations by which the time that training leaves is taken smaller. Only with
-    ``where: idle``."""
+    """Safety margin, in standard deviations, subtracted from the time that training is expected to leave.
+    Only
+    with ``where: idle``.
+    """
     costs: PreviewCostsConfig = PreviewCostsConfig()
-    """What previews take. Only with ``where: idle``."""
+    """Cost of previews. Only with ``where: idle``."""
 
 
 class ExplorationConfig(Section):
-    """Preview more seeds of a prompt than its group has members, and train those whose rewards differ most.
+    """Preview more seeds per prompt than its group has members, and train on those whose rewards differ most.
 
-    Chosen seeds are generated anew with current weights, and advantages come from the new rewards alone.
+    Selected seeds are generated again with the current weights; advantages use only the new rewards.
     """
 
     where: Literal["critical_path", "idle"] = "critical_path"
-    """``critical_path``: before an iteration's rollouts. ``idle``: while the learner trains the iteration
-    before, on workers that would wait (``fleet.driver: ray``)."""
+    """``critical_path``: before an iteration's rollouts. ``idle``: while the learner trains the previous
+    iteration, on workers that would otherwise wait (``fleet.driver: ray``).
+    """
     seeds_per_prompt: PositiveInt | None = None
-    """Previews of each prompt; default: twice ``rollout.group_size``. Not with a ``planner``."""
+    """Previews per prompt; default: twice ``rollout.group_size``. Not with a ``planner``."""
     seeds_per_prompt_max: PositiveInt | None = None
-    """Workers that idle when all that was planned is made go on, up to so many seeds of a prompt; default: 16
-    times ``rollout.group_size``, or what is planned if that is more. Only with ``where: idle``, and not with
-    ``undo_selection`` unless ``policy`` draws."""
+    """Workers still idle when all planned previews are done continue up to this many seeds per prompt;
+    default:
+    16 times ``rollout.group_size``, or the planned number if larger. Only with ``where: idle``, and not with
+    ``undo_selection`` unless ``policy`` is random or proportional.
+    """
     steps: PositiveInt | None = None
-    """Denoising steps of a preview; default: ``rollout.steps``. Fewer cost less and rank worse. Not with a
-    ``planner``."""
+    """Denoising steps per preview; default: ``rollout.steps``. Fewer cost less and rank worse. Not with a
+    ``planner``.
+    """
     guidance: Annotated[float, Field(ge=1)] | None = None
-    """True classifier-free guidance of previews; default: as the rollouts; 1: none, half the cost a step."""
+    """True classifier-free guidance scale of previews; default: as in rollouts; 1: none, half the cost per
+    step.
+    """
     step_cache: Annotated[int, Field(ge=2)] | None = None
-    """Of so many neighbouring steps of a preview the first runs all transformer blocks, the others the first
-    block alone and reuse what the rest added; default: every step runs all."""
+    """In every run of this many consecutive preview steps, the first runs all transformer blocks; the
+    others run
+    only the first block and reuse what the rest added. Default: every step runs all blocks.
+    """
     dtype: Literal["bfloat16"] | None = None
-    """Type of the DiT's matrix products in previews (autocast); default: as in rollouts."""
+    """Precision of the DiT's matrix products in previews (autocast); default: as in rollouts."""
     policy: Literal["max_variance", "top_and_bottom", "top", "random", "proportional"] = "max_variance"
-    """Which previews form the group: the subset of the largest reward variance (PODS); half the best and half
-    the worst; the best; any (the control); at random, likelier the farther from the mean."""
+    """Which previews form the group. ``max_variance``: the subset with the largest reward variance (PODS).
+    ``top_and_bottom``: half the best, half the worst. ``top``: the best. ``random``: any (the control).
+    ``proportional``: at random, more likely the farther from the mean.
+    """
     contrast_min: Annotated[float, Field(ge=0)] = 0.0
-    """Previews of a prompt whose rewards lie within this range of each other choose nothing."""
+    """If a prompt's preview rewards all lie within a range of this width, previews do not select its
+    seeds.
+    """
     spare_prompts: Annotated[int, Field(ge=0)] = 0
-    """So many prompts an iteration, whose previews show no contrast, may be replaced by others."""
+    """Up to this many prompts per iteration whose previews show no contrast may be replaced by others."""
     sampled_prompts: Annotated[int, Field(ge=0)] = 0
-    """Groups an iteration that keep some seeds drawn at random, to measure how well previews rank."""
+    """Groups per iteration that keep some randomly drawn seeds, to measure how well previews rank."""
     drawn_seeds: Annotated[int, Field(ge=0)] = 2
-    """So many each, 2 or more to measure with; with ``undo_selection`` 1 or more, in every group."""
+    """Number of randomly drawn seeds in each such group, at least 2 for measuring; with ``undo_selection`` at
+    least 1, in every group.
+    """
     fidelity_min: Annotated[float, Field(ge=-1, le=1)] | None = None
-    """Kendall's tau between preview and regenerated rewards below which seeds are not chosen by previews (a
-    planner spends more steps first); default: they always are."""
+    """Minimum Kendall's tau between preview and regenerated rewards; below it, previews do not select
+    seeds (a
+    planner first spends more steps). Default: they always do.
+    """
     undo_selection: bool = False
-    """Weight samples so that choosing their seeds leaves no bias in the gradient; prompts whose previews show
-    no contrast then train any of the previewed seeds. Not with ``spare_prompts``."""
+    """Weight samples so that seed selection does not bias the gradient; prompts whose previews show no
+    contrast
+    then train on any of the previewed seeds. Not with ``spare_prompts``.
+    """
     planner: PlannerConfig | None = None
-    """Decides how much to explore; default: every iteration explores the same."""
+    """Decides how much to explore; default: the same in every iteration."""
 
     @property
     def draws(self) -> bool:
-        """Whether ``policy`` chooses by chance; else by rank."""
+        """Whether ``policy`` selects by chance rather than by rank."""
         return self.policy in ("random", "proportional")
 
     def arms(self, group_size: int, rollout_steps: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(previews of a prompt, steps of a preview) that may be asked for, defaults filled in."""
+        """Possible (previews per prompt, steps per preview), defaults resolved."""
         if self.planner is not None:
             return self.planner.seed_counts, self.planner.step_counts
         return (self.seeds_per_prompt or 2 * group_size,), (self.steps or rollout_steps,)
 
     def seeds_max(self, group_size: int, rollout_steps: int) -> int | None:
-        """Seeds that are previewed of a prompt at most; None: those that are planned."""
+        """Maximum number of previewed seeds per prompt; None: only the planned ones."""
         if self.where != "idle" or (self.undo_selection and not self.draws):
             return None
         return self.seeds_per_prompt_max or deepest_pool(group_size, self.arms(group_size, rollout_steps)[0])
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """What cannot be explored for, or at the place asked for."""
+        """Exploration that conflicts with its place, batch, model or noise path."""
         if self.where == "idle" and run.fleet.driver == "inline":
             yield Problem(
                 "exploration.where", "'idle'", "'critical_path' with fleet.driver=inline",
@@ -176,7 +197,6 @@ class ExplorationConfig(Section):
             )  # fmt: skip
 
     def _pool_problems(self, limit: int, seeds_key: str, planned: int) -> Iterator[Problem]:
-        """Of seeds that idle time may preview beyond the ``planned``."""
         if self.where != "idle":
             yield Problem(
                 "exploration.seeds_per_prompt_max", str(limit), "nothing with "
@@ -198,7 +218,6 @@ class ExplorationConfig(Section):
             )  # fmt: skip
 
     def _unread_problems(self) -> Iterator[Problem]:
-        """What the planner reads only where time is short."""
         planner, default = self.planner, PlannerConfig()
         if planner is None or self.where == "idle":
             return
@@ -211,7 +230,7 @@ class ExplorationConfig(Section):
                 )  # fmt: skip
 
     def step_cache_problem(self, model_path: str, why: str) -> Problem:
-        """Where previews are to reuse blocks of a model that cannot."""
+        """The problem of reusing blocks of a model that does not support it."""
         return Problem(
             "exploration.step_cache", str(self.step_cache), f"nothing with model.path={model_path}",
             f"{why}: leave it out; previews of fewer exploration.steps are cheaper with any model.",
@@ -270,5 +289,5 @@ _DEEPEST = 16
 
 
 def deepest_pool(group_size: int, seed_counts: Iterable[int]) -> int:
-    """Where idle time deepens pools no more: the contrast of a group grows with the logarithm of its pool."""
+    """Pool size at which idle time stops adding seeds: a group's contrast grows with its logarithm only."""
     return max(_DEEPEST * group_size, *seed_counts)

@@ -1,4 +1,4 @@
-"""The fleet's part of the configuration: which machines, what they cost, and how patient the head is."""
+"""Configuration of the fleet: machines, prices and timeouts."""
 
 from __future__ import annotations
 
@@ -16,108 +16,121 @@ if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
 
 _TIMES_ASKED = 3
-"""A group is told to form or part so often before its members are given up."""
+"""Commands to form or leave a group are sent this often before its members are given up."""
 _BEATS_MIN = 3
-"""A lease outlives so many heartbeats: one that is lost or late must not cost work."""
+"""A lease must span this many heartbeats, so that a lost or late one costs no work."""
 
 
 class LocalNodesConfig(Section):
-    """The reserved nodes of the cluster that is started on this machine where no ``address`` is given."""
+    """Reserved nodes of the cluster started on this machine (no ``address``)."""
 
     rollout_slots: Annotated[int, Field(ge=0)] = 0
-    """Reserved slots that roll out, beside those of the learner."""
+    """Reserved slots for rollouts, in addition to the learner's."""
     threads: PositiveInt | None = None
-    """Threads of a worker on a CPU slot; default: the machine's cores, shared out."""
+    """Threads per worker on a CPU slot; default: an equal share of the machine's cores."""
 
 
 class SpotConfig(Section):
     """Preemptible nodes."""
 
     price_usd_h: Annotated[float, Field(ge=0)] = 0.015
-    """Dollars an hour for one slot (a GPU) of a spot node."""
+    """Dollars per hour per slot (GPU) of a spot node."""
     nodes: Annotated[int, Field(ge=0)] | None = None
-    """Emulated spot nodes on this machine, which stay; default: 2. Not with a ``trace``, which says so."""
+    """Emulated spot nodes on this machine that are never preempted; default: 2. Not with a ``trace``, which
+    defines the nodes itself.
+    """
     slots: PositiveInt = 1
-    """CPU slots of an emulated spot node, each standing for a GPU; where the trace tells GPUs, those."""
+    """CPU slots per emulated spot node, each standing for a GPU; unless the trace gives a number of GPUs."""
     trace: Path | None = None
-    """Spot trace that emulated nodes follow: they are added, announced and killed (SIGKILL) by it: a file, or
-    ``minute``, which is shipped: two nodes at a time, the older of which is taken every minute. It begins
-    when the run does, and after its end nodes stay as they are."""
+    """Spot trace that emulated nodes follow: they join, get notices and are killed (SIGKILL) as it says. A
+    file, or
+    the built-in ``minute``: two nodes at a time, the older of which is preempted every minute. It starts with
+    the run; after its end nodes stay as they are.
+    """
     speed: PositiveFloat = 1.0
-    """The trace is played so many times as fast."""
+    """Factor by which the trace is played faster."""
     notice_s: Annotated[float, Field(ge=0)] | None = 10.0
-    """How long before its end an emulated node is told of it; 0: never; null: when the trace says."""
+    """How long before its end an emulated node gets its preemption notice; 0: never; null: when the trace
+    says.
+    """
 
 
 class SequenceParallelConfig(Section):
     """GPUs of one node that denoise the same rollouts together (Ulysses)."""
 
     degrees: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (1,)
-    """Degrees that groups may have, ascending; each divides the model's attention heads. The smallest is one
-    whose memory suffices; higher ones are for large pictures and the tail of a batch."""
+    """Allowed group sizes, ascending; each must divide the model's attention heads. The smallest must have
+    enough
+    memory; larger ones are for large images and for the tail of a batch.
+    """
     pays_from_pixels: PositiveInt = 1024 * 1024
-    """Pictures of so many pixels gain from a higher degree."""
+    """Images of at least this many pixels benefit from a higher degree."""
 
 
 class NoticesConfig(Section):
-    """Where nodes hear of their preemption."""
+    """How nodes learn of their preemption."""
 
     cloud: Annotated[str, AfterValidator(CLOUDS.known("auto", "none"))] = "auto"
-    """Whose metadata service each node asks; ``auto`` finds out on the node."""
+    """Whose metadata service each node polls; ``auto`` detects the cloud on the node."""
     endpoint: str | None = None
     """Address of the metadata service; default: the cloud's own."""
     sigterm_grace_s: Annotated[float, Field(ge=0)] | None = 30.0
-    """From SIGTERM to SIGKILL: SIGTERM to a node's agent is a notice too (Kubernetes, SLURM); null: it is
-    not. On this machine's emulated nodes it is ``fleet.spot.notice_s``."""
+    """Seconds from SIGTERM to SIGKILL. SIGTERM to a node's agent counts as a notice, too (Kubernetes,
+    SLURM); null:
+    it does not. Emulated nodes on this machine use ``fleet.spot.notice_s`` instead.
+    """
 
 
 class FleetConfig(Section):
-    """Where the run works, and what that costs."""
+    """Where the run executes, and what that costs."""
 
     driver: Literal["inline", "ray"] = "inline"
     """``inline``: in this process (or torchrun's). ``ray``: on a cluster whose spot nodes may vanish."""
     address: str | None = None
-    """Address of a running Ray cluster (``auto``, host:port); default: one is started on this machine."""
+    """Address of a running Ray cluster (``auto``, host:port); default: start one on this machine."""
     price_usd_h: Annotated[float, Field(ge=0)] = 0.05
-    """Dollars an hour for one worker (a reserved GPU, or this machine's CPU). Every billed second is
-    charged."""
+    """Dollars per hour per worker (a reserved GPU, or this machine's CPU). Every billed second is charged."""
     learner_ranks: PositiveInt = 1
     """Reserved slots that train together (FSDP2)."""
     local: LocalNodesConfig = LocalNodesConfig()
-    """The reserved nodes of a cluster on this machine."""
+    """Reserved nodes of a cluster on this machine."""
     spot: SpotConfig = SpotConfig()
     """Preemptible nodes."""
     notices: NoticesConfig = NoticesConfig()
-    """Where nodes hear of their preemption."""
+    """How nodes learn of their preemption."""
     sequence_parallel: SequenceParallelConfig = SequenceParallelConfig()
-    """How workers of a node are grouped."""
+    """How workers of a node form groups."""
     commit_every: PositiveInt = 1
-    """Denoising steps between two commits of rollouts in flight: what a loss without notice costs at most."""
+    """Denoising steps between commits of rollouts in flight: the most that a loss without notice costs."""
     lease_s: PositiveFloat = 120.0
-    """Work of a group that commits nothing for so long is given to another."""
+    """Work of a group that commits nothing for this long goes to another group."""
     heartbeat_s: PositiveFloat = 5.0
-    """A worker that shows no sign of life for three of these is restarted."""
+    """Seconds between heartbeats; a worker that misses three in a row is restarted."""
     answer_s: PositiveFloat = 30.0
-    """A command that a worker does not answer for so long is sent again, and at last the worker restarted."""
+    """A command without a reply for this long is sent again; eventually the worker is restarted."""
     collective_s: PositiveFloat = 30.0
-    """A member of a group that keeps the others waiting for so long within a step is given up by them."""
+    """A member that keeps its group waiting within a step for this long is given up by the others."""
     start_s: PositiveFloat = 600.0
-    """How long starting a process, or loading all weights, may take."""
+    """Limit for starting a process, or for loading all weights."""
     learner_s: PositiveFloat = 3600.0
-    """How long one call of the learner may take (a micro-batch, a checkpoint) before it counts as lost."""
+    """Limit for one call of the learner (a micro-batch, a checkpoint) before it counts as lost."""
     drain_margin_s: Annotated[float, Field(ge=0)] = 25.0
-    """A node that will be taken stops its work so long before: at once where its notice is shorter."""
+    """A node about to be preempted stops working this long before; at once if its notice is shorter."""
     store_gb: PositiveFloat = 4.0
-    """Memory for states and samples in flight, on this process's node; more goes to the run directory."""
+    """Memory on this process's node for latents and samples in flight; the rest spills to the run
+    directory.
+    """
 
     @property
     def only_learner_slots(self) -> bool:
-        """Whether the learner's slots are all there ever are, as far as a configuration can tell."""
+        """Whether, as far as the configuration can tell, there will never be other slots than the
+        learner's.
+        """
         ours, spot = self.driver == "ray" and self.address is None, self.spot
         return ours and spot.trace is None and spot.nodes == 0 and self.local.rollout_slots == 0
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Keys of another driver or cluster, slots that nobody uses, and patience that does not suffice."""
+        """Keys of another driver or cluster, unused slots, and inconsistent timeouts."""
         yield from self._place_problems()
         if self.spot.trace is not None and self.spot.nodes:
             yield Problem(
@@ -151,7 +164,6 @@ class FleetConfig(Section):
             )  # fmt: skip
 
     def _place_problems(self) -> Iterator[Problem]:
-        """Keys of another driver, or of a cluster that is not ours to start."""
         emulated = {"fleet.spot.nodes": self.spot.nodes, "fleet.spot.trace": self.spot.trace}
         if self.driver == "inline":
             for key, value in {"fleet.address": self.address, **emulated}.items():

@@ -1,4 +1,4 @@
-"""How the policy is updated."""
+"""Configuration of the policy update."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class EmaConfig(Section):
     """Optimizer steps between two updates of the average."""
 
     def decay(self, steps: int) -> float | None:
-        """Of the update after optimizer step number ``steps`` (1 is the first); None: not now."""
+        """Decay of the update after optimizer step ``steps`` (the first is 1); None: no update then."""
         return None if steps % self.every else min((1 + steps) / (10 + steps), self.cap)
 
 
@@ -46,36 +46,42 @@ class LearnerConfig(Section):
     mode: Literal["lora", "full"] = "lora"
     """Train adapters, or every weight of the DiT."""
     lora: LoraConfig = LoraConfig()
-    """Adapters' shape. Unused by ``mode: full``."""
+    """Shape of the adapters. Unused by ``mode: full``."""
     learning_rate: PositiveFloat = 3e-4
-    """AdamW's, after warm-up."""
+    """AdamW's learning rate, after warm-up."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    """AdamW's."""
+    """AdamW's betas."""
     epsilon: PositiveFloat = 1e-8
-    """AdamW's; the gradients' RMS is logged beside it, because mean-reduced log-probs can fall below it."""
+    """AdamW's epsilon; the gradients' RMS is logged beside it, because mean-reduced log-probs can make
+    gradients
+    smaller than it.
+    """
     weight_decay: Annotated[float, Field(ge=0)] = 1e-4
-    """AdamW's."""
+    """AdamW's weight decay."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Optimizer steps of linear warm-up."""
     decay_iterations: PositiveInt | None = None
-    """After warm-up the learning rate falls along half a cosine, to 0 after so many iterations; default: it
-    stays."""
+    """After warm-up the learning rate follows half a cosine down to 0 at this iteration; default:
+    constant.
+    """
     max_grad_norm: PositiveFloat = 1.0
-    """Gradients are scaled down to this norm."""
+    """Gradients are clipped to this norm."""
     updates_per_batch: PositiveInt = 1
-    """Optimizer steps an iteration; its groups are divided among them, so a sample is in exactly one."""
+    """Optimizer steps per iteration; its groups are divided among them, so each sample is in exactly one."""
     micro_batch_size: PositiveInt = 64
-    """Samples in one forward/backward of one rank; bound by memory, gradients accumulate."""
+    """Samples per forward/backward of one rank; limited by memory, gradients accumulate."""
     ema: EmaConfig | None = None
-    """Keep a moving average of the policy."""
+    """Maintain a moving average of the policy."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     timesteps_per_pass: PositiveInt | Literal["auto"] = 1
-    """Training timesteps of a micro-batch in one forward and backward, at most. Activations grow in
+    """Maximum number of training timesteps of a micro-batch per forward and backward. Activations grow in
     proportion; sharded weights are gathered once for all of them. ``auto``: as many as fit into memory,
-    measured when a shape is first seen."""
+    measured
+    the first time a shape occurs.
+    """
     pass_memory_gib: PositiveFloat | None = None
-    """With ``timesteps_per_pass: auto``, memory that a pass may take; default: what is free."""
+    """With ``timesteps_per_pass: auto``, memory that a pass may use; default: what is free."""
     autocast: Literal["none", "bfloat16"] = "none"
     """Precision of the DiT's matrix products; sampler maths and losses stay float32."""
 
@@ -85,7 +91,7 @@ class LearnerConfig(Section):
         return None if self.pass_memory_gib is None else int(self.pass_memory_gib * 2**30)
 
     def learning_rate_at(self, step: int) -> float:
-        """Of the optimizer step that follows ``step`` steps."""
+        """Learning rate of the next optimizer step after ``step`` steps."""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         if self.decay_iterations is None:
@@ -95,8 +101,8 @@ class LearnerConfig(Section):
         return self.learning_rate * (1 + math.cos(math.pi * done)) / 2
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Batches that do not divide, and what contradicts weights, schedule or memory."""
-        # Of the inline driver torchrun says how many ranks there are, and asks again.
+        """Batch sizes that do not divide, and conflicts with weights, schedule or memory."""
+        # Inline, only torchrun knows the number of ranks: it is checked again then.
         yield from self.batch_problems(
             run.rollout, run.fleet.learner_ranks if run.fleet.driver == "ray" else 1
         )
@@ -131,7 +137,7 @@ class LearnerConfig(Section):
             )  # fmt: skip
 
     def batch_problems(self, rollout: RolloutConfig, ranks: int = 1) -> Iterator[Problem]:
-        """What does not divide, with the nearest values that do.
+        """Batch sizes that do not divide, with the nearest that do.
 
         Args:
             ranks: processes that share the work (``fleet.learner_ranks``, ``torchrun --nproc-per-node``).
@@ -166,7 +172,7 @@ class LearnerConfig(Section):
 
 
 def divisors_near(number: int, wanted: int) -> str:
-    """The nearest divisors of ``number`` around ``wanted``, as text ("4 or 6")."""
+    """The divisors of ``number`` nearest to ``wanted``, as text ("4 or 6")."""
     below = max((d for d in range(1, min(number, wanted) + 1) if number % d == 0), default=1)
     above = next((d for d in range(wanted, number + 1) if number % d == 0), number)
     return str(below) if below == above else f"{below} or {above}"

@@ -1,4 +1,4 @@
-"""YAML files, dotted overrides, and errors a person can act on."""
+"""Loading a configuration: YAML files, dotted overrides and user-fixable errors."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ from spotlight.registry import ALGORITHMS
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 floats (``3e-4`` is a number; YAML 1.1 reads a string), keys that are text, no key twice."""
+    """YAML 1.2 floats (YAML 1.1 reads ``3e-4`` as a string), text keys only, and no duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """Build a mapping. Raises :class:`yaml.YAMLError` where YAML itself would silently take the last."""
+        """Build a mapping. Raises :class:`yaml.YAMLError` on duplicate keys, where YAML keeps the last
+        silently.
+        """
         seen: set[str] = set()
         for key, _ in node.value:
             if key.tag not in {"tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"}:
@@ -48,7 +50,7 @@ _Loader.add_implicit_resolver(
 
 
 EMBEDDED = Path(__file__).with_name("demo.yaml")
-"""What ``spotlight train`` runs when it is given no file."""
+"""What ``spotlight train`` runs without a file."""
 
 
 _ALGORITHM = "algorithm.name"
@@ -63,15 +65,15 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run's configuration.
 
     Args:
-        path: YAML file; None takes :data:`EMBEDDED` (the tiny Qwen-Image demo).
+        path: YAML file; None: :data:`EMBEDDED` (the tiny Qwen-Image demo).
         overrides: ``key.subkey=value`` in YAML syntax, applied in order.
 
     Raises:
-        ConfigError: with every problem found, each naming key, value, expectation and remedy.
+        ConfigError: all problems found, each naming key, value, expectation and remedy.
     """
     source = str(path) if path else "the embedded default"
     tree = read_tree(path or EMBEDDED)
-    # Choosing another algorithm comes first: its fields start from its own defaults, not the file's.
+    # Apply a change of algorithm first: its fields start from its own defaults, not the file's.
     for override in sorted(overrides, key=lambda text: not text.startswith((f"{_ALGORITHM}=", "algorithm="))):
         apply_override(tree, override)
     return build_config(tree, source if not overrides else f"{source} with {' '.join(overrides)}")
@@ -80,8 +82,8 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
 def build_config(tree: Mapping[str, Any], source: str) -> RunConfig:
     """Validate a nested mapping. Raises :class:`ConfigError`."""
     try:
-        # Through JSON, because strict mode then still takes lists for tuples and text for paths: `steps: "8"`
-        # and `steps: yes` are errors, not 8 and 1.
+        # Through JSON: strict mode then accepts lists as tuples and strings as paths, but `steps: "8"` and
+        # `steps: yes` are errors, not 8 and 1.
         text = json.dumps(merge(_defaults_for(tree), tree), default=str)
         config = RunConfig.model_validate_json(text, strict=True)
     except ValidationError as error:
@@ -92,12 +94,12 @@ def build_config(tree: Mapping[str, Any], source: str) -> RunConfig:
 
 
 def dump_config(config: RunConfig) -> str:
-    """The resolved configuration as YAML, every key present; loading it gives an equal configuration."""
+    """The resolved configuration as YAML with every key; loading it gives an equal configuration."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=100)
 
 
 def read_config(text: str, source: str) -> RunConfig:
-    """What :func:`dump_config` wrote, in another process. Raises ConfigError."""
+    """Inverse of :func:`dump_config`, in another process. Raises ConfigError."""
     tree = parse_yaml(text)
     if not isinstance(tree, dict):
         problem = Problem(source, type(tree).__name__, "a mapping", "Run the same version on every node.")
@@ -119,7 +121,9 @@ def _defaults_for(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _algorithm_of(tree: Mapping[str, Any]) -> type[AlgorithmSection] | None:
-    """The section of ``tree``'s algorithm, or the default's where it names none; None for an unknown name."""
+    """Section class of ``tree``'s algorithm, or of the default's if it names none; None for an unknown
+    name.
+    """
     chosen = tree.get("algorithm")
     name = chosen.get("name") if isinstance(chosen, Mapping) else None
     if not isinstance(name, str):
@@ -128,7 +132,7 @@ def _algorithm_of(tree: Mapping[str, Any]) -> type[AlgorithmSection] | None:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """``over`` laid upon ``base``; sections merge, anything else replaces."""
+    """``over`` merged onto ``base``, recursively for sections; other values replace."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
@@ -139,7 +143,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_tree(path: Path) -> dict[str, Any]:
-    """The mapping that a YAML file holds; an empty file is an empty one. Raises :class:`ConfigError`."""
+    """The mapping in a YAML file, empty if the file is. Raises :class:`ConfigError`."""
     try:
         tree = parse_yaml(path.read_text())
     except OSError as error:
@@ -159,14 +163,13 @@ def read_tree(path: Path) -> dict[str, Any]:
 
 
 def _yaml_trouble(error: Exception) -> str:
-    """What YAML stumbled over, and in which line."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"Line {error.problem_mark.line + 1}: {error.problem}."
     return " ".join(str(error).split())
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Set one ``key.subkey=value`` (YAML syntax) in a nested mapping. Raises :class:`ConfigError`."""
+    """Apply one ``key.subkey=value`` (YAML syntax) to a nested mapping. Raises :class:`ConfigError`."""
     key, separator, text = override.partition("=")
     if not separator or not key:
         problem = Problem("override", repr(override), "key.subkey=value", "For example rollout.steps=8.")
@@ -179,7 +182,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     *parents, leaf = key.split(".")
     node = tree
     for depth, parent in enumerate(parents, start=1):
-        if node.get(parent) is None:  # absent, or `ema: null` that an override turns on
+        if node.get(parent) is None:  # absent, or `ema: null` enabled by an override
             node[parent] = {}
         child = node[parent]
         if not isinstance(child, dict):
@@ -199,7 +202,6 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def _is_another(key: str, current: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
-    """Whether ``value`` chooses another algorithm, whose fields are not those of the current one."""
     return key == "algorithm" and value.get("name", current.get("name")) != current.get("name")
 
 
@@ -214,7 +216,6 @@ def _explain_all(details: Sequence[ErrorDetails], algorithm: type[AlgorithmSecti
 
 
 def _explain(detail: ErrorDetails, algorithm: type[AlgorithmSection] | None) -> Problem:
-    """One pydantic error in our four parts."""
     parts = [str(part) for part in detail["loc"]]
     key = ".".join(parts) or "CONFIG"
     if detail["type"] == "extra_forbidden":
@@ -237,13 +238,11 @@ def _explain(detail: ErrorDetails, algorithm: type[AlgorithmSection] | None) -> 
 
 
 def _nearest(found: object, expected: str) -> str | None:
-    """The quoted alternative in ``expected`` that a misspelt value resembles."""
     close = difflib.get_close_matches(str(found), re.findall(r"'([^']+)'", expected), n=1, cutoff=0.6)
     return f"Did you mean {close[0]!r}?" if close else None
 
 
 def _default_of(path: Sequence[str], algorithm: type[AlgorithmSection] | None) -> str:
-    """What to write instead of a bad value."""
     defaults = {
         repr(section.model_fields[path[-1]].default)
         for section in _sections_at(path[:-1], algorithm)
@@ -260,7 +259,6 @@ def _is_section(annotation: object) -> TypeGuard[type[BaseModel]]:
 
 
 def _sections(annotation: object) -> Iterator[type[BaseModel]]:
-    """The sections that a field's type may hold (through unions, tuples and Annotated)."""
     if _is_section(annotation):
         yield annotation
     elif isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is not None:
@@ -269,7 +267,6 @@ def _sections(annotation: object) -> Iterator[type[BaseModel]]:
 
 
 def _fields_at(path: Sequence[str], algorithm: type[AlgorithmSection] | None) -> set[str]:
-    """Names of the fields that may stand at a dotted path."""
     return {name for model in _sections_at(path, algorithm) for name in model.model_fields}
 
 

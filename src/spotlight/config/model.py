@@ -1,4 +1,4 @@
-"""Which model is trained, and on which prompts."""
+"""Configuration of model and prompts."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ class ModelConfig(Section):
     """Which Diffusion Transformer is trained."""
 
     family: Annotated[str, AfterValidator(FAMILIES.known())] = "qwen-image"
-    """Adapter that knows the pipeline: prompt template, guidance, schedule, decoding, LoRA targets."""
+    """Model family: prompt template, guidance, schedule, decoding and LoRA targets of its pipeline."""
     path: str = "testbed"
-    """Directory or hub id of a diffusers pipeline; ``testbed`` is the tiny Qwen-Image shipped here."""
+    """Directory or hub id of a diffusers pipeline; ``testbed`` is the built-in tiny Qwen-Image."""
     revision: str | None = None
-    """Branch, tag or commit when ``path`` is a hub id."""
+    """Branch, tag or commit if ``path`` is a hub id."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Storage type of the frozen weights. Adapters and optimizer state are float32 in any case."""
+    """Storage dtype of the frozen weights. Adapters and optimizer state are always float32."""
     max_text_tokens: Annotated[int, Field(ge=1, le=1024)] = 512
-    """Prompts longer than this are cut, as the pipeline does."""
+    """Longer prompts are truncated, as in the pipeline."""
 
 
 class DataConfig(Section):
-    """Prompts to train on, and held-out prompts to judge by."""
+    """Training prompts, and held-out prompts for evaluation."""
 
     train: str = "testbed"
-    """File of training prompts (.txt: one a line; .jsonl: GenEval metadata); ``testbed``: those shipped."""
+    """File of training prompts (.txt: one per line; .jsonl: GenEval metadata); ``testbed``: the built-in
+    ones.
+    """
     test: str = "testbed"
     """File of held-out prompts for evaluation, in the same formats."""
     tags: tuple[str, ...] = ()
-    """Keep only prompts whose metadata tag is among these (empty: all)."""
+    """Keep only prompts with one of these metadata tags; empty: all."""

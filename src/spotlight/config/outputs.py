@@ -1,4 +1,4 @@
-"""What a run leaves behind: checkpoints and curves."""
+"""Configuration of checkpoints and curves."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _OTHERS = SINKS.known(without=("tensorboard", "wandb"))
 
 
 class CheckpointConfig(Section):
-    """When a run commits."""
+    """When a run writes checkpoints."""
 
     every: PositiveInt = 1
-    """Iterations between checkpoints; a kill loses at most this much."""
+    """Iterations between checkpoints; a killed run loses at most this much."""
     keep: PositiveInt = 2
-    """Checkpoints kept; the older one serves when the newest is damaged."""
+    """Checkpoints to keep; an older one is used if the newest is damaged."""
 
 
 class WandbConfig(Section):
@@ -31,18 +31,18 @@ class WandbConfig(Section):
 
 
 class MetricsConfig(Section):
-    """Where curves go besides ``metrics.jsonl``."""
+    """Where curves are written, besides ``metrics.jsonl``."""
 
     tensorboard: bool = True
     """Write TensorBoard event files into the run directory."""
     wandb: WandbConfig | None = None
     """Also log to Weights & Biases."""
     sinks: dict[Annotated[str, AfterValidator(_OTHERS)], dict[str, Any]] = {}  # noqa: RUF012 - pydantic copies
-    """Further trackers by their registered name, each with its options (``mlflow: {uri: ...}``)."""
+    """Further trackers by registered name, each with its options (``mlflow: {uri: ...}``)."""
 
     @property
     def chosen(self) -> dict[str, dict[str, Any]]:
-        """Every sink that is written, with its options."""
+        """Every enabled sink, with its options."""
         return {
             **({"tensorboard": {}} if self.tensorboard else {}),
             **({"wandb": self.wandb.model_dump()} if self.wandb else {}),

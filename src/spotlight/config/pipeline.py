@@ -1,4 +1,4 @@
-"""What of generation and training may overlap."""
+"""Configuration of the overlap between generation and training."""
 
 from __future__ import annotations
 
@@ -16,38 +16,45 @@ if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
 
 _SLICE_MIN = 3
-"""Of the first slice's samples, each is compared with the mean and the spread of two others."""
+"""A sample of the first slice needs mean and standard deviation of at least two others."""
 
 
 class PipelineConfig(Section):
     """What of generation and training may overlap; nothing by default. Each switch works alone."""
 
     axis: Literal["none", "prompt", "generation"] = "none"
-    """Gradients accumulate while the rest is generated: of whole groups as they complete (``prompt``), or of
-    slices of groups (``generation``). ``none``: when all samples are there."""
+    """Accumulate gradients while the rest is generated: of whole groups as they complete (``prompt``), or
+    of slices
+    of groups (``generation``). ``none``: once all samples are complete.
+    """
     slice_size: PositiveInt = 4
-    """Samples of a group that form a slice. Unused without ``axis: generation``."""
+    """Samples of a group per slice. Unused without ``axis: generation``."""
     baseline: Literal["group", "slice", "exploration"] = "group"
-    """What rewards are compared with: their whole group, which a slice then waits for; what is there of the
-    group, each sample itself left out; or previews of the prompt at other seeds."""
+    """What rewards are compared with. ``group``: the whole group, so slices wait for it. ``slice``: the
+    group's
+    samples so far, leave-one-out. ``exploration``: previews of the prompt at other seeds.
+    """
     trainers_generate: bool = False
-    """GPUs of the learner roll out while it has nothing to train, as far as all is then trained earlier. They
-    hold both models (``fleet.driver: ray``)."""
+    """The learner's GPUs generate rollouts while they have nothing to train, as far as that lets training
+    finish
+    earlier. They hold both models (``fleet.driver: ray``).
+    """
     switch_s: Annotated[float, Field(ge=0)] = 0.0
-    """Seconds that it takes them to change from training to rolling out, or back, as profiled."""
+    """Profiled seconds for switching them from training to rollouts, or back."""
     next_share: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Of the next iteration's groups, how many may be rolled out before this one is trained, one policy
-    version stale; the seeds of these are not explored (``fleet.driver: ray``)."""
+    """Share of the next iteration's groups that may be generated before this one is trained, one policy
+    version
+    stale; their seeds are not explored (``fleet.driver: ray``).
+    """
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """What cannot overlap with this algorithm, batch, fleet or exploration."""
+        """Overlap that conflicts with algorithm, batch, fleet or exploration."""
         yield from self._part_problems(run)
         yield from self._baseline_problems(run)
         yield from self._trainer_problems(run)
         yield from self._early_problems(run)
 
     def _part_problems(self, run: RunConfig) -> Iterator[Problem]:
-        """What cannot be trained before all of it is there."""
         group = run.rollout.group_size
         if self.axis == "none":
             return
@@ -75,7 +82,6 @@ class PipelineConfig(Section):
             )  # fmt: skip
 
     def _baseline_problems(self, run: RunConfig) -> Iterator[Problem]:
-        """What rewards of a slice can be compared with."""
         exploration = run.exploration
         if self.baseline == "group":
             return
@@ -126,7 +132,6 @@ class PipelineConfig(Section):
             )  # fmt: skip
 
     def _early_problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Rollouts of the next iteration, one version stale."""
         algorithm = run.algorithm
         if not self.next_share:
             return

@@ -1,4 +1,4 @@
-"""What is maximised, and what happens when a sample cannot be scored."""
+"""Configuration of rewards and of their failures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 TOTAL = "reward"
-"""Name of the weighted sum among the curves of a sample."""
+"""Curve name of the weighted sum."""
 
 
 class RewardConfig(Section):
@@ -26,11 +26,13 @@ class RewardConfig(Section):
     weight: float = 1.0
     """Factor in the sum."""
     deadline_s: Annotated[float, Field(gt=0, le=1e6)] = 60.0
-    """A call that takes longer is ended and counts as failed."""
+    """Time limit per call; a call that exceeds it is killed and counts as failed."""
     retries: Annotated[int, Field(ge=0)] = 1
     """Further attempts after a failure."""
     isolation_s: Annotated[float, Field(ge=0)] | None = None
-    """How long a failed batch is tried image by image, to lose only the bad one; default: 4 deadlines."""
+    """How long a failed batch may be retried image by image, to lose only the bad one; default: 4
+    deadlines.
+    """
     label: str = ""
     """Name of the reward's curves; default: the function's name."""
     params: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies it
@@ -38,24 +40,26 @@ class RewardConfig(Section):
 
     @property
     def curve(self) -> str:
-        """What the reward's curves are called: its label, or the function that ``module:function`` names."""
+        """Name of the reward's curves: its label, or the function's name."""
         return self.label or self.name.rpartition(":")[2].rpartition(".")[2]
 
 
 class RewardPolicyConfig(Section):
-    """What happens when a sample cannot be scored. It never becomes a zero."""
+    """What happens if a sample cannot be scored. It never counts as zero."""
 
     on_failure: Literal["stop", "drop"] = "stop"
-    """``stop`` ends the run with the reward's own error; ``drop`` records the sample as dropped, and why."""
+    """``stop``: end the run with the reward's own error; ``drop``: record the sample as dropped, with the
+    reason.
+    """
     max_drop_share: Annotated[float, Field(ge=0, le=1)] = 0.25
-    """With ``drop``: the run stops when more than this share of an iteration was dropped."""
+    """With ``drop``: stop the run if more than this share of an iteration is dropped."""
     workers: PositiveInt = 1
     """Processes per reward."""
     start_deadline_s: Annotated[float, Field(gt=0, le=86400)] = 120.0
-    """How long a reward's process may take to start and load what it needs, and to check the prompts."""
+    """Time limit for a reward's process to start and load, and for checking the prompts."""
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Rewards that cannot be told apart, or teach nothing."""
+        """Rewards with equal names, or without any weight."""
         curves = [reward.curve for reward in run.rewards]
         for curve in sorted({curve for curve in curves if curves.count(curve) > 1}):
             yield Problem(

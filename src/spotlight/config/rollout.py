@@ -1,4 +1,4 @@
-"""How the samples of an iteration are made."""
+"""Configuration of training rollouts."""
 
 from __future__ import annotations
 
@@ -18,28 +18,34 @@ class SdeWindowConfig(Section):
     """Which denoising steps are stochastic, and hence trainable by policy-gradient algorithms."""
 
     kind: Literal["all", "random", "sliding"] = "all"
-    """``all`` steps but the last; ``random``: a window per rollout; ``sliding``: MixGRPO's, by iteration."""
+    """``all`` steps but the last; ``random``: one window per rollout; ``sliding``: MixGRPO's, by
+    iteration.
+    """
     size: PositiveInt = 3
     """Steps in the window (``random``, ``sliding``)."""
     low: Annotated[int, Field(ge=0)] = 0
-    """First step the window may cover (``random``, ``sliding``)."""
+    """First step the window may contain (``random``, ``sliding``)."""
     high: PositiveInt | None = None
-    """One past the last step it may cover; default: half of the steps (``random``), all but the last."""
+    """End of its range, exclusive; default: half of the steps (``random``), all but the last
+    (``sliding``).
+    """
     every: PositiveInt = 25
-    """Iterations between two moves (``sliding``)."""
+    """Iterations per window position (``sliding``)."""
     decay: Annotated[float, Field(ge=0)] = 0.0
-    """Shortens the clean half: ``every * exp(-decay * max(position - steps / 2, 0))`` (``sliding``)."""
+    """Shortens the time in the clean half: ``every * exp(-decay * max(position - steps / 2, 0))``
+    (``sliding``).
+    """
 
 
 class RolloutConfig(Section):
-    """How the samples of an iteration are made."""
+    """How an iteration's samples are generated."""
 
     height: PositiveInt = 32
-    """Picture height in pixels."""
+    """Image height in pixels."""
     width: PositiveInt = 32
-    """Picture width in pixels."""
+    """Image width in pixels."""
     steps: Annotated[int, Field(ge=2)] = 10
-    """Denoising steps of a training rollout."""
+    """Denoising steps per training rollout."""
     sampler: Literal["flow-sde", "cps", "dance", "ode"] = "ode"
     """Sampler inside the SDE window; outside of it and in evaluation it is always the ODE."""
     noise_level: Annotated[float, Field(ge=0)] = 0.7
@@ -47,25 +53,25 @@ class RolloutConfig(Section):
     sde_window: SdeWindowConfig = SdeWindowConfig()
     """Where the sampler is stochastic. Unused by ode."""
     true_cfg_scale: Annotated[float, Field(ge=1)] = 1.0
-    """Classifier-free guidance with a negative prompt; above 1 every step costs two forwards."""
+    """Classifier-free guidance with a negative prompt; above 1, every step costs two forwards."""
     negative_prompt: str = " "
-    """What guidance steers away from."""
+    """The negative prompt of guidance."""
     prompts_per_iteration: PositiveInt = 12
-    """Groups in an iteration."""
+    """Groups per iteration."""
     group_size: Annotated[int, Field(ge=2)] = 16
-    """Samples a prompt; their rewards are compared with each other."""
+    """Samples per prompt; their rewards are compared with each other."""
     batch_size: PositiveInt = 64
-    """Samples denoised in one forward; bound by memory, has no effect on results."""
+    """Samples denoised per forward; limited by memory, does not affect results."""
 
     @property
     def kept_steps(self) -> int:
-        """Stochastic (trainable) steps of a rollout; 0 with the ODE sampler."""
+        """Stochastic (trainable) steps per rollout; 0 with the ODE sampler."""
         if self.sampler == "ode":
             return 0
         return self.steps - 1 if self.sde_window.kind == "all" else self.sde_window.size
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """What sampler and SDE window do not offer the algorithm."""
+        """Sampler or SDE window that does not suit the algorithm."""
         name = run.algorithm.name
         if not run.algorithm.learns_from_clean_samples:
             yield from self._noise_problems(name)
@@ -87,7 +93,6 @@ class RolloutConfig(Section):
             )  # fmt: skip
 
     def _noise_problems(self, algorithm: str) -> Iterator[Problem]:
-        """Of a policy gradient, which needs the log-probability of a noisy step."""
         if self.sampler == "cps" and self.noise_level > 1:
             yield Problem(
                 "rollout.noise_level", str(self.noise_level), "at most 1 with rollout.sampler=cps",
@@ -107,7 +112,7 @@ class RolloutConfig(Section):
     def _window_problems(self) -> Iterator[Problem]:
         window, last = self.sde_window, self.steps - 1
         high = window.high
-        if high is None:  # what spotlight.diffusion.schedule takes
+        if high is None:  # as in spotlight.diffusion.schedule
             high = (
                 last
                 if window.kind == "sliding"

@@ -1,11 +1,11 @@
 """The typed configuration of a run.
 
-One strict, frozen pydantic model per section, in a file with the contradictions that concern it; an
-unknown key is an error, and every field carries its description, from which the reference is
-generated. Nothing here imports torch, so ``--help``, ``--dry-run`` and planning start at once.
+One strict, frozen pydantic model per section; an unknown key is an error, and every field has a description,
+from which the reference is generated. Nothing here imports torch, so ``--help``, ``--dry-run`` and planning
+start at once.
 
-A check of one field is a constraint of that field. A check between fields, also of other sections, is in
-:meth:`~spotlight.config.section.Section.problems` of the section whose key is to be changed.
+A check of one field is a constraint on that field. A check across fields or sections belongs into
+:meth:`~spotlight.config.section.Section.problems` of the section whose key should be changed.
 """
 
 from __future__ import annotations
@@ -38,51 +38,51 @@ class RunConfig(Section):
     runs_dir: Annotated[Path, Field(validate_default=False)] = Path("runs")
     """Parent of the run directories."""
     cache_dir: Path | None = None
-    """Where prompt embeddings are cached; default: ``~/.cache/spotlight`` (or XDG_CACHE_HOME)."""
+    """Directory for prompt embeddings; default: ``~/.cache/spotlight`` (or XDG_CACHE_HOME)."""
     run_seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Fixes prompts' order, seeds of all rollouts, adapters' initial values."""
+    """Seed of prompt order, of all rollouts and of the adapters' initial values."""
     iterations: PositiveInt = 40
     """Iterations to train; raise it to continue a finished run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model lives; ``auto`` takes CUDA when there is one."""
+    """Where the model runs; ``auto`` uses CUDA if available."""
     deterministic: bool = False
-    """Bit-exact resume also on GPUs (torch's deterministic algorithms: slower). CPU runs are so anyway."""
+    """Bit-exact resume on GPUs, too (torch's deterministic algorithms: slower). CPU runs always are."""
     model: ModelConfig = ModelConfig()
     """Which Diffusion Transformer is trained."""
     data: DataConfig = DataConfig()
-    """Prompts."""
+    """Training and held-out prompts."""
     rollout: RolloutConfig = RolloutConfig()
-    """How samples are made."""
+    """How samples are generated."""
     algorithm: AlgorithmConfig = DiffusionNFTConfig()
-    """What is learnt from them."""
+    """How the policy learns from them."""
     rewards: Annotated[tuple[RewardConfig, ...], Field(min_length=1)] = (RewardConfig(name="shapes"),)
     """What is maximised."""
     reward_policy: RewardPolicyConfig = RewardPolicyConfig()
-    """What happens when a reward fails."""
+    """What happens if a reward fails."""
     learner: LearnerConfig = LearnerConfig()
     """How the policy is updated."""
     exploration: ExplorationConfig | None = None
     """Which seeds are trained on; default: random ones."""
     pipeline: PipelineConfig = PipelineConfig()
-    """What of generation and training overlaps."""
+    """Overlap of generation and training."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """How progress is judged."""
+    """How progress is evaluated."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """When the run commits."""
+    """When the run writes checkpoints."""
     metrics: MetricsConfig = MetricsConfig()
-    """Where curves go."""
+    """Where curves are written."""
     fleet: FleetConfig = FleetConfig()
     """The hardware, and what it costs."""
 
     def every_problem(self) -> Iterator[Problem]:
-        """Every contradiction among the keys of this otherwise well-typed configuration."""
+        """All conflicts between keys."""
         for name in type(self).model_fields:
             if isinstance(section := getattr(self, name), Section):
                 yield from section.problems(self)
 
     @property
     def trained_timesteps(self) -> int:
-        """Forwards and backwards of the loss per sample (guidance aside)."""
+        """Forward/backward passes of the loss per sample, guidance aside."""
         return self.algorithm.train_timesteps or self.rollout.kept_steps
 
 
@@ -94,7 +94,8 @@ RESUMABLE_KEYS = frozenset(
      "learner.pass_memory_gib", "pipeline.trainers_generate", "pipeline.switch_s", "reward_policy.workers",
      "reward_policy.start_deadline_s"}
 )  # fmt: skip
-"""Keys that may change between two attempts of a run without making it another run.
+"""Keys that may change when a run is resumed.
 
-Those from ``device`` on, which a run out of memory or time needs, change rounding at most: not what is
-sampled, trained or scored."""
+Those from ``device`` on, meant for runs short of memory or time, change rounding at most: not what is
+sampled, trained or scored.
+"""

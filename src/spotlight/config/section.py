@@ -1,4 +1,4 @@
-"""What every part of the configuration is."""
+"""Base class of all configuration sections."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ class Section(BaseModel):
     )
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """What in this section contradicts itself or other sections of ``run``: none unless overridden."""
+        """Conflicts within this section or with others of ``run``; none unless overridden."""
         yield from ()
