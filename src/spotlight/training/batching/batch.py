@@ -43,7 +43,7 @@ class TrainingSample:
 
 
 def require_fresh(samples: Sequence[TrainingSample], version: int, algorithm: Algorithm) -> None:
-    """Raise ValueError for a sample older than the batch's weights (``version``) whose ratio would be wrong."""
+    """Raise ValueError for a sample older than ``version``, the batch's weights, if its ratio is wrong."""
     if algorithm.takes_stale:
         return
     newest = max([version, *(sample.version for sample in samples)])
