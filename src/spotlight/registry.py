@@ -1,12 +1,12 @@
-"""Everything that has a name in a configuration and can be added: one line here, or an entry point.
+"""Registries of extensible configuration names: add one by a line here or by an entry point.
 
-A line leads from the name to ``module:attribute``; nothing is imported before it is used, so this module is
-light. An installed package adds a name of its own by an entry point of the registry's group:
+Each line maps a name to ``module:attribute``, imported on first use, so this module is light. An installed
+package adds a name with an entry point of the registry's group:
 
     [project.entry-points."spotlight.rewards"]
     brightness = "my_package.rewards:brightness"
 
-Built-in names cannot be replaced, and a name that two packages offer is an error.
+Built-in names cannot be replaced; a name registered by two packages is an error.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ T = TypeVar("T")
 
 
 class RegistryError(ValueError):
-    """A name that nobody registered, or a registration that cannot be used; names the key and the remedy."""
+    """An unknown name or an unusable registration; names the key and the remedy."""
 
 
 class Registry(Generic[T]):
-    """Names of one kind, each leading to an object of type ``T``.
+    """Names of one kind, each resolving to an object of type ``T``.
 
     Args:
-        key: the configuration key whose values these names are.
+        key: the configuration key that takes these names.
         group: the entry points' group.
         built_in: name -> ``module:attribute``.
     """
@@ -46,19 +46,19 @@ class Registry(Generic[T]):
         self.key, self.group, self.built_in = key, group, built_in
 
     def __iter__(self) -> Iterator[str]:
-        """All names: the built-in ones first."""
+        """All names, built-in ones first."""
         yield from self.built_in
         yield from (name for name in self._added if name not in self.built_in)
 
     def __contains__(self, name: object) -> bool:
-        # Built-in names are looked up first: reading the metadata of all installed packages takes a while.
+        # Built-in names first: reading the metadata of all installed packages is slow.
         return name in self.built_in or name in self._added
 
     def locate(self, name: str) -> str:
-        """``module:attribute`` of a name; nothing is imported.
+        """The ``module:attribute`` of a name; imports nothing.
 
         Raises:
-            RegistryError: nobody registered the name, or two packages did.
+            RegistryError: the name is unknown, or two packages registered it.
         """
         if name in self.built_in:
             return self.built_in[name]
@@ -76,10 +76,10 @@ class Registry(Generic[T]):
                 )
 
     def load(self, name: str) -> T:
-        """What the name leads to.
+        """Import the object registered under a name.
 
         Raises:
-            RegistryError: see :meth:`locate`; or it cannot be imported.
+            RegistryError: as :meth:`locate`, or the import failed.
         """
         place = self.locate(name)
         if name in self.built_in:
@@ -93,10 +93,10 @@ class Registry(Generic[T]):
             ) from error
 
     def known(self, *besides: str, without: tuple[str, ...] = ()) -> Callable[[str], str]:
-        """A validator for a field whose values are these names; it raises ValueError with what is expected.
+        """A validator for a field that takes these names; its ValueError lists them.
 
         Args:
-            besides: further values that the field takes.
+            besides: additional valid values.
             without: registered names that have keys of their own.
         """
 
@@ -113,7 +113,7 @@ class Registry(Generic[T]):
         """The known names as text, for error messages.
 
         Args:
-            besides: further values of the key, named first.
+            besides: additional valid values, listed first.
         """
         *names, last = map(repr, (*besides, *self))
         known = f"{', '.join(names)} or {last}" if names else last
@@ -128,7 +128,7 @@ class Registry(Generic[T]):
 
 
 def resolve(place: str) -> Any:
-    """The object at ``module:attribute``. Raises ImportError or AttributeError."""
+    """Import ``module:attribute``. Raises ImportError or AttributeError."""
     module, _, attribute = place.partition(":")
     found: object = importlib.import_module(module)
     for part in attribute.split("."):
@@ -145,7 +145,7 @@ FAMILIES: Registry[FamilyLayout] = Registry(
     "spotlight.families",
     {"qwen-image": "spotlight.models.qwen_layout:QWEN_IMAGE"},
 )
-"""Model families: a :class:`~spotlight.models.layouts.FamilyLayout`, which names the class that runs it."""
+"""Model families: a :class:`~spotlight.models.layouts.FamilyLayout`, which names its implementing class."""
 
 ALGORITHMS: Registry[type[AlgorithmSection]] = Registry(
     "algorithm.name",
@@ -158,7 +158,7 @@ ALGORITHMS: Registry[type[AlgorithmSection]] = Registry(
         "awm": "spotlight.config.algorithm:AWMConfig",
     },
 )
-"""Algorithms: the section of the configuration, which names the class that computes the loss."""
+"""Algorithms: the configuration section, which names the class that computes the loss."""
 
 REWARDS: Registry[Callable[..., Any]] = Registry(
     "rewards.name",
@@ -180,7 +180,7 @@ CLOUDS: Registry[Cloud] = Registry(
         "azure": "spotlight.fleet.notices.azure:AZURE",
     },
 )
-"""Clouds: a :class:`~spotlight.fleet.notices.notice.Cloud`, its preemption notices and its prices."""
+"""Clouds: a :class:`~spotlight.fleet.notices.notice.Cloud` with its preemption notices and prices."""
 
 SINKS: Registry[SinkFactory] = Registry(
     "metrics.sinks",

@@ -1,4 +1,4 @@
-"""The prompt files of a run, read. Imports no torch."""
+"""Read a run's prompt files. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spotlight.scheduler.types import Prompt
 from spotlight.testbed import TEST_PROMPTS, TRAIN_PROMPTS
 
 TESTBED = "testbed"
-"""Names what is shipped with the package, in ``model.path``, ``data.train`` and ``data.test``."""
+"""Value of ``model.path``, ``data.train`` and ``data.test`` for the embedded testbed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,12 @@ class Prompts:
 
     @property
     def shared(self) -> int:
-        """How many held-out prompts are trained on too: validation would flatter the run."""
+        """Number of held-out prompts also trained on; they inflate validation scores."""
         trained = {prompt.text for prompt in self.train}
         return sum(prompt.text in trained for prompt in self.test)
 
     def notes(self, config: RunConfig) -> tuple[str, ...]:
-        """What the run can be done with, and is rarely meant."""
+        """Warnings about unusual but valid prompts."""
         notes: list[str] = []
         wanted, there = config.rollout.prompts_per_iteration, len(self.train)
         if wanted > there:
@@ -50,7 +50,7 @@ class Prompts:
         return tuple(notes)
 
     def used(self, config: RunConfig) -> list[Prompt]:
-        """The prompts that the run will meet, each once."""
+        """The prompts that the run uses, without duplicates."""
         met = dict.fromkeys(prompt.id for prompt in self.test)
         count, seed = config.rollout.prompts_per_iteration, config.run_seed
         spare = config.exploration.spare_prompts if config.exploration else 0
@@ -66,7 +66,7 @@ def load_prompts(config: RunConfig) -> Prompts:
     """Read the prompt files.
 
     Raises:
-        ConfigError: a file cannot be read, or holds fewer held-out prompts than are asked for.
+        ConfigError: a file cannot be read, or holds too few held-out prompts.
         PromptFileError: malformed lines, by number, or a tag that no line has.
     """
     tags, wanted = config.data.tags, config.evaluation.prompts
@@ -84,16 +84,16 @@ def load_prompts(config: RunConfig) -> Prompts:
 
 
 def evenly_spaced(prompts: Sequence[Prompt], count: int | None) -> tuple[Prompt, ...]:
-    """``count`` of the prompts (None, or more than there are: all), in order, spread over the whole file.
+    """``count`` prompts spread over the file, in order; all if None or more than there are.
 
-    Files are often sorted by tag: the first few would all be of one kind.
+    Files are often sorted by tag, so the first few would all have the same one.
     """
     kept = len(prompts) if count is None else min(count, len(prompts))
     return tuple(prompts[index * len(prompts) // kept] for index in range(kept))
 
 
 def read_prompts(key: str, value: str, shipped: Path, tags: Sequence[str] = ()) -> list[Prompt]:
-    """Prompts of the file that ``key`` names (``testbed``: the one shipped). Raises as load_prompts."""
+    """Prompts of the file configured as ``key``; ``testbed`` reads ``shipped``. Raises as load_prompts."""
     path = shipped if value == TESTBED else Path(value)
     try:
         text = path.read_text()

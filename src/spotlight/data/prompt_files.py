@@ -1,7 +1,7 @@
-"""Prompts from the text of a file: one a line, or one JSON object a line in GenEval's metadata format.
+"""Parse prompts: one per line, or one JSON object per line in GenEval's metadata format.
 
-Pure: the caller reads the file. Nothing is skipped or repaired; all bad lines are told at once.
-A prompt's id is a hash of its text and metadata, the same wherever and in whatever order it is read.
+Pure: the caller reads the file. Nothing is skipped or repaired; all bad lines are reported together. A
+prompt's id is a hash of its text and metadata, independent of file and order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OBJECT = '{"class": "circle", "count": 2}'
 
 
 class PromptFileError(ValueError):
-    """A prompts file that cannot be used; names its lines, what they hold, and what was expected."""
+    """An unusable prompt file; names the lines, what they hold, and what was expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,23 +40,23 @@ class _BadLineError(Exception):
 
 
 def prompt_id(text: str, metadata: Mapping[str, object]) -> PromptId:
-    """Hash a prompt's content: 16 hexadecimal digits."""
+    """Hash of a prompt's content: 16 hexadecimal digits."""
     content = json.dumps([text, metadata], sort_keys=True)
     return PromptId(hashlib.blake2b(content.encode(), digest_size=_ID_BYTES).hexdigest())
 
 
 def parse_prompts(text: str, source: str, format: PromptFormat = "auto") -> list[Prompt]:
-    """Read prompts, in the order of the file.
+    """Parse prompts, in file order.
 
     Args:
-        text: what the file holds. Empty lines are passed over.
-        source: name of the file, for messages and, with ``auto``, for its ending.
-        format: ``txt`` (one prompt a line, no metadata), ``jsonl`` (an object a line; its key ``prompt`` is
-            the text, all others are the metadata, among them GenEval's ``tag``, ``include`` and
-            ``exclude``), or ``auto``: by the ending, else jsonl if the text begins with ``{``.
+        text: the file's content; empty lines are ignored.
+        source: the file's name, for messages and for ``auto``.
+        format: ``txt`` (one prompt per line, no metadata), ``jsonl`` (one object per line; key ``prompt`` is
+            the text, all others are metadata, among them GenEval's ``tag``, ``include`` and ``exclude``), or
+            ``auto``: by file extension, else jsonl if the text begins with ``{``.
 
     Raises:
-        PromptFileError: no prompts, malformed lines (up to ten are listed), or the same prompt twice.
+        PromptFileError: no prompts, malformed lines (up to ten are listed), or a duplicate prompt.
     """
     lines = [
         _Line(number, line.strip())
@@ -82,10 +82,10 @@ def parse_prompts(text: str, source: str, format: PromptFormat = "auto") -> list
 
 
 def with_tags(prompts: Sequence[Prompt], source: str, tags: Collection[str]) -> list[Prompt]:
-    """The prompts with one of these tags; without tags: all.
+    """The prompts with one of these tags; all if ``tags`` is empty.
 
     Args:
-        source: where the prompts are from, for messages.
+        source: the file's name, for messages.
 
     Raises:
         PromptFileError: a tag that no prompt has.
@@ -127,7 +127,7 @@ def _from_record(line: str) -> Prompt:
     except json.JSONDecodeError as error:
         found = f"no JSON ({error.msg} at column {error.colno})"
         raise _BadLineError(f"{found}: {_short(line)}; expected {_RECORD}") from None
-    except (RecursionError, ValueError) as error:  # nested too deeply, an integer of thousands of digits
+    except (RecursionError, ValueError) as error:  # nested too deeply, or an integer of thousands of digits
         raise _BadLineError(
             f"JSON that cannot be read ({error}): {_short(line)}; expected {_RECORD}"
         ) from None
@@ -149,7 +149,7 @@ def _prompt(text: str, metadata: Mapping[str, object]) -> Prompt:
 
 
 def _require_geneval(record: Mapping[str, object]) -> None:
-    """Check the form of GenEval's keys, where present; what classes there are is the reward's to say."""
+    """Check the form of GenEval's keys, where present; the reward checks the class names."""
     tag = record.get("tag", "")
     if not isinstance(tag, str):
         raise _BadLineError(

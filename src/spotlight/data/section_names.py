@@ -1,7 +1,7 @@
-"""Errors of rooms that know no configuration, told with the full name of the key.
+"""Prefix errors of configuration-free code with the configuration section.
 
-Such a room begins its message with the setting's own name (``height is 33; expected ...``): the last part of
-the key. Who calls it with a configured value knows the section.
+Such code begins its messages with the setting's own name (``height is 33; expected ...``), the last part of
+the key. Callers that pass configured values know the section.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from spotlight.models.model_errors import ModelError
 
 @contextmanager
 def under(section: str) -> Iterator[None]:
-    """Put ``section.`` before the message of an error: ``rollout.height is 33; expected ...``.
+    """Prefix errors with ``section.``: ``rollout.height is 33; expected ...``.
 
-    Only around calls whose every ModelError and PromptFileError begins with the name of a setting.
+    Use it only around calls whose every ModelError and PromptFileError begins with a setting's name.
     """
     try:
         yield

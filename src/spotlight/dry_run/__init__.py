@@ -1,1 +1,1 @@
-"""What `spotlight train --dry-run` prints: samples, passes, memory and disk, without loading a model."""
+"""The plan that `spotlight train --dry-run` prints: samples, passes, memory and disk. Loads no model."""

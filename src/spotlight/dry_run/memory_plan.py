@@ -1,8 +1,7 @@
-"""Memory and disk of a run, by part, with the formula of each. Estimates: good to about a quarter.
+"""Memory and disk of a run, by part, each with its formula. Estimates are within about 25 %.
 
-Notation: B micro-batch, K timesteps in a pass, N samples of an iteration, L layers, D width,
-n = image + text tokens, g = 2 with guidance else 1, P parameters trained, b bytes of a number (4, or 2 in
-bfloat16).
+Notation: B micro-batch, K timesteps per pass, N samples per iteration, L layers, D width, n = image + text
+tokens, g = 2 with guidance else 1, P trained parameters, b bytes per number (4, or 2 in bfloat16).
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from spotlight.rollout.limits import decode_batch
 from spotlight.training.timesteps import largest_pass
 
 When = Literal["always", "set-up", "rollout", "training", "host"]
-_LEDGER_BYTES_PER_ROLLOUT = 1000  # measured: 860 with three scores a sample
-_PNG_SHARE = 0.6  # of the raw bytes; photographs, pictures of few colours are smaller
+_LEDGER_BYTES_PER_ROLLOUT = 1000  # measured: 860 with three scores per sample
+_PNG_SHARE = 0.6  # of the raw bytes for photographs; images with few colours compress better
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """One part.
+    """Memory or disk of one part.
 
     Attributes:
         formula: how ``bytes`` was computed.
-        when: in which phase the part is held: on the device, or (``host``) in this machine's memory.
+        when: the phase in which the part is allocated on the device, or ``host`` for CPU memory.
     """
 
     part: str
@@ -41,9 +40,9 @@ class Estimate:
 def memory_parts(
     config: RunConfig, model: ModelSizes, layout: FamilyLayout, trained: int, text_tokens: int
 ) -> tuple[Estimate, ...]:
-    """Memory of one process that holds everything (FSDP shards weights, gradients and Adam over ranks).
+    """Memory of one unsharded process (FSDP shards weights, gradients and Adam over ranks).
 
-    With ``pipeline.trainers_generate`` of a learner's GPU: that of a rank and of the worker beside it.
+    With ``pipeline.trainers_generate``, memory of a learner's GPU: a rank and the worker beside it.
     """
     tokens = model.image_tokens(config.rollout.height, config.rollout.width) + text_tokens
     weights = tuple(_weights(config, model, trained))
@@ -58,7 +57,7 @@ def memory_parts(
 
 
 def _with_worker(parts: Sequence[Estimate], weights: Sequence[Estimate]) -> tuple[Estimate, ...]:
-    """Both stay on the GPU: neither process gives the other what it has allocated once."""
+    """Both stay on the GPU, because neither process returns allocated memory to the other."""
     mine = [part for part in parts if part.when != "rollout"]
     held = [part for part in weights if part.when == "always"]
     rolls_out = [part for part in parts if part.when == "rollout"]
@@ -67,16 +66,16 @@ def _with_worker(parts: Sequence[Estimate], weights: Sequence[Estimate]) -> tupl
 
 
 def peak_bytes(parts: tuple[Estimate, ...]) -> float:
-    """Largest sum of parts that are on the device together: what is always there, and one phase."""
+    """Peak device memory: the parts always there, plus the largest phase."""
     always = sum(part.bytes for part in parts if part.when == "always")
     phases: tuple[When, ...] = ("set-up", "rollout", "training")
     return always + max(sum(part.bytes for part in parts if part.when == phase) for phase in phases)
 
 
 def weight_copies(config: RunConfig) -> int:
-    """Trained weights kept beside the policy: old policy, moving average, and with ``full`` the reference."""
+    """Trained weights stored besides the policy: old policy, moving average, and with ``full`` the reference."""
     old = config.algorithm.uses_old_policy
-    # With LoRA the reference is the base without adapters, which is there anyway.
+    # With LoRA the reference is the base model without adapters, which is in memory anyway.
     reference = config.learner.mode == "full" and config.algorithm.uses_reference
     return int(old) + int(config.learner.ema is not None) + int(reference)
 
@@ -98,7 +97,7 @@ def _weights(config: RunConfig, model: ModelSizes, trained: int) -> Iterator[Est
 
 
 def _merged(config: RunConfig, model: ModelSizes, layout: FamilyLayout) -> Iterator[Estimate]:
-    """Rollouts run on float32 base weights that the adapter was added to: a second copy of those layers."""
+    """Rollouts merge the adapter into float32 base weights: a second copy of the adapted layers."""
     learner = config.learner
     if learner.mode == "lora" and config.model.dtype == "float32" and learner.autocast == "none":
         targets = layout.lora_targets if learner.lora.targets is None else learner.lora.targets
@@ -107,7 +106,7 @@ def _merged(config: RunConfig, model: ModelSizes, layout: FamilyLayout) -> Itera
 
 
 def timesteps_per_pass(config: RunConfig) -> int:
-    """K; with ``auto`` 1, because more are taken only where they fit."""
+    """K; 1 for ``auto``, which uses more only where they fit."""
     wanted = config.learner.timesteps_per_pass
     return 1 if wanted == "auto" else largest_pass(config.trained_timesteps, wanted)
 
@@ -115,7 +114,8 @@ def timesteps_per_pass(config: RunConfig) -> int:
 def _optimizer(config: RunConfig, trained: int) -> Iterator[Estimate]:
     yield Estimate("gradients", trained * 4, "4 B x P", "training")
     if config.learner.timesteps_per_pass == "auto" and config.trained_timesteps > 1:
-        # Those so far are kept apart, so that a pass that runs out of memory can be dropped.
+        # Accumulated gradients are stored separately, so that a pass that runs out of memory can be
+        # discarded.
         yield Estimate("gradients of a pass", trained * 4, "4 B x P (timesteps_per_pass auto)", "training")
     yield Estimate("Adam", trained * 8, "2 x 4 B x P")
 
@@ -171,7 +171,7 @@ def _samples(config: RunConfig, model: ModelSizes) -> Iterator[Estimate]:
 
 
 def checkpoint_parts(config: RunConfig, trained: int | None) -> list[Estimate]:
-    """Disk for checkpoints and export: exact. Nothing while the number of trained parameters is unknown."""
+    """Disk for checkpoints and export: exact. Empty if the number of trained parameters is unknown."""
     if trained is None:
         return []
     copies = 3 + weight_copies(config)

@@ -1,4 +1,5 @@
-"""The sizes of a pipeline's parts, from configuration files and safetensors headers: no weights, no torch."""
+"""Sizes of a pipeline's components, read from configuration files and safetensors headers; no weights, no
+torch."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ class ModelSizes(TransformerSizes):
         patch_px: side of the square of pixels that becomes one token.
         vae_parameters: of encoder and decoder.
         vae_width: channels of the VAE's outermost layers.
-        text_encoder_parameters: 0 where they are not on this machine yet.
+        text_encoder_parameters: 0 if not downloaded yet.
     """
 
     layers: int
@@ -58,7 +59,7 @@ class ModelSizes(TransformerSizes):
     text_encoder_parameters: int
 
     def image_tokens(self, height: int, width: int) -> int:
-        """Tokens of one picture. Raises ModelError when a side does not suit the model."""
+        """Tokens per image. Raises ModelError if the model does not support a side."""
         with under("rollout"):
             check_size(height, width, self.patch_px, f"VAE factor {self.patch_px // 2}, 2x2 patches")
         return (height // self.patch_px) * (width // self.patch_px)
@@ -66,7 +67,7 @@ class ModelSizes(TransformerSizes):
 
 @dataclass(frozen=True, slots=True)
 class NotHere:
-    """A hub model of which too little is on this machine; ``remedy`` says how to get it."""
+    """A hub model that is not sufficiently downloaded; ``remedy`` says how to get it."""
 
     hub_id: str
     remedy: str
@@ -78,23 +79,23 @@ def layout_of(config: RunConfig) -> FamilyLayout:
 
 
 def read_sizes(config: RunConfig) -> ModelSizes | NotHere:
-    """The sizes of the configured pipeline.
+    """The configured pipeline's sizes.
 
     Raises:
-        ModelError: the directory is missing, incomplete or another pipeline.
+        ModelError: the directory is missing, incomplete or of another pipeline class.
     """
     files = _locate(config, ("transformer", "vae"))
     return files if isinstance(files, NotHere) else _sizes(files, layout_of(config))
 
 
 def read_transformer(config: RunConfig) -> TransformerSizes | NotHere:
-    """The sizes of the configured DiT, from its headers alone. Raises ModelError as :func:`read_sizes`."""
+    """The configured DiT's sizes, from its headers alone. Raises ModelError as :func:`read_sizes`."""
     files = _locate(config, ("transformer",))
     return files if isinstance(files, NotHere) else _transformer(files)
 
 
 def _locate(config: RunConfig, parts: Sequence[str]) -> PipelineFiles | NotHere:
-    """The pipeline on this machine; of one from the hub at least ``parts``."""
+    """The pipeline's local files; for a hub model, at least ``parts``."""
     model, layout = config.model, layout_of(config)
     path = str(PIPELINE_DIR) if model.path == TESTBED else model.path
     if not Path(path).expanduser().exists() and path.count("/") == 1 and not path.startswith((".", "/", "~")):
@@ -110,7 +111,7 @@ def _locate(config: RunConfig, parts: Sequence[str]) -> PipelineFiles | NotHere:
 
 
 def _cached(hub_id: str, revision: str | None, parts: Sequence[str]) -> Path | None:
-    """The snapshot of a hub model of which these parts are in the local cache."""
+    """Local snapshot of a hub model with these parts in the cache."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -151,7 +152,7 @@ def _sizes(files: PipelineFiles, layout: FamilyLayout) -> ModelSizes:
 
 
 def bind_targets(sizes: TransformerSizes, targets: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """The linear layers that LoRA targets match (ends of module names), with (outputs, inputs).
+    """The linear layers matched by LoRA targets (suffixes of module names), with (outputs, inputs).
 
     Raises:
         ModelError: a target that matches none.
@@ -175,7 +176,7 @@ def bind_targets(sizes: TransformerSizes, targets: Sequence[str]) -> dict[str, t
 
 
 def lora_parameters(bound: Mapping[str, tuple[int, int]], rank: int) -> int:
-    """Scalars of one adapter: A is [rank, inputs], B is [outputs, rank]."""
+    """Parameters of one adapter: A is [rank, inputs], B is [outputs, rank]."""
     return sum(rank * (outputs + inputs) for outputs, inputs in bound.values())
 
 

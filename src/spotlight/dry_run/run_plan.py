@@ -1,6 +1,6 @@
-"""What a run will do and need, from its configuration alone: for ``spotlight train --dry-run``.
+"""What a run will do and need, from its configuration alone, for ``spotlight train --dry-run``.
 
-Nothing is loaded: sizes come from headers (``plan_model.py``), counts from arithmetic. Imports no torch.
+Nothing is loaded: sizes come from headers (``model_plan.py``), counts from arithmetic. Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from spotlight.store.metrics import read_metrics
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Passes of one sample through the DiT, summed over the samples of an iteration (of an evaluation).
+    """DiT passes per iteration (``evaluation``: per evaluation), counted per sample.
 
     Attributes:
         rollout: forwards of the denoising steps.
-        previews: forwards of all previews that exploration may ask for, spare prompts aside; a planner asks
-            for fewer. Those that reuse blocks (``exploration.step_cache``) count as whole ones.
+        previews: forwards of all previews that exploration may request, spare prompts aside; a planner
+            requests fewer. Those with ``exploration.step_cache`` count in full.
         policy: forwards of the trained weights that build a graph.
-        backward: backwards; each costs about two forwards.
+        backward: backward passes; each costs about two forwards.
         recomputed: forwards repeated in the backward pass by ``learner.gradient_checkpointing``.
-        old: forwards of the old policy (of GRPO-Guard in later updates than a batch's first).
+        old: forwards of the old policy (of GRPO-Guard after a batch's first update).
         reference: forwards of the starting model.
-        old_log_probs: forwards that give ratios of later updates than a batch's first their denominator.
-        evaluation: forwards of ONE evaluation.
+        old_log_probs: forwards for the ratio's denominator after a batch's first update.
+        evaluation: forwards of one evaluation.
     """
 
     rollout: int
@@ -55,7 +55,7 @@ class Passes:
 
     @property
     def forwards(self) -> int:
-        """All forwards of an iteration, evaluation apart."""
+        """All forwards of an iteration except evaluation."""
         made = self.rollout + self.previews
         return made + self.policy + self.recomputed + self.old + self.reference + self.old_log_probs
 
@@ -65,19 +65,19 @@ class RunPlan:
     """What a run will do and need.
 
     Attributes:
-        samples: rollouts trained in an iteration (when none is dropped).
-        trained_timesteps: forward/backward passes a sample.
-        guidance: forwards a velocity costs: 2 with true classifier-free guidance.
+        samples: rollouts trained per iteration if none is dropped.
+        trained_timesteps: forward/backward passes per sample.
+        guidance: forwards per velocity: 2 with true classifier-free guidance.
         optimizer_steps: of the whole run.
         evaluations: of the whole run.
-        evaluation_images: of one evaluation.
+        evaluation_images: per evaluation.
         train_prompts: in the file, after ``data.tags``.
-        notes: what is odd about the prompts, if anything.
+        notes: warnings about the prompts.
         model: sizes, or why they are unknown.
-        parameters_trained: None while the model's sizes are unknown.
-        memory: by part; empty while unknown.
-        disk: by part; checkpoints are missing while the model's sizes are unknown.
-        seconds_per_iteration: median of what this run's directory has measured; None before.
+        parameters_trained: None if the model's sizes are unknown.
+        memory: by part; empty if unknown.
+        disk: by part; without checkpoints if the model's sizes are unknown.
+        seconds_per_iteration: median measured in this run's directory; None before.
     """
 
     samples: int
@@ -101,11 +101,12 @@ def make_plan(config: RunConfig) -> RunPlan:
     """Plan a run.
 
     Raises:
-        ConfigError: a prompts file that cannot be read, or has too few held-out prompts; previews that are to
-            reuse blocks of a model that cannot.
-        PromptFileError: prompts missing or malformed.
-        RewardSetupError: a reward's name is none, or reserved; imports nothing.
-        ModelError: the model directory is unusable, a LoRA target matches nothing, or the size does not suit.
+        ConfigError: a prompt file cannot be read or has too few held-out prompts, or the model does not
+            support the block reuse configured for previews.
+        PromptFileError: missing or malformed prompts.
+        RewardSetupError: a reward's name is unknown or reserved; imports nothing.
+        ModelError: the model directory is unusable, a LoRA target matches nothing, or the image size is
+            unsupported.
     """
     make_reward_specs(config)  # raises
     prompts = load_prompts(config)
@@ -113,7 +114,7 @@ def make_plan(config: RunConfig) -> RunPlan:
     _require_step_cache(config, model)
     trained: int | None = None
     if isinstance(model, ModelSizes):
-        model.image_tokens(config.rollout.height, config.rollout.width)  # raises if it does not suit
+        model.image_tokens(config.rollout.height, config.rollout.width)  # raises for an unsupported size
         trained = parameters_trained(config, model)
     images = len(prompts.test) * config.evaluation.images_per_prompt
     evaluations = config.evaluation.count(config.iterations)
@@ -145,7 +146,7 @@ def forwards_per_velocity(config: RunConfig) -> int:
 
 
 def count_passes(config: RunConfig, evaluation_images: int) -> Passes:
-    """Passes of an iteration: samples x steps (or trained timesteps) x forwards a velocity costs."""
+    """Passes per iteration: samples x steps (or trained timesteps) x forwards per velocity."""
     algorithm, guidance = config.algorithm, forwards_per_velocity(config)
     samples = config.rollout.prompts_per_iteration * config.rollout.group_size * guidance
     trained = samples * config.trained_timesteps
@@ -174,7 +175,7 @@ def _preview_passes(config: RunConfig) -> int:
 
 
 def text_tokens(config: RunConfig, prompts: Prompts) -> int:
-    """A guess at the longest prompt's tokens: two a word and the template's tail, at most those kept."""
+    """Estimated tokens of the longest prompt: two per word plus the template's, up to the maximum length."""
     words = max(len(prompt.text.split()) for prompt in (*prompts.train, *prompts.test))
     return min(2 * words + 6, config.model.max_text_tokens)
 
@@ -192,7 +193,7 @@ def _require_step_cache(config: RunConfig, model: ModelSizes | NotHere) -> None:
 
 
 def parameters_trained(config: RunConfig, model: TransformerSizes) -> int:
-    """Scalars that the optimizer updates. Raises ModelError: a LoRA target that matches nothing."""
+    """Parameters that the optimizer updates. Raises ModelError if a LoRA target matches nothing."""
     if config.learner.mode == "full":
         return model.parameters
     lora = config.learner.lora

@@ -1,1 +1,1 @@
-"""What people read after a run: cards, tables, galleries."""
+"""Reports of a finished run: model card, tables, galleries."""

@@ -1,6 +1,6 @@
-"""Line charts as SVG text, with bands for standard errors: no plotting library, and one look everywhere.
+"""Line charts as SVG text, with standard-error bands, without a plotting library.
 
-Pure: numbers in, text out. The same input gives the same bytes. Values that are not finite leave a gap.
+Pure and deterministic: the same input gives the same bytes. Non-finite values leave a gap.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PAPER, _INK, _FAINT, _GRID = "#fbfaf7", "#22252a", "#6b7078", "#e4e1d9"
 _WIDTH, _HEIGHT = 680, 340
 _LEFT, _RIGHT, _TOP, _BOTTOM = 74, 20, 68, 50
 _FONT = "font-family='ui-sans-serif, system-ui, Helvetica, Arial, sans-serif'"
-_POINTS_MAX = 40  # more points than this are a line without marks
+_POINTS_MAX = 40  # longer curves are drawn without markers
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,9 @@ class Series:
     """One curve.
 
     Attributes:
-        x: rising.
-        y: as many values.
-        stderr: half widths of the band around the curve, as many values; None draws no band.
+        x: ascending.
+        y: same length as ``x``.
+        stderr: half widths of the band, same length; None draws no band.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """From data to pixels."""
+    """Maps data to pixels."""
 
     x: tuple[float, ...]
     y: tuple[float, ...]
@@ -61,10 +61,10 @@ def line_chart(series: Sequence[Series], *, title: str, x_label: str, y_label: s
     """Draw curves into one frame.
 
     Returns:
-        an SVG document, 680 x 340, on a ground of its own (legible on light and dark pages).
+        An SVG document, 680 x 340, with its own background (legible on light and dark pages).
 
     Raises:
-        ValueError: not one finite value.
+        ValueError: no finite value.
     """
     points = [
         (x, y, error if math.isfinite(error) else 0.0)
@@ -95,10 +95,10 @@ def line_chart(series: Sequence[Series], *, title: str, x_label: str, y_label: s
 
 
 def ticks(low: float, high: float, *, whole: bool = False, about: int = 5) -> tuple[float, ...]:
-    """Round numbers from at most ``low`` to at least ``high``, about ``about`` steps; always two or more.
+    """Round numbers covering ``low`` to ``high`` in about ``about`` steps; at least two.
 
     Args:
-        whole: steps are whole numbers (iterations).
+        whole: use integer steps (iterations).
     """
     if high - low < 1e-12 * max(abs(low), abs(high), 1e-300):
         pad = abs(low) * 0.1 or 1.0
@@ -122,7 +122,7 @@ def _coloured(series: Sequence[Series]) -> Iterator[tuple[Series, str]]:
 
 
 def _stretches(one: Series) -> Iterator[list[tuple[float, float, float]]]:
-    """The curve between its gaps."""
+    """Contiguous pieces of the curve between gaps."""
     for finite, stretch in groupby(_points(one), key=lambda point: math.isfinite(point[1])):
         if finite:
             yield list(stretch)
@@ -193,7 +193,7 @@ def _text(
 
 
 def _number(value: float, among: Sequence[float]) -> str:
-    """A tick's label, with as many places as tell it from its neighbours."""
+    """A tick's label, with enough digits to distinguish it from its neighbours."""
     step = among[1] - among[0]
     if max(abs(among[0]), abs(among[-1])) >= 1e5 or step < 1e-4:
         return f"{value:.3g}"

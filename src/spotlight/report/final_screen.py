@@ -1,4 +1,4 @@
-"""What a finished run shows: what it learnt, what it cost, where everything lies, and how to use it."""
+"""The screen after a finished run: gain, cost, output files and how to use them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def print_final_screen(console: Console, run: RunRecord, card: Path | None) -> N
     """Print the closing screen.
 
     Args:
-        card: the model card, if it was written.
+        card: the model card, if written.
     """
     head = (
         f"{run.config.name}: {plural(run.history.iterations, 'iteration')}, "
@@ -46,7 +46,7 @@ def print_final_screen(console: Console, run: RunRecord, card: Path | None) -> N
     )
     console.print(spent_table(run), Text(), Padding(_samples(run), (0, 0, 0, 1)), Text(), sep="\n")
     for name, path in _places(run, card):
-        # Soft wrap: a path or a line of Python that the terminal is too narrow for can still be copied whole.
+        # Soft wrap, so that a path or line of Python wider than the terminal can still be copied.
         console.print(Text.assemble((f" {name:<15}", "bold"), str(path)), soft_wrap=True)
     if run.weights is not None:
         console.print(Text("\n Load it in plain diffusers:\n", style="bold"))
@@ -55,7 +55,7 @@ def print_final_screen(console: Console, run: RunRecord, card: Path | None) -> N
 
 
 def validation_table(run: RunRecord) -> Table:
-    """Before and after, with standard errors and the margin in units of the evaluation's own noise."""
+    """Scores before and after, with standard errors and the margin in units of evaluation noise."""
     table = Table(box=None, pad_edge=True)
     for name in ("", run.since, "after", "margin", ""):
         table.add_column(name, justify="right" if name else "left")
@@ -73,14 +73,14 @@ def validation_table(run: RunRecord) -> Table:
 
 
 def in_noise(change: ValidationChange) -> str:
-    """The margin in words, in units of the evaluation's noise."""
+    """The margin in words, in units of evaluation noise."""
     if not math.isfinite(change.margin_in_noise):
         return "(no spread to compare it with)"
     return f"= {change.margin_in_noise:.1f} x its noise of {change.noise:.3f}"
 
 
 def curve_table(run: RunRecord) -> Table:
-    """The validation curve, a row per evaluation (every second, third, ... when there are many)."""
+    """The validation curve, one row per evaluation (every second, third, ... if there are many)."""
     table = Table(box=None, pad_edge=True)
     for name in ("iteration", "samples", "time", *run.curves):
         table.add_column(name, justify="right")
@@ -104,7 +104,7 @@ def curve_table(run: RunRecord) -> Table:
 
 
 def spent_table(run: RunRecord) -> Table:
-    """Seconds by phase, and their price."""
+    """Seconds by phase, and their cost."""
     spent = {phase: seconds for phase, seconds in run.seconds_by_phase.items() if seconds >= 0.05}
     total = sum(run.seconds_by_phase.values()) or 1.0
     table = Table(box=None, pad_edge=True, show_header=False)
@@ -120,7 +120,7 @@ def spent_table(run: RunRecord) -> Table:
 
 
 def filled(run: RunRecord) -> str:
-    """What GPUs did in time in which they would have waited; empty where nothing overlapped."""
+    """What GPUs did in otherwise idle time; empty without overlap."""
     told = [f"{by.words} {seconds:,.1f} s" for by, seconds in run.history.filled_s.items() if seconds]
     return f"Not idle thanks to {', '.join(told)}" if told else ""
 
@@ -144,13 +144,13 @@ def _samples(run: RunRecord) -> Text:
 
 
 def prices(run: RunRecord) -> str:
-    """What an hour of a worker cost: one price, or the lowest and the highest."""
+    """Price per worker-hour: one, or the lowest and highest."""
     paid = run.history.prices_usd_h or (run.config.fleet.price_usd_h,)
     return " to ".join(money(price) for price in dict.fromkeys((paid[0], paid[-1])))
 
 
 def survived(run: RunRecord) -> str:
-    """Preemptions, crashes and interruptions, and what they cost; empty when nothing happened."""
+    """Preemptions, crashes and interruptions, and their cost; empty if none."""
     history = run.history
     befell: list[str] = []
     if history.preemptions:

@@ -1,4 +1,4 @@
-"""The lines that load a run's weights in plain diffusers: valid Python with the real paths."""
+"""Python snippets that load a run's weights in plain diffusers, with the real paths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _EXAMPLE_PROMPT = "two red circles"
 
 
 def base_model(config: RunConfig) -> str:
-    """Directory or hub id of the pipeline that was trained; a directory by its whole path."""
+    """Directory (absolute) or hub id of the pipeline that was trained."""
     if config.model.path == "testbed":
         return str(PIPELINE_DIR)
     local = Path(config.model.path)
@@ -22,11 +22,11 @@ def base_model(config: RunConfig) -> str:
 def loading_snippet(
     config: RunConfig, weights: Path, *, prompt: str = _EXAMPLE_PROMPT, merged: bool | None = None
 ) -> str:
-    """Python that makes a picture with the trained weights, without Spotlight: four lines for a LoRA.
+    """Python that generates an image with the trained weights, without Spotlight.
 
     Args:
-        weights: the LoRA's file or folder, or the merged pipeline's folder of a full fine-tune.
-        merged: whether ``weights`` is a whole pipeline; default: for a full fine-tune.
+        weights: the LoRA's file or folder, or a full fine-tune's merged pipeline folder.
+        merged: whether ``weights`` is a whole pipeline; default: true for a full fine-tune.
     """
     lora = config.learner.mode == "lora" if merged is None else not merged
     pipeline = FAMILIES.load(config.model.family).pipeline_class

@@ -1,11 +1,11 @@
-"""The model card of a run: a folder with ``README.md``, pictures and curves, ready for a model hub.
+"""The model card of a run: a folder with ``README.md``, images and curves, ready for a model hub.
 
     card/README.md            front matter, scores, gallery, curves, use, configuration, cost
     card/before-after.png     the same held-out prompts and seeds before and after training
-    card/progress.png         the same pictures at several iterations
+    card/progress.png         the same prompts at several iterations
     card/validation.svg       curves with standard errors; reward.svg, loss.svg
 
-Writing it again replaces it. It names no licence: that is the owner's to choose.
+Rewriting replaces it. It names no licence: that is for the owner to choose.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CHARTS = (
 
 
 def write_card(run: RunRecord) -> Path:
-    """Write the card of a run that was validated at least once; returns the README's path.
+    """Write the card of a run with at least one validation; returns the README's path.
 
     Raises:
         StoreError: the folder cannot be written.
@@ -103,7 +103,7 @@ def _front_matter(run: RunRecord) -> dict[str, object]:
         ],
     }
     if config.model.path != "testbed" and not Path(config.model.path).expanduser().exists():
-        # The hub understands ids only; a directory of this machine would be a dead link there.
+        # The hub resolves ids only; a local directory would be a dead link.
         matter |= {"base_model": config.model.path, "base_model_relation": "adapter" if lora else "finetune"}
     return matter
 

@@ -1,4 +1,4 @@
-"""A run as the reports see it: read once from its directory, never changed."""
+"""A run as reports see it: read once from its directory, immutable."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STRICT, GRADED = "strict", "graded"
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean score and its standard error (NaN where there is none)."""
+    """A mean score and its standard error (NaN if unknown)."""
 
     mean: float
     stderr: float
@@ -31,10 +31,10 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class ValidationRow:
-    """Scores of the held-out prompts' pictures at one moment.
+    """Scores on held-out prompts at one point of the run.
 
     Attributes:
-        scores: by curve: ``strict`` (where the rewards have one), ``graded``, ``tag/counting``, ...
+        scores: by curve: ``strict`` (if any), ``graded``, ``tag/counting``, ...
     """
 
     iteration: int
@@ -45,12 +45,12 @@ class ValidationRow:
 
 @dataclass(frozen=True, slots=True)
 class ValidationChange:
-    """First against last validation of one curve.
+    """First versus last validation of one curve.
 
     Attributes:
-        noise: standard error of the difference, of two evaluations taken as independent:
-            sqrt(stderr_before² + stderr_after²). Prompts and seeds are the same in both, which makes the
-            true error smaller: the margin in units of ``noise`` is understated, not overstated.
+        noise: standard error of the difference, treating the evaluations as independent: sqrt(stderr_before²
+            + stderr_after²). They share prompts and seeds, so the true error is smaller and the margin in
+            units of ``noise`` is understated.
     """
 
     before: Mean
@@ -58,7 +58,7 @@ class ValidationChange:
 
     @property
     def margin(self) -> float:
-        """What was gained."""
+        """The gain."""
         return self.after.mean - self.before.mean
 
     @property
@@ -68,17 +68,17 @@ class ValidationChange:
 
     @property
     def margin_in_noise(self) -> float:
-        """The margin in units of the noise; NaN when the noise is 0 or unknown."""
+        """The margin in units of ``noise``; NaN if that is 0 or unknown."""
         return self.margin / self.noise if 0 < self.noise < math.inf else math.nan
 
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What a run directory says.
+    """The content of a run directory.
 
     Attributes:
         rows: the rows of trained iterations.
-        weights: folder of the LoRA, or of the merged pipeline; None before they are exported.
+        weights: folder of the LoRA or the merged pipeline; None before export.
     """
 
     paths: RunPaths
@@ -91,32 +91,32 @@ class RunRecord:
 
     @property
     def curves(self) -> tuple[str, ...]:
-        """``strict`` (if there is one) and ``graded``."""
+        """``strict`` (if any) and ``graded``."""
         last = self.validations[-1].scores if self.validations else {}
         return tuple(name for name in (STRICT, GRADED) if name in last)
 
     @property
     def since(self) -> str:
-        """What the first validation judged, in a word or three."""
+        """Short description of what the first validation evaluated."""
         first = self.validations[0].iteration
         return "before" if first == 0 else f"after {first}"
 
     def change(self, curve: str) -> ValidationChange:
-        """From the first to the last validation. Raises IndexError without one."""
+        """From the first to the last validation. Raises IndexError without validations."""
         return ValidationChange(self.validations[0].scores[curve], self.validations[-1].scores[curve])
 
     @property
     def wall_s(self) -> float:
-        """Seconds of work, all attempts together, of one worker."""
+        """Seconds of work of one worker, all attempts together."""
         validated = [row.wall_s for row in self.validations]
         return max([*validated, *(row.wall_s for row in self.rows)], default=0.0)
 
 
 def read_run(directory: Path) -> RunRecord:
-    """Read a run directory, also beside a running process.
+    """Read a run directory, safe beside a running process.
 
     Raises:
-        StoreError: it is no run directory, or something in it cannot be read.
+        StoreError: it is not a run directory, or part of it cannot be read.
         ConfigError: its configuration is of another version.
     """
     paths = RunPaths(directory)

@@ -1,4 +1,4 @@
-"""Numbers as people read them. Pure."""
+"""Human-readable numbers. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def duration(seconds: float) -> str:
-    """``0:42``, ``12:05``, ``3:04:05``: minutes and seconds, with hours when there are any."""
+    """``0:42``, ``12:05``, ``3:04:05``."""
     if not math.isfinite(seconds):
         return "?"
     whole = max(0, round(seconds))
@@ -16,12 +16,12 @@ def duration(seconds: float) -> str:
 
 
 def money(usd: float) -> str:
-    """Dollars: to the cent, or two digits where that says nothing: ``$12.34``, ``$0.05``, ``$0.0018``."""
+    """Dollars to the cent, or two significant digits below that: ``$12.34``, ``$0.05``, ``$0.0018``."""
     return f"${usd:,.2f}" if usd >= 1 else f"${usd:.2g}"
 
 
 def count(number: float) -> str:
-    """A count: exact with separators below a million, then ``2.48 M``, ``20.43 B``."""
+    """Exact with separators below a million, then ``2.48 M``, ``20.43 B``."""
     for size, unit in ((1e9, "B"), (1e6, "M")):
         if abs(number) >= size:
             return f"{number / size:.2f} {unit}"
@@ -39,7 +39,7 @@ def size(number_of_bytes: float) -> str:
 
 
 def score(mean: float | None, stderr: float | None = None) -> str:
-    """``0.781 ± 0.021``; a dash for what is not there."""
+    """``0.781 ± 0.021``; a dash for a missing value."""
     if mean is None or not math.isfinite(mean):
         return "-"
     if stderr is None or not math.isfinite(stderr):

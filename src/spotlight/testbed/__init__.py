@@ -1,6 +1,6 @@
-"""The embedded default: a tiny but complete Qwen-Image pipeline, its prompts, and the recipe behind both.
+"""The embedded default: a tiny but complete Qwen-Image pipeline and its prompts.
 
-Importing this package is free (no torch): it only says where things lie.
+Importing this package is free (no torch): it only defines paths.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from pathlib import Path
 _HERE = Path(__file__).resolve().parent
 
 PIPELINE_DIR = _HERE / "pipeline"
-"""A diffusers ``QwenImagePipeline`` directory: 32 x 32 pictures of coloured shapes."""
+"""A diffusers ``QwenImagePipeline`` directory: 32 x 32 images of coloured shapes."""
 
 TRAIN_PROMPTS = _HERE / "data" / "train_metadata.jsonl"
 TEST_PROMPTS = _HERE / "data" / "test_metadata.jsonl"
-"""Prompts in GenEval's metadata format; no test prompt occurs in the training file."""
+"""Prompts in GenEval's metadata format, disjoint from the training file."""
