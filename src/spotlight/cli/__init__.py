@@ -1,1 +1,1 @@
-"""Commands: one file each, thin over the other rooms."""
+"""Commands: one file each, thin over the library."""

@@ -1,4 +1,4 @@
-"""``python -m spotlight.cli``: for torchrun, which starts modules."""
+"""``python -m spotlight.cli``, for torchrun, which starts modules."""
 
 from __future__ import annotations
 

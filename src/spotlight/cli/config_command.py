@@ -1,4 +1,4 @@
-"""``spotlight config``: the configuration with every key documented."""
+"""``spotlight config``: print the configuration with every key documented."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def config(
 
 
 def split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
-    """The configuration file, if the first argument is one, and the overrides.
+    """Split into the configuration file, if the first argument is one, and overrides.
 
     Raises:
-        ConfigError: a later argument is no override.
+        ConfigError: a later argument is not an override.
     """
     from spotlight.config.errors import ConfigError, Problem
 
@@ -59,7 +59,7 @@ def split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
 
 
 def documented_yaml(section: BaseModel) -> str:
-    """A configuration as YAML that loads as the same configuration, each key under its description."""
+    """A configuration as YAML that loads as the same configuration, with each key's description above it."""
     return "\n".join(_lines(section, 0)).lstrip("\n") + "\n"
 
 
@@ -80,7 +80,7 @@ def _entry(name: str, value: object, indent: int) -> Iterator[str]:
     elif isinstance(value, tuple) and value and all(_is_section(item) for item in value):
         yield f"{pad}{name}:"
         for item in value:
-            # Comments before the dash's first key: the dash replaces two spaces of its line.
+            # Comments go before the first key of a list item, whose dash replaces two spaces of its line.
             lines = list(_lines(item, indent + 4))
             first = next(index for index, line in enumerate(lines) if not line.lstrip().startswith("#"))
             lines[first] = f"{pad}  - {lines[first].lstrip()}"

@@ -1,4 +1,4 @@
-"""``spotlight doctor``: is this machine ready, and what to do where it is not."""
+"""``spotlight doctor``: is this machine ready, and if not, what to do?"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spotlight.cli.run_argument import RUNS
 
 
 class Verdict(StrEnum):
-    """How a check went."""
+    """Result of a check."""
 
     OK = "ok"
     WARN = "warn"
@@ -29,7 +29,7 @@ _STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line: what was looked at, how it is, and what to do about it (empty when ok)."""
+    """Result line: what was checked, its state, and the remedy (empty if ok)."""
 
     verdict: Verdict
     what: str
@@ -42,7 +42,7 @@ def doctor(
 ) -> None:
     """Check this machine: Python, packages, device, memory, disk, Tesseract, model hub.
 
-    Exit status: 1 when something would keep a run from working.
+    Exit status: 1 if a problem would prevent a run from working.
 
     [bold]Examples[/bold]
 

@@ -1,4 +1,4 @@
-"""What ``spotlight doctor`` looks at. Every check says what it found; none raises."""
+"""The checks of ``spotlight doctor``. Each reports what it found; none raises."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _HUB_TIMEOUT_S = 3.0
 
 def python() -> Iterator[Finding]:
     """The interpreter."""
-    # Older ones than 3.11 do not come this far: pip refuses them.
+    # No version check: pip refuses interpreters older than 3.11.
     yield Finding(Verdict.OK, "Python", f"{sys.version.split()[0]} at {sys.executable}")
 
 
 def packages() -> Iterator[Finding]:
-    """Every requirement of the distribution against what is installed; the main two are always shown."""
+    """Every requirement of the distribution against what is installed; the two main ones are always shown."""
     from packaging.requirements import Requirement
 
     try:
@@ -54,7 +54,7 @@ def packages() -> Iterator[Finding]:
 
 
 def device() -> Iterator[Finding]:
-    """CUDA devices, or that there is none."""
+    """CUDA devices, if any."""
     import torch
 
     if not torch.cuda.is_available():
@@ -71,7 +71,7 @@ def device() -> Iterator[Finding]:
 
 
 def cpu() -> Iterator[Finding]:
-    """Threads and memory of this machine."""
+    """Threads and memory."""
     import torch
 
     usable, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
@@ -91,7 +91,7 @@ def cpu() -> Iterator[Finding]:
 
 
 def disk(runs_dir: Path) -> Iterator[Finding]:
-    """Room, and the right to write where runs go."""
+    """Free space and write permission in the runs directory."""
     from spotlight.store.store_errors import free_bytes
 
     parent = runs_dir.absolute()
@@ -139,7 +139,7 @@ def pipeline() -> Iterator[Finding]:
 
 
 def tesseract() -> Iterator[Finding]:
-    """What the OCR reward runs on."""
+    """The OCR reward's engine."""
     import numpy as np
 
     from spotlight.rewards.ocr import readings
@@ -155,7 +155,7 @@ def tesseract() -> Iterator[Finding]:
 
 
 def hub() -> Iterator[Finding]:
-    """Whether models can be fetched by their hub id."""
+    """Whether hub models can be downloaded."""
     import urllib.error
     import urllib.request
 
@@ -177,11 +177,11 @@ def hub() -> Iterator[Finding]:
 
 
 def _available_bytes() -> float:
-    """Memory that can be taken without swapping, within the limit of a container."""
+    """Memory available without swapping, within the container's limit."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available = float(fields["MemAvailable"].split()[0]) * 1024
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     try:
         return min(available, float(limit.read_text()) - float(used.read_text()))
-    except (OSError, ValueError):  # no limit reads "max"
+    except (OSError, ValueError):  # no limit: the file says "max"
         return available

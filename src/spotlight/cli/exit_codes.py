@@ -1,4 +1,4 @@
-"""Which errors are a person's to mend: told in their own words, without a traceback."""
+"""User-fixable errors, printed without a traceback, and exit codes."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _OURS = (
 
 
 def ours() -> tuple[type[Exception], ...]:
-    """Our error classes among the modules imported so far.
+    """Spotlight's error classes in modules imported so far.
 
-    An error can only have been raised by a module that is imported, so nothing heavy is loaded to name it.
+    Only an imported module can have raised one, so nothing needs importing.
     """
     return tuple(getattr(sys.modules[module], name) for module, name in _OURS if module in sys.modules)
 
 
 @contextmanager
 def told_plainly(exit_code: int = EXIT_NOT_STARTED) -> Iterator[None]:
-    """Print our own errors to stderr and exit; let every other exception through."""
+    """Print Spotlight's own errors to stderr and exit; propagate all other exceptions."""
     try:
         yield
     except Exception as error:
@@ -53,7 +53,7 @@ def told_plainly(exit_code: int = EXIT_NOT_STARTED) -> Iterator[None]:
 
 
 def failure(message: str, exit_code: int = EXIT_NOT_STARTED) -> typer.Exit:
-    """Print an error to stderr; raise what this returns."""
+    """Print an error to stderr, and return the exception to raise."""
     complain(message)
     return typer.Exit(exit_code)
 

@@ -1,4 +1,4 @@
-"""The command ``spotlight``. Starts light: a command imports what it needs when it runs."""
+"""The command ``spotlight``. Commands import lazily, so that it starts fast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Options shared by several commands."""
 
 from __future__ import annotations
 
@@ -51,5 +51,5 @@ def device_of(device: Device) -> Literal["auto", "cpu", "cuda"]:
 
 
 def silence_loading_bars() -> None:
-    """Keep the bars of libraries that load models off the screen: they would tear ours."""
+    """Hide the progress bars of model-loading libraries, which would garble ours."""
     os.environ.setdefault("TQDM_DISABLE", "1")

@@ -1,4 +1,4 @@
-"""``spotlight rewards``: the rewards that have a name."""
+"""``spotlight rewards``: list the registered rewards."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from rich.table import Table
 
 
 def rewards() -> None:
-    """List the rewards that have a name, each with its parameters.
+    """List the registered rewards, each with its parameters.
 
     A reward of your own is named [bold]module:function[/bold]: any function
-    (images, prompts, metadata, **params) that returns one number a picture.
+    (images, prompts, metadata, **params) that returns one number per image.
 
     [bold]Examples[/bold]
 

@@ -1,4 +1,4 @@
-"""A progress bar for commands that do one thing."""
+"""A progress bar for single-task commands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spotlight.scheduler.types import Phase
 
 
 class WorkBar:
-    """An ``Observer`` that draws one bar on stderr while there is a terminal. Use as a context manager."""
+    """An ``Observer`` that draws one bar on stderr if it is a terminal. Use as a context manager."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
@@ -30,7 +30,7 @@ class WorkBar:
         self._progress.stop()
 
     def note(self, text: str) -> None:
-        """Print it."""
+        """Print the note."""
         self._progress.console.print(text, markup=False, soft_wrap=True)
 
     def work(self, phase: Phase, done: float, total: int) -> None:
@@ -40,10 +40,10 @@ class WorkBar:
         self._progress.update(self._task, completed=done, total=total, description=phase.value)
 
     def billed(self, cost_usd: float) -> None:
-        """Nothing to draw."""
+        """Draw nothing."""
 
     def evaluated(self, iteration: int, row: Mapping[str, float]) -> None:
-        """Nothing to draw."""
+        """Draw nothing."""
 
     def iterated(self, iteration: int, row: Mapping[str, float]) -> None:
-        """Nothing to draw."""
+        """Draw nothing."""

@@ -73,7 +73,7 @@ def peak_bytes(parts: tuple[Estimate, ...]) -> float:
 
 
 def weight_copies(config: RunConfig) -> int:
-    """Trained weights stored besides the policy: old policy, moving average, and with ``full`` the reference."""
+    """Copies of the trained weights: old policy, moving average, and with ``full`` the reference."""
     old = config.algorithm.uses_old_policy
     # With LoRA the reference is the base model without adapters, which is in memory anyway.
     reference = config.learner.mode == "full" and config.algorithm.uses_reference

@@ -1,4 +1,4 @@
-"""``spotlight notices``: the preemption notices of this node, as a training run would see them."""
+"""``spotlight notices``: this node's preemption notices, as a training run would see them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def notices(
     once: Annotated[bool, typer.Option("--once", help="Ask once, say what is pending, and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one notice a line.")] = False,
 ) -> None:
-    """What the cloud says about this node's end: watch the preemption notices that a run would see.
+    """Watch this node's preemption notices, exactly as a training run would see them.
 
     Run it on a node to test that notices reach it. It acknowledges nothing and stops nothing. Ctrl-C ends it.
 
@@ -71,7 +71,7 @@ def notices(
         )
     import asyncio
 
-    # With --once the answer is the last word; otherwise notices are lines of their own.
+    # --once prints a single answer; otherwise each notice is a line.
     work = _once(cloud, endpoint, as_json) if once else _watch(cloud, endpoint, sigterm_grace_s, as_json)
     try:
         with told_plainly():
@@ -107,7 +107,7 @@ async def _watch(cloud: str, endpoint: str | None, sigterm_grace_s: float | None
 
     with ExitStack() as stack:
         sources: list[NoticeSource] = []
-        if sigterm_grace_s is not None:  # first: the signal may come while the cloud is being found
+        if sigterm_grace_s is not None:  # first: the signal may arrive during cloud detection
             sources.append(stack.enter_context(catching_sigterm(sigterm_grace_s)))
         if cloud != "none":
             sources.append(await _cloud_source(cloud, endpoint))
@@ -139,7 +139,7 @@ def _print(notices: Sequence[Notice]) -> None:
             case _:
                 told, colour = "the cloud advises to move", "yellow"
         stamp = typer.style(datetime.now(UTC).strftime("%H:%M:%SZ"), dim=True)
-        # Not Rich, which exits inside the watch when its reader is gone.
+        # Not Rich, which exits inside the watch when its output pipe is closed.
         typer.echo(f"{stamp}  {notice.source}: {typer.style(told, fg=colour, bold=True)} ({notice.detail})")
 
 

@@ -55,10 +55,10 @@ def plan(
     page: PageOption = None,
     jobs: JobsOption = None,
 ) -> None:
-    """How many reserved and spot GPUs of which type meet a deadline, or a budget.
+    """Find how many reserved and spot GPUs of which type meet a deadline or a budget.
 
-    Searches the simulator: a grid around the scenario's cluster, refined where it is best. What is
-    recommended was simulated whole. The section ``plan`` of the scenario says where to search.
+    Simulates a grid around the scenario's cluster, refined around the best candidates. Every recommendation
+    was simulated in full. The scenario's section ``plan`` defines the search range.
     Exit status: 0 found, 1 nothing meets the goal, 2 not started.
 
     [bold]Examples[/bold]

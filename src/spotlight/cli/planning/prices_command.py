@@ -1,4 +1,4 @@
-"""``spotlight prices``: what GPUs cost, on demand and spot, with every price's age and source."""
+"""``spotlight prices``: on-demand and spot GPU prices, each with age and source."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def prices(
     zones: ZonesOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
 ) -> None:
-    """What GPUs cost: on demand and spot, by cloud and region, cheapest first.
+    """List GPU prices, on demand and spot, by cloud and region, cheapest first.
 
-    Every price is shown with its age and its source. Answers of servers are kept in
-    ~/.cache/spotlight/prices; when a server fails, the last answer is used and says so.
+    Every price is shown with its age and source. Server replies are cached in ~/.cache/spotlight/prices;
+    if a server fails, its last reply is used and marked as such.
 
     [bold]Examples[/bold]
 

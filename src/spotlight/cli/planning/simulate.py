@@ -1,4 +1,4 @@
-"""``spotlight simulate``: strategies side by side on the same spot trace, before anything is paid."""
+"""``spotlight simulate``: compare strategies on the same spot trace, at no cost."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def simulate(
     page: PageOption = None,
     jobs: JobsOption = None,
 ) -> None:
-    """What a run would take and cost: strategies side by side, on the same spot trace and seed.
+    """Compare time and cost of strategies on the same spot trace and seed.
 
-    The production controller runs in virtual time; durations come from a cost profile, prices from a dated
-    source, and both are named below the table. Without SCENARIO the shipped ones are listed.
+    Runs the production controller in virtual time, with durations from a cost profile and prices from a dated
+    source, both named below the table. Without SCENARIO, lists the shipped scenarios.
 
     [bold]Examples[/bold]
 
@@ -123,7 +123,7 @@ def _write(
 
 
 def read_scenario(name: str, overrides: Sequence[str], trace: Path | None, seed: int | None) -> ScenarioFile:
-    """The scenario that the command line names. Raises :class:`ConfigError`."""
+    """The scenario given on the command line. Raises :class:`ConfigError`."""
     from spotlight.config.errors import ConfigError, Problem
     from spotlight.planning.scenarios.scenario_load import load_scenario
 
@@ -135,7 +135,7 @@ def read_scenario(name: str, overrides: Sequence[str], trace: Path | None, seed:
 
 
 def chosen_strategies(file: ScenarioFile, wanted: Sequence[str]) -> tuple[str, ...]:
-    """Those asked for, else the scenario's. Raises :class:`ConfigError`: an unknown one."""
+    """The requested strategies, else the scenario's. Raises :class:`ConfigError` for an unknown one."""
     from spotlight.config.errors import ConfigError
     from spotlight.planning.scenarios.strategies import UnknownStrategyError, strategy_named
 
@@ -148,7 +148,7 @@ def chosen_strategies(file: ScenarioFile, wanted: Sequence[str]) -> tuple[str, .
 
 
 class Bar:
-    """A bar on stderr while there is a terminal; without a total it only moves. A context manager."""
+    """A progress bar on stderr if it is a terminal; indeterminate without a total. A context manager."""
 
     def __init__(self, total: int | None) -> None:
         from rich.progress import Progress
@@ -165,7 +165,7 @@ class Bar:
         self._progress.stop()
 
     def done(self, name: str) -> None:
-        """One more simulation is done."""
+        """Count one finished simulation."""
         self._progress.update(self._task, advance=1, description=f"simulated {name}")
 
 
@@ -201,16 +201,16 @@ def _print(prepared: Prepared, compared: Sequence[ComparedStrategy], now: dateti
 
 
 def wide_console() -> Console:
-    """The terminal; elsewhere, room for a whole table."""
+    """The terminal's console; if the output is not a terminal, one wide enough for a whole table."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=140)
 
 
 def print_table(console: Console, columns: Sequence[str], lines: Sequence[TableLine]) -> None:
-    """A table; lines without cells are headings."""
+    """Print a table; lines without cells are headings."""
     table = Table(box=None, pad_edge=False)
     for index, column in enumerate(columns):
-        heading = column.replace("+", "\n+")  # each part of a pipeline on a line of its own
+        heading = column.replace("+", "\n+")  # each part of a pipeline on its own line
         table.add_column(heading, justify="right" if index else "left", no_wrap=True)
     for line in lines:
         table.add_row(Text(line.label, style="" if line.cells else "dim"), *line.cells)
@@ -218,7 +218,7 @@ def print_table(console: Console, columns: Sequence[str], lines: Sequence[TableL
 
 
 def print_notes(console: Console, notes: Sequence[PageNote]) -> None:
-    """What stands below a table."""
+    """Print the notes below a table."""
     for note in notes:
         console.print()
         console.print(Text(note.heading, style="yellow" if note.heading == "Mind" else "bold"))

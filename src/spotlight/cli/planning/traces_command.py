@@ -1,4 +1,4 @@
-"""``spotlight traces``: what spot traces are like, and new ones from a seed."""
+"""``spotlight traces``: statistics of spot traces, and generated traces."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Format(StrEnum):
-    """How a file is read."""
+    """File format."""
 
     AUTO = "auto"
     BAMBOO = "bamboo"
@@ -85,7 +85,7 @@ def traces(
     page: PageOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print statistics as JSON.")] = False,
 ) -> None:
-    """What spot traces are like: availability, up-times, preemptions, bursts. Or make one from a seed.
+    """Show spot traces' availability, up-times, preemptions and bursts, or generate a trace from a seed.
 
     Reads Bamboo's CSV, SkyPilot's availability JSON and the canonical forms.
 
@@ -192,7 +192,7 @@ def _record(trace: Trace) -> dict[str, object]:
     from spotlight.fleet.traces.trace_statistics import statistics
 
     numbers = asdict(statistics(trace)).items()
-    # JSON has no NaN: what nothing happened for is null.
+    # JSON has no NaN, so statistics without data are null.
     finite = {
         key: None if isinstance(value, float) and math.isnan(value) else value for key, value in numbers
     }

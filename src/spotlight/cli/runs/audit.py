@@ -25,8 +25,8 @@ def audit(
 ) -> None:
     """Recount a run's ledger from its rows: every sample accounted for, every second in a phase.
 
-    Needs neither the model nor a GPU, and may look at a run that is working.
-    Exit status: 0 when every promise was kept, 1 with violations, 2 when there is no ledger to audit.
+    Needs neither the model nor a GPU, and may be used while the run is working.
+    Exit status: 0 without violations, 1 with violations, 2 if there is no ledger to audit.
 
     [bold]Examples[/bold]
 
@@ -42,7 +42,7 @@ def audit(
     directory = find_run(run)
     with told_plainly(EXIT_NOT_STARTED):
         config = load_config(RunPaths(directory).config)
-        # Rollouts that begin early are one published version old: the optimizer steps of an iteration.
+        # Rollouts started early lag by one published version, which is one iteration's optimizer steps.
         stale = config.learner.updates_per_batch if config.pipeline.next_share else 0
         report = recount(directory, AuditLimits(config.rollout.group_size, stale))
     if as_json:
@@ -78,7 +78,7 @@ def _print(report: AuditReport) -> None:
     )
     width = max(len(name) for name, _ in lines)
     for name, value in lines:
-        # Not a table: that would break the digest over two lines where the output is no terminal.
+        # Not a table, which would break the digest over two lines if the output is not a terminal.
         console.print(Text.assemble((f"{name:{width}}", "bold"), f" {value}"), soft_wrap=True)
     for violation in report.violations:
         more = len(violation.ids) - _IDS_SHOWN

@@ -1,4 +1,4 @@
-"""``spotlight card``: write a run's model card again."""
+"""``spotlight card``: rewrite a run's model card."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from spotlight.cli.run_argument import RunArgument, find_run
 
 
 def card(run: RunArgument) -> None:
-    """Write the model card of a run (again): gallery, curves, configuration, cost, loading snippet.
+    """Write or rewrite the model card of a run: gallery, curves, configuration, cost, loading snippet.
 
-    It lies in RUN/card, ready to be uploaded beside the weights.
+    It is written to RUN/card, ready to be uploaded with the weights.
 
     [bold]Examples[/bold]
 

@@ -1,4 +1,4 @@
-"""``spotlight eval``: judge a run's weights on held-out prompts."""
+"""``spotlight eval``: evaluate a run's weights on held-out prompts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def evaluate(
     device: DeviceOption = Device.AUTO,
     as_json: Annotated[bool, typer.Option("--json", help="Print the scores as JSON.")] = False,
 ) -> None:
-    """Judge the newest checkpoint of a run on held-out prompts, with fixed seeds and standard errors.
+    """Evaluate the newest checkpoint of a run on held-out prompts, with fixed seeds and standard errors.
 
     [bold]Examples[/bold]
 

@@ -1,4 +1,4 @@
-"""``spotlight generate``: pictures from a run's weights."""
+"""``spotlight generate``: images from a run's weights."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def generate(
     weights: WeightsOption = None,
     device: DeviceOption = Device.AUTO,
 ) -> None:
-    """Make pictures with the newest checkpoint of a run.
+    """Generate images with the newest checkpoint of a run.
 
-    Equal seeds give equal pictures. With --before, before-after.png shows both sides.
+    Equal seeds give equal images. With --before, before-after.png shows both sides.
 
     [bold]Examples[/bold]
 
@@ -75,7 +75,7 @@ def generate(
         from spotlight.runtime.inference import TrainedRun
 
         trained = TrainedRun.open(directory, device=device_of(device), weights=slot_of(weights))
-        untrained = trained.with_weights("reference") if before else None  # an error now, not at the end
+        untrained = trained.with_weights("reference") if before else None  # fail now rather than at the end
         texts, seeds = [text for text, _ in pairs], [number for _, number in pairs]
         after = trained.generate(texts, seeds, steps, guidance)
         folder = out or directory / "generated"
@@ -141,5 +141,5 @@ def _write(path: Path, content: bytes) -> Path:
 
 
 def slug(text: str) -> str:
-    """A prompt as part of a file name: its first words, in lower case."""
+    """A prompt as part of a file name: its first words in lower case."""
     return re.sub(r"[^\w]+", "-", text.lower()).strip("-")[:48] or "picture"

@@ -1,4 +1,4 @@
-"""``spotlight runs``: what runs there are and how they stand."""
+"""``spotlight runs``: list the runs and their state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STYLES = {"finished": "green", "running": "cyan", "failed": "red", "killed": "y
 def runs(
     directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Parent of the run directories.")] = RUNS,
 ) -> None:
-    """List the runs: how far they are, their last validation, their cost and state.
+    """List the runs with progress, last validation, cost and state.
 
     [bold]Examples[/bold]
 

@@ -1,4 +1,4 @@
-"""The plan of a run on the terminal: for ``spotlight train --dry-run``."""
+"""Print the plan of ``spotlight train --dry-run``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A run as it is watched: live bars on a terminal, one line an event elsewhere.
+"""Progress display: live bars on a terminal, one line per event elsewhere.
 
-Drawing never slows the run down: events only change a few fields; on a terminal a thread redraws twice a
-second, elsewhere long phases say a line every half minute.
+Drawing never slows the run: events only set fields. On a terminal a thread redraws twice per second;
+elsewhere long phases print a line every half minute.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _JUDGED = ("strict", "graded")
 
 @dataclass(slots=True)
 class Facts:
-    """What is known of the run so far.
+    """The run's state so far.
 
     Attributes:
         total: iterations of the whole run.
-        done: iterations trained, those of earlier attempts included.
-        begun: iterations that were trained already when this attempt began; None before its first.
-        work: phase, units done and units in all of what is going on.
-        work_since, work_from, work_at: when the first report of it came, with how much, and when the last.
-        first, last: validations; ``first`` is the first of this attempt.
+        done: iterations trained, including earlier attempts.
+        begun: iterations already trained when this attempt began; None before its first.
+        work: (phase, units done, total units) of the current phase.
+        work_since, work_from, work_at: time and units of the phase's first report, and time of the latest.
+        first, last: validations; ``first`` is this attempt's first.
     """
 
     total: int
@@ -67,56 +67,56 @@ class Facts:
 
     @property
     def seconds_per_iteration(self) -> float:
-        """Mean over this attempt, evaluations included; NaN before two iterations are done."""
+        """Mean over this attempt, evaluations included; NaN until two iterations are done."""
         if self.begun is None or self.done <= self.begun:
             return math.nan
         return (time.monotonic() - self.trained_since) / (self.done - self.begun)
 
     @property
     def left_s(self) -> float:
-        """Seconds to the end at this attempt's rate; NaN while unknown."""
+        """Estimated seconds left at this attempt's rate; NaN if unknown."""
         return (self.total - self.done) * self.seconds_per_iteration
 
     @property
     def cost_usd(self) -> float:
-        """What the run was last said to have cost; else what this attempt has so far."""
+        """The latest reported cost of the run; before any report, this attempt's."""
         return self.elapsed_s * self.price_usd_h / 3600 if self.billed_usd is None else self.billed_usd
 
     @property
     def rate(self) -> float:
-        """Units of the current phase a second; NaN at its beginning."""
+        """Units of the current phase per second; NaN at its beginning."""
         if self.work is None:
             return math.nan
-        # From the first report to the last: how long the first unit took is not known.
+        # From the first report to the latest, because the first unit's start time is unknown.
         spent, done = self.work_at - self.work_since, self.work[1] - self.work_from
         return done / spent if spent > 0.2 and done else math.nan
 
     def take_work(self, phase: Phase, done: float, total: int) -> None:
-        """Note progress within a phase."""
+        """Record progress within a phase."""
         self.work_at = time.monotonic()
         if self.work is None or self.work[0] is not phase or done <= self.work[1]:
             self.work_since, self.work_from = self.work_at, done
         self.work = (phase, done, total)
 
     def take_iteration(self, iteration: int, row: Mapping[str, float]) -> None:
-        """Note that ``iteration`` (counted from 0) is trained."""
+        """Record that ``iteration`` (counted from 0) is trained."""
         self.done, self.row, self.work = iteration + 1, row, None
         if self.begun is None:
-            # The first one pays for warming up: rates are counted from its end.
+            # The first iteration includes warm-up, so rates are measured from its end.
             self.begun, self.trained_since = self.done, time.monotonic()
 
     def take_validation(self, row: Mapping[str, float]) -> None:
-        """Note a validation's scores."""
+        """Record a validation's scores."""
         self.first, self.last = self.first or row, row
 
 
 class RunProgress:
-    """What both ways of showing share. Use as a context manager; an ``Observer`` of the run."""
+    """Base of both displays; an ``Observer`` of the run. Use as a context manager."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self.worked = False
-        """Whether the run got as far as working (before, nothing has been touched)."""
+        """Whether the run started working; before, nothing has been modified."""
 
     def __enter__(self) -> Self:
         return self
@@ -150,7 +150,7 @@ class RunProgress:
 
 
 class PlainProgress(RunProgress):
-    """One line an event."""
+    """One line per event."""
 
     def __init__(self, facts: Facts, console: Console) -> None:
         super().__init__(facts)
@@ -188,7 +188,7 @@ class PlainProgress(RunProgress):
 
 
 class LiveProgress(RunProgress):
-    """Bars that redraw themselves; notes and validations stay above them."""
+    """Live progress bars; notes and validations stay above them."""
 
     def __init__(self, facts: Facts, console: Console) -> None:
         super().__init__(facts)
@@ -218,7 +218,7 @@ class LiveProgress(RunProgress):
         self._live.console.print(text, soft_wrap=True)
 
     def draw(self) -> RenderableType:
-        """The bars as they stand now."""
+        """The bars' current state."""
         facts = self.facts
         table = Table.grid(padding=(0, 1))
         for _ in range(4):
@@ -247,7 +247,7 @@ class LiveProgress(RunProgress):
 
 
 def make_progress(config: RunConfig, plain: bool) -> RunProgress:
-    """The way of showing that fits the output; silent on all ranks but the first."""
+    """The display suited to the output; silent on all ranks but the first."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     facts = Facts(config.iterations, config.fleet.price_usd_h * world)
     if int(os.environ.get("RANK", "0")) > 0:
@@ -277,7 +277,7 @@ def gained(first: Mapping[str, float], last: Mapping[str, float]) -> str:
 
 
 def training(row: Mapping[str, float]) -> str:
-    """``reward 0.734  loss 0.0123  grad_norm 0.81``, of what the row holds."""
+    """``reward 0.734 loss 0.0123 grad_norm 0.81``, as far as the row has them."""
     shown = {"reward": "rollout/reward", "loss": "train/loss", "grad_norm": "train/grad_norm"}
     return "  ".join(f"{name} {row[key]:.4g}" for name, key in shown.items() if key in row)
 

@@ -1,4 +1,4 @@
-"""``spotlight train``: run or resume a configuration, or show what it would do."""
+"""``spotlight train``: run or resume a configuration, or print its plan."""
 
 from __future__ import annotations
 
@@ -118,9 +118,9 @@ def _run(config: RunConfig, plain: bool) -> RunResult:
     from spotlight.runtime.clock import process_age_s
 
     if config.model.path == "testbed" or Path(config.model.path).is_dir():
-        silence_loading_bars()  # those of a download are wanted
+        silence_loading_bars()  # download bars stay
     progress = make_progress(config, plain)
-    progress.facts.started = time.monotonic() - process_age_s()  # importing is waited for, and billed
+    progress.facts.started = time.monotonic() - process_age_s()  # imports are billed too
     try:
         with progress:
             progress.note("loading the model, the rewards and the prompts")
@@ -138,7 +138,7 @@ def _run(config: RunConfig, plain: bool) -> RunResult:
 
 
 def driver_of(config: RunConfig) -> Callable[[RunConfig, Observer, float], RunResult]:
-    """What runs this configuration: this process (and the ranks of one ``torchrun``), or a Ray cluster."""
+    """The driver of this configuration: this process (and ``torchrun``'s other ranks), or a Ray cluster."""
     if config.fleet.driver == "ray":
         from spotlight.cluster.cluster_run import train_on_cluster
 
