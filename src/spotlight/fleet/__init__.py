@@ -1,1 +1,1 @@
-"""Nodes, prices and preemption notices."""
+"""Nodes, GPU types, spot traces and preemption notices."""

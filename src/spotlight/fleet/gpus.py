@@ -1,7 +1,7 @@
-"""GPU types by the names that price catalogues use, their memory, and which instance types carry them.
+"""GPU types by their names in price catalogues, with memory and instance types.
 
-Pure tables. A name that is not here is an error wherever it is read: a price, a profile or a scenario of a
-GPU nobody knows cannot be compared with anything. A new type is one line in :data:`_VRAM_GIB`.
+Unknown names are errors everywhere: their figures could not be compared. A new type is one line in
+:data:`_VRAM_GIB`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ _GIB = 1 << 30
 
 
 class UnknownGpuError(ValueError):
-    """A GPU type that Spotlight does not know; names it and the nearest known one."""
+    """Unknown GPU type; names it and the closest known one."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuType:
-    """A kind of GPU.
+    """A GPU type.
 
     Attributes:
-        vram_bytes: memory of one, as its maker states it.
+        vram_bytes: nominal memory per GPU.
     """
 
     name: str
@@ -32,10 +32,10 @@ class GpuType:
 
 @dataclass(frozen=True, slots=True)
 class InstanceType:
-    """What a cloud rents as one machine.
+    """An instance type of a cloud.
 
     Attributes:
-        gpus: GPUs in one machine.
+        gpus: GPUs per instance.
     """
 
     cloud: str
@@ -107,13 +107,13 @@ _VRAM_GIB: Mapping[str, int] = {
 
 GPU_TYPES: Mapping[str, GpuType] = MappingProxyType(
     {name: GpuType(name, gib * _GIB) for name, gib in _VRAM_GIB.items()}
-    # A slot of a CPU machine, on which the embedded testbed runs.
+    # A slot on a CPU machine, for the embedded testbed.
     | {"cpu": GpuType("cpu", 4 * _GIB)}
 )
-"""Every known type by its name."""
+"""All known types by name."""
 
 NOT_GPUS = ("tpu-", "Trainium", "Inferentia", "Gaudi", "Radeon", "FPGA", "Qualcomm")
-"""Beginnings of the names of accelerators in catalogues that run no CUDA or ROCm program of ours."""
+"""Name prefixes of accelerators that run neither CUDA nor ROCm."""
 
 INSTANCE_TYPES: tuple[InstanceType, ...] = (
     InstanceType("aws", "g4dn.xlarge", "T4", 1),
@@ -157,11 +157,11 @@ INSTANCE_TYPES: tuple[InstanceType, ...] = (
     InstanceType("gcp", "g2-standard-48", "L4", 4),
     InstanceType("gcp", "g2-standard-96", "L4", 8),
 )
-"""The machines asked for at AWS and Azure, and those that GCP's accelerators are rented in."""
+"""Instance types queried at AWS and Azure, and those that carry GCP's accelerators."""
 
 
 def gpu_type(name: str) -> GpuType:
-    """Look a type up. Raises :class:`UnknownGpuError`."""
+    """Look up a type. Raises :class:`UnknownGpuError`."""
     try:
         return GPU_TYPES[name]
     except KeyError:
@@ -169,7 +169,7 @@ def gpu_type(name: str) -> GpuType:
 
 
 def unknown_gpu(name: str) -> str:
-    """What to say of a type that is not known."""
+    """Error text for an unknown type."""
     folded = {known.lower(): known for known in GPU_TYPES}
     close = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.6)
     hint = f"Did you mean {folded[close[0]]!r}?" if close else "Common ones: A100-80GB, H100, H200, L4."
@@ -177,10 +177,10 @@ def unknown_gpu(name: str) -> str:
 
 
 def is_other_accelerator(name: str) -> bool:
-    """Whether a catalogue's accelerator is known, but none of ours (TPU, Trainium and the like)."""
+    """Whether it is a known accelerator that Spotlight does not support (TPU, Trainium and the like)."""
     return name.startswith(NOT_GPUS)
 
 
 def instance_types(cloud: str) -> tuple[InstanceType, ...]:
-    """The machines of one cloud that are asked for."""
+    """A cloud's instance types."""
     return tuple(instance for instance in INSTANCE_TYPES if instance.cloud == cloud)

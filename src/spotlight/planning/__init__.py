@@ -1,2 +1,1 @@
-"""Plan a cluster before renting it: scenarios, prices, strategies side by side, and the search for the
-cheapest one."""
+"""Plan a cluster before renting it: scenarios, prices, strategy comparison, and search."""

@@ -1,7 +1,7 @@
-"""What a simulated strategy comes to: time, cost, and where the GPU-seconds went. Pure.
+"""Metrics of a simulated strategy: time, cost, and GPU-seconds by phase. Pure.
 
-To the target: the first iteration (it contains the start) plus the mean of the later ones for each further
-one. With as many iterations simulated as the target takes, that is exactly what was simulated.
+To target: the first iteration (which includes start-up) plus the mean of the later ones times their number.
+If all iterations to target were simulated, this equals the simulated total.
 """
 
 from __future__ import annotations
@@ -21,30 +21,29 @@ from spotlight.simulation.scenario import GpuTimeline, Scenario, SimulationResul
 from spotlight.simulation.virtual_driver import simulate
 
 PREVIEWS_WANTED = 0.8
-"""With a smaller share of its previews, a strategy is not what its iterations to target were stated for."""
+"""Below this share of its previews, a strategy is not the one its iterations to target were stated for."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationOutcome:
-    """One strategy's figures.
+    """One strategy's metrics.
 
     Attributes:
-        problem: why the run did not come to its end; None if it did.
-        iterations: that were finished.
-        iteration_s, iteration_usd: mean of the iterations after the first; NaN without any.
-        iteration_error_s: standard error of that mean time; 0 with less than two of them.
-        target: iterations to the target and where the number is from; None if the scenario says none.
+        problem: why the run did not finish; None if it did.
+        iterations: finished iterations.
+        iteration_s, iteration_usd: mean over iterations after the first; NaN without any.
+        iteration_error_s: standard error of that mean time; 0 with fewer than two.
+        target: iterations to target with their source; None if not stated.
         target_h, target_usd: time and cost to target; NaN if unknown.
         simulated_h, simulated_usd: of the whole simulation.
         gpu_s: GPU-seconds by kind of node and phase.
         spot_idle_share: of the GPU-seconds of spot nodes; NaN without any.
-        preview_share: mean over the windows of the previews that were scored, of those that full exploration
-            makes (that the planner asked for, where there is one); what deepened pools besides counts for no
-            other window. NaN without exploration.
-        filled_s: GPU-seconds by what filled them, that a GPU would have waited for.
-        overlapped_share, early_share: of the samples trained, those given to the learner before all were
-            there, and those begun before their iteration.
-        dropped_share: samples left out, of those made to be trained on.
+        preview_share: previews scored, as a share of full exploration (or of the planner's request), averaged
+            over windows. Extra previews do not make up for another window. NaN without exploration.
+        filled_s: GPU-seconds that would have been idle, by what filled them.
+        overlapped_share, early_share: of the samples trained, those given to the learner before the batch was
+            complete, and those begun before their iteration.
+        dropped_share: dropped samples, of those generated for training.
     """
 
     strategy: str
@@ -71,7 +70,7 @@ class SimulationOutcome:
     events: int
 
     def seconds(self, phases: Iterable[Phase], kinds: Iterable[NodeKind] = tuple(NodeKind)) -> float:
-        """GPU-seconds of some phases on some kinds of nodes."""
+        """GPU-seconds of these phases on these kinds of nodes."""
         wanted = set(kinds)
         return sum(self.gpu_s.get((kind, phase), 0.0) for phase in phases for kind in wanted)
 
@@ -82,14 +81,14 @@ class SimulationOutcome:
 
     @property
     def lost_s(self) -> float:
-        """GPU-seconds of work that had to be done again, or was in vain."""
+        """GPU-seconds of work that was repeated or in vain."""
         return self.seconds([Phase.LOST])
 
 
 def outcome_of(
     strategy: str, scenario: Scenario, result: SimulationResult, target: Target | None
 ) -> SimulationOutcome:
-    """Figures of a result."""
+    """Compute a result's metrics."""
     durations = [one.end_s - one.start_s for one in result.iterations]
     costs = [one.cost_usd for one in result.iterations]
     iteration_s, iteration_usd = _mean(durations[1:]), _mean(costs[1:])
@@ -140,20 +139,20 @@ def _problem(scenario: Scenario, result: SimulationResult) -> str | None:
 
 
 def _preview_share(scenario: Scenario, result: SimulationResult) -> float:
-    """The first iteration has no idle time before it, so idle exploration plans one iteration less."""
+    """The first iteration has no idle window before it, so idle exploration has one window less."""
     arm = scenario.plan.exploration
     if arm is None or not result.iterations:
         return math.nan
     shares = dict(_scored_share(report) for report in result.explorations)
     found = [share for share in shares.values() if share is not None]
     windows = len(found)
-    if arm.planner is None:  # then one that was given up was wanted all the same
+    if arm.planner is None:  # then a skipped window counts as wanted
         windows = max(windows, len(result.iterations) - (arm.where.value == "idle"))
     return sum(found) / windows if windows else math.nan
 
 
 def _scored_share(report: Mapping[str, object]) -> tuple[object, float | None]:
-    """A window's iteration, and its share of what was planned; None where nothing was."""
+    """A window's iteration, and the share of its plan that was scored; None without a plan."""
     window = report["window"]
     assert isinstance(window, Mapping), "a report tells of its window"
     planned = int(window["planned"])
@@ -174,10 +173,10 @@ def _mean(values: list[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ComparedStrategy:
-    """A strategy's figures, and what its GPUs did if that was asked for.
+    """A strategy's metrics, and its GPU timelines if requested.
 
     Attributes:
-        iteration_ends_s: when each iteration ended.
+        iteration_ends_s: end of each iteration.
     """
 
     outcome: SimulationOutcome
@@ -207,7 +206,7 @@ def run_task(task: SimulationTask) -> ComparedStrategy:
 def run_tasks(
     tasks: Sequence[SimulationTask], jobs: int, done: Callable[[SimulationTask], None] = lambda task: None
 ) -> tuple[ComparedStrategy, ...]:
-    """Simulate all, in at most ``jobs`` processes; ``done`` is called as results come, in order."""
+    """Simulate all in at most ``jobs`` processes; ``done`` is called for each result, in order."""
     return tuple(_results(tasks, jobs, done))
 
 

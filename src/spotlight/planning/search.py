@@ -1,17 +1,16 @@
-"""Which cluster meets a deadline or a budget: a bounded search over the simulator.
+"""Search the simulator for a cluster that meets a deadline or a budget.
 
-1. A grid: strategies x GPU types (each alone, and the scenario's own two) x reserved nodes x spot nodes
-   (doublings around the scenario's own, unless the scenario lists others). Each candidate is simulated for
+1. Grid: strategies x GPU types (each alone, and the scenario's own pair) x reserved nodes x spot nodes
+   (doublings around the scenario's numbers, unless it lists others). Each candidate is simulated for
    ``plan.iterations`` and extrapolated to its target.
-2. Up to :data:`ROUNDS` refinements: around the best candidate so far, the midpoints to its neighbours.
-3. Parts of the pipeline: the best candidate of each strategy with all of ``plan.parts``, then without each
-   that gains less than the noise; what is left is tried on all sizes of that kind, and refined again.
-4. The best one that meets the goal is simulated whole, to its target. If that misses the goal, the next one
-   is tried, up to :data:`CHECKS_MAX`. Only what was simulated whole is recommended.
+2. Up to :data:`ROUNDS` refinements: midpoints between the best candidate and its neighbours.
+3. Pipeline parts: the best candidate of each strategy gets all of ``plan.parts``, then each part that gains
+   less than the noise is removed. The rest is tried on all sizes of that kind and refined again.
+4. The best candidate that meets the goal is simulated to its target, else the next, up to :data:`CHECKS_MAX`.
+   Only candidates simulated to their target are recommended.
 
-Never more than ``plan.candidates_max`` candidates. What cannot be simulated (memory, prices, figures,
-arithmetic) or explores too little is left out, with the reason. Everything is seeded: the same question has
-the same answer.
+At most ``plan.candidates_max`` candidates are simulated. Those that cannot be simulated (memory, prices,
+figures, divisibility) or explore too little are left out, with the reason. The search is deterministic.
 """
 
 from __future__ import annotations
@@ -40,18 +39,18 @@ from spotlight.planning.scenarios.strategies import (
 ROUNDS = 3
 CHECKS_MAX = 4
 GAIN_MIN = 0.01
-"""A part of the pipeline is left off if an iteration gets shorter by less, or by less than two errors."""
+"""A pipeline part must shorten an iteration by this share, and by two standard errors."""
 DROPPED_MAX = 0.05
-"""Candidates whose learner GPUs do not divide the samples may leave out such a share of them."""
+"""Largest share of samples dropped because learner GPUs do not divide them."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Candidate:
-    """A cluster, and how it is used.
+    """A cluster and a strategy.
 
     Attributes:
         gpu_type: of reserved nodes.
-        spot_gpu_type: of spot nodes, or of what stands in their places; without any, that of reserved ones.
+        spot_gpu_type: of spot nodes or their replacements; without any, that of reserved nodes.
     """
 
     strategy: str
@@ -84,7 +83,7 @@ class Goal:
         return outcome.target_usd <= self.budget_usd
 
     def rank(self, outcome: SimulationOutcome) -> tuple[bool, float, float]:
-        """Best first: what meets the goal, by what the goal leaves open; else what comes nearest."""
+        """Sort key: goals met first, by the quantity left open; else the distance to the goal."""
         time, cost = outcome.target_h, outcome.target_usd
         bound, free = (time, cost) if self.deadline_h is not None else (cost, time)
         return (False, free, bound) if self.met_by(outcome) else (True, bound, free)
@@ -92,7 +91,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedCandidate:
-    """A candidate and what it comes to; ``whole`` if it was simulated to its target."""
+    """A candidate and its metrics; ``whole`` if simulated to its target."""
 
     candidate: Candidate
     outcome: SimulationOutcome
@@ -101,15 +100,15 @@ class EvaluatedCandidate:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """What a search found.
+    """Result of a search.
 
     Attributes:
-        evaluated: every candidate simulated, by strategy, type and size.
-        front: those that no other one beats in both time and cost, fastest first.
-        answer: simulated whole; None if nothing meets the goal.
-        rejected: seemed to meet the goal, and missed it when they were simulated whole.
-        parts: of the pipeline that were left off, and kept, for each strategy.
-        left_out: what could not be simulated, and why.
+        evaluated: every simulated candidate, by strategy, type and size.
+        front: Pareto front in time and cost, fastest first.
+        answer: simulated to its target; None if nothing meets the goal.
+        rejected: met the goal by extrapolation, but not when simulated to their target.
+        parts: pipeline parts removed and retained, per strategy.
+        left_out: candidates that could not be simulated, and why.
     """
 
     goal: Goal
@@ -122,14 +121,12 @@ class SearchResult:
 
     @property
     def nearest(self) -> EvaluatedCandidate:
-        """What comes nearest to the goal, when nothing meets it."""
+        """The best candidate when none meets the goal."""
         return min(self.evaluated, key=lambda one: self.goal.rank(one.outcome))
 
 
 @dataclass(slots=True)
 class _SearchState:
-    """The state of a search."""
-
     file: ScenarioFile
     goal: Goal
     now: datetime
@@ -139,10 +136,10 @@ class _SearchState:
     tried: set[Candidate] = field(default_factory=set)
     left_out: dict[str, list[str]] = field(default_factory=dict)
     refuted: set[str] = field(default_factory=set)
-    """Strategies with a part that does not pay: simulated to find that out, never recommended."""
+    """Strategies with a part that does not pay: simulated for comparison, never recommended."""
 
     def simulate(self, candidates: Sequence[Candidate]) -> None:
-        """Simulate those that are new and possible, as far as the bound allows."""
+        """Simulate new, feasible candidates, up to the limit."""
         tasks: dict[Candidate, SimulationTask] = {}
         for candidate in candidates:
             if candidate in self.tried:
@@ -168,14 +165,14 @@ class _SearchState:
         self.left_out.setdefault(reason, []).append(shape_of(self.file, candidate))
 
     def reasons(self) -> tuple[str, ...]:
-        """Why candidates were left out, with the first of each kind."""
+        """Reasons for leaving candidates out, each with its first example."""
         return tuple(
             f"{shapes[0]}{f' and {len(shapes) - 1} more' if len(shapes) > 1 else ''}: {reason}"
             for reason, shapes in self.left_out.items()
         )
 
     def best(self) -> list[EvaluatedCandidate]:
-        """Those that may be recommended, best first."""
+        """Candidates that may be recommended, best first."""
         able = (one for one in self.done.values() if one.candidate.strategy not in self.refuted)
         return sorted(able, key=lambda one: (*self.goal.rank(one.outcome), one.candidate))
 
@@ -207,13 +204,13 @@ def search(
     jobs: int = 1,
     progress: Callable[[str], None] = lambda strategy: None,
 ) -> SearchResult:
-    """Find the cheapest cluster that meets a deadline, or the fastest within a budget.
+    """Find the cheapest cluster within a deadline, or the fastest within a budget.
 
     Args:
         progress: called after each simulation.
 
     Raises:
-        ConfigError: a strategy without ``iterations_to_target``; nothing at all that can be simulated.
+        ConfigError: a strategy lacks ``iterations_to_target``, or no candidate can be simulated.
     """
     _require_targets(file)
     state = _SearchState(file, goal, now, jobs, progress)
@@ -240,13 +237,13 @@ def _refine(state: _SearchState) -> None:
 
 
 def _pipeline(state: _SearchState, strategy: str) -> str:
-    """Find the parts that pay on a strategy's best candidate, try them on all of its kind, and tell."""
+    """Find the parts that pay on a strategy's best candidate, try them on all sizes, and report."""
     own = [one.candidate for one in state.best() if one.candidate.strategy == strategy]
     everything = with_parts(strategy, state.file.plan.parts)
     if not own or everything == strategy:
         return ""
     kept, before = everything, ""
-    while kept != before:  # without one part, another may not pay either
+    while kept != before:  # a part may stop paying once another is removed
         before = kept
         for part in reversed(PipelinePart):
             less = without_part(kept, part)
@@ -262,7 +259,7 @@ def _pipeline(state: _SearchState, strategy: str) -> str:
 
 
 def grid(file: ScenarioFile) -> list[Candidate]:
-    """The first candidates: each GPU type alone, and the scenario's own two types if they differ."""
+    """Initial candidates: each GPU type alone, and the scenario's pair if its types differ."""
     wish, cluster = file.plan, file.cluster
     own = cluster.reserved.gpu_type, cluster.spot.gpu_type
     types = wish.gpu_types or tuple(load_profile(file.workload.profile).gpus)
@@ -282,10 +279,10 @@ def grid(file: ScenarioFile) -> list[Candidate]:
 
 
 def prepared_for(file: ScenarioFile, candidate: Candidate, iterations: int, now: datetime) -> Prepared:
-    """The scenario with a candidate's cluster. A price that the scenario states is of its own GPU types only.
+    """The scenario with a candidate's cluster; stated prices apply only to the scenario's own GPU types.
 
     Raises:
-        ConfigError, PriceError: it cannot be simulated, or too many samples would be left out.
+        ConfigError, PriceError: it cannot be simulated, or would drop too many samples.
     """
     tree = file.model_dump(mode="json")
     for pool, gpu_type, nodes in (
@@ -299,7 +296,7 @@ def prepared_for(file: ScenarioFile, candidate: Candidate, iterations: int, now:
     tree["run"]["iterations"] = iterations
     changed = build_scenario(tree, shape_of(file, candidate))
     ranks = candidate.reserved_nodes * changed.cluster.reserved.gpus_per_node
-    alike = candidate.gpu_type == candidate.spot_gpu_type  # another type only denoises
+    alike = candidate.gpu_type == candidate.spot_gpu_type  # spot nodes of another type only denoise
     if strategy_named(candidate.strategy).places is SpotPlaces.ON_DEMAND and alike:
         ranks += candidate.spot_nodes * changed.cluster.spot.gpus_per_node
     if changed.samples % ranks > DROPPED_MAX * changed.samples:
@@ -310,10 +307,9 @@ def prepared_for(file: ScenarioFile, candidate: Candidate, iterations: int, now:
 
 
 def useless(outcome: SimulationOutcome) -> str | None:
-    """Why an outcome says nothing of the target, or None.
+    """Why an outcome says nothing about the target, or None.
 
-    Without its previews a strategy trains on random seeds, and the iterations that the scenario states do not
-    hold: such a cluster is never recommended.
+    Without its previews a strategy trains on random seeds, and the stated iterations to target do not apply.
     """
     if outcome.problem is not None:
         return outcome.problem
@@ -325,7 +321,7 @@ def useless(outcome: SimulationOutcome) -> str | None:
 
 
 def pareto(evaluated: Sequence[EvaluatedCandidate]) -> tuple[EvaluatedCandidate, ...]:
-    """Those that no other one beats in time and cost, fastest first."""
+    """Pareto front in time and cost, fastest first."""
     front: list[EvaluatedCandidate] = []
     for one in sorted(evaluated, key=lambda one: (one.outcome.target_h, one.outcome.target_usd)):
         if not front or one.outcome.target_usd < front[-1].outcome.target_usd:
@@ -345,7 +341,7 @@ def shape_of(file: ScenarioFile, candidate: Candidate) -> str:
 
 
 def _kind(candidate: Candidate) -> tuple[str, str, str]:
-    """What candidates have in common that only differ in size."""
+    """What candidates share that differ only in size."""
     return candidate.strategy, candidate.gpu_type, candidate.spot_gpu_type
 
 
@@ -354,7 +350,7 @@ def _as(candidate: Candidate, strategy: str) -> Candidate:
 
 
 def _checked(state: _SearchState) -> tuple[EvaluatedCandidate | None, tuple[EvaluatedCandidate, ...]]:
-    """The best candidate that also meets the goal when it is simulated whole."""
+    """The best candidate that also meets the goal when simulated to its target."""
     rejected: list[EvaluatedCandidate] = []
     meeting = [one for one in state.best() if state.goal.met_by(one.outcome)]
     for one in meeting[:CHECKS_MAX]:
@@ -388,13 +384,12 @@ def _require_targets(file: ScenarioFile) -> None:
 
 
 def _around(nodes: int) -> list[int]:
-    """Doublings from 1 to four times a number, and the number itself."""
+    """Doublings from 1 to four times ``nodes``, and ``nodes`` itself."""
     doublings = [2**power for power in range(max(1, nodes).bit_length() + 2) if 2**power <= 4 * max(1, nodes)]
     return sorted({*doublings, max(1, nodes)})
 
 
 def _midpoints(values: Sequence[int], around: int) -> Iterator[int]:
-    """Whole numbers halfway to the neighbours of a value."""
     place = bisect_left(values, around)
     for neighbour in (*values[max(0, place - 1) : place], *values[place + 1 : place + 2]):
         middle = (around + neighbour) // 2

@@ -1,7 +1,6 @@
-"""What the simulator must know of a model and its hardware: the seconds that everything takes.
+"""Cost model of the simulator: seconds per operation, without noise.
 
-A profile (figures with their sources) makes one; :class:`ConstantCosts` is the smallest, for tests. Noise is
-not the cost model's business: the driver multiplies durations by a seeded factor.
+Noise is applied by the driver, which multiplies durations by a seeded factor.
 """
 
 from __future__ import annotations
@@ -13,22 +12,22 @@ from spotlight.scheduler.types import WeightKind
 
 
 class CostModel(Protocol):
-    """Durations without noise. ``pixels`` is height times width of the image; ``gpu_type`` names a GPU."""
+    """Durations without noise. ``pixels``: image height times width."""
 
     def denoise_step_s(self, gpu_type: str, pixels: int, batch: int, sp_degree: int) -> float:
-        """One denoising step (all forwards of it, guidance too) of ``batch`` rollouts on one SP group."""
+        """One denoising step (all forwards, including guidance) of ``batch`` rollouts on one SP group."""
         ...
 
     def decode_s(self, gpu_type: str, pixels: int, batch: int) -> float:
-        """Latents of finished rollouts to images, and their commit."""
+        """Decoding finished latents and committing the images."""
         ...
 
     def lease_size(self, gpu_type: str, pixels: int, sp_degree: int) -> int:
-        """Rollouts of one lease: what one group denoises together."""
+        """Rollouts per lease, denoised together by one group."""
         ...
 
     def reward_s(self, samples: int) -> float:
-        """From handing samples to the reward pool to their scores."""
+        """From submission to scores."""
         ...
 
     def prepare_s(self, samples: int, ranks: int) -> float:
@@ -36,11 +35,11 @@ class CostModel(Protocol):
         ...
 
     def train_s(self, gpu_type: str, pixels: int, samples: int, ranks: int) -> float:
-        """Forward and backward of ``samples`` (all their timesteps), divided among ``ranks`` learner GPUs."""
+        """Forward and backward of ``samples`` at all their timesteps, split over ``ranks`` learner GPUs."""
         ...
 
     def switch_s(self) -> float:
-        """A GPU that trains and rolls out turns from one to the other."""
+        """A GPU's switch between training and rollout."""
         ...
 
     def optimizer_s(self) -> float:
@@ -48,15 +47,15 @@ class CostModel(Protocol):
         ...
 
     def publish_s(self, kind: WeightKind) -> float:
-        """From the learner to the store."""
+        """Learner to store."""
         ...
 
     def pull_s(self, kind: WeightKind, from_peer: bool) -> float:
-        """From the store, or from a peer on the same node, to a worker."""
+        """Store, or peer on the same node, to worker."""
         ...
 
     def worker_start_s(self) -> float:
-        """A worker's process: start and imports, without weights."""
+        """Process start and imports, without weights."""
         ...
 
     def group_setup_s(self, sp_degree: int) -> float:
@@ -74,7 +73,7 @@ class CostModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ConstantCosts:
-    """Every operation takes the same time whatever its size; SP divides a step's time by its degree."""
+    """Constant times whatever the size; SP divides a step's time by its degree. For tests."""
 
     step_s: float = 1.0
     small_s: float = 0.5

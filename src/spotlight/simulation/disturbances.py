@@ -1,7 +1,7 @@
-"""Random disturbances: noise on durations, and faults of the messages between controller and workers.
+"""Random disturbances: noise on durations, and message faults between controller and workers.
 
-Invariant: the noise of a subject depends on the scenario's seed and the subject's name only, so what one
-subject does more often or at other times changes no other's.
+Invariant: noise depends only on the scenario's seed and the subject's name, so subjects do not affect each
+other's.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from statistics import NormalDist
 
 @dataclass(slots=True)
 class Network:
-    """Decides the fate of each message.
+    """Injects message faults.
 
     Attributes:
-        lost: share of messages that vanish.
-        doubled: share that arrive twice.
-        late_s: each message takes up to this long, so later ones overtake it.
+        lost: share of messages lost.
+        doubled: share delivered twice.
+        late_s: maximum delay per message; delayed messages may be overtaken.
     """
 
     random: random.Random
@@ -30,15 +30,15 @@ class Network:
 
     @property
     def faultless(self) -> bool:
-        """Whether every message arrives once, at once."""
+        """Whether every message arrives exactly once, without delay."""
         return not (self.lost or self.doubled or self.late_s)
 
     def heal(self) -> None:
-        """No more faults."""
+        """Stop injecting faults."""
         self.lost = self.doubled = self.late_s = 0.0
 
     def delays(self) -> list[float]:
-        """How long each copy of a message takes; empty when it is lost."""
+        """Delay of each copy of a message; empty if lost."""
         if self.random.random() < self.lost:
             self.counts["lost"] += 1
             return []
@@ -55,7 +55,7 @@ _BELOW_ONE = math.nextafter(1.0, 0.0)
 
 
 class TimingNoise:
-    """Factors for one subject.
+    """Noise factors of one subject.
 
     Args:
         deviation: standard deviation of a factor's logarithm; 0 makes all factors 1.
@@ -66,7 +66,7 @@ class TimingNoise:
         self._deviation = deviation
 
     def slowest(self, count: int) -> float:
-        """The largest factor of ``count`` that work together: one draw, whatever their number.
+        """Largest of ``count`` factors, from a single draw.
 
         The largest of n uniform draws is distributed as the n-th root of one (order statistics).
         """

@@ -1,12 +1,12 @@
-"""Where every GPU-second went, and what it cost.
+"""GPU-seconds and cost by phase.
 
 Invariants:
 
-- From when a GPU is billed until it is not, each moment is in exactly one segment of one phase.
-- Work counts as LOST until the controller has accepted its result (:meth:`GpuAccounts.confirm`), so whatever
-  dies, is fenced off or never arrives is lost without further bookkeeping.
-- A GPU that trains and rolls out pays once per switch: with its first lease after training, and with the
-  learner's first pass after any of its GPUs rolled out.
+- Each moment at which a GPU is billed is in exactly one segment of one phase.
+- Work counts as LOST until the controller accepts its result (:meth:`GpuAccounts.confirm`), so work
+  that dies, is fenced off or never arrives needs no further bookkeeping.
+- A GPU that trains and rolls out pays once per switch: at its first lease after training, and at
+  the learner's first pass after any of its GPUs rolled out.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class BilledSegment:
 
 @dataclass(slots=True)
 class VirtualGpu:
-    """One billed GPU. What its learner rank does hides what its worker does.
+    """A billed GPU. Its learner's activity takes precedence over its worker's.
 
     Attributes:
-        unconfirmed: where closed segments of work in progress are kept, while there is any.
+        unconfirmed: collects closed segments of work in progress; None without such work.
     """
 
     node: Node
@@ -51,7 +51,7 @@ class VirtualGpu:
 
     @property
     def phase(self) -> Phase:
-        """What it does now; work in progress is lost until confirmed."""
+        """Current phase; work in progress is LOST until confirmed."""
         if self.learner is not Phase.IDLE:
             return self.learner
         return Phase.LOST if self.unconfirmed is not None else self.worker
@@ -69,7 +69,7 @@ class GpuAccounts:
     _past: list[VirtualGpu] = field(default_factory=list)
 
     def add(self, node: Node, now: float) -> None:
-        """A node is billed from now on."""
+        """Start billing a node."""
         learner = Phase.SETUP if node.trains else Phase.IDLE
         worker = Phase.SETUP if node.rolls_out else Phase.IDLE
         usd_s = node.price_usd_h / node.gpus / 3600
@@ -78,7 +78,7 @@ class GpuAccounts:
         ]
 
     def remove(self, node: NodeId, now: float) -> None:
-        """A node is billed no more."""
+        """Stop billing a node."""
         for gpu in self.gpus.pop(node):
             self._close(gpu, now)
             self.billed_s += now - gpu.joined_s
@@ -86,23 +86,23 @@ class GpuAccounts:
                 self._past.append(gpu)
 
     def price(self, node: NodeId, price_usd_h: float, now: float) -> None:
-        """A node's price changes."""
+        """Change a node's price."""
         for gpu in self.gpus.get(node, ()):
             self._close(gpu, now)
             gpu.usd_s = price_usd_h / gpu.node.gpus / 3600
 
     def worker(self, gpu: VirtualGpu, phase: Phase, now: float) -> None:
-        """A GPU's worker turns to something that is not work in progress."""
+        """Set the phase of a GPU's worker, outside of work in progress."""
         self._close(gpu, now)
         gpu.worker, gpu.unconfirmed = phase, None
 
     def work(self, gpu: VirtualGpu, unconfirmed: list[BilledSegment], now: float) -> None:
-        """A GPU's worker begins, or goes on with, work that will be confirmed or lost."""
+        """Start or continue a worker's work in progress, which is confirmed or lost later."""
         self._close(gpu, now)
         gpu.unconfirmed = unconfirmed
 
     def learner(self, phase: Phase, training: list[BilledSegment], now: float) -> None:
-        """All learner ranks turn to a phase; training is kept in ``training``, to be lost if it must be."""
+        """Set the phase of all learner ranks; ``training`` collects segments that may yet be lost."""
         for gpus in self.gpus.values():
             for gpu in gpus:
                 if gpu.node.trains:
@@ -110,7 +110,7 @@ class GpuAccounts:
                     gpu.learner, gpu.training = phase, training
 
     def confirm(self, segments: Iterable[BilledSegment], phase: Phase) -> None:
-        """Closed segments were this phase (or were lost after all)."""
+        """Assign closed segments to their final phase."""
         for spent in segments:
             seconds = spent.end_s - spent.start_s
             self.seconds[spent.kind, spent.phase] -= seconds
@@ -127,18 +127,18 @@ class GpuAccounts:
 
     @property
     def total_usd(self) -> float:
-        """Cost of everything closed so far."""
+        """Cost of closed segments."""
         return sum(self.usd.values())
 
     def by_phase(self) -> dict[Phase, float]:
-        """GPU-seconds by phase, as far as they are closed."""
+        """GPU-seconds of closed segments by phase."""
         total: dict[Phase, float] = defaultdict(float)
         for (_, phase), seconds in self.seconds.items():
             total[phase] += seconds
         return total
 
     def drawn(self) -> tuple[GpuTimeline, ...]:
-        """The timelines of all GPUs, in the order in which they were billed."""
+        """Timelines of all GPUs, ordered by when billing began."""
         gpus = sorted(
             [*self._past, *(gpu for gpus in self.gpus.values() for gpu in gpus)],
             key=lambda gpu: (gpu.joined_s, gpu.node.id, gpu.index),
@@ -149,7 +149,7 @@ class GpuAccounts:
         )
 
     def check(self, now: float) -> None:
-        """Assert that phases add up to what was billed."""
+        """Assert that phases add up to the billed time."""
         self.settle(now)
         present = sum(now - gpu.joined_s for gpus in self.gpus.values() for gpu in gpus)
         billed, spent = self.billed_s + present, sum(self.seconds.values())
@@ -189,11 +189,11 @@ def _merged(history: list[BilledSegment]) -> tuple[Segment, ...]:
 
 @dataclass(slots=True)
 class GpuSwitches:
-    """See the module's docstring.
+    """Switches between training and rollout; see the module docstring.
 
     Attributes:
-        switch_s: a turn takes.
-        count: turns so far, of groups and of the learner.
+        switch_s: time per switch.
+        count: switches so far, of groups and of the learner.
     """
 
     switch_s: float
@@ -201,7 +201,7 @@ class GpuSwitches:
     _rolling: set[tuple[NodeId, int]] = field(default_factory=set)
 
     def to_rollout(self, gpus: Iterable[VirtualGpu]) -> float:
-        """A group begins a lease: seconds until it can denoise."""
+        """Seconds until a group that begins a lease can denoise."""
         turning = {(gpu.node.id, gpu.index) for gpu in gpus if gpu.node.trains} - self._rolling
         if not turning:
             return 0.0
@@ -210,7 +210,7 @@ class GpuSwitches:
         return self.switch_s
 
     def to_training(self) -> float:
-        """The learner begins a pass: seconds until all its GPUs can train."""
+        """Seconds until all GPUs of a learner that begins a pass can train."""
         if not self._rolling:
             return 0.0
         self._rolling.clear()

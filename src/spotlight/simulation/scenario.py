@@ -1,4 +1,4 @@
-"""What is simulated (a plan, nodes that come and go, what everything costs), and the result of a run."""
+"""Input of a simulation (plan, node events, costs) and its result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spotlight.simulation.virtual_rewards import RewardModel
 
 @dataclass(frozen=True, slots=True)
 class PriceChanged:
-    """From here on a node costs ``price_usd_h`` (the whole node)."""
+    """New price of a whole node."""
 
     node: NodeId
     price_usd_h: float
@@ -30,16 +30,16 @@ class Scenario:
     """One simulated run.
 
     Attributes:
-        nodes: what happens to nodes, as (seconds, event), ascending; nodes that train join at 0.
-        train_prompts: number of prompts to train on.
-        test_prompts: number of held-out prompts of each evaluation.
+        nodes: node events as (seconds, event), ascending; training nodes join at 0.
+        train_prompts: number of training prompts.
+        test_prompts: number of held-out prompts per evaluation.
         seed: of the noise on durations; the plan's run seed fixes everything else.
-        noise: standard deviation of the logarithm of durations, of each GPU's and each reward's; 0 makes them
-            exact. The learner waits for its slowest rank.
-        commit_every: denoising steps between two commits of a lease.
-        until_s: stop there, though the run is not over; None runs to the end.
-        rewards: what simulated samples score.
-        timelines: keep every GPU's segments, for a picture.
+        noise: standard deviation of log durations, per GPU and reward; 0: exact. The learner waits for its
+            slowest rank.
+        commit_every: denoising steps between commits of a lease.
+        until_s: time limit; None: run to the end.
+        rewards: rewards of simulated samples.
+        timelines: record every GPU's segments.
     """
 
     plan: Plan
@@ -73,7 +73,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What one GPU did for a while."""
+    """One phase of one GPU."""
 
     start_s: float
     end_s: float
@@ -82,7 +82,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class GpuTimeline:
-    """Everything one GPU did, without gaps, from when its node joined until it left (once for each stay)."""
+    """All segments of one GPU, without gaps, from its node's arrival to its departure (one per stay)."""
 
     node: NodeId
     gpu: int
@@ -93,10 +93,10 @@ class GpuTimeline:
 
 @dataclass(frozen=True, slots=True)
 class IterationTime:
-    """One iteration: from the publication before it to its own. An iteration done twice is here twice.
+    """One iteration, from the previous publication to its own. A repeated iteration appears twice.
 
     Attributes:
-        cost_usd: what all nodes cost meanwhile.
+        cost_usd: of all nodes.
         trained: samples that entered an optimizer step.
     """
 
@@ -109,21 +109,21 @@ class IterationTime:
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """A whole run.
+    """Result of a run.
 
     Attributes:
-        finished: the run came to its planned end.
+        finished: whether it reached its planned end.
         error: why the controller stopped it, if it did.
-        phase_s: GPU-seconds by kind of node and phase; LOST is work that had to be done again.
+        phase_s: GPU-seconds by kind of node and phase; LOST is repeated work.
         cost_usd: the same, priced.
         gpus: empty unless the scenario asked for timelines.
-        preemptions: nodes lost; notices: notices given.
+        preemptions: nodes lost.
+        notices: notices given.
         events: handled by the controller.
-        explorations: reports of :class:`~spotlight.scheduler.effects.ReportExploration`, in order; one
-        undone is
-            here, too.
-        overlaps: reports of :class:`~spotlight.scheduler.effects.ReportPipeline`, likewise.
-        log_hash: of all these events with their times; equal runs have equal hashes.
+        explorations: from :class:`~spotlight.scheduler.effects.ReportExploration`, in order, including undone
+            ones.
+        overlaps: from :class:`~spotlight.scheduler.effects.ReportPipeline`, likewise.
+        log_hash: of all events with their times; equal runs have equal hashes.
     """
 
     finished: bool

@@ -1,11 +1,11 @@
-"""The simulation driver: the controller's effects carried out in virtual time.
+"""The simulation driver: executes the controller's effects in virtual time.
 
     heap of (time, call) ──► event ──► controller.handle ──► effects ──► workers / learner / rewards / store
                  ▲                                                                    │
                  └────────────────────── call later ◄─────────────────────────────────┘
 
-It decides nothing, and nothing in it is random but the noise on durations, which is seeded. Equal scenarios
-give equal runs, event by event.
+It makes no decisions, and its only randomness is seeded noise. Equal scenarios give equal runs, event by
+event.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from spotlight.simulation.virtual_processes import VirtualProcess, VirtualWeight
 from spotlight.simulation.virtual_workers import ImageCosts, Receipt, VirtualWorkers
 
 CONTENT = "content"
-"""A score that says which weights made the sample that was scored."""
+"""Score that identifies the weights that generated the scored sample."""
 
 CLUSTER = WorkerId("cluster")
-"""In whose name the GPU-seconds of all nodes are reported."""
+"""Worker id under which the GPU-seconds of all nodes are reported."""
 
 
 @dataclass(slots=True)
@@ -55,14 +55,14 @@ class _Wake:
 
 
 class Simulation:
-    """One run in virtual time; see the module's docstring.
+    """One run in virtual time.
 
     Attributes:
-        slow: factor on the durations of a node.
+        slow: factor on a node's durations.
         reward_failing: share of samples whose reward times out.
-        overlaps: what was reported of each iteration's pipeline.
-        explorations: what exploration reported, an iteration that was undone twice.
-        head_up: False while the head restarts; nothing reaches the controller then.
+        overlaps: pipeline report of each iteration.
+        explorations: exploration reports; a repeated iteration appears twice.
+        head_up: False while the head restarts and receives nothing.
     """
 
     def __init__(self, scenario: Scenario, *, log: bool = False) -> None:
@@ -139,7 +139,7 @@ class Simulation:
         heapq.heappush(self._heap, (at_s, next(self._numbers), then, args))
 
     def noisy(self, seconds: float, node: NodeId) -> float:
-        """A duration on a node: its slowness and the scenario's noise applied."""
+        """Apply a node's slowness and the scenario's noise to a duration."""
         if self.slow:
             seconds *= self.slow.get(node, 1.0)
         return (
@@ -147,19 +147,19 @@ class Simulation:
         )
 
     def after_ranks(self, seconds: float, then: Callable[..., None], *args: object) -> None:
-        """Call when the slowest learner rank is done with what takes ``seconds``: each has its noise."""
+        """Call ``then`` when the slowest learner rank is done; each rank has its own noise."""
         ranks: Counter[float] = Counter()
         for node in self.nodes.values():
             if node.trains:
                 ranks[self.slow.get(node.id, 1.0)] += node.gpus
         factors = (slow * self._learner_noise.slowest(count) for slow, count in ranks.items())
-        # Between the loss of the only node that trains and that of the learner, what is begun is never done.
+        # No ranks: the last training node is lost, but not yet the learner, whose answer is then discarded.
         self.after(seconds * max(factors, default=1.0), then, *args)
 
     # -- the controller --------------------------------------------------------------------------------
 
     def feed(self, event: ev.Event, receipt: Receipt | None = None) -> None:
-        """Hand an event to the controller, and carry out its effects in order."""
+        """Pass an event to the controller and execute its effects in order."""
         if not self.head_up or self.finish is not None:
             return
         self.events += 1
@@ -295,7 +295,6 @@ class Simulation:
     # -- messages --------------------------------------------------------------------------------------
 
     def _order(self, worker: WorkerId, obey: Callable[..., None], effect: ef.Effect) -> None:
-        """Send a command to a worker."""
         if self.network.faultless:
             self.after(0.0, self._arrive, worker, obey, effect)
             return
@@ -316,11 +315,11 @@ class Simulation:
             self.after(wait_s + delay_s, self.feed, event, receipt)
 
     def published(self, version: int) -> VirtualWeights | None:
-        """The weights of a version in the store."""
+        """Weights of a version in the store."""
         return self.store.versions.get(version)
 
     def corrupted(self) -> bool:
-        """Whether a transfer of weights fails its checksum."""
+        """Whether a weight transfer fails its checksum."""
         return not self.network.faultless and self.network.random.random() < self.network.lost
 
     # -- nodes -----------------------------------------------------------------------------------------
@@ -372,7 +371,7 @@ class Simulation:
         self.noticed.pop(node_id, None)
 
     def crash(self, process: VirtualProcess) -> None:
-        """A worker's process dies, and the driver notices."""
+        """A worker process dies, and the driver notices."""
         self.workers.kill(process)
         self.after(1.0, self.feed, ev.WorkerCrashed(process.worker, process.epoch))
 
@@ -418,7 +417,7 @@ class Simulation:
         self._start_learner()
 
     def log_hash(self) -> str:
-        """Of all events so far, with their times; empty unless the run is logged."""
+        """Hash of all events so far with their times; empty unless logging."""
         return self._hash.hexdigest() if self._hash else ""
 
     # -- the result ------------------------------------------------------------------------------------
@@ -452,7 +451,7 @@ class Simulation:
 
 
 def simulate(scenario: Scenario, *, log: bool = False) -> SimulationResult:
-    """Run a scenario to its end; with ``log`` the result carries the hash of all events."""
+    """Run a scenario to its end; with ``log`` the result has an event-log hash."""
     simulation = Simulation(scenario, log=log)
     simulation.begin()
     while simulation.step():

@@ -19,7 +19,7 @@ from spotlight.simulation.virtual_processes import INITIAL_WEIGHTS, VirtualWeigh
 
 @dataclass(frozen=True, slots=True)
 class VirtualCheckpoint:
-    """What is durable: learner, controller and ledger position, together."""
+    """Durable state of learner, controller and ledger, saved together."""
 
     effect: ef.CommitCheckpoint
     weights: VirtualWeights
@@ -34,7 +34,7 @@ class VirtualStore:
     versions: dict[int, VirtualWeights] = field(default_factory=dict)
 
     def discard(self, rollouts: tuple[RolloutId, ...]) -> None:
-        """Free what nobody asks for again."""
+        """Free tensors that are no longer needed."""
         for rollout in rollouts:
             self.samples.pop(rollout, None)
             self.progress.pop(rollout, None)
@@ -55,11 +55,11 @@ class VirtualLearner:
     """All learner ranks as one.
 
     Attributes:
-        answer: hands an event to the controller.
+        answer: passes an event to the controller.
         after: calls when the slowest rank is done.
-        turns: switches of its GPUs between training and rollouts.
-        life: counts restarts; work of an earlier life is never answered.
-        prepared: samples of the batch, whole or in parts, that no micro-batch took yet.
+        turns: switches of GPUs between training and rollout.
+        life: counts restarts; effects of an earlier life are never answered.
+        prepared: samples of the batch that no micro-batch has taken yet.
         trained: samples accumulated since the last optimizer step.
     """
 
@@ -82,7 +82,7 @@ class VirtualLearner:
     _uncommitted: list[BilledSegment] = field(default_factory=list)
 
     def start(self) -> None:
-        """The first start, or one after the head restarted; :class:`RunStarted` follows."""
+        """First start, or restart with the head; answers :class:`RunStarted`."""
         self._begin_life()
         self.after(self.scenario.costs.restore_s(), self._up, self.life, ev.RunStarted())
 
@@ -96,14 +96,14 @@ class VirtualLearner:
         self.after(self.scenario.costs.restore_s(), self._up, self.life, ev.LearnerRestored(effect.lineage))
 
     def lose(self) -> None:
-        """A rank dies: what was trained since the checkpoint is lost."""
+        """A rank dies: training since the checkpoint is lost."""
         self.life, self.alive = self.life + 1, False
         self._phase(Phase.SETUP)
         self.accounts.confirm(self._uncommitted, Phase.LOST)
         self._uncommitted = []
 
     def carry_out(self, effect: LearnerEffect) -> None:
-        """Do what the controller asks, and answer when it is done."""
+        """Execute an effect and answer when done."""
         assert self.alive, f"the learner is gone, and is asked to {effect}"
         if isinstance(effect, ef.PrepareBatch | ef.TrainMicroBatch) and (turn_s := self.turns.to_training()):
             self._phase(Phase.RECONFIGURATION)
@@ -174,7 +174,7 @@ class VirtualLearner:
 
     def _begin_life(self) -> None:
         self.life, self.alive = self.life + 1, False
-        self.turns.to_training()  # within the time of a restart
+        self.turns.to_training()  # covered by the restart time
         self.prepared, self.trained = set(), 0
         self.weights = self.checkpoint.weights if self.checkpoint else INITIAL_WEIGHTS
         self.store.versions[self.weights.version] = self.weights

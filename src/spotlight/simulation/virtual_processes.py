@@ -1,4 +1,4 @@
-"""Simulated processes: what a worker, a group of workers and its work are in virtual time."""
+"""Simulated worker processes, groups and leases."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ PHASE_OF = {Purpose.TRAIN: Phase.ROLLOUT, Purpose.EVAL: Phase.EVALUATION, Purpos
 
 @dataclass(frozen=True, slots=True)
 class VirtualWeights:
-    """A policy version as it really is: versions of one number from two learners differ in ``content``."""
+    """A policy version's actual weights: learners may differ in ``content`` for the same version number."""
 
     version: PolicyVersion
     content: int
 
 
 INITIAL_WEIGHTS = VirtualWeights(PolicyVersion(0), 0)
-"""What every run starts with."""
+"""Weights at the start of every run."""
 
 NO_LEASE = LeaseId(0)
 
@@ -62,12 +62,13 @@ class VirtualProcess:
 
 @dataclass(slots=True, eq=False)
 class LeaseWork:
-    """A lease being worked on.
+    """A lease in progress.
 
     Attributes:
-        left: rollouts not finished, with the step each began at.
-        done: steps since the lease began; ``committed`` of them were reported.
-        turn: invalidates what was scheduled before.
+        left: unfinished rollouts, with their first step.
+        done: steps since the lease began.
+        committed: of these, reported steps.
+        turn: invalidates calls scheduled earlier.
     """
 
     lease: Lease
@@ -87,7 +88,7 @@ class LeaseWork:
 
 @dataclass(slots=True, eq=False)
 class VirtualGroup:
-    """Processes that can reach each other; ``seen`` is the last lease they were granted."""
+    """Connected processes; ``seen`` is the last lease granted to them."""
 
     leader: WorkerId
     epoch: int

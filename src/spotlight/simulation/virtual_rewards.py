@@ -1,15 +1,14 @@
-"""Rewards of simulated samples: numbers drawn from names, with as much rank correlation as was measured.
+"""Rewards of simulated samples: seeded numbers with measured rank correlations.
 
-A seed has a quality, standard normal, which its regenerated reward shows in full. A preview of T of S steps
-shows it with correlation 1 - (1 - T/S) ** e, and previews of weights one iteration old with a little less.
-With e = 1.66 this fits what the tiny testbed's ODE rollouts gave (.42, .58, .68, .76, .90 at 3, 4, 5, 6 and 8
-of 10 steps; the formula: .45, .57, .68, .78, .93), with e = 0.82 its full-SDE rollouts on one Brownian path
-(.38, .43, .52, .72 at 4, 5, 6 and 8; the formula: .34, .43, .53, .73).
+A seed has a standard normal quality, which its regenerated reward shows exactly. A preview of T of S steps
+shows it with correlation 1 - (1 - T/S) ** e, and previews under weights one iteration old with slightly less.
+e = 1.66 fits the testbed's ODE rollouts (.42, .58, .68, .76, .90 at 3, 4, 5, 6 and 8 of 10 steps; formula:
+.45, .57, .68, .78, .93), e = 0.82 its full-SDE rollouts on one Brownian path (.38, .43, .52, .72 at 4, 5, 6
+and 8; formula: .34, .43, .53, .73).
 
-Prompts differ in the mean and in the spread of their rewards; some have no spread at all. Nobody learns here:
-what a run gains by contrast is not simulated, only what contrast it gets.
+Prompts differ in mean and spread of rewards; some have no spread. Learning is not simulated.
 
-Invariant: a reward is a function of the sample's prompt, seed, purpose and steps, and of the model.
+Invariant: a reward is a function of the model and of the sample's prompt, seed, purpose and steps.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ _NORMAL = NormalDist()
 
 @dataclass(frozen=True, slots=True)
 class RewardModel:
-    """See the module's docstring.
+    """Parameters of simulated rewards.
 
     Attributes:
-        exponent: e; smaller: previews of few steps say less.
+        exponent: e; if smaller, short previews are less informative.
         staleness: correlation of rewards under weights one iteration apart.
         spread: median standard deviation of a prompt's rewards.
-        variety: standard deviation of the logarithm of prompts' spreads.
+        variety: standard deviation of the logarithm of the prompts' spreads.
         flat_share: share of prompts whose rewards are all equal.
     """
 
@@ -53,13 +52,13 @@ class RewardModel:
             )
 
     def correlation(self, steps: int, full_steps: int, *, stale: bool) -> float:
-        """Between previews of so many steps and regenerated rewards."""
+        """Correlation between previews of ``steps`` steps and regenerated rewards."""
         left = max(0.0, 1 - steps / full_steps)
         found: float = 1 - left**self.exponent
         return found * self.staleness if stale else found
 
     def reward(self, rollout: Rollout, plan: Plan) -> float:
-        """Of a sample."""
+        """Reward of a sample."""
         quality = _normal("quality", rollout.seed)
         if rollout.purpose is Purpose.EXPLORE:
             stale = plan.exploration is not None and plan.exploration.where is Explore.IDLE
@@ -74,7 +73,7 @@ class RewardModel:
 
 @lru_cache(maxsize=1024)
 def _prompt(prompt: str) -> tuple[float, float, float]:
-    """What decides whether it is flat, its spread and its mean."""
+    """Draws that determine flatness, spread and mean."""
     return _uniform("flat", prompt), _normal("spread", prompt), _normal("mean", prompt)
 
 

@@ -29,7 +29,7 @@ from spotlight.simulation.virtual_processes import (
 
 @dataclass(frozen=True, slots=True)
 class ImageCosts:
-    """The cost model, and the size of the images it is asked about."""
+    """The cost model and the image size."""
 
     model: CostModel
     pixels: int
@@ -37,7 +37,7 @@ class ImageCosts:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What a message to the controller stands for: booked and stored only if the controller accepts it."""
+    """Result of a message, confirmed and stored only if the controller accepts it."""
 
     segments: list[BilledSegment]
     phase: Phase
@@ -55,7 +55,7 @@ class WorkerHost(Protocol):
         ...
 
     def after(self, seconds: float, then: Callable[..., None], *args: object) -> None:
-        """Schedule a call in virtual time."""
+        """Call ``then`` in ``seconds`` of virtual time."""
         ...
 
     def send(self, event: ev.Event, sender: VirtualProcess, receipt: Receipt | None = None) -> None:
@@ -63,11 +63,11 @@ class WorkerHost(Protocol):
         ...
 
     def published(self, version: int) -> VirtualWeights | None:
-        """The weights of a version in the store."""
+        """Weights of a version in the store."""
         ...
 
     def corrupted(self) -> bool:
-        """Whether a transfer of weights fails its checksum."""
+        """Whether a weight transfer fails its checksum."""
         ...
 
     def noisy(self, seconds: float, node: NodeId) -> float:
@@ -77,7 +77,7 @@ class WorkerHost(Protocol):
 
 @dataclass(slots=True)
 class VirtualWorkers:
-    """All workers' processes and their groups."""
+    """All worker processes and their groups."""
 
     host: WorkerHost
     accounts: GpuAccounts
@@ -166,7 +166,7 @@ class VirtualWorkers:
         process.based, process.pulling = True, False
         group = process.group
         if process.weights != weights and group is not None and group.run is not None:
-            # A lease under other weights cannot be finished by one version.
+            # One lease must not mix weight versions.
             self._halt(group)
             group.run = None
             self._ask(group)
@@ -297,7 +297,7 @@ class VirtualWorkers:
             self._next_chunk(group, run)
 
     def abandon(self, effect: ef.AbandonLease) -> None:
-        """Stop working on a lease at the next step boundary."""
+        """Stop a lease at the next step boundary."""
         group = self._group_of(effect.leader, effect.epoch)
         if group is None or group.run is None or group.run.lease.id != effect.lease or group.run.halting:
             return
@@ -320,7 +320,7 @@ class VirtualWorkers:
         )
 
     def _next_chunk(self, group: VirtualGroup, run: LeaseWork) -> None:
-        """Denoise until the next commit or the next finished rollout."""
+        """Denoise until the next commit or finished rollout."""
         first = group.members[0]
         to_finish = min(rollout.steps - start - run.done for rollout, start in run.left.values())
         run.chunk = min(to_finish, self.commit_every - run.done % self.commit_every)
@@ -391,8 +391,8 @@ class VirtualWorkers:
     def _at_boundary(self, group: VirtualGroup, then: Callable[..., None], *args: object) -> None:
         """Finish the current step, begin no other, then call ``then``."""
         run = group.run
-        if run is None or run.decoding or not run.step_s:  # without a step, its GPUs still turn to it
-            # Images that are being decoded are not thrown away.
+        if run is None or run.decoding or not run.step_s:  # no step yet: its GPUs are still switching
+            # Let a decode in progress finish.
             gpu_type = group.members[0].gpu_type if group.members else ""
             decoding = run is not None and run.decoding and gpu_type
             rest_s = self.costs.model.decode_s(gpu_type, self.costs.pixels, 1) if decoding else 0.0

@@ -1,1 +1,1 @@
-"""Preemption notices: what the cloud says about this node's end, as a small typed stream."""
+"""Preemption notices from the cloud for this node."""

@@ -1,9 +1,9 @@
-"""AWS: the interruption notice and the rebalance recommendation of a Spot Instance, through IMDSv2.
+"""AWS: interruption notices and rebalance recommendations of a Spot Instance, through IMDSv2.
 
 https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html and
-.../rebalance-recommendations.html. A token is needed for every question and lasts hours; 401 means that
-it does no more. 404 is the usual answer: no notice. Two minutes' warning at best, asked for every five
-seconds as AWS advises. IMDSv1 is not used: what answers without a token may not be AWS.
+.../rebalance-recommendations.html. Each request needs a token, valid for hours; 401 means it expired. 404
+means no notice. Warning is two minutes at best; AWS advises polling every five seconds. IMDSv1 is not used: a
+server that answers without a token may not be AWS.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _REFUSED = "Is the instance's metadata service (HttpEndpoint) enabled?"
 
 @dataclass(slots=True)
 class AwsNotices:
-    """Asks the instance metadata service.
+    """Polls the instance metadata service.
 
     Attributes:
-        answer_s: longest wait for one answer.
-        token_ttl_s: lifetime asked for; the service allows 1 s to 6 h.
+        answer_s: time-out per response.
+        token_ttl_s: requested lifetime; the service allows 1 s to 6 h.
     """
 
     server: MetadataServer
@@ -46,7 +46,7 @@ class AwsNotices:
         """See :class:`NoticeSource`."""
         action = await self._ask(ACTION)
         pending = () if action is None else (parse_action(action),)
-        # Advice only: when it cannot be had, what was just learnt must not be lost.
+        # Advice only: its failure must not hide the interruption notice just read.
         try:
             advice = await self._ask(REBALANCE)
             rebalance = "" if advice is None else parse_rebalance(advice)
@@ -55,7 +55,7 @@ class AwsNotices:
         return NoticeReading(pending, rebalance)
 
     async def acknowledge(self) -> bool:
-        """AWS takes no acknowledgement."""
+        """AWS accepts no acknowledgement."""
         return False
 
     async def probe(self) -> None:
@@ -63,7 +63,7 @@ class AwsNotices:
         await self._renew()
 
     async def _ask(self, path: str) -> MetadataAnswer | None:
-        """An answer of status 200, or None for 404."""
+        """Response with status 200, or None for 404."""
         if not self._token:
             await self._renew()
         answer = await self._with_token(path)

@@ -1,10 +1,10 @@
 """Azure: scheduled events that end the processes of this VM.
 
-https://learn.microsoft.com/azure/virtual-machines/linux/scheduled-events. Asked every second, as Azure
-advises (a Spot VM is evicted 30 s after the event appears). The first answer may take two minutes,
-because it switches the service on. Events are sent to all VMs of a scale set or availability set, so they
-are matched by this VM's name. An event that vanishes was cancelled; the VM does not outlive one that is
-finished. Freeze is left out: it pauses a VM for seconds.
+https://learn.microsoft.com/azure/virtual-machines/linux/scheduled-events. Polled every second, as Azure
+advises (a Spot VM is evicted 30 s after the event appears). The first response may take two minutes because
+it enables the service. All VMs of a scale set or availability set see all events, so they are matched by this
+VM's name. An event that vanishes was cancelled; one that finished has ended the VM. Freeze is ignored: it
+pauses a VM for seconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HEADERS = {"Metadata": "true"}
 
 @dataclass(frozen=True, slots=True)
 class _AzureEvent:
-    """An event that concerns this VM; ``alone``: and no other one."""
+    """An event that affects this VM, and no other if ``alone``."""
 
     pending: PendingNotice
     alone: bool
@@ -32,11 +32,11 @@ class _AzureEvent:
 
 @dataclass(slots=True)
 class AzureNotices:
-    """Asks the instance metadata service.
+    """Polls the instance metadata service.
 
     Attributes:
-        answer_s: longest wait for one answer.
-        first_answer_s: of the first answer about events.
+        answer_s: time-out per response.
+        first_answer_s: time-out of the first response about events.
     """
 
     server: MetadataServer
@@ -59,9 +59,9 @@ class AzureNotices:
         return NoticeReading(tuple(event.pending for event in self._events))
 
     async def acknowledge(self) -> bool:
-        """Let the events begin that concern no other VM; the VM may be gone at once.
+        """Let events start that affect no other VM; this VM may be gone at once.
 
-        Azure begins an event for all of its VMs when one acknowledges it, and the others may not be drained.
+        Azure starts an event on all of its VMs when one acknowledges it, and the others may not be drained.
         """
         ready = [{"EventId": event.pending.key} for event in self._events if event.alone]
         if not ready:
@@ -73,7 +73,7 @@ class AzureNotices:
         return True
 
     async def probe(self) -> None:
-        """Learns the VM's name. Raises :class:`MetadataError` if this is not Azure."""
+        """Read the VM's name. Raises :class:`MetadataError` if this is not Azure."""
         if self._vm:
             return
         answer = await self.server.ask(VM, _HEADERS, self.answer_s)
@@ -85,7 +85,7 @@ class AzureNotices:
 
 
 def parse_events(answer: MetadataAnswer, vm: str) -> tuple[_AzureEvent, ...]:
-    """The events that end ``vm``'s processes. Raises :class:`MetadataError` if any event cannot be read."""
+    """Events that end ``vm``'s processes. Raises :class:`MetadataError` if any event cannot be read."""
     events = answer.json_object().get("Events")
     if not isinstance(events, list):
         raise answer.error(NoticeTrouble.BROKEN, f"sent Events {events!r:.80}", "a list")
@@ -120,7 +120,7 @@ def _text(answer: MetadataAnswer, place: str, event: Mapping[str, object], key: 
 
 
 def _names(answer: MetadataAnswer, place: str, event: Mapping[str, object]) -> Sequence[str]:
-    """Azure's names do not tell case apart."""
+    """VM names, which are case-insensitive on Azure."""
     value = event.get("Resources")
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise answer.error(

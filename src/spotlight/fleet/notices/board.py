@@ -1,7 +1,7 @@
-"""Readings become notices: what is pending for this node, over all sources. Pure: no I/O, no clock.
+"""Merges readings of all sources into notices for this node. Pure: no I/O, no clock.
 
-Invariant: the node's current notice is the earliest pending announcement. An announcement that is read again,
-or with a slightly different remaining time, causes no new notice.
+Invariant: the current notice is the earliest pending announcement. An announcement that is read again, even
+with a slightly different remaining time, causes no new notice.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class _Announcement:
 
 @dataclass(slots=True)
 class NoticeBoard:
-    """What every source said last."""
+    """The last reading of every source."""
 
     _held: dict[str, tuple[_Announcement, ...]] = field(default_factory=dict)
     _announced: _Announcement | None = None
     _advised: set[tuple[str, str]] = field(default_factory=set)
 
     def update(self, source: str, reading: NoticeReading, now_s: float) -> list[Notice]:
-        """Take a reading of ``source`` at ``now_s`` (watcher's clock); returns what is new for the node."""
+        """Store a reading of ``source`` at ``now_s`` (watcher's clock); returns the resulting notices."""
         before = {(held.key, held.stamp): held for held in self._held.get(source, ())}
         self._held[source] = tuple(
             # Seen before: the deadline computed first stands, so a jittering clock causes no new notice.

@@ -1,4 +1,4 @@
-"""Which cloud this is, and its source of notices. Clouds are named in :data:`spotlight.registry.CLOUDS`."""
+"""Detects the cloud and its notice source. Clouds are registered in :data:`spotlight.registry.CLOUDS`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from spotlight.registry import CLOUDS
 
 
 def cloud_source(cloud: str, server: MetadataServer | None = None) -> CloudSource:
-    """Notices of ``cloud``, from its usual address unless ``server`` says another. Raises RegistryError."""
+    """Notice source of ``cloud``, at its usual address unless ``server`` is given. Raises RegistryError."""
     return CLOUDS.load(cloud).notices(server or MetadataServer())
 
 
 async def find_cloud(server: MetadataServer | None = None, timeout_s: float = 3.0) -> CloudSource:
-    """Ask as every cloud at once; the one that answers as it should is it.
+    """Probe all clouds concurrently and return the one that answers correctly.
 
     Args:
-        timeout_s: for the slowest of them.
+        timeout_s: per cloud.
 
     Raises:
         NoticeError: none answers (the message says how each failed), or several do.

@@ -1,9 +1,9 @@
-"""Google Cloud: whether this Spot VM is being preempted, by a question that hangs until that changes.
+"""Google Cloud: preemption of this Spot VM, by a hanging GET that returns on change.
 
 https://cloud.google.com/compute/docs/instances/create-use-preemptible#detecting_if_an_instance_was_preempted
-and .../metadata/querying-metadata#waitforchange. The first question does not hang, so a preemption that
-is under way is seen; the following ones name the ETag of the last answer, so no change between two is
-missed. The warning is about 30 s, and not stated: it counts from when it is seen.
+and .../metadata/querying-metadata#waitforchange. The first request does not hang, so an ongoing preemption is
+seen; later ones send the last ETag, so no change in between is missed. The warning of about 30 s has no
+stated deadline; it counts from when it is seen.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _REFUSED = "In a pod of GKE, the metadata server in between hides this value: us
 
 @dataclass(slots=True)
 class GcpNotices:
-    """Asks the metadata server.
+    """Queries the metadata server.
 
     Attributes:
-        period_s: bounds the questions to a server that should hang and does not.
-        answer_s: longest wait for an answer that does not hang, and beyond ``hang_s`` for one that does.
-        hang_s: the server is asked to answer after so long even if nothing changed.
+        period_s: rate limit in case the server does not hang as it should.
+        answer_s: time-out of a response, in addition to ``hang_s`` if the request hangs.
+        hang_s: the server responds after this time even without a change.
     """
 
     server: MetadataServer
@@ -38,11 +38,11 @@ class GcpNotices:
     _etag: str = field(default="", init=False)
 
     async def read(self) -> NoticeReading:
-        """See :class:`NoticeSource`; waits for a change after the first answer."""
+        """See :class:`NoticeSource`; waits for a change after the first response."""
         try:
             preempted = await self._ask()
         except MetadataError:
-            self._etag = ""  # what changed meanwhile is asked for at once
+            self._etag = ""  # so that the retry sees a change at once
             raise
         if not preempted:
             return NoticeReading()
@@ -50,13 +50,13 @@ class GcpNotices:
         return NoticeReading((PendingNotice("preempted", "TRUE", NOTICE_S, detail),))
 
     async def acknowledge(self) -> bool:
-        """Google takes no acknowledgement."""
+        """Google accepts no acknowledgement."""
         return False
 
     async def probe(self) -> None:
         """Raises :class:`MetadataError` if this is not Google Cloud."""
         await self._ask()
-        self._etag = ""  # the first reading must not wait for a change
+        self._etag = ""  # so that the first reading does not wait for a change
 
     async def _ask(self) -> bool:
         path, timeout_s = PREEMPTED, self.answer_s

@@ -1,8 +1,7 @@
-"""Requests to a metadata service over HTTP, bounded in time and size. I/O.
+"""HTTP requests to a metadata service, bounded in time and size. I/O.
 
-Never through a proxy (``HTTP_PROXY`` must not carry this machine's tokens elsewhere), never along a redirect,
-never over a kept-alive connection (the service may restart). Failures become a :class:`MetadataError` that
-names the request.
+No proxy (``HTTP_PROXY`` must not receive this machine's tokens), no redirects, no keep-alive (the service may
+restart). Failures are :class:`MetadataError` with the request.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import httpx2
 from spotlight.fleet.notices.notice import MetadataError, NoticeError, NoticeTrouble
 
 LINK_LOCAL_URL = "http://169.254.169.254"
-"""Where AWS, GCP and Azure answer."""
+"""Address of the service on AWS, GCP and Azure."""
 BYTES_MAX = 1 << 20
 
 
@@ -35,9 +34,9 @@ class MetadataAnswer:
     """A response.
 
     Attributes:
-        headers: names in lower case.
+        headers: lower-case names.
         request: ``GET http://...``, for errors.
-        now: the service's clock, which its deadlines refer to; without a Date header, this machine's.
+        now: the service's clock, to which its deadlines refer; without a Date header, this machine's.
     """
 
     status: int
@@ -47,18 +46,18 @@ class MetadataAnswer:
     now: datetime
 
     def remaining_s(self, deadline: datetime) -> float:
-        """Seconds until ``deadline``, a time in the answer; at least 0."""
+        """Seconds until ``deadline``, at least 0."""
         return max(0.0, (deadline - self.now).total_seconds())
 
     def require_ok(self, hint: str = "") -> None:
-        """Raises :class:`MetadataError` unless the status is 200; ``hint``: what to do about a refusal."""
+        """Raise :class:`MetadataError` unless the status is 200; ``hint`` is the remedy for a refusal."""
         if self.status != 200:
             refused = 300 <= self.status < 500 and self.status not in {408, 410, 429}
             trouble = NoticeTrouble.REFUSED if refused else NoticeTrouble.BROKEN
             raise self.error(trouble, f"answered {self.status}", "200", hint if refused else "")
 
     def json_object(self) -> Mapping[str, object]:
-        """The body; raises :class:`MetadataError` if it is not a JSON object."""
+        """The body as a JSON object. Raises :class:`MetadataError`."""
         try:
             value: object = json.loads(self.text)
         except (ValueError, RecursionError):
@@ -68,7 +67,7 @@ class MetadataAnswer:
         return value
 
     def error(self, trouble: NoticeTrouble, found: str, expected: str, hint: str = "") -> MetadataError:
-        """An error about this answer."""
+        """Build an error about this response."""
         return MetadataError(trouble, f"{self.request} {found}; expected {expected}. {hint}".rstrip())
 
 
@@ -105,14 +104,14 @@ class MetadataServer:
         body: str = "",
         silence: str = "",
     ) -> MetadataAnswer:
-        """Send one request and return the answer, whatever its status.
+        """Send one request and return the response, whatever its status.
 
         Args:
-            timeout_s: for the whole exchange, connecting included.
-            silence: remedy to name in the error when there is no answer.
+            timeout_s: for the whole exchange, including connecting.
+            silence: remedy to name if there is no response.
 
         Raises:
-            MetadataError: ``ABSENT``: no connection, time is up; ``BROKEN``: not HTTP, not text, too large.
+            MetadataError: ``ABSENT``: no connection, time-out; ``BROKEN``: not HTTP, not text, too large.
         """
         url = self.base_url.rstrip("/") + path
         request = f"{method} {url}"
@@ -135,9 +134,8 @@ class MetadataServer:
         return MetadataAnswer(response.status_code, received, text, request, self._now(received.get("date")))
 
     def _now(self, date: str | None) -> datetime:
-        """The service's clock by its Date header."""
         stated = parse_http_date(date or "")
-        # The header is cut to seconds; rounded up, no notice seems longer than it is.
+        # The header has whole seconds; rounding up never overstates the remaining time.
         return self.wall_clock() if stated is None else stated + timedelta(seconds=1)
 
 
@@ -145,7 +143,7 @@ async def _exchange(
     method: str, url: str, headers: Mapping[str, str], body: str, timeout_s: float
 ) -> tuple[httpx2.Response, bytearray]:
     content = bytearray()
-    # No certificates are loaded (0.2 s), so none is trusted: the address is checked to be http.
+    # Skip loading certificates (0.2 s): the address is checked to be http.
     async with (
         httpx2.AsyncClient(
             timeout=timeout_s,
@@ -165,7 +163,7 @@ async def _exchange(
 
 
 def parse_http_date(text: str) -> datetime | None:
-    """``Mon, 19 Sep 2016 18:29:47 GMT`` (RFC 9110); None if it is something else."""
+    """Parse ``Mon, 19 Sep 2016 18:29:47 GMT`` (RFC 9110); None if malformed."""
     try:
         date = parsedate_to_datetime(text)
     except ValueError:

@@ -1,7 +1,7 @@
-"""The types of preemption notices, and the controller events they become. Pure.
+"""Types of preemption notices, and their conversion to controller events. Pure.
 
-A *source* (a cloud's metadata service, a signal) answers with a :class:`NoticeReading`: everything that is
-pending now. The board (``board.py``) compares readings and reports changes as a :data:`Notice`.
+A *source* (metadata service or signal) returns a :class:`NoticeReading` of everything pending. The board
+(``board.py``) compares readings and reports each change as a :data:`Notice`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class NoticeError(Exception):
-    """Notices cannot be watched as asked: a wrong address, no cloud, a signal outside the main thread."""
+    """Notices cannot be watched: a wrong address, no cloud, a signal outside the main thread."""
 
 
 class NoticeTrouble(StrEnum):
-    """What is wrong with a metadata service."""
+    """Failure of a metadata service."""
 
     ABSENT = "absent"
     REFUSED = "refused"
@@ -31,7 +31,7 @@ class NoticeTrouble(StrEnum):
 
 
 class MetadataError(NoticeError):
-    """A metadata service is silent (``ABSENT``), refuses (``REFUSED``) or answers nonsense (``BROKEN``)."""
+    """The service is silent (``ABSENT``), refuses (``REFUSED``) or sends an invalid answer (``BROKEN``)."""
 
     def __init__(self, trouble: NoticeTrouble, message: str) -> None:
         super().__init__(message)
@@ -43,10 +43,10 @@ class PendingNotice:
     """An announced end of this node.
 
     Attributes:
-        key: names the announcement within its source, for as long as it stands.
-        stamp: the deadline as the source wrote it. The same key and stamp are the same notice, however the
-            remaining time was computed.
-        remaining_s: until the deadline, at the time of the reading; at least 0.
+        key: identifies the announcement within its source.
+        stamp: the deadline as the source wrote it. Key and stamp identify a notice, whatever the computed
+            remaining time.
+        remaining_s: seconds from the reading to the deadline, at least 0.
         detail: for people.
     """
 
@@ -58,12 +58,12 @@ class PendingNotice:
 
 @dataclass(frozen=True, slots=True)
 class NoticeReading:
-    """All that a source knows now.
+    """Everything a source reports.
 
     Attributes:
-        pending: announcements that stand; one that is missing from the next reading was cancelled.
-        rebalance: the cloud sees an elevated risk, and since when; empty: it said nothing of the kind.
-        trouble: a part of the answer that is of no consequence for ``pending`` could not be had.
+        pending: current announcements; one missing from the next reading was cancelled.
+        rebalance: elevated preemption risk, and since when; empty: none reported.
+        trouble: failure of a part that does not affect ``pending``.
     """
 
     pending: tuple[PendingNotice, ...] = ()
@@ -72,51 +72,51 @@ class NoticeReading:
 
 
 class NoticeSource(Protocol):
-    """Where notices come from: one cloud's metadata service, or a signal."""
+    """A source of notices: a cloud's metadata service, or a signal."""
 
     @property
     def name(self) -> str:
-        """For logs, and in the notices."""
+        """Name in logs and notices."""
         ...
 
     @property
     def period_s(self) -> float:
-        """Shortest time between the beginnings of two readings."""
+        """Minimum time between the starts of two readings."""
         ...
 
     async def read(self) -> NoticeReading | None:
-        """What is pending now; may wait until that has changed. None: nothing more will ever come.
+        """What is pending; may wait until that changes. None: the source has ended.
 
         Raises:
-            MetadataError: nothing is known; what was pending still is.
+            MetadataError: the reading failed; the last one still holds.
         """
         ...
 
     async def acknowledge(self) -> bool:
-        """Tell the cloud that this node is drained and need not be kept. False: there is nobody to tell.
+        """Report that this node is drained and may be taken. False: nothing to report to.
 
         Raises:
-            MetadataError: the cloud did not take it.
+            MetadataError: the cloud rejected it.
         """
         ...
 
 
 class CloudSource(NoticeSource, Protocol):
-    """A source that can tell whether this is its cloud."""
+    """A source that can detect its cloud."""
 
     async def probe(self) -> None:
-        """One quick question that only this cloud answers. Raises :class:`MetadataError`."""
+        """Send a quick request that only this cloud answers. Raises :class:`MetadataError`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Cloud:
-    """What can be asked of a cloud; named in :data:`spotlight.registry.CLOUDS`.
+    """A cloud's services; registered in :data:`spotlight.registry.CLOUDS`.
 
     Attributes:
-        notices: its preemption notices, from its usual address or another server.
-        prices: ``module:function`` from a :class:`~spotlight.planning.prices.sources.PriceQuery` to its price
-            list (a tuple of quotes), or that function; None: it publishes none.
+        notices: builds its notice source for a metadata server.
+        prices: ``module:function``, or a function, from a
+            :class:`~spotlight.planning.prices.sources.PriceQuery` to a tuple of quotes; None: no price list.
     """
 
     notices: Callable[[MetadataServer], CloudSource]
@@ -125,7 +125,7 @@ class Cloud:
 
 @dataclass(frozen=True, slots=True)
 class Noticed:
-    """This node will be taken. One that follows without a cancellation in between moves the deadline ahead.
+    """This node will be preempted. A second one without a cancellation moves the deadline forward.
 
     Attributes:
         deadline_s: on the watcher's clock (``time.monotonic`` of this machine).
@@ -142,7 +142,7 @@ class Noticed:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """This node will not be taken after all; a notice may follow that puts the deadline off."""
+    """The preemption was cancelled; a notice with a later deadline may follow."""
 
     source: str
     detail: str
@@ -150,7 +150,7 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class Rebalance:
-    """The cloud advises to move: the risk of a preemption is elevated. There is no deadline."""
+    """The cloud reports an elevated preemption risk, without a deadline."""
 
     source: str
     detail: str
@@ -162,12 +162,12 @@ Notice: TypeAlias = Noticed | Cancelled | Rebalance
 def controller_event(
     notice: Notice, node: NodeId, watcher_now_s: float, controller_now_s: float
 ) -> NodeNoticed | NoticeCancelled | None:
-    """The event for the controller about ``node``; None for advice, on which it does not act.
+    """The controller event for ``node``; None for advice, which the controller ignores.
 
     Args:
         watcher_now_s: when the notice was sent, on the watcher's clock.
-        controller_now_s: when it came, on the controller's. Only remaining seconds cross machines: their
-            clocks have nothing in common.
+        controller_now_s: when it arrived, on the controller's. The two clocks are unrelated, so only
+            remaining seconds cross machines.
     """
     match notice:
         case Noticed():

@@ -1,8 +1,8 @@
-"""SIGTERM: how Kubernetes and SLURM announce the end of a process, with a grace period known beforehand.
+"""SIGTERM as a notice: Kubernetes and SLURM send it, with a known grace period.
 
-The handler only notes the time and writes a byte to a pipe, so it is safe at any moment and works when
-the watcher's loop runs in another thread. A handler can only be set in the main thread. While it is set,
-SIGTERM does not end the process: whoever drains ends it, or SIGKILL does when the grace period is over.
+The handler only notes the time and writes a byte to a pipe, so it is async-signal-safe and works with the
+watcher's loop in another thread. It can only be set in the main thread. While it is set, SIGTERM does not end
+the process: the drain does, or SIGKILL after the grace period.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from types import FrameType
 from spotlight.fleet.notices.notice import NoticeError, NoticeReading, PendingNotice
 
 GRACE_S = 30.0
-"""Kubernetes' terminationGracePeriodSeconds, and SLURM's KillWait, unless set otherwise."""
+"""Default terminationGracePeriodSeconds of Kubernetes and KillWait of SLURM."""
 
 
 @dataclass(slots=True)
 class SigtermNotices:
-    """Waits for the signal; use :func:`catching_sigterm` to make one.
+    """Waits for the signal; created by :func:`catching_sigterm`.
 
     Attributes:
         grace_s: from SIGTERM to SIGKILL.
@@ -39,7 +39,7 @@ class SigtermNotices:
     _told: bool = field(default=False, init=False)
 
     async def read(self) -> NoticeReading | None:
-        """See :class:`NoticeSource`; waits for the signal, and tells of it once."""
+        """See :class:`NoticeSource`; waits for the signal and reports it once."""
         if self._told:
             return None
         loop, came = asyncio.get_running_loop(), asyncio.Event()
@@ -55,7 +55,7 @@ class SigtermNotices:
         return NoticeReading((PendingNotice("sigterm", "", remaining_s, detail),))
 
     async def acknowledge(self) -> bool:
-        """Nobody waits for an answer: the process ends by itself."""
+        """Nothing to report to: the process ends by itself."""
         return False
 
 
@@ -63,7 +63,7 @@ class SigtermNotices:
 def catching_sigterm(
     grace_s: float = GRACE_S, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[SigtermNotices]:
-    """Turn SIGTERM into a notice within the block; the former handler is back afterwards.
+    """Turn SIGTERM into a notice within the block, then restore the previous handler.
 
     Raises:
         NoticeError: a grace period below 0, or not in the main thread.
@@ -75,7 +75,7 @@ def catching_sigterm(
     source = SigtermNotices(grace_s, clock, reading)
 
     def note(signal_number: int, frame: FrameType | None) -> None:
-        if source.came_s is None:  # Kubernetes and SLURM may send it again
+        if source.came_s is None:  # Kubernetes and SLURM may resend it
             source.came_s = clock()
             os.write(writing, b"!")
 

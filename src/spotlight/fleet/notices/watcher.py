@@ -1,12 +1,10 @@
-"""Watches this node's sources of preemption notices and reports changes. I/O.
+"""Watches this node's notice sources and reports changes. I/O.
 
-Asyncio, not threads: a request that hangs is dropped as soon as the watcher stops, time-outs bound whole
-calls, and all sources share one thread.
+Asyncio, not threads: stopping cancels hanging requests, and time-outs bound whole calls.
 
-Each source has its own task: ask, hand the reading to the board, sleep for the rest of the period. A source
-that fails is asked again after a growing, bounded, jittered pause. Meanwhile its last reading stands: a
-service that falls silent has not cancelled anything. Trouble is logged when it begins and ends, and the same
-trouble at most once per hour.
+Each source has its own task: read, update the board, sleep for the rest of the period. A failing source is
+retried with bounded, jittered back-off while its last reading stands: silence does not cancel a notice.
+Trouble is logged when it begins and ends, and the same trouble at most once per hour.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ log = logging.getLogger("spotlight.fleet.notices")
 class Backoff:
     """Pauses after failures: doubled from ``first_s`` up to ``max_s``, then shortened by up to half.
 
-    ``max_s`` stays below the shortest notice (30 s), so a notice after an outage is still seen in time.
+    ``max_s`` is below the shortest notice (30 s), so that a notice after an outage is still seen in time.
     """
 
     first_s: float = 1.0
@@ -44,7 +42,7 @@ class Backoff:
 
 @dataclass(slots=True)
 class _SourceHealth:
-    """Consecutive failures of one source, and what was logged about it."""
+    """Consecutive failures of a source, and what was logged."""
 
     name: str
     failures: int = 0
@@ -71,14 +69,14 @@ class _SourceHealth:
 
 
 class NoticeWatcher:
-    """Notices of this node from all of its sources.
+    """Watches all notice sources of this node.
 
     Args:
         rng: jitter of the pauses.
-        clock: seconds, never set back; deadlines of notices are on it.
+        clock: monotonic seconds; the clock of deadlines.
 
     Raises:
-        NoticeError: no sources, or two of one name.
+        NoticeError: no sources, or two with the same name.
     """
 
     def __init__(
@@ -98,16 +96,16 @@ class NoticeWatcher:
         self._board = NoticeBoard()
 
     async def run(self, tell: Callable[[Notice], None]) -> None:
-        """Call ``tell`` with every notice, in order, until cancelled or all sources are done.
+        """Call ``tell`` with every notice, in order, until cancelled or all sources end.
 
-        An exception from ``tell`` ends the watch and is raised.
+        An exception from ``tell`` ends the watch and propagates.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
                 for source in self._sources:
                     tasks.create_task(self._follow(source, tell), name=f"notices of {source.name}")
         except ExceptionGroup as group:
-            raise group.exceptions[0] from None  # the others were cancelled: there is one
+            raise group.exceptions[0] from None  # the others were cancelled, so there is exactly one
 
     async def acknowledge(self) -> bool:
         """Report that this node is drained; it may vanish at once. False: no cloud waits for this node alone.
@@ -142,7 +140,7 @@ class NoticeWatcher:
 
 
 async def ask_once(source: NoticeSource, clock: Callable[[], float] = time.monotonic) -> list[Notice]:
-    """What is pending now. Raises :class:`MetadataError`, also for a part of the answer that failed."""
+    """Read once. Raises :class:`MetadataError`, also for a partial failure."""
     reading = await source.read()
     if reading is None:
         return []

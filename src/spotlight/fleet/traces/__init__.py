@@ -1,1 +1,1 @@
-"""When spot nodes come and go: canonical events, readers, a generator, statistics."""
+"""Spot availability traces: events, readers, a generator, statistics."""

@@ -1,9 +1,9 @@
-"""Synthetic traces from a seed. Pure: the same specification gives the same trace on every machine.
+"""Synthetic traces from a seed. Pure: equal specifications give equal traces on every machine.
 
-Each of ``nodes`` places is a renewal process: a node stays an exponential time and is replaced after another.
-Each place draws from its own stream, so more places do not change the first ones. Bursts, a Poisson process
-over the whole fleet, take each present node with ``burst_fraction``: spot capacity is lost together, as when
-a region runs short. A replacement is a new machine and has a new name, ``node3.2``.
+Each of ``nodes`` slots is a renewal process with exponential up and down times and its own random stream, so
+adding slots does not change the others. Bursts are a fleet-wide Poisson process that takes each present node
+with probability ``burst_fraction``, since spot capacity is lost together when a region runs short.
+Replacements have new names: ``node3.2``.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from spotlight.fleet.traces.transforms import with_notices
 
 @dataclass(frozen=True, slots=True)
 class TraceSpec:
-    """What to generate.
+    """Parameters of a synthetic trace.
 
     Attributes:
-        nodes: places, and so the most nodes at once.
-        mean_uptime_s: until a node is preempted alone.
-        mean_downtime_s: until its place has another; 0 at once.
-        bursts_per_h: how often the fleet loses nodes together; 0: never (Poisson).
-        burst_fraction: share of the present nodes that a burst takes.
-        burst_spread_s: a burst's nodes go within this time.
+        nodes: most nodes at once.
+        mean_uptime_s: until a node is preempted on its own.
+        mean_downtime_s: until it is replaced; 0: at once.
+        bursts_per_h: Poisson rate of bursts; 0: none.
+        burst_fraction: share of present nodes that a burst takes.
+        burst_spread_s: a burst's removals fall within this time.
         notice_lead_s: notice before each removal; 0: none.
 
     Raises:
-        TraceError: a value out of range.
+        TraceError: a value is out of range.
     """
 
     seed: int
@@ -58,10 +58,10 @@ class TraceSpec:
 
 
 def generate(spec: TraceSpec) -> Trace:
-    """Make a trace. Raises :class:`TraceError` only through the specification."""
+    """Generate a trace."""
     bursts = tuple(_bursts(spec))
     events = [event for place in range(spec.nodes) for event in _place(spec, place, bursts)]
-    # At one time, removals first: a fleet never seems larger than it is.
+    # At equal times removals come first, so that the fleet never exceeds its size.
     events.sort(key=lambda event: (event.time_s, event.kind is TraceEventKind.ADD, event.node))
     kind = "bursty" if spec.bursts_per_h else "Poisson"
     trace = Trace(tuple(events), spec.horizon_s, f"generated, {kind}, seed {spec.seed}")
@@ -69,7 +69,6 @@ def generate(spec: TraceSpec) -> Trace:
 
 
 def _bursts(spec: TraceSpec) -> Iterator[float]:
-    """When bursts begin."""
     if not spec.bursts_per_h:
         return
     stream = random.Random(f"{spec.seed}/bursts")
@@ -80,9 +79,9 @@ def _bursts(spec: TraceSpec) -> Iterator[float]:
 
 
 def _place(spec: TraceSpec, place: int, bursts: tuple[float, ...]) -> Iterator[TraceEvent]:
-    """The nodes of one place, one after the other; it begins in the long-run share of time up."""
+    """Successive nodes of one slot, which starts occupied with the long-run probability of being up."""
     stream = random.Random(f"{spec.seed}/{place}")
-    # Drawn whether or not a node is there, so that bursts at one place do not depend on its past.
+    # Drawn even without a node present, so that a slot's bursts do not depend on its past.
     hits = [
         time_s + stream.random() * spec.burst_spread_s
         for time_s in bursts
@@ -104,5 +103,5 @@ def _place(spec: TraceSpec, place: int, bursts: tuple[float, ...]) -> Iterator[T
 
 
 def _exponential(stream: random.Random, mean: float) -> float:
-    """By inversion: only ``random()`` itself is promised to be the same in all versions of Python."""
+    """By inversion: only ``random()`` is guaranteed to be equal across Python versions."""
     return -math.log(1 - stream.random()) * mean

@@ -1,4 +1,4 @@
-"""Availability as a line of text, and as a page of HTML that needs nothing else (Plotly, extra ``plots``)."""
+"""Availability as a line of text and as a self-contained HTML page (Plotly, extra ``plots``)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _COLOURS = ("#2563c9", "#d9622b", "#1a7f4b", "#8a4fbf", "#b3382c", "#5b6470")
 
 
 def sparkline(trace: Trace, width: int = 72) -> str:
-    """Mean number of nodes over time, one character for each part of it; a blank is none at all."""
+    """Mean number of nodes over time, one character per interval; blank for none."""
     stretches = availability(trace)
     step_s = trace.horizon_s / width
     means = [_mean_nodes(stretches, index * step_s, (index + 1) * step_s) for index in range(width)]
@@ -21,7 +21,7 @@ def sparkline(trace: Trace, width: int = 72) -> str:
 
 
 def html(traces: Sequence[Trace]) -> str:
-    """A page with the number of GPUs over time, a curve a trace, and a mark where nodes were lost.
+    """Page with GPUs over time, one curve per trace, and a mark per removal.
 
     Raises:
         TraceError: Plotly is not installed.

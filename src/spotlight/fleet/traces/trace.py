@@ -1,12 +1,12 @@
-"""The canonical form of a spot trace: nodes that come, get a notice, and go. Pure.
+"""Canonical spot trace: nodes that join, get a notice, and leave. Pure.
 
-A :class:`Trace` is checked when it is made, and so are all that are derived from it:
+A :class:`Trace` validates itself on construction:
 
-1. times lie in [0, horizon] and do not fall;
-2. only an absent node is added, only a present one gets a notice (one) or is removed;
-3. a node keeps its number of GPUs while it is present.
+1. times lie in [0, horizon] and do not decrease;
+2. only an absent node is added; only a present one is removed or gets a notice (at most one);
+3. a node keeps its number of GPUs while present.
 
-A node may come back under its name. Nodes that are present at the horizon simply stay.
+A node may return under its name. Nodes present at the horizon stay.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _PROBLEMS_SHOWN_MAX = 10
 
 
 class TraceError(ValueError):
-    """A trace that cannot be used; names the file, the line, the value and the expectation."""
+    """Unusable trace; names file, line, value and expectation."""
 
 
 class TraceEventKind(StrEnum):
-    """What happens to a node."""
+    """Kind of node event."""
 
     ADD = "add"
     NOTICE = "notice"
@@ -33,10 +33,10 @@ class TraceEventKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TraceEvent:
-    """Something that happens to one node.
+    """An event of one node.
 
     Attributes:
-        time_s: since the beginning of the trace.
+        time_s: from the start of the trace.
         gpus: of the node.
     """
 
@@ -48,7 +48,7 @@ class TraceEvent:
 
 @dataclass(frozen=True, slots=True)
 class PricePoint:
-    """The spot price of one node from ``time_s`` on."""
+    """Spot price of one node from ``time_s`` on."""
 
     time_s: float
     usd_h: float
@@ -56,15 +56,15 @@ class PricePoint:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Events in the order of time, and how long they were watched.
+    """Events in order of time.
 
     Attributes:
         horizon_s: end of the trace; at least the time of the last event.
-        source: where it is from: a file, or how it was generated.
-        prices: spot prices in the order of time; empty where the source has none.
+        source: file, or how it was generated.
+        prices: spot prices in order of time; empty if unknown.
 
     Raises:
-        TraceError: the invariants above do not hold.
+        TraceError: an invariant of the module docstring is violated.
     """
 
     events: tuple[TraceEvent, ...]
@@ -86,7 +86,7 @@ class Trace:
 
 
 def problems_of(events: Iterable[TraceEvent], horizon_s: float = math.inf) -> Iterator[tuple[int, str]]:
-    """(index, what is wrong) of every event that breaks an invariant; such events change nothing."""
+    """(index, problem) of every event that violates an invariant; such events are skipped."""
     present: dict[str, int] = {}
     warned: set[str] = set()
     last_s = 0.0
@@ -131,7 +131,7 @@ def _problem(
 
 
 def refuse(source: str, problems: Sequence[tuple[str, str]]) -> TraceError:
-    """An error that lists (place, what is wrong) of the first problems; raise what this returns."""
+    """Build an error that lists the first (place, problem) pairs; the caller raises it."""
     shown = [f"{source}:{place}: {text}" for place, text in problems[:_PROBLEMS_SHOWN_MAX]]
     if len(problems) > _PROBLEMS_SHOWN_MAX:
         shown.append(f"... and {len(problems) - _PROBLEMS_SHOWN_MAX} more")

@@ -1,11 +1,10 @@
-"""Trace files: readers of all formats, writers of the canonical ones.
+"""Readers and writers of trace files. A new format is one function and one line in :data:`READERS`.
 
-A new format is one function and one line in :data:`READERS`.
-
-``bamboo``: ``ms,add|remove,node`` a line, without header (the traces of Bamboo, NSDI 2023).
-``skypilot``: ``{"metadata": {"gap_seconds": N}, "data": [n_available, ...]}``, maybe with ``"prices"``.
-``csv``, ``jsonl``: canonical, as :func:`write_trace` writes them: what is written reads back as an equal
-    trace (its ``source`` aside). Only JSON lines hold prices.
+``bamboo``: ``ms,add|remove,node`` per line, no header (the traces of Bamboo, NSDI 2023).
+``skypilot``: ``{"metadata": {"gap_seconds": N}, "data": [n_available, ...]}``, optionally with ``"prices"``.
+``csv``, ``jsonl``: canonical, as written by :func:`write_trace`; reading back gives an equal trace (except
+for
+    its ``source``). Only JSON lines hold prices.
 
 Pure but for :func:`read_trace` and :func:`write_trace`. Nothing is sorted, skipped or repaired: bad lines
 are reported by number, up to ten at once.
@@ -41,15 +40,15 @@ _NODES_MAX = 100_000
 
 
 class _BadTraceLineError(Exception):
-    """What is wrong with one line."""
+    """An invalid line."""
 
 
 def read_trace(path: Path, *, format: TraceFormat = "auto", gpus_per_node: int = 1) -> Trace:
     """Read a trace file.
 
     Args:
-        format: ``auto`` recognises each format by its beginning.
-        gpus_per_node: for formats that do not say (Bamboo, SkyPilot).
+        format: ``auto`` detects the format from the content.
+        gpus_per_node: for formats without it (Bamboo, SkyPilot).
 
     Raises:
         TraceError: unreadable, empty, malformed or unsorted; names lines.
@@ -64,7 +63,7 @@ def read_trace(path: Path, *, format: TraceFormat = "auto", gpus_per_node: int =
 
 
 def parse_trace(text: str, source: str, *, format: TraceFormat = "auto", gpus_per_node: int = 1) -> Trace:
-    """Read a trace from text. See :func:`read_trace`."""
+    """Parse a trace; see :func:`read_trace`."""
     if gpus_per_node < 1:
         raise TraceError(f"gpus_per_node is {gpus_per_node}; expected at least 1")
     text = text.removeprefix("\ufeff")
@@ -104,10 +103,10 @@ def parse_bamboo(text: str, source: str, gpus_per_node: int = 1) -> Trace:
 
 
 def parse_skypilot(text: str, source: str, gpus_per_node: int = 1) -> Trace:
-    """SkyPilot's availability: how many nodes there were in each interval of ``gap_seconds``.
+    """SkyPilot's number of available nodes per interval of ``gap_seconds``.
 
-    It does not say which node went. Here it is the one that came last; so nodes are named ``spot-0``,
-    ``spot-1`` and so on, and the trace has the fewest changes that explain the counts.
+    It does not identify nodes. The most recent one is taken to leave, which gives the fewest changes; nodes
+    are named ``spot-0``, ``spot-1`` and so on.
     """
     try:
         root: object = json.loads(text)
@@ -130,7 +129,7 @@ def parse_skypilot(text: str, source: str, gpus_per_node: int = 1) -> Trace:
 
 
 def parse_csv(text: str, source: str, gpus_per_node: int = 1) -> Trace:
-    """The canonical CSV; ``gpus_per_node`` is not used: every line says it."""
+    """Canonical CSV; ``gpus_per_node`` is ignored, since every line has it."""
     lines = list(_lines(text))
     horizon_s: float | None = None
     if lines and lines[0][1].startswith(CSV_COMMENT):
@@ -158,7 +157,7 @@ def parse_csv(text: str, source: str, gpus_per_node: int = 1) -> Trace:
 
 
 def parse_jsonl(text: str, source: str, gpus_per_node: int = 1) -> Trace:
-    """The canonical JSON lines; ``gpus_per_node`` is not used: every line says it."""
+    """Canonical JSON lines; ``gpus_per_node`` is ignored, since every line has it."""
     (number, first), *rest = _lines(text)
     try:
         head = _object(first)
@@ -204,7 +203,7 @@ READERS: Mapping[str, Callable[[str, str, int], Trace]] = {
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """(number, text) of the lines that are not empty."""
+    """(number, text) of non-empty lines."""
     for number, line in enumerate(text.split("\n"), start=1):
         if stripped := line.strip():
             yield number, stripped
@@ -215,7 +214,6 @@ def _events(
     parse: Callable[[str], TraceEvent],
     source: str,
 ) -> tuple[TraceEvent, ...]:
-    """At least one event, all of them in order and possible."""
     problems: list[tuple[int, str]] = []
     numbers: list[int] = []
     events: list[TraceEvent] = []
@@ -313,19 +311,19 @@ def _float(text: str) -> float | str:
 
 
 def _number(value: object) -> float | None:
-    """A finite number, from one or from text; None for anything else."""
+    """A finite number, also from text; None for anything else."""
     if isinstance(value, str):
         value = _float(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
         return float(value) if math.isfinite(value) else None
-    except OverflowError:  # a whole number beyond every float
+    except OverflowError:  # an integer beyond the range of floats
         return None
 
 
 def write_trace(trace: Trace, path: Path) -> None:
-    """Write to a ``.csv`` or ``.jsonl`` file. Raises :class:`TraceError`: other endings, unwritable."""
+    """Write a ``.csv`` or ``.jsonl`` file. Raises :class:`TraceError`: another suffix, or unwritable."""
     ending = path.suffix.lower()
     if ending not in (".csv", ".jsonl"):
         raise TraceError(f"{path}: the ending is {ending!r}; expected .csv or .jsonl")
@@ -338,7 +336,7 @@ def write_trace(trace: Trace, path: Path) -> None:
 
 
 def to_csv(trace: Trace) -> str:
-    """A comment with the horizon, a header, an event a line. Raises :class:`TraceError`: it has prices."""
+    """Canonical CSV with the horizon in a comment. Raises :class:`TraceError` if it has prices."""
     if trace.prices:
         raise TraceError(f"{trace.source} has prices, and CSV has no place for them; write .jsonl")
     out = io.StringIO()
@@ -350,7 +348,7 @@ def to_csv(trace: Trace) -> str:
 
 
 def to_jsonl(trace: Trace) -> str:
-    """A head with the horizon, then events and prices, an object a line."""
+    """Canonical JSON lines: a header with the horizon, then events and prices."""
     head = {"format": JSONL_FORMAT, "version": 1, "horizon_s": trace.horizon_s}
     events = (
         {"time_s": event.time_s, "event": event.kind.value, "node": event.node, "gpus": event.gpus}

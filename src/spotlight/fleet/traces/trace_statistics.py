@@ -1,4 +1,4 @@
-"""What a trace is like: how many nodes, for how long, lost how often and how many together. Pure."""
+"""Trace statistics: number of nodes, uptime, preemption rate, and bursts. Pure."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ from dataclasses import dataclass
 from spotlight.fleet.traces.trace import Trace, TraceEventKind
 
 BURST_GAP_S = 60.0
-"""Removals closer than this to one another count as one burst."""
+"""Removals closer together than this form a burst."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceStatistics:
-    """Numbers of one trace. Those that nothing happened for are NaN.
+    """Statistics of one trace; NaN where undefined.
 
     Attributes:
-        machines: different stays of nodes (a node that comes back counts again).
-        nodes_mean, nodes_p5, nodes_p50, nodes_p95: of the number present, weighted by time.
-        gpus_mean: the same, of GPUs.
-        empty_share: share of the time without any node.
+        machines: stays of nodes (a node that returns counts again).
+        nodes_mean, nodes_p5, nodes_p50, nodes_p95: nodes present, weighted by time.
+        gpus_mean: GPUs present, weighted by time.
+        empty_share: share of time without any node.
         uptime_mean_s, uptime_p50_s: of stays that ended within the trace.
         preemptions: removals.
-        preemptions_per_node_h: removals per hour of one node.
         bursts: groups of at least two removals, each within ``BURST_GAP_S`` of the next.
-        burst_largest: removals in the largest of them.
-        burst_share: share of the removals that belong to one.
-        noticed: removals that had a notice before.
-        notice_lead_mean_s, notice_lead_min_s: how long before.
-        price_mean_usd_h: mean spot price of a node, weighted by time.
+        burst_largest: removals in the largest burst.
+        burst_share: share of removals in bursts.
+        noticed: removals that had a notice.
+        notice_lead_mean_s, notice_lead_min_s: from notice to removal.
+        price_mean_usd_h: spot price per node, weighted by time.
     """
 
     horizon_s: float
@@ -56,7 +55,7 @@ class TraceStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Availability:
-    """A stretch of time with the same nodes present."""
+    """An interval with a constant set of nodes."""
 
     start_s: float
     end_s: float
@@ -65,12 +64,12 @@ class Availability:
 
 
 def availability(trace: Trace) -> tuple[Availability, ...]:
-    """Who is there, from 0 to the horizon; stretches of no length are left out."""
+    """Intervals from 0 to the horizon, without empty ones."""
     return tuple(_stretches(trace))
 
 
 def statistics(trace: Trace) -> TraceStatistics:
-    """Count a trace."""
+    """Compute a trace's statistics."""
     stretches = availability(trace)
     node_s = sum(_length(part) * part.nodes for part in stretches)
     uptimes, removals, leads = _stays(trace)
@@ -115,7 +114,7 @@ def _stretches(trace: Trace) -> Iterator[Availability]:
 
 
 def _stays(trace: Trace) -> tuple[list[float], list[float], list[float]]:
-    """Lengths of stays that ended; times of removals; leads of notices."""
+    """Uptimes of stays that ended, times of removals, and notice leads."""
     came: dict[str, float] = {}
     warned: dict[str, float] = {}
     uptimes, removals, leads = [], [], []
@@ -144,7 +143,7 @@ def _groups(times: Sequence[float]) -> Iterator[list[float]]:
 
 
 def _percentile(stretches: Sequence[Availability], share: float) -> float:
-    """The number of nodes that is exceeded for less than ``1 - share`` of the time."""
+    """Time-weighted percentile of the number of nodes."""
     left = share * sum(map(_length, stretches))
     for part in sorted(stretches, key=lambda part: part.nodes):
         left -= _length(part)

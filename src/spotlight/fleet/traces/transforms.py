@@ -1,7 +1,4 @@
-"""From one trace to another: notices, a part of it, repetitions, fewer nodes. Pure.
-
-Every result is a :class:`Trace`, and checked as one.
-"""
+"""Trace transforms: notices, cutting, repetition, fewer nodes. Pure; every result is a validated trace."""
 
 from __future__ import annotations
 
@@ -16,9 +13,9 @@ _ADD, _NOTICE, _REMOVE = TraceEventKind.ADD, TraceEventKind.NOTICE, TraceEventKi
 
 
 def with_notices(trace: Trace, lead_s: float) -> Trace:
-    """A notice ``lead_s`` before every removal, or when the node came if that is later.
+    """Replace all notices by one ``lead_s`` before every removal, but not before the node joined.
 
-    Notices the trace has are replaced. A lead of 0 takes all away: nodes vanish without a word.
+    A lead of 0 removes all notices.
     """
     if not (math.isfinite(lead_s) and lead_s >= 0):
         raise TraceError(f"the notice lead is {lead_s!r} s; expected 0 or more")
@@ -31,14 +28,14 @@ def with_notices(trace: Trace, lead_s: float) -> Trace:
             time_s = max(event.time_s - lead_s, came[event.node])
             timed.append((time_s, index, replace(event, time_s=time_s, kind=_NOTICE)))
         timed.append((event.time_s, index, event))
-    # At one time, what was there keeps its order. A notice as early as its node's arrival has the index of
-    # the removal, which is higher; one as late as its removal stands before it already.
+    # Ties keep the original order. A notice at its node's arrival has the removal's index, which is higher;
+    # one at its removal comes before it already.
     ordered = tuple(event for _, _, event in sorted(timed, key=lambda item: item[:2]))
     return replace(trace, events=ordered, source=f"{trace.source}, notices {lead_s:g} s ahead")
 
 
 def cut(trace: Trace, start_s: float, end_s: float) -> Trace:
-    """The part between two times, counted from 0; who is present at ``start_s`` is added at 0."""
+    """The part between two times, starting at 0; nodes present at ``start_s`` are added at 0."""
     if not 0 <= start_s < end_s <= trace.horizon_s:
         raise TraceError(
             f"{trace.source}: a cut from {start_s:g} to {end_s:g} s; expected a part of "
@@ -55,7 +52,7 @@ def cut(trace: Trace, start_s: float, end_s: float) -> Trace:
         else:
             (present if event.kind is _ADD else warned)[event.node] = event
     standing = (replace(event, time_s=0.0) for event in chain(present.values(), warned.values()))
-    # What happens at the end itself belongs to the next part, except at the horizon: there is no next part.
+    # Events at the end belong to the next part, except at the horizon, which has none.
     within = (
         replace(event, time_s=event.time_s - start_s)
         for event in trace.events
@@ -69,11 +66,10 @@ def cut(trace: Trace, start_s: float, end_s: float) -> Trace:
 
 
 def repeat(trace: Trace, horizon_s: float) -> Trace:
-    """The trace over and over until ``horizon_s``; a longer one is cut.
+    """Repeat the trace until ``horizon_s``, or cut it if it is longer.
 
-    At a seam the nodes still present go on as those that the trace begins with; where it begins with fewer,
-    the surplus is removed, and so are those with a notice. From the second round on, nodes that come have the
-    round in their name: ``node7@2``.
+    At a seam, present nodes continue as those that the trace begins with; surplus nodes and those with a
+    notice are removed. From the second round on, new nodes carry the round in their name: ``node7@2``.
     """
     if not (math.isfinite(horizon_s) and horizon_s > 0):
         raise TraceError(f"{trace.source}: repeated to {horizon_s!r} s; expected more than 0")
@@ -93,11 +89,11 @@ def repeat(trace: Trace, horizon_s: float) -> Trace:
 
 
 def _rounds(trace: Trace, rounds: int) -> Iterator[TraceEvent]:
-    present: dict[str, int] = {}  # real name -> GPUs
+    present: dict[str, int] = {}  # actual name -> GPUs
     warned: set[str] = set()
     for turn in range(rounds):
         offset_s = turn * trace.horizon_s
-        names: dict[str, str] = {}  # in the trace -> real
+        names: dict[str, str] = {}  # name in the trace -> actual name
         yield from _leave([name for name in present if name in warned], present, offset_s)
         warned.clear()
         spare = list(present)
@@ -122,12 +118,12 @@ def _rounds(trace: Trace, rounds: int) -> Iterator[TraceEvent]:
             else:
                 warned.add(names[event.node])
             yield replace(event, node=names[event.node], time_s=event.time_s + offset_s)
-        if opening:  # nothing ever happens after the beginning
+        if opening:  # no event after the start
             yield from _leave(spare, present, offset_s)
 
 
 def _new_name(name: str, turn: int, present: Container[str]) -> str:
-    """The name of a node that comes in a round; a trace may have been repeated before."""
+    """A node name unique to the round; the trace may have been repeated before."""
     new = name if turn == 0 else f"{name}@{turn + 1}"
     while new in present:
         new = f"{new}'"
@@ -141,10 +137,9 @@ def _leave(spare: list[str], present: dict[str, int], time_s: float) -> Iterator
 
 
 def limit(trace: Trace, nodes: int) -> Trace:
-    """At most ``nodes`` at once: what somebody gets who asks for so many and no more.
+    """At most ``nodes`` at once, as for a user who requests no more.
 
-    When a held node goes and another is to be had, it is taken at once: the one that has been there longest,
-    and none that has its notice already.
+    A node that leaves is replaced at once by the longest-present free node without a notice.
     """
     if nodes < 1:
         raise TraceError(f"{trace.source}: limited to {nodes} nodes; expected at least 1")
@@ -154,7 +149,7 @@ def limit(trace: Trace, nodes: int) -> Trace:
 
 
 def _limited(trace: Trace, nodes: int) -> Iterator[TraceEvent]:
-    free: dict[str, int] = {}  # there, without notice, not ours; oldest first
+    free: dict[str, int] = {}  # available, without notice, not taken; oldest first
     held: set[str] = set()
     for event in trace.events:
         if event.kind is _ADD:

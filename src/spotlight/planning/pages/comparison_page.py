@@ -1,6 +1,6 @@
-"""Pages of HTML that need nothing else: no network, no other file (Plotly, extra ``plots``).
+"""Self-contained HTML pages: no network, no other files (Plotly, extra ``plots``).
 
-:func:`require_plotly` is called before anything is simulated, so a missing library costs nobody an hour.
+Call :func:`require_plotly` before simulating, so that a missing library is reported first.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ th{border-bottom:1px solid #22252a}.head td{padding-top:.7rem;color:#6b7078}li{c
 
 
 def require_plotly() -> None:
-    """Raise :class:`ConfigError` where pages cannot be drawn."""
+    """Raise :class:`ConfigError` if Plotly is missing."""
     if importlib.util.find_spec("plotly") is None:
         remedy = "Run: pip install 'spotlight-rl[plots]', or leave --html out."
         raise ConfigError("--html", [Problem("plotly", "no such package", "the extra plots", remedy)])
 
 
 def require_place(path: Path) -> None:
-    """Make the folder of a file to be written. Raises :class:`ConfigError`: it cannot be there."""
+    """Create the folder of an output file. Raises :class:`ConfigError` if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -58,7 +58,7 @@ def require_place(path: Path) -> None:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a page or figures. Raises :class:`ConfigError`: there is no place for it."""
+    """Write an output file. Raises :class:`ConfigError` if that fails."""
     require_place(path)
     try:
         path.write_text(text, encoding="utf-8")
@@ -71,7 +71,7 @@ def _no_place(path: Path, error: OSError) -> ConfigError:
 
 
 def comparison_page(prepared: Prepared, compared: Sequence[ComparedStrategy], now: datetime) -> str:
-    """The table, GPU-seconds by phase, availability, and what every GPU did, strategy by strategy."""
+    """Page with the table, GPU-seconds by phase, availability, and GPU timelines per strategy."""
     outcomes = [one.outcome for one in compared]
     figures = [_phases_figure(compared), _availability_figure(prepared, compared)]
     for one in compared:
@@ -85,7 +85,7 @@ def comparison_page(prepared: Prepared, compared: Sequence[ComparedStrategy], no
 
 
 def page_html(title: str, parts: Iterable[str]) -> str:
-    """A page of some parts, with Plotly inside."""
+    """A page with Plotly embedded."""
     from plotly.offline import get_plotlyjs
 
     head = f"<meta charset='utf-8'><title>{escape(title)}</title><style>{_STYLE}</style>"
@@ -107,7 +107,7 @@ def table_html(columns: Sequence[str], lines: Sequence[TableLine]) -> str:
 
 
 def notes_html(notes: Sequence[PageNote]) -> str:
-    """What stands below a table."""
+    """Notes below a table."""
     parts: list[str] = []
     for note in notes:
         items = "".join(f"<li>{escape(line)}</li>" for line in note.lines)
@@ -116,13 +116,13 @@ def notes_html(notes: Sequence[PageNote]) -> str:
 
 
 def div_html(figure: Figure) -> str:
-    """A figure as part of a page that has Plotly."""
+    """A figure for a page that embeds Plotly."""
     text: str = figure.to_html(full_html=False, include_plotlyjs=False)
     return text
 
 
 def new_figure(title: str, x: str, y: str, **layout: object) -> Figure:
-    """An empty figure in the house's look."""
+    """An empty figure in the common style."""
     from plotly import graph_objects
 
     figure = graph_objects.Figure()
@@ -140,12 +140,12 @@ def new_figure(title: str, x: str, y: str, **layout: object) -> Figure:
 
 
 def _phases_figure(compared: Sequence[ComparedStrategy]) -> Figure:
-    """Bars of GPU-hours per iteration: so strategies that simulated fewer compare."""
+    """Bars of GPU-hours per iteration, comparable across numbers of simulated iterations."""
     title = (
         f"GPU-hours per iteration by phase ({KIND_NAMES[NodeKind.RESERVED]}, and {KIND_NAMES[NodeKind.SPOT]})"
     )
     figure = new_figure(title, "", "GPU-hours", barmode="stack")
-    figure.update_layout(legend={"y": 1, "orientation": "v"})  # below, the two rows of labels have its place
+    figure.update_layout(legend={"y": 1, "orientation": "v"})  # below, it would overlap the labels
     labels = [
         [one.outcome.strategy for one in compared for _ in NodeKind],
         [kind.value for _ in compared for kind in NodeKind],
@@ -162,7 +162,7 @@ def _phases_figure(compared: Sequence[ComparedStrategy]) -> Figure:
 
 
 def _availability_figure(prepared: Prepared, compared: Sequence[ComparedStrategy]) -> Figure:
-    """Spot GPUs over the time that any strategy needed."""
+    """Spot GPUs over the longest strategy's duration."""
     last_h = max((one.outcome.simulated_h for one in compared), default=0.0)
     parts = [part for part in availability(prepared.trace) if part.start_s / 3600 <= last_h]
     figure = new_figure(f"Spot GPUs to be had: {prepared.trace.source}", "hours", "GPUs")
@@ -180,7 +180,6 @@ def _availability_figure(prepared: Prepared, compared: Sequence[ComparedStrategy
 
 
 def _gantt_figures(compared: ComparedStrategy) -> list[Figure]:
-    """The whole run, and a close-up of some iterations."""
     name, ends = compared.outcome.strategy, compared.iteration_ends_s
     if not compared.gpus:
         return []

@@ -1,4 +1,4 @@
-"""A comparison in words: the table, and below it all that it rests on. Pure; terminal and page share it."""
+"""A comparison as a table and notes, shared by terminal and page. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DROPPED_TOLD = 0.01
 
 @dataclass(frozen=True, slots=True)
 class TableLine:
-    """One line of the table: a label and a cell for each strategy; without cells it is a heading."""
+    """A label and a cell per strategy; a heading without cells."""
 
     label: str
     cells: tuple[str, ...] = ()
@@ -29,14 +29,14 @@ class TableLine:
 
 @dataclass(frozen=True, slots=True)
 class PageNote:
-    """Something said below the table, under a heading."""
+    """Notes below the table, under a heading."""
 
     heading: str
     lines: tuple[str, ...]
 
 
 def table_of(outcomes: Sequence[SimulationOutcome]) -> tuple[TableLine, ...]:
-    """The table, metric by metric."""
+    """The table, one line per metric."""
     return tuple(_lines(outcomes))
 
 
@@ -66,7 +66,7 @@ def _lines(outcomes: Sequence[SimulationOutcome]) -> Iterator[TableLine]:
 
 
 def _overlaps(outcomes: Sequence[SimulationOutcome]) -> Iterator[TableLine]:
-    """What filled GPU-hours in which somebody would have waited; nothing where nothing did."""
+    """GPU-hours that would have been idle, by what filled them; empty if nothing did."""
     fillers = [filler for filler in Filler if any(filler in one.filled_s for one in outcomes)]
     if fillers:
         yield TableLine("GPU-hours that would have been idle")
@@ -92,7 +92,7 @@ def _spent(one: SimulationOutcome, phase: Phase) -> str:
 def notes_of(
     prepared: Prepared, outcomes: Sequence[SimulationOutcome], now: datetime
 ) -> tuple[PageNote, ...]:
-    """What the table rests on."""
+    """Assumptions and sources behind the table."""
     notes = [
         PageNote("Strategies", tuple(_abouts(outcomes))),
         PageNote("Iterations to target: an input, not a result", tuple(_targets(outcomes))),
@@ -113,7 +113,7 @@ def notes_of(
 
 
 def warnings_of(outcomes: Sequence[SimulationOutcome]) -> Iterator[str]:
-    """What makes a column of the table less than it seems."""
+    """Caveats about single columns."""
     for one in outcomes:
         if one.problem is not None:
             yield f"{one.strategy} did not come to its end: {one.problem}"
@@ -131,7 +131,7 @@ def warnings_of(outcomes: Sequence[SimulationOutcome]) -> Iterator[str]:
 
 
 def _crowded(prepared: Prepared, outcomes: Sequence[SimulationOutcome]) -> Iterator[str]:
-    """Which strategies ask more of a GPU than it has, if it keeps what it needs for both of its tasks."""
+    """Strategies whose training and rollout do not fit on a GPU together."""
     gpu = prepared.file.cluster.reserved.gpu_type
     has = GPU_TYPES[gpu].vram_bytes
     needs = {one.strategy: bytes_of_both(prepared, strategy_named(one.strategy)) for one in outcomes}
@@ -147,9 +147,9 @@ def _crowded(prepared: Prepared, outcomes: Sequence[SimulationOutcome]) -> Itera
 
 
 def _too_short(prepared: Prepared, outcomes: Sequence[SimulationOutcome]) -> Iterator[str]:
-    """Whether too little was simulated for preemptions to show."""
+    """Warn if too little was simulated for preemptions to show."""
     spans = [one.simulated_h for one in outcomes if strategy_named(one.strategy).places is SpotPlaces.SPOT]
-    stay_h = statistics(prepared.trace).uptime_mean_s / 3600  # NaN if no node ever goes
+    stay_h = statistics(prepared.trace).uptime_mean_s / 3600  # NaN if no node ever leaves
     if spans and max(spans) < stay_h:
         whole = max((one.target.value for one in outcomes if one.target), default=0)
         remedy = f"set run.iterations={whole} to simulate to the target" if whole else "raise run.iterations"
@@ -221,12 +221,12 @@ def _reading(prepared: Prepared) -> Iterator[str]:
 
 
 def _three(value: float) -> str:
-    """Three digits, or as many as stand before the point: ``0.012``, ``3.86``, ``12,345``."""
+    """Three significant digits, but all before the point: ``0.012``, ``3.86``, ``12,345``."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def seconds(value: float) -> str:
-    """``96.8 s``, ``1,117 s``; a dash for what is unknown."""
+    """``96.8 s``, ``1,117 s``; a dash if unknown."""
     if math.isnan(value):
         return "-"
     return f"{value:,.1f} s" if value < 1000 else f"{value:,.0f} s"
@@ -247,7 +247,7 @@ def usd(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """``56 %``; a dash for what is unknown."""
+    """``56 %``; a dash if unknown."""
     return "-" if math.isnan(share) else f"{100 * share:.0f} %"
 
 
@@ -264,26 +264,26 @@ PHASE_COLOURS: Mapping[Phase, str] = {
     Phase.IDLE: "#e3e0d8",
     Phase.LOST: "#b3182c",
 }
-"""The same colour for a phase in every picture."""
+"""The same colour for a phase in every figure."""
 
 KIND_NAMES: Mapping[NodeKind, str] = {NodeKind.RESERVED: "reserved or on demand", NodeKind.SPOT: "spot"}
 
 
 def assumed_of(prepared: Prepared) -> tuple[NamedFigure, ...]:
-    """The guesses of the profile that this scenario rests on."""
+    """Assumed profile figures that this scenario uses."""
     cluster = prepared.file.cluster
     return assumptions(prepared.profile, (cluster.reserved.gpu_type, cluster.spot.gpu_type))
 
 
 def prices_of(prepared: Prepared) -> dict[str, PriceTag]:
-    """What a GPU costs, by what it is rented as."""
+    """GPU prices by rental kind."""
     pricing = prepared.pricing
     tags = {"reserved": pricing.reserved, "on demand": pricing.on_demand, "spot": pricing.spot}
     return {name: tag for name, tag in tags.items() if tag is not None}
 
 
 def record_of(prepared: Prepared, outcomes: Sequence[SimulationOutcome], now: datetime) -> dict[str, object]:
-    """What ``--json`` writes."""
+    """The ``--json`` output."""
     trace = prepared.trace
     return {
         "scenario": prepared.file.model_dump(mode="json"),
@@ -304,7 +304,7 @@ def record_of(prepared: Prepared, outcomes: Sequence[SimulationOutcome], now: da
 
 
 def outcome_record(outcome: SimulationOutcome) -> dict[str, object]:
-    """One strategy's figures; what is unknown is null."""
+    """One strategy's metrics; unknown values are null."""
     names = set(SimulationOutcome.__slots__) - {"gpu_s", "target", "filled_s"}
     record = _finite({name: getattr(outcome, name) for name in SimulationOutcome.__slots__ if name in names})
     target = outcome.target
@@ -318,7 +318,7 @@ def outcome_record(outcome: SimulationOutcome) -> dict[str, object]:
 
 
 def _finite(numbers: dict[str, object]) -> dict[str, object]:
-    """JSON has no NaN."""
+    """JSON has no NaN: replace it by null."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in numbers.items()

@@ -1,4 +1,4 @@
-"""What a search found, in words, and as a page with the trade-off curve (Plotly, extra ``plots``)."""
+"""Search results as text and as a page with the trade-off curve (Plotly, extra ``plots``)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def answer_text(file: ScenarioFile, found: SearchResult) -> str:
 
 
 def lines_of(file: ScenarioFile, found: SearchResult, *, every: bool) -> tuple[TableLine, ...]:
-    """The table: the front and the answer, or every candidate; fastest first."""
+    """The table, fastest first: the front and the answer, or every candidate."""
     front = {one.candidate for one in found.front}
     best = found.answer.candidate if found.answer else None
     shown = [one for one in found.evaluated if every or one.candidate in front or one.candidate == best]
@@ -80,7 +80,7 @@ def _numbers(one: SimulationOutcome) -> tuple[str, ...]:
 def plan_notes(
     file: ScenarioFile, found: SearchResult, prepared: Prepared, now: datetime
 ) -> tuple[PageNote, ...]:
-    """What the answer rests on; ``prepared`` is of the answer, or of the nearest."""
+    """Assumptions behind the answer; ``prepared`` is the answer's scenario, or the nearest one's."""
     one = found.answer or found.nearest
     searched = [
         f"{len(found.evaluated)} candidates, {file.plan.iterations} iterations each, extrapolated; "
@@ -102,7 +102,7 @@ def plan_notes(
 
 
 def plan_record(file: ScenarioFile, found: SearchResult) -> dict[str, object]:
-    """What ``--json`` writes."""
+    """The ``--json`` output."""
     front = {one.candidate for one in found.front}
     return {
         "scenario": file.model_dump(mode="json"),
@@ -131,7 +131,7 @@ def _record(file: ScenarioFile, one: EvaluatedCandidate) -> dict[str, object]:
 
 
 def plan_page(file: ScenarioFile, found: SearchResult, prepared: Prepared, now: datetime) -> str:
-    """The answer, the trade-off curve, every candidate, and what it rests on."""
+    """Page with the answer, trade-off curve, all candidates, and assumptions."""
     parts = [
         f"<p><b>{escape(answer_text(file, found))}</b></p>",
         div_html(_curve(file, found)),
@@ -142,7 +142,7 @@ def plan_page(file: ScenarioFile, found: SearchResult, prepared: Prepared, now: 
 
 
 def _curve(file: ScenarioFile, found: SearchResult) -> Figure:
-    """Cost over time: every candidate a point, the front a line, the goal a line, the answer a star."""
+    """Cost over time: candidates as points, front and goal as lines, the answer as a star."""
     figure = new_figure("Time and cost to target", "hours to target", "$ to target")
     front = {one.candidate for one in found.front}
 

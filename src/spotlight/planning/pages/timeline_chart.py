@@ -1,8 +1,8 @@
-"""What every GPU did, reduced to what a picture can show. Pure.
+"""GPU timelines reduced to what a figure can show. Pure.
 
-Spot nodes come and go under new names, so stays are put into lanes: a lane is a place that one GPU after
-the other holds. Up to :data:`ROWS_MAX` lanes are rows of their own; more are gathered, neighbours together.
-Time is cut into cells, and a cell shows the phase that took most of it: that is the only thing left out.
+Spot nodes return under new names, so stays are packed into lanes, each holding one GPU at a time. Up to
+:data:`ROWS_MAX` lanes get their own rows; beyond that, neighbouring lanes share one. Time is cut into cells,
+each showing the phase that took most of it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ CELLS_MAX = 400
 
 @dataclass(frozen=True, slots=True)
 class TimelineRow:
-    """One line of the picture.
+    """One row of the chart.
 
     Attributes:
-        gpus: lanes gathered in it.
+        gpus: lanes in this row.
     """
 
     label: str
@@ -33,7 +33,7 @@ class TimelineRow:
 
 @dataclass(frozen=True, slots=True)
 class TimelineBar:
-    """A row shows one phase for a while."""
+    """One phase of a row over a time span."""
 
     row: int
     phase: Phase
@@ -43,7 +43,7 @@ class TimelineBar:
 
 @dataclass(frozen=True, slots=True)
 class TimelineChart:
-    """The picture's content; rows from top to bottom."""
+    """Contents of the chart; rows from top to bottom."""
 
     rows: tuple[TimelineRow, ...]
     stretches: tuple[TimelineBar, ...]
@@ -51,7 +51,7 @@ class TimelineChart:
 
 
 def timeline_chart(timelines: Sequence[GpuTimeline], start_s: float, end_s: float) -> TimelineChart:
-    """The part of the timelines between two times.
+    """Chart the timelines between two times.
 
     Raises:
         ValueError: the end is not after the start.
@@ -76,7 +76,7 @@ def timeline_chart(timelines: Sequence[GpuTimeline], start_s: float, end_s: floa
 
 
 def _lanes(timelines: Sequence[GpuTimeline], kind: NodeKind) -> list[list[GpuTimeline]]:
-    """Stays that follow each other, in as few lanes as need be."""
+    """Pack stays into as few lanes as possible."""
     lanes: list[list[GpuTimeline]] = []
     stays = [stay for stay in timelines if stay.kind is kind and stay.segments]
     for stay in sorted(stays, key=lambda stay: (stay.segments[0].start_s, stay.node, stay.gpu)):
@@ -92,13 +92,13 @@ def _lanes(timelines: Sequence[GpuTimeline], kind: NodeKind) -> list[list[GpuTim
 def _cells(
     stays: Sequence[GpuTimeline], start_s: float, end_s: float, cell_s: float
 ) -> Mapping[int, Mapping[Phase, float]]:
-    """GPU-seconds by phase in every cell."""
+    """GPU-seconds by cell and phase."""
     cells: dict[int, dict[Phase, float]] = defaultdict(lambda: defaultdict(float))
     for stay in stays:
         for segment in stay.segments:
             at_s, until_s = max(segment.start_s, start_s), min(segment.end_s, end_s)
             while at_s < until_s:
-                # The float quotient may lie a hair below the cell that begins here.
+                # The float quotient may fall just below the cell boundary.
                 cell = min(int((at_s - start_s) / cell_s + 1e-9), CELLS_MAX - 1)
                 stop_s = until_s if cell == CELLS_MAX - 1 else min(until_s, start_s + (cell + 1) * cell_s)
                 cells[cell][segment.phase] += stop_s - at_s
@@ -109,7 +109,7 @@ def _cells(
 def _runs(
     row: int, cells: Mapping[int, Mapping[Phase, float]], full_s: float, start_s: float, cell_s: float
 ) -> Iterator[TimelineBar]:
-    """Neighbouring cells of one phase as one; cells whose GPUs are mostly absent are left empty."""
+    """Merge adjacent cells of one phase; cells whose GPUs are mostly absent stay empty."""
     open_phase: Phase | None = None
     begun = 0
     for cell in range(CELLS_MAX + 1):

@@ -1,1 +1,1 @@
-"""Prices of GPUs on demand and on spot, from cloud APIs or the built-in table, with their age."""
+"""On-demand and spot GPU prices from cloud APIs or the built-in table, with their age."""

@@ -1,7 +1,7 @@
-"""AWS's spot prices in effect, by ``DescribeSpotPriceHistory``. Needs boto3 (extra ``aws``) and credentials.
+"""AWS spot prices via ``DescribeSpotPriceHistory``. Needs boto3 (extra ``aws``) and credentials.
 
-The call has no on-demand prices, so these quotes have none: take them from a catalogue. Only machines with
-GPUs are asked for (``fleet.gpus.INSTANCE_TYPES``), Linux, in the regions named. boto3 is used here alone.
+The API has no on-demand prices; take them from a catalogue. Queries cover Linux GPU instances
+(``fleet.gpus.INSTANCE_TYPES``) in the given regions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 NAME = "aws"
 REGIONS = ("us-east-1", "us-east-2", "us-west-2")
-"""Asked where none is named: one call each."""
+"""Default regions: one call each."""
 
 _OPERATION = "describe_spot_price_history"
 _PRODUCT = "Linux/UNIX"
@@ -33,7 +33,7 @@ class _Paginator(Protocol):
 
 
 class SpotClient(Protocol):
-    """What is used of boto3's EC2 client."""
+    """The part of boto3's EC2 client that is used."""
 
     def get_paginator(self, operation_name: str) -> _Paginator:
         """See boto3."""
@@ -44,7 +44,7 @@ Connect = Callable[[str, FetchLimits], SpotClient]
 
 
 def connect(region: str, limits: FetchLimits) -> SpotClient:
-    """An EC2 client of one region. Raises :class:`PriceError` without boto3."""
+    """EC2 client of a region. Raises :class:`PriceError` without boto3."""
     try:
         import boto3
         from botocore.config import Config
@@ -64,7 +64,7 @@ def _without_boto3() -> PriceError:
 
 
 def prices(question: PriceQuery) -> tuple[Quote, ...]:
-    """Prices of the regions asked for, from the cache while it is fresh. Raises :class:`PriceError`."""
+    """Prices in the requested regions, cached while fresh. Raises :class:`PriceError`."""
     regions = question.regions or REGIONS
     return question.cache.quotes(
         f"aws {' '.join(regions)}",
@@ -77,7 +77,7 @@ def prices(question: PriceQuery) -> tuple[Quote, ...]:
 def fetch_records(
     regions: Sequence[str], limits: FetchLimits, now: datetime, client: Connect = connect
 ) -> list[str]:
-    """Prices in effect now, a JSON list a region. Raises :class:`PriceError`."""
+    """Current prices, one JSON list per region. Raises :class:`PriceError`."""
     return [json.dumps({"region": region, "prices": _ask(region, limits, now, client)}) for region in regions]
 
 
@@ -94,12 +94,12 @@ def _ask(region: str, limits: FetchLimits, now: datetime, client: Connect) -> li
             .paginate(
                 InstanceTypes=[machine.name for machine in instance_types("aws")],
                 ProductDescriptions=[_PRODUCT],
-                StartTime=now,  # from now on: the prices in effect
+                StartTime=now,  # starting now returns the prices in effect
             )
         )
         for page in pages:
             found = page.get("SpotPriceHistory", [])
-            assert isinstance(found, list)  # botocore parses by AWS's own schema
+            assert isinstance(found, list)  # botocore validates by AWS's schema
             records += [{key: str(value) for key, value in record.items()} for record in found]
             if len(records) > _RECORDS_MAX:
                 raise PriceError(f"aws, {region}: over {_RECORDS_MAX} prices; expected fewer. Try later.")
@@ -112,7 +112,7 @@ def _ask(region: str, limits: FetchLimits, now: datetime, client: Connect) -> li
 
 
 def parse_records(texts: Sequence[str], as_of: datetime, source: str = NAME) -> tuple[Quote, ...]:
-    """The newest price of each machine in each zone. Raises :class:`PriceError`."""
+    """Latest price of each instance type and zone. Raises :class:`PriceError`."""
     machines = {machine.name: machine for machine in instance_types("aws")}
     newest: dict[tuple[str, str], tuple[datetime, Quote]] = {}
     problems: list[str] = []

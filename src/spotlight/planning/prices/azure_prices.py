@@ -1,9 +1,8 @@
-"""Azure's retail price interface: public, paged JSON, no account needed.
+"""Azure retail prices: public, paged JSON, no account needed.
 
-https://learn.microsoft.com/rest/api/cost-management/retail-prices/azure-retail-prices. Only Linux machines
-with GPUs are asked for (``fleet.gpus.INSTANCE_TYPES``), on demand and spot, in US dollars. What the server
-sends is checked: machines that were not asked for, other units or currencies, page links that lead elsewhere
-or round in circles, are errors. A bad value is named by page and item.
+https://learn.microsoft.com/rest/api/cost-management/retail-prices/azure-retail-prices. Queries cover Linux
+GPU instances (``fleet.gpus.INSTANCE_TYPES``), on demand and spot, in US dollars. Unrequested instances, other
+units or currencies, and page links that leave the server or loop are errors. Errors name page and item.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ _PAGES_MAX = 200
 
 
 class _BadItemError(Exception):
-    """What is wrong with one item."""
+    """An invalid item."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Price:
-    """One meter: a machine's price of one kind in one region."""
+    """One meter: an on-demand or spot price in one region."""
 
     machine: InstanceType
     region: str
@@ -44,7 +43,7 @@ class _Price:
 
 
 def prices(question: PriceQuery) -> tuple[Quote, ...]:
-    """Prices of the regions asked for, from the cache while it is fresh. Raises :class:`PriceError`."""
+    """Prices in the requested regions, cached while fresh. Raises :class:`PriceError`."""
     return question.cache.quotes(
         f"azure {URL} {' '.join(question.regions)}",
         lambda: fetch_pages(question.regions, question.limits, URL),
@@ -54,7 +53,7 @@ def prices(question: PriceQuery) -> tuple[Quote, ...]:
 
 
 def fetch_pages(regions: Sequence[str], limits: FetchLimits, url: str = URL) -> list[str]:
-    """All pages of the answer, as text. Empty ``regions``: of all. Raises :class:`PriceError`."""
+    """All pages as text; empty ``regions``: all regions. Raises :class:`PriceError`."""
     pages: list[str] = []
     params: dict[str, str] | None = {"$filter": _filter(regions)}
     seen: set[str] = set()
@@ -65,13 +64,13 @@ def fetch_pages(regions: Sequence[str], limits: FetchLimits, url: str = URL) -> 
             raise PriceError(f"{url}: {found}; expected a list of pages that ends. Try later.")
         seen.add(following)
         pages.append(get_text(following, limits, params))
-        params = None  # links hold the filter
+        params = None  # links include the filter
         following = _next_page(pages[-1], len(pages), url)
     return pages
 
 
 def parse_pages(pages: Sequence[str], as_of: datetime, source: str = NAME) -> tuple[Quote, ...]:
-    """Prices of all pages, on demand and spot of one machine side by side. Raises :class:`PriceError`."""
+    """Merge on-demand and spot prices per instance type. Raises :class:`PriceError`."""
     found: dict[tuple[str, str, bool], _Price] = {}
     problems: list[str] = []
     for number, text in enumerate(pages, start=1):
@@ -81,7 +80,7 @@ def parse_pages(pages: Sequence[str], as_of: datetime, source: str = NAME) -> tu
             try:
                 for price in _read_item(item):
                     key = (price.machine.name, price.region, price.spot)
-                    # Meters of one machine replace each other: the newest is what is billed.
+                    # Meters of one instance type supersede each other: the newest is billed.
                     if key not in found or found[key].since < price.since:
                         found[key] = price
             except _BadItemError as error:
@@ -118,7 +117,7 @@ def _page(text: str, number: int, source: str) -> Mapping[str, object]:
 
 
 def _next_page(text: str, number: int, url: str) -> str:
-    """Address of the page after this one; empty after the last."""
+    """URL of the next page; empty after the last."""
     link = _page(text, number, url).get("NextPageLink")
     if link is None or link == "":
         return ""
@@ -136,7 +135,7 @@ def _origin(url: str) -> tuple[str, str | None, int | None]:
 
 
 def _read_item(item: object) -> Iterator[_Price]:
-    """The price an item holds; nothing for Windows, for Low Priority, and for meters that are not billed."""
+    """An item's price; nothing for Windows, Low Priority, and meters that are not billed."""
     if not isinstance(item, dict):
         raise _BadItemError(f"{item!r:.80}; expected an object")
     product, meter = _text(item, "productName"), _text(item, "skuName")

@@ -1,8 +1,7 @@
-"""Answers of price servers on disk, with the time they came.
+"""On-disk cache of price server responses, with their time of arrival.
 
-A recent answer is used as it is; an old one is fetched again. When that fails, the old one is used, and its
-prices say so and why: a price is never older than it claims. An answer is kept only after its prices
-could be read, and written whole or not at all. I/O.
+Fresh responses are reused. If refreshing an old one fails, the old one is used and each of its prices says so
+and why. A response is stored, atomically, only after its prices were parsed. I/O.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from typing import TypeAlias
 from spotlight.planning.prices.quotes import PriceError, Quote, with_caveat
 
 Get: TypeAlias = Callable[[], Sequence[str]]
-"""Asks the server: the texts of its answer."""
+"""Fetches the response texts."""
 Read: TypeAlias = Callable[[Sequence[str], datetime], tuple[Quote, ...]]
-"""Reads prices from the texts, and when they came."""
+"""Parses prices from the texts and their time of arrival."""
 
 _FORMAT = 1
 
@@ -35,10 +34,10 @@ class _Answer:
 
 @dataclass(frozen=True, slots=True)
 class PriceCache:
-    """A directory of answers, one file each.
+    """A directory with one file per response.
 
     Attributes:
-        max_age: answers older than this are fetched again.
+        max_age: responses older than this are refreshed.
     """
 
     directory: Path
@@ -48,10 +47,10 @@ class PriceCache:
         """Prices from the cache or the server.
 
         Args:
-            key: what was asked, of whom.
+            key: identifies server and request.
 
         Raises:
-            PriceError: the server failed, or sent what cannot be read, and there is no older answer.
+            PriceError: the server failed or its response is invalid, and there is no older one.
         """
         kept = self._kept(key, read)
         if kept is not None and timedelta() <= now - kept.came <= self.max_age:
@@ -74,7 +73,7 @@ class PriceCache:
         return self.directory / f"{hashlib.blake2b(key.encode(), digest_size=12).hexdigest()}.json"
 
     def _kept(self, key: str, read: Read) -> _Answer | None:
-        """What is on disk, if it can be read: a damaged file is as good as none, and is overwritten."""
+        """The stored response; None if missing or damaged, so that it is overwritten."""
         try:
             record: object = json.loads(self._path(key).read_text(encoding="utf-8"))
             if not isinstance(record, dict) or (record["format"], record["key"]) != (_FORMAT, key):

@@ -1,12 +1,11 @@
-"""CSV price catalogues in SkyPilot's form, and the built-in table, which is one with two columns more.
+"""CSV price catalogues in SkyPilot's format, and the built-in table, which adds two columns.
 
-Pure: text in, prices out. Columns may stand in any order, others are ignored. Nothing is repaired: a price
-that is not a positive number, a machine without any price, an unknown GPU type, are errors with their lines.
-Left out are machines without GPUs, with accelerators that are no GPUs, and with a share of a GPU.
+Pure. Column order is free and extra columns are ignored. Nothing is repaired: a price that is not a positive
+number, an instance without any price, and an unknown GPU type are errors with line numbers. Instances without
+GPUs, with other accelerators, or with a fraction of a GPU are skipped.
 
-GCP's catalogues price machine and GPUs in separate rows: the row of the machine excludes the GPUs, and a GPU
-row names no machine. Both are added up where the machine's GPUs are fixed (``fleet.gpus.INSTANCE_TYPES``);
-GPUs that attach to any machine (T4, V100) are left out, since the machine's price is not theirs.
+GCP lists instance and GPU prices in separate rows. They are added where the instance type has fixed GPUs
+(``fleet.gpus.INSTANCE_TYPES``); GPUs that attach to any instance (T4, V100) are skipped.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ BUILT_IN = "builtin"
 
 
 class _BadRowError(Exception):
-    """What is wrong with one row."""
+    """An invalid row."""
 
 
 @dataclass(frozen=True, slots=True)
 class _CatalogueRow:
-    """One line of a catalogue, checked; ``gpu`` is empty for a machine without one."""
+    """A validated row; ``gpu`` is empty for an instance without one."""
 
     line: int
     instance_type: str
@@ -67,18 +66,18 @@ class _CatalogueRow:
 def parse_catalogue(
     text: str, *, cloud: str, source: str, as_of: datetime, gpus: Collection[str] = ()
 ) -> tuple[Quote, ...]:
-    """Read a catalogue of one cloud.
+    """Read one cloud's catalogue.
 
     Args:
         text: CSV with at least :data:`COLUMNS`.
-        cloud: whose it is; ``gcp`` adds machine and GPU rows up.
-        source: name for messages, and the source of every price.
+        cloud: ``gcp`` adds instance and GPU rows.
+        source: name in messages and in every price.
         as_of: when the prices held, with time zone.
-        gpus: read only rows of these types, whatever the others hold; empty: all.
+        gpus: read only rows of these types, ignoring errors in others; empty: all.
 
     Raises:
         PriceError: missing columns, malformed rows (up to ten are listed), no price at all.
-        UnknownGpuError: ``gpus`` names a type nobody knows.
+        UnknownGpuError: ``gpus`` names an unknown type.
     """
     for name in gpus:
         gpu_type(name)
@@ -106,13 +105,13 @@ def parse_catalogue(
 
 
 def built_in() -> tuple[Quote, ...]:
-    """The table that comes with Spotlight; each row has its own date and source."""
+    """The bundled table; each row has its own date and source."""
     path = files("spotlight.planning.prices").joinpath("builtin.csv")
     return parse_built_in(path.read_text(encoding="utf-8"), BUILT_IN)
 
 
 def parse_built_in(text: str, source: str) -> tuple[Quote, ...]:
-    """Read a catalogue that names cloud, date and source in each row. Raises :class:`PriceError`."""
+    """Read a catalogue with cloud, date and source in each row. Raises :class:`PriceError`."""
     quotes: list[Quote] = []
     problems: list[str] = []
     for line, record in _records(text, source, _BUILT_IN_COLUMNS):
@@ -151,10 +150,10 @@ def _records(text: str, source: str, columns: Sequence[str]) -> Iterator[tuple[i
 
 
 def _row(line: int, record: dict[str, str], gpus: Collection[str], *, machines: bool) -> _CatalogueRow | None:
-    """A row of ours; None where there is nothing to read.
+    """Validate a row; None if it is to be skipped.
 
     Args:
-        machines: keep machines without GPUs too.
+        machines: include instances without GPUs.
     """
     gpu = record["AcceleratorName"]
     wanted = (not gpus or gpu in gpus) if gpu else machines
@@ -167,7 +166,7 @@ def _row(line: int, record: dict[str, str], gpus: Collection[str], *, machines: 
         return None
     on_demand, spot = _price(record, "Price"), _price(record, "SpotPrice")
     if on_demand is None and spot is None:
-        if not gpu:  # a machine that nobody asked for may lack its price
+        if not gpu:  # instances that nobody requested may lack a price
             return None
         raise _BadRowError("Price and SpotPrice are both empty; expected a number of $/h in at least one")
     zone = record["AvailabilityZone"]
@@ -176,7 +175,7 @@ def _row(line: int, record: dict[str, str], gpus: Collection[str], *, machines: 
 
 
 def _count(text: str) -> int | None:
-    """GPUs of a machine; None for a share of one."""
+    """GPUs of an instance; None for a fraction of one."""
     try:
         count = float(text)
     except ValueError:
@@ -208,7 +207,7 @@ def _day(text: str) -> datetime:
 
 
 def _with_their_machines(rows: Sequence[_CatalogueRow]) -> Iterator[_CatalogueRow]:
-    """GCP: each GPU row with the price of the machine it is rented in, where there is such a machine."""
+    """GCP: add the instance price to each GPU row that has a matching instance."""
     bare = {(row.instance_type, row.region, row.zone): row for row in rows if not row.gpu}
     for row in rows:
         if row.instance_type or not row.gpu:

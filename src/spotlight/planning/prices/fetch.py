@@ -1,8 +1,7 @@
-"""One GET with a bound on everything: time to connect, time between bytes, time in all, size. I/O.
+"""HTTP GET with bounds on connect time, idle time, total time and size. I/O.
 
-A server may be slow, send for ever, or send what it should not; each ends in a :class:`PriceError` that names
-the address and what happened. Asynchronous within, because only so the bound on the whole time holds while
-headers trickle in.
+Every failure is a :class:`PriceError` that names the URL and the cause. Asynchronous, because only then does
+the total time-out hold while headers trickle in.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from spotlight.planning.prices.quotes import PriceError
 
 @dataclass(frozen=True, slots=True)
 class FetchLimits:
-    """How long to wait for a server.
+    """Time and size limits.
 
     Attributes:
-        idle_s: to connect, and between two parts of the answer.
-        total_s: for one whole answer.
+        idle_s: to connect, and between two chunks.
+        total_s: for the whole response.
     """
 
     idle_s: float = 10.0
@@ -29,12 +28,12 @@ class FetchLimits:
 
 
 def get_text(url: str, limits: FetchLimits, params: Mapping[str, str] | None = None) -> str:
-    """The body of an answer of status 200, as UTF-8.
+    """Body of a 200 response, as UTF-8.
 
-    Redirects are not followed: prices come from the address that was named, or not at all.
+    Redirects are not followed: prices come only from the named URL.
 
     Raises:
-        PriceError: no connection, time is up, too large, another status, not text.
+        PriceError: no connection, time-out, too large, another status, not text.
     """
     body = asyncio.run(_get(url, limits, params))
     try:
@@ -44,10 +43,10 @@ def get_text(url: str, limits: FetchLimits, params: Mapping[str, str] | None = N
 
 
 async def _get(url: str, limits: FetchLimits, params: Mapping[str, str] | None) -> bytes:
-    import httpx2  # here: commands that need no prices start without it
+    import httpx2  # keeps start-up fast for commands without prices
 
     body = bytearray()
-    client = httpx2.AsyncClient(timeout=limits.idle_s)  # reads certificates: our time, not the server's
+    client = httpx2.AsyncClient(timeout=limits.idle_s)  # loads certificates: not the server's time
     try:
         async with (
             client,

@@ -1,7 +1,6 @@
-"""A price: of which machine, where, from whom, and as of when. Pure.
+"""Price quotes with instance type, place, source and date. Pure.
 
-Every price carries its date and its source, because a price without them is a rumour: :meth:`Quote.age` is
-shown wherever a price is.
+Every displayed price comes with its :meth:`Quote.age`.
 """
 
 from __future__ import annotations
@@ -17,22 +16,21 @@ _PROBLEMS_SHOWN_MAX = 10
 
 
 class PriceError(ValueError):
-    """Prices that cannot be had or used; names the source, the place in it, the value and the expectation."""
+    """Missing or unusable prices; names the source, position, value and expectation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quote:
-    """What one instance type costs in one place.
+    """Price of an instance type in one place.
 
     Attributes:
-        region: empty where the source does not say.
+        region: empty if unknown.
         zone: empty for a price of the whole region.
-        gpus: GPUs of one instance.
-        on_demand_usd_h: of the whole instance; None where the source has none.
+        gpus: per instance.
+        on_demand_usd_h: per instance; None if the source has none.
         spot_usd_h: the same for a spot (preemptible) instance.
         as_of: when the price held, with time zone.
-        source: whose figure it is.
-        caveat: what the reader must know besides, such as that the source did not answer and this is old.
+        caveat: warning for the reader, such as a stale price.
     """
 
     cloud: str
@@ -62,28 +60,28 @@ class Quote:
 
     @property
     def on_demand_usd_gpu_h(self) -> float | None:
-        """Of one GPU."""
+        """Per GPU."""
         return None if self.on_demand_usd_h is None else self.on_demand_usd_h / self.gpus
 
     @property
     def spot_usd_gpu_h(self) -> float | None:
-        """Of one spot GPU."""
+        """Per spot GPU."""
         return None if self.spot_usd_h is None else self.spot_usd_h / self.gpus
 
     @property
     def saving(self) -> float | None:
-        """The share of the on-demand price that spot saves, 0 to 1 (negative if spot costs more)."""
+        """Share of the on-demand price that spot saves (negative if spot costs more)."""
         if self.on_demand_usd_h is None or self.spot_usd_h is None:
             return None
         return 1 - self.spot_usd_h / self.on_demand_usd_h
 
     def age(self, now: datetime) -> timedelta:
-        """How old the price is; never negative (clocks differ)."""
+        """Age of the price, at least 0 since clocks differ."""
         return max(now - self.as_of, timedelta())
 
 
 def with_caveat(quotes: Iterable[Quote], caveat: str) -> tuple[Quote, ...]:
-    """The same prices, each saying ``caveat``."""
+    """The same prices with a caveat."""
     return tuple(replace(quote, caveat=caveat) for quote in quotes)
 
 
@@ -94,12 +92,12 @@ def select(
     clouds: Collection[str] = (),
     regions: Collection[str] = (),
 ) -> tuple[Quote, ...]:
-    """Prices of these GPU types, clouds and regions (empty: all), cheapest GPU first.
+    """Filter by GPU type, cloud and region (empty: all), cheapest per GPU first.
 
-    A price that names no region is of every region.
+    A price without a region holds in all regions.
 
     Raises:
-        UnknownGpuError: a GPU type that nobody knows.
+        UnknownGpuError: an unknown GPU type.
     """
     for name in gpus:
         gpu_type(name)
@@ -114,7 +112,7 @@ def select(
 
 
 def cheapest(quotes: Iterable[Quote]) -> tuple[Quote, ...]:
-    """Of each instance type in each region, from each source: the zone whose spot GPU is cheapest."""
+    """The zone with the cheapest spot GPU, per instance type, region and source."""
     best: dict[tuple[str, ...], Quote] = {}
     for quote in quotes:
         key = (quote.cloud, quote.region, quote.instance_type, quote.gpu, quote.source)
@@ -137,7 +135,7 @@ def _order(quote: Quote) -> tuple[str, float, float, str, str, str, str]:
 
 
 def refuse(source: str, problems: Sequence[str], remedy: str = "") -> PriceError:
-    """An error that lists the first problems of a source; raise what this returns."""
+    """Build an error that lists the first problems of a source; the caller raises it."""
     shown = list(problems[:_PROBLEMS_SHOWN_MAX])
     if len(problems) > _PROBLEMS_SHOWN_MAX:
         shown.append(f"... and {len(problems) - _PROBLEMS_SHOWN_MAX} more")

@@ -1,4 +1,4 @@
-"""Where prices come from, by name: catalogues, and the price lists of :data:`spotlight.registry.CLOUDS`.
+"""Price sources by name: catalogues, and the price lists of :data:`spotlight.registry.CLOUDS`.
 
 ``builtin`` | ``azure`` | ``aws`` | ``skypilot`` | ``CLOUD=FILE.csv`` | ``CLOUD=https://...csv``
 """
@@ -22,12 +22,12 @@ SKYPILOT_CLOUDS = ("aws", "azure", "gcp")
 
 @dataclass(frozen=True, slots=True)
 class PriceQuery:
-    """What prices are wanted, when, and how patiently.
+    """A price query.
 
     Attributes:
-        gpus: types; empty: all. Catalogues are read for nothing else.
-        clouds: which of several catalogues to fetch; empty: all.
-        regions: empty: all, of AWS ``aws_prices.REGIONS``.
+        gpus: empty: all. Catalogues parse only these.
+        clouds: catalogues to fetch; empty: all.
+        regions: empty: all; on AWS, ``aws_prices.REGIONS``.
     """
 
     gpus: tuple[str, ...] = ()
@@ -39,11 +39,11 @@ class PriceQuery:
 
 
 def load_prices(source: str, question: PriceQuery) -> tuple[Quote, ...]:
-    """Prices of a source: all that the question asks for, and more where that costs nothing.
+    """Prices of a source: at least those requested.
 
     Raises:
-        PriceError: an unknown source, or one that cannot be read.
-        UnknownGpuError: a GPU type that nobody knows.
+        PriceError: an unknown or unreadable source.
+        UnknownGpuError: an unknown GPU type.
     """
     if source in _CATALOGUES:
         return _CATALOGUES[source](question)
@@ -66,7 +66,7 @@ def _builtin(question: PriceQuery) -> tuple[Quote, ...]:
 
 
 def _prices_of(cloud: str) -> _PriceList | None:
-    """The price list of a registered cloud; None where it publishes none."""
+    """A cloud's price list; None if it publishes none."""
     prices = CLOUDS.load(cloud).prices
     return resolve(prices) if isinstance(prices, str) else prices
 
@@ -89,7 +89,7 @@ def _published(cloud: str, url: str, question: PriceQuery) -> tuple[Quote, ...]:
 
 
 def _file(cloud: str, path: Path, question: PriceQuery) -> tuple[Quote, ...]:
-    """A catalogue on disk; its prices are as old as the file."""
+    """A catalogue on disk, dated by the file's modification time."""
     try:
         text = path.read_text(encoding="utf-8")
         written = datetime.fromtimestamp(path.stat().st_mtime, UTC)

@@ -1,4 +1,4 @@
-"""From a spot trace to what happens to nodes in a simulation. Pure."""
+"""Convert a spot trace to node events of a simulation. Pure."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from spotlight.simulation.scenario import NodeEvent, PriceChanged
 
 @dataclass(frozen=True, slots=True)
 class SpotOffer:
-    """What a spot node is.
+    """A type of spot node.
 
     Attributes:
-        gpus: of a node.
-        usd_h: price of a node; None: what the trace says, at every moment.
+        gpus: per node.
+        usd_h: price per node-hour; None: the trace's price over time.
     """
 
     gpu_type: str
@@ -28,12 +28,12 @@ class SpotOffer:
 
 
 def spot_events(trace: Trace, offer: SpotOffer) -> tuple[tuple[float, NodeEvent], ...]:
-    """What happens to spot nodes, as (seconds, event), ascending.
+    """Events of spot nodes as (seconds, event), ascending.
 
-    The deadline of a notice is the removal that follows it; if there is none, the horizon of the trace.
+    A notice's deadline is the removal that follows it, else the trace's horizon.
 
     Raises:
-        ConfigError: the trace's nodes have other GPUs than the offer's, or no price is known.
+        ConfigError: the trace's nodes have a different number of GPUs, or no price is known.
     """
     wrong = next((event for event in trace.events if event.gpus != offer.gpus), None)
     if wrong is not None:
@@ -49,7 +49,7 @@ def spot_events(trace: Trace, offer: SpotOffer) -> tuple[tuple[float, NodeEvent]
 
 
 def _events(trace: Trace, offer: SpotOffer) -> Iterator[tuple[float, NodeEvent]]:
-    """Ascending: one sweep over events and prices. A change of price follows what happens at its moment."""
+    """One sweep over events and prices; a price change follows the events of its time."""
     removals = _removals(trace)
     present: dict[NodeId, None] = {}
     points = deque(() if offer.usd_h is not None else trace.prices)
@@ -77,9 +77,9 @@ def _events(trace: Trace, offer: SpotOffer) -> Iterator[tuple[float, NodeEvent]]
 def _change(
     point: PricePoint, usd_h: float, present: Iterable[NodeId]
 ) -> Generator[tuple[float, NodeEvent], None, float]:
-    """Tell every node that is present, if the price is another; returns the price in force.
+    """Report a changed price to all present nodes; returns the price in force.
 
-    Public traces repeat the price every minute, whether it changed or not.
+    Public traces repeat the price every minute even if it is unchanged.
     """
     if point.usd_h != usd_h:
         for name in present:
@@ -88,7 +88,7 @@ def _change(
 
 
 def _removals(trace: Trace) -> dict[int, float]:
-    """When the node of each notice is removed, by the notice's index."""
+    """Removal time for each notice, by the notice's index."""
     warned: dict[str, int] = {}
     removals: dict[int, float] = {}
     for index, event in enumerate(trace.events):

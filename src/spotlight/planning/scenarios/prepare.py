@@ -1,7 +1,7 @@
-"""From a scenario file to what the simulator takes.
+"""From a scenario file to the simulator's input.
 
-:func:`prepare` reads (profile, prices, trace) and refuses what cannot work, before anything is simulated.
-:func:`scenario_of` is pure: one strategy's scenario. All strategies of one prepared scenario share its trace.
+:func:`prepare` reads profile, prices and trace, and rejects what cannot work before anything is simulated.
+:func:`scenario_of` is pure and builds one strategy's scenario. All strategies share one trace.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ from spotlight.simulation.scenario import NodeEvent, Scenario
 from spotlight.simulation.virtual_rewards import RewardModel
 
 _PROMPTS_FACTOR = 4
-"""Simulated prompts per prompt of an iteration; it changes nothing but the names of prompts."""
+"""Simulated prompts per prompt of an iteration; does not affect the result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A scenario with everything it names.
+    """A scenario with its files read.
 
     Attributes:
-        trace: of the spot nodes, as long as the run may last, never more nodes than the scenario asks for.
+        trace: spot nodes up to the time limit, never more than the scenario asks for.
     """
 
     file: ScenarioFile
@@ -68,14 +68,14 @@ class Prepared:
 
 
 def prepare(file: ScenarioFile, strategies: tuple[str, ...], now: datetime) -> Prepared:
-    """Read what the scenario names, and check that every strategy can be simulated.
+    """Read the scenario's files and check that every strategy can be simulated.
 
     Args:
-        strategies: those of the scenario that are wanted.
+        strategies: those to simulate.
         now: for the age of prices.
 
     Raises:
-        ConfigError, TraceError, PriceError: missing figures, memory, prices; a trace that cannot be used.
+        ConfigError, TraceError, PriceError: missing figures or prices, too little memory, an unusable trace.
     """
     chosen = [strategy_named(name) for name in strategies]
     profile = load_profile(file.workload.profile)
@@ -97,7 +97,7 @@ def prepare(file: ScenarioFile, strategies: tuple[str, ...], now: datetime) -> P
 
 
 def scenario_of(prepared: Prepared, strategy: Strategy, *, timelines: bool = False) -> Scenario:
-    """One strategy's scenario.
+    """Build one strategy's scenario.
 
     Raises:
         ConfigError: the profile lacks a figure, or the model does not fit.
@@ -164,7 +164,7 @@ def _plan(
         micro_batch_size=ranks * work.micro_batch_per_gpu,
         checkpoint_every=work.checkpoint_every,
         lease_s=_lease_s(costs, denoising, file),
-        max_drop_share=0.5,  # samples left over by uneven ranks are no fault
+        max_drop_share=0.5,  # uneven ranks leave samples over by design
         ranks=ranks,
         cluster=_cluster_plan(prepared, costs, denoising),
         exploration=_exploration(file, strategy, costs, denoising[0], ranks),
@@ -173,18 +173,18 @@ def _plan(
 
 
 def bytes_of_both(prepared: Prepared, strategy: Strategy) -> float:
-    """What a GPU that trains and rolls out holds at least if both processes stay; 0 where none does both."""
+    """Least memory of a GPU with both a training and a rollout process resident; 0 if none has both."""
     nodes = [event.node for _, event in node_events(prepared, strategy) if isinstance(event, NodeJoined)]
     if not any(node.trains and node.rolls_out for node in nodes):
         return 0.0
     ranks = sum(node.gpus for node in nodes if node.trains)
-    asked = prepared.file.workload.timesteps_per_pass  # else no more are taken than fit beside the rest
+    asked = prepared.file.workload.timesteps_per_pass  # if null, only as many as fit are taken
     per_pass = 1 if asked is None else timesteps_per_pass(prepared, strategy, ranks)
     return prepared.profile.memory.rollout_bytes.value + learner_bytes(prepared.profile, ranks, per_pass)
 
 
 def timesteps_per_pass(prepared: Prepared, strategy: Strategy, ranks: int) -> int:
-    """As the scenario says, with TSP; else as many as fit beside whatever else a learner GPU holds."""
+    """The scenario's setting, with ``+tsp``; if null, as many as fit on a learner GPU."""
     work, reserved = prepared.file.workload, prepared.file.cluster.reserved
     if PipelinePart.TSP not in strategy.parts:
         return 1
@@ -196,7 +196,7 @@ def timesteps_per_pass(prepared: Prepared, strategy: Strategy, ranks: int) -> in
 
 
 def pipeline_plan(strategy: Strategy, section: PipelineSection, switch_s: float) -> PipelinePlan:
-    """The parts of a strategy's pipeline that the controller runs."""
+    """Controller settings of a strategy's pipeline parts."""
     parts = strategy.parts
     axis = (
         Axis.PROMPT
@@ -216,7 +216,7 @@ def pipeline_plan(strategy: Strategy, section: PipelineSection, switch_s: float)
 
 
 def node_events(prepared: Prepared, strategy: Strategy) -> tuple[tuple[float, NodeEvent], ...]:
-    """Nodes of a strategy: reserved ones from the start, and what stands in the places of spot nodes."""
+    """Node events of a strategy: reserved nodes, and whatever takes the places of the spot nodes."""
     cluster, pricing = prepared.file.cluster, prepared.pricing
     reserved, spot = cluster.reserved, cluster.spot
     both = strategy.trainers_roll_out(reserved.rolls_out)
@@ -226,7 +226,7 @@ def node_events(prepared: Prepared, strategy: Strategy) -> tuple[tuple[float, No
     ]
     if strategy.places.stays:
         assert pricing.on_demand is not None, "prepared for a strategy that rents on demand"
-        # Ranks of different speed would wait for the slowest, so another type only denoises.
+        # Mixed GPU types would train at the pace of the slowest, so other types only denoise.
         trains = strategy.places is SpotPlaces.ON_DEMAND and spot.gpu_type == reserved.gpu_type
         for n in range(spot.nodes):
             node = _standing(f"on-demand:{n}", spot, pricing.on_demand, trains=trains, rolls_out=True)
@@ -238,13 +238,13 @@ def node_events(prepared: Prepared, strategy: Strategy) -> tuple[tuple[float, No
 
 
 def _standing(name: str, pool: Pool, tag: PriceTag, *, trains: bool, rolls_out: bool) -> Node:
-    """A node that is never taken back."""
+    """A node that is never preempted."""
     gpus, price = pool.gpus_per_node, tag.usd_gpu_h * pool.gpus_per_node
     return Node(NodeId(name), NodeKind.RESERVED, gpus, pool.gpu_type, price, trains, rolls_out)
 
 
 def _trace(file: ScenarioFile) -> Trace:
-    """Of at most the nodes asked for, from the start asked for, and as long as the run may last."""
+    """The trace, limited to the scenario's nodes, start and time limit."""
     spot, section, horizon_s = file.cluster.spot, file.trace, file.run.until_h * 3600
     if spot.nodes == 0 or isinstance(section, AlwaysOn):
         gpus = spot.gpus_per_node
@@ -315,7 +315,7 @@ def _exploration(
 
 
 def _seeds_max(section: ExplorationSection, group_size: int, where: Explore) -> int | None:
-    """As a run's configuration has it."""
+    """Same default as in a run's configuration."""
     if where is not Explore.IDLE:
         return None
     counts = section.planner.seed_counts if section.planner else (section.seeds_per_prompt,)
@@ -323,7 +323,7 @@ def _seeds_max(section: ExplorationSection, group_size: int, where: Explore) -> 
 
 
 def _preview_costs(file: ScenarioFile, costs: ProfileCosts, gpu: str, ranks: int) -> PreviewCostsConfig:
-    """As profiled: of one preview in a full lease, on one GPU; and how long the learner takes."""
+    """Cost of one preview in a full lease on one GPU, and the learner's time."""
     size, learner = costs.lease_size(gpu, file.pixels, 1), file.cluster.reserved.gpu_type
     updates = file.workload.updates_per_batch * costs.optimizer_s()
     publishes = costs.publish_s(WeightKind(file.workload.publishes))
@@ -340,7 +340,7 @@ def _preview_costs(file: ScenarioFile, costs: ProfileCosts, gpu: str, ranks: int
 
 
 def _cluster_plan(prepared: Prepared, costs: ProfileCosts, gpus: tuple[str, ...]) -> ClusterPlan:
-    """Patience and drain margin are some steps long, whatever a step takes: a video's takes half a minute."""
+    """Time-outs scale with the step time, since a video step may take half a minute."""
     file = prepared.file
     cluster = file.cluster
     widest = max(cluster.reserved.gpus_per_node, cluster.spot.gpus_per_node)
@@ -363,15 +363,15 @@ def _cluster_plan(prepared: Prepared, costs: ProfileCosts, gpus: tuple[str, ...]
 
 
 def latent_frames(frames: int) -> int:
-    """Of a sample of so many frames: the first by itself, then one for every four.
+    """Latent frames of a video: the first alone, then one per four frames.
 
-    So do the causal VAEs of HunyuanVideo and Wan 2.1 (their reports: temporal compression 4).
+    As in the causal VAEs of HunyuanVideo and Wan 2.1 (technical reports: temporal compression 4).
     """
     return 1 + (frames - 1) // 4
 
 
 def degrees(profile: Profile, gpus: tuple[str, ...], pixels: int, widest: int) -> tuple[int, ...]:
-    """The SP degrees that have figures on every GPU type, ascending: the controller asks for no other.
+    """SP degrees with figures on every GPU type, ascending; the controller uses no others.
 
     Raises:
         ConfigError: no degree up to ``widest`` has figures.
@@ -398,7 +398,7 @@ def _lease_s(costs: ProfileCosts, gpus: tuple[str, ...], file: ScenarioFile) -> 
 
 
 def _require_costs(scenario: Scenario, profile: Profile) -> None:
-    """Ask for every figure that the simulation may ask for. Raises :class:`ConfigError`."""
+    """Query every figure that the simulation may need. Raises :class:`ConfigError`."""
     costs, plan = scenario.costs, scenario.plan
     joined = [event.node for _, event in scenario.nodes if isinstance(event, NodeJoined)]
     for gpu in dict.fromkeys(node.gpu_type for node in joined if node.rolls_out):

@@ -1,8 +1,8 @@
-"""What a GPU of a scenario costs, and on whose word.
+"""GPU prices of a scenario, with their sources.
 
-Prices that are looked up are of one cloud and region: a learner in one cloud does not train on what spot
-nodes of another denoise. Of the places that have all of them, the one where all together cost least is taken;
-if there is none, each price is the least anywhere, and :attr:`Pricing.caveat` says so.
+Looked-up prices are all of one cloud and region, since a learner in one cloud does not train on rollouts from
+spot nodes in another. Of the places that offer all GPUs, the cheapest in total is taken. If none does, each
+price is the lowest anywhere and :attr:`Pricing.caveat` says so.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class PriceTag:
     """The price of one GPU.
 
     Attributes:
-        source: whose figure it is, and of which machine.
-        as_of: when it held; None where the scenario states it.
-        place: cloud and region (empty: not said); None where the scenario states the price.
+        source: origin of the figure, and the instance type.
+        as_of: when it held; None if the scenario states it.
+        place: cloud and region (empty: unknown); None if the scenario states the price.
     """
 
     usd_gpu_h: float
@@ -39,10 +39,9 @@ class Pricing:
     """All prices of a scenario.
 
     Attributes:
-        reserved: of a reserved GPU.
-        on_demand: of a GPU that stands in a spot node's place, and stays; None: nobody asks.
-        spot: None: what the trace says, at every moment; or nobody asks.
-        caveat: what the reader must be warned of; empty: nothing.
+        on_demand: for GPUs that replace spot nodes; None: not needed.
+        spot: None: the trace's price over time, or not needed.
+        caveat: warning for the reader; empty: none.
     """
 
     reserved: PriceTag
@@ -53,14 +52,14 @@ class Pricing:
 
 @dataclass(frozen=True, slots=True)
 class _PriceRequest:
-    """One price that is wanted.
+    """One required price.
 
     Attributes:
-        key: of the scenario, that states it.
-        stated: what that key says.
-        gpus: how many cost that.
-        kind: as an error calls it.
-        price: it, of a quote.
+        key: the scenario key that can state it.
+        stated: that key's value.
+        gpus: number of GPUs at this price.
+        kind: name in error messages.
+        price: extracts it from a quote.
     """
 
     key: str
@@ -72,15 +71,15 @@ class _PriceRequest:
 
 
 def pricing_of(scenario: ScenarioFile, *, on_demand: bool, spot: bool, now: datetime) -> Pricing:
-    """Look up what the scenario does not state.
+    """Look up the prices that the scenario does not state.
 
     Args:
-        on_demand: spot places are also wanted on demand. A price stated for reserved GPUs is not theirs,
-            even if the types are equal: it may be a committed rate.
-        spot: spot nodes are wanted.
+        on_demand: whether on-demand prices are needed for the spot places. The stated reserved price is not
+            used even for equal types: it may be a committed rate.
+        spot: whether spot prices are needed.
 
     Raises:
-        PriceError: the source has no such price, or cannot be read; names the key that states it instead.
+        PriceError: the source lacks a price or cannot be read; names the key that states it instead.
     """
     by_trace = isinstance(scenario.trace, TraceFile) and scenario.trace.use_prices
     wants = _wants(scenario.cluster, on_demand=on_demand, spot=spot and not by_trace)
@@ -106,7 +105,7 @@ def pricing_of(scenario: ScenarioFile, *, on_demand: bool, spot: bool, now: date
 
 
 def _wants(cluster: ClusterSection, *, on_demand: bool, spot: bool) -> dict[str, _PriceRequest]:
-    """By what a GPU is rented as."""
+    """Required prices by rental kind."""
     fixed, coming = cluster.reserved, cluster.spot
     rented, places = fixed.nodes * fixed.gpus_per_node, coming.nodes * coming.gpus_per_node
     key = "cluster.reserved.usd_gpu_h"
@@ -121,7 +120,7 @@ def _wants(cluster: ClusterSection, *, on_demand: bool, spot: bool) -> dict[str,
 
 
 def quotes_of(scenario: ScenarioFile, gpus: Sequence[str], now: datetime) -> tuple[Quote, ...]:
-    """Quotes of GPU types by the scenario's section ``prices``. Raises :class:`PriceError`."""
+    """Quotes of these GPU types from the scenario's price source. Raises :class:`PriceError`."""
     wish = scenario.prices
     clouds = () if wish.cloud is None else (wish.cloud,)
     regions = () if wish.region is None else (wish.region,)
@@ -139,10 +138,10 @@ def _spot(quote: Quote) -> float | None:
 
 
 def _place(wants: Sequence[_PriceRequest], quotes: Sequence[Quote]) -> tuple[Quote, ...]:
-    """Quotes of the cloud and region where all wants together cost least; empty if none has them all."""
+    """Quotes of the cloud and region with the lowest total price; empty if none has all."""
     found: list[tuple[float, tuple[Quote, ...]]] = []
     for cloud, region in dict.fromkeys((quote.cloud, quote.region) for quote in quotes):
-        # A price that names no region is of every region.
+        # A price without a region holds in all regions.
         here = tuple(quote for quote in quotes if quote.cloud == cloud and quote.region in {region, ""})
         priced = [_priced(want, here) for want in wants]
         if all(priced):
@@ -154,7 +153,7 @@ def _place(wants: Sequence[_PriceRequest], quotes: Sequence[Quote]) -> tuple[Quo
 
 
 def _tag(want: _PriceRequest, quotes: Sequence[Quote]) -> PriceTag:
-    """What the scenario states, else the cheapest quote."""
+    """The scenario's price, else the cheapest quote."""
     if want.stated is not None:
         return PriceTag(want.stated, STATED)
     usd, quote = min(_priced(want, quotes), key=lambda item: item[0])
@@ -164,7 +163,7 @@ def _tag(want: _PriceRequest, quotes: Sequence[Quote]) -> PriceTag:
 
 
 def _priced(want: _PriceRequest, quotes: Sequence[Quote]) -> list[tuple[float, Quote]]:
-    """Quotes that answer a want, with their price."""
+    """Matching quotes with their price."""
     return [(usd, quote) for quote in quotes if quote.gpu == want.gpu_type and (usd := want.price(quote))]
 
 

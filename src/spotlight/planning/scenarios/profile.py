@@ -1,13 +1,13 @@
-"""Cost profiles: what one model takes on some hardware, every figure with where it comes from.
+"""Cost profiles: measured or estimated costs of one model on some hardware, each with its source.
 
 A profile is a strict YAML file: an unknown key, a missing figure or a figure without a source is an error. A
 source begins with one of
 
-    published:  somebody else's figure         derived:  computed from published ones, as it says
-    measured:   ours                           assumed:  a guess, reasoned at best
+    published:  someone else's figure          derived:  computed from published ones, as stated
+    measured:   our own                        assumed:  a guess, at best a reasoned one
 
-and :func:`assumptions` lists the guesses, to be printed beside every result. The
-durations made of the figures are in :mod:`spotlight.planning.scenarios.profile_costs`.
+:func:`assumptions` lists the guesses, to be printed with results. Durations are computed from the figures in
+:mod:`spotlight.planning.scenarios.profile_costs`.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ Source = Annotated[str, Field(pattern=_SOURCE)]
 
 
 class _ProfileSection(BaseModel):
-    """A strict, immutable part of a profile."""
+    """Strict, immutable base of all sections."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class Figure(_ProfileSection):
-    """A positive number and where it comes from."""
+    """A positive number with its source."""
 
     value: PositiveFloat
     """The number, in the unit that its key names."""
@@ -50,100 +50,100 @@ class Figure(_ProfileSection):
 
 
 class StepPoint(_ProfileSection):
-    """Time of one forward of the DiT."""
+    """Time of one DiT forward."""
 
     height: PositiveInt
-    """Of the picture, in pixels."""
+    """Image height in pixels."""
     width: PositiveInt
-    """Of the picture, in pixels."""
+    """Image width in pixels."""
     batch: PositiveInt = 1
-    """Samples in the forward."""
+    """Samples per forward."""
     sp: PositiveInt = 1
-    """GPUs that share it (sequence parallelism)."""
+    """Sequence-parallel degree."""
     ms: PositiveFloat
     """Milliseconds."""
     source: Source
-    """Where it comes from."""
+    """Source of the figure."""
 
 
 class TrainPoint(_ProfileSection):
     """Time of one forward and backward of one sample at one timestep, on one learner GPU."""
 
     height: PositiveInt
-    """Of the picture, in pixels."""
+    """Image height in pixels."""
     width: PositiveInt
-    """Of the picture, in pixels."""
+    """Image width in pixels."""
     s: PositiveFloat
     """Seconds."""
     source: Source
-    """Where it comes from."""
+    """Source of the figure."""
 
 
 class GpuCosts(_ProfileSection):
-    """The model on one type of GPU."""
+    """The model on one GPU type."""
 
     denoise: tuple[StepPoint, ...] = Field(min_length=1)
-    """Forwards; for each SP degree at least one of batch 1 at every resolution it has."""
+    """Forwards; each SP degree needs a batch-1 point at each of its resolutions."""
     batch_slope: Figure
-    """What a sample beyond the largest measured batch costs, as a share of that batch's time a sample."""
+    """Cost of each sample beyond the largest measured batch, as a share of that batch's time per sample."""
     train: tuple[TrainPoint, ...] = Field(min_length=1)
-    """Forwards and backwards, classifier-free guidance not counted."""
+    """Forwards and backwards, without classifier-free guidance."""
     decode_ms_per_megapixel: Figure
-    """Latents to pictures, and their commit."""
+    """Decoding latents to images and committing them."""
     lease_pixels: Figure | None = None
-    """As the profile's, of this type; null: as there."""
+    """Overrides the profile's ``lease_pixels`` for this type."""
 
 
 class ProfileWeights(_ProfileSection):
-    """What is moved when weights are."""
+    """Sizes of weight transfers."""
 
     full_bytes: Figure
-    """The whole DiT, in the type it is served in."""
+    """The whole DiT, in its serving dtype."""
     adapter_bytes: Figure
-    """The adapter (LoRA) alone."""
+    """The LoRA adapter alone."""
     learner_state_bytes: Figure
-    """What a checkpoint holds: master weights and optimizer, of what is trained."""
+    """Checkpoint: master weights and optimizer state of the trained parameters."""
 
 
 class ProfileMemory(_ProfileSection):
-    """What must fit a GPU."""
+    """GPU memory requirements."""
 
     rollout_bytes: Figure
-    """Of a rollout GPU: weights, activations of one lease, decoder."""
+    """Rollout GPU: weights, activations of one lease, decoder."""
     learner_bytes_per_rank: Figure
-    """Of each learner GPU, besides its part of what is sharded."""
+    """Each learner GPU, besides its shard."""
     learner_bytes_sharded: Figure
-    """In all, divided among the learner GPUs."""
+    """Total divided among learner GPUs."""
     pass_bytes: Figure
-    """Of each learner GPU, for every timestep of a pass after the first."""
+    """Each learner GPU, per timestep of a pass after the first."""
 
 
 class ProfileRewards(_ProfileSection):
-    """From pictures to scores."""
+    """Reward latency."""
 
     latency_s: Figure
-    """Of a request, whatever its size."""
+    """Fixed time per request."""
     s_per_sample: Figure
-    """Of the whole pool: its workers share the samples."""
+    """Time per sample for the whole pool: its workers share the samples."""
 
 
 class Infrastructure(_ProfileSection):
-    """What does not depend on the model."""
+    """Costs that do not depend on the model."""
 
     intra_node_bytes_s: Figure
     """Between GPUs of a node."""
     network_bytes_s: Figure
     """Between nodes."""
     store_bytes_s: Figure
-    """From and to the store of weights, for one reader."""
+    """To and from the weight store, for one reader."""
     disk_bytes_s: Figure
-    """A node's own disk."""
+    """A node's local disk."""
     process_start_s: Figure
-    """A worker's process."""
+    """Starting a worker process."""
     imports_s: Figure
     """Its imports (torch, diffusers)."""
     model_load_s: Figure
-    """Building the model, besides moving its bytes."""
+    """Building the model, excluding the transfer of its bytes."""
     group_setup_s: Figure
     """Joining workers into an SP group."""
 
@@ -152,36 +152,37 @@ class Profile(_ProfileSection):
     """One model on some hardware."""
 
     name: str
-    """Of the model and variant."""
+    """Model and variant."""
     heads: Figure
-    """Attention heads: SP degrees divide them."""
+    """Attention heads; SP degrees divide them."""
     frames: PositiveInt = 1
-    """Of a sample: above 1 for video; all points are of so many."""
+    """Frames per sample, above 1 for video; applies to all points."""
     lease_pixels: Figure
-    """Height times width times samples of a lease: more in one forward saves no time."""
+    """Height times width times samples beyond which a larger forward saves no time."""
     weights: ProfileWeights
-    """Bytes moved."""
+    """Bytes transferred."""
     memory: ProfileMemory
     """Bytes resident."""
     rewards: ProfileRewards
     """Scoring."""
     optimizer_step_s: Figure
-    """Gradient norm, optimizer, old policy."""
+    """Gradient norm, optimizer step, old-policy update."""
     prepare_s: Figure
-    """Advantages and dealing of a batch, besides old log-probs."""
+    """Advantages and distribution of a batch, excluding old log-probs."""
     pass_share: Figure
-    """Of a pass of one timestep, what all timesteps of a pass share (gathering sharded weights); below 1."""
+    """Share of a single-timestep pass that a multi-timestep pass pays only once (gathering sharded weights);
+    below 1."""
     switch_s: Figure
-    """A GPU that trains and rolls out turns from one to the other, where it cannot hold both."""
+    """Switch of a GPU between training and rollout, where both do not fit in memory."""
     infrastructure: Infrastructure
-    """Machines and network: a section, or the name of one that is shipped."""
+    """Machines and network: a section, or the name of a shipped one."""
     gpus: Mapping[str, GpuCosts] = Field(min_length=1)
     """By GPU type."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedFigure:
-    """One number of a profile: its dotted key, what it is, and where it comes from."""
+    """A number of a profile, with its dotted key and source."""
 
     key: str
     value: float
@@ -189,14 +190,14 @@ class NamedFigure:
 
 
 def profile_names() -> tuple[str, ...]:
-    """The profiles that are shipped."""
+    """Names of the shipped profiles."""
     return tuple(
         sorted(entry.name.removesuffix(".yaml") for entry in _shipped().iterdir() if entry.is_file())
     )
 
 
 def load_profile(name: str) -> Profile:
-    """Read a profile: the name of a shipped one, or a path to a YAML file.
+    """Read a shipped profile by name, or a YAML file by path.
 
     Raises:
         ConfigError: no such profile, not YAML, missing or unknown keys, figures out of range, unknown GPUs.
@@ -213,7 +214,7 @@ def load_profile(name: str) -> Profile:
 
 
 def parse_profile(text: str, source: str) -> Profile:
-    """Read a profile from YAML. Raises :class:`ConfigError` with every problem found."""
+    """Parse YAML. Raises :class:`ConfigError` with every problem found."""
     where = f"the profile {source}"
     try:
         tree = parse_yaml(text)
@@ -227,7 +228,7 @@ def parse_profile(text: str, source: str) -> Profile:
     if isinstance(tree.get(_INFRASTRUCTURE), str):
         tree = tree | {_INFRASTRUCTURE: _infrastructure(tree[_INFRASTRUCTURE], where)}
     try:
-        # Through JSON, because strict mode then still takes lists for tuples: `ms: "8"` is an error, not 8.
+        # JSON strict mode accepts lists for tuples but still rejects `ms: "8"`.
         profile = Profile.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
         raise ConfigError(
@@ -239,12 +240,12 @@ def parse_profile(text: str, source: str) -> Profile:
 
 
 def figures(profile: Profile) -> tuple[NamedFigure, ...]:
-    """Every number of a profile with its key and source."""
+    """All numbers of a profile."""
     return tuple(_figures(profile, ""))
 
 
 def assumptions(profile: Profile, gpus: Sequence[str] = ()) -> tuple[NamedFigure, ...]:
-    """The numbers that are guesses; of GPUs only these (empty: all). Print them beside a result."""
+    """All assumed numbers, restricted to these GPU types if any are given."""
     others = tuple(f"gpus.{name}." for name in profile.gpus if gpus and name not in gpus)
     return tuple(
         figure
@@ -261,10 +262,10 @@ def require_memory(
     ranks: int,
     timesteps_per_pass: int = 1,
 ) -> None:
-    """Refuse GPUs that the model does not fit.
+    """Check that the model fits.
 
     Raises:
-        ConfigError: names each GPU type, what it has and what it would need.
+        ConfigError: names each GPU type, its memory and the requirement.
     """
     memory = profile.memory
     learner = learner_bytes(profile, ranks, timesteps_per_pass)
@@ -287,27 +288,26 @@ def require_memory(
 
 
 def learner_bytes(profile: Profile, ranks: int, timesteps_per_pass: int) -> float:
-    """What a learner GPU holds while it trains so many timesteps of its samples in a pass."""
+    """Memory of a learner GPU that trains this many timesteps per pass."""
     memory = profile.memory
     first = memory.learner_bytes_per_rank.value + memory.learner_bytes_sharded.value / ranks
     return first + (timesteps_per_pass - 1) * memory.pass_bytes.value
 
 
 def timesteps_that_fit(profile: Profile, gpu: str, ranks: int, wanted: int, held_bytes: float) -> int:
-    """Timesteps of a pass that fit a learner GPU beside ``held_bytes``: at most ``wanted``, at least 1."""
+    """Timesteps per pass that fit on a learner GPU beside ``held_bytes``, from 1 to ``wanted``."""
     free = GPU_TYPES[gpu].vram_bytes - held_bytes
     fitting = (k for k in range(wanted, 1, -1) if learner_bytes(profile, ranks, k) <= free)
     return next(fitting, 1)
 
 
 def require_size(profile: Profile, height: int, width: int) -> None:
-    """Refuse sizes that the model cannot make.
+    """Check the image size.
 
-    A profile whose sizes all are multiples of 16 is of a model that takes no others: eight pixels of the VAE,
-    two by two in a patch.
+    If all sizes in a profile are multiples of 16, the model requires it: 8 for the VAE times 2 for the patch.
 
     Raises:
-        ConfigError: a side is no multiple of 16.
+        ConfigError: a side is not a multiple of 16.
     """
     points = [point for gpu in profile.gpus.values() for point in gpu.denoise]
     if any(point.height % _GRID or point.width % _GRID for point in points):
@@ -340,7 +340,6 @@ def _infrastructure(name: str, where: str) -> object:
 
 
 def _explain(tree: object, loc: Sequence[int | str], message: str) -> Problem:
-    """One of pydantic's problems in our four parts."""
     key = ".".join(map(str, loc)) or "profile"
     found = tree
     for part in loc:

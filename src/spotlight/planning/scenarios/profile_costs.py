@@ -1,10 +1,9 @@
-"""A :class:`~spotlight.simulation.costs.CostModel` from a profile and what is run on it. Pure.
+"""A :class:`~spotlight.simulation.costs.CostModel` computed from a profile. Pure.
 
-Between two measured resolutions of one SP degree, time is a power of the number of pixels (a straight line
-through the logarithms): a DiT's forward grows with the tokens in its linear layers and with their square in
-attention, so the exponent lies between 1 and 2. Between two measured batches it is a straight line; beyond
-the largest, each further sample adds ``batch_slope`` of that batch's time per sample. Nothing is extrapolated
-to other resolutions, SP degrees or GPUs: a missing figure is an error that names its key.
+Times are interpolated between measured resolutions of one SP degree as a power of the pixel count (a DiT has
+terms linear and quadratic in tokens, so the exponent lies between 1 and 2), and linearly between measured
+batches. Beyond the largest batch, each further sample adds ``batch_slope`` of that batch's time per sample.
+Nothing is extrapolated to other resolutions, SP degrees or GPUs: a missing figure is an error with its key.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from spotlight.scheduler.types import WeightKind
 
 @dataclass(frozen=True, slots=True)
 class ProfiledWorkload:
-    """What is asked of the model.
+    """What the model is used for.
 
     Attributes:
         pixels: height times width.
-        trained_timesteps: of each sample, in each optimizer step.
-        guidance: classifier-free: two forwards a step, in rollouts and in training.
+        trained_timesteps: per sample and optimizer step.
+        guidance: classifier-free: two forwards per step, in rollouts and in training.
         recomputes_log_probs: the learner evaluates every trained timestep once more before the first update.
-        learner_gpu: type of the GPUs that train.
-        timesteps_per_pass: trained in one forward and backward, which share what a pass takes once.
-        resident: GPUs that train and roll out hold all they need for both, and turn at no cost.
+        learner_gpu: GPU type of the learner.
+        timesteps_per_pass: trained in one forward and backward, which share its fixed cost.
+        resident: GPUs that train and roll out keep both working sets in memory and switch for free.
     """
 
     pixels: int
@@ -43,16 +42,15 @@ class ProfiledWorkload:
 
     @property
     def forwards(self) -> int:
-        """Of one denoising step."""
+        """Forwards per denoising step."""
         return 2 if self.guidance else 1
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileCosts:
-    """Durations of a workload by a profile.
+    """Durations of a workload.
 
-    Raises (from every method that takes a size, degree or GPU type):
-        ConfigError: the profile has no figure for it.
+    Methods that take a size, degree or GPU type raise :class:`ConfigError` if the profile lacks a figure.
     """
 
     profile: Profile
@@ -62,7 +60,7 @@ class ProfileCosts:
     def denoise_step_s(self, gpu_type: str, pixels: int, batch: int, sp_degree: int) -> float:
         """See :class:`CostModel`."""
         key = (gpu_type, pixels, batch, sp_degree)
-        if key not in self._known:  # asked for at every step of a simulation
+        if key not in self._known:  # asked at every simulated step
             self._known[key] = self.workload.forwards * forward_s(self.profile, *key)
         return self._known[key]
 
@@ -72,7 +70,7 @@ class ProfileCosts:
         return ms / 1000 * pixels / 1e6 * batch
 
     def lease_size(self, gpu_type: str, pixels: int, sp_degree: int) -> int:
-        """As many samples as fill ``lease_pixels`` on every GPU of the group, at least one."""
+        """Samples that fill ``lease_pixels`` on every GPU of the group, at least one."""
         filling = _gpu(self.profile, gpu_type).lease_pixels or self.profile.lease_pixels
         return max(1, int(filling.value * sp_degree // pixels))
 
@@ -111,7 +109,7 @@ class ProfileCosts:
         return self._bytes(kind) / self._store_bytes_s
 
     def pull_s(self, kind: WeightKind, from_peer: bool) -> float:
-        """The bytes, and for whole weights building the model besides."""
+        """Transfer; for full weights, also building the model."""
         site = self.profile.infrastructure
         build_s = site.model_load_s.value if kind is WeightKind.FULL else 0.0
         return build_s + self._bytes(kind) / (
@@ -142,13 +140,12 @@ class ProfileCosts:
 
     @property
     def _store_bytes_s(self) -> float:
-        """Between a worker and the store: the slower of network and store."""
         site = self.profile.infrastructure
         return min(site.network_bytes_s.value, site.store_bytes_s.value)
 
 
 def forward_s(profile: Profile, gpu_type: str, pixels: int, batch: int, sp_degree: int) -> float:
-    """One forward of ``batch`` samples on an SP group. Raises :class:`ConfigError`."""
+    """Seconds of one forward of ``batch`` samples on an SP group. Raises :class:`ConfigError`."""
     gpu = _gpu(profile, gpu_type)
     times: dict[int, dict[int, float]] = {}  # pixels -> batch -> ms
     for point in gpu.denoise:
@@ -164,13 +161,13 @@ def forward_s(profile: Profile, gpu_type: str, pixels: int, batch: int, sp_degre
 
 
 def train_point_s(profile: Profile, gpu_type: str, pixels: int) -> float:
-    """One sample at one timestep, forward and backward. Raises :class:`ConfigError`."""
+    """Seconds of one forward and backward of one sample at one timestep. Raises :class:`ConfigError`."""
     line = {point.height * point.width: point.s for point in _gpu(profile, gpu_type).train}
     return _at_pixels(profile, f"gpus.{gpu_type}.train", line, pixels)
 
 
 def sp_degrees(profile: Profile, gpu_type: str, pixels: int) -> tuple[int, ...]:
-    """The SP degrees that the profile can time at this size. Raises :class:`ConfigError`."""
+    """SP degrees with figures at this size. Raises :class:`ConfigError`."""
     sizes: dict[int, list[int]] = {}
     for point in _gpu(profile, gpu_type).denoise:
         sizes.setdefault(point.sp, []).append(point.height * point.width)

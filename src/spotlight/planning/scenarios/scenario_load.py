@@ -1,4 +1,4 @@
-"""Reading scenario files: shipped ones by name, files that build on others, overrides, and plain errors."""
+"""Load scenario files: shipped ones by name, inheritance from a base file, overrides, readable errors."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from spotlight.planning.scenarios.scenario_file import ExplorationSection, Scena
 from spotlight.planning.scenarios.strategies import STRATEGIES, UnknownStrategyError, strategy_named
 
 _BASE = "base"
-"""Key of a file that has what this one lacks: a shipped scenario's name, or a path beside this file."""
+"""Key that names the file to inherit from: a shipped scenario, or a path relative to this file."""
 _KIND = "trace.kind"
 _DEPTH_MAX = 8
 
 
 def scenario_names() -> tuple[str, ...]:
-    """The scenarios that are shipped."""
+    """Names of the shipped scenarios."""
     folder = files("spotlight.planning.scenarios").joinpath("shipped")
     return tuple(sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir()))
 
@@ -35,16 +35,16 @@ def scenario_names() -> tuple[str, ...]:
 def load_scenario(
     name: str, overrides: Sequence[str] = (), *, trace: Path | None = None, seed: int | None = None
 ) -> ScenarioFile:
-    """Read a scenario: the name of a shipped one, or a path.
+    """Read a shipped scenario by name, or a file by path.
 
     Args:
         overrides: ``key.subkey=value`` in YAML syntax, applied in order. Sections merge; a trace of another
             kind replaces the scenario's.
-        trace: a trace file in place of the scenario's trace; its notices stay as the scenario has them.
-        seed: in place of ``run.seed``.
+        trace: trace file that replaces the scenario's trace; the notice settings stay.
+        seed: replaces ``run.seed``.
 
     Raises:
-        ConfigError: with every problem found, each naming key, value, expectation and remedy.
+        ConfigError: every problem found, each with key, value, expectation and remedy.
     """
     tree = _tree(name, None, 0)
     if trace is not None:
@@ -61,7 +61,7 @@ def load_scenario(
 def build_scenario(tree: Mapping[str, Any], where: str) -> ScenarioFile:
     """Validate a nested mapping. Raises :class:`ConfigError`."""
     try:
-        # Through JSON, because strict mode then still takes lists for tuples and text for paths.
+        # JSON strict mode accepts lists for tuples and strings for paths, and nothing looser.
         scenario = ScenarioFile.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
         raise ConfigError(where, [_explain(tree, detail) for detail in error.errors()]) from None
@@ -101,18 +101,18 @@ def _tree(name: str, beside: Path | None, depth: int) -> dict[str, Any]:
 
 
 def _without_another_kind(tree: dict[str, Any], override: str) -> dict[str, Any]:
-    """The tree, where an override of the trace or of its kind finds no keys that only another kind has."""
+    """Drop the trace keys of another kind if ``override`` changes the kind."""
     key = override.partition("=")[0]
     if key in {"trace", _KIND}:
         over: dict[str, Any] = {}
-        apply_override(over, override)  # alone, to see which kind it chooses
+        apply_override(over, override)  # alone, to see which kind it selects
         if _section(over, "trace").get("kind", was := _section(tree, "trace").get("kind")) != was:
             tree["trace"] = {}
     return tree
 
 
 def _section(tree: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """A section that may be changed in place; empty if there is none."""
+    """A section for in-place edits; created empty if absent."""
     value = tree.get(key)
     return value if isinstance(value, dict) else {}
 
@@ -121,10 +121,9 @@ def _section(tree: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _explain(tree: Mapping[str, Any], detail: ErrorDetails) -> Problem:
-    """One of pydantic's errors in our four parts."""
     parts = [str(part) for part in detail["loc"]]
     if len(parts) > 1 and parts[0] == "trace" and parts[1] == _section(tree, "trace").get("kind"):
-        del parts[1]  # the tag of the union is no key of the file
+        del parts[1]  # the union's tag is not a key in the file
     key = ".".join(parts) or "SCENARIO"
     if detail["type"] == "extra_forbidden":
         known = sorted(_fields_at(ScenarioFile, parts[:-1], tree))
@@ -145,7 +144,6 @@ def _explain(tree: Mapping[str, Any], detail: ErrorDetails) -> Problem:
 
 
 def _fields_at(model: type[BaseModel], path: Sequence[str], tree: Mapping[str, Any]) -> set[str]:
-    """Names of the keys that may stand at a dotted path."""
     models = [model]
     for part in path:
         found = [
@@ -174,7 +172,7 @@ def _sections(annotation: object) -> Iterator[type[BaseModel]]:
 
 
 def _contradictions(scenario: ScenarioFile) -> Iterator[Problem]:
-    """What no single key shows, and needs no file to be read."""
+    """Conflicts between keys that can be found without reading other files."""
     yield from _cluster(scenario)
     exploring: dict[str, None] = {}
     for key, names in (

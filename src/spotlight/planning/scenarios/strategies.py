@@ -1,8 +1,8 @@
-"""Strategies that are compared: who trains, who denoises, and what overlaps.
+"""Strategies to compare: who trains, who denoises, and what overlaps.
 
-A strategy is data: how it uses the places of the spot nodes, where it explores, and which parts of the
-pipeline it has on; what the controller then does is the controller's. A new one is a line in
-:data:`STRATEGIES`. Parts of the pipeline are added to its name: ``disaggregated+gap+tsp``.
+A strategy is data: what replaces the spot nodes, when it explores, and which pipeline parts are on. The
+behaviour is the controller's. A new one is a line in :data:`STRATEGIES`; pipeline parts are appended to its
+name: ``disaggregated+gap+tsp``.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from spotlight.scheduler.plan import Explore
 
 
 class UnknownStrategyError(ValueError):
-    """A name that is no strategy, or one with parts that it cannot have."""
+    """Unknown strategy, or one that cannot have the given parts."""
 
     def __init__(self, name: str, expected: str, remedy: str) -> None:
         super().__init__(name, expected, remedy)
         self.name, self.expected, self.remedy = name, expected, remedy
 
     def problem(self, key: str) -> Problem:
-        """As a problem with the key that has the name."""
+        """As a problem of the key that holds the name."""
         return Problem(key, repr(self.name), self.expected, self.remedy)
 
 
 class SpotPlaces(StrEnum):
-    """What stands where the scenario has spot nodes."""
+    """What takes the places of the scenario's spot nodes."""
 
     NOTHING = "nothing"
     SPOT = "spot"
     ON_DEMAND = "on_demand"
-    """Nodes that stay, and train too."""
+    """On-demand nodes that also train."""
     ROLLOUT = "rollout"
-    """Nodes that stay, and only roll out."""
+    """On-demand nodes that only roll out."""
 
     @property
     def stays(self) -> bool:
-        """Whether nodes there are rented on demand."""
+        """Whether these nodes are rented on demand."""
         return self in {SpotPlaces.ON_DEMAND, SpotPlaces.ROLLOUT}
 
 
 class PipelinePart(StrEnum):
-    """A part of the pipeline of generation and training."""
+    """An overlap of generation and training."""
 
     GAP = "gap"
     SLICES = "slices"
@@ -80,13 +80,13 @@ _OVERLAPPING = frozenset(PipelinePart) - {PipelinePart.TSP}
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One way to run the work.
+    """One way to run the workload.
 
     Attributes:
-        about: what it does, for the line below the table.
-        places: what stands where the scenario has spot nodes.
+        about: description printed below the table.
+        places: what takes the places of the spot nodes.
         explore: when previews are made; None: never.
-        parts: of the pipeline that are on.
+        parts: pipeline parts that are on.
     """
 
     name: str
@@ -97,18 +97,18 @@ class Strategy:
 
     @property
     def learns_as(self) -> str:
-        """The strategy without what changes no seed: iterations to the target that are stated of it hold."""
+        """The strategy without the parts that leave learning unchanged; its iterations to target apply."""
         base, *_ = self.name.split("+")
         return base + (f"+{PipelinePart.EXPLORATION}" if PipelinePart.EXPLORATION in self.parts else "")
 
     def trainers_roll_out(self, wished: bool) -> bool:
-        """Whether the GPUs that train denoise too.
+        """Whether training GPUs also denoise.
 
-        Alone they must; and where all GPUs stay and none only rolls out, all do both. In a pipeline they help
-        only where a part of it says so.
+        They must if they are alone, and do if all nodes are on demand and none only rolls out. In a
+        pipeline, only if one of its parts says so.
 
         Args:
-            wished: as the scenario has it, where both are possible.
+            wished: the scenario's setting, used where both are possible.
         """
         if self.places in {SpotPlaces.NOTHING, SpotPlaces.ON_DEMAND} or self.parts & _ONE_OF[1]:
             return True
@@ -159,10 +159,10 @@ STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
 
 @cache
 def strategy_named(name: str) -> Strategy:
-    """A strategy by its name: one of :data:`STRATEGIES`, and parts of the pipeline behind it, each after a +.
+    """Parse a name: one of :data:`STRATEGIES`, then pipeline parts, each after a ``+``.
 
     Raises:
-        UnknownStrategyError: it, or one of its parts, is unknown, or they do not go together.
+        UnknownStrategyError: an unknown strategy or part, or an invalid combination.
     """
     base_name, *added = name.split("+")
     base = STRATEGIES.get(base_name)
@@ -183,13 +183,13 @@ def strategy_named(name: str) -> Strategy:
 
 
 def with_parts(name: str, parts: Iterable[PipelinePart]) -> str:
-    """The name of a strategy with as many of these parts as it may have, in :class:`PipelinePart`'s order."""
+    """Name of the strategy with those parts that it allows, in :class:`PipelinePart`'s order."""
     added = {part for part in parts if _allows(name, part)} | strategy_named(name).parts
     return "+".join([name.split("+")[0], *(part for part in PipelinePart if part in added)])
 
 
 def without_part(name: str, part: PipelinePart) -> str:
-    """The name of a strategy without one of its parts."""
+    """Name of the strategy without this part."""
     return "+".join(piece for piece in name.split("+") if piece != part)
 
 
