@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from main_job import GRPO, NFT, At, Job, clean_audit, outcome, run_process
 
+from spotlight.config.algorithm import AdvantageConfig
+from spotlight.scheduler.effects import PrepareBatch
 from spotlight.scheduler.exploration.selection import SelectionPolicy, select
-from spotlight.scheduler.types import Phase
+from spotlight.scheduler.types import Phase, RolloutId
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.metrics import read_metrics
 from spotlight.store.run_directory import RunPaths
-from spotlight.training.batching.batch import TrainingSample
-from spotlight.training.learner import Learner
-from spotlight.training.step_metrics import BatchReport
+from spotlight.training.batching import feed
+from spotlight.training.batching.sample_advantages import sample_advantages
 
 SHORT = ("iterations=2", "evaluation.every=9")
 EXPLORES = (*GRPO, *SHORT, "exploration={seeds_per_prompt: 7, steps: 2, sampled_prompts: 1}")
@@ -96,15 +97,14 @@ def test_a_planned_run_that_is_killed_explores_as_one_that_was_not(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[float] = []
-    prepare = Learner.prepare
 
     def recording(
-        self: Learner, samples: Sequence[TrainingSample], order: Sequence[Sequence[str]]
-    ) -> BatchReport:
-        taken.extend(sample.importance for sample in samples)
-        return prepare(self, samples, order)
+        effect: PrepareBatch, weights: Mapping[str, float], config: AdvantageConfig
+    ) -> dict[RolloutId, float]:
+        taken.extend(effect.weights[name] for group in effect.groups for name in group.rollouts)
+        return sample_advantages(effect, weights, config)
 
-    monkeypatch.setattr(Learner, "prepare", recording)
+    monkeypatch.setattr(feed, "sample_advantages", recording)
     heard = job.train("planned", *PLANNED)
     straight = job.root / "planned"
     decided = [note for note in heard.notes if " explored " in note]

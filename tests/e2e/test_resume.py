@@ -22,6 +22,7 @@ from main_job import (
 )
 
 from conftest import Straight
+from spotlight.cli.runs.train import driver_of
 from spotlight.scheduler.types import Phase
 from spotlight.store.ledger.ledger_schema import Ending
 from spotlight.store.metrics import read_metrics
@@ -124,6 +125,7 @@ def test_raising_the_iterations_of_a_finished_run_continues_it(job: Job, straigh
 def test_a_finished_run_shows_its_outcome_at_once_and_stays_as_it_is(job: Job, straight: Straight) -> None:
     run, expected, _ = straight("diffusion-nft with EMA")
     before = contents(run)
+    driver_of(job.config(run.name))  # imports what a run needs
     started = time.monotonic()
     for iterations in (4, 2):
         heard = job.train(run.name, *NFT, f"iterations={iterations}", "evaluation.every=1")

@@ -60,7 +60,7 @@ def test_so_it_is_with_all_weights_trained_recomputed_activations_and_half_preci
 ) -> None:
     assert_no_bit_differs(world, name, 3, "full", gradient_checkpointing=True)
     assert_no_bit_differs(
-        world, name, 3, dtype=torch.bfloat16, autocast=torch.bfloat16, gradient_checkpointing=True
+        world, name, 3, dtype=torch.bfloat16, autocast="bfloat16", gradient_checkpointing=True
     )
 
 

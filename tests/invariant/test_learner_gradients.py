@@ -53,7 +53,7 @@ def nudge(learner: Learner, slot: Slot, size: float = 0.02) -> None:
         (4, {"gradient_checkpointing": True}, 1.0),
         (1, {}, 1.0),
         (3, {}, 3.0),
-        (6, {"autocast": torch.bfloat16}, 1.0),
+        (6, {"autocast": "bfloat16"}, 1.0),
     ],
     ids=["whole", "checkpointed", "single", "guided", "autocast"],
 )
