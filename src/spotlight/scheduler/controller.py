@@ -229,7 +229,6 @@ class Controller:
     # -- stages ----------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Once every sample is scored or dropped: report the evaluation, then train."""
         if self.work.stopping is not None:
             self._stop(self.work.stopping)
             return
@@ -265,7 +264,6 @@ class Controller:
         self._all_there()
 
     def _all_there(self) -> None:
-        """Everything of the iteration is made: finish the run, or train what remains."""
         if self.iteration >= self.plan.iterations:
             self._finish()
             return
@@ -276,7 +274,7 @@ class Controller:
     # -- training --------------------------------------------------------------------------------------
 
     def _learn(self) -> None:
-        """Give an idle learner its next task, unless its GPUs are better used for rollouts."""
+        """Give an idle learner its next task, unless its GPUs should roll out first."""
         there, training = self.stage is Stage.LEARNING, self.training
         rolls = self.stage in GENERATING
         if training.task or not self._learner_up or not (there or rolls):
@@ -302,7 +300,7 @@ class Controller:
             )
 
     def _plan_budget(self) -> None:
-        """How much the learner's GPUs should generate now; what is left of a plan is waited for a while."""
+        """Plan how many rollouts the learner's GPUs make now; unused budget expires after ``answer_s``."""
         pipeline, pace = self.plan.pipeline, self.cluster.pace
         overlaps = pipeline.axis is not None
         trainable = self.training.ready() if overlaps else 0
@@ -325,7 +323,9 @@ class Controller:
             self._budget, self._budget_until_s = takes, self._now + self.plan.cluster.answer_s
 
     def _set_trainer_budget(self) -> None:
-        """GPUs of the learner roll out only while it has nothing to do, and perhaps no more than pays."""
+        """Let the learner's GPUs roll out only while the learner idles and, if bounded, only as far as it
+        pays.
+        """
         if not self.cluster.trainers():
             return
         waits = self._learner_up and self.stage in LEARNER_IDLES and self.training.task is None
@@ -392,7 +392,6 @@ class Controller:
         self.work.effects.append(CommitCheckpoint(self.iteration, self.ledger.position, snapshot))
 
     def _report_pipeline(self) -> None:
-        """Report what filled otherwise idle GPU time."""
         pipeline, filled = self.plan.pipeline, self.cluster.pace.filled_s
         overlapped = self.training.overlapped if pipeline.axis is not None else None
         early = self.work.early_samples if pipeline.next_share else None
@@ -413,7 +412,7 @@ class Controller:
                     self._learner_up = True
 
     def _roll_back(self) -> None:
-        """Return to the last committed checkpoint, as a resumed run does, reusing surviving work."""
+        """Return to the last committed checkpoint like a resumed run, but reuse surviving work."""
         self.cluster.recoveries[Recovery.LEARNER_LOST] += 1
         self.work.effects = []
         self.iteration, self.version = self._committed.iteration, self._committed.version
@@ -428,7 +427,6 @@ class Controller:
         self._start_iteration()
 
     def _restore_learner(self) -> None:
-        """Restore the learner once there are GPUs for all its ranks."""
         if self._restore_due and self.cluster.learner_gpus >= self.plan.ranks:
             self._restore_due = False
             self.work.effects.append(RestoreLearner(self.iteration, self.cluster.lineage))
@@ -464,11 +462,11 @@ class Controller:
         snapshot: Mapping[str, object],
         term: int = 0,
     ) -> Controller:
-        """The controller that made ``snapshot``, ready for :class:`~spotlight.scheduler.events.RunStarted`.
+        """The controller that made ``snapshot``, before :class:`~spotlight.scheduler.events.RunStarted`.
 
         Args:
-            term: of this incarnation. Where workers or messages outlive the controller it must increase with
-                each incarnation, which fences everything sent to an older one.
+            term: of this incarnation; must increase where workers or messages outlive the controller, to
+                fence what was sent to older ones.
         """
         controller = cls(plan, train, test, term)
         parsed = Snapshot.from_dict(snapshot)

@@ -56,9 +56,7 @@ def train_rollouts(
 
 
 def _mixed(plan: Plan, iteration: int, seeds: Sequence[int]) -> list[int]:
-    """Shuffle chosen seeds, which come sorted by preview: a group's first slice would hold only its best
-    samples.
-    """
+    """Chosen seeds come sorted by preview: unshuffled, the first slice would hold only a group's best."""
     return sorted(seeds, key=lambda seed: derive_seed(plan.run_seed, "order", iteration, seed))
 
 

@@ -1,16 +1,16 @@
-"""The pull queue: which rollout a pulling worker gets, and whether a result it sends still counts.
+"""The pull queue: which rollout a worker gets, and whether its result still counts.
 
 Invariants
     1. A rollout is in exactly one place: waiting, under one lease, or done.
-    2. A commit or completion counts only under the lease that holds the rollout now and with that lease's
-       epoch: a fenced worker (lease expired, node lost) cannot write.
+    2. A commit or completion counts only under the current lease with its epoch: a fenced worker (lease
+       expired, node lost) cannot write.
     3. Completion is idempotent; a second one is reported as a duplicate.
 
 Pull order: :class:`WorkClass`, then resumed rollouts, then most steps remaining, then FIFO. Nothing starves:
-an iteration needs all its train and evaluation rollouts, so those classes drain; rollouts of the next
-iteration are then promoted, and previews end with their window.
+an iteration ends only when its train and evaluation rollouts are done, the next one's are then promoted, and
+previews end with their window.
 
-Pull, commit, completion and expiry cost O(log n) per rollout touched (heaps and running counts).
+Every operation costs O(log n) per rollout touched.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spotlight.scheduler.types import Lease, LeaseId, PolicyVersion, Purpose, Ro
 
 
 class WorkClass(IntEnum):
-    """Classes of work, the most valuable first. An optimizer step waits for the first two."""
+    """Priority classes, highest first. An optimizer step waits for the first two."""
 
     TRAIN = 0
     EVAL = 1
@@ -58,7 +58,7 @@ class _QueuedRollout:
 
 @dataclass(slots=True)
 class _OpenLease:
-    """A granted lease: ``start`` holds each rollout's step then, ``steps`` counts those made since."""
+    """``start``: each rollout's step when granted; ``steps``: progress since then."""
 
     lease: Lease
     open: dict[RolloutId, None]
@@ -69,12 +69,12 @@ class _OpenLease:
 
 @dataclass(slots=True)
 class PullQueue:
-    """Waiting and leased rollouts. Pure: the caller passes ``now`` in seconds, any origin, non-decreasing.
+    """Waiting and leased rollouts. Pure: ``now`` is in seconds, any origin, non-decreasing.
 
     Attributes:
-        lease_s: a lease not renewed by a commit for this long expires.
+        lease_s: a lease not renewed for this long expires.
         term: incarnation of the controller; epochs of different terms never coincide.
-        leases_granted: so far; the next lease id is one more.
+        leases_granted: also the id of the latest lease.
     """
 
     lease_s: float
@@ -148,7 +148,7 @@ class PullQueue:
     def reset(self) -> tuple[list[Lease], dict[RolloutId, tuple[Rollout, int]]]:
         """Remove all work. Returns the revoked leases, and unfinished rollouts with their committed steps.
 
-        Workers, epochs and the lease counter stay, so nothing sent under an older lease counts.
+        Epochs and the lease counter stay, so nothing sent under an older lease counts.
         """
         leases = [held.lease for held in self._held.values()]
         unfinished = {entry.rollout.id: (entry.rollout, entry.step) for entry in self._entries.values()}
@@ -196,9 +196,7 @@ class PullQueue:
     def pull(
         self, worker: WorkerId, capacity: int, now: float
     ) -> tuple[Lease, tuple[Rollout, ...], dict[RolloutId, int]] | None:
-        """Lease up to ``capacity`` rollouts to a worker.
-
-        All are of one class and one policy version, so that they can be batched in one forward pass.
+        """Lease up to ``capacity`` rollouts of one class and one policy version, to be batched together.
 
         Returns:
             The lease, its rollouts and the non-zero steps to resume at; None when nothing waits, or when the
@@ -240,8 +238,8 @@ class PullQueue:
         """Record that all open rollouts of a lease are durable ``steps`` steps after its start; renew the
         lease.
 
-        A rollout that would reach or pass its end keeps its step: its holder finished it, only the completion
-        was lost, and no intermediate state was committed.
+        A rollout that would reach its end keeps its step: it is finished, only the completion was lost, and
+        no intermediate state was committed.
         """
         held = self._held.get(lease)
         if held is None or held.lease.epoch != epoch:
@@ -389,8 +387,7 @@ class PullQueue:
     def granted(self, lease: LeaseId) -> tuple[Lease, tuple[Rollout, ...], dict[RolloutId, int]]:
         """An open lease as granted, to resend a lost grant.
 
-        The steps are those of the grant, not the latest committed: progress is counted from the grant, and a
-        holder that did receive it keeps counting from there.
+        The steps are those of the grant, from which progress is counted, not the latest committed.
         """
         held = self._held[lease]
         rollouts = tuple(self._entries[rollout].rollout for rollout in held.open)
@@ -443,7 +440,7 @@ class PullQueue:
         self._waiting[entry.value] += 1
 
     def _current(self, item: tuple[int, int, int, int, RolloutId]) -> bool:
-        """Whether a heap item is current: neither cancelled (and perhaps requeued) nor promoted since."""
+        """Whether a heap item was neither cancelled nor promoted since."""
         entry = self._entries.get(item[-1])
         return entry is not None and (entry.value, entry.order) == (item[0], item[3])
 

@@ -1,7 +1,7 @@
-"""The rollouts and previews of an iteration: issued, made, scored or dropped. Part of the controller.
+"""The rollouts and previews of an iteration, from issue to score or drop. Part of the controller.
 
-Rollouts of the next iteration may be made early, by the version one publication older. They enter the ledger
-when that iteration begins, so no checkpoint contains them.
+Rollouts of the next iteration may be made early, one published version stale. They enter the ledger when that
+iteration begins, so no checkpoint contains them.
 
 Invariants
     1. A rollout neither scored nor dropped is in the queue, or its sample is at the reward pool.
@@ -46,12 +46,12 @@ class Rollouts:
 
     Attributes:
         at: the current iteration.
-        early: rollouts of the next one.
-        early_samples: number of this iteration's samples begun before it.
+        early: the next iteration's rollouts.
+        early_samples: samples of this iteration begun before it.
         older: unfinished rollouts of the previously published version.
         explorer: None without exploration.
-        safe: work that survived a lost learner and was not reissued yet.
-        stopping: why the run has to stop; None while it need not.
+        safe: work that survived a lost learner, not reissued yet.
+        stopping: why the run has to stop, if it has to.
         effects: taken by the controller after each event.
     """
 
@@ -125,7 +125,7 @@ class Rollouts:
             self.queue.add([rollout], value=WorkClass.NEXT)
 
     def _adopt(self, prompt: Prompt, name: RolloutId) -> bool:
-        """Move an early rollout into this iteration; returns whether there is one."""
+        """Move an early rollout into this iteration, if there is one."""
         at, early = self.at, self.early
         rollout = early.rollouts.get(name)
         if rollout is None:
@@ -220,10 +220,10 @@ class Rollouts:
         self._preview_whole(range(early, len(prompts)))
 
     def explore_ahead(self, iteration: int, now: float) -> None:
-        """Give workers that would idle previews for the iteration after ``iteration``.
+        """Give workers that would idle previews for the next iteration.
 
-        The window opens when none of the iteration's rollouts waits. Once all planned previews are leased,
-        pools are deepened as groups ask for work.
+        The window opens when no rollout waits. Once all planned previews are leased, pools are deepened as
+        groups ask for work.
         """
         explores, window = self.plan.exploration, self.window
         if explores is None or not self.explores_beside or iteration + 1 >= self.plan.iterations:
@@ -251,7 +251,6 @@ class Rollouts:
             self.queue.add([rollout])
 
     def _preview_spare(self, slot: int) -> None:
-        """If a slot's prompt showed no contrast, preview a spare prompt in its place."""
         spare = self.explorer.spare(slot) if self.explorer else None
         if spare is not None:
             self._preview_whole([spare[0]])
@@ -263,7 +262,7 @@ class Rollouts:
         return plan is not None and plan.where is Explore.IDLE
 
     def _explorers(self) -> int:
-        """Workers that can preview while the learner trains (or while it waits, on the critical path)."""
+        """Workers that can preview: on the critical path also those of the learner's GPUs."""
         cluster, beside = self.cluster, self.explores_beside
         able = 0
         for group in cluster.groups.values():
@@ -445,7 +444,7 @@ class Rollouts:
             )
 
     def _drop_preview(self, rollout: RolloutId, reason: DropReason, detail: str) -> None:
-        """Drop a preview; unlike other drops, this never stops a run."""
+        """Unlike other drops, this never stops a run."""
         slot = self.window.slots[rollout]
         self.drop_quietly(rollout, reason, detail)
         self.window.drop(rollout)
@@ -485,7 +484,6 @@ class Rollouts:
             self.explorer.load(exploration)
 
     def _recall(self, rollout: Rollout) -> None:
-        """Count a surviving sample again instead of regenerating it."""
         self.cluster.recoveries[Recovery.SAMPLE_KEPT] += 1
         at, safe = self.at, self.safe
         at.makers[rollout.id] = safe.makers[rollout.id]

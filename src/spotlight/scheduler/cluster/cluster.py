@@ -1,19 +1,19 @@
-"""The cluster: nodes, their workers, and the groups that pull work. Part of the controller.
+"""Nodes, their workers, and the groups that pull work. Part of the controller.
 
     NodeJoined ─► StartWorker ─► WorkerStarted ─► PullWeights ─► WeightsPulled ─► FormGroup ─► GroupFormed
                                                                                                    │
            GrantLease, once there is work and the group has the published version ◄── GroupPulled ◄──┘
 
-A loss, a preemption notice or a change of degree stops the affected groups (StopGroup ─► GroupStopped); their
+A loss, a preemption notice or a change of degree stops the affected groups (StopGroup ─► GroupStopped);
 surviving workers form new groups under new epochs.
 
 Invariants
-    1. A worker is in at most one group; all members of a group are on one living node.
+    1. A worker is in at most one group; a group's members are on one living node.
     2. Only a READY group holds leases, or a STOPPING one that may still commit.
     3. Every command (start, pull, form, stop) is answered, resent on timeout, or ends in a restart of its
        workers: no wait is unbounded.
-    4. A group is granted work only while all members hold the published version, and keeps that version until
-       the work is finished.
+    4. A group is granted work only while all members hold the published version, and keeps it until the work
+       is finished.
     5. Answers under an old epoch, or to a closed command, change nothing.
     6. Idle-time previews are preempted by other work (see
        :class:`~spotlight.scheduler.cluster.spare_time.SpareTime`).
@@ -72,7 +72,7 @@ class Cluster:
     """See the module's docstring. ``queue`` is shared with the controller.
 
     Attributes:
-        target: the published policy version, which every worker should hold.
+        target: the published policy version.
         lineage: increases with each restart of the learner.
         effects: taken by the controller after each event.
         noticed: nodes with a preemption notice.
@@ -366,7 +366,7 @@ class Cluster:
             self._send(("form", group.leader), form, self.plan.answer_s)
 
     def _divided(self, free: list[WorkerId]) -> list[tuple[WorkerId, ...]]:
-        """Split free workers into groups for waiting work other than previews, then groups for previews."""
+        """Split free workers into groups for other waiting work, then for previews."""
         demand, degrees = self.spare.demand(), self.plan.degrees
         degree, previews = self.degree_for(demand.contended), self.queue.outstanding - demand.needed
         first = len(free) if demand.previews or not previews else demand.pressing * degree
@@ -402,7 +402,7 @@ class Cluster:
         self._send(("stop", group.leader), stop, self.plan.answer_s)
 
     def _leave(self, worker: Worker) -> None:
-        """Remove a dead worker from its group and stop the rest of the group."""
+        """Remove a dead worker from its group and stop the rest."""
         if worker.leader is None:
             return
         group = self.groups[worker.leader]
@@ -513,14 +513,12 @@ class Cluster:
         serving.idle.update(dict.fromkeys(leader for leader in satisfied if self.groups[leader].capacity))
 
     def _able(self) -> Counter[GroupKind]:
-        """Groups, by kind, that compete for the next work."""
         groups = (group for group in self.groups.values() if self.serving.competes(group))
         return Counter(
             group.kind for group in groups if self.queue.holds(group.leader) or self.willing(group)
         )
 
     def _preempt_previews(self) -> None:
-        """Have groups that hold previews take better work that waits."""
         if not (self.spare.explores and self.queue.previews_held):
             return
         demand = self.spare.demand()
@@ -540,7 +538,7 @@ class Cluster:
         return sum(g.capacity for g in able if not self.queue.count_held_by(g.leader, previews=False))
 
     def _abandon_previews(self, leases: list[Lease]) -> None:
-        """Previews were requeued: who holds them stops at the next step boundary and pulls."""
+        """Holders of these requeued previews stop at the next step boundary and pull."""
         for lease in leases:
             self._count(Recovery.PREVIEWS_YIELDED)
             self.pace.cut(lease.id, self._now)
@@ -549,7 +547,7 @@ class Cluster:
     # -- GPUs that train -------------------------------------------------------------------------------
 
     def set_trainer_budget(self, rollouts: float, *, explore: bool) -> None:
-        """How many rollouts GPUs that train may pull now; with ``explore`` previews too."""
+        """Set how many rollouts GPUs that train may pull now, and whether previews too."""
         trainers = self.trainers()
         if self.serving.set_trainer_budget(rollouts, trainers, explore=explore):
             for group in trainers:
@@ -581,7 +579,6 @@ class Cluster:
             self._load(self.workers[name])
 
     def _consider(self, group: WorkerGroup) -> None:
-        """Update whether a group is in ``serving.idle``."""
         if self.willing(group) and not (group.trains and self.serving.trainer_budget <= 0):
             self.serving.idle[group.leader] = None
         else:

@@ -93,9 +93,7 @@ class Host:
 def check_members(
     hosts: Mapping[NodeId, Host], workers: Mapping[WorkerId, Worker], groups: Mapping[WorkerId, WorkerGroup]
 ) -> None:
-    """Assert: a worker is in at most one group, a group on one node, no group of a draining node takes
-    work.
-    """
+    """Assert the invariants on groups: one per worker, on one node, none active on a draining node."""
     for worker in workers.values():
         assert worker.id in hosts[worker.node].workers
         assert (worker.leader is not None) == (worker.state is WorkerState.GROUPED)

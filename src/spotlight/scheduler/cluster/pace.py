@@ -92,7 +92,7 @@ class Pace:
         return running, spent_s
 
     def _fill(self, running: _Running, now: float) -> float:
-        """Count what a lease filled so far; returns how long it ran, in seconds."""
+        """Count the time a lease filled; returns its duration in seconds."""
         # A prefetched lease begins when the group's previous one ends.
         spent_s = max(0.0, now - max(running.since_s, self._free_s.get(running.leader, 0.0)))
         if running.filler is not None and running.fills:

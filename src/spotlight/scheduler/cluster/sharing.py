@@ -55,8 +55,8 @@ class FairShares:
         """Whether faster groups would finish everything left before ``group`` finishes its share.
 
         Args:
-            share: of ``rollouts``; False for large shares, where one rollout more or less does not matter.
-            able: groups that work or wait for work (others may never do either); called only if needed.
+            share: of ``rollouts``; False for large shares, where one rollout hardly matters.
+            able: groups that work or wait for work; called only if needed.
         """
         if not 0 < share <= _FEW:
             return False
@@ -72,7 +72,7 @@ class FairShares:
         return done > rollouts - share
 
     def _speeds(self) -> dict[GroupKind, float]:
-        """Speed of each kind relative to the first; 1 while a pace is unknown."""
+        """Relative to the first kind; 1 while a pace is unknown."""
         kinds = list(dict.fromkeys(kind for _, kind in self.sharers))
         times_s = [self.pace.step_s(kind) for kind in kinds]
         return {
@@ -193,14 +193,13 @@ class Serving:
         return turn_s
 
     def _turn(self, group: WorkerGroup) -> float:
-        """A group gets work: seconds until its GPUs have switched to rollouts."""
+        """Seconds until a group that gets work has switched to rollouts."""
         if not group.trains or self.turned.issuperset(group.members):
             return 0.0
         self.turned.update(group.members)
         return self.switch_s
 
     def _suits_trainers(self) -> bool:
-        """Whether the next work is worth a trainer's time."""
         best = self.queue.best
         if self.trainer_budget <= 0 or best is None:
             return False

@@ -1,12 +1,12 @@
-"""Idle-time previews: who may make them, and when they are preempted. Part of the cluster.
+"""Idle-time previews: which groups may make them, and when they are preempted. Part of the cluster.
 
 Invariants
     1. Neither a group that holds work the iteration waits for nor a GPU that trains gets previews: batched
        with them, that work would be slower.
-    2. While such work waits and no group can take it, enough groups lose their previews to take it, as far as
-       there are any. A group that does not pull in time is not counted on.
+    2. While such work waits and no group can take it, enough groups lose their previews to take it. A group
+       that does not pull in time is not counted on.
 
-Neither holds where exploration is on the critical path: there the iteration waits for previews too.
+Neither holds with exploration on the critical path: there the iteration waits for previews too.
 """
 
 from __future__ import annotations

@@ -2,16 +2,16 @@
 
 Selection looked at preview rewards x, not at regenerated rewards y. Both estimators rest on this alone.
 
-By slope. Selecting on x leaves the distribution of y given x unchanged, so the line y = a + b x fitted to the
+By slope. Selection on x leaves the distribution of y given x unchanged, so the line y = a + b x fitted to the
 group is unbiased, and the pool's variance is b² var(x) + var(y - a - b x), with var(x) over all previews
-(Pearson-Lawley correction for selection). The squared slope is corrected by its own variance, s²/Sxx.
-Unbiased if y given x is linear and homoscedastic; a violation cannot be detected within the group. A group
-whose chosen previews are all equal has no line; since leaving it out would bias the mean, it uses the mean
-line of the other groups, which is right if prompts have similar lines.
+(Pearson-Lawley correction for selection). The squared slope is corrected by its variance, s²/Sxx. Unbiased if
+y given x is linear and homoscedastic, which the group cannot show. A group whose chosen previews are all
+equal has no line; leaving it out would be biased, so it uses the others' mean line, which is right if prompts
+have similar lines.
 
-By design. If some seeds of the group were drawn at random from those left by rank, every pair of the pool has
-a known inclusion probability, and sums over pairs are weighted by its inverse (Horvitz and Thompson 1952).
-Unbiased for any distribution, but noisy.
+By design. With seeds drawn at random from those left by rank, every pair of the pool has a known inclusion
+probability, and sums over pairs are weighted by its inverse (Horvitz and Thompson 1952). Unbiased for any
+distribution, but noisy.
 """
 
 from __future__ import annotations

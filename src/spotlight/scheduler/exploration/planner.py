@@ -124,9 +124,9 @@ class Planner:
     """The arm with the largest upper confidence bound among trusted arms that fit the window.
 
     An arm's reward is the mean gain (:mod:`spotlight.scheduler.exploration.contrast`) over the prompts
-    explored, 0 for those left with random seeds (no contrast, or out of time). It is measured in units of the
-    random groups' contrast in earlier iterations, so rewards of easy and hard phases are comparable, and the
-    unit, fixed before the reward is seen, does not bias it.
+    explored, 0 for those left with random seeds. Its unit is the random groups' contrast in earlier
+    iterations: this makes easy and hard phases comparable and, being fixed before the reward is seen, does
+    not bias it.
 
     A window may open before the previous one's groups are regenerated; its reward then arrives late.
 
@@ -210,7 +210,7 @@ class Planner:
         self._awaited = arm if arm in self.bandit.arms else None  # the configured grid may have changed
 
     def _worth_trying(self, arms: set[Arm], estimates: Mapping[Arm, ArmEstimate]) -> set[Arm]:
-        """Exclude an untried arm whose reward is pending: playing it again would add no information yet."""
+        """Skip an untried arm whose reward is pending: a second play would not inform sooner."""
         first = self._awaited is not None and estimates[self._awaited].mean is None
         return arms - {self._awaited} or arms if first else arms
 

@@ -159,7 +159,6 @@ def _drawn(verdict: SelectionVerdict, rewards: Mapping[int, float], count: int, 
 def _by_rank(
     ranked: Sequence[int], rewards: Mapping[int, float], count: int, policy: SelectionPolicy
 ) -> list[int]:
-    """The highest first."""
     if count == 0:
         return []
     match policy:

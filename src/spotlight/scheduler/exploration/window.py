@@ -130,9 +130,9 @@ class Window:
         opened_s: controller time; None while closed.
         workers: number that could explore when it opened.
         prompts: by slot; slots beyond the iteration's hold spare prompts.
-        unscored: previews neither scored nor dropped; ``open`` counts those planned by the arm, by slot.
-        issued: previews by slot; beyond the arm's seeds they deepen the pool.
-        replaced: slots without contrast, each with a spare prompt previewed.
+        unscored: neither scored nor dropped; ``open`` counts those planned by the arm, by slot.
+        issued: previews by slot, pool-deepening ones included.
+        replaced: slots without contrast that have a spare prompt.
         pools: seeds of scored previews, by slot.
         scored_s: time of the last score.
         is_full: no slot can be deepened, until a spare prompt is added.

@@ -1,16 +1,16 @@
 """How much generation idle trainers should take over: an exact search over the predicted timeline.
 
-While trainers wait for units (micro-batches, groups) they may generate some, at the cost of two context
-switches and of not training meanwhile. With profiled times, dynamic programming over (units taken, units
-trained, mode) finds the plan that trains everything earliest.
+Trainers waiting for units (micro-batches, groups) may generate some, at the cost of two context switches and
+of not training meanwhile. Dynamic programming over (units taken, units trained, mode) finds the plan that
+trains everything earliest.
 
 Exact: generators pull in a fixed order at fixed times, and units taken by trainers only cut off the tail. So
-of two ways to reach a state the earlier dominates, since it can wait.
+the earlier of two ways to reach a state dominates, since it can wait.
 
 Trainers switch back once there is something to train, not before.
 
-Bounded: a unit that trainers would finish after the generators had finished everything is never taken. Left
-alone, all training could start by then; taken, it would start later.
+Bounded: a unit that trainers would finish after the generators finished everything is never taken. Left
+alone, all training could start by then.
 
 Invariants: a plan never ends later than taking nothing; of equal plans the one that takes less wins.
 """
@@ -150,7 +150,7 @@ class _Claim(NamedTuple):
 
 
 class _At(NamedTuple):
-    """The earliest time trainers reach a state, and the units they take first on the way."""
+    """The earliest time to reach a state, and the units taken first on the way."""
 
     at_s: float
     first: int
@@ -164,7 +164,7 @@ class _TrainerTimes(NamedTuple):
 
 
 def _pulls(timeline: Timeline) -> tuple[list[_Claim], list[float]]:
-    """Generators' pulls in order if trainers take nothing, and when units under way are ready."""
+    """Pulls in order if trainers take nothing, and when units under way are ready."""
     heap = [(generator.free_s, i) for i, generator in enumerate(timeline.generators)]
     heapq.heapify(heap)
     claims: list[_Claim] = []
@@ -182,7 +182,7 @@ def _pulls(timeline: Timeline) -> tuple[list[_Claim], list[float]]:
 def _trained(
     timeline: Timeline, rows: Sequence[_TrainerTimes], finished: Sequence[float], taken: int
 ) -> list[_TrainerTimes]:
-    """Extend each state by training as early as possible. ``finished``: ascending ready times."""
+    """Extend each state by training as early as possible. ``finished``: ascending ready times, in seconds."""
     found = list(rows)
     for trained in range(timeline.units):
         of_generators = trained + 1 - timeline.ready - taken
@@ -196,7 +196,7 @@ def _trained(
 
 
 def _end_of_whole(timeline: Timeline, row: _TrainerTimes, finished: Sequence[float], taken: int) -> _At:
-    """The end if training starts only once everything is generated. ``row``: states with none trained."""
+    """``row``: states with nothing trained."""
     if timeline.ready + taken + len(finished) < timeline.units:
         return _At(math.inf, 0)  # the rest is never generated
     if not timeline.units:
@@ -206,7 +206,7 @@ def _end_of_whole(timeline: Timeline, row: _TrainerTimes, finished: Sequence[flo
 
 
 def _earliest(timeline: Timeline, row: _TrainerTimes, ready_s: float, train_s: float) -> _At | None:
-    """When trainers, from either mode, finish ``train_s`` of training on units ready at ``ready_s``."""
+    """When ``train_s`` of training on units ready at ``ready_s`` ends, from the better mode."""
     ways = [(way, turn_s) for way, turn_s in zip(row, (0.0, timeline.leave_s), strict=True) if way]
     return min(
         (_At(max(way.at_s, ready_s) + turn_s + train_s, way.first) for way, turn_s in ways), default=None
@@ -216,7 +216,7 @@ def _earliest(timeline: Timeline, row: _TrainerTimes, ready_s: float, train_s: f
 def _taken(
     timeline: Timeline, rows: Sequence[_TrainerTimes], claimed_s: float, all_ready_s: float, taken: int
 ) -> list[_TrainerTimes]:
-    """Extend each state by one taken unit, begun before a generator claims it and ready before the others."""
+    """Extend each state by one unit, begun before a generator claims it and ready before the others."""
     found = []
     for trained, (training, generating) in enumerate(rows):
         ways = []

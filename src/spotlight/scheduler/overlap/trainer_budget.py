@@ -19,7 +19,7 @@ from spotlight.scheduler.types import GroupKind
 _UNITS = 32
 """Waiting work is divided into this many units; the search is quadratic in it."""
 _GAIN_MIN, _TURNS_MIN = 0.03, 0.1
-"""A plan has to gain these shares of the time that is left, and of its turns: predictions are not exact."""
+"""Minimum gain, as fractions of the time left and of the switching time: predictions are inexact."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,7 +137,6 @@ class TrainingTasks:
     # -- parts -----------------------------------------------------------------------------------------
 
     def _part(self) -> PrepareBatch | None:
-        """Ready slices of the first update, if they fill a micro-batch."""
         chosen = self._next_slices()
         if not chosen:
             return None
@@ -193,7 +192,6 @@ class TrainingTasks:
         return [[by_group[group] for group in groups] for groups in split if groups]
 
     def _survivors(self, slots: Iterable[int]) -> list[Slice]:
-        """Trainable slices of some groups; drops their remaining samples."""
         slots = list(slots)
         found = list(self._ready(slots))
         taken = {rollout for part in found for rollout in part.group.rollouts}
@@ -233,7 +231,6 @@ class TrainingTasks:
     # -- groups ----------------------------------------------------------------------------------------
 
     def _ready(self, slots: Iterable[int]) -> Iterator[Slice]:
-        """Ready slices not in a part yet."""
         at = self._at
         keys = list(at.groups)
         for slot in slots:
@@ -256,7 +253,7 @@ class TrainingTasks:
         return list(self._at.groups.values())[slot]
 
     def _slots_of(self, update: int) -> range:
-        """Group indices of an update as planned, regardless of drops."""
+        """As planned, regardless of drops."""
         groups = len(self._at.groups)
         updates = max(1, min(self._plan.updates_per_batch, groups))
         bounds = [groups * index // updates for index in range(updates + 1)]
