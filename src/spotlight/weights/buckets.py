@@ -1,7 +1,7 @@
-"""Memory shared by two processes of a node, on the host or on a GPU.
+"""Memory shared by two processes of a node, on the host or a GPU.
 
-Host memory is an anonymous file (memfd) sent over the socket: it leaves no name behind and is freed once both
-ends close it, even by dying.
+Host memory is an anonymous file (memfd) sent over the socket: it has no name, and is freed once both ends
+close it, even by dying.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _mapped(descriptor: int, size: int) -> Tensor:
 
 @contextmanager
 def side_stream(device: torch.device) -> Iterator[None]:
-    """On a GPU, use a separate stream, so that copies do not queue behind the process's computation."""
+    """On a GPU, a separate stream, so that copies do not queue behind computation."""
     if device.type != "cuda":
         yield
         return

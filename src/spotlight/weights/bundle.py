@@ -1,11 +1,10 @@
-"""A published policy version as bytes, and loading it into a worker's weight slots.
+"""A published policy version as bytes, and loading it into weight slots.
 
-The bytes are a safetensors file with tensors named ``slot/name``. The digest covers slot names, tensor names,
-types, shapes and values, but neither version nor lineage, so equal content has an equal digest whoever
-published it.
+The bytes are a safetensors file with tensors named ``slot/name``. The digest covers names, types, shapes and
+values, but neither version nor lineage, so equal content has an equal digest.
 
-Invariant: :func:`bind` writes nothing until everything is checked: digest, slots, names, shapes, types, and
-the number of bound modules on both sides.
+Invariant: :func:`bind` writes nothing until digest, slots, names, shapes, types, and the number of bound
+modules on both sides are checked.
 """
 
 from __future__ import annotations
@@ -44,14 +43,13 @@ _FETCH_AGAIN = "fetch it again; if that fails too, the publisher's copy is damag
 
 @dataclass(frozen=True, slots=True)
 class WeightsManifest:
-    """Describes a published version; small enough to go into every message.
+    """Describes a published version.
 
     Attributes:
         version: optimizer steps applied.
         lineage: how often the learner had been restored.
         digest: hexadecimal SHA-256 of the content.
         modules_bound: modules whose weights the tensors replace; > 0 and equal on both sides.
-        slots: weight slots in the bundle.
         bytes: length of the bundle.
     """
 
@@ -103,7 +101,7 @@ class Bundle:
 class Bindable(Protocol):
     """The part of ``spotlight.models.slots.WeightSlots`` that binding needs.
 
-    Slot names are ``Any`` because the target's methods take a literal type of their own.
+    Slot names are ``Any``, since its methods take a literal type.
     """
 
     modules_bound: int
@@ -125,8 +123,6 @@ def pack(
     """Serialize the weights of some slots.
 
     Args:
-        version: optimizer steps applied.
-        lineage: how often the learner was restored.
         slots: slot -> name -> whole (unsharded) tensor, on any device.
         modules_bound: ``WeightSlots.modules_bound`` of their source.
 
@@ -239,11 +235,11 @@ def bind(
     *,
     needs: Collection[str] = (),
 ) -> None:
-    """Copy a version into a worker's weight slots: all of it, or nothing.
+    """Copy a version into a worker's weight slots: all or nothing.
 
     Args:
-        data: the bundle's bytes, or a :class:`Bundle`, whose content is not hashed again.
-        needs: slots that the worker runs and the bundle must contain.
+        data: bytes, or a :class:`Bundle`, which is not hashed again.
+        needs: slots that the bundle must contain.
 
     Raises:
         WeightsError: anything differs; nothing has been written.

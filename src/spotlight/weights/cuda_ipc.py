@@ -1,10 +1,10 @@
 """The only user of torch's private CUDA IPC: a tensor of one process, mapped into another on the same node.
 
-torch wraps this in multiprocessing reductions, which need pickle and a torch queue; the two storage methods
-underneath use plain bytes and integers. `tests/contract/test_cuda_ipc.py` detects a change in torch.
+torch's own wrapper needs pickle and a torch queue; the two storage methods underneath use bytes and integers.
+`tests/contract/test_cuda_ipc.py` detects changes in torch.
 
-The owner must keep the tensor alive while others have it open. Both sides must signal when they are done
-(here by messages), since nothing else orders their streams. Opening another GPU's memory needs peer access.
+The owner must keep the tensor while others have it open, and both sides must signal when done (here by
+messages), since nothing else orders their streams. Another GPU's memory needs peer access.
 """
 
 from __future__ import annotations

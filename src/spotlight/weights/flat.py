@@ -1,8 +1,8 @@
-"""Tensors as a byte stream in buckets of bounded size, with checksums that are the same on any device.
+"""Tensors as a byte stream in bounded buckets, with device-independent checksums.
 
 Invariants:
-- The pieces of all buckets, in order, cover every byte of every tensor exactly once.
-- Pieces start at multiples of 16 bytes in their tensor and bucket, so they can be read as words.
+- The pieces of all buckets, in order, cover every byte of every tensor once.
+- Pieces start at multiples of 16 bytes in tensor and bucket, so they can be read as words.
 """
 
 from __future__ import annotations
@@ -74,9 +74,8 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def checksum(data: Tensor) -> Tensor:
     """Three position-weighted 64-bit sums over [bytes] uint8: [3] int64, on the data's device.
 
-    Words are arranged in rows of 4096; the sums of rows and of columns are weighted by odd numbers modulo
-    2^64, so any single damaged word changes both. Independent of summation order and memory-bound. Detects
-    faults, not tampering.
+    Words form rows of 4096; row and column sums are weighted by odd numbers modulo 2^64, so any damaged word
+    changes both. Independent of summation order and memory-bound. Detects faults, not tampering.
     """
     if data.storage_offset() % 8:
         data = data.clone()

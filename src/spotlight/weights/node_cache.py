@@ -1,12 +1,12 @@
-"""One download of a policy version per node: the first process fetches it, the others map the same memory.
+"""One download of a policy version per node: the first process fetches it, the others map it.
 
 Files lie in shared memory, in a per-run directory private to this user:
 
-- ``DIGEST.safetensors``: a whole bundle, renamed into place and therefore never half written.
-- ``fetch.lock``: flock held during a fetch; the kernel releases it when its holder dies.
-- ``DIGEST.part``: a file being written; the next lock holder removes what a dead process left.
-- ``alive``: every cache holds a shared lock on it. If nobody does, the run is dead and the next cache opened
-  on the node removes the directory.
+- ``DIGEST.safetensors``: a bundle, renamed into place and so never half written.
+- ``fetch.lock``: flock held during a fetch; released by the kernel if its holder dies.
+- ``DIGEST.part``: being written; the next lock holder removes what a dead process left.
+- ``alive``: every cache holds a shared lock on it. Without one the run is dead, and the next cache opened on
+  the node removes the directory.
 
 Invariant: what :meth:`NodeCache.get` returns was hashed in place and matches its manifest.
 """
@@ -46,10 +46,9 @@ class NodeCache:
     """The versions in shared memory on this node; one object per process.
 
     Args:
-        run: name of the run, which separates it from other runs on the node.
+        run: separates runs on the node.
         parent: a directory in memory.
-        keep: versions kept; the oldest is removed when a new one comes. Its memory is freed once no process
-            maps it.
+        keep: versions kept, newest first. A removed one's memory is freed once no process maps it.
         deadline_s: longest wait for another process's fetch.
 
     Raises:
@@ -72,12 +71,11 @@ class NodeCache:
         """The bundle of a version, fetched by at most one process per node.
 
         Args:
-            fetch: returns the bundle's bytes; called only if no process on this node has them. It needs its
-                own deadline. Its errors are raised here, and the next process tries again.
+            fetch: returns the bytes, called if no process has them. Needs its own deadline. Its errors are
+                raised here, and the next process tries.
 
         Raises:
-            WeightsError: the fetched bytes do not match ``manifest``, or another process's fetch missed the
-                deadline.
+            WeightsError: the bytes do not match ``manifest``, or another process's fetch missed the deadline.
             NoSpaceError: shared memory is too small.
         """
         found = self._look(manifest)
@@ -162,7 +160,7 @@ def _time_made(path: Path) -> int:
 
 
 def _enter(directory: Path) -> int:
-    """Create the directory and take a shared lock on its ``alive``. Returns the locked descriptor."""
+    """Create the directory and lock its ``alive``. Returns the locked descriptor."""
     end_s = time.monotonic() + _OPEN_S
     while True:
         private_directory(directory)
@@ -182,7 +180,7 @@ def _enter(directory: Path) -> int:
 
 
 def _remove_dead(parent: Path, prefix: str, but: Path) -> None:
-    """Remove the directories of runs without a living process on this node."""
+    """Remove directories of runs without a living process."""
     for directory in parent.glob(f"{prefix}*"):
         try:
             if directory == but or directory.lstat().st_uid != os.getuid():
@@ -198,7 +196,7 @@ def _remove_dead(parent: Path, prefix: str, but: Path) -> None:
 
 
 def _remove(directory: Path) -> None:
-    """Remove a cache's directory, ``alive`` last, so that an interrupted removal is found again."""
+    """``alive`` goes last, so that an interrupted removal is found again."""
     for path in directory.iterdir():
         if path.name != "alive":
             path.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""Full weights from a worker on the same node: every worker runs a server, and a new worker fetches from it.
+"""Full weights from a worker on the same node: every worker runs a server, a new worker fetches from it.
 
 They connect over a Unix socket in a directory private to this user. Bytes pass through two buckets of shared
-memory (on the host, or on the server's GPU), with tensors cut to fit; messages are JSON::
+memory (host, or the server's GPU); messages are JSON::
 
     new worker                                  server
       wanted digest, own device      ──────────►
@@ -14,10 +14,10 @@ memory (on the host, or on the server's GPU), with tensors cut to fit; messages 
 
 Invariants:
 - Nothing is written before names, types, shapes and the number of modules match.
-- Checksums are taken of the source tensor before the copy and of the target tensor after it, so they cover
-  everything in between. :func:`fetch_from_peer` returns only if every byte was checked.
-- All tensors of a transfer are of one version (see :class:`spotlight.weights.served_weights.ServedWeights`).
-- Every socket operation has a deadline on both sides, so neither waits for a dead or hung peer.
+- Checksums of the source before the copy and of the target after it cover everything in between.
+  :func:`fetch_from_peer` returns only if every byte was checked.
+- A transfer is of one version (see :class:`spotlight.weights.served_weights.ServedWeights`).
+- Every socket operation has a deadline, so neither side waits for a dead or hung peer.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class WeightServer:
     Args:
         directory: for the socket; private to this user, created if its parent exists.
         name: of this worker; the socket is ``directory / (name + ".sock")``.
-        bucket_bytes: size of each of the two buckets, a multiple of 16.
-        stall_s: a client idle for this long is dropped.
+        bucket_bytes: per bucket, a multiple of 16.
+        stall_s: an idle client is dropped after this.
 
     Raises:
         WeightsError: the directory belongs to another user, or the socket's path is too long.
@@ -174,13 +174,7 @@ class WeightServer:
 
 @dataclass(frozen=True, slots=True)
 class FetchedWeights:
-    """What a transfer delivered.
-
-    Attributes:
-        tensors: number of tensors, all filled and checked.
-        modules: number of modules they belong to.
-        bytes: total size.
-    """
+    """Numbers of tensors (all filled and checked), modules and bytes transferred."""
 
     tensors: int
     modules: int
@@ -201,11 +195,10 @@ def fetch_from_peer(
 
     Args:
         path: the peer's socket (:attr:`WeightServer.path`).
-        digest: of the wanted weights.
         targets: name -> tensor to fill, contiguous, all on one device.
         modules: number of modules they belong to; must match the peer's.
-        deadline_s: for everything, including the wait for other clients.
-        stall_s: for any single operation of the peer.
+        deadline_s: in total, including the wait for other clients.
+        stall_s: per operation of the peer.
 
     Raises:
         PeerLostError: the peer is dead, hangs, or has other weights. The targets may hold a mixture.

@@ -1,7 +1,7 @@
-"""The weights that a worker serves to new workers of its node, and their current version.
+"""The weights that a worker serves, and their current version.
 
-Invariant: a reader under :meth:`ServedWeights.reading` sees tensors of the requested version only. The lock
-is held per bucket copy, so a hung client does not block the worker.
+Invariant: readers under :meth:`ServedWeights.reading` see the requested version only. The lock is held per
+bucket, so a hung client does not block the worker.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class ServedWeights:
     """Tensors to serve.
 
     Args:
-        tensors: name -> tensor, contiguous, all on one device. Their current memory is served; for a base
-            model under LoRA, take them while no adapter is merged.
+        tensors: name -> tensor, contiguous, on one device. Their memory is served: for a base model under
+            LoRA, take them while no adapter is merged.
         modules: number of modules they belong to (> 0).
-        digest: of their content: a bundle's digest, or any name that identifies the base model.
+        digest: of a bundle, or any name that identifies the base model.
 
     Raises:
         WeightsError: no tensors or modules, several devices, or a tensor that is not contiguous.
@@ -66,9 +66,9 @@ class ServedWeights:
 
     @contextmanager
     def changing(self, digest: str) -> Iterator[None]:
-        """Write the tensors, which then hold ``digest``; readers are locked out.
+        """Write the tensors, which then hold ``digest``, with readers locked out.
 
-        A :class:`WeightsError` means nothing was written and the old digest stays. After any other exception
+        After a :class:`WeightsError`, nothing was written and the old digest stays. After any other exception
         nothing is served until a change succeeds.
         """
         with self._lock:

@@ -12,7 +12,7 @@ class NoSpaceError(WeightsError):
 
 
 class PeerLostError(WeightsError):
-    """The peer died, hangs, or does not have the requested weights; fetch them from elsewhere.
+    """The peer died, hangs, or lacks the requested weights; fetch them from elsewhere.
 
-    The targets may hold a mixture and must be filled completely another way.
+    The targets may hold a mixture and must be filled completely.
     """

@@ -1,7 +1,7 @@
-"""JSON messages between processes of one node over a Unix socket; every operation has a deadline.
+"""JSON messages between processes of one node over a Unix socket, with deadlines.
 
-A message is its length (4 bytes, little-endian) and a JSON object; nothing is pickled. File descriptors are
-sent along with one byte.
+A message is its length (4 bytes, little-endian) and a JSON object; nothing is pickled. File descriptors
+travel with one byte.
 """
 
 from __future__ import annotations
@@ -67,8 +67,7 @@ class Channel:
         """Wait for a message.
 
         Args:
-            patient: wait until ``end_s`` rather than ``stall_s``: the peer may be serving another client
-                first.
+            patient: wait until ``end_s``, not ``stall_s``: the peer may be serving another client.
 
         Raises:
             PeerLostError: timeout, or the peer is gone.

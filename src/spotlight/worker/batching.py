@@ -24,10 +24,10 @@ def by_slot(
 
 
 class OpenModel:
-    """The module with the weights of one slot, kept open across steps.
+    """The module with one slot's weights, kept open across steps.
 
     Args:
-        merged: see :meth:`~spotlight.models.slots.WeightSlots.use`; merging makes entering a slot expensive.
+        merged: see :meth:`~spotlight.models.slots.WeightSlots.use`; merging makes entering a slot slow.
     """
 
     def __init__(self, slots: Slots, *, merged: bool) -> None:

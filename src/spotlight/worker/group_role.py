@@ -1,4 +1,4 @@
-"""A worker's membership of one group and the leases it holds there."""
+"""A worker's role in one group and the leases it holds there."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from spotlight.worker.leases import Leases
 
 @dataclass(slots=True)
 class GroupRole:
-    """Lives from the formation of a group until this worker leaves it.
+    """Lives from a group's formation until this worker leaves it.
 
     Attributes:
-        leads: whether this worker makes decisions, pulls work and commits.
-        leases: the leader's leases; on a follower, those it took over when the group was lost.
-        lead: the leader's side of lockstep while the others follow; recreated for each call to follow.
+        leads: whether this worker decides, pulls and commits.
+        leases: the leader's; on a follower, those taken over when the group was lost.
+        lead: the leader's side of lockstep while others follow; recreated for each call to follow.
         called: on a follower, the last lease it was asked to follow.
-        ended: the last lease that every member knows needs no more following.
+        ended: the last lease that all members know needs no more following.
         lost_at_s: ``time.monotonic()`` at the loss of a member.
         asked: rollouts requested and not yet granted.
-        ask_again_s: ``time.monotonic()`` at which to pull again if nothing was granted.
+        ask_again_s: ``time.monotonic()`` for the next pull if nothing was granted.
     """
 
     leader: WorkerId
@@ -40,7 +40,7 @@ class GroupRole:
 
     @property
     def lost(self) -> bool:
-        """Whether a member was lost: nothing more is denoised under this epoch."""
+        """Whether a member was lost, which ends denoising under this epoch."""
         return self.lost_at_s is not None
 
     @property
@@ -54,17 +54,17 @@ class GroupRole:
         return self.leads and self.degree > 1 and not self.lost and self.leases.seen > self.ended
 
     def lose(self) -> None:
-        """Mark the group as broken; held leases stay valid."""
+        """Mark the group as broken; leases stay valid."""
         self.lost_at_s, self.lead = time.monotonic(), None
 
     def inherit(self, follower: Follower) -> None:
-        """Take over the leases of a follower whose leader was lost."""
+        """Take over a follower's leases after the loss of its leader."""
         for state in follower.states:
             claim = follower.claims[state.rollout.id]
             self.leases.add(claim.lease, [state], {state.rollout.id: claim.began})
 
     def pull(self, capacity: int, ask_again_s: float) -> GroupPulled | None:
-        """The pull to send now, or None. Due with new capacity, or when an idle worker got no answer."""
+        """The pull to send now, if capacity grew or an idle worker got no answer."""
         if not self.leads or self.lost:
             return None
         now, spare = time.monotonic(), capacity - len(self.leases)

@@ -1,4 +1,4 @@
-"""Protocols that the worker's loop depends on, implemented by its host, and the commands it accepts."""
+"""Protocols that the worker's host implements, and the commands that the loop accepts."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class HeadLostError(RuntimeError):
 
 
 class LoadError(RuntimeError):
-    """Weights could not be loaded; the worker reports it and goes on.
+    """Weights could not be loaded; the worker reports it and continues.
 
     Attributes:
-        intact: whether the previous weights are whole; if not, the worker takes no work until it has others.
+        intact: whether the previous weights are whole; if not, no work until others are loaded.
     """
 
     def __init__(self, message: str, *, intact: bool = True) -> None:
@@ -82,8 +82,6 @@ class WorkerDependencies:
     """The worker's engine, weights and settings.
 
     Attributes:
-        recipes: how rollouts of each purpose are denoised.
-        slot_of: weight slot per purpose.
         membership: called once, when the first group of several members forms.
     """
 
@@ -107,9 +105,9 @@ class Patience:
     """The worker's timeouts.
 
     Attributes:
-        ask_again_s: an idle worker repeats an unanswered pull after this: messages may be lost.
-        grace_s: after losing its group, a worker waits this long for instructions, then commits its rollouts.
-        pause_s: delay before a failure is reported: the controller retries at once.
+        ask_again_s: an idle worker repeats a pull after this: messages may be lost.
+        grace_s: wait for instructions after losing a group, before committing its rollouts.
+        pause_s: delay before reporting a failure: the controller retries at once.
     """
 
     ask_again_s: float = 5.0
@@ -119,7 +117,7 @@ class Patience:
 
 @dataclass(frozen=True, slots=True)
 class FollowLease:
-    """Help the leader with a lease; sent to the other members on every grant to it."""
+    """Help the leader with a lease; sent on every grant to it."""
 
     leader: WorkerId
     epoch: int

@@ -1,9 +1,9 @@
-"""The leases a worker holds and the progress of their rollouts. Pure bookkeeping: no clock, no messages.
+"""The leases a worker holds and their progress. Pure bookkeeping: no clock, no messages.
 
 Invariants:
-- A rollout belongs to one lease: the one granted last.
-- A lease exists only while it has open rollouts, so an empty lease is never reported.
-- Reported progress is that of the slowest rollout of the lease, so it is safe for all of them.
+- A rollout belongs to the lease granted last.
+- A lease exists only while it has open rollouts.
+- Reported progress is that of the lease's slowest rollout, so it is safe for all.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class OpenLease:
     """One lease.
 
     Attributes:
-        began: per open rollout, the step at which the controller believes it began.
+        began: step at which the controller believes each open rollout began.
         taken: steps taken since the lease began.
         told: steps reported as committed.
     """
@@ -33,10 +33,10 @@ class OpenLease:
 
 @dataclass(slots=True)
 class Leases:
-    """All leases of a worker and the states of their rollouts.
+    """A worker's leases and their rollouts' states.
 
     Attributes:
-        seen: the last lease granted, even if it was dropped since.
+        seen: the last lease granted, even if dropped since.
     """
 
     seen: LeaseId = NO_LEASE
@@ -49,12 +49,12 @@ class Leases:
 
     @property
     def ids(self) -> tuple[LeaseId, ...]:
-        """Open leases, in the order they were granted."""
+        """In the order of their grants."""
         return tuple(self._leases)
 
     @property
     def states(self) -> tuple[RolloutState, ...]:
-        """States of all open rollouts, in the order they were granted."""
+        """Of all open rollouts, in the order of their grants."""
         return tuple(self._states.values())
 
     @property
@@ -63,10 +63,10 @@ class Leases:
         return {name: Claim(lease, self._leases[lease].began[name]) for name, lease in self._lease_of.items()}
 
     def add(self, lease: LeaseId, states: Iterable[RolloutState], resume: Mapping[RolloutId, int]) -> None:
-        """Start a lease; without states this does nothing.
+        """Start a lease; no effect without states.
 
         Args:
-            resume: committed steps named by the grant; rollouts not in it began at 0.
+            resume: committed steps named by the grant; other rollouts began at 0.
         """
         for state in states:
             name = state.rollout.id
@@ -83,13 +83,13 @@ class Leases:
             self._states[state.rollout.id] = state
 
     def step_taken(self, commit_every: int) -> list[LeaseId]:
-        """Count one step of every rollout. Returns the leases whose progress is due for a commit."""
+        """Count a step of every rollout. Returns the leases due for a commit."""
         for held in self._leases.values():
             held.taken += 1
         return [lease for lease, held in self._leases.items() if held.taken % commit_every == 0]
 
     def of_lease(self, lease: LeaseId) -> tuple[RolloutState, ...]:
-        """States of one lease; empty when it is not held."""
+        """States of one lease, if held."""
         held = self._leases.get(lease)
         return tuple(self._states[name] for name in held.began) if held else ()
 
@@ -113,7 +113,7 @@ class Leases:
         self._lease_of.clear()
 
     def news(self, lease: LeaseId, safe: int) -> bool:
-        """Record ``safe`` committed steps. Returns whether that is more than was reported before."""
+        """Record ``safe`` steps; whether that exceeds what was reported."""
         held = self._leases[lease]
         if safe <= held.told:
             return False
@@ -122,7 +122,7 @@ class Leases:
 
 
 def safe_steps(states: Iterable[RolloutState], claims: Mapping[RolloutId, Claim]) -> dict[LeaseId, int]:
-    """Steps since each lease began that all of its ``states`` have reached. May be negative."""
+    """Steps since each lease began that all its ``states`` have reached. May be negative."""
     safe: dict[LeaseId, int] = {}
     for state in states:
         claim = claims[state.rollout.id]

@@ -1,7 +1,7 @@
 """The loop of a rollout worker: commands in, denoising steps, values and events out.
 
-One thread owns the model and runs the loop; commands may come from any thread. They are handled between two
-denoising steps, so work joins and leaves at step boundaries:
+One thread owns the model and runs the loop. Commands come from any thread and are handled between two steps,
+so work joins and leaves at step boundaries:
 
     while True:
         commands  ─►  obey     weights, groups, leases
@@ -12,14 +12,13 @@ denoising steps, so work joins and leaves at step boundaries:
         deliver                send all of it at once
 
 Invariants:
-- It handles only commands addressed to its own process, group commands above the highest group epoch seen,
-  weight pulls not older than the newest received, and each grant of its current group once.
+- Only commands to this process are handled, group commands above the highest epoch seen, pulls not older than
+  the newest received, and each grant of the current group once.
 - An event is sent only after the values it refers to are durable.
-- All steps of a rollout use weights of one digest; when the digest changes, every lease is dropped.
+- All steps of a rollout use weights of one digest; a new digest drops every lease.
 - Followers wait in a collective only between a lease's grant and its end.
-- Held rollouts survive the loss of the group: they are committed when the group is stopped, or after a grace
-  period.
-- A failed rollout is reported and does not affect the others. Any other exception ends the loop.
+- Held rollouts survive the loss of the group: they are committed when it is stopped, or after a grace period.
+- A failed rollout is reported and affects no other. Any other exception ends the loop.
 """
 
 from __future__ import annotations
@@ -74,13 +73,13 @@ log = logging.getLogger("spotlight.rollout")
 
 
 class WorkerLoop:
-    """The worker's state; the module docstring has the invariants.
+    """See the module docstring.
 
     Args:
-        epoch: of this process; commands for an earlier process of the same worker are ignored.
+        epoch: of this process; commands to an earlier process of this worker are ignored.
         commit_every: steps between two commits of a lease.
         capacity: rollouts held at once; None: as many as fit into one forward.
-        conditions_kept: prompts whose embeddings are cached in memory.
+        conditions_kept: cached prompt embeddings.
 
     Attributes:
         failure: traceback of the exception that ended ``run``.
@@ -151,7 +150,7 @@ class WorkerLoop:
             self._part()
 
     def turn(self) -> None:
-        """One iteration of the loop in the module docstring; waits for a command when idle."""
+        """One iteration; waits for a command when idle."""
         commands = self._commands(self._wait_s())
         pulls = [c for c in commands if isinstance(c, PullWeights) and c.epoch == self.epoch]
         self._ordered = max([self._ordered, *((pull.lineage, int(pull.version)) for pull in pulls)])
@@ -170,7 +169,7 @@ class WorkerLoop:
         self._rest()
 
     def _wait_s(self) -> float | None:
-        """Seconds until the next timer is due, 0 with work to do, None to wait for a command forever."""
+        """Seconds to the next timer: 0 with work to do, None without any timer."""
         role, times = self._role, [self._outbox.due_s]
         if role is not None:
             if role.busy:
@@ -183,7 +182,7 @@ class WorkerLoop:
         return None if due_s is None else max(0.0, due_s - time.monotonic())
 
     def _commands(self, wait_s: float | None) -> list[Command]:
-        """All commands that are there, in order; when there is none, wait for one. None: for ever."""
+        """All waiting commands; if there are none, wait for one (None: forever)."""
         taken: list[Command] = []
         with suppress(queue.Empty):
             taken.append(self._inbox.get(block=wait_s != 0, timeout=wait_s))
@@ -251,7 +250,7 @@ class WorkerLoop:
         self._model.close()
 
     def _bind(self, digest: str | None, order: tuple[int, int]) -> None:
-        """Record new weights; leases begun with others cannot be finished and are dropped."""
+        """Record new weights; leases begun with others cannot be finished."""
         changed = digest != self._digest or order[1] != self._loaded[1]
         self._digest, self._loaded = digest, order
         if changed and self._role is not None:
@@ -298,9 +297,9 @@ class WorkerLoop:
         self._membership.form(group)
 
     def _stop(self, command: StopGroup) -> None:
-        """Leave the group. The first member of the command commits the held rollouts and answers for all.
+        """Leave the group. The first member of the command commits and answers for all.
 
-        A member that lost its group also commits, since the first may be gone too. It answers only after the
+        A member that lost its group also commits, since the first may be gone too, but answers only after the
         grace period, because the answer frees all members.
         """
         self._fence = max(self._fence, command.epoch)
@@ -317,7 +316,7 @@ class WorkerLoop:
             self._outbox.tell(stopped)
 
     def _part(self) -> None:
-        """Leave the group and drop everything held; followers are released if they can be reached."""
+        """Leave the group and drop everything, releasing followers if possible."""
         role, self._role = self._role, None
         self._model.close()
         if role is not None and role.others_follow:
@@ -326,7 +325,7 @@ class WorkerLoop:
             self._membership.part()
 
     def _release(self, role: GroupRole) -> None:
-        """Let the followers return to their inboxes; failing that, mark ``role`` as lost."""
+        """Let followers return to their inboxes; failing that, the group is lost."""
         assert self._membership is not None
         lead = role.lead or Lead(self._dependencies.engine, self._membership)
         role.lead, role.ended = None, role.leases.seen

@@ -1,4 +1,4 @@
-"""Values and events waiting for the next delivery; values go first, so events refer to stored values only."""
+"""Values and events for the next delivery; values go first, so events refer to stored values only."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class ReportOutbox:
         heapq.heappush(self._later, (time.monotonic() + seconds, self._count, event))
 
     def keep_progress(self, state: RolloutState) -> None:
-        """Add a state from which its rollout can be resumed."""
+        """Add a state to resume from."""
         self._values.append(ReportedValue("progress", state.rollout.id, pack_state(state), state.step))
 
     def keep_finished(self, finished: FinishedRollout) -> None:
-        """Add the image (for rewards) and the sample (for the learner)."""
+        """Add the image for rewards and the sample for the learner."""
         name, step = finished.rollout.id, finished.rollout.steps
         self._values.append(ReportedValue("image", name, pack_image(finished), step))
         self._values.append(ReportedValue("sample", name, pack_sample(finished), step))
 
     @property
     def due_s(self) -> float | None:
-        """``time.monotonic()`` at which the next delayed event is due, or None."""
+        """``time.monotonic()`` of the next delayed event."""
         return self._later[0][0] if self._later else None
 
     def deliver(self, digest: str) -> None:

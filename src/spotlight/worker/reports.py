@@ -14,7 +14,7 @@ from spotlight.scheduler.types import WorkerId
 
 @dataclass(frozen=True, slots=True)
 class ReportedValue:
-    """Bytes to store under (kind, name) and the report's weights digest; the latest step wins.
+    """Bytes to store under (kind, name) and the weights digest; the latest step wins.
 
     Attributes:
         kind: ``progress``, ``sample``, ``image``, ``condition`` or ``weights``.
@@ -40,7 +40,7 @@ def _value(kind: str, name: str, data: bytes | memoryview, step: int) -> Reporte
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Values and events; the receiver makes the values durable before it handles the events.
+    """Values, which the receiver makes durable before it handles the events.
 
     Attributes:
         mark: digest of the weights that made the values.

@@ -1,4 +1,4 @@
-"""Turns the rollouts of a lease into states: resumed from a commit if there is one, otherwise pure noise.
+"""Turns a lease's rollouts into states: resumed from a commit, or pure noise.
 
 Only commits made with the current weights digest count: one policy version makes all of a rollout.
 """
@@ -22,7 +22,7 @@ class RolloutStarter:
     """Creates rollout states.
 
     Args:
-        conditions_kept: prompts whose embeddings are cached in memory.
+        conditions_kept: cached prompt embeddings.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class RolloutStarter:
     def start(
         self, rollouts: Sequence[Rollout], resume: Collection[RolloutId], digest: str
     ) -> tuple[list[RolloutState], list[FailedRollout]]:
-        """States in the order of ``rollouts``, and the rollouts that could not be started.
+        """States in the order of ``rollouts``, and those that could not be started.
 
         Args:
             resume: rollouts with committed progress.
@@ -80,7 +80,7 @@ class RolloutStarter:
     def _begun(
         self, rollouts: Sequence[Rollout], conditions: Mapping[PromptId, Condition]
     ) -> tuple[list[RolloutState], list[FailedRollout]]:
-        """Retry one by one on an error, so that an unsuitable rollout does not block the others."""
+        """After an error start one by one, so that a bad rollout does not block the others."""
         if not rollouts:
             return [], []
         recipe = self._recipes[rollouts[0].purpose]
@@ -112,8 +112,7 @@ class RolloutStarter:
 
 
 def _same(one: Rollout, other: Rollout) -> bool:
-    """Whether two rollouts are equal up to the version number.
-
-    The digest identifies the weights; a restored learner reuses version numbers.
+    """Equal but for the version number: restored learners reuse numbers, and the digest identifies the
+    weights.
     """
     return dataclasses.replace(one, version=other.version) == other
