@@ -1,1 +1,1 @@
-"""Programs for maintainers; nothing here is installed."""
+"""Maintainers' programs, not installed."""

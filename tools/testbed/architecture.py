@@ -1,8 +1,8 @@
-"""The parts of the tiny Qwen-Image pipeline, untrained: the real classes of each component, small.
+"""The components of the tiny Qwen-Image pipeline, untrained: the real classes, small.
 
-What other code may assume of the pipeline directory: 32 x 32 pictures become 16 x 16 x 12 VAE latents, that
-is 64 tokens of 48 channels; the prompt template is exactly 34 tokens, as with the real tokenizer; a prompt
-of n words gives n + 5 embeddings of width 64; the scheduler shifts like Qwen-Image's.
+Guarantees about the pipeline directory: 32 x 32 images become 16 x 16 x 12 VAE latents, that is 64 tokens of
+48 channels; the prompt template is exactly 34 tokens, as with the real tokenizer; a prompt of n words gives n
++ 5 embeddings of width 64; the scheduler shifts like Qwen-Image's.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Parts:
 
 
 def build(seed: int) -> Parts:
-    """Every component with random weights drawn from ``seed``."""
+    """All components with random weights from ``seed``."""
     torch.manual_seed(seed)
     tokenizer = build_tokenizer()
     return Parts(
@@ -58,7 +58,7 @@ def build(seed: int) -> Parts:
 
 
 def assemble(parts: Parts) -> QwenImagePipeline:
-    """The parts as a diffusers pipeline, ready to call or to save."""
+    """The components as a diffusers pipeline."""
     return QwenImagePipeline(
         scheduler=parts.scheduler,
         vae=parts.vae,
@@ -69,14 +69,14 @@ def assemble(parts: Parts) -> QwenImagePipeline:
 
 
 def build_tokenizer() -> Qwen2Tokenizer:
-    """A byte-level BPE with Qwen's pre-tokenizer in which every word of template and prompts is one token."""
+    """A byte-level BPE with Qwen's pre-tokenizer; every word of template and prompts is one token."""
     words = {word for records in split() for record in records for word in record["prompt"].split()}
-    # Twice, because a word that opens a prompt has no space before it and is another token.
+    # Twice, because a word without a leading space, at the start of a prompt, is another token.
     corpus = [PROMPT_TEMPLATE, *(f"{word} {word}" for word in sorted(words))]
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = Qwen2Tokenizer().backend_tokenizer.pre_tokenizer
     trainer = trainers.BpeTrainer(
-        vocab_size=4096,  # more than there is to learn: merging ends when every word is one token
+        vocab_size=4096,  # more than needed: merging ends when every word is one token
         min_frequency=1,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
@@ -93,7 +93,7 @@ def build_tokenizer() -> Qwen2Tokenizer:
 
 
 def build_text_encoder(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
-    """A two-layer Qwen2.5-VL of width 64. Its vision tower is unused by the pipeline and minimal."""
+    """A two-layer Qwen2.5-VL of width 64, with a minimal vision tower, which the pipeline does not use."""
     special = {name: tokenizer.convert_tokens_to_ids(name) for name in SPECIAL_TOKENS}
     config = Qwen2_5_VLConfig(
         text_config={
@@ -122,7 +122,7 @@ def build_text_encoder(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGen
 
 
 def build_vae() -> AutoencoderKLQwenImage:
-    """A VAE with one 2x downsampling; its latent mean comes with training."""
+    """A VAE with one 2x downsampling; training sets its latent mean."""
     return AutoencoderKLQwenImage(
         base_dim=16,
         z_dim=LATENT_CHANNELS,
@@ -135,7 +135,7 @@ def build_vae() -> AutoencoderKLQwenImage:
 
 
 def build_transformer() -> QwenImageTransformer2DModel:
-    """A DiT of 4 layers and 4 heads of 32, adaLN and output initialised to zero as DiTs are."""
+    """A DiT of 4 layers and 4 heads of 32, with zero-initialised adaLN and output."""
     transformer = QwenImageTransformer2DModel(
         patch_size=2,
         in_channels=4 * LATENT_CHANNELS,
@@ -157,7 +157,7 @@ def build_transformer() -> QwenImageTransformer2DModel:
 
 
 def build_scheduler() -> FlowMatchEulerDiscreteScheduler:
-    """Qwen-Image's own scheduler configuration."""
+    """Qwen-Image's scheduler configuration."""
     return FlowMatchEulerDiscreteScheduler(
         num_train_timesteps=1000,
         shift=1.0,
@@ -172,19 +172,19 @@ def build_scheduler() -> FlowMatchEulerDiscreteScheduler:
 
 
 def save(parts: Parts, directory: Path) -> None:
-    """Write a ``QwenImagePipeline`` directory, float32 throughout.
+    """Write a ``QwenImagePipeline`` directory in float32.
 
-    transformers loads a component in the dtype it was stored in, and the pipeline takes the latents' dtype
-    from the text encoder: half-precision files would quietly lower the precision of everything.
+    transformers loads components in their stored dtype, and the pipeline takes the latents' dtype from the
+    text encoder, so half-precision files would silently lower the precision of everything.
     """
     assemble(parts).save_pretrained(directory)
 
 
 def coarsen(module: nn.Module) -> None:
-    """Round the parameters to float16's 11 significant bits, in place, keeping float32 and its range.
+    """Round parameters in place to float16's 11 significant bits, keeping float32 and its range.
 
-    Thirteen zero bits a number make the stored files compress to about two thirds, in every clone of the
-    repository, at a relative error of 2^-11.
+    The 13 zero bits per number let the files in the repository compress to about two thirds, at a relative
+    error of 2^-11.
     """
     with torch.no_grad():
         for parameter in module.parameters():

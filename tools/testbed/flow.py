@@ -1,9 +1,9 @@
-"""Pre-training of the testbed's DiT and text encoder, jointly, by flow matching.
+"""Joint pre-training of the testbed's DiT and text encoder by flow matching.
 
-The VAE is trained and frozen before. Latents are normalised as the pipeline does; the DiT learns the
-velocity v = e - x0 at x_t = (1 - t) x0 + t e, with t drawn as sigmoid(normal), shifted as the scheduler
-shifts, and stratified over the batch. One prompt in ten is replaced by " ", the pipeline's usual negative
-prompt, so that classifier-free guidance works.
+The VAE is already trained and frozen. Latents are normalised as in the pipeline. The DiT learns the velocity
+v = e - x0 at x_t = (1 - t) x0 + t e, with t = sigmoid(normal), shifted like the scheduler and stratified over
+the batch. One prompt in ten is replaced by " ", the pipeline's usual negative prompt, for classifier-free
+guidance.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ UNCONDITIONAL = " "
 
 @dataclass(frozen=True, slots=True)
 class FlowRecipe:
-    """How DiT and text encoder are trained.
+    """Training settings.
 
     Attributes:
         pictures: size of the pool of rendered scenes; each is seen several times, with fresh noise.
         tag_weights: share of each tag in the pool.
-        learning_rate: peak of AdamW's.
+        learning_rate: AdamW's peak.
         unconditional: share of prompts replaced by " ".
-        ema_decay: of the averaged weights, which are the ones kept.
+        ema_decay: of the averaged weights, which are the result.
     """
 
     pictures: int = 16384
@@ -63,11 +63,11 @@ class FlowRecipe:
 
 @dataclass(frozen=True, slots=True)
 class FlowData:
-    """What a training step draws from.
+    """Training data.
 
     Attributes:
         latents: normalised and packed, [pictures, tokens, channels].
-        prompts: index of each picture's prompt, [pictures].
+        prompts: each image's prompt index, [pictures].
         token_ids, token_mask: tokenised prompts, [prompts + 1, tokens]; the last row is unconditional.
     """
 
@@ -78,7 +78,7 @@ class FlowData:
 
 
 def make_data(parts: Parts, train: Sequence[Record], recipe: FlowRecipe, seed: int) -> FlowData:
-    """Draw prompts by tag weight, render a scene for each and encode it."""
+    """Draw prompts by tag weight; render and encode one scene for each."""
     rng = np.random.default_rng(seed)
     sizes = {tag: sum(record["tag"] == tag for record in train) for tag in recipe.tag_weights}
     weights = np.array([recipe.tag_weights[record["tag"]] / sizes[record["tag"]] for record in train])
@@ -94,7 +94,7 @@ def make_data(parts: Parts, train: Sequence[Record], recipe: FlowRecipe, seed: i
 
 
 def pack_latents(vae: AutoencoderKLQwenImage, images: Image) -> Tensor:
-    """The DiT's x0 of each picture: normalised and packed latents, [pictures, tokens, channels]."""
+    """Each image's x0: normalised and packed latents, [pictures, tokens, channels]."""
     latents = encode(vae, images)
     mean = torch.tensor(vae.config.latents_mean).view(1, -1, 1, 1, 1)
     std = torch.tensor(vae.config.latents_std).view(1, -1, 1, 1, 1)
@@ -104,7 +104,7 @@ def pack_latents(vae: AutoencoderKLQwenImage, images: Image) -> Tensor:
 
 
 class JointModel(nn.Module):
-    """Text encoder and DiT as one module from tokens and noisy latents to velocities."""
+    """Text encoder and DiT as one module."""
 
     def __init__(self, parts: Parts, grid: int) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class JointModel(nn.Module):
         velocity: Tensor = self.transformer(
             hidden_states=latents,
             timestep=t,
-            # The pipeline pads with zeros; padding is masked, but its mean enters nothing only if finite.
+            # The pipeline pads with zeros; padding is masked, so its values must only be finite.
             encoder_hidden_states=hidden[:, TEMPLATE_TOKENS:] * mask.unsqueeze(-1),
             encoder_hidden_states_mask=mask,
             img_shapes=[[self._shape]] * len(latents),
@@ -129,7 +129,7 @@ class JointModel(nn.Module):
 
 
 def train_flow(parts: Parts, data: FlowData, recipe: FlowRecipe, seed: int, log: Log) -> list[float]:
-    """Train in place and leave the averaged weights; the mean loss of each tenth of the steps is returned."""
+    """Train in place, ending with the averaged weights; returns the mean loss of each tenth of the steps."""
     generator = torch.Generator().manual_seed(seed)
     model = JointModel(parts, math.isqrt(data.latents.shape[1])).train()
     optimizer = torch.optim.AdamW(
@@ -163,7 +163,7 @@ def train_flow(parts: Parts, data: FlowData, recipe: FlowRecipe, seed: int, log:
 def flow_loss(
     model: JointModel, data: FlowData, recipe: FlowRecipe, shift: float, generator: torch.Generator
 ) -> Tensor:
-    """Mean squared error of the velocity on one random batch."""
+    """Mean squared velocity error on one random batch."""
     chosen = torch.randint(len(data.latents), (recipe.batch,), generator=generator)
     clean = data.latents[chosen]
     dropped = torch.rand(recipe.batch, generator=generator) < recipe.unconditional
@@ -187,7 +187,7 @@ def scheduler_shift(parts: Parts, tokens: int) -> float:
 
 
 def learning_rate(step: int, recipe: FlowRecipe) -> float:
-    """Linear warm-up, then half a cosine to zero."""
+    """Linear warm-up, then cosine decay to zero."""
     warm = min((step + 1) / recipe.warmup_steps, 1.0)
     return recipe.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
 

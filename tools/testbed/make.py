@@ -1,12 +1,12 @@
-"""Remake the embedded pipeline: ``python -m tools.testbed.make OUT``.
+"""Recreate the embedded pipeline: ``python -m tools.testbed.make OUT``.
 
-Trains the VAE, then DiT and text encoder jointly. Writes a ``QwenImagePipeline`` directory with two more
-files: ``TRAINING.json`` (recipe and its hash, seconds, losses, reconstruction quality) and ``scores.json``
-(what the result scores on the held-out prompts, before any reinforcement learning). The same seed, threads
-and library versions on the same kind of CPU give the same weights; those shipped were made with one thread.
+Trains the VAE, then DiT and text encoder jointly. Writes a ``QwenImagePipeline`` directory plus
+``TRAINING.json`` (recipe and its hash, seconds, losses, reconstruction quality) and ``scores.json`` (held-out
+scores before any reinforcement learning). Weights are reproducible given the seed, number of threads, library
+versions and kind of CPU; the shipped ones used one thread.
 
-Example: ``python -m tools.testbed.make build/trial --scale 0.01`` tries all of it in a short time, and
-``--untrained`` writes the same architecture with random weights in a few seconds.
+Example: ``python -m tools.testbed.make build/trial --scale 0.01`` is a short trial of everything;
+``--untrained`` writes random weights in a few seconds.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ class Clock:
 
 
 def log(message: str) -> None:
-    """Print a line of progress at once."""
+    """Print a progress line, flushed."""
     print(message, flush=True)
 
 
 def make(directory: Path, recipe: Recipe) -> None:
-    """Train a pipeline by the recipe and write it, with its record and scores."""
+    """Train a pipeline and write it with its training record and scores."""
     train, test = split()
     parts = architecture.build(recipe.seed)
     clock = Clock()
@@ -120,7 +120,7 @@ def make(directory: Path, recipe: Recipe) -> None:
 def reconstruction_quality(
     parts: architecture.Parts, records: Sequence[Record], seed: int
 ) -> dict[str, float]:
-    """PSNR and detector scores of the VAE's round trip on fresh scenes of held-out prompts."""
+    """PSNR and detector scores of VAE reconstructions of new scenes for held-out prompts."""
     records = (list(records) * (1 + _RECONSTRUCTIONS // len(records)))[:_RECONSTRUCTIONS]
     images = render_all(records, seed + 3)
     copies = reconstruct(parts.vae, images)
@@ -133,7 +133,7 @@ def reconstruction_quality(
 
 
 def measure(directory: Path, test: Sequence[Record]) -> dict[str, Any]:
-    """Held-out scores of the pipeline as anyone would load it, without and with guidance."""
+    """Held-out scores of the saved pipeline, without and with guidance."""
     pipeline = diffusers.QwenImagePipeline.from_pretrained(directory)
     result: dict[str, Any] = {}
     for name, guidance in (("unguided", 1.0), ("guided", GUIDANCE)):
@@ -192,7 +192,7 @@ def main() -> None:
     if arguments.untrained:
         architecture.save(architecture.build(arguments.seed), arguments.directory)
         return
-    # Sums are split by threads: the same weights come from the same number of them.
+    # The number of threads determines how sums are split, hence the weights.
     torch.set_num_threads(arguments.threads)
     _keep_freed_memory()
     make(arguments.directory, Recipe(seed=arguments.seed).scaled(arguments.scale))

@@ -1,8 +1,8 @@
-"""The testbed's prompts in GenEval's metadata format, split into training and held-out ones.
+"""The testbed's prompts in GenEval's metadata format, split into training and held-out.
 
-``python -m tools.testbed.prompts DIRECTORY`` writes ``train_metadata.jsonl`` and
-``test_metadata.jsonl``. Each line is ``{"tag", "prompt", "include", "exclude"?}``; filter by ``tag`` for
-one task (``counting``, say). The split is fixed: it depends on nothing but this file.
+``python -m tools.testbed.prompts DIRECTORY`` writes ``train_metadata.jsonl`` and ``test_metadata.jsonl``.
+Each line is ``{"tag", "prompt", "include", "exclude"?}``; filter by ``tag`` for one task, such as
+``counting``. The split is deterministic and depends on this file only.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ HELD_OUT = {
     "position": 24,
     "color_attr": 16,
 }
-"""How many prompts of each tag are kept for the test split."""
+"""Number of held-out prompts per tag."""
 
 _SPLIT_SEED = 20
 _NUMBERS = {2: "two", 3: "three", 4: "four"}
-# Few shapes make few bare prompts: openings give the short tags enough wordings to hold some out.
+# Few shapes give few bare prompts, so openings add enough wordings to hold some out.
 _OPENINGS = ("", "a picture of ", "a drawing of ", "an image of ")
 
 
@@ -86,13 +86,13 @@ def _record(tag: str, prompt: str, *include: Mapping[str, Any]) -> dict[str, Any
 
 
 def all_records() -> dict[str, list[Record]]:
-    """Every prompt of the testbed by tag, in a fixed order."""
+    """Every prompt by tag, in a fixed order."""
     makers = (_single_object, _two_object, _counting, _colors, _position, _color_attr)
     return {tag: list(maker()) for tag, maker in zip(TAGS, makers, strict=True)}
 
 
 def split() -> tuple[list[Record], list[Record]]:
-    """(train, held-out) records; the held-out ones are drawn evenly over each tag's list."""
+    """(train, held-out) records; held-out ones are evenly spaced in each tag's list."""
     rng = np.random.default_rng(_SPLIT_SEED)
     train: list[Record] = []
     test: list[Record] = []
@@ -110,7 +110,7 @@ def write_records(path: Path, records: Sequence[Record]) -> None:
 
 
 def main() -> None:
-    """Write both metadata files to the directory named on the command line."""
+    """Write both metadata files to the directory given on the command line."""
     parser = argparse.ArgumentParser(description="Write the testbed's training and held-out prompts.")
     parser.add_argument("directory", type=Path)
     directory: Path = parser.parse_args().directory

@@ -1,7 +1,7 @@
-"""Scenes of coloured shapes: what a prompt's metadata asks for, laid out at random and rendered.
+"""Scenes of coloured shapes: a prompt's metadata, randomly laid out and rendered.
 
-Invariant: a scene holds exactly the objects of its metadata, in distinct cells of a 3 x 3 grid, at least
-two pixels apart, so that the detector of ``rewards/shapes.py`` reads every render back without error.
+Invariant: a scene holds exactly the objects of its metadata, in distinct cells of a 3 x 3 grid, at least two
+pixels apart, so that the detector in ``rewards/shapes.py`` reads every render back without error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TRIES_MAX = 1000
 
 @dataclass(frozen=True, slots=True)
 class SceneObject:
-    """One object: shape and colour by name, its square box by left, top and side in pixels."""
+    """One object: shape and colour by name; left, top and side of its square box in pixels."""
 
     shape: str
     color: str
@@ -40,7 +40,7 @@ def sample_scene(metadata: Mapping[str, Any], rng: np.random.Generator) -> tuple
 
     Raises:
         RewardInputError: the record is malformed.
-        ValueError: more objects than cells, or relations no layout meets.
+        ValueError: more objects than cells, or no layout satisfies the relations.
     """
     prompt = str(metadata.get("prompt", ""))
     wanted = parse_requirements(prompt, metadata)
@@ -58,7 +58,7 @@ def sample_scene(metadata: Mapping[str, Any], rng: np.random.Generator) -> tuple
 
 
 def render(scene: Sequence[SceneObject]) -> Image:
-    """Draw a scene on white with anti-aliased edges: uint8 [32, 32, 3]."""
+    """Draw a scene on white, anti-aliased: uint8 [32, 32, 3]."""
     canvas = np.full((IMAGE_SIDE_PX, IMAGE_SIDE_PX, 3), 255.0)
     for item in scene:
         alpha = coverage(item.shape, item.side, item.side)[..., None]
@@ -69,13 +69,13 @@ def render(scene: Sequence[SceneObject]) -> Image:
 
 
 def render_all(records: Sequence[Mapping[str, Any]], seed: int) -> Image:
-    """One fresh scene a record: uint8 [records, 32, 32, 3], the same for the same seed."""
+    """One new scene per record, deterministic given the seed: uint8 [records, 32, 32, 3]."""
     rng = np.random.default_rng(seed)
     return np.stack([render(sample_scene(record, rng)) for record in records])
 
 
 def _relations_hold(wanted: Requirements, cells: NDArray[np.int64]) -> bool:
-    """A relation holds where the offset along its axis exceeds the one across it: GenEval's rule, safely."""
+    """Stricter than GenEval's rule: the offset along the relation's axis must exceed the one across it."""
     ends = np.cumsum([need.count for need in wanted.include])
     groups = np.split(cells, ends[:-1])
     for need, group in zip(wanted.include, groups, strict=True):
@@ -109,7 +109,7 @@ def _place(
 
 
 def _apart(scene: Sequence[SceneObject]) -> bool:
-    """Whether every two boxes are at least two pixels apart along one of the axes."""
+    """Whether all pairs of boxes are at least two pixels apart along one axis."""
     for index, a in enumerate(scene):
         for b in scene[index + 1 :]:
             gap_x = max(a.left, b.left) - min(a.left + a.side, b.left + b.side)

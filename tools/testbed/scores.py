@@ -1,4 +1,4 @@
-"""What a pipeline scores on the held-out prompts, through plain diffusers and nothing of our rollouts."""
+"""A pipeline's scores on held-out prompts, using plain diffusers rather than Spotlight's rollouts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEGATIVE_PROMPT = " "
 
 @dataclass(frozen=True, slots=True)
 class TagScore:
-    """Mean scores of one tag with their standard errors over the pictures."""
+    """Mean scores of one tag, with standard errors over images."""
 
     strict: float
     strict_stderr: float
@@ -31,10 +31,10 @@ class TagScore:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRecipe:
-    """How scores are taken.
+    """Scoring settings.
 
     Attributes:
-        images_per_tag: at least this many, the same number for each prompt of a tag.
+        images_per_tag: minimum; each prompt of a tag gets the same number.
         guidance: true CFG scale; 1 means without.
     """
 
@@ -48,7 +48,7 @@ class ScoreRecipe:
 def score_pipeline(
     pipeline: QwenImagePipeline, records: Sequence[Record], recipe: ScoreRecipe
 ) -> dict[str, TagScore]:
-    """Scores by tag, and ``overall``: the unweighted mean over tags, as GenEval's."""
+    """Scores by tag, and ``overall``: the unweighted mean over tags, as in GenEval."""
     scores: dict[str, TagScore] = {}
     for index, tag in enumerate(TAGS):
         own = [record for record in records if record["tag"] == tag]
@@ -62,7 +62,7 @@ def score_pipeline(
 
 
 def generate(pipeline: QwenImagePipeline, prompts: Sequence[str], recipe: ScoreRecipe, seed: int) -> Image:
-    """One picture a prompt, deterministic given the seed: uint8 [prompts, 32, 32, 3]."""
+    """One image per prompt, deterministic given the seed: uint8 [prompts, 32, 32, 3]."""
     pipeline.set_progress_bar_config(disable=True)
     generator = torch.Generator().manual_seed(seed)
     pictures = []
@@ -84,7 +84,7 @@ def generate(pipeline: QwenImagePipeline, prompts: Sequence[str], recipe: ScoreR
 
 
 def as_json(scores: dict[str, TagScore]) -> dict[str, dict[str, float]]:
-    """Scores as plain numbers, rounded to four digits."""
+    """Scores as numbers rounded to four digits."""
     return {tag: {key: round(value, 4) for key, value in asdict(s).items()} for tag, s in scores.items()}
 
 

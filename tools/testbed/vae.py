@@ -1,9 +1,9 @@
 """Training of the testbed's VAE.
 
-Twelve channels for every 2 x 2 x 3 pixels can hold the picture losslessly, so what training chooses is a
-latent space the DiT learns fast in. The latent mean is anchored to the pixels themselves (each channel to
-one of the twelve values of its 2 x 2 block) and the posterior's width is pinned, so latents stay as smooth
-as pictures, and the decoder learns to clean up errors of that size.
+Twelve channels per 2 x 2 x 3 pixels can be lossless, so training only chooses a latent space that the DiT
+learns quickly. The latent mean is anchored to the pixels (each channel to one of the twelve values of its 2 x
+2 block) and the posterior's width is fixed, so latents stay as smooth as images, and the decoder learns to
+remove errors of that size.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class VaeRecipe:
-    """How the VAE is trained.
+    """Training settings.
 
     Attributes:
         pictures: size of the pool of rendered scenes.
-        crop_px: side of the random crops trained on; the network is convolutional but for one attention.
+        crop_px: side of the random training crops; the network is convolutional except for one attention.
         anchor_weight: weight of the latent means' distance to the pixels.
-        posterior_std: what the posterior's standard deviation is pinned to; pixels lie in [-1, 1].
+        posterior_std: target of the posterior's standard deviation; pixels lie in [-1, 1].
     """
 
     pictures: int = 4096
@@ -46,20 +46,20 @@ class VaeRecipe:
 
 
 def to_pixels(images: Image) -> Tensor:
-    """uint8 [batch, height, width, 3] to the pipeline's range: float32 [batch, 3, 1, height, width]."""
+    """uint8 [batch, height, width, 3] to float32 [batch, 3, 1, height, width] in [-1, 1]."""
     pixels = torch.from_numpy(np.ascontiguousarray(images)).permute(0, 3, 1, 2).unsqueeze(2)
     return pixels.float() / 127.5 - 1
 
 
 def to_images(pixels: Tensor) -> Image:
-    """The inverse of :func:`to_pixels`, rounded as the pipeline's post-processing does."""
+    """Inverse of :func:`to_pixels`, rounded like the pipeline's post-processing."""
     unit = (pixels.squeeze(2) / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1)
     images: Image = (unit.numpy() * 255).round().astype(np.uint8)
     return images
 
 
 def train_vae(vae: AutoencoderKLQwenImage, images: Image, recipe: VaeRecipe, seed: int, log: Log) -> float:
-    """Train in place, set ``latents_mean`` from the data, return the last loss.
+    """Train in place and set ``latents_mean`` from the data; returns the last loss.
 
     Args:
         images: uint8 [pictures, height, width, 3].
@@ -94,10 +94,10 @@ def _fit(vae: AutoencoderKLQwenImage, pixels: Tensor, recipe: VaeRecipe, seed: i
 
 @contextmanager
 def _still_pictures(vae: AutoencoderKLQwenImage) -> Iterator[None]:
-    """Let every causal 3-D convolution compute its last temporal tap only, as a 2-D convolution.
+    """Reduce every causal 3-D convolution to its last temporal tap, a 2-D convolution.
 
-    The others see nothing but the zero padding before the first frame: the same result at a third of the
-    work, and 2-D convolutions are the faster ones on CPUs.
+    The other taps see only the zero padding before the first frame: the same result at a third of the work,
+    and 2-D convolutions are faster on CPUs.
     """
     convolutions = [module for module in vae.modules() if isinstance(module, nn.Conv3d)]
     for module in convolutions:
@@ -126,7 +126,7 @@ def _loss(
 ) -> Tensor:
     mean, log_variance = vae.quant_conv(vae.encoder(pixels)).chunk(2, dim=1)
     noise = torch.randn(mean.shape, generator=generator)
-    # The modules directly: vae.decode clamps, which would stop gradients at the white ground.
+    # Not vae.decode, which clamps and so stops gradients on the white background.
     decoded = vae.decoder(vae.post_quant_conv(mean + torch.exp(log_variance / 2) * noise))
     anchor = F.pixel_unshuffle(pixels.squeeze(2), 2).unsqueeze(2)
     pinned = log_variance - 2 * math.log(recipe.posterior_std)
@@ -146,14 +146,14 @@ def encode(vae: AutoencoderKLQwenImage, images: Image, batch: int = 256) -> Tens
 
 
 def _set_latent_mean(vae: AutoencoderKLQwenImage, images: Image) -> None:
-    """Center the latents and keep the scale of the pixels they are anchored to: ``latents_std`` stays 1.
+    """Centre the latents and keep the pixels' scale: ``latents_std`` stays 1.
 
-    Mostly white pictures are sparse: at unit variance objects would lie some five units from the ground,
-    and what a picture shows would be settled at noise levels above 0.9, which neither pre-training nor
-    reinforcement learning visits often enough to learn from.
+    Mostly white images are sparse: at unit variance objects would lie about five units from the background,
+    so the image would be determined at noise levels above 0.9, which pre-training and reinforcement learning
+    visit too rarely to learn from.
     """
     mean = encode(vae, images).mean(dim=(0, 2, 3, 4))
-    # Rounded, so that the numbers in config.json are the ones the latents were normalised with.
+    # Rounded, so that config.json has exactly the numbers used to normalise the latents.
     vae.register_to_config(latents_mean=[round(value, 4) for value in mean.tolist()])
 
 
@@ -165,7 +165,7 @@ def reconstruct(vae: AutoencoderKLQwenImage, images: Image, batch: int = 256) ->
 
 
 def mean_psnr_db(images: Image, others: Image) -> float:
-    """Mean peak signal-to-noise ratio over pictures, in dB; a perfect copy counts as 60."""
+    """Mean peak signal-to-noise ratio over images, in dB; an exact copy counts as 60."""
     squared = (images.astype(np.float64) - others.astype(np.float64)) ** 2
     error = np.maximum(squared.mean(axis=(1, 2, 3)), 255**2 / 1e6)
     return float((10 * np.log10(255**2 / error)).mean())
