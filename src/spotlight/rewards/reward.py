@@ -7,9 +7,9 @@ so it may crash or hang without affecting the run, and it never needs torch.
         return [float(image.mean()) / 255 for image in images]
 
 It returns one float per sample, or a dictionary of such lists: ``"score"`` is the reward, other keys become
-additional curves (the strict GenEval score, for example).
+additional curves.
 
-Its module may also define ``check``, called once with all prompts before any work, with those of the
+Its module may also define ``check``, called once with all prompts before any work, and with those of the
 reward's parameters that its signature names:
 
     def check(prompts, metadata, **params):

@@ -6,9 +6,8 @@
         ...
         for sample in pending.result().samples: ...
 
-Every reward gets every batch, in one call (rewards may compare its images). Each reward has ``workers``
-processes with one waiting thread per process; no lock is held while a reward works. Results are in the
-order of the images. Every sample ends up scored, or failed with a reason: see ``rewards/scoring.py``.
+Every reward gets every batch in one call (rewards may compare its images). One thread waits per process; no
+lock is held while a reward works. Every sample ends up scored, or failed with a reason.
 """
 
 from __future__ import annotations
@@ -130,8 +129,7 @@ class RewardPool:
             metadata: one per image, picklable values.
 
         Returns:
-            A future of the results, in the order of ``images``. It raises :class:`PoolClosedError` if the
-            pool is closed first.
+            The results, in the order of ``images``; :class:`PoolClosedError` if the pool is closed first.
 
         Raises:
             ValueError: arguments differ in length, or an image has the wrong type or shape.

@@ -1,9 +1,8 @@
 """The pool's side of one reward process: start, request with a deadline, kill, restart.
 
-One thread at a time sends requests; only :meth:`RewardProcess.interrupt` may come from another thread. After
-a :class:`ProcessLost` the next request starts a new process. Every process leads its own session, so killing
-it also kills its children, and Ctrl-C reaches the pool's process only. Every started process is waited for:
-no zombies.
+One thread at a time sends requests; only :meth:`RewardProcess.interrupt` may come from another. Every process
+leads its own session, so killing it also kills its children, and Ctrl-C reaches the pool only. Every started
+process is waited for: no zombies.
 """
 
 from __future__ import annotations

@@ -1,17 +1,15 @@
 """Reward for coloured shapes on white: GenEval's strict score and a graded one from a classical detector.
 
-Pixels that differ from white (Chebyshev distance in RGB) form connected components; specks are dropped.
-Each component gets the palette colour nearest to its median and the shape whose template, fitted to its
+Pixels that differ from white (Chebyshev distance in RGB) form connected components; specks are dropped. A
+component's colour is the palette's nearest to its median; its shape is the one whose template, fitted to its
 bounding box, overlaps it most. Deterministic; no torch.
 
 * ``strict``: GenEval's 0 or 1 (``evaluate_images.py`` of https://github.com/djghosh13/geneval), with
-  shapes as classes and template overlap as confidence.
+  template overlap as confidence.
 * ``graded``: in [0, 1], for training. Optimal assignment of expected to detected objects by softened shape
-  and colour scores, divided by max(expected, detected), so missing and surplus objects both cost; averaged
-  with one clause per position relation.
+  and colour scores, over max(expected, detected); averaged with one clause per position relation.
 
-Components of implausible size, shape or colour still count as detected for ``graded``: filling the canvas
-never pays.
+Components that resemble nothing still count as detected for ``graded``: filling the canvas never pays.
 """
 
 from __future__ import annotations
@@ -89,8 +87,8 @@ class DetectedObject:
 
     Attributes:
         box: (left, top, right, bottom) in pixels, right and bottom exclusive.
-        shape: its class, or None if it resembles none or its size is implausible.
-        color: its palette colour, or None if none is near.
+        shape: None if it resembles none or its size is implausible.
+        color: None if none is near.
         overlap: IoU with the template of each of :data:`SHAPES`; zeros if its size is implausible.
         distance: Euclidean RGB distance of its median colour to each palette colour.
     """
@@ -118,7 +116,7 @@ def shapes(
         train_on: which of the two scores becomes ``score``.
 
     Returns:
-        ``score``, ``strict`` (0 or 1) and ``graded`` (0 to 1), one float per image each.
+        ``score``, ``strict`` (0 or 1) and ``graded`` (0 to 1).
 
     Raises:
         RewardInputError: unknown ``train_on``, or an invalid record (names prompt and field).
