@@ -30,8 +30,7 @@ def advantages(
             standard deviations, and multiplies the (clipped) advantage. None: all 1.
 
     Raises:
-        ValueError: a sample lacks a reward or has others than ``weights``, a reward is not finite, a group is
-            empty, or ``importance`` is not one positive number per sample.
+        ValueError: an empty group, missing, surplus or non-finite rewards, or invalid ``importance``.
     """
     check_rewards(groups, weights)
     if importance is not None:

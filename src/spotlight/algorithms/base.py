@@ -23,23 +23,21 @@ Slot = Literal["policy", "reference", "old", "ema"]
 class TrainBatch:
     """Tensors of a micro-batch of samples, all float32 on the model's device.
 
-    With ``keeps == "trajectory"`` S is the number of stored (stochastic) steps and ``latents`` holds
-    the S + 1
-    states around them, as stored by the rollout; with ``keeps == "final"`` ``latents`` is None.
+    S is the number of stored (stochastic) steps if the algorithm ``keeps`` trajectories.
 
     Attributes:
         final: x0, [batch, tokens, channels].
-        latents: [batch, S + 1, tokens, channels], or None.
-        sigmas: the rollout's exact noise levels: those of ``latents``, [batch, S + 1]; with ``keeps ==
-            "final"`` the whole schedule, [batch, T + 1].
+        latents: the S + 1 states around the stored steps, [batch, S + 1, tokens, channels]; None if only
+            ``final`` is stored.
+        sigmas: the rollout's exact noise levels: of ``latents``, [batch, S + 1], or the whole schedule,
+            [batch, T + 1].
         rollout_log_probs: [batch, S] as computed during the rollout, or None.
         old_log_probs: [batch, T], one per training timestep, from :meth:`Algorithm.old_log_probs`; None
             if it returns None, and in a batch's first update.
         advantages: [batch].
-        seeds: the samples' seeds, for counter-based draws during training.
-        versions: the policy versions that made the samples. Seed and version fix a sample's random draws in
-            training, so both must be the same in :meth:`Algorithm.old_log_probs` and in every loss of the
-            sample, however many updates lie between.
+        seeds: with ``versions``, the key of all random draws in training: both must be the same in
+            :meth:`Algorithm.old_log_probs` and in every loss of a sample, across updates.
+        versions: the policy versions that made the samples.
         first_update: no optimizer step was taken since the batch began, so ratios to the weights before
             the batch are 1.
     """
@@ -100,12 +98,10 @@ class LossTerms:
     """Loss of a micro-batch's rows, each a sample at one of its training timesteps.
 
     Attributes:
-        per_sample: [batch], with gradient. The learner averages over the samples of the optimizer step
-            and over the timesteps of a sample.
+        per_sample: [batch], with gradient; averaged over an optimizer step's samples and their timesteps.
         metrics: [batch] detached values to average and log (ratio, kl, clip fraction ...).
-        kept_step: [batch] int64, which of a trajectory's S stored steps was trained, for metrics per
-            denoising
-            step. None for algorithms that replay no trajectory.
+        kept_step: [batch] int64, which of the S stored steps was trained, for metrics per denoising step;
+            None without a trajectory.
     """
 
     per_sample: Tensor

@@ -1,14 +1,13 @@
 """Advantages of samples whose group is still incomplete: A = (R - b) / (s + ε), clipped. Pure functions.
 
-Three choices of the baseline b and the scale s; ``docs/maths.md`` derives bias and variance of each.
+``docs/maths.md`` derives bias and variance of the three baselines b and scales s:
 
 - ``group``: wait for the whole group (:func:`spotlight.algorithms.advantages.advantages`).
 - ``slice``: the group's samples so far, leave-one-out (:func:`slice_advantages`).
-- ``exploration``: previews of other seeds of the prompt; no waiting (:func:`exploration_advantages`).
+- ``exploration``: previews of other seeds of the prompt (:func:`exploration_advantages`).
 
-Invariants: b and s of a sample depend on other samples only, so before clipping the expected gradient has the
-true direction, unless seeds were selected by the values in b and s (``docs/maths.md``); the order of samples
-changes no bit.
+Invariants: b and s depend on other samples only, so before clipping the expected gradient keeps its direction
+(unless seeds were selected by those values); the order of samples changes no bit.
 """
 
 from __future__ import annotations
@@ -78,8 +77,8 @@ def exploration_advantages(
     Args:
         arrived: the samples.
         explored: previews of seeds that none of the samples has: a seed's own preview is correlated with it.
-        weights: factor of each reward; every sample must have exactly these rewards.
-        config: conventions; ``std`` is ignored.
+        weights: as in :func:`slice_advantages`.
+        config: as in :func:`slice_advantages`.
         spreads: scales known in advance; None: computed from ``explored``.
 
     Raises:

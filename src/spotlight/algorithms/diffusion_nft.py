@@ -1,9 +1,9 @@
 """DiffusionNFT (arXiv 2509.16117): negative-aware fine-tuning on the forward process.
 
 Rollouts come from a slowly following ``old`` policy with any ODE solver and store only x0. The loss noises
-x0 again, x_t = (1-t) x0 + t e, and contrasts an implicit positive and negative policy around the old one,
-weighted by ρ = clip(A / 2A_max + ½, 0, 1):
+x0 again, x_t = (1-t) x0 + t e, and contrasts implicit positive and negative policies around the old one:
 
+    ρ  = clip(A / 2A_max + ½, 0, 1)
     v+ = βv + (1-β)v_old,   v- = (1+β)v_old - βv,   x̂0± = x_t - t v±
     l± = <(x̂0± - x0)²> / max(stopgrad <|x̂0± - x0|>, 1e-5)
     L  = A_max (ρ l+ + (1-ρ) l-) / β + λ <(v - v_ref)²>

@@ -5,9 +5,10 @@ so clipping acts on one side. The guarded ratio of a sample is
 
     ln r̂ = k (Δlog p + <(μ - μ_old)²>/2k²) = <e (μ - μ_old)>,   e = (x' - μ_old)/k
 
-and the loss is divided by the step length d. ln r̂ is per sample (the published script averages it over the
-batch, which couples unrelated samples). The code uses the right-hand form: it is exactly 0 before the first
-update and avoids subtracting numbers as large as log p.
+and the loss is divided by the step length d. The published script averages ln r̂ over the batch, which
+couples
+unrelated samples; here it is per sample. The right-hand form is exactly 0 before the first update and avoids
+cancellation.
 """
 
 from __future__ import annotations
@@ -28,10 +29,9 @@ from spotlight.diffusion.samplers import Sampler
 class GRPOGuard:
     """Implements :class:`~spotlight.algorithms.base.Algorithm`.
 
-    ``old`` is the policy before the batch (it gives μ_old), replaced after each batch, so it equals the
-    policy in
-    a batch's first update, which does not evaluate it. It did not make samples of older versions, so their e
-    and ratio would be wrong: no stale samples.
+    ``old`` is the policy before the batch (it gives μ_old), so a batch's first update does not evaluate
+    it. It
+    did not make samples of older versions: no stale samples.
     """
 
     config: GRPOGuardConfig
