@@ -1,8 +1,8 @@
 """The normal quantile in float64, bit-exact on every IEEE machine.
 
 Wichura's AS 241 (PPND16, Applied Statistics 37, 1988; relative error about 1e-16). Each numpy call is one
-correctly rounded operation per element, so no compiler can fuse or reorder them. The tails' logarithm is
-computed here too, because libraries' ``log`` differ in the last bit between CPUs.
+correctly rounded operation per element, which compilers cannot fuse or reorder; even the logarithm is
+computed here, because libraries differ in its last bit.
 """
 
 from __future__ import annotations

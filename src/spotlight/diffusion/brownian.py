@@ -1,18 +1,17 @@
 """Previews on a rollout's own noise path: the noise of T steps derived from that of S > T steps.
 
-A seed fixes a rollout's initial noise and the kick (standard normal noise) of each of its S steps. A preview
-with T steps starts from the same initial noise; its kicks are weighted sums of the rollout's:
+A seed fixes a rollout's initial noise and the kick (standard normal noise) of each step. Previews share the
+initial noise; their kicks are weighted sums of the rollout's:
 
-- SDE time is the noise level. Kick e_j of a step of length d_j is the Brownian increment sqrt(d_j) e_j, and
-  the coarse increment of a longer step is the sum of those within it. A preview boundary inside a fine step
-  splits its increment by a Brownian bridge with an extra draw: the pieces are independent and sum to it.
-- CPS is no SDE: each step replaces a share of the noise, whatever its length. The same sums serve it about
-  as well as weights from what it carries over between steps (better where data vary much, slightly worse
-  where they vary little: computed for Gaussian data, whose exact velocity is known).
-- The ODE has no kicks: its previews only need the initial noise.
+- SDE time is the noise level. Kick e_j of a step of length d_j is the Brownian increment sqrt(d_j) e_j; a
+  longer step's increment is the sum of those within it. A preview boundary inside a fine step splits its
+  increment by a Brownian bridge with an extra draw: the pieces are independent and sum to it.
+- CPS is no SDE (each step replaces a share of the noise, whatever its length), but on Gaussian data the same
+  sums serve it about as well as weights tailored to it.
+- The ODE has no kicks.
 
 Invariants
-    1. Coarse kicks of a seed are independent and standard normal, like any sampler's.
+    1. Coarse kicks of a seed are independent and standard normal.
     2. With T = S they equal the fine ones.
     3. They are pure functions of seed and schedules, bit-exact everywhere (float64 sums in fixed order).
 """

@@ -1,12 +1,10 @@
 """Counter-based randomness: every draw is a pure function of (seed, stream, index).
 
 Invariants
-    * No state and no global generator: the same arguments give the same numbers in any process, batch
-      position and order.
+    * No state: the same arguments give the same numbers in any process, batch position and order.
     * Bit-exact on every machine. Raw bits come from Philox4x64-10, whose output numpy guarantees; normals
       by inverse CDF from correctly rounded float64 operations only (+ - * / sqrt), because ``log`` and
-      ``sin`` differ in the last bit between libraries and CPUs. Numbers are generated on the CPU, so the
-      device does not matter.
+      ``sin`` differ in the last bit between libraries and CPUs. All on the CPU, whatever the device.
 """
 
 from __future__ import annotations

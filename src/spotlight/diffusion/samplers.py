@@ -34,9 +34,9 @@ class Moments:
 
     Attributes:
         mean: [batch, ...] float32.
-        std: [batch, 1, ...] float32; 0 where the step is deterministic.
-        kl_std: [batch, 1, ...] float32, the scale in the KL's denominator: q instead of q sqrt(d), because
-            Flow-GRPO deliberately omits the step length.
+        std: [batch, 1, ...] float32; 0 where deterministic.
+        kl_std: [batch, 1, ...] float32, the KL's scale: q, not q sqrt(d), because Flow-GRPO omits the step
+            length.
     """
 
     mean: Tensor
@@ -219,12 +219,12 @@ def step(
         sigma: s, [batch] float32.
         sigma_next: s', [batch] float32.
         noise: standard normal, shape of ``x``; required if a row is stochastic.
-        stochastic: which rows are inside their SDE window, on the host (avoids a device synchronisation);
-            None: all. Ignored if the sampler is deterministic.
+        stochastic: rows inside their SDE window, on the host (no device synchronisation); None: all. Ignored
+            by deterministic samplers.
         dtype: storage dtype of the latents.
 
     Raises:
-        ValueError: a row is stochastic but ``noise`` is None, or ``stochastic`` is not one entry per row.
+        ValueError: noise is required but None, or ``stochastic`` is not one entry per row.
     """
     rows = [True] * x.shape[0] if stochastic is None else list(stochastic)
     if len(rows) != x.shape[0]:

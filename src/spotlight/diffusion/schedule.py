@@ -1,8 +1,8 @@
 """SDE windows: which denoising steps of a rollout are stochastic, and therefore stored and trained.
 
-A window is a pure function of the rollout's seed and iteration, so resuming or replaying a rollout elsewhere
-finds the same one. Invariants: non-empty, contiguous, of one size for all rollouts of a configuration, and
-within [0, T - 2]: the last of T steps is always ODE (it ends at x̂0 exactly).
+Pure functions of seed and iteration, so a resumed or replayed rollout finds the same window. Invariants:
+non-empty, contiguous, of one size per configuration, within [0, T - 2]: the last of T steps is always ODE
+(it ends at x̂0 exactly).
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ class SlidingWindow:
     """MixGRPO's window (arXiv 2507.21802): slides from noisy to clean steps, then back to ``low``.
 
     It stays at position l for ``every * exp(-decay * max(l - T/2, 0))`` iterations (rounded, at least 1), so
-    with ``decay`` > 0 the clean half of the T steps gets less time (the paper: from 13 of 25 on).
+    with ``decay`` > 0 the clean half gets less time.
 
     Attributes:
         size: number of stochastic steps, >= 1.
         every: iterations per position, >= 1.
         low: first step the window may contain.
         high: end of the range, exclusive; None: T - 1, the maximum.
-        decay: rate k >= 0 of the paper's decay strategy.
+        decay: the paper's rate k >= 0.
     """
 
     size: int = 4
