@@ -1,7 +1,7 @@
 """On-disk cache of prompt embeddings: one safetensors file per prompt, named by a hash of all inputs.
 
-Invariants: files are written atomically (temporary file, then rename); a damaged file is logged and
-recomputed, never used. So processes may share the directory, and it may be deleted at any time.
+Invariants: files are written atomically; a damaged file is logged and recomputed, never used. Processes may
+share the directory, and it may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class EmbeddingsCache:
     Attributes:
         root: cache directory; created on the first write.
         model: identity of tokenizer and text encoder (see ``PipelineFiles.identity``).
-        template: the prompt template and whatever else shapes the result, as text.
+        template: the prompt template and whatever else shapes the result.
         max_tokens: limit per prompt.
         dtype: of the text encoder.
     """

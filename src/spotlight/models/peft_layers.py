@@ -1,9 +1,9 @@
 """The only module that touches peft's layers: inject adapters, find them, select the active one.
 
-peft's public ``set_adapter`` and ``enable_adapters`` also flip ``requires_grad`` on every adapter. FSDP2
-builds its gradient buffers from those flags, so the policy would have no gradients after a forward under
-another slot. Hence adapters are selected through the private fields those methods set, ``_active_adapter``
-and ``_disable_adapters``; `tests/contract/test_peft_layers.py` fails if a peft release moves them.
+peft's public ``set_adapter`` and ``enable_adapters`` flip ``requires_grad``, from which FSDP2 builds its
+gradient buffers: the policy would have no gradients after a forward under another slot. Hence adapters are
+selected through private fields, ``_active_adapter`` and ``_disable_adapters``;
+`tests/contract/test_peft_layers.py` fails if a peft release moves them.
 
 peft is imported lazily: it takes seconds, and a cluster's head, which holds no model, imports this module.
 """
@@ -95,8 +95,8 @@ def inject(model: nn.Module, spec: LoraSpec, adapters: Sequence[str]) -> dict[st
     """Add one LoRA adapter per name to the model, in place; returns the layers by module name.
 
     All adapters start equal: B zero, A uniform in ±1/sqrt(fan_in) (Kaiming, as in peft), drawn from
-    ``spec.seed`` in the order of module names, so it depends on neither the global generator nor the device.
-    Adapters are always float32: bfloat16 would lose small updates.
+    ``spec.seed`` in the order of module names, independent of global generator and device. Always float32:
+    bfloat16 would lose small updates.
     """
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
@@ -160,10 +160,9 @@ def activate(layers: Mapping[str, LoraLayer], adapter: str | None) -> None:
 
 @contextmanager
 def merged(layers: Mapping[str, LoraLayer], adapter: str) -> Iterator[None]:
-    """Run without gradient on base weights with ``adapter`` added; the base is restored bitwise.
+    """Run without gradient on base weights with ``adapter`` added; afterwards no adapter is active.
 
-    The layers hold new tensors in the meantime, then their own again: nothing is subtracted, so nothing is
-    rounded. Afterwards no adapter is active.
+    The base is restored bitwise: layers hold new tensors in the meantime, so nothing is subtracted.
     """
     weights = base_weights(layers)
     own = {name: weight.data for name, weight in weights.items()}

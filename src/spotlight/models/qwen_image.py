@@ -100,12 +100,11 @@ class QwenImage:
             revision: of a hub id.
             embeddings_cache: directory for prompt embeddings.
             max_text_tokens: limit per prompt (the pipeline's ``max_sequence_length``).
-            read_transformer: False leaves the transformer unusable until
-                :func:`spotlight.models.skeleton.filling` provides its weights; of its files only config.json
-                is needed.
+            read_transformer: False leaves the weights to :func:`spotlight.models.skeleton.filling`; of the
+                transformer's files only config.json is needed.
 
         Raises:
-            ModelError: anything that makes the model unusable, where possible before weights are read.
+            ModelError: the model is unusable; where possible, before weights are read.
         """
         if dtype not in (torch.float32, torch.bfloat16):
             raise ModelError(f"dtype of the transformer is {dtype}; expected torch.float32 or torch.bfloat16")

@@ -1,7 +1,7 @@
 """A transformer without its weights, to be filled by a peer instead of from disk.
 
-Invariant: its weights are NaN and every forward raises until :func:`filling` exits without an error, so a
-partly filled module cannot be used by mistake.
+Invariant: its weights are NaN and forwards raise until :func:`filling` exits without an error, so a partly
+filled module cannot be used by mistake.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def filling(module: nn.Module) -> Iterator[dict[str, Tensor]]:
 def base_state(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers of the base model without adapters, under their names on disk.
 
-    Detached views of the parameters' current memory. :func:`spotlight.models.peft_layers.merged` swaps that
-    memory and swaps it back, so call this outside of ``merged``; the views stay valid as long as the
-    base does.
+    Detached views. Call it outside of :func:`spotlight.models.peft_layers.merged`, which swaps the
+    parameters'
+    memory temporarily; the views stay valid as long as the base does.
     """
     return {
         name.replace(".base_layer.", "."): tensor

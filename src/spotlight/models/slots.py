@@ -6,10 +6,10 @@ Invariants:
 - Outside of ``use`` the policy is active, so a checkpointed backward recomputes with the policy.
 - Only the policy's parameters have ``requires_grad``, and no call changes that, so FSDP2 may wrap the
   modules at any time. (Callers run frozen slots under ``torch.no_grad``.)
-- All slots have the same parameter names and shapes: ``load_state("ema", state("policy"))``.
-- Parameters are looked up at each call, never cached, so sharding a module in place is safe. FSDP2 leaves
-  the root's gathered parameters in place after a forward, and the next reshard would lose writes to them;
-  so modules are resharded before their parameters are handed out.
+- All slots have the same parameter names and shapes.
+- Parameters are looked up at each call, so sharding in place is safe. FSDP2 leaves the root's gathered
+  parameters in place after a forward, and the next reshard would lose writes to them; so modules are
+  resharded before their parameters are handed out.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class WeightSlots(ABC):
         """Yield the module to run with the weights of ``slot``; on exit the policy is active again.
 
         Args:
-            merged: for many forwards without gradient, such as rollouts: add the adapter to the base weights
-                first where possible. Changes results by rounding only.
+            merged: for many forwards without gradient: add the adapter to the base weights first if possible.
+                Changes results by rounding only.
         """
 
     @abstractmethod
