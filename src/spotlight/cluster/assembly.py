@@ -145,7 +145,7 @@ def _workers(
     pool = WorkerPool(
         conversations, starter, inbox.put, note, incidents.worker_crashed, fleet.heartbeat_s, fleet.start_s
     )
-    # On this machine; on a cluster's other nodes the next run does it.
+    # On this machine only; other nodes are cleaned up by the next run.
     stack.callback(shutil.rmtree, cache_directory(shared), ignore_errors=True)
     stack.callback(pool.close)
     return pool

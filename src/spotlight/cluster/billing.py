@@ -77,8 +77,6 @@ class _Slot:
 
 @dataclass(slots=True)
 class _Group:
-    """Members of a group, and the unfinished rollouts of its leases."""
-
     epoch: int
     members: tuple[WorkerId, ...]
     leases: dict[LeaseId, tuple[Phase, set[RolloutId]]] = field(default_factory=dict)
@@ -218,7 +216,7 @@ class Billing:
         self._turn([worker], Phase.SETUP, now)
         for group in self._groups.values():
             if worker in group.members:
-                # What it denoised, its group holds too: only its own seconds are lost.
+                # The rest of the group still holds the denoised state: only this worker's seconds are lost.
                 group.members = tuple(name for name in group.members if name != worker)
 
     # -- groups ----------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ class ClusterAccounts:
 
     def __post_init__(self) -> None:
         self.written_s = self.clock()
-        # One clock for all that is billed: what two of them say would never add up.
+        # One clock for all billing: totals of two clocks would not add up.
         self._epoch_s = time.time() - self.written_s
 
     def observe(self, event: ev.Event, effects: Sequence[ef.Effect], now: float, book: RunRecorder) -> None:

@@ -89,7 +89,7 @@ class ClusterNodes:
             site.nodes,
             ranks_roll_out=config.pipeline.trainers_generate,
         )
-        # Read in the launcher's thread, hence replaced as a whole and never changed.
+        # The launcher's thread reads this: replaced as a whole, never mutated.
         self._learner_slots = self._fleet.learner_slots
         self._rolling_out: set[NodeId] = set()
         self._first_gpu: Gpu | None = None
@@ -146,7 +146,7 @@ class ClusterNodes:
 
     def _berth(self, node: RayNode, part: Part) -> Berth:
         shared = part.node.trains and part.node.rolls_out
-        # Ray gives a process whichever GPU has room; a rank and the worker beside it must have the same.
+        # Ray would assign any GPU with room, but a rank and the worker beside it must share one.
         first_gpu = part.first_slot if node.gpus and self._fleet.ranks_roll_out else None
         return Berth(node.ray_id, node.gpus, self._site.threads, SHARE if shared else 1.0, first_gpu)
 
@@ -207,7 +207,7 @@ class ClusterNodes:
 
 def _notice_settings(config: RunConfig) -> NoticeSettings:
     fleet = config.fleet
-    if fleet.address is None:  # emulated nodes get SIGTERM, and nobody else's service is asked
+    if fleet.address is None:  # emulated nodes get SIGTERM; poll no metadata service
         return NoticeSettings(
             "none", None, SIGTERM_GRACE_S if fleet.spot.notice_s is None else fleet.spot.notice_s
         )

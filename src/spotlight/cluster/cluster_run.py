@@ -66,7 +66,7 @@ def train_on_cluster(config: RunConfig, observer: Observer, spent_s: float = 0.0
         )
         site = stack.enter_context(_joined(config, observer))
         accounts = ClusterAccounts(time.monotonic, observer)
-        accounts.written_s = began_here_s  # all until now is part of the attempt, too
+        accounts.written_s = began_here_s  # setup so far belongs to the attempt
         with open_attempt(
             config,
             directory,
@@ -79,7 +79,7 @@ def train_on_cluster(config: RunConfig, observer: Observer, spent_s: float = 0.0
         ) as attempt:
             materials.rewards.log_to(directory.attempts, prefix="reward")
             with _blob_store(config, directory, site.here) as store:
-                served, meeting = serve(site.host)  # for as long as it is referred to
+                served, meeting = serve(site.host)  # served while referenced
                 room = AttemptRoom(site, directory, attempt, accounts, store, meeting)
                 attempt.result = asyncio.run(_drive(materials, room))
                 del served
@@ -89,7 +89,7 @@ def train_on_cluster(config: RunConfig, observer: Observer, spent_s: float = 0.0
 def _gather(config: RunConfig, observer: Observer, stack: ExitStack) -> Materials:
     check_sinks(config.metrics.chosen)
     if config.fleet.address is None:
-        spot_trace(config.fleet)  # raises for a trace that cannot be read
+        spot_trace(config.fleet)  # raises ConfigError early if the trace is unreadable
     prompts = build.load_prompts(config)
     rewards = stack.enter_context(build.make_reward_pool(config))
     used = prompts.used(config)
@@ -102,7 +102,6 @@ def _gather(config: RunConfig, observer: Observer, stack: ExitStack) -> Material
 
 @contextmanager
 def _joined(config: RunConfig, observer: Observer) -> Iterator[Site]:
-    """Join the cluster as its driver for the block, having checked that it is usable."""
     fleet = config.fleet
     with ExitStack() as stack:
         address, emulated = fleet.address, None
@@ -129,7 +128,6 @@ def _joined(config: RunConfig, observer: Observer) -> Iterator[Site]:
 
 
 def _threads(config: RunConfig) -> int:
-    """Threads per CPU-slot process, where all slots share this machine's cores."""
     local = config.fleet.local
     if local.threads is not None:
         return local.threads
@@ -160,7 +158,6 @@ async def _drive(materials: Materials, room: AttemptRoom) -> RunResult:
 
 @contextmanager
 def _blob_store(config: RunConfig, directory: RunDirectory, node: str) -> Iterator[Any]:
-    """The blob store's actor, on this process's node."""
     actor = start_blob_store(
         directory.path / BLOB_STORE_FOLDER, int(config.fleet.store_gb * 2**30), node=node
     )

@@ -76,8 +76,6 @@ class HeadParts:
 
 @dataclass(slots=True)
 class _Effort:
-    """The head's own activity since the last metrics row."""
-
     events: int = 0
     handling_s: float = 0.0
 
@@ -173,7 +171,7 @@ class Head:
         """Whether a report was made with the published weights; if not, its worker is killed."""
         expected = self.parts.learner.published.digest(event.version, self.parts.controller.cluster.lineage)
         if expected is None or expected == weights_digest:
-            return True  # of no published version: the controller rejects it
+            return True  # not a published version: the controller rejects it
         self.parts.observer.note(
             f"{event.leader} made samples of version {event.version} with weights {weights_digest[:12]}, not "
             f"with those published ({expected[:12]}): its samples are refused, its process is restarted"
@@ -224,8 +222,8 @@ class Head:
             case ef.PublishWeights(version):
                 parts.conversations.start(self._end_iteration(version, cluster.lineage))
             case ef.CommitCheckpoint():
-                # What the checkpoint holds is accounted for at its position, before it is committed: a kill
-                # at any moment leaves either both or neither, once the next attempt has rolled back.
+                # Account for the checkpoint's contents before committing it: whenever the head is killed, the
+                # next attempt's rollback leaves both or neither.
                 parts.accounts.write(parts.recorder)
                 parts.conversations.start(self._checkpoint(effect))
             case ef.RollBack(position):
@@ -273,7 +271,6 @@ class Head:
         parts.inbox.put(ev.EvaluationReported(effect.iteration, effect.lineage))
 
     async def _end_iteration(self, version: PolicyVersion, lineage: int) -> None:
-        """Write the iteration's metrics row and publish its weights."""
         self._write_row(await self.parts.learner.learner.take_log())
         await self.parts.learner.publish(version, lineage)
 
@@ -301,7 +298,7 @@ class Head:
             self.stopped = self._over = True
             parts.inbox.wake()
             return
-        # Late reports are swept away before new rollouts are issued.
+        # Drop values of late reports before new rollouts are issued.
         await parts.samples.sweep(parts.controller.work.names)
         parts.inbox.put(ev.CheckpointCommitted(effect.iteration))
         parts.learner.settle()

@@ -64,9 +64,7 @@ class LearnerDriver:
     """Drives the learner. Head's event loop only.
 
     Attributes:
-        checkpoints: of the run.
         prompts: all the run can use; their embeddings are stored when it begins.
-        put_event: passes an event to the controller.
     """
 
     controller: Controller
@@ -94,7 +92,7 @@ class LearnerDriver:
         life = self.learner.life
         await self.learner.send_conditions(self.prompts)
         await self.published.announce(manifest)
-        if self.learner.is_up and self.learner.life == life:  # else it was lost, and another begins
+        if self.learner.is_up and self.learner.life == life:  # else it was lost and is being restored
             self._begun = True
             self.put_event(ev.RunStarted())
 
@@ -110,7 +108,7 @@ class LearnerDriver:
         """Handle the loss of the learner; called once per life."""
         self.note(f"the learner is lost and goes back to the last checkpoint: {detail}")
         if self._committed:
-            self._lost_meanwhile = detail  # what it saved counts, and is about to become an event
+            self._lost_meanwhile = detail  # the saved checkpoint counts: report it first
         elif not self._begun:
             self.begin(self._start_from)
         elif self._exporting:

@@ -69,7 +69,7 @@ async def wait_within(futures: set[asyncio.Future[T]], seconds: float) -> set[as
     due_s = clock() + seconds
     while True:
         left_s = due_s - clock()
-        # The last stretch is waited for by itself, so that a standstill right before the end is noticed.
+        # Wait for the last stretch separately, to notice a standstill just before the deadline.
         until_s = due_s - GRACE_S if left_s > 2 * GRACE_S else due_s
         done, _ = await asyncio.wait(
             futures, timeout=max(0.0, until_s - clock()), return_when=asyncio.FIRST_COMPLETED
@@ -139,7 +139,7 @@ class Conversations:
     def start(self, conversation: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start a conversation; first steps are taken in the order of these calls."""
         task = asyncio.get_running_loop().create_task(conversation)
-        self._tasks.add(task)  # the event loop itself holds tasks weakly
+        self._tasks.add(task)  # asyncio holds only weak references to tasks
         task.add_done_callback(self._ended)
         return task
 

@@ -90,8 +90,7 @@ class SampleScoring:
 
     async def _score(self, rollouts: Sequence[Rollout], digest: str, lineage: int) -> None:
         pictures = await self.samples.images(rollouts, digest)
-        # A sample may have been discarded meanwhile: nobody waits for its scores. Any other would be waited
-        # for without an end.
+        # A discarded sample needs no scores. For any other the controller would wait forever.
         lost = [each.id for each in rollouts if each.id not in pictures and each.id in self.samples.digests]
         if lost:
             raise RuntimeError(

@@ -76,7 +76,7 @@ class BlobServer:
         self._threads = ThreadPoolExecutor(_DELIVERY_THREADS, "keeper-delivery")
         self._filled, self._emptied = asyncio.Event(), asyncio.Event()
         self._failure: StoreError | None = None
-        # A sender's lock lives as long as a report of it does: workers come and go.
+        # Weak, so that locks of departed workers go away.
         self._turns: WeakValueDictionary[WorkerId, asyncio.Lock] = WeakValueDictionary()
 
     async def deliver(self, report: Report) -> None:
@@ -167,19 +167,16 @@ class BlobActor(BlobServer):
 
 
 def start_blob_store(directory: Path, memory_bytes: int, *, node: str) -> ActorHandle[Any]:
-    """Start the actor; it ends with this process, or by ``ray.kill``.
+    """Start the actor on Ray node ``node``; it ends with this process, or by ``ray.kill``.
 
     Returns at once: a startup error (an unusable directory) is raised by the first call.
-
-    Args:
-        node: Ray id of the node it runs on.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     actor = ray.remote(BlobActor).options(
         num_cpus=0,
-        max_restarts=0,  # one that starts anew is empty: whoever trusts it must hear of its death
+        max_restarts=0,  # a restarted store would be empty, so its death must be visible
         max_task_retries=0,
         max_concurrency=CONCURRENT_CALLS,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),

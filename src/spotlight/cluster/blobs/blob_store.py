@@ -48,13 +48,13 @@ class StoredBlob:
     data: bytes
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Callable[..., StoredBlob], tuple[object, ...]]:
-        # The bytes out of band: a cluster's transport then moves them as they are, in half the time.
+        # Out-of-band pickling: the transport moves the bytes without a copy, in half the time.
         data = PickleBuffer(self.data) if index(protocol) >= 5 else self.data
         return _stored_blob, (self.step, data)
 
 
 def _stored_blob(step: int, data: bytes | memoryview) -> StoredBlob:
-    return StoredBlob(step, bytes(data))  # a view's memory is the transport's: not to be held
+    return StoredBlob(step, bytes(data))  # copied: a view would pin the transport's memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,7 @@ class Usage:
 
     Attributes:
         memory_bytes: of blobs in memory or being written to disk.
-        disk_bytes: of blobs on disk.
         values: number of blobs.
-        values_on_disk: number of blobs on disk.
         spills: blobs written to disk so far.
         damaged: blobs lost so far because their file was corrupt.
     """
@@ -82,8 +80,7 @@ class Usage:
 class _Entry:
     """An indexed blob, in memory (``data``) or on disk (``path``), never both.
 
-    Attributes:
-        moving: a thread is writing it to disk and will free its memory.
+    ``moving``: a thread is writing it to disk and will free its memory.
     """
 
     key: _Key
@@ -201,7 +198,7 @@ class BlobStore:
                 if self._lose(entry):
                     log.error("%s. The value is gone, and whoever needs it has to make it again.", damage)
                     return None
-                # Else it was replaced or dropped while we looked: look again.
+                # Otherwise it was replaced or dropped during the read: look again.
 
     def step_of(self, kind: str, name: str, mark: str = "") -> int | None:
         """The stored step of a blob, or None."""
@@ -258,7 +255,6 @@ class BlobStore:
         return there is None or there.step < entry.step
 
     def _fits(self, entry: _Entry) -> bool:
-        """Whether the blob fits into memory, counting the space of the one it replaces."""
         there = self._index.find(entry.key)
         freed = there.size if there is not None and there.path is None and not there.moving else 0
         return self._index.memory_bytes - freed + entry.size <= self._memory_bytes
@@ -307,7 +303,7 @@ class BlobStore:
         entry.path = self._write(entry, entry.data, f"cannot keep {_label(entry)}")
         entry.data = None
         with self._index_lock:
-            wanted = not self._closed and self._wanted(entry)  # another step may have come meanwhile
+            wanted = not self._closed and self._wanted(entry)  # a later step may have arrived meanwhile
             gone = self._place(entry) if wanted else [entry]
         _delete(gone)
         return wanted
@@ -324,7 +320,6 @@ class BlobStore:
     # -- losing ----------------------------------------------------------------------------------------
 
     def _lose(self, entry: _Entry) -> bool:
-        """Remove a damaged blob from the index; False if it was already gone."""
         with self._index_lock:
             if self._index.find(entry.key) is not entry:
                 return False
@@ -344,7 +339,7 @@ def _unlink(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        # What was asked for is done: the file is in nobody's way, and goes with its folder.
+        # Harmless: the index has let go of the file, and it is deleted with its folder.
         log.warning("%s: cannot delete the file of a value that is not needed any more: %s", path, error)
 
 

@@ -29,7 +29,7 @@ _LOCK = "lock"
 _HEADER_BYTES_MAX = 64 * 1024
 
 
-class Damaged(Exception):  # noqa: N818 - it is what was found, and never leaves the store
+class Damaged(Exception):  # noqa: N818 - internal to the store
     """A file is corrupt; the message names it, what was found and what was expected."""
 
 
@@ -105,7 +105,7 @@ def _remove_abandoned(directory: Path) -> None:
         try:
             lock = _lock(folder / _LOCK, wait=False)
         except BlockingIOError:
-            continue  # its process lives
+            continue  # its process is alive
         except OSError as error:
             log.warning("%s: cannot tell whether its process lives, so it stays: %s", folder, error)
             continue

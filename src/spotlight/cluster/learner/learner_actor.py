@@ -45,10 +45,7 @@ class Placement:
     """Where a rank runs.
 
     Attributes:
-        node: Ray id of the node.
-        host: the node's address.
         gpus: GPU share of the rank: 0, 1, or a fraction beside a worker.
-        resources: custom Ray resources it takes.
         threads: for its CPU work; None: one, Ray's default for an actor without reserved CPUs.
         gpu: index of its GPU on the node; None: whichever Ray assigns.
     """
@@ -69,9 +66,7 @@ class RankOrder:
         config: the resolved configuration as YAML.
         token: what the head wrote to the run directory.
         directory: the head's working directory, the base of relative paths.
-        log: file for the process's output.
         version: of the head's package.
-        keeper_s: timeout of a blob store call.
     """
 
     config: str
@@ -123,7 +118,7 @@ class LearnerActor:
             raise ConfigError("this cluster", [problem])
         if order.threads is not None:
             torch.set_num_threads(order.threads)
-        with suppress(FileNotFoundError):  # then relative paths are not found either, which is told below
+        with suppress(FileNotFoundError):  # relative paths then fail below, with a clear error
             os.chdir(order.directory)
         rank = LearnerRank(order.config, order.place)
         rank.check_storage(order.token)
@@ -209,12 +204,9 @@ class RayLauncher:
 
     Args:
         config: the resolved configuration as YAML.
-        world: number of ranks.
         placements: placements by rank; asked before each start, since nodes come and go. May raise
             LookupError, saying why there is no room.
-        keeper: the blob store's actor.
-        token: what was left in the run directory
-            (:func:`~spotlight.cluster.learner.learner_rank.write_token`).
+        token: what :func:`~spotlight.cluster.learner.learner_rank.write_token` wrote.
         logs: directory for the ranks' output, on shared storage.
         exchange_s: timeout of a collective.
         keeper_s: timeout of a blob store call.
@@ -281,7 +273,7 @@ class RayLauncher:
             keeper_s=self._keeper_s,
             threads=placement.threads,
         )
-        remote: Any = ray.remote  # its annotations do not know concurrency groups
+        remote: Any = ray.remote  # its annotations lack concurrency groups
         actor = (
             remote(concurrency_groups={"watch": 1})(LearnerActor)
             .options(
@@ -315,7 +307,6 @@ def _kill(ranks: Sequence[RankActor]) -> None:
 
 
 def _write_to(path: Path) -> None:
-    """Redirect all output of this process, including native libraries', to a file."""
     path.parent.mkdir(exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):

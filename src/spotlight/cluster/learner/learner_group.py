@@ -133,14 +133,12 @@ class _Life:
         self._deaths: list[asyncio.Future[Any]] = []
 
     def end(self, end: _End) -> None:
-        """End the life; only the first reason counts."""
         if not self.over.done():
             self.over.set_result(end)
         for death in self._deaths:
             death.cancel()
 
     def begin(self, ranks: Sequence[RankHandle]) -> None:
-        """Watch the started processes: any death ends the life."""
         self.ranks = ranks
         for rank in ranks:
             death = asyncio.ensure_future(rank.gone())
@@ -155,14 +153,9 @@ class _Life:
         first_only: bool = False,
         each: Sequence[tuple[object, ...]] | None = None,
     ) -> Answers:
-        """Call all ranks, or rank 0 alone.
+        """Call all ranks, or rank 0 alone; ``each``: further arguments per rank.
 
-        Args:
-            each: further arguments per rank.
-
-        Raises:
-            AbandonedError: the life is over.
-            Exception: one of :data:`FINAL`, which also ends the life.
+        Raises AbandonedError if the life is over, or one of :data:`FINAL`, which also ends it.
         """
         async with self._turn:
             if self.over.done():
@@ -182,7 +175,6 @@ class _Life:
     async def _answered(
         self, calls: Mapping[asyncio.Future[Any], int], method: str, deadline_s: float
     ) -> None:
-        """Wait for all answers; otherwise end the life and raise."""
         clock = asyncio.get_running_loop().time
         due_s, waiting = clock() + deadline_s, set(calls)
         suspicion: tuple[int, BaseException] | None = None
@@ -203,7 +195,7 @@ class _Life:
                     self.end(_End(str(cause), final=cause))
                     raise cause
                 if suspicion is None:
-                    # A collective fails on the ranks that live: which one died becomes known a moment later.
+                    # A collective fails first on the surviving ranks; the death that caused it shows later.
                     suspicion, due_s = (calls[call], error), clock() + self._suspect_s
             waiting -= done
 
@@ -250,7 +242,6 @@ class LearnerGroup:
 
         Args:
             checkpoint: the learner's folder of a checkpoint, on shared storage.
-            lineage: of what is published.
 
         Returns:
             Manifest of the restored weights.
@@ -263,7 +254,8 @@ class LearnerGroup:
         await self.stop()
         for attempt in count():
             life = self._begin_life()
-            urgent = self._lost_in_a_row - 2 if attempt == 0 else attempt - 1  # the first restart is
+            # Negative, hence no pause, for the first restart.
+            urgent = self._lost_in_a_row - 2 if attempt == 0 else attempt - 1
             try:
                 await self._pause(life, self._deadlines.pause_before_s(urgent))
                 return await self._start(life, checkpoint, lineage)
@@ -277,13 +269,7 @@ class LearnerGroup:
         raise AssertionError("unreachable")
 
     async def lost(self) -> str:
-        """Wait for the current life and its processes to end; returns the cause.
-
-        Raises:
-            AbandonedError: :meth:`restore` or :meth:`stop` ended it.
-            LearnerError: it failed in the same way several times in a row.
-            Exception: one of :data:`FINAL`.
-        """
+        """Wait until the current life and its processes end; returns the cause. Raises as :meth:`restore`."""
         life = self._life
         assert life is not None, "restore() comes first"
         await asyncio.wait({life.over})
@@ -333,17 +319,14 @@ class LearnerGroup:
         return manifest
 
     async def _bury(self, life: _Life) -> str:
-        """Kill what is left of a dead life; returns the cause with the last log lines. Raises as
-        :meth:`lost`.
-        """
         end = life.over.result()
         if life is not self._life:
-            await self._launcher.end(life.ranks, ())  # they may have started after it was ended
+            await self._launcher.end(life.ranks, ())  # may have started after the life ended
             raise AbandonedError("life")
         self._raised_in_a_row = self._raised_in_a_row + 1 if end.raised else 0
         try:
             log = await self._launcher.end(life.ranks, end.ranks)
-        except Exception as error:  # noqa: BLE001 - logs are a courtesy
+        except Exception as error:  # noqa: BLE001 - logs are optional
             log = f"(no log: {_described(error)})"
         if life is not self._life:
             raise AbandonedError("life")
@@ -364,9 +347,7 @@ class LearnerGroup:
     ) -> None:
         """Give the ranks all or part of an iteration's groups; they fetch their samples themselves.
 
-        Args:
-            rollouts: at least those of the effect.
-            digests: weights digest under which each sample is stored.
+        ``digests``: weights digest under which each sample is stored.
         """
         members = [rollout for group in effect.groups for rollout in group.rollouts]
         await self._ask(

@@ -109,11 +109,7 @@ class LearnerRank:
     # -- beginning -------------------------------------------------------------------------------------
 
     def check_storage(self, token: str) -> None:
-        """Check that the run directory is the one where the head wrote ``token`` (:func:`write_token`).
-
-        Raises:
-            StoreError: another directory, or none.
-        """
+        """Check that this run directory holds the head's ``token`` (:func:`write_token`), else StoreError."""
         path = _token_path(self.config)
         give_up = time.monotonic() + _STORAGE_SETTLES_S
         while (found := _content(path)) != token:
@@ -128,11 +124,7 @@ class LearnerRank:
             time.sleep(_LOOKS_AGAIN_S)
 
     def open_rendezvous(self, host: str, port: int = 0) -> Address:
-        """On rank 0: serve the rendezvous, on ``host`` alone.
-
-        Raises:
-            OSError: the address cannot be listened on.
-        """
+        """On rank 0: serve the rendezvous, on ``host`` alone. Raises OSError."""
         self._served, address = rendezvous.serve(host, port, self._meeting_s)
         return address
 
@@ -212,10 +204,9 @@ class LearnerRank:
             self.learning.trainer.accumulate(micro_batch)
 
     def step(self, samples: int) -> tuple[float, float]:
-        """Apply the gradients. Collective. Returns the loss and the gradient norm before clipping.
+        """Apply the gradients of ``samples`` samples, over all ranks. Collective.
 
-        Args:
-            samples: in the update, over all ranks.
+        Returns the loss and the gradient norm before clipping.
 
         Raises:
             TrainingError: the gradient is not finite, or samples are missing.
@@ -338,7 +329,6 @@ def _content(path: Path) -> str | None:
 
 
 def _list_anew(directory: Path) -> None:
-    """Open a directory, which makes NFS ask the server for new entries."""
     try:
         os.listdir(directory)  # noqa: PTH208
     except OSError:
@@ -353,9 +343,9 @@ def _parsed(config: str) -> RunConfig:
 
 
 def _listen_only_on(host: str) -> None:
-    """Bind gloo and NCCL to the interface of an address, unless the user set one.
+    """Bind gloo and NCCL to the interface of ``host``: gloo's default is often the loopback.
 
-    Otherwise gloo resolves the host name, which is the loopback on many machines.
+    Interfaces set by the user are respected.
     """
     if (interface := _interface_of(host)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -363,7 +353,6 @@ def _listen_only_on(host: str) -> None:
 
 
 def _interface_of(host: str) -> str | None:
-    """Network interface with this IPv4 address, or None."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:

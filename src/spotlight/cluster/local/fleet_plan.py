@@ -15,7 +15,6 @@ class FleetPlan:
 
     Attributes:
         spot_slots: peak number.
-        preemptions: in the trace.
         horizon_s: real seconds of the trace.
         usd_h: price of all slots per hour, at peak.
     """

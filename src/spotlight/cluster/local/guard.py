@@ -128,7 +128,7 @@ def main(cluster: str, directory: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     while is_alive(cluster):
-        # The pipe tells at once; looking is for an owner whose forks hold the other end, too.
+        # EOF on the pipe is immediate; polling covers an owner whose forks still hold the other end.
         if select.select([0], [], [], _LOOK_AGAIN_S)[0] and not os.read(0, 1):
             break
     end(f"{cluster}/")

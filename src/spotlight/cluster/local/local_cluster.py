@@ -117,8 +117,7 @@ class LocalCluster:
     def add_node(self, name: str, kind: NodeKind, slots: int) -> LocalNode:
         """Start a node; returns when Ray can use it (about a second).
 
-        Raises:
-            LocalClusterError: the name is taken, or the node did not start.
+        Raises LocalClusterError if the name is taken or the node did not start.
         """
         with self._lock:
             if name in self._nodes or name in self._starting or name == self.first.name:
@@ -144,8 +143,7 @@ class LocalCluster:
     def notice(self, name: str) -> None:
         """Announce a node's end as Kubernetes does: SIGTERM to its agent.
 
-        Raises:
-            LocalClusterError: no such node, or it has no agent yet.
+        Raises LocalClusterError if there is no such node, or no agent on it yet.
         """
         node, _, _ = self._find(name)
         file = pid_file(self.session, node.ray_id)
@@ -159,8 +157,7 @@ class LocalCluster:
     def kill(self, name: str) -> None:
         """SIGKILL the node and every process on it, without notice.
 
-        Raises:
-            LocalClusterError: no such node, or a process does not die.
+        Raises LocalClusterError if there is no such node, or a process does not die.
         """
         _, handle, mark = self._find(name)
         with self._lock:
@@ -231,7 +228,7 @@ def local_cluster(slots: int, name: str = "reserved-0") -> Iterator[LocalCluster
         guard.end(f"{id}/")
         shutil.rmtree(directory, ignore_errors=True)
         assert watch.stdin is not None
-        watch.stdin.close()  # it sees that we are done, finds nothing to do, and ends
+        watch.stdin.close()  # EOF ends the guard, which finds nothing left to do
         with contextlib.suppress(subprocess.TimeoutExpired):
             watch.wait(timeout=5.0)
 
@@ -282,7 +279,7 @@ def _base_error(base: Path, found: str) -> ConfigError:
 
 
 def _start_guard(id: str, directory: Path) -> subprocess.Popen[bytes]:
-    # Isolated and without site-packages: 10 MB instead of 60. A session of its own: Ctrl-C is not for it.
+    # Isolated, without site-packages: 10 MB instead of 60. Its own session: Ctrl-C must not reach it.
     command = [sys.executable, "-I", "-S", guard.__file__, id, str(directory)]
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True, cwd="/"
@@ -294,7 +291,6 @@ def _first_line(error: BaseException) -> str:
 
 
 def _last_words(logs: Path) -> str:
-    """Last lines of the latest raylet log, else of the cluster server's."""
     with contextlib.suppress(OSError):
         for pattern in ("raylet*", "gcs_server*"):
             files = [file for file in logs.glob(pattern) if file.stat().st_size]

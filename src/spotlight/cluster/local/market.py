@@ -149,7 +149,6 @@ class Market:
                     self._book.killed(index, self._now_s(), error)
 
     def _try(self, action: Callable[[], None]) -> str:
-        """The error of an action; empty if none."""
         try:
             action()
         except MachineError as error:

@@ -76,7 +76,7 @@ def timed(trace: Trace, speed: float, notice_s: float | None) -> Trace:
         raise TraceError(f"{trace.source}: speed {speed!r}; expected more than 0")
     events = tuple(replace(event, time_s=event.time_s / speed) for event in trace.events)
     prices = tuple(replace(point, time_s=point.time_s / speed) for point in trace.prices)
-    # A horizon that rounds below the last event would refuse the trace.
+    # A horizon rounded below the last event would make the trace invalid.
     horizon_s = max([trace.horizon_s / speed, *(event.time_s for event in events[-1:])])
     fast = Trace(events, horizon_s, trace.source, prices)
     return fast if notice_s is None else with_notices(fast, notice_s)

@@ -27,8 +27,8 @@ _QUIET = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_enable_open_telemetry": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_worker_niceness": "0",  # by default workers give way to everything else on the machine
-    "SPT_NOENV": "1",  # Ray renames its processes; their environment, which carries our mark, must stay
+    "RAY_worker_niceness": "0",  # by default Ray lowers its workers' priority
+    "SPT_NOENV": "1",  # keep Ray's process renaming from overwriting the environment and our mark in it
 }
 _LOOPBACK = "127.0.0.1"
 
@@ -92,7 +92,7 @@ def start_head(request: NodeRequest, directory: Path) -> NodeProcesses:
             temp_dir=str(directory),
             _system_config=dict(request.system_config),
         )
-    node.kill_dashboard(check_alive=False)  # started whether it is included or not
+    node.kill_dashboard(check_alive=False)  # Ray starts it even if excluded
     return NodeProcesses(node)
 
 
@@ -107,7 +107,7 @@ def prepare_environment() -> None:
         os.environ.setdefault(name, value)
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
-    # Ray reads these once, when it is imported.
+    # Ray reads these once, at import.
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
     services.ConsolePopen = _OfItsOwnSession

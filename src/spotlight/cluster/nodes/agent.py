@@ -1,12 +1,11 @@
 """The node agent: an actor that watches for preemption notices and reports what the node is. No torch.
 
-One per node, without resources, so it fits beside everything. Ray constructs an actor without coroutines in
-the process's main thread, where a SIGTERM handler can be set, and ``max_concurrency`` above 1 leaves that
-thread able to run it (a contract test checks both). A single ``async def`` in the class would break this. The
-handler replaces Ray's own, so only SIGKILL or the node's end stops an agent.
+One per node, without resources, so it fits beside everything. Its SIGTERM handler replaces Ray's and must run
+in the main thread: Ray guarantees that for an actor without coroutines and ``max_concurrency`` above 1 (a
+contract test checks it), so the class must have no ``async def``.
 
 The agent writes its pid beside Ray's logs (:func:`pid_file`) for a Kubernetes ``preStop`` hook, because
-Kubernetes sends SIGTERM only to the container's first process, which is Ray's.
+Kubernetes signals only the container's first process, which is Ray's.
 
 The head long-polls for notices; when the node dies the call fails, usually the head's first sign of it.
 """
@@ -36,8 +35,7 @@ class NodeAgent:
     """Made into an actor by :func:`spotlight.cluster.nodes.node_membership.start_agent`.
 
     Args:
-        ray_id: Ray id of its node.
-        session: directory of Ray's logs on it.
+        session: directory of Ray's logs on the node.
         settings: :class:`NoticeSettings` as plain values; unknown keys are ignored.
     """
 
@@ -77,7 +75,7 @@ def plain_settings(settings: NoticeSettings) -> dict[str, object]:
 
 
 def _write_pid(path: Path) -> None:
-    # Whole or not at all: who reads it sends a signal.
+    # Written atomically: a truncated pid would signal the wrong process.
     with contextlib.suppress(OSError):
         draft = path.with_suffix(f".{os.getpid()}")
         draft.write_text(f"{os.getpid()}\n")

@@ -32,7 +32,7 @@ def connected(address: str) -> Iterator[None]:
         ConfigError: nothing answers there, or its Ray or Python version differs.
     """
     _knock(address)
-    # Ray prints a paragraph to stderr for every node and process that dies; here that is daily business.
+    # Ray prints a paragraph to stderr per dead node or process, which is routine here.
     ray_worker.print_to_stdstream = _to_log
     try:
         with _own_sigterm():
@@ -73,7 +73,6 @@ def _unreachable(address: str, why: str) -> ConfigError:
 
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Restore the SIGTERM handler, which Ray replaces."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -81,7 +80,7 @@ def _own_sigterm() -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(TypeError):  # a handler that was not set from Python
+        with contextlib.suppress(TypeError):  # the handler was not set from Python
             signal.signal(signal.SIGTERM, former)
 
 

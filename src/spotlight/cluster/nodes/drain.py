@@ -20,12 +20,7 @@ _ANSWER_S = 5.0
 
 
 def drain_node(ray_id: str, remaining_s: float, why: str) -> bool:
-    """Announce a node's end to Ray. Never raises; False: Ray refused, and the log says why.
-
-    Args:
-        remaining_s: until preemption.
-        why: shown to the user.
-    """
+    """Announce a node's end to Ray. Never raises; False: Ray refused, and the log says why."""
     try:
         client = GcsClient(address=ray.get_runtime_context().gcs_address)
         accepted, refusal = client.drain_node(
@@ -35,7 +30,7 @@ def drain_node(ray_id: str, remaining_s: float, why: str) -> bool:
             int((time.time() + remaining_s) * 1000),
             timeout=_ANSWER_S,
         )
-    except Exception as error:  # noqa: BLE001 - a private call may fail in any way, and must not end a run
+    except Exception as error:  # noqa: BLE001 - a private call may fail in any way but must not end the run
         log.warning("Ray was not told that node %s will be taken: %r", ray_id[:12], error)
         return False
     if not accepted:

@@ -43,7 +43,7 @@ class RayNode:
     Attributes:
         ray_id: Ray's id of this life of the node.
         name: unique among living nodes.
-        slots: how many workers or learner ranks it can hold; 0: processes without a slot only.
+        slots: how many workers or learner ranks it can hold; may be 0.
         gpus: whether a slot is a GPU.
         gpu_type: from the node's flags or Ray; ``cpu`` for CPU slots; empty: unknown.
         port: of its raylet.
@@ -280,7 +280,6 @@ def split_node(node: RayNode, ranks: int, slot_usd_h: float, ranks_roll_out: boo
     """Split a node that holds ``ranks`` learner ranks into the controller's nodes.
 
     Args:
-        slot_usd_h: price of one slot.
         ranks_roll_out: its slots also roll out while the learner waits.
 
     Returns:

@@ -1,10 +1,10 @@
 """Tracks which nodes exist: one head thread polls Ray's node list and long-polls every node's agent.
 
-A node *joins* once its agent has reported compatible facts; an incompatible one is *refused*, once. Loss is
-detected by whichever comes first: Ray's list, or the failure of the agent's pending call. The latter cannot
-tell a dead node from a dead agent. If the raylet's port refuses connections the node is lost, even while Ray
-still lists it; if the port is silent, the list is polled at once and then often for a while. An agent that
-died on a living node is restarted with growing pauses.
+A node *joins* once its agent has reported compatible facts; an incompatible one is *refused*, once. It is
+lost when Ray's list says so or its agent's pending call fails, whichever is first. Since the latter may be a
+dead agent on a living node, the raylet's port is probed: if it refuses connections the node is lost, whatever
+Ray lists; if it is silent, the list is polled at once and often. A dead agent on a living node is restarted
+with growing pauses.
 
 Listener methods run in this thread and must be quick.
 """
@@ -79,7 +79,6 @@ class MembershipSettings:
     """Timeouts and periods, in seconds.
 
     Attributes:
-        period_s: between two polls of Ray's list.
         answer_s: for Ray's list, and beyond the duration of a long poll.
         dead_s: without a node list before the cluster is declared dead: less than the 60 s after which Ray
             ends this process, long enough for a GCS restart.
@@ -107,8 +106,6 @@ class _Watched:
 
 @dataclass(slots=True)
 class _Pace:
-    """When to poll Ray's list next."""
-
     period_s: float
     next_s: float = 0.0
     eager_until_s: float = 0.0
@@ -144,7 +141,7 @@ class _NodeList:
     def _run(self) -> None:
         try:
             self._answers.put(ray.nodes())
-        except Exception as error:  # noqa: BLE001 - it is raised by ask()
+        except Exception as error:  # noqa: BLE001 - ask() raises it
             self._answers.put(error)
 
 
@@ -229,7 +226,7 @@ class NodeMembership:
             try:
                 self._turn()
             except Exception:
-                # Whatever it was, nodes go on coming and going, and somebody has to look.
+                # Never give up: without this thread no node change would be noticed again.
                 log.exception("looking after Ray's nodes failed; trying again")
                 self._stop.wait(self._settings.period_s)
 
@@ -353,7 +350,6 @@ class NodeMembership:
                 log.warning("node %s: preemptions may come unannounced: %s", node.name, message.detail)
 
     def _agent_failed(self, watched: _Watched, why: str) -> None:
-        """The agent died or is silent; if the node died too, Ray's list will say so."""
         self._dismiss(watched)
         watched.asked, watched.seen = None, 0
         pause_s = min(_PAUSE_MOST_S, _PAUSE_FIRST_S * 2.0 ** min(watched.failures, 30))

@@ -30,7 +30,6 @@ class Fleet:
     """The nodes that joined.
 
     Attributes:
-        ranks: learner ranks of the run.
         planned: ranks by Ray id of the initial reserved nodes that have not joined yet.
         ranks_roll_out: slots of ranks also hold a worker each.
     """

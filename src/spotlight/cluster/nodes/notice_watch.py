@@ -79,7 +79,7 @@ class NoticeWatch:
             if (cloud := await self._cloud()) is not None:
                 sources.append(cloud)
         except NoticeError as error:
-            # Off the clouds a search finds nothing, and SIGTERM is enough.
+            # Outside a cloud, detection finds nothing and SIGTERM suffices.
             if not sources:
                 raise
             if self._settings.cloud != "auto":

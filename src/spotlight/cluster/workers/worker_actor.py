@@ -69,8 +69,7 @@ class WorkerOrder:
 
     Attributes:
         config: the resolved configuration as YAML.
-        on_gpu: whether its slot is a GPU.
-        gpu: its index on the node; None: the one Ray assigned.
+        gpu: index on the node; None: the GPU that Ray assigned.
         run: name shared by the processes of one run on a node.
         threads: for CPU work; None leaves it to torch.
     """
@@ -90,11 +89,11 @@ class WorkerActor:
     """One persistent process on one slot: imports and loads once, then only changes groups."""
 
     def __init__(self, order: WorkerOrder, keeper: Any) -> None:
-        # Here, not above: diffusers is behind it, and the head imports this module only to start actors.
+        # Imported late: it pulls in diffusers, and the head needs this module only to start actors.
         from spotlight.cluster.workers.worker_process import WorkerPlace, WorkerProcess
 
         config = read_config(order.config, "the configuration sent to a worker")
-        if os.path.isdir(order.working_directory):  # noqa: PTH112 - relative paths of the configuration
+        if os.path.isdir(order.working_directory):  # noqa: PTH112 - base of the config's relative paths
             os.chdir(order.working_directory)
         if order.threads is not None:
             torch.set_num_threads(order.threads)
@@ -122,7 +121,7 @@ class WorkerActor:
     def _work(self) -> None:
         try:
             self._process.run()
-        except BaseException as error:  # noqa: BLE001 - watch() tells it
+        except BaseException as error:  # noqa: BLE001 - watch() raises it
             self._error = error
         finally:
             self._ended.set()
@@ -159,7 +158,6 @@ class Berth:
     """Where a controller node's workers run on Ray.
 
     Attributes:
-        ray_id: of the Ray node.
         gpus: whether a slot is a GPU.
         threads: of each worker on a CPU slot.
         share: fraction of a slot per worker; below 1 beside a learner rank.
@@ -183,7 +181,6 @@ class ActorStarter:
 
     Attributes:
         config: the resolved configuration as YAML.
-        berths: placements of the nodes present.
         tail: fetches the last log lines of a named actor on a node.
     """
 
@@ -222,7 +219,7 @@ class ActorStarter:
 
     def kill(self, handle: WorkerHandle) -> None:
         """See :class:`spotlight.cluster.workers.worker_pool.Starter`."""
-        with suppress(RayError):  # dead, or Ray itself is going down
+        with suppress(RayError):  # dead already, or Ray is shutting down
             ray.kill(handle.actor)
 
     async def log_tail(self, order: StartWorker) -> str:

@@ -58,8 +58,6 @@ class Starter(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Process:
-    """One process, or the pause before it. ``proven``: it has had weights."""
-
     order: ef.StartWorker
     task: asyncio.Task[None] | None = None
     handle: Handle | None = None
@@ -168,9 +166,9 @@ class WorkerPool:
         try:
             process.handle = self.starter.start(order)
         except LookupError:
-            del self._processes[order.worker]  # the node is gone, which the controller will hear
+            del self._processes[order.worker]  # the node is gone; its loss will be reported
             return
-        except Exception as error:  # noqa: BLE001 - whatever the cluster says, it is this worker that failed
+        except Exception as error:  # noqa: BLE001 - any failure concerns this worker alone
             self._died(process, error)
             return
         try:
@@ -181,12 +179,12 @@ class WorkerPool:
             while True:
                 beat = process.handle.watch(self.heartbeat_s)
                 await answer(beat, f"heartbeat of {order.worker}", self.heartbeat_s * HEARTBEATS_MISSED)
-        except Exception as error:  # noqa: BLE001 - the process's death, in whatever words
+        except Exception as error:  # noqa: BLE001 - any error means that the process died
             self._died(process, error)
 
     async def _told(self, taken: Awaitable[Any], worker: WorkerId) -> None:
-        # Taking a command is the work of an instant. Who cannot is dead, which watch() says, or stopped:
-        # then the command waits for it like the rest.
+        # Accepting a command is instant. A process that does not is dead, which watch() reports, or stopped,
+        # and then accepts it when it resumes.
         with suppress(Exception):
             await answer(taken, f"a command for {worker}", self.start_s)
 

@@ -50,7 +50,6 @@ class WorkerPlace:
     """Where a worker's process runs.
 
     Attributes:
-        device: of its model.
         meeting: rendezvous store of the sequence-parallel groups.
         run: name shared by the processes of one run on a node.
     """
@@ -100,7 +99,7 @@ class WorkerProcess:
 
     def _begin(self, pull: PullWeights) -> None:
         (negative,) = self._home.fetch("condition", [NEGATIVE])
-        if negative is None:  # the learner sends it before the run starts
+        if negative is None:  # not there yet: the learner stores it before the run starts
             self._put_off(pull)
             return
         loop = self._assemble(self._family(pull), unpack_condition(negative.data))
@@ -147,7 +146,6 @@ class WorkerProcess:
         return self._cache.directory / f"{_file_name(worker)}.sock"
 
     def _base_mark(self) -> str:
-        """Identifies the base model; equal for all processes of a run."""
         model = self._config.model
         return f"{model.family}:{model.path}:{model.revision}:{model.dtype}"
 
