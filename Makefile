@@ -5,7 +5,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
-PYTEST_ARGS ?= --numprocesses auto
+# A file stays in one process, so that what its tests share is made once; long files come first.
+PYTEST_ARGS ?= --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
