@@ -1,8 +1,8 @@
 """Messages between the reward pool and a reward process: pickled values over a local socket pair.
 
 Each message is its length (8 bytes, little-endian) and its pickle. The socket pair has no address, so only
-the two processes can write to it: unpickling is safe. Transfers take a time limit, because the other side may
-hang in the middle of a message.
+the two processes can write to it. Transfers take a time limit, because the other side may hang in the middle
+of a message.
 """
 
 from __future__ import annotations

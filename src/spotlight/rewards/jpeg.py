@@ -27,7 +27,7 @@ def jpeg_size(
         images: uint8 [height, width, 3].
         prompts: ignored.
         metadata: ignored.
-        quality: of the JPEG file, 1 to 95.
+        quality: 1 to 95.
 
     Raises:
         ValueError: ``quality`` out of range.

@@ -92,9 +92,9 @@ class RewardPool:
         return tuple(each.pid for lane in self._lanes for each in lane.processes if each.pid is not None)
 
     def log_to(self, directory: Path, prefix: str = "reward") -> None:
-        """Append all output of the rewards, past and future, to ``directory/PREFIX-NAME-INDEX.log``.
+        """Append all output of the rewards to ``directory/PREFIX-NAME-INDEX.log``, one file per process.
 
-        One file per process, created on the first output. Without this call, output appears in errors only.
+        Includes earlier output. Without this call, output appears in errors only.
         """
         for lane in self._lanes:
             for index, each in enumerate(lane.processes):

@@ -1,8 +1,8 @@
 """The reward's own process: loads one reward, then serves one request at a time until its channel closes.
 
-Imports numpy and the reward, never torch (unless the reward does). It ends by itself
+Never imports torch (unless the reward does). It ends by itself
 
-* when the other end of the channel closes for any reason, even in the middle of a call;
+* when the other end of the channel closes, even in the middle of a call;
 * when a request exceeds its deadline: faulthandler's watchdog, which needs no GIL, writes the traceback to
   stderr and exits. The pool kills whatever survives that.
 """
