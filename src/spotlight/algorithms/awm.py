@@ -49,7 +49,7 @@ class AWM:
         return
 
     def loss(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
-        """Advantage-weighted matching at one noise level per row."""
+        """See the module's formula; one noise level per row."""
         config = self.config
         x_t, sigma, noise = noised(batch, timesteps, config.train_timesteps, config.noise_levels)
         velocity = policy.velocity(x_t, sigma).float()

@@ -48,7 +48,7 @@ class DiffusionNFT:
         return
 
     def loss(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
-        """Contrastive flow-matching loss at one noise level per row."""
+        """See the module's formula; one noise level per row."""
         config, clip = self.config, self.config.advantage.clip
         x_t, sigma, _ = noised(batch, timesteps, config.train_timesteps, config.noise_levels)
         velocity = policy.velocity(x_t, sigma).float()
