@@ -103,8 +103,8 @@ class ModelFamily(Protocol):
     ) -> Path:
         """Write a LoRA for plain diffusers' ``load_lora_weights``; returns the file.
 
-        ``layers`` is peft's adapter state dict; ``metadata`` peft's LoraConfig fields (rank, alpha, targets),
-        without which diffusers cannot restore alpha.
+        ``layers`` is peft's adapter state dict; ``metadata`` peft's LoraConfig fields (diffusers needs
+        alpha).
         """
 
     def save_merged(self, directory: Path, state: Mapping[str, Tensor], *, replace: bool = False) -> Path:

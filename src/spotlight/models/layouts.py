@@ -1,7 +1,7 @@
 """What planning knows about a DiT family, without loading the model or torch.
 
-Measured values (contract test ``tests/contract/test_plan_reality.py``) are floats stored per token, layer
-and unit of width; they do not depend on the size of the model.
+Measured values (``tests/contract/test_plan_reality.py``) are floats stored per token, layer and unit of
+width, independent of the model's size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Dimensions:
 
     Attributes:
         layers: blocks of the DiT.
-        width: of the DiT's hidden states.
+        width: hidden size of the DiT.
         channels: of the packed latents.
         patch_px: side of the pixel square that becomes one token.
         vae_width: channels of the VAE's outermost layers.
@@ -37,8 +37,7 @@ class FamilyLayout:
     """A family's constants.
 
     Attributes:
-        loader: ``module:function`` that loads the model
-            (:class:`~spotlight.models.family.FamilyLoader`); that module may import torch.
+        loader: ``module:function`` of its :class:`~spotlight.models.family.FamilyLoader`; may import torch.
         pipeline_class: the ``_class_name`` in ``model_index.json``.
         components: requirements per folder.
         dimensions: reads the sizes of a pipeline; raises :class:`ModelError`.
@@ -46,9 +45,9 @@ class FamilyLayout:
         reuses_blocks: whether previews may reuse its blocks' residuals (``exploration.step_cache``).
         kept_lora: values per layer stored for the backward pass when training adapters only.
         kept_full: the same when training all weights.
-        kept_checkpointed: the same with gradient checkpointing: the layer's inputs.
-        forward_peak: values alive at the peak of a forward without gradient.
-        decode_peak: values alive at the peak of decoding, per pixel and unit of the VAE's base width.
+        kept_checkpointed: the same with gradient checkpointing (the layer's inputs).
+        forward_peak: peak values of a forward without gradient.
+        decode_peak: peak values of decoding, per pixel and unit of the VAE's base width.
     """
 
     loader: str

@@ -98,8 +98,7 @@ def locate(
         components: requirements per folder.
 
     Raises:
-        ModelError: nothing there, another pipeline, a component missing, weights truncated or corrupt, or the
-            hub cannot be reached.
+        ModelError: nothing found, another pipeline, a missing component, bad weights, or an unreachable hub.
     """
     files = _local(Path(path).expanduser(), revision) or _from_hub(str(path), revision, components)
     index_path = files.root / "model_index.json"

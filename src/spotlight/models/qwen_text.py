@@ -47,7 +47,7 @@ class PromptEncoder:
         files: the pipeline.
         device: where the text encoder runs.
         dtype: of the text encoder.
-        cache: directory of the disk cache.
+        cache: its directory.
         max_tokens: limit per prompt, 1 to 1024.
     """
 

@@ -67,8 +67,9 @@ class WeightSlots(ABC):
     def merged_state(self, slot: Slot, *, keep: bool = True) -> dict[str, Tensor]:
         """The whole transformer with the weights of ``slot``, on the CPU, under its original names.
 
-        Collective on sharded parameters: every rank must call it. Ranks that do not need the result pass
-        ``keep=False``: they drop each gathered tensor at once and return an empty dictionary.
+        Collective on sharded parameters: every rank must call it. With ``keep=False`` a rank drops each
+        gathered
+        tensor at once and returns an empty dictionary.
         """
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
@@ -204,12 +205,12 @@ class LoraSlots(WeightSlots):
 
 
 class CopySlots(WeightSlots):
-    """Slots as whole modules: the policy is the given module, every other slot a frozen copy.
+    """Slots as whole modules: the policy is the given module, every other slot a frozen copy in memory.
 
     Args:
         module: the transformer, in float32 (use autocast for speed): bfloat16 weights lose updates below
             0.4 % of their magnitude.
-        extra: slots besides ``policy``, each a copy in memory.
+        extra: slots besides ``policy``.
 
     Raises:
         ModelError: a parameter is not float32.
