@@ -63,9 +63,7 @@ class AlgorithmSection(Section):
 
     @property
     def old_policy_starts_batch(self) -> bool:
-        """Whether those weights are the policy before a batch, so that the batch's first update skips
-        them.
-        """
+        """Whether those weights are the policy before a batch; the batch's first update skips them then."""
         return False
 
     @property

@@ -140,7 +140,7 @@ class ExplorationConfig(Section):
         return self.seeds_per_prompt_max or deepest_pool(group_size, self.arms(group_size, rollout_steps)[0])
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Exploration that conflicts with its place, batch, model or noise path."""
+        """Conflicts with the fleet, the batch, the model or the rollouts."""
         if self.where == "idle" and run.fleet.driver == "inline":
             yield Problem(
                 "exploration.where", "'idle'", "'critical_path' with fleet.driver=inline",
