@@ -52,12 +52,12 @@ class ScoreSamples:
 class PrepareBatch:
     """Have the learner form advantages and old log-probs of an iteration's groups.
 
-    If ``partial``, the rest of the batch follows in further effects, each answered by a
-    :class:`~spotlight.scheduler.events.BatchPrepared`, all before the first optimizer step.
+    If ``partial``, more parts follow, each answered by a :class:`~spotlight.scheduler.events.BatchPrepared`,
+    all before the first optimizer step.
 
     Attributes:
-        groups: whole groups, or with ``comparisons`` also slices of groups.
-        micro_batches: to be trained, in order; old log-probs are computed in the same batches.
+        groups: whole groups, or with ``comparisons`` also slices.
+        micro_batches: in training order; old log-probs are computed in the same batches.
         weights: importance weights that undo seed selection; 1 where absent.
         comparisons: one per group; empty: each group is compared within itself.
     """
@@ -182,7 +182,6 @@ class PullWeights:
     Attributes:
         epoch: of the worker's process.
         lineage: number of learner restarts; repeated in the answer.
-        kind: full weights or the adapter only.
         peer: worker on the same node to copy from; None: the store.
     """
 

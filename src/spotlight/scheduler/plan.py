@@ -26,20 +26,17 @@ class ExplorationPlan:
     """Preview more seeds than a group needs and keep those whose rewards differ most.
 
     Attributes:
-        seeds_per_prompt: previews per prompt, without a planner.
-        steps: denoising steps per preview, without a planner.
-        policy: which previewed seeds form the group.
+        seeds_per_prompt, steps: the arm played without a planner.
         contrast_min: a prompt whose preview rewards lie within this range chooses nothing.
         spare_prompts: maximum of prompts without contrast replaced per iteration.
         sampled_prompts: groups per iteration that keep seeds drawn at random, to measure ranking fidelity.
-        drawn_seeds: number of these per group; fidelity needs at least 2.
+        drawn_seeds: number of these per group, at least 2 to measure it.
         fidelity_min: Kendall's tau between preview and regenerated rewards below which previews do not
             choose; None: they always do.
-        undo_selection: weight samples so that selection leaves no bias. Then every group keeps drawn seeds,
+        undo_selection: weight samples so that selection leaves no bias. Every group then keeps drawn seeds,
             unless the policy itself draws, and no prompt is replaced.
-        planner: None: every iteration explores the same.
-        seeds_per_prompt_max: idle workers deepen pools up to this; None: not beyond the plan. Incompatible
-            with undoing a choice by rank: the deeper the pool, the larger the weights of drawn seeds.
+        seeds_per_prompt_max: idle workers deepen pools up to this. Incompatible with undoing a choice by
+            rank: the deeper the pool, the larger the weights of drawn seeds.
     """
 
     where: Explore
@@ -72,12 +69,11 @@ class Axis(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
-    """Which parts of generation and training may overlap; by default none.
+    """What overlaps of generation and training; by default nothing.
 
     Attributes:
-        axis: train groups, or slices of groups, as they complete; None: train when the batch is complete.
-        slice_size: group members per slice, on the axis ``generation``.
-        baseline: what slices are compared with.
+        axis: train groups, or slices of groups, as they complete; None: only a complete batch.
+        slice_size: group members per slice.
         bounded: the learner's GPUs take only rollouts that end training earlier; otherwise whatever waits
             while the learner idles.
         switch_s: seconds one of them takes to switch between training and rolling out.
@@ -99,15 +95,14 @@ class ClusterPlan:
 
     Attributes:
         pixels: height times width of an image or video frame.
-        latent_frames: latent frames per sample; more than 1 for video.
+        latent_frames: per sample; more than 1 for video.
         sp_pays_from_pixels: pixels times latent frames from which sequence parallelism pays.
-        heads: attention heads, divisible by every degree of sequence parallelism.
-        degrees: allowed degrees, ascending; the smallest fits in memory.
-        tail_steps: groups are re-formed for the tail of a batch only if a rollout has more steps to go.
-        answer_s: timeout of a command; it is resent, and finally the worker restarted.
+        heads: attention heads, divisible by every degree.
+        degrees: of sequence parallelism, ascending; the smallest fits in memory.
+        tail_steps: groups are re-formed for a batch's tail only if a rollout has more steps to go.
+        answer_s: timeout of a command, after which it is resent, and finally the worker restarted.
         start_s: the same for starting a process and for pulling full weights.
         drain_margin_s: a noticed node stops work this long before its deadline.
-        publishes: what a new policy version changes.
     """
 
     pixels: int = 512 * 512
@@ -132,8 +127,7 @@ class Plan:
     """The controller's settings.
 
     Attributes:
-        ranks: learner ranks, each training equally many samples.
-        micro_batch_size: samples per forward/backward over all ranks, a multiple of ``ranks``.
+        micro_batch_size: samples of one forward/backward over all ranks, a multiple of ``ranks``.
         max_drop_share: the run stops when a larger share of an iteration's samples is dropped; None: at the
             first.
         exploration: None: random seeds.
@@ -182,7 +176,7 @@ def require_usable(plan: Plan, train: Sequence[Prompt], test: Sequence[Prompt]) 
 
 
 def divisors(heads: int, low: int, high: int) -> tuple[int, ...]:
-    """Divisors of ``heads`` from ``low`` to ``high``, ascending: the possible sequence-parallel degrees."""
+    """Possible sequence-parallel degrees: divisors of ``heads`` from ``low`` to ``high``, ascending."""
     return tuple(degree for degree in range(low, high + 1) if heads % degree == 0)
 
 

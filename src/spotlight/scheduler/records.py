@@ -1,8 +1,7 @@
-"""Records: one small frozen fact for everything that must outlive the process.
+"""Records: small frozen facts that must outlive the process, numbered 1, 2, 3, ... without gaps.
 
-Numbered 1, 2, 3, ... without gaps; the in-memory ledger counts them, the durable one
-(``store/ledger/sqlite_ledger.py``) stores them. A record holds no time, process or tensor: equal decisions
-give equal records, so an interrupted and resumed run leaves the same ledger as an uninterrupted one.
+The in-memory ledger counts them, the durable one (``store/ledger/sqlite_ledger.py``) stores them. They hold
+no time, process or tensor: an interrupted and resumed run leaves the same ledger as an uninterrupted one.
 
 Order: prompt seen, rollout issued, finished, scored, trained. :class:`SampleTrained` and the
 :class:`StepApplied` it names are written in one transaction, in any order.
@@ -95,7 +94,7 @@ class StepApplied:
     """The learner applied one optimizer step.
 
     Attributes:
-        version: made by the step: the number of steps applied so far, this one included.
+        version: made by the step: the number of steps applied so far.
         update: index of the step within its iteration.
         samples: number that entered it.
         grad_norm: before clipping. None, like ``loss``, where the learner does not report it.

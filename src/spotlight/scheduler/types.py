@@ -118,8 +118,8 @@ class Rollout:
     """One (prompt, seed) to denoise.
 
     Attributes:
-        seed: 63-bit integer that fixes all randomness: initial noise, SDE noise, SDE window.
-        member: index within its group (or among its prompt's evaluation images).
+        seed: 63-bit; fixes all randomness: initial noise, SDE noise, SDE window.
+        member: index within its group, or among its prompt's evaluation images.
         version: the one policy version that must make all of it.
     """
 
@@ -203,9 +203,9 @@ class MicroBatch:
 
     Attributes:
         update: index of the optimizer step within the iteration.
-        rollouts: whole or partial groups, in group order.
-        update_samples: samples of the whole optimizer step (the loss normaliser), as planned if trained
-            before the batch is complete.
+        rollouts: in group order.
+        update_samples: samples of the whole optimizer step (the loss normaliser), as planned if the batch is
+            incomplete.
     """
 
     iteration: int

@@ -37,11 +37,11 @@ class Worker:
     """One process on one GPU.
 
     Attributes:
-        epoch: of the process; answers under another epoch come from a replaced process.
+        epoch: of the process; answers under another epoch come from a replaced one.
         based: the base weights are loaded.
-        version: the policy version loaded; None while unknown.
-        pull: the weight pull ordered and not yet confirmed.
-        leader: of its group; None without a group.
+        version: None while unknown.
+        pull: ordered and not yet confirmed.
+        leader: of its group, if it has one.
     """
 
     id: WorkerId

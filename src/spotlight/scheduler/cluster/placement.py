@@ -1,9 +1,8 @@
 """Which workers of a node denoise together: pure functions of sizes and load.
 
-Ulysses replicates weights and shards activations, so the degree can change without moving weights; it must
-divide the attention heads. Degree 1 has the highest throughput. A higher degree shortens one rollout: it pays
-with fewer rollouts than workers and samples large enough to occupy several GPUs (``ClusterPlan.sp_pays``; a
-video's frames count), or it is required by memory (the smallest of ``ClusterPlan.degrees``).
+Ulysses replicates weights and shards activations: the degree, a divisor of the attention heads, can change
+without moving weights. Degree 1 has the highest throughput. A higher degree shortens one rollout, which pays
+with fewer rollouts than workers and large samples (``ClusterPlan.sp_pays``), or is required by memory.
 
 Published for a 20B model, ms per step at degrees 1 / 2 / 4: 512 x 512 155 / 161 / 172; 1024 x 1024 605 / 350
 / 207; 1536 x 1536 1557 / 880 / 464.

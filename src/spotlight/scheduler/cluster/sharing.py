@@ -1,8 +1,7 @@
 """How much of the waiting work a group gets. Part of the cluster.
 
-Each gets at most its share of what is outstanding, so that all finish at about the same time. Near the end a
-slow group gets nothing if faster ones would finish everything before its next rollout. Work is still pulled:
-a share is a bound, not an assignment.
+Shares let all groups finish at about the same time; near the end a slow group gets nothing if faster ones
+would finish everything before its next rollout. A share is a bound, not an assignment.
 
 Invariants
     1. Groups on GPUs that train are granted only what an optimizer step waits for, within the trainers'
@@ -93,8 +92,6 @@ class Serving:
     """See the module's docstring.
 
     Attributes:
-        spare: schedules idle-time previews.
-        pace: measured speed of groups.
         idle: leaders of groups that wait for work and may have some, in FIFO order.
         trainer_budget: rollouts that groups on GPUs that train may still pull.
         trainers_explore: these may be previews.

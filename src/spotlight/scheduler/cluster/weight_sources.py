@@ -20,7 +20,7 @@ class Holding:
     """The weights of one worker.
 
     Attributes:
-        based: the model's base weights are loaded.
+        based: the base weights are loaded.
         version: the policy version loaded; None while unknown.
         fetching: it is downloading full weights from the store.
     """

@@ -76,7 +76,7 @@ class DiscountedUCB:
         arms: in the order in which untried ones are tried.
         alpha: weight of the bonus; 0 is greedy.
         discount: decay of a play per later play.
-        sharing: evidence shared with a grid neighbour, from 0 (none) towards 1 (nearly all).
+        sharing: evidence shared with a grid neighbour, 0 to below 1.
     """
 
     arms: Sequence[Arm]

@@ -23,9 +23,9 @@ class WindowSeen:
 
     Attributes:
         open_s: seconds from opening to end.
-        busy_s: seconds until all its previews were scored, at most ``open_s``.
+        busy_s: seconds until all previews were scored, at most ``open_s``.
         workers: number that could explore when it opened.
-        scored: number of scored previews, pool-deepening ones included.
+        scored: number of previews scored.
     """
 
     arm: Arm

@@ -2,17 +2,16 @@
 
 Contrast is the unbiased variance of a group's regenerated rewards. A group's gain is its contrast minus that
 of random groups of the same prompt, estimated from the same group
-(:mod:`spotlight.scheduler.exploration.evidence`), so prompts with generally spread rewards do not inflate an
-arm's value. By slope the gain is
+(:mod:`spotlight.scheduler.exploration.evidence`), so spread-out prompts do not inflate an arm's value. By
+slope the gain is
 
     (unbiased b²) * (variance of the chosen previews - variance of the pool's previews).
 
 A fully random group (the control, or from a pool without contrast) has gain 0 by design.
 
-All explored groups count, including those with drawn seeds and those whose chosen previews are all equal,
-whose gain is negative; these use the mean slope of the other groups. max_variance and top_and_bottom never
-need it. For top and proportional the gain is unbiased if prompts share their slope, and unknown in an
-iteration without any line.
+All explored groups count, also with equal chosen previews (negative gain, by the other groups' mean slope;
+never with max_variance and top_and_bottom). For top and proportional the gain is unbiased if prompts share
+their slope, and unknown in an iteration without any line.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from spotlight.scheduler.exploration.selection import sample_variance
 
 @dataclass(frozen=True, slots=True)
 class Contrast:
-    """Means over an iteration's groups.
+    """Means over an iteration's explored groups.
 
     Attributes:
-        groups: number of explored groups measured.
+        groups: number measured.
         realised: variance of regenerated rewards.
-        random: estimated variance of random groups of the same prompts, by slope.
+        random: estimate for random groups of the same prompts, by slope.
         sampled: number of groups with drawn seeds.
-        random_sampled: estimated variance of random groups by design, over the sampled groups.
+        random_sampled: estimate for random groups by design, over the sampled groups.
         random_of_sampled: the same by slope; the difference is misfit of the line, and noise.
     """
 

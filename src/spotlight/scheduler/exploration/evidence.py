@@ -30,7 +30,7 @@ class GroupEvidence:
     Attributes:
         pool: number of previews chosen from.
         pool_variance: unbiased variance of their rewards.
-        previews, realised: rewards of the group's seeds, in the same order: by rank first, drawn last.
+        previews, realised: by seed: chosen by rank first, drawn last.
         drawn: number of seeds, at the end, drawn at random from those left by rank.
 
     Raises:
@@ -97,8 +97,8 @@ class FittedLine:
 def fit_lines(groups: Sequence[GroupEvidence]) -> list[FittedLine | None]:
     """A line per group, None where none can be estimated.
 
-    Groups of at least three seeds without contrast get the mean line of the others; groups of two get none,
-    since seeds are lost at random. If no group has three, one line is fitted to all.
+    Larger groups without contrast get the others' mean line; groups of two get none, since seeds are lost at
+    random. If no group has three seeds, one line is fitted to all.
     """
     if all(len(group.previews) < _LINE_POINTS for group in groups):
         return [_fit(groups)] * len(groups)

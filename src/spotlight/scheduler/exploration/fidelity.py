@@ -1,12 +1,11 @@
 """Ranking fidelity: how well previews rank the seeds that training regenerates. Pure functions.
 
-Correlations within a chosen group (``group_tau``, ``group_rho``) overestimate: the group holds the pool's
-extremes, which are easy to tell apart (the reverse of range restriction). They are reported only. Two
-estimates are for the whole pool:
+Correlations within a group (``group_tau``, ``group_rho``) overestimate, since the group holds the pool's
+easily ranked extremes (the reverse of range restriction); they are only reported. Two estimates are for the
+whole pool:
 
-- by design (``tau``): Kendall's tau-b over pairs weighted by inverse inclusion probability, from groups that
-  keep randomly drawn seeds. Numerators and denominators are summed over groups first, so the ratio is
-  consistent in the number of groups.
+- by design (``tau``): Kendall's tau-b over pairs weighted by inverse inclusion probability, from groups with
+  randomly drawn seeds. Numerators and denominators are summed over groups first, so the ratio is consistent.
 - by slope (``tau_by_slope``): Pearson's correlation corrected for selection, rho² = b² var(x) / var(y),
   converted by tau = asin(rho) * 2 / pi, which holds for bivariate normal rewards.
 """
@@ -66,8 +65,8 @@ class Fidelity:
 
     @property
     def judged(self) -> float | None:
-        """The estimate used for decisions: by slope, since an iteration's estimate by design is mostly noise
-        with two drawn seeds per group. The latter serves to check the former's mean.
+        """The estimate for decisions: by slope, since one iteration's estimate by design is mostly noise and
+        only serves to check the slope's on average.
         """
         return self.tau if self.tau_by_slope is None else self.tau_by_slope
 
@@ -129,10 +128,10 @@ def tau_by_slope(groups: Sequence[GroupEvidence]) -> float | None:
 
 @dataclass(slots=True)
 class Trust:
-    """Which numbers of preview steps rank well enough, from recent fidelity.
+    """Which numbers of preview steps rank well enough.
 
-    Steps are doubted while their discounted mean tau is below ``threshold``, as are fewer steps without
-    evidence of their own. Evidence decays; below ``needed`` iterations' worth, steps are tried again.
+    Steps are doubted while their discounted mean tau is below ``threshold``, as are fewer steps without own
+    evidence. Evidence decays; below ``needed`` iterations' worth, steps are tried again.
 
     Attributes:
         threshold: of Kendall's tau; None: never doubt.

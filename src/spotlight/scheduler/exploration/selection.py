@@ -31,8 +31,8 @@ class SelectionPolicy(StrEnum):
     MAX_VARIANCE: the subset with the largest reward variance (PODS, arXiv 2504.13818).
     TOP_AND_BOTTOM: half with the highest rewards, half with the lowest (one more of the highest if odd).
     TOP: the highest rewards. RANDOM: uniform, the control.
-    PROPORTIONAL: random, with probability increasing in the distance from the mean reward and never 0, so
-    that weights can undo it.
+    PROPORTIONAL: random; the probability grows with the distance from the mean reward and is never 0, so that
+    weights can undo it.
     """
 
     MAX_VARIANCE = "max_variance"
@@ -60,10 +60,10 @@ class Selection:
     """Seeds chosen among previews.
 
     Attributes:
-        seeds: those drawn at random last. Empty with too few previews, or without contrast unless
+        seeds: those drawn at random last; empty with too few previews, or without contrast unless
             ``draw_flat``.
-        inclusion: selection probability of each, given the previews; None where some seed of the pool had
-            probability 0, so that no weights undo the choice.
+        inclusion: selection probabilities given the previews; None where some seed of the pool had none, so
+            that no weights undo the choice.
         kept_at_random: number of seeds, at the end, drawn uniformly from those left by rank: all under RANDOM
             or without contrast, none under PROPORTIONAL.
     """
@@ -89,8 +89,8 @@ def select(
     Args:
         rewards: preview reward by seed.
         draw_seed: fixes all randomness.
-        kept_at_random: number drawn uniformly from the seeds the policy left, which makes ranking fidelity
-            and a random group's contrast measurable. No effect on RANDOM and PROPORTIONAL.
+        kept_at_random: number drawn uniformly from the seeds left by rank, to measure ranking fidelity and a
+            random group's contrast.
         contrast_min: rewards within this range have no contrast.
         draw_flat: without contrast, draw uniformly instead of choosing none.
 

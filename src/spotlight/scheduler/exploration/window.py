@@ -1,9 +1,9 @@
 """Exploration windows: preview many seeds per prompt, keep those whose rewards differ most.
 
-Previews have the lowest queue priority and are expendable: those not scored when the window closes are
-dropped, and a prompt with fewer previews than group members gets fresh seeds. So does a prompt without
-contrast, unless a spare prompt replaces it, or the selection is to be undone by weights: then it keeps random
-previewed seeds. Idle workers deepen the pools round-robin: pool sizes depend on time, never on rewards.
+Previews have the lowest priority and are expendable: those not scored when the window closes are dropped, and
+a prompt with fewer previews than group members gets fresh seeds. So does a prompt without contrast, unless a
+spare prompt replaces it, or weights undo the selection: then it keeps random previewed seeds. Idle workers
+deepen pools round-robin, so pool sizes depend on time, never on rewards.
 
 Previews are never trained on: chosen seeds are regenerated, and advantages use only the new rewards.
 """
@@ -28,12 +28,12 @@ _START = PolicyVersion(0)
 
 @dataclass(frozen=True, slots=True)
 class ExploredGroup:
-    """Seeds that previews chose for a slot, and the data to evaluate the choice.
+    """Seeds chosen for a slot, and the data to evaluate the choice.
 
     Attributes:
         previews: preview scores of ``seeds``, in order.
         drawn: number of seeds, at the end, drawn at random from those left by rank.
-        inclusion: probability of each seed's selection; None where some seed of the pool had probability 0.
+        inclusion: selection probabilities; None where some seed of the pool had none.
         pool: number of previews chosen from.
         pool_variance: unbiased variance over the pool, by score name.
         unchosen: preview scores of the pool's other seeds.
@@ -73,8 +73,8 @@ class ExploredGroup:
         )
 
     def weights(self) -> dict[int, float]:
-        """Importance weights by seed that make the group mean an unbiased estimate of the pool mean, or
-        empty.
+        """Importance weights by seed that make the group mean unbiased for the pool mean; empty if
+        impossible.
         """
         if self.inclusion is None:
             return {}
@@ -126,12 +126,11 @@ class Window:
     """The previews for the groups of ``iteration``.
 
     Attributes:
-        version: policy version of the previews.
         opened_s: controller time; None while closed.
         workers: number that could explore when it opened.
         prompts: by slot; slots beyond the iteration's hold spare prompts.
         unscored: neither scored nor dropped; ``open`` counts those planned by the arm, by slot.
-        issued: previews by slot, pool-deepening ones included.
+        issued: by slot, pool-deepening previews included.
         replaced: slots without contrast that have a spare prompt.
         pools: seeds of scored previews, by slot.
         scored_s: time of the last score.
@@ -208,9 +207,7 @@ class Window:
         return self.arm is not None and rollout.member < self.arm.seeds_per_prompt
 
     def pool(self, slot: int) -> dict[RolloutId, int]:
-        """Seeds of a slot's scored previews by rollout id, in id order so that arrival order cannot
-        matter.
-        """
+        """Seeds of a slot's scored previews, in rollout id order: arrival order must not matter."""
         return dict(sorted(self.pools.get(slot, {}).items()))
 
     def rewards(self, slot: int) -> dict[int, float]:
@@ -225,8 +222,8 @@ class Choice:
     Attributes:
         groups: by slot; absent slots take fresh seeds.
         used: previews that took part in a decision.
-        verdicts: number of slots by verdict, spare ones included.
-        replaced: number of slots taken by spare prompts.
+        verdicts: slots by verdict, spare ones included.
+        replaced: slots taken by spare prompts.
         pool_contrast: mean reward variance of the pools chosen from.
         pool_size: their mean size.
     """

@@ -48,18 +48,17 @@ class Generator:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Profiled state when trainers have nothing to train. Durations are of all trainers together, in seconds.
+    """Profiled state when trainers have nothing to train; durations in seconds, of all trainers together.
 
     Attributes:
         ready: generated units not trained.
         waiting: units not being generated yet.
         generators: other than the trainers.
-        generate_s: to generate a unit.
-        train_s: to train a unit.
+        generate_s, train_s: per unit.
         enter_s: to switch from training to generating.
         leave_s: to switch back, once a unit is trainable.
         generating: trainers are in generating mode now.
-        coming: seconds from now until each further generated unit is trainable.
+        coming: seconds from now until each further unit is trainable.
         whole: nothing is trained before everything is generated.
     """
 
@@ -94,7 +93,7 @@ class RolloutBudget:
     """How many units the trainers should generate.
 
     Attributes:
-        now: consecutively, before they train again.
+        now: before they train again.
         in_all: in the whole plan, which is recomputed at the next event.
         finish_s: seconds from now until all units are trained.
         finish_without_s: the same if trainers take none; infinite without other generators.

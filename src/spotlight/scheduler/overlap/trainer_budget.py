@@ -27,8 +27,6 @@ class Backlog:
     """What is left of an iteration.
 
     Attributes:
-        rollout_steps: denoising steps of a train rollout.
-        evaluation_steps: of an evaluation rollout, which is never trained.
         trainable: samples trainable now.
         made: samples not trainable yet: at the rewards, or in incomplete groups.
         train_s: seconds the learner takes per sample.
@@ -50,9 +48,8 @@ class Backlog:
 def trainer_rollout_budget(cluster: Cluster, backlog: Backlog) -> int | None:
     """Rollouts that all trainer groups together should take before they train again.
 
-    None: some should be taken, but no trainer group asks for work. Nothing is taken that would finish sooner
-    otherwise, or that delays the end of training. While no pace is known, each group takes one lease, to
-    measure it.
+    None: some, but no trainer group asks for work. Nothing is taken that others would finish sooner, or that
+    delays the end of training. While no pace is known, each group takes one lease, to measure it.
     """
     queue, pace = cluster.queue, cluster.pace
     waiting = queue.waiting_of(WorkClass.TRAIN, WorkClass.EVAL)
