@@ -6,10 +6,9 @@
             states = engine.step(model, states)
     results = engine.finish(states)
 
-The engine holds no rollouts: the caller owns the states and may add, remove or commit them between steps, or
-resume them on another engine. A step batches states of different prompts, seeds, step indices and step counts
-if their size and guidance agree. Batch composition changes results only by kernel rounding: block reuse in
-previews depends on a rollout's own step index and earlier steps alone.
+The caller owns the states: between steps it may add, remove or commit some, or resume them on another engine.
+A step batches states of different prompts, seeds, step indices and step counts if size and guidance agree.
+Batch composition changes results only by kernel rounding.
 """
 
 from __future__ import annotations
@@ -47,11 +46,10 @@ class Engine:
     """Denoises rollouts with the module the caller passes.
 
     Args:
-        family: sizes, noise levels, forward and decoder of the model.
         max_batch: rollouts per forward; large images are decoded fewer at a time.
         negative: embeddings of the negative prompt; required with guidance.
-        autocast: dtype of the DiT's matrix products, None for no autocast. Must equal the learner's, or
-            replay would differ. Preview recipes may override it.
+        autocast: dtype of the DiT's matrix products; None: off. Must equal the learner's, or replay would
+            differ. Preview recipes may override it.
     """
 
     def __init__(
@@ -78,13 +76,13 @@ class Engine:
     def start(
         self, rollouts: Sequence[Rollout], conditions: Sequence[Condition], recipe: Recipe
     ) -> list[RolloutState]:
-        """States at step 0: pure noise drawn from each rollout's seed.
+        """States at step 0: noise drawn from each rollout's seed.
 
         Raises:
             ModelError: the family does not support the size.
-            ValueError: the SDE window does not fit the steps; fewer than one step; a preview with more steps
-                than its rollouts; guidance without a negative prompt; preview shortcuts for another purpose;
-                or not one condition per rollout.
+            ValueError: the SDE window does not fit the steps; no steps; a preview with more steps than its
+                rollouts; guidance without a negative prompt; preview shortcuts for another purpose; or not
+                one condition per rollout.
         """
         self._family.check_size(recipe.size)
         if recipe.guidance_scale > 1 and self._negative is None:
@@ -166,7 +164,7 @@ class Engine:
         return self.finish(current)
 
     def _batches(self, states: Sequence[RolloutState]) -> Iterator[list[int]]:
-        """Indices of states that share a forward, sorted by text length to limit padding."""
+        """Sorted by text length to limit padding."""
         running = ((_forward_key(state), i) for i, state in enumerate(states) if not state.done)
         for _, members in _grouped(running):
             members.sort(key=lambda i: states[i].condition.embeds.shape[0])
@@ -243,7 +241,7 @@ class Engine:
         return noise
 
     def _path(self, state: RolloutState) -> tuple[Kick, ...]:
-        """Kicks of a preview, built from the noise of the rollout it stands for."""
+        """Kicks of a preview, from the noise of the rollout it stands for."""
         recipe, steps = state.recipe, state.rollout.steps
         path_steps = _path_steps(recipe, state.rollout)
         assert path_steps is not None, "asked for a preview's steps only"

@@ -1,7 +1,7 @@
-"""Rollouts as bytes: safetensors with a JSON header and a checksum in the metadata. No pickle.
+"""Rollouts as safetensors bytes, with a JSON header and a checksum in the metadata. No pickle.
 
-The checksum covers the header and every tensor's name, type, shape and bytes, so truncated or altered data is
-always an error. It detects accidents, not tampering.
+The checksum covers the header and every tensor's name, type, shape and bytes: truncated or altered data is an
+error. It detects accidents, not tampering.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _unpack(parcel: str, data: bytes) -> tuple[Mapping[str, object], dict[str, T
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Contiguous on the CPU with its own storage, as safetensors requires; copied only if needed."""
+    """Contiguous on the CPU with its own storage, as safetensors requires."""
     plain = tensor.detach().cpu().contiguous()
     whole = plain.untyped_storage().nbytes() == plain.numel() * plain.element_size()
     return plain if whole else plain.clone()

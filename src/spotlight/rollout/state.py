@@ -1,8 +1,7 @@
 """Rollouts in progress and finished, as immutable values.
 
 A step creates a new :class:`RolloutState`, so a failed step leaves the old one valid. A state has everything
-needed to continue elsewhere, via :meth:`RolloutState.to_tensors` and :func:`from_tensors`. Noise is not part
-of it: every draw is a function of the rollout's seed and the step.
+needed to continue elsewhere, except noise, which is a function of the rollout's seed and the step.
 """
 
 from __future__ import annotations
@@ -37,12 +36,11 @@ class Recipe:
         sampler: for the steps inside the SDE window; all others are ODE steps.
         window: the stochastic steps; None if and only if the sampler is deterministic.
         guidance_scale: true classifier-free guidance; 1 or less means none.
-        keeps: what a finished rollout carries: the states around its stochastic steps, or x0 alone.
-        path_steps: steps of the rollouts whose seeds the previews choose; a shorter preview follows their
-            coarsened noise path (:mod:`spotlight.diffusion.brownian`). None: not for previews, or an ODE,
-            whose path is the initial noise.
+        keeps: the states around the stochastic steps, or x0 alone.
+        path_steps: steps of the rollouts whose seeds the previews choose; shorter previews follow their
+            coarsened noise path (:mod:`spotlight.diffusion.brownian`). None: no previews, or an ODE.
         step_cache: run all transformer blocks once per this many steps and reuse their residuals in between
-            (:mod:`spotlight.rollout.step_cache`); 1: never reuse. Previews only.
+            (:mod:`spotlight.rollout.step_cache`); 1: no reuse. Previews only.
         autocast: dtype of the transformer's matrix products; None: the engine's. Previews only.
     """
 
@@ -117,13 +115,13 @@ class RolloutState:
         condition: the prompt's embeddings.
         step: index of the next step; ``rollout.steps`` when done.
         latents: [tokens, channels] float32.
-        sigmas: noise levels, [steps + 1] float32 on the CPU; replay uses the same values.
+        sigmas: [steps + 1] float32 on the CPU; replay uses the same values.
         window: indices of the stochastic steps (contiguous; empty for an ODE).
         kept: latents before the first stochastic step and after each one so far; empty if the recipe keeps x0
             only.
-        log_probs: scalar tensors, one per stochastic step so far.
-        added: block residuals of an earlier step, for reuse; None: run all blocks. Valid only on this rank in
-            its current group, and never serialized.
+        log_probs: scalars, one per stochastic step so far.
+        added: block residuals for reuse; None: run all blocks. Valid only on this rank in its current group;
+            never serialized.
     """
 
     rollout: Rollout

@@ -1,19 +1,17 @@
-"""Reuse of transformer blocks between neighbouring denoising steps, based on diffusers' First Block Cache.
+"""Reuse of transformer blocks between neighbouring denoising steps, with diffusers' First Block Cache.
 
     with recording(model) as added:       # full forwards that also record what the blocks added
         family.velocity(model, ...)
     with reusing(model, added):           # the first block runs; the recorded residual replaces the others
         family.velocity(model, ...)
 
-diffusers decides when to reuse by a threshold on a batch mean. A rollout would then depend on its batch
-mates, and ranks of a sequence-parallel group could decide differently and deadlock. Here the caller decides,
-and stores the residuals per rollout.
+diffusers decides when to reuse by a batch mean. Then a rollout would depend on its batch mates, and ranks of
+a sequence-parallel group could disagree and deadlock. Here the caller decides, with residuals per rollout.
 
 Invariants:
-- Outside the two contexts the module is unmodified: no hook, no attribute.
-- Only residuals that the caller passes are reused; a diffusers cache lives for one context.
-- Classifier-free guidance passes are kept apart by the names the family gives them with ``cache_context``;
-  diffusers raises without one.
+- Outside the two contexts the module has no hook or attribute of ours or of the cache.
+- Only residuals that the caller passes are reused.
+- Guidance passes are kept apart by the family's ``cache_context`` names; diffusers raises without one.
 
 This file has all uses of diffusers' private cache interfaces; contract test:
 ``tests/contract/test_step_cache.py``.
@@ -121,7 +119,7 @@ def require_interface() -> None:
 
 @contextmanager
 def _cache(model: nn.Module) -> Iterator[dict[str, first_block_cache.FBCSharedBlockState]]:
-    """diffusers' First Block Cache, enabled within the context; yields its (empty) states by pass."""
+    """diffusers' First Block Cache within the context; yields its (empty) states by pass."""
     require(model)
     touched = [model, *_blocks(model)]
     before = [_LEFT & vars(part).keys() for part in touched]
@@ -148,7 +146,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _introduce(kind: type[nn.Module]) -> None:
-    """Register a block class with diffusers if one of its bases is known: FSDP2 subclasses every block.
+    """Register a block class by a known base: FSDP2 subclasses every block.
 
     Raises:
         StepCacheError: no base is known.

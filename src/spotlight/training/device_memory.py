@@ -1,8 +1,7 @@
 """Free memory of the training device, and the peak memory of a piece of work.
 
-CUDA uses the allocator's statistics. The CPU uses torch's profiler, which counts what operators allocate and
-free, reproducibly. It misses gathered weights that FSDP2 frees, so sharded on CPUs it overestimates by one
-copy of the weights per pass.
+CUDA uses the allocator's statistics. The CPU uses torch's profiler, which is reproducible but misses gathered
+weights that FSDP2 frees: sharded on CPUs it overestimates by one copy of the weights per pass.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _cgroup_bytes() -> int:
-    """What the container's limit leaves; effectively infinite without one."""
     try:
         limit, used = ((_CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
     except OSError:

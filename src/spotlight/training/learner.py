@@ -5,20 +5,20 @@
     learner.step()                               one optimizer step; accumulate again for the next update
     learner.finish_batch()                       the old policy follows
 
-Samples may also arrive in parts: ``prepare(..., part=True)``, once per part, with micro-batches of the first
-update accumulated in between. If later updates need old log-probs, all parts must come before the first
-``step``, which computes them just before it changes the weights.
+With ``prepare(..., part=True)`` samples arrive in parts, and micro-batches of the first update may be
+accumulated in between. If later updates need old log-probs, all parts come before the first ``step``, which
+computes them before it changes the weights.
 
 Invariants:
-- An update's gradient is that of the mean loss over its samples and timesteps, regardless of micro-batches
-  and ranks.
+- An update's gradient is that of the mean loss over its samples and timesteps, however it is divided into
+  micro-batches and ranks.
 - A sample enters at most one optimizer step; its tensors are released when it is accumulated.
 - An optimizer step is atomic: a non-finite gradient or missing samples raise before any parameter changes.
-- A ratio is taken to the weights that made the sample; older samples are refused where it cannot be.
+- A ratio is to the weights that made the sample; older samples are refused where it cannot be.
 - Nothing is random: draws in a loss are functions of a sample's seed and version.
 
-All ranks call the same methods in the same order with the same arguments, except for the samples' tensors, of
-which each rank has its own share.
+All ranks make the same calls with the same arguments, except for tensors: each rank has those of its own
+samples.
 """
 
 from __future__ import annotations
@@ -63,12 +63,11 @@ class _Checkpointable(Protocol):
 
 @dataclass(slots=True)
 class _Prepared:
-    """A sample of the current batch that has not been trained yet.
+    """A sample not trained yet.
 
     Attributes:
-        old_log_probs: [timesteps], for updates after the first, if the algorithm needs them and this rank
-            trains the sample.
-        per_pass: timesteps per pass when they were computed; equal on all ranks.
+        old_log_probs: [timesteps], for updates after the first, if needed and trained on this rank.
+        per_pass: timesteps per pass that computed them; equal on all ranks.
     """
 
     sample: TrainingSample
@@ -152,16 +151,16 @@ class Learner:
     def prepare(
         self, samples: Sequence[TrainingSample], micro_batches: Sequence[Sequence[str]], *, part: bool = False
     ) -> BatchReport:
-        """Take an iteration's samples, or with ``part`` some of them; reports on the batch so far.
+        """Take an iteration's samples, or a ``part`` of them; reports on the batch so far.
 
         Args:
             samples: from all ranks (those of other ranks without tensors).
-            micro_batches: keys of every later :meth:`accumulate` of these samples, in order. Old log-probs of
-                later updates are computed in the same micro-batches.
+            micro_batches: keys of every later :meth:`accumulate` of these samples, in order; old log-probs
+                are computed in the same ones.
 
         Raises:
-            RuntimeError: the previous batch is unfinished; or a part comes after an optimizer step and its
-                ratios would be to newer weights.
+            RuntimeError: the previous batch is unfinished, or a part after an optimizer step needs old
+                log-probs.
             ValueError: a duplicate key, or a sample too old for its ratio.
         """
         started = time.perf_counter()
@@ -186,9 +185,8 @@ class Learner:
         return self._update.announced
 
     def amend(self, update_samples: int) -> None:
-        """Correct the announced number of samples after some were lost.
-
-        The gradient becomes the mean over ``update_samples``, which further micro-batches must announce.
+        """Correct the announced number of samples after some were lost; the gradient becomes the mean over
+        the rest.
 
         Raises:
             RuntimeError: nothing was accumulated yet.
@@ -204,12 +202,12 @@ class Learner:
         """Add the gradient of a micro-batch.
 
         Args:
-            keys: of the micro-batch, over all ranks; this rank trains those whose tensors it has.
+            keys: over all ranks; this rank trains those whose tensors it has.
             update_samples: samples of the whole optimizer step, over all ranks.
 
         Raises:
-            ValueError: a key is unknown or already trained, this rank has none of the keys, or
-                ``update_samples`` differs from the update's other micro-batches.
+            ValueError: a key is unknown or already trained, this rank has none of them, or ``update_samples``
+                differs within the update.
         """
         started = time.perf_counter()
         if self._update.announced not in (None, update_samples):

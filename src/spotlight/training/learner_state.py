@@ -1,10 +1,9 @@
 """The learner's state on disk: weights of the trained slots, AdamW's moments, counters.
 
-``learner.json`` is the index. Tensors are in one safetensors file if written by one rank, or in torch's
-distributed checkpoint format (a shard per rank) if by several; either loads into any number of ranks. The
-frozen ``reference`` slot is not saved: the model has it.
+``learner.json`` is the index. One rank writes a safetensors file, several write torch's distributed
+checkpoint (a shard each); either loads into any number of ranks. The frozen ``reference`` slot is not saved.
 
-Writing is neither atomic nor synced; the checkpoint store does that for the whole directory.
+Writing is neither atomic nor synced; the checkpoint store does that for the directory.
 """
 
 from __future__ import annotations
@@ -81,9 +80,9 @@ def load(directory: Path, slots: WeightSlots, optimizer: Optimizer) -> Counters:
     """Read a state saved by any number of ranks; every rank must call this.
 
     Raises:
-        StateError: a file is missing or damaged, or the state is of another model, LoRA shape or set of
-            slots; nothing has changed. If a sharded state proves damaged while being read, the learner is
-            unusable until another state is loaded.
+        StateError: a file is missing or damaged, or of another model, LoRA shape or set of slots; nothing has
+            changed. If a sharded state proves damaged during the read, load another one before using the
+            learner.
     """
     index = _read_index(directory / INDEX)
     steps = index.optimizer_steps
@@ -154,7 +153,6 @@ def _optimizer_steps(slots: WeightSlots, optimizer: Optimizer) -> dict[str, int]
 
 
 def _optimizer_state(slots: WeightSlots, optimizer: Optimizer) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-    """Per parameter name; parameters that never had a gradient have none."""
     for name, parameter in slots.trainable_parameters().items():
         if parameter in optimizer.state:
             yield name, optimizer.state[parameter]

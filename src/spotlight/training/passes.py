@@ -1,10 +1,10 @@
-"""Forward and backward passes of a micro-batch, with as many training timesteps per pass as memory allows.
+"""Forward and backward passes of a micro-batch, with as many timesteps per pass as memory allows.
 
 Invariants:
-- A micro-batch's gradient is the sum over its rows, however they are split into passes.
+- The gradient is the sum over a micro-batch's rows, however they are split into passes.
 - A pass that runs out of memory leaves gradients and metrics unchanged.
-- All ranks run the same passes. With several ranks a pass must be known to fit on each before it starts,
-  because a rank that fails inside one leaves the others waiting in a collective.
+- All ranks run the same passes. With several, a pass must be known to fit on each before it starts: a rank
+  that fails inside leaves the others waiting in a collective.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ class Bound:
 
 
 class TrainingPasses:
-    """Runs passes and tracks how many timesteps fit into one.
+    """Runs passes and tracks how many timesteps fit.
 
     Args:
         per_pass: most timesteps per pass, or ``auto``: as many as fit, measured for each new shape.
-        budget_bytes: memory for a pass with ``auto``; None: the free memory.
+        budget_bytes: for a pass with ``auto``; None: the free memory.
         parameters: those with gradients.
-        reserve: bytes not allocated yet that will be held during a pass (with ``auto``).
+        reserve: bytes to be allocated and held during a pass (with ``auto``).
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class TrainingPasses:
         return terms
 
     def _recoverably(self, bound: Bound, timesteps: range, scale: float) -> LossTerms | None:
-        """One pass; None if it did not fit, without side effects."""
+        """None if the pass did not fit; then nothing changed."""
         if self._setting != "auto" or len(timesteps) == 1 or self._ranks.world > 1:
             return self._backward(bound, timesteps, scale)
         terms = None
@@ -182,12 +182,11 @@ class TrainingPasses:
         return terms
 
     def _recovers(self, error: RuntimeError, per_pass: int) -> bool:
-        """Whether to retry a failed pass with fewer timesteps."""
         alone = self._ranks.world == 1
         return self._setting == "auto" and alone and per_pass > 1 and is_out_of_memory(error)
 
     def _halved(self, bound: Bound, per_pass: int) -> int:
-        """Halve the timesteps and remember the failure. The failed pass's tensors must be released before."""
+        """Remembers the failure, too. The failed pass's tensors must be released before."""
         release(self._device)
         self._settled[bound.shape, bound.timesteps] = per_pass // 2
         self.memory = self.memory.after(Trial(bound.tokens, bound.samples * per_pass, None))
@@ -209,7 +208,6 @@ class TrainingPasses:
     # -- what fits -------------------------------------------------------------------------------------
 
     def _try(self, bound: Bound, per_pass: int) -> None:
-        """Run a micro-batch's largest pass and record its memory use."""
         needed = None
         with self._gradients_aside():
             try:

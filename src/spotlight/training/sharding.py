@@ -1,8 +1,8 @@
 """Ranks, their collectives, and sharding of the DiT over them (FSDP2).
 
-FSDP2 averages gradients over ranks, so a loss summed over a rank's share must be multiplied by the number of
-ranks. All ranks must run the same sequence of forwards and backwards, in any weight slot, because each
-gathers parameters from all.
+FSDP2 averages gradients, so a loss summed over a rank's share must be multiplied by the number of ranks. All
+ranks must run the same sequence of forwards and backwards, in any slot, because each gathers parameters from
+all.
 """
 
 from __future__ import annotations
@@ -29,12 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The processes that train together.
-
-    Attributes:
-        rank: this process, 0 <= rank < world.
-        world: number of processes; 1 needs no process group.
-    """
+    """The processes that train together; 0 <= rank < world, and a world of 1 needs no process group."""
 
     rank: int = 0
     world: int = 1

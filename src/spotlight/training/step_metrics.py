@@ -21,16 +21,14 @@ REPLAY_DIFFERENCE = "log_prob_rollout_difference"
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:
-    """Advantages of an iteration's samples.
+    """Advantages of an iteration's samples, over all ranks.
 
     Attributes:
-        samples: number over all ranks.
         groups: number of prompts.
         advantage_std: population standard deviation (the mean is 0 up to clipping).
-        advantage_abs_mean: mean absolute value, a measure of signal.
+        advantage_abs_mean: a measure of signal.
         clipped_share: share of samples at the clip.
         silent_groups_share: share of groups without contrast, from which nothing is learnt.
-        seconds: time taken.
     """
 
     samples: int
@@ -78,14 +76,14 @@ def batch_report(values: Iterable[tuple[str, float]], clip: float, seconds: floa
 
 @dataclass(frozen=True, slots=True)
 class UpdateSums:
-    """Totals of an update over its samples, training timesteps and ranks.
+    """Totals over an update's samples, training timesteps and ranks.
 
     Attributes:
         loss: mean over samples and timesteps.
         means: of the algorithm's metrics, likewise.
         ratio_max: largest probability ratio; None for algorithms without one.
-        replay_difference: mean |log p of replay - log p of rollout| per denoising step; empty after a batch's
-            first update, when the policy has changed.
+        replay_difference: mean |log p of replay - log p of rollout| per denoising step, in a batch's first
+            update only.
     """
 
     samples: int

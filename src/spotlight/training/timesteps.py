@@ -1,13 +1,13 @@
-"""How many training timesteps of a micro-batch share one forward and backward (timestep parallelism).
+"""How many timesteps of a micro-batch share one forward and backward (timestep parallelism).
 
-K timesteps of B samples form one batch of K B rows. This changes the gradient by rounding only, gathers
-sharded parameters once instead of K times, and needs activations for K B rows. This module chooses K, as a
-pure function of measured passes and available memory.
+K timesteps of B samples form a batch of K B rows. This changes the gradient by rounding only, gathers sharded
+parameters once instead of K times, and needs activations for K B rows. K is a pure function of measured
+passes and available memory.
 
 Invariants:
-- A proposed pass exceeds neither the bound from measurements nor half the tokens of a pass that did not fit.
-  One timestep is always allowed.
-- The bounds hold for memory that is affine in the rows and at most quadratic in the tokens per row.
+- A pass exceeds neither the bound from measurements nor half the tokens of one that did not fit; one timestep
+  is always allowed.
+- Bounds hold for memory affine in the rows and at most quadratic in the tokens per row.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Collectives between the ranks of a group: gloo between CPUs, NCCL between GPUs, behind one interface.
+"""Collectives between the ranks of a group: gloo for CPUs, NCCL for GPUs, behind one interface.
 
 A communicator is opened and closed many times per process. If a member dies or hangs, the others must get a
 :class:`SpPeerLostError` within ``collective_s``:
 
-- gloo blocks the thread. A dead peer's socket closes, which ends the collective in milliseconds; a stopped
-  peer runs into gloo's timeout. torch raises a plain RuntimeError for both, recognized by its text.
-- NCCL runs kernels, and a dead peer is invisible to the host. A timer aborts the communicator, the kernels
-  return, and ``bounded`` raises.
+- gloo blocks the thread. A dead peer's closed socket ends the collective in milliseconds, a stopped peer runs
+  into gloo's timeout. torch raises a plain RuntimeError for both, recognized by its text.
+- NCCL runs kernels and does not report a dead peer. A timer aborts the communicator, the kernels return, and
+  ``bounded`` raises.
 
-Both serve a single node: gloo binds to the loopback interface.
+Both serve one node: gloo binds to the loopback interface.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class Gloo:
 class Nccl:
     """See :class:`Communicator`.
 
-    Written from torch's and NCCL's documentation and not tested: that needs two GPUs, since NCCL refuses two
-    ranks on one.
+    Not tested: that needs two GPUs, since NCCL refuses two ranks on one. Follows torch's and NCCL's
+    documentation.
 
     Args:
         device: this process's GPU, with an index.

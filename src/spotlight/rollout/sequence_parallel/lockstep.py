@@ -1,4 +1,4 @@
-"""A group denoises the same rollouts together: the leader decides, all compute, and all hold the results.
+"""A group denoises the same rollouts together: the leader decides, all compute and hold the results.
 
     leader                                          followers
     lead = Lead(engine, membership)                 follow = Follower(engine, membership, recipes, use)
@@ -6,18 +6,17 @@
         states = lead.step("policy", model, states)
     lead.end()
 
-Before each step the leader broadcasts which weights to use and which rollouts to advance, in order; states
-that followers do not have are sent along. Then every rank takes the same step on equal inputs and gets equal
-results.
+Before each step the leader broadcasts the weights to use and the rollouts to advance, in order, with states
+that followers lack. Every rank then takes the same step on equal inputs and gets equal results.
 
 Invariants:
-- A failed step leaves every rank with the previous states. After a :class:`GroupLostError` each survivor
-  continues from the states it holds (``Follower.states``, or the input of ``Lead.step``), alone or in a new
-  group. Survivors may differ by one step; in a new group the leader's states count.
+- A failed step leaves every rank with the previous states. After a :class:`GroupLostError` survivors continue
+  from theirs (``Follower.states``, or the input of ``Lead.step``), alone or in a new group. They may differ
+  by one step; a new group uses its leader's states.
 - Ranks never step with different weights: the order carries the weights digest.
-- Every survivor knows the lease of each rollout (``Follower.claims``) and can report for the leader.
-- Nobody waits in a collective without work: followers run from a lease's first step to its end. Between two
-  steps the leader must take less than ``collective_s``.
+- Every survivor knows each rollout's lease (``Follower.claims``) and can report for the leader.
+- Nobody waits in a collective without work: followers run from a lease's first step to its end. Between steps
+  the leader has less than ``collective_s``.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ class Claim:
     """The lease under which a rollout is held.
 
     Attributes:
-        began: step at which the controller believes the rollout began under this lease; progress counts from
-            it.
+        began: step at which the controller believes the rollout began; progress counts from it.
     """
 
     lease: LeaseId
@@ -72,11 +70,11 @@ class LockstepOrder:
     """What the leader broadcasts before a step.
 
     Attributes:
-        slot: weight slot to use; empty at the end.
-        mark: digest of those weights.
+        slot: weight slot; empty at the end.
+        mark: digest of the weights.
         rollouts: those to advance, in order.
-        kept: others that followers keep; they drop everything else.
-        given: members of ``rollouts`` that are new to the followers.
+        kept: others that followers keep; they drop all else.
+        given: those of ``rollouts`` that followers lack.
         seen: at the end, the last lease granted to the leader.
     """
 
@@ -154,7 +152,7 @@ class Lead:
         """Advance every unfinished state by one step on all ranks; order is preserved.
 
         Args:
-            slot: the weight slot of ``model``, by which followers find theirs.
+            slot: of ``model``; followers use theirs.
             others: held states that this step does not change.
             claims: for all states, so that followers can take over.
 
@@ -207,12 +205,11 @@ class Follower:
     Args:
         engine: with the leader's settings.
         recipes: per purpose; must equal the leader's.
-        use: context that gives the module with a slot's weights.
+        use: context with the module of a slot.
         mark: digest of the weights held here.
 
     Attributes:
-        states: the rollouts of the last order, at the last step this rank finished.
-        claims: of the rollouts held.
+        states: rollouts of the last order, at the last finished step.
         seen: after ``run``, the last lease granted to the leader.
     """
 
@@ -282,7 +279,7 @@ class Follower:
 
 
 def _whole(state: RolloutState) -> RolloutState:
-    """Drop block residuals that cover only a share of the tokens, left from a former group."""
+    """Drop block residuals of a former group, which cover only a share of the tokens."""
     if state.added is None or all(len(rows) == len(state.latents) for rows in state.added.values()):
         return state
     return dataclasses.replace(state, added=None)

@@ -1,15 +1,15 @@
 """Sequence-parallel groups of living processes: form, shrink, grow, dissolve, survive a death.
 
-A worker process has one :class:`SpMembership`. It is alone or a rank of one group, and changes group at step
+A worker process has one :class:`SpMembership`: alone, or a rank of one group. It changes group at step
 boundaries with ``form`` under a new epoch: close the old communicator, meet in the store, connect, verify.
 Weights stay in place. The controller decides who forms a group.
 
 Invariants:
 - After any error here the worker is alone and can denoise alone.
-- A group is identified by its epoch and members. Epochs only grow, so a worker that missed a change never
-  meets a later group, and workers told different members never meet.
-- A failure in one rank's exchange removes it from the group and thereby ends the others' exchange: no rank
-  waits longer than ``collective_s`` for a member that left, died or stopped.
+- A group is its epoch and members. Epochs only grow, so a worker that missed a change never meets a later
+  group, nor do workers told different members meet.
+- A failure in one rank's exchange removes it from the group and so ends the others' exchange: nobody waits
+  longer than ``collective_s`` for a member that left, died or stopped.
 - Only use proves that a group formed everywhere: a rank that fails right after verification is noticed at the
   first exchange.
 """
@@ -79,12 +79,10 @@ class SpGroup:
 
 
 class SpMembership:
-    """This process's current group, and its transitions. Not thread-safe.
+    """This process's current group and its transitions. Not thread-safe.
 
     Args:
-        worker: this process's name.
         store: where members meet; see :mod:`spotlight.rollout.sequence_parallel.rendezvous`.
-        communicator: gloo or NCCL.
         parallel: the transformers to split.
         form_s: longest wait for members to arrive.
     """
@@ -118,13 +116,12 @@ class SpMembership:
         return self._group.leader == self.worker
 
     def form(self, group: SpGroup) -> None:
-        """Leave the current group and join ``group``; no effect if it is the current one.
+        """Leave the current group and join ``group``, unless it is the current one.
 
         Takes at most ``form_s`` plus twice ``collective_s``.
 
         Raises:
-            ValueError: this worker is no member, or the degree is unsupported; the current group is
-                unchanged.
+            ValueError: this worker is no member, or the degree is unsupported; nothing changed.
             StaleEpochError: the epoch was already formed, attempted or surpassed.
             FormationError: the others did not come; this worker is alone, and the epoch is used up.
         """
@@ -214,7 +211,6 @@ class SpMembership:
             raise
 
     def _arrive(self, group: SpGroup, place: Store) -> None:
-        """Announce this worker and wait for all the others."""
         try:
             place.set(self.worker, "here")
             place.wait(list(group.members), timedelta(seconds=self._form_s))

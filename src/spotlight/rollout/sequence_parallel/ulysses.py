@@ -1,13 +1,13 @@
-"""Ulysses sequence parallelism inside a diffusers transformer; the only file that uses its private interface.
+"""Ulysses sequence parallelism in a diffusers transformer; the only file that uses its private interface.
 
 Every rank holds all weights and gets the same inputs. Between the transformer's split and gather points a
-rank holds a share of the image tokens and of the text tokens; inside attention it holds all tokens of a share
-of the heads. Entering and leaving moves no weights.
+rank holds a share of the image and text tokens; inside attention it holds all tokens of a share of the heads.
+Entering and leaving moves no weights.
 
-From diffusers (0.42; pyproject.toml pins >=0.42,<0.43) come the split points (the model's ``_cp_plan``) and
-the attention that processors dispatch to when ``_parallel_config`` is set. The split and gather hooks are
-ours: diffusers' own need lengths divisible by the degree, and its mode for other lengths masks the wrong
-tokens from degree 3 on and does not run over gloo (shown in tests/invariant/test_groups.py).
+diffusers (0.42; pyproject.toml pins >=0.42,<0.43) provides the split points (the model's ``_cp_plan``) and
+the attention (via ``_parallel_config`` on processors). The split and gather hooks are ours: diffusers' own
+need divisible lengths, and its mode for others masks the wrong tokens from degree 3 on and does not run over
+gloo (shown in tests/invariant/test_groups.py).
 
 Invariants:
 - Any number of text tokens works, and any number of image tokens from the degree on. All ranks attend with
@@ -234,7 +234,7 @@ class _Split:
         return args, kwargs | padded
 
     def _own(self, value: object, dim: int) -> object:
-        """This rank's share of a tensor; non-tensors (None) pass through."""
+        """This rank's share of a tensor; None passes through."""
         if not isinstance(value, Tensor):
             return value
         shares = self._shares.of_length(value.shape[dim])

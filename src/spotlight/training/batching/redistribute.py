@@ -1,8 +1,8 @@
-"""Which rank trains which sample: equally many of every micro-batch per rank.
+"""Which rank trains which sample: equally many of every micro-batch.
 
-A rank holds the samples it denoised. After some are dropped, a micro-batch may be uneven or absent on a rank,
-which would then miss a forward that all must join. So surplus samples move to ranks that need them; nothing
-moves while nothing is dropped.
+A rank holds the samples it denoised. After some are dropped, a micro-batch may be uneven, or absent on a rank
+that must join its forwards. So surplus samples move to ranks that need them; nothing moves while nothing is
+dropped.
 """
 
 from __future__ import annotations

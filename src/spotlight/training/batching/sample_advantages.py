@@ -20,10 +20,10 @@ def sample_advantages(
 ) -> dict[RolloutId, float]:
     """Advantages of all samples of ``effect``, times the importance weights of their seeds.
 
-    In a part, slice members with fewer than two others to compare with get advantage 0, like a group of one.
+    In a part, slice members with fewer than two others to compare with get 0, like a group of one.
 
     Args:
-        weights: factor of each reward; other rewards are ignored.
+        weights: factor per reward; other rewards are ignored.
 
     Raises:
         ValueError: not one comparison per group, ``advantage.std`` is unsuitable for a part, or scores are
