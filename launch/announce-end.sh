@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
-# Tell Spotlight that this node will end, and give it time to drain: for preStop hooks and SIGTERM traps.
+# Announce to Spotlight that this node will end, and wait while it drains: for preStop hooks and SIGTERM traps.
 #
 #   launch/announce-end.sh [SECONDS] [RAY_TMPDIR]       default: 30 seconds, /tmp/ray
 #
 # Kubernetes and SLURM send SIGTERM to the process that they started. That is Ray's, and it takes the whole
-# node down. Spotlight's node agent, which makes a notice of SIGTERM, is Ray's grandchild and hears nothing;
-# it leaves its pid beside Ray's logs. So this runs before Ray is told: it passes the signal on, then waits
-# until the agent is gone (the run is over) or the time is up. Status 0 in any case: the node ends anyway.
+# node down. Spotlight's node agent, which turns SIGTERM into a notice, is a grandchild of Ray and gets no
+# signal; it writes its pid beside Ray's logs. So this script runs before Ray is signalled: it forwards the
+# signal, then waits until the agent is gone (the run is over) or time is up. Exit status 0 in any case: the
+# node ends anyway.
 set -u
 
 wait_s=${1:-30}
 session=${2:-${RAY_TMPDIR:-/tmp/ray}}/session_latest
 
-# A pid file may outlive its process, and the number may be another's: Ray names its workers ray::*.
+# A pid file may outlive its process and the pid be reused. Ray names its workers ray::*.
 is_agent() {
   [[ $1 =~ ^[0-9]+$ ]] && [[ $(tr '\0' ' ' 2>/dev/null <"/proc/$1/cmdline") == ray::* ]]
 }

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Start this machine's part of a Ray cluster for Spotlight. Returns when Ray runs; with --block, when it ends.
+# Start this machine's part of a Ray cluster for Spotlight. Returns once Ray is up; with --block, when it ends.
 #
 #   launch/ray-start.sh head                        the first reserved node; `spotlight train` runs on it
 #   launch/ray-start.sh reserved HEAD:6379          further reserved nodes: learner ranks
-#   launch/ray-start.sh spot HEAD:6379 --block      nodes that may vanish
+#   launch/ray-start.sh spot HEAD:6379 --block      nodes that may be preempted
 #
-# Further arguments go to `ray start`. GPUs are found by Ray; --num-gpus=N overrides it.
+# Further arguments go to `ray start`. Ray detects GPUs; --num-gpus=N overrides it.
 #
 #   SPOTLIGHT_IP          private address of this machine; default: the first private one of `hostname -I`
 #   SPOTLIGHT_PORT        the head's port, 6379
-#   RAY_AUTH_TOKEN_PATH   file with the cluster's secret, the same on all nodes; the head makes it if missing
+#   RAY_AUTH_TOKEN_PATH   file with the cluster's secret, the same on all nodes; the head creates it if missing
 #   RAY_TMPDIR            where Ray keeps logs and sockets, /tmp/ray
 set -euo pipefail
 
@@ -48,8 +48,8 @@ esac
 
 ip=${SPOTLIGHT_IP:-$(own_address)}
 [[ -n $ip ]] || fail "no private address in '$(hostname -I)'; set SPOTLIGHT_IP to one that the other nodes reach"
-# Ray's ports accept connections on every interface, whatever address it is told: only a firewall and the
-# token stand before them. So at least it is never announced to the world.
+# Ray's ports accept connections on every interface, whatever address it is given: only a firewall and the
+# token protect them. So at least no public address is announced.
 is_private "$ip" || fail "SPOTLIGHT_IP=$ip is a public address; expected a private one (10.*, 172.16-31.*, 192.168.*)"
 
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}
@@ -60,7 +60,7 @@ if [[ ! -s $RAY_AUTH_TOKEN_PATH ]]; then
   (umask 077 && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$RAY_AUTH_TOKEN_PATH")
 fi
 
-# Rollouts travel in messages and through the run's store; Ray's own object store needs little.
+# Rollouts travel in messages and through the run's blob store; Ray's object store needs little memory.
 options=(--node-ip-address="$ip" --resources="{\"$resource\": 1}" --object-store-memory=2000000000)
 [[ -z ${RAY_TMPDIR:-} ]] || options+=(--temp-dir="$RAY_TMPDIR")
 if [[ $kind == head ]]; then
@@ -69,7 +69,7 @@ else
   options+=(--address="$address")
 fi
 if [[ $kind == spot ]]; then
-  # Spotlight drains a node before it ends (announce-end.sh). Ray would wait once more, for actors that stay.
+  # Spotlight has drained the node already (announce-end.sh). Ray would wait again, for actors that do not exit.
   export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0
 fi
 exec ray start "${options[@]}" "$@"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # One node of a Ray cluster within a SLURM job step: slurm-node.sh KIND [HEAD:PORT]
 #
-# SLURM signals the step's own process, which is this one. On SIGTERM the node agent is told and the node
-# drains; then Ray ends. Ray has a session of its own, so that no signal for this process's group reaches it.
+# SLURM signals the step's own process, which is this one. On SIGTERM it signals the node agent and the node
+# drains; then Ray is stopped. Ray has its own session, so that signals to this process group do not reach it.
 set -u
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -13,7 +13,7 @@ end() {
   kill -TERM "$ray" 2>/dev/null
 }
 
-# Short: a socket's path has at most 107 characters. One a job: nodes may be shared with others' Ray.
+# Short, because a socket's path has at most 107 characters; per job, because nodes may run other Ray instances.
 export RAY_TMPDIR=/tmp/ray-$SLURM_JOB_ID
 trap end TERM
 setsid "$here/ray-start.sh" "$@" --block &

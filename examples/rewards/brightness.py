@@ -1,4 +1,4 @@
-"""A reward of one's own: is each picture as bright as its prompt's line asks for?"""
+"""A custom reward: is each picture as bright as its prompt's metadata asks for?"""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from spotlight.rewards.reward import RewardInputError
 
 
 def brightness(images, prompts, metadata, *, tolerance=0.5):
-    """1 where a picture's mean is the brightness wanted, 0 where it is ``tolerance`` or more away."""
+    """1 if a picture's mean brightness is as requested, 0 if it is ``tolerance`` or more away."""
     found = [float(image.mean()) / 255 for image in images]
     wanted = [line["brightness"] for line in metadata]
     scores = [max(0.0, 1 - abs(f - w) / tolerance) for f, w in zip(found, wanted, strict=True)]

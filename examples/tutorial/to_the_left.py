@@ -1,4 +1,4 @@
-"""A reward of one's own: how far to the left is what was drawn?"""
+"""A custom reward: how far to the left is what was drawn?"""
 
 from __future__ import annotations
 
