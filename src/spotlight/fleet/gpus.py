@@ -1,7 +1,6 @@
 """GPU types by their names in price catalogues, with memory and instance types.
 
-Unknown names are errors everywhere: their figures could not be compared. A new type is one line in
-:data:`_VRAM_GIB`.
+Unknown names are errors everywhere. A new type is one line in :data:`_VRAM_GIB`.
 """
 
 from __future__ import annotations
@@ -20,11 +19,7 @@ class UnknownGpuError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class GpuType:
-    """A GPU type.
-
-    Attributes:
-        vram_bytes: nominal memory per GPU.
-    """
+    """A GPU type; ``vram_bytes`` is nominal."""
 
     name: str
     vram_bytes: int
@@ -32,11 +27,7 @@ class GpuType:
 
 @dataclass(frozen=True, slots=True)
 class InstanceType:
-    """An instance type of a cloud.
-
-    Attributes:
-        gpus: GPUs per instance.
-    """
+    """A cloud's instance type with ``gpus`` GPUs."""
 
     cloud: str
     name: str

@@ -1,7 +1,6 @@
 """Metrics of a simulated strategy: time, cost, and GPU-seconds by phase. Pure.
 
 To target: the first iteration (which includes start-up) plus the mean of the later ones times their number.
-If all iterations to target were simulated, this equals the simulated total.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ class SimulationOutcome:
         iterations: finished iterations.
         iteration_s, iteration_usd: mean over iterations after the first; NaN without any.
         iteration_error_s: standard error of that mean time; 0 with fewer than two.
-        target: iterations to target with their source; None if not stated.
+        target: iterations to target; None if not stated.
         target_h, target_usd: time and cost to target; NaN if unknown.
         simulated_h, simulated_usd: of the whole simulation.
         gpu_s: GPU-seconds by kind of node and phase.
         spot_idle_share: of the GPU-seconds of spot nodes; NaN without any.
         preview_share: previews scored, as a share of full exploration (or of the planner's request), averaged
-            over windows. Extra previews do not make up for another window. NaN without exploration.
-        filled_s: GPU-seconds that would have been idle, by what filled them.
+            over windows, each capped at 1. NaN without exploration.
+        filled_s: otherwise idle GPU-seconds, by what filled them.
         overlapped_share, early_share: of the samples trained, those given to the learner before the batch was
             complete, and those begun before their iteration.
-        dropped_share: dropped samples, of those generated for training.
+        dropped_share: of the samples generated for training.
     """
 
     strategy: str
@@ -152,7 +151,7 @@ def _preview_share(scenario: Scenario, result: SimulationResult) -> float:
 
 
 def _scored_share(report: Mapping[str, object]) -> tuple[object, float | None]:
-    """A window's iteration, and the share of its plan that was scored; None without a plan."""
+    """A window's iteration and the scored share of its plan; None without a plan."""
     window = report["window"]
     assert isinstance(window, Mapping), "a report tells of its window"
     planned = int(window["planned"])
@@ -173,11 +172,7 @@ def _mean(values: list[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ComparedStrategy:
-    """A strategy's metrics, and its GPU timelines if requested.
-
-    Attributes:
-        iteration_ends_s: end of each iteration.
-    """
+    """A strategy's metrics, and its GPU timelines if requested."""
 
     outcome: SimulationOutcome
     gpus: tuple[GpuTimeline, ...]

@@ -177,7 +177,7 @@ class _SearchState:
         return sorted(able, key=lambda one: (*self.goal.rank(one.outcome), one.candidate))
 
     def gains(self, one: Candidate, other: Candidate) -> bool:
-        """Whether iterations of ``one`` are shorter than those of ``other`` beyond the noise."""
+        """Whether ``one`` has shorter iterations than ``other`` beyond the noise."""
         self.simulate([one, other])
         if one not in self.done or other not in self.done:
             return one in self.done
@@ -279,7 +279,7 @@ def grid(file: ScenarioFile) -> list[Candidate]:
 
 
 def prepared_for(file: ScenarioFile, candidate: Candidate, iterations: int, now: datetime) -> Prepared:
-    """The scenario with a candidate's cluster; stated prices apply only to the scenario's own GPU types.
+    """The scenario with a candidate's cluster; stated prices apply only to their own GPU types.
 
     Raises:
         ConfigError, PriceError: it cannot be simulated, or would drop too many samples.
@@ -309,7 +309,7 @@ def prepared_for(file: ScenarioFile, candidate: Candidate, iterations: int, now:
 def useless(outcome: SimulationOutcome) -> str | None:
     """Why an outcome says nothing about the target, or None.
 
-    Without its previews a strategy trains on random seeds, and the stated iterations to target do not apply.
+    Without previews a strategy trains on random seeds, and its iterations to target do not apply.
     """
     if outcome.problem is not None:
         return outcome.problem
@@ -341,7 +341,6 @@ def shape_of(file: ScenarioFile, candidate: Candidate) -> str:
 
 
 def _kind(candidate: Candidate) -> tuple[str, str, str]:
-    """What candidates share that differ only in size."""
     return candidate.strategy, candidate.gpu_type, candidate.spot_gpu_type
 
 
@@ -350,7 +349,6 @@ def _as(candidate: Candidate, strategy: str) -> Candidate:
 
 
 def _checked(state: _SearchState) -> tuple[EvaluatedCandidate | None, tuple[EvaluatedCandidate, ...]]:
-    """The best candidate that also meets the goal when simulated to its target."""
     rejected: list[EvaluatedCandidate] = []
     meeting = [one for one in state.best() if state.goal.met_by(one.outcome)]
     for one in meeting[:CHECKS_MAX]:
@@ -384,7 +382,6 @@ def _require_targets(file: ScenarioFile) -> None:
 
 
 def _around(nodes: int) -> list[int]:
-    """Doublings from 1 to four times ``nodes``, and ``nodes`` itself."""
     doublings = [2**power for power in range(max(1, nodes).bit_length() + 2) if 2**power <= 4 * max(1, nodes)]
     return sorted({*doublings, max(1, nodes)})
 

@@ -2,11 +2,10 @@
 
 Invariants:
 
-- Each moment at which a GPU is billed is in exactly one segment of one phase.
-- Work counts as LOST until the controller accepts its result (:meth:`GpuAccounts.confirm`), so work
-  that dies, is fenced off or never arrives needs no further bookkeeping.
-- A GPU that trains and rolls out pays once per switch: at its first lease after training, and at
-  the learner's first pass after any of its GPUs rolled out.
+- Each billed moment of a GPU is in exactly one segment of one phase.
+- Work counts as LOST until the controller accepts its result (:meth:`GpuAccounts.confirm`).
+- A GPU that trains and rolls out pays once per switch: at its first lease after training, and at the
+  learner's first pass after any of its GPUs rolled out.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ class GpuAccounts:
         gpu.worker, gpu.unconfirmed = phase, None
 
     def work(self, gpu: VirtualGpu, unconfirmed: list[BilledSegment], now: float) -> None:
-        """Start or continue a worker's work in progress, which is confirmed or lost later."""
+        """Start or continue work in progress, which is confirmed or lost later."""
         self._close(gpu, now)
         gpu.unconfirmed = unconfirmed
 

@@ -34,11 +34,9 @@ class Scenario:
         train_prompts: number of training prompts.
         test_prompts: number of held-out prompts per evaluation.
         seed: of the noise on durations; the plan's run seed fixes everything else.
-        noise: standard deviation of log durations, per GPU and reward; 0: exact. The learner waits for its
-            slowest rank.
+        noise: standard deviation of log durations, per GPU and reward; 0: exact.
         commit_every: denoising steps between commits of a lease.
         until_s: time limit; None: run to the end.
-        rewards: rewards of simulated samples.
         timelines: record every GPU's segments.
     """
 
@@ -55,7 +53,6 @@ class Scenario:
     timelines: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a scenario that cannot be simulated."""
         times = [at_s for at_s, _ in self.nodes]
         if times != sorted(times) or (times and times[0] < 0):
             raise ValueError("scenario.nodes must be ordered by time and start at 0 s or later")

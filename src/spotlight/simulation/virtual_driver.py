@@ -49,8 +49,6 @@ CLUSTER = WorkerId("cluster")
 
 @dataclass(slots=True)
 class _Wake:
-    """The earliest time at which :class:`TimePassed` is scheduled."""
-
     at_s: float = float("inf")
 
 
@@ -177,7 +175,6 @@ class Simulation:
         """Hook for checks: called after each event, before its effects are carried out."""
 
     def _schedule_wake(self) -> None:
-        """Schedule :class:`TimePassed` for when the controller asked for it."""
         wake_s = self.controller.wake_s
         if wake_s is not None and wake_s < self._wake.at_s:
             self._wake = _Wake(wake_s)
@@ -386,7 +383,6 @@ class Simulation:
             self.feed(ev.LearnerLost(detail))
 
     def _start_learner(self) -> None:
-        """Start the learner once all of its nodes are present."""
         present = sum(node.gpus for node in self.nodes.values() if node.trains)
         self._start_due = present < self.scenario.plan.ranks
         if not self._start_due:

@@ -73,7 +73,6 @@ class RewardModel:
 
 @lru_cache(maxsize=1024)
 def _prompt(prompt: str) -> tuple[float, float, float]:
-    """Draws that determine flatness, spread and mean."""
     return _uniform("flat", prompt), _normal("spread", prompt), _normal("mean", prompt)
 
 

@@ -320,7 +320,6 @@ class VirtualWorkers:
         )
 
     def _next_chunk(self, group: VirtualGroup, run: LeaseWork) -> None:
-        """Denoise until the next commit or finished rollout."""
         first = group.members[0]
         to_finish = min(rollout.steps - start - run.done for rollout, start in run.left.values())
         run.chunk = min(to_finish, self.commit_every - run.done % self.commit_every)
@@ -415,7 +414,6 @@ class VirtualWorkers:
         then(*args)
 
     def _halt(self, group: VirtualGroup) -> None:
-        """Stop denoising now; finished steps are kept."""
         run = group.run
         if run is None:
             return

@@ -1,9 +1,9 @@
 """AWS: interruption notices and rebalance recommendations of a Spot Instance, through IMDSv2.
 
 https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html and
-.../rebalance-recommendations.html. Each request needs a token, valid for hours; 401 means it expired. 404
-means no notice. Warning is two minutes at best; AWS advises polling every five seconds. IMDSv1 is not used: a
-server that answers without a token may not be AWS.
+.../rebalance-recommendations.html. 401 means that the token expired, 404 that there is no notice. Warning is
+two minutes at best; AWS advises polling every five seconds. IMDSv1 is not used: a server that answers without
+a token may not be AWS.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 https://cloud.google.com/compute/docs/instances/create-use-preemptible#detecting_if_an_instance_was_preempted
 and .../metadata/querying-metadata#waitforchange. The first request does not hang, so an ongoing preemption is
-seen; later ones send the last ETag, so no change in between is missed. The warning of about 30 s has no
-stated deadline; it counts from when it is seen.
+seen; later ones send the last ETag, so no change is missed. The warning of about 30 s counts from when it is
+seen: no deadline is stated.
 """
 
 from __future__ import annotations

@@ -73,11 +73,7 @@ class MetadataAnswer:
 
 @dataclass(frozen=True, slots=True)
 class MetadataServer:
-    """A metadata service at ``base_url``, such as ``http://169.254.169.254``.
-
-    Raises:
-        NoticeError: an address that is not ``http://HOST[:PORT]``.
-    """
+    """A metadata service. Raises :class:`NoticeError` unless ``base_url`` is ``http://HOST[:PORT]``."""
 
     base_url: str = LINK_LOCAL_URL
     wall_clock: Callable[[], datetime] = utc_now
@@ -107,7 +103,7 @@ class MetadataServer:
         """Send one request and return the response, whatever its status.
 
         Args:
-            timeout_s: for the whole exchange, including connecting.
+            timeout_s: for the whole exchange.
             silence: remedy to name if there is no response.
 
         Raises:

@@ -2,9 +2,8 @@
 
 Asyncio, not threads: stopping cancels hanging requests, and time-outs bound whole calls.
 
-Each source has its own task: read, update the board, sleep for the rest of the period. A failing source is
-retried with bounded, jittered back-off while its last reading stands: silence does not cancel a notice.
-Trouble is logged when it begins and ends, and the same trouble at most once per hour.
+Each source has its own task. A failing source is retried with bounded, jittered back-off while its last
+reading stands: silence does not cancel a notice. The same trouble is logged at most once per hour.
 """
 
 from __future__ import annotations
@@ -42,8 +41,6 @@ class Backoff:
 
 @dataclass(slots=True)
 class _SourceHealth:
-    """Consecutive failures of a source, and what was logged."""
-
     name: str
     failures: int = 0
     trouble: NoticeTrouble | None = None

@@ -2,8 +2,7 @@
 
 Each of ``nodes`` slots is a renewal process with exponential up and down times and its own random stream, so
 adding slots does not change the others. Bursts are a fleet-wide Poisson process that takes each present node
-with probability ``burst_fraction``, since spot capacity is lost together when a region runs short.
-Replacements have new names: ``node3.2``.
+with probability ``burst_fraction``. Replacements have new names: ``node3.2``.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ def _bursts(spec: TraceSpec) -> Iterator[float]:
 
 
 def _place(spec: TraceSpec, place: int, bursts: tuple[float, ...]) -> Iterator[TraceEvent]:
-    """Successive nodes of one slot, which starts occupied with the long-run probability of being up."""
+    """Successive nodes of one slot, initially occupied with the long-run probability of being up."""
     stream = random.Random(f"{spec.seed}/{place}")
     # Drawn even without a node present, so that a slot's bursts do not depend on its past.
     hits = [

@@ -105,8 +105,8 @@ def parse_bamboo(text: str, source: str, gpus_per_node: int = 1) -> Trace:
 def parse_skypilot(text: str, source: str, gpus_per_node: int = 1) -> Trace:
     """SkyPilot's number of available nodes per interval of ``gap_seconds``.
 
-    It does not identify nodes. The most recent one is taken to leave, which gives the fewest changes; nodes
-    are named ``spot-0``, ``spot-1`` and so on.
+    Nodes are not identified: the most recent is taken to leave, the fewest changes that explain the counts.
+    They are named ``spot-0``, ``spot-1`` and so on.
     """
     try:
         root: object = json.loads(text)
@@ -129,7 +129,7 @@ def parse_skypilot(text: str, source: str, gpus_per_node: int = 1) -> Trace:
 
 
 def parse_csv(text: str, source: str, gpus_per_node: int = 1) -> Trace:
-    """Canonical CSV; ``gpus_per_node`` is ignored, since every line has it."""
+    """Canonical CSV; ``gpus_per_node`` is ignored."""
     lines = list(_lines(text))
     horizon_s: float | None = None
     if lines and lines[0][1].startswith(CSV_COMMENT):
@@ -157,7 +157,7 @@ def parse_csv(text: str, source: str, gpus_per_node: int = 1) -> Trace:
 
 
 def parse_jsonl(text: str, source: str, gpus_per_node: int = 1) -> Trace:
-    """Canonical JSON lines; ``gpus_per_node`` is ignored, since every line has it."""
+    """Canonical JSON lines; ``gpus_per_node`` is ignored."""
     (number, first), *rest = _lines(text)
     try:
         head = _object(first)
@@ -203,7 +203,6 @@ READERS: Mapping[str, Callable[[str, str, int], Trace]] = {
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """(number, text) of non-empty lines."""
     for number, line in enumerate(text.split("\n"), start=1):
         if stripped := line.strip():
             yield number, stripped

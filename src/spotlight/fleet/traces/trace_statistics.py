@@ -18,8 +18,7 @@ class TraceStatistics:
 
     Attributes:
         machines: stays of nodes (a node that returns counts again).
-        nodes_mean, nodes_p5, nodes_p50, nodes_p95: nodes present, weighted by time.
-        gpus_mean: GPUs present, weighted by time.
+        nodes_mean, nodes_p5, nodes_p50, nodes_p95, gpus_mean: present, weighted by time.
         empty_share: share of time without any node.
         uptime_mean_s, uptime_p50_s: of stays that ended within the trace.
         preemptions: removals.
@@ -114,7 +113,6 @@ def _stretches(trace: Trace) -> Iterator[Availability]:
 
 
 def _stays(trace: Trace) -> tuple[list[float], list[float], list[float]]:
-    """Uptimes of stays that ended, times of removals, and notice leads."""
     came: dict[str, float] = {}
     warned: dict[str, float] = {}
     uptimes, removals, leads = [], [], []
@@ -143,7 +141,6 @@ def _groups(times: Sequence[float]) -> Iterator[list[float]]:
 
 
 def _percentile(stretches: Sequence[Availability], share: float) -> float:
-    """Time-weighted percentile of the number of nodes."""
     left = share * sum(map(_length, stretches))
     for part in sorted(stretches, key=lambda part: part.nodes):
         left -= _length(part)

@@ -68,8 +68,8 @@ def cut(trace: Trace, start_s: float, end_s: float) -> Trace:
 def repeat(trace: Trace, horizon_s: float) -> Trace:
     """Repeat the trace until ``horizon_s``, or cut it if it is longer.
 
-    At a seam, present nodes continue as those that the trace begins with; surplus nodes and those with a
-    notice are removed. From the second round on, new nodes carry the round in their name: ``node7@2``.
+    At a seam, present nodes continue as the trace's first nodes; surplus nodes and those with a notice are
+    removed. From the second round on, new nodes carry the round in their name: ``node7@2``.
     """
     if not (math.isfinite(horizon_s) and horizon_s > 0):
         raise TraceError(f"{trace.source}: repeated to {horizon_s!r} s; expected more than 0")
@@ -123,7 +123,6 @@ def _rounds(trace: Trace, rounds: int) -> Iterator[TraceEvent]:
 
 
 def _new_name(name: str, turn: int, present: Container[str]) -> str:
-    """A node name unique to the round; the trace may have been repeated before."""
     new = name if turn == 0 else f"{name}@{turn + 1}"
     while new in present:
         new = f"{new}'"

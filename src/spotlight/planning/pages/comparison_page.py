@@ -162,7 +162,6 @@ def _phases_figure(compared: Sequence[ComparedStrategy]) -> Figure:
 
 
 def _availability_figure(prepared: Prepared, compared: Sequence[ComparedStrategy]) -> Figure:
-    """Spot GPUs over the longest strategy's duration."""
     last_h = max((one.outcome.simulated_h for one in compared), default=0.0)
     parts = [part for part in availability(prepared.trace) if part.start_s / 3600 <= last_h]
     figure = new_figure(f"Spot GPUs to be had: {prepared.trace.source}", "hours", "GPUs")

@@ -66,7 +66,6 @@ def _lines(outcomes: Sequence[SimulationOutcome]) -> Iterator[TableLine]:
 
 
 def _overlaps(outcomes: Sequence[SimulationOutcome]) -> Iterator[TableLine]:
-    """GPU-hours that would have been idle, by what filled them; empty if nothing did."""
     fillers = [filler for filler in Filler if any(filler in one.filled_s for one in outcomes)]
     if fillers:
         yield TableLine("GPU-hours that would have been idle")
@@ -131,7 +130,6 @@ def warnings_of(outcomes: Sequence[SimulationOutcome]) -> Iterator[str]:
 
 
 def _crowded(prepared: Prepared, outcomes: Sequence[SimulationOutcome]) -> Iterator[str]:
-    """Strategies whose training and rollout do not fit on a GPU together."""
     gpu = prepared.file.cluster.reserved.gpu_type
     has = GPU_TYPES[gpu].vram_bytes
     needs = {one.strategy: bytes_of_both(prepared, strategy_named(one.strategy)) for one in outcomes}
@@ -147,7 +145,6 @@ def _crowded(prepared: Prepared, outcomes: Sequence[SimulationOutcome]) -> Itera
 
 
 def _too_short(prepared: Prepared, outcomes: Sequence[SimulationOutcome]) -> Iterator[str]:
-    """Warn if too little was simulated for preemptions to show."""
     spans = [one.simulated_h for one in outcomes if strategy_named(one.strategy).places is SpotPlaces.SPOT]
     stay_h = statistics(prepared.trace).uptime_mean_s / 3600  # NaN if no node ever leaves
     if spans and max(spans) < stay_h:

@@ -80,7 +80,7 @@ def _numbers(one: SimulationOutcome) -> tuple[str, ...]:
 def plan_notes(
     file: ScenarioFile, found: SearchResult, prepared: Prepared, now: datetime
 ) -> tuple[PageNote, ...]:
-    """Assumptions behind the answer; ``prepared`` is the answer's scenario, or the nearest one's."""
+    """Assumptions behind the answer; ``prepared`` is the answer's, or the nearest's."""
     one = found.answer or found.nearest
     searched = [
         f"{len(found.evaluated)} candidates, {file.plan.iterations} iterations each, extrapolated; "
@@ -142,7 +142,6 @@ def plan_page(file: ScenarioFile, found: SearchResult, prepared: Prepared, now: 
 
 
 def _curve(file: ScenarioFile, found: SearchResult) -> Figure:
-    """Cost over time: candidates as points, front and goal as lines, the answer as a star."""
     figure = new_figure("Time and cost to target", "hours to target", "$ to target")
     front = {one.candidate for one in found.front}
 

@@ -1,8 +1,7 @@
 """GPU timelines reduced to what a figure can show. Pure.
 
-Spot nodes return under new names, so stays are packed into lanes, each holding one GPU at a time. Up to
-:data:`ROWS_MAX` lanes get their own rows; beyond that, neighbouring lanes share one. Time is cut into cells,
-each showing the phase that took most of it.
+Stays are packed into lanes of one GPU at a time, since spot nodes return under new names. Beyond
+:data:`ROWS_MAX`, neighbouring lanes share a row. A cell shows the phase that took most of its time.
 """
 
 from __future__ import annotations
@@ -76,7 +75,6 @@ def timeline_chart(timelines: Sequence[GpuTimeline], start_s: float, end_s: floa
 
 
 def _lanes(timelines: Sequence[GpuTimeline], kind: NodeKind) -> list[list[GpuTimeline]]:
-    """Pack stays into as few lanes as possible."""
     lanes: list[list[GpuTimeline]] = []
     stays = [stay for stay in timelines if stay.kind is kind and stay.segments]
     for stay in sorted(stays, key=lambda stay: (stay.segments[0].start_s, stay.node, stay.gpu)):
@@ -92,7 +90,6 @@ def _lanes(timelines: Sequence[GpuTimeline], kind: NodeKind) -> list[list[GpuTim
 def _cells(
     stays: Sequence[GpuTimeline], start_s: float, end_s: float, cell_s: float
 ) -> Mapping[int, Mapping[Phase, float]]:
-    """GPU-seconds by cell and phase."""
     cells: dict[int, dict[Phase, float]] = defaultdict(lambda: defaultdict(float))
     for stay in stays:
         for segment in stay.segments:

@@ -1,8 +1,8 @@
 """Azure retail prices: public, paged JSON, no account needed.
 
 https://learn.microsoft.com/rest/api/cost-management/retail-prices/azure-retail-prices. Queries cover Linux
-GPU instances (``fleet.gpus.INSTANCE_TYPES``), on demand and spot, in US dollars. Unrequested instances, other
-units or currencies, and page links that leave the server or loop are errors. Errors name page and item.
+GPU instances (``fleet.gpus.INSTANCE_TYPES``) in US dollars. Unrequested instances, other units or currencies,
+and page links that leave the server or loop are errors that name page and item.
 """
 
 from __future__ import annotations
@@ -117,7 +117,6 @@ def _page(text: str, number: int, source: str) -> Mapping[str, object]:
 
 
 def _next_page(text: str, number: int, url: str) -> str:
-    """URL of the next page; empty after the last."""
     link = _page(text, number, url).get("NextPageLink")
     if link is None or link == "":
         return ""

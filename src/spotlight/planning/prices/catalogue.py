@@ -1,8 +1,8 @@
 """CSV price catalogues in SkyPilot's format, and the built-in table, which adds two columns.
 
-Pure. Column order is free and extra columns are ignored. Nothing is repaired: a price that is not a positive
-number, an instance without any price, and an unknown GPU type are errors with line numbers. Instances without
-GPUs, with other accelerators, or with a fraction of a GPU are skipped.
+Pure. Column order is free. Prices that are not positive numbers, instances without any price, and unknown GPU
+types are errors with line numbers. Instances with no GPU, other accelerators, or a fraction of a GPU are
+skipped.
 
 GCP lists instance and GPU prices in separate rows. They are added where the instance type has fixed GPUs
 (``fleet.gpus.INSTANCE_TYPES``); GPUs that attach to any instance (T4, V100) are skipped.
@@ -131,7 +131,6 @@ def parse_built_in(text: str, source: str) -> tuple[Quote, ...]:
 
 
 def _records(text: str, source: str, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
-    """(line, values by column) of every row."""
     reader = csv.DictReader(io.StringIO(text.removeprefix("\ufeff")), restkey="", restval=None)
     try:
         missing = [column for column in columns if column not in (reader.fieldnames or ())]
@@ -150,11 +149,7 @@ def _records(text: str, source: str, columns: Sequence[str]) -> Iterator[tuple[i
 
 
 def _row(line: int, record: dict[str, str], gpus: Collection[str], *, machines: bool) -> _CatalogueRow | None:
-    """Validate a row; None if it is to be skipped.
-
-    Args:
-        machines: include instances without GPUs.
-    """
+    """Validate a row; None if it is to be skipped. ``machines`` includes instances without GPUs."""
     gpu = record["AcceleratorName"]
     wanted = (not gpus or gpu in gpus) if gpu else machines
     if not wanted or is_other_accelerator(gpu):
@@ -207,7 +202,7 @@ def _day(text: str) -> datetime:
 
 
 def _with_their_machines(rows: Sequence[_CatalogueRow]) -> Iterator[_CatalogueRow]:
-    """GCP: add the instance price to each GPU row that has a matching instance."""
+    """GCP: add the instance price to each matching GPU row."""
     bare = {(row.instance_type, row.region, row.zone): row for row in rows if not row.gpu}
     for row in rows:
         if row.instance_type or not row.gpu:

@@ -27,8 +27,7 @@ class Quote:
         region: empty if unknown.
         zone: empty for a price of the whole region.
         gpus: per instance.
-        on_demand_usd_h: per instance; None if the source has none.
-        spot_usd_h: the same for a spot (preemptible) instance.
+        on_demand_usd_h, spot_usd_h: per instance; None if the source has none.
         as_of: when the price held, with time zone.
         caveat: warning for the reader, such as a stale price.
     """

@@ -66,7 +66,6 @@ def _builtin(question: PriceQuery) -> tuple[Quote, ...]:
 
 
 def _prices_of(cloud: str) -> _PriceList | None:
-    """A cloud's price list; None if it publishes none."""
     prices = CLOUDS.load(cloud).prices
     return resolve(prices) if isinstance(prices, str) else prices
 

@@ -49,7 +49,7 @@ def spot_events(trace: Trace, offer: SpotOffer) -> tuple[tuple[float, NodeEvent]
 
 
 def _events(trace: Trace, offer: SpotOffer) -> Iterator[tuple[float, NodeEvent]]:
-    """One sweep over events and prices; a price change follows the events of its time."""
+    """A price change follows the events of its time."""
     removals = _removals(trace)
     present: dict[NodeId, None] = {}
     points = deque(() if offer.usd_h is not None else trace.prices)
@@ -77,10 +77,7 @@ def _events(trace: Trace, offer: SpotOffer) -> Iterator[tuple[float, NodeEvent]]
 def _change(
     point: PricePoint, usd_h: float, present: Iterable[NodeId]
 ) -> Generator[tuple[float, NodeEvent], None, float]:
-    """Report a changed price to all present nodes; returns the price in force.
-
-    Public traces repeat the price every minute even if it is unchanged.
-    """
+    """Report a changed price to all present nodes; returns the price in force."""
     if point.usd_h != usd_h:
         for name in present:
             yield point.time_s, PriceChanged(name, point.usd_h)
@@ -88,7 +85,6 @@ def _change(
 
 
 def _removals(trace: Trace) -> dict[int, float]:
-    """Removal time for each notice, by the notice's index."""
     warned: dict[str, int] = {}
     removals: dict[int, float] = {}
     for index, event in enumerate(trace.events):

@@ -55,11 +55,7 @@ _PROMPTS_FACTOR = 4
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A scenario with its files read.
-
-    Attributes:
-        trace: spot nodes up to the time limit, never more than the scenario asks for.
-    """
+    """A scenario with its files read; ``trace`` is limited to its nodes and run time."""
 
     file: ScenarioFile
     profile: Profile
@@ -125,7 +121,6 @@ def scenario_of(prepared: Prepared, strategy: Strategy, *, timelines: bool = Fal
 
 
 def _costs(prepared: Prepared, strategy: Strategy, denoising: tuple[str, ...], ranks: int) -> ProfileCosts:
-    """Durations by the profile. Raises :class:`ConfigError` if the model does not fit the GPUs' memory."""
     work, learner_gpu = prepared.file.workload, prepared.file.cluster.reserved.gpu_type
     per_pass = timesteps_per_pass(prepared, strategy, ranks)
     require_memory(
@@ -184,7 +179,7 @@ def bytes_of_both(prepared: Prepared, strategy: Strategy) -> float:
 
 
 def timesteps_per_pass(prepared: Prepared, strategy: Strategy, ranks: int) -> int:
-    """The scenario's setting, with ``+tsp``; if null, as many as fit on a learner GPU."""
+    """The setting, with ``+tsp``; if null, as many as fit on a learner GPU."""
     work, reserved = prepared.file.workload, prepared.file.cluster.reserved
     if PipelinePart.TSP not in strategy.parts:
         return 1
@@ -238,13 +233,11 @@ def node_events(prepared: Prepared, strategy: Strategy) -> tuple[tuple[float, No
 
 
 def _standing(name: str, pool: Pool, tag: PriceTag, *, trains: bool, rolls_out: bool) -> Node:
-    """A node that is never preempted."""
     gpus, price = pool.gpus_per_node, tag.usd_gpu_h * pool.gpus_per_node
     return Node(NodeId(name), NodeKind.RESERVED, gpus, pool.gpu_type, price, trains, rolls_out)
 
 
 def _trace(file: ScenarioFile) -> Trace:
-    """The trace, limited to the scenario's nodes, start and time limit."""
     spot, section, horizon_s = file.cluster.spot, file.trace, file.run.until_h * 3600
     if spot.nodes == 0 or isinstance(section, AlwaysOn):
         gpus = spot.gpus_per_node
@@ -323,7 +316,6 @@ def _seeds_max(section: ExplorationSection, group_size: int, where: Explore) -> 
 
 
 def _preview_costs(file: ScenarioFile, costs: ProfileCosts, gpu: str, ranks: int) -> PreviewCostsConfig:
-    """Cost of one preview in a full lease on one GPU, and the learner's time."""
     size, learner = costs.lease_size(gpu, file.pixels, 1), file.cluster.reserved.gpu_type
     updates = file.workload.updates_per_batch * costs.optimizer_s()
     publishes = costs.publish_s(WeightKind(file.workload.publishes))
@@ -371,11 +363,7 @@ def latent_frames(frames: int) -> int:
 
 
 def degrees(profile: Profile, gpus: tuple[str, ...], pixels: int, widest: int) -> tuple[int, ...]:
-    """SP degrees with figures on every GPU type, ascending; the controller uses no others.
-
-    Raises:
-        ConfigError: no degree up to ``widest`` has figures.
-    """
+    """SP degrees with figures on every GPU type, ascending. Raises :class:`ConfigError` if there is none."""
     timed = [set(sp_degrees(profile, gpu, pixels)) for gpu in gpus]
     known = sorted(degree for degree in set.intersection(*timed) if degree <= widest)
     if known:
@@ -391,7 +379,6 @@ def _step_s(costs: ProfileCosts, gpu: str, pixels: int) -> float:
 
 
 def _lease_s(costs: ProfileCosts, gpus: tuple[str, ...], file: ScenarioFile) -> float:
-    """Three times the longest lease."""
     test = file.workload.evaluation
     steps = max(file.workload.steps, test.steps if test else 0)
     return max(120.0, *(3 * steps * _step_s(costs, gpu, file.pixels) for gpu in gpus))

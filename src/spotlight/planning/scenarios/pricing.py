@@ -1,8 +1,8 @@
 """GPU prices of a scenario, with their sources.
 
-Looked-up prices are all of one cloud and region, since a learner in one cloud does not train on rollouts from
-spot nodes in another. Of the places that offer all GPUs, the cheapest in total is taken. If none does, each
-price is the lowest anywhere and :attr:`Pricing.caveat` says so.
+Looked-up prices are all of one cloud and region, since rollouts do not cross clouds: the place where all GPUs
+together cost least. If none has them all, each price is the lowest anywhere and :attr:`Pricing.caveat` says
+so.
 """
 
 from __future__ import annotations
@@ -52,16 +52,6 @@ class Pricing:
 
 @dataclass(frozen=True, slots=True)
 class _PriceRequest:
-    """One required price.
-
-    Attributes:
-        key: the scenario key that can state it.
-        stated: that key's value.
-        gpus: number of GPUs at this price.
-        kind: name in error messages.
-        price: extracts it from a quote.
-    """
-
     key: str
     stated: float | None
     gpu_type: str
@@ -74,8 +64,8 @@ def pricing_of(scenario: ScenarioFile, *, on_demand: bool, spot: bool, now: date
     """Look up the prices that the scenario does not state.
 
     Args:
-        on_demand: whether on-demand prices are needed for the spot places. The stated reserved price is not
-            used even for equal types: it may be a committed rate.
+        on_demand: whether spot places need on-demand prices. The stated reserved price does not apply even
+            for equal types: it may be a committed rate.
         spot: whether spot prices are needed.
 
     Raises:
@@ -105,7 +95,6 @@ def pricing_of(scenario: ScenarioFile, *, on_demand: bool, spot: bool, now: date
 
 
 def _wants(cluster: ClusterSection, *, on_demand: bool, spot: bool) -> dict[str, _PriceRequest]:
-    """Required prices by rental kind."""
     fixed, coming = cluster.reserved, cluster.spot
     rented, places = fixed.nodes * fixed.gpus_per_node, coming.nodes * coming.gpus_per_node
     key = "cluster.reserved.usd_gpu_h"
@@ -153,7 +142,6 @@ def _place(wants: Sequence[_PriceRequest], quotes: Sequence[Quote]) -> tuple[Quo
 
 
 def _tag(want: _PriceRequest, quotes: Sequence[Quote]) -> PriceTag:
-    """The scenario's price, else the cheapest quote."""
     if want.stated is not None:
         return PriceTag(want.stated, STATED)
     usd, quote = min(_priced(want, quotes), key=lambda item: item[0])
@@ -163,7 +151,6 @@ def _tag(want: _PriceRequest, quotes: Sequence[Quote]) -> PriceTag:
 
 
 def _priced(want: _PriceRequest, quotes: Sequence[Quote]) -> list[tuple[float, Quote]]:
-    """Matching quotes with their price."""
     return [(usd, quote) for quote in quotes if quote.gpu == want.gpu_type and (usd := want.price(quote))]
 
 

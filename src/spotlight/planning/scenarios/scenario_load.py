@@ -101,7 +101,6 @@ def _tree(name: str, beside: Path | None, depth: int) -> dict[str, Any]:
 
 
 def _without_another_kind(tree: dict[str, Any], override: str) -> dict[str, Any]:
-    """Drop the trace keys of another kind if ``override`` changes the kind."""
     key = override.partition("=")[0]
     if key in {"trace", _KIND}:
         over: dict[str, Any] = {}
@@ -112,7 +111,6 @@ def _without_another_kind(tree: dict[str, Any], override: str) -> dict[str, Any]
 
 
 def _section(tree: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """A section for in-place edits; created empty if absent."""
     value = tree.get(key)
     return value if isinstance(value, dict) else {}
 

@@ -1,8 +1,7 @@
 """Strategies to compare: who trains, who denoises, and what overlaps.
 
-A strategy is data: what replaces the spot nodes, when it explores, and which pipeline parts are on. The
-behaviour is the controller's. A new one is a line in :data:`STRATEGIES`; pipeline parts are appended to its
-name: ``disaggregated+gap+tsp``.
+A strategy is data: what replaces the spot nodes, when it explores, and which pipeline parts are on. A new one
+is a line in :data:`STRATEGIES`; pipeline parts are appended to its name: ``disaggregated+gap+tsp``.
 """
 
 from __future__ import annotations
@@ -159,7 +158,7 @@ STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
 
 @cache
 def strategy_named(name: str) -> Strategy:
-    """Parse a name: one of :data:`STRATEGIES`, then pipeline parts, each after a ``+``.
+    """Parse a name: one of :data:`STRATEGIES` with pipeline parts, each after a ``+``.
 
     Raises:
         UnknownStrategyError: an unknown strategy or part, or an invalid combination.
