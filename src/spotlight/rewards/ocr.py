@@ -29,10 +29,9 @@ image: .80 as is, .97 at 64 px, .98-.99 from 128 px on.
 
 _OTSU, _SAUVOLA = "0", "2"
 _WAYS = ((_OTSU, False), (_SAUVOLA, False), (_SAUVOLA, True))
-"""(Thresholding, inverted). Global thresholding suits plain text of either polarity, local thresholding
-text in
-a scene, in one polarity. Accuracy of each alone and of all: 2 letters on 32 x 32: 1.0, .79, .70, 1.0; words
-on a plate in a 512 x 512 scene: .23, .53, .61, .84.
+"""(Thresholding, inverted). Global thresholding suits plain text of either polarity, local thresholding text
+in a scene, in one polarity. Accuracy of each alone and of all: 2 letters on 32 x 32: 1.0, .79, .70, 1.0;
+words on a plate in a 512 x 512 scene: .23, .53, .61, .84.
 """
 
 _SYSTEM_DATA_DIRECTORIES = (

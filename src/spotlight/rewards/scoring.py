@@ -1,8 +1,7 @@
 """Scoring one batch in one reward process: try it, retry it, then isolate the culprits sample by sample.
 
-A batch that raised, crashed or hung is tried ``1 + retries`` times. Then each sample gets its own call,
-for at
-most ``isolation_s`` (plus the last call). Total time is at most ``(2 + retries) deadlines + isolation_s``,
+A batch that raised, crashed or hung is tried ``1 + retries`` times. Then each sample gets its own call, for
+at most ``isolation_s`` (plus the last call). Total time: at most ``(2 + retries) deadlines + isolation_s``,
 plus process starts. A result of the wrong type or length is the reward's fault, and is not retried.
 """
 
