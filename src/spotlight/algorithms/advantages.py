@@ -1,9 +1,8 @@
 """Group-relative advantages, as pure functions of complete groups.
 
-Invariants: (importance-weighted) advantages of a group sum to 0 before clipping; affine changes of the
-rewards
-change nothing (up to epsilon); the order of groups, samples and rewards changes no bit, because all sums are
-exact (``math.fsum``). Float64 throughout. Groups may have lost samples.
+Invariants: a group's (importance-weighted) advantages sum to 0 before clipping; affine changes of the rewards
+change nothing (up to epsilon); the order of groups, samples and rewards changes no bit, because all sums
+are exact (``math.fsum``). Float64 throughout. Groups may have lost samples.
 """
 
 from __future__ import annotations

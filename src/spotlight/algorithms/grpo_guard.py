@@ -6,9 +6,8 @@ so clipping acts on one side. The guarded ratio of a sample is
     ln r̂ = k (Δlog p + <(μ - μ_old)²>/2k²) = <e (μ - μ_old)>,   e = (x' - μ_old)/k
 
 and the loss is divided by the step length d. The published script averages ln r̂ over the batch, which
-couples
-unrelated samples; here it is per sample. The right-hand form is exactly 0 before the first update and avoids
-cancellation.
+couples unrelated samples; here it is per sample. The right-hand form is exactly 0 before the first update
+and avoids cancellation.
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ from spotlight.diffusion.samplers import Sampler
 class GRPOGuard:
     """Implements :class:`~spotlight.algorithms.base.Algorithm`.
 
-    ``old`` is the policy before the batch (it gives μ_old), so a batch's first update does not evaluate
-    it. It
-    did not make samples of older versions: no stale samples.
+    ``old`` is the policy before the batch (it gives μ_old), so a batch's first update does not evaluate it.
+    It did not make samples of older versions: no stale samples.
     """
 
     config: GRPOGuardConfig
