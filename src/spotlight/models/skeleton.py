@@ -76,8 +76,7 @@ def base_state(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers of the base model without adapters, under their names on disk.
 
     Detached views. Call it outside of :func:`spotlight.models.peft_layers.merged`, which swaps the
-    parameters'
-    memory temporarily; the views stay valid as long as the base does.
+    parameters' memory temporarily; the views stay valid as long as the base does.
     """
     return {
         name.replace(".base_layer.", "."): tensor

@@ -68,8 +68,7 @@ class WeightSlots(ABC):
         """The whole transformer with the weights of ``slot``, on the CPU, under its original names.
 
         Collective on sharded parameters: every rank must call it. With ``keep=False`` a rank drops each
-        gathered
-        tensor at once and returns an empty dictionary.
+        gathered tensor at once and returns an empty dictionary.
         """
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
