@@ -127,9 +127,8 @@ class Dance:
 class CPS:
     """Coefficients-preserving sampling (arXiv 2509.05952): x' has exactly the noise level s'.
 
-    Of it n' = s' sin(aπ/2) is fresh noise. The log-prob has no normaliser, so clip ranges do not
-    transfer from
-    the other samplers.
+    Of it n' = s' sin(aπ/2) is fresh noise. The log-prob has no normaliser, so clip ranges do not transfer
+    from the other samplers.
     """
 
     noise_level: float = 0.8
