@@ -29,8 +29,7 @@ class AdvantageConfig(Section):
     """Advantages are clipped to ± this."""
     combine: Literal["sum", "normalise_each"] = "sum"
     """With several rewards: sum them with their weights first, or normalise each by ``std`` and then sum
-    (MixGRPO:
-    by group).
+    (MixGRPO: by group).
     """
 
 
@@ -89,9 +88,8 @@ class FlowGRPOConfig(AlgorithmSection):
     kl_weight: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL divergence from the initial model; above 0 costs one more forward per timestep."""
     old_log_probs: OldLogProbs = "recompute"
-    """Denominator of the ratio. ``recompute``: the weights before the batch; ``stop_gradient``: this
-    pass's own
-    value; ``rollout``: as stored by the rollout.
+    """Denominator of the ratio. ``recompute``: the weights before the batch; ``stop_gradient``: this pass's
+    own value; ``rollout``: as stored by the rollout.
     """
     train_timesteps: PositiveInt | None = None
     """Trained steps per sample, drawn from its stochastic steps; default: all of them."""

@@ -52,8 +52,7 @@ class PlannerConfig(Section):
     """How much evidence a choice shares with its neighbours on the grid: 0 none, towards 1 nearly all."""
     caution: Annotated[float, Field(ge=0)] = 1.0
     """Safety margin, in standard deviations, subtracted from the time that training is expected to leave.
-    Only
-    with ``where: idle``.
+    Only with ``where: idle``.
     """
     costs: PreviewCostsConfig = PreviewCostsConfig()
     """Cost of previews. Only with ``where: idle``."""
@@ -72,8 +71,8 @@ class ExplorationConfig(Section):
     seeds_per_prompt: PositiveInt | None = None
     """Previews per prompt; default: twice ``rollout.group_size``. Not with a ``planner``."""
     seeds_per_prompt_max: PositiveInt | None = None
-    """Workers still idle when all planned previews are done continue up to this many seeds per prompt;
-    default:
+    """Workers still idle when all planned previews are done continue up to this many seeds per prompt.
+    Default:
     16 times ``rollout.group_size``, or the planned number if larger. Only with ``where: idle``, and not with
     ``undo_selection`` unless ``policy`` is random or proportional.
     """
@@ -86,9 +85,8 @@ class ExplorationConfig(Section):
     step.
     """
     step_cache: Annotated[int, Field(ge=2)] | None = None
-    """In every run of this many consecutive preview steps, the first runs all transformer blocks; the
-    others run
-    only the first block and reuse what the rest added. Default: every step runs all blocks.
+    """In every run of this many consecutive preview steps, the first runs all transformer blocks; the others
+    run only the first block and reuse what the rest added. Default: every step runs all blocks.
     """
     dtype: Literal["bfloat16"] | None = None
     """Precision of the DiT's matrix products in previews (autocast); default: as in rollouts."""
@@ -110,14 +108,12 @@ class ExplorationConfig(Section):
     least 1, in every group.
     """
     fidelity_min: Annotated[float, Field(ge=-1, le=1)] | None = None
-    """Minimum Kendall's tau between preview and regenerated rewards; below it, previews do not select
-    seeds (a
-    planner first spends more steps). Default: they always do.
+    """Minimum Kendall's tau between preview and regenerated rewards; below it, previews do not select seeds
+    (a planner first spends more steps). Default: they always do.
     """
     undo_selection: bool = False
     """Weight samples so that seed selection does not bias the gradient; prompts whose previews show no
-    contrast
-    then train on any of the previewed seeds. Not with ``spare_prompts``.
+    contrast then train on any of the previewed seeds. Not with ``spare_prompts``.
     """
     planner: PlannerConfig | None = None
     """Decides how much to explore; default: the same in every iteration."""

@@ -43,9 +43,8 @@ class SpotConfig(Section):
     """CPU slots per emulated spot node, each standing for a GPU; unless the trace gives a number of GPUs."""
     trace: Path | None = None
     """Spot trace that emulated nodes follow: they join, get notices and are killed (SIGKILL) as it says. A
-    file, or
-    the built-in ``minute``: two nodes at a time, the older of which is preempted every minute. It starts with
-    the run; after its end nodes stay as they are.
+    file, or the built-in ``minute``: two nodes at a time, the older of which is preempted every minute.
+    It starts with the run; after its end nodes stay as they are.
     """
     speed: PositiveFloat = 1.0
     """Factor by which the trace is played faster."""
@@ -60,8 +59,7 @@ class SequenceParallelConfig(Section):
 
     degrees: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (1,)
     """Allowed group sizes, ascending; each must divide the model's attention heads. The smallest must have
-    enough
-    memory; larger ones are for large images and for the tail of a batch.
+    enough memory; larger ones are for large images and for the tail of a batch.
     """
     pays_from_pixels: PositiveInt = 1024 * 1024
     """Images of at least this many pixels benefit from a higher degree."""
@@ -76,8 +74,7 @@ class NoticesConfig(Section):
     """Address of the metadata service; default: the cloud's own."""
     sigterm_grace_s: Annotated[float, Field(ge=0)] | None = 30.0
     """Seconds from SIGTERM to SIGKILL. SIGTERM to a node's agent counts as a notice, too (Kubernetes,
-    SLURM); null:
-    it does not. Emulated nodes on this machine use ``fleet.spot.notice_s`` instead.
+    SLURM); null: it does not. Emulated nodes on this machine use ``fleet.spot.notice_s`` instead.
     """
 
 

@@ -53,8 +53,7 @@ class LearnerConfig(Section):
     """AdamW's betas."""
     epsilon: PositiveFloat = 1e-8
     """AdamW's epsilon; the gradients' RMS is logged beside it, because mean-reduced log-probs can make
-    gradients
-    smaller than it.
+    gradients smaller than it.
     """
     weight_decay: Annotated[float, Field(ge=0)] = 1e-4
     """AdamW's weight decay."""
@@ -77,8 +76,7 @@ class LearnerConfig(Section):
     timesteps_per_pass: PositiveInt | Literal["auto"] = 1
     """Maximum number of training timesteps of a micro-batch per forward and backward. Activations grow in
     proportion; sharded weights are gathered once for all of them. ``auto``: as many as fit into memory,
-    measured
-    the first time a shape occurs.
+    measured the first time a shape occurs.
     """
     pass_memory_gib: PositiveFloat | None = None
     """With ``timesteps_per_pass: auto``, memory that a pass may use; default: what is free."""

@@ -108,9 +108,9 @@ def read_config(text: str, source: str) -> RunConfig:
 
 
 def _defaults_for(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Every key with its default: those of ``tree``'s algorithm, when it names one.
+    """All defaults, with those of ``tree``'s algorithm.
 
-    Merging onto these, and not section by section, keeps defaults that a section has in this place only.
+    Merge onto these, not section by section: a section may have different defaults in different places.
     """
     defaults = RunConfig().model_dump(mode="json")
     if (section := _algorithm_of(tree)) is None:
@@ -121,9 +121,7 @@ def _defaults_for(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _algorithm_of(tree: Mapping[str, Any]) -> type[AlgorithmSection] | None:
-    """Section class of ``tree``'s algorithm, or of the default's if it names none; None for an unknown
-    name.
-    """
+    """Section class of ``tree``'s algorithm, or of the default; None for an unknown name."""
     chosen = tree.get("algorithm")
     name = chosen.get("name") if isinstance(chosen, Mapping) else None
     if not isinstance(name, str):
@@ -206,7 +204,7 @@ def _is_another(key: str, current: Mapping[str, Any], value: Mapping[str, Any]) 
 
 
 def _explain_all(details: Sequence[ErrorDetails], algorithm: type[AlgorithmSection] | None) -> list[Problem]:
-    """One problem an error, without those that only follow: a bad item also makes its list "too short"."""
+    # Drop errors that only follow from others: a bad item also makes its list "too short".
     broken = {detail["loc"][:depth] for detail in details for depth in range(len(detail["loc"]))}
     return [
         _explain(detail, algorithm)
@@ -271,7 +269,7 @@ def _fields_at(path: Sequence[str], algorithm: type[AlgorithmSection] | None) ->
 
 
 def _sections_at(path: Sequence[str], algorithm: type[AlgorithmSection] | None) -> list[type[BaseModel]]:
-    """The sections that may stand at a dotted path, with ``algorithm`` the chosen algorithm's."""
+    """The possible sections at a dotted path, given the chosen algorithm's."""
     current: list[type[BaseModel]] = [RunConfig]
     for part in path:
         if part.isdigit():

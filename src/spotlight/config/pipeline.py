@@ -23,28 +23,24 @@ class PipelineConfig(Section):
     """What of generation and training may overlap; nothing by default. Each switch works alone."""
 
     axis: Literal["none", "prompt", "generation"] = "none"
-    """Accumulate gradients while the rest is generated: of whole groups as they complete (``prompt``), or
-    of slices
-    of groups (``generation``). ``none``: once all samples are complete.
+    """Accumulate gradients while the rest is generated: of whole groups as they complete (``prompt``), or of
+    slices of groups (``generation``). ``none``: once all samples are complete.
     """
     slice_size: PositiveInt = 4
     """Samples of a group per slice. Unused without ``axis: generation``."""
     baseline: Literal["group", "slice", "exploration"] = "group"
     """What rewards are compared with. ``group``: the whole group, so slices wait for it. ``slice``: the
-    group's
-    samples so far, leave-one-out. ``exploration``: previews of the prompt at other seeds.
+    group's samples so far, leave-one-out. ``exploration``: previews of the prompt at other seeds.
     """
     trainers_generate: bool = False
     """The learner's GPUs generate rollouts while they have nothing to train, as far as that lets training
-    finish
-    earlier. They hold both models (``fleet.driver: ray``).
+    finish earlier. They hold both models (``fleet.driver: ray``).
     """
     switch_s: Annotated[float, Field(ge=0)] = 0.0
     """Profiled seconds for switching them from training to rollouts, or back."""
     next_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of the next iteration's groups that may be generated before this one is trained, one policy
-    version
-    stale; their seeds are not explored (``fleet.driver: ray``).
+    version stale; their seeds are not explored (``fleet.driver: ray``).
     """
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
