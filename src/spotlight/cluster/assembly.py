@@ -60,12 +60,7 @@ class Materials:
 
 @dataclass(frozen=True, slots=True)
 class AttemptRoom:
-    """An attempt's surroundings: cluster, run directory, ledger and blob store.
-
-    Attributes:
-        store: the blob store's actor.
-        meeting: rendezvous store of the sequence-parallel groups.
-    """
+    """An attempt's surroundings. ``meeting``: rendezvous store of the sequence-parallel groups."""
 
     site: Site
     directory: RunDirectory

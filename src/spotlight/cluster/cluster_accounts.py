@@ -22,7 +22,7 @@ from spotlight.store.ledger.sqlite_ledger import GpuSpend
 
 @dataclass(slots=True)
 class ClusterAccounts:
-    """Writes what :class:`Billing` settles into the ledger. Head's event loop only.
+    """Writes what :class:`Billing` settles. Head's event loop only.
 
     Attributes:
         written_s: time on ``clock`` up to which all settled seconds are in the ledger.

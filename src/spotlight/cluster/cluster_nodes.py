@@ -43,8 +43,7 @@ class Site:
     Attributes:
         here: Ray id of this process's node.
         host: its address as other nodes reach it.
-        nodes: nodes present when this process joined.
-        emulated: the local cluster, if this machine emulates one.
+        nodes: present when this process joined.
         threads: per worker on a CPU slot, where all slots share this machine.
     """
 
@@ -59,15 +58,7 @@ class ClusterNodes:
     """Turns changes of Ray's nodes into events.
 
     The :class:`spotlight.cluster.nodes.node_membership.Listener` methods run in the membership's thread, all
-    others in the head's event loop.
-
-    Args:
-        put_event: passes an event to the controller.
-        fail: ends the run.
-
-    Attributes:
-        berths: worker placement of each of the controller's nodes.
-        membership: enter it as a context manager.
+    others in the head's event loop. Enter ``membership`` as a context manager.
     """
 
     def __init__(

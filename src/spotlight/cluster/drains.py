@@ -11,11 +11,7 @@ from spotlight.scheduler.types import NodeId
 
 @dataclass(slots=True)
 class Drains:
-    """Watches noticed nodes until they are empty.
-
-    Attributes:
-        acknowledge: tells the cloud that it may take a node.
-    """
+    """Watches noticed nodes until they are empty."""
 
     acknowledge: Callable[[NodeId], None]
     _noticed: set[NodeId] = field(default_factory=set)

@@ -5,13 +5,12 @@
       │                        └─► billing                                │
       └──── answers, deaths, worker reports, node changes ◄───────────────┘
 
-It makes no decisions. The main loop (:meth:`Head.run`) waits only for the next event: whatever takes time is
-a *conversation*, a task whose remote calls have deadlines and whose outcome is an event. Large values
-(states, samples, weights) travel between workers, blob store and learner, never through the head.
+It makes no decisions. :meth:`Head.run` waits only for the next event: whatever takes time is a
+*conversation*, a task whose remote calls have deadlines and whose outcome is an event. Large values (states,
+samples, weights) travel between workers, blob store and learner directly.
 
 Invariants
-    1. Records are written before the checkpoint that counts them, so a checkpoint never knows more than the
-       ledger.
+    1. Records are written before the checkpoint that counts them.
     2. A sample is accepted only if its weights digest, not just its number, matches the published version.
     3. A report of values counts only if the blob store holds them.
     4. A conversation takes its first step before the next event is handled, so it sees the controller as the
@@ -46,7 +45,7 @@ from spotlight.training.batching.feed import IterationLog
 from spotlight.worker.interfaces import FollowLease
 
 ACCOUNT_S = 5.0
-"""Longest time between two GPU-second entries: the most that a killed head leaves unaccounted."""
+"""Most time that a killed head leaves unaccounted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +95,12 @@ class Head:
     # -- the loop --------------------------------------------------------------------------------------
 
     async def run(self, checkpoint: Path | None) -> Path | None:
-        """Handle events until the controller finishes, then have the judged weights exported.
+        """Handle events until the controller finishes, then export the judged weights.
 
         Run it with :meth:`Conversations.supervise`, which raises unrecoverable errors.
 
         Args:
-            checkpoint: the learner state to begin from; None starts the run afresh.
+            checkpoint: learner state to begin from; None: a fresh run.
 
         Returns:
             The exported weights; None when the run failed or was stopped.
@@ -168,7 +167,7 @@ class Head:
         self._effort.handling_s += parts.accounts.clock() - now
 
     def _made_by_published(self, event: ev.LeaseCompleted, weights_digest: str) -> bool:
-        """Whether a report was made with the published weights; if not, its worker is killed."""
+        """False also kills the worker whose report has other weights."""
         expected = self.parts.learner.published.digest(event.version, self.parts.controller.cluster.lineage)
         if expected is None or expected == weights_digest:
             return True  # not a published version: the controller rejects it

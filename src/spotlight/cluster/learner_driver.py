@@ -1,7 +1,7 @@
 """Drives the learner for the head: begin, train, publish, checkpoint, restore, export, one task each.
 
-A task whose learner is lost ends silently (``AbandonedError``): the loss is an event of its own, which the
-controller answers with a rollback.
+A task whose learner is lost ends silently (``AbandonedError``); the loss is an event of its own, answered by
+a rollback.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from spotlight.weights.bundle import WeightsManifest
 
 T = TypeVar("T")
 VERSIONS_KEPT = 2
-"""Published versions, besides the newest, whose weights the blob store retains."""
+"""Published versions, besides the newest, whose weights are retained."""
 TrainEffect = ef.PrepareBatch | ef.TrainMicroBatch | ef.StepOptimizer | ef.FinishBatch
 
 
 class PublishedVersions:
-    """Weights digests of published versions; workers look versions up by name in the blob store."""
+    """Weights digests of published versions; workers look versions up by name."""
 
     def __init__(self, store: BlobClient) -> None:
         self._store = store
@@ -119,8 +119,8 @@ class LearnerDriver:
     # -- an iteration ----------------------------------------------------------------------------------
 
     async def train(self, effect: TrainEffect, digests: Mapping[RolloutId, str]) -> None:
-        """Prepare, train a micro-batch, step or finish a batch. ``digests``: weights of the samples to
-        prepare.
+        """Prepare, train a micro-batch, step or finish a batch. ``digests``: see
+        :meth:`LearnerGroup.prepare`.
         """
         learner = self.learner
         match effect:
@@ -147,8 +147,8 @@ class LearnerDriver:
     async def save(self, committing: AbstractContextManager[Path]) -> None:
         """Save the learner and commit the checkpoint; call :meth:`settle` once it is accounted for.
 
-        If the learner is lost while saving, the checkpoint is never committed. Once saved it counts, and a
-        loss is held back until :meth:`settle`.
+        If the learner is lost while saving, nothing is committed; a later loss is held back until
+        :meth:`settle`.
         """
         async with _left_in_thread(committing) as directory:
             await self.learner.save(directory / LEARNER_FOLDER)
@@ -179,10 +179,7 @@ class LearnerDriver:
         self.put_event(ev.LearnerRestored(lineage))
 
     async def export(self) -> Path:
-        """Have the judged weights exported into the run directory, after the run.
-
-        Restores the learner first if it is lost, or becomes lost meanwhile.
-        """
+        """Export the judged weights into the run directory, after the run; restores a lost learner first."""
         self._exporting = True
         while True:
             self._restored.clear()
@@ -194,7 +191,7 @@ class LearnerDriver:
 
 @asynccontextmanager
 async def _left_in_thread(manager: AbstractContextManager[T]) -> AsyncIterator[T]:
-    """``manager``, exited in a thread on success, because committing writes to disk."""
+    """Exit ``manager`` in a thread on success, because committing writes to disk."""
     value = manager.__enter__()
     try:
         yield value

@@ -30,8 +30,8 @@ Notify = Callable[[str], None]
 """Shows the user a line."""
 
 LATE_S, GRACE_S = 0.2, 2.0
-"""A wait that ends this late means that this process stood still (SIGSTOP, a long call), and answers with it;
-deadlines then move by ``GRACE_S``.
+"""A wait that ends this late means this process stood still (SIGSTOP, a long call); deadlines then move by
+``GRACE_S``, since answers were held up too.
 """
 
 
@@ -40,7 +40,7 @@ class NoAnswerError(TimeoutError):
 
 
 class RayLostError(RuntimeError):
-    """Ray or the blob store died. The run cannot go on; the same command resumes it."""
+    """Ray or the blob store died; the same command resumes the run."""
 
     def __init__(self, why: str) -> None:
         super().__init__(
@@ -49,7 +49,7 @@ class RayLostError(RuntimeError):
 
 
 class AbandonedError(Exception):
-    """The request is void because its addressee is lost. Ends a conversation, not the run."""
+    """The addressee is lost. Ends a conversation, not the run."""
 
 
 def cause_of(error: BaseException) -> str:
@@ -82,11 +82,7 @@ async def wait_within(futures: set[asyncio.Future[T]], seconds: float) -> set[as
 
 
 async def answer(reference: Awaitable[T], what: str, deadline_s: float) -> T:
-    """The value of a remote call that was just made.
-
-    Args:
-        reference: Ray reference to the result.
-        what: names the call in error messages.
+    """The value of a remote call that was just made; ``what`` names it in errors.
 
     Raises:
         NoAnswerError: there was none within ``deadline_s``.
@@ -102,7 +98,7 @@ async def answer(reference: Awaitable[T], what: str, deadline_s: float) -> T:
 
 
 class Inbox:
-    """Events on their way to the controller, in order of arrival."""
+    """Events for the controller, in order of arrival."""
 
     def __init__(self) -> None:
         self._events: deque[tuple[ev.Event, str]] = deque()
@@ -149,7 +145,7 @@ class Conversations:
             self._failed.set_exception(error)
 
     async def supervise(self, main: Coroutine[Any, Any, T]) -> T:
-        """Run ``main`` and return its value; an error in a conversation cancels it and is raised.
+        """Run ``main`` and return its value; a conversation's error cancels it and is raised.
 
         Conversations still open at the end are cancelled.
         """

@@ -46,7 +46,7 @@ class AcceptedSamples:
         return grouped
 
     async def images(self, rollouts: Sequence[Rollout], digest: str) -> dict[RolloutId, StoredBlob]:
-        """Packed images of rollouts made with weights ``digest``; missing ones are left out."""
+        """Packed images made with weights ``digest``; missing ones are left out."""
         stored = await self.store.fetch("image", [rollout.id for rollout in rollouts], digest)
         return {rollout.id: blob for rollout, blob in zip(rollouts, stored, strict=True) if blob is not None}
 
@@ -69,12 +69,7 @@ class AcceptedSamples:
 
 @dataclass(slots=True)
 class SampleScoring:
-    """Sends accepted samples through the reward pool in the background.
-
-    Attributes:
-        prompts: of the whole run.
-        put_event: passes an event to the controller.
-    """
+    """Sends accepted samples through the reward pool in the background."""
 
     conversations: Conversations
     samples: AcceptedSamples

@@ -19,8 +19,7 @@ TAKE_S = 20.0
 class BlobClient:
     """Calls the blob store's actor.
 
-    Every method raises :class:`RayLostError` if it does not answer, and StoreError if its disk is full or
-    broken.
+    Methods raise :class:`RayLostError` on silence, and StoreError if its disk is full or broken.
     """
 
     def __init__(self, actor: Any) -> None:

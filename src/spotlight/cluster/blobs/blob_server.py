@@ -9,11 +9,10 @@ Invariants:
   leaves no event and its sender gets the error.
 - Events of one sender keep their order. Senders wait neither for each other nor for another's disk I/O.
 - Each event is handed out once; the head has one ``take`` in flight at a time.
-- The mailbox is bounded. A stalled head (SIGSTOP, a long write) would let it grow with every step of every
-  worker; once it is full, deliveries, and thus their workers, wait with their values already stored.
+- The mailbox is bounded: with a stalled head (SIGSTOP, a long write), deliveries, and thus workers, wait with
+  their values already stored.
 
-Any put may evict to disk, so all run in threads; deliveries have their own, lest progress wait for large
-reads.
+Any put may evict to disk, so all run in threads; deliveries have their own, lest they wait for large reads.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class Delivered:
 
 
 class BlobServer:
-    """Blob store and mailbox. All methods belong to one event loop.
+    """All methods belong to one event loop.
 
     Args:
         vault: for exclusive use; :meth:`close` closes it.
@@ -82,9 +81,8 @@ class BlobServer:
     async def deliver(self, report: Report) -> None:
         """Store the report's values, then pass on its events.
 
-        Raises:
-            StoreError: a value could not be stored. No event was passed on; earlier values of the report may
-                stay stored, which is harmless.
+        Raises StoreError if a value could not be stored; then no event was passed on. Values stored before it
+        stay, which is harmless.
         """
         turn = self._turns.setdefault(report.worker, asyncio.Lock())
         async with turn:
@@ -106,8 +104,8 @@ class BlobServer:
     async def take(self, timeout_s: float) -> list[Delivered]:
         """Return all pending events once there is one; empty after ``timeout_s``.
 
-        Raises:
-            StoreError: a delivery could not be stored. Raised here as well, since the sender merely dies.
+        Raises StoreError if a delivery could not be stored: its sender merely dies, so the head must learn
+        of it here.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -158,8 +156,7 @@ class BlobActor(BlobServer):
         directory: for blobs on disk, on the actor's node.
         memory_bytes: limit of blobs in memory.
 
-    Raises:
-        StoreError: the directory is unusable.
+    Raises StoreError if the directory is unusable.
     """
 
     def __init__(self, directory: str, memory_bytes: int) -> None:

@@ -8,10 +8,10 @@ Invariants:
   callers do not count.)
 - :meth:`BlobStore.put` returns once the blob is stored. If it raises, nothing has changed.
 - Damaged bytes are never returned: each file carries a checksum.
-- A file is indexed only once complete; a file that leaves the index is deleted.
+- A file is indexed only once complete, and deleted when it leaves the index.
 
-Files are not fsynced: they serve one process and need not survive a power cut. Each process locks a folder of
-its own while it lives; the next process to start deletes unlocked ones.
+Files are not fsynced: they need not survive a power cut. Each process locks its own folder while it lives;
+the next process to start deletes unlocked ones.
 
 Locks: ``_index_lock`` guards the index and is never held during file I/O. ``_room_lock`` serialises eviction,
 so that no blob is moved twice; blobs that fit do not take it.
@@ -35,7 +35,7 @@ from spotlight.store.store_errors import StoreError, storage_error
 log = logging.getLogger("spotlight.store")
 
 _LARGE_SHARE = 8
-"""A blob above this fraction (1/n) of memory goes straight to disk, lest it evict many others."""
+"""A blob above 1/n of memory goes straight to disk, lest it evict many others."""
 
 _Key: TypeAlias = tuple[str, str, str]
 
@@ -93,7 +93,7 @@ class _Entry:
 
 @dataclass(slots=True)
 class _Index:
-    """All blobs by kind, name and mark; those in memory also by recency. Pure bookkeeping."""
+    """Blobs by kind, name and mark; those in memory also by recency. Pure bookkeeping."""
 
     kinds: dict[str, dict[str, dict[str, _Entry]]] = field(default_factory=dict)
     recent: OrderedDict[_Key, _Entry] = field(default_factory=OrderedDict)
@@ -139,10 +139,10 @@ class _Index:
 
 
 class BlobStore:
-    """The blob store. Thread-safe.
+    """Thread-safe.
 
     Args:
-        directory: for the files; created if missing. Processes may share it.
+        directory: created if missing. Processes may share it.
         memory_bytes: limit of blobs in memory.
 
     Raises:
@@ -160,10 +160,9 @@ class BlobStore:
         self._folder = SpillFolder.claim(directory)
 
     def put(self, kind: str, name: str, data: bytes, *, mark: str = "", step: int = 0) -> bool:
-        """Store a blob; False if this or a later step of it is stored already.
+        """Store a blob; False if this or a later step is stored already.
 
-        Raises:
-            StoreError: the disk is full or not writable. Only this blob is refused.
+        Raises StoreError, with the store unchanged, if the disk is full or not writable.
         """
         entry = _Entry((kind, name, mark), step, len(data), data)
         if len(data) * _LARGE_SHARE > self._memory_bytes:
@@ -268,7 +267,7 @@ class BlobStore:
         return [] if there is None else [there]
 
     def _make_room(self, entry: _Entry) -> list[_Entry] | None:
-        """Spill to disk until ``entry`` fits and index it; None if it is no longer wanted."""
+        """Spill until ``entry`` fits and index it; None if it is no longer wanted."""
         while True:
             with self._index_lock:
                 if not self._wanted(entry):

@@ -30,7 +30,7 @@ _HEADER_BYTES_MAX = 64 * 1024
 
 
 class Damaged(Exception):  # noqa: N818 - internal to the store
-    """A file is corrupt; the message names it, what was found and what was expected."""
+    """A file is corrupt; names it, what was found and what was expected."""
 
 
 class SpillFolder:
@@ -42,11 +42,7 @@ class SpillFolder:
 
     @classmethod
     def claim(cls, directory: Path) -> Self:
-        """Create a folder in ``directory``; delete those of dead processes.
-
-        Raises:
-            StoreError: ``directory`` cannot be created or written.
-        """
+        """Create a folder in ``directory``; delete those of dead processes. StoreError if unusable."""
         try:
             directory.mkdir(parents=True, exist_ok=True)
             with _locked(directory / _LOCK):
@@ -59,8 +55,7 @@ class SpillFolder:
     def write(self, data: bytes, label: str) -> Path:
         """Write a blob to a new file, renamed into place once complete.
 
-        Raises:
-            OSError: the disk is full or not writable; no file is left.
+        Raises OSError, leaving no file, if the disk is full or not writable.
         """
         name = f"{next(self._serial):06d}"
         path, temporary = self.path / name, self.path / (TEMPORARY_PREFIX + name)

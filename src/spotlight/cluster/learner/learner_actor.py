@@ -1,8 +1,8 @@
 """Learner ranks as Ray actors: one process per rank, on nodes that the head chooses.
 
 A :class:`LearnerActor` forwards calls to its :class:`LearnerRank` and moves values between rank and blob
-store, so samples, embeddings and weights bypass the head. :class:`RayLauncher` starts and ends the actors in
-its own thread, because those Ray calls may wait for the cluster and the head must not.
+store, bypassing the head. :class:`RayLauncher` starts and ends the actors in its own thread, because those
+Ray calls may block.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class LearnerActor:
         return own[method](*args) if method in own else getattr(self.rank, method)(*args)
 
     def begin(self) -> None:
-        """Build the rank and check package version and run directory.
+        """Build the rank.
 
         Raises:
             ConfigError: another version of the package.

@@ -211,7 +211,7 @@ class LearnerGroup:
     """The learner, as the head sees it. Its coroutines belong to one event loop.
 
     Args:
-        note: called once per :meth:`restore` if the learner fails to start, with the reason.
+        note: called once per :meth:`restore` that fails to start, with the reason.
     """
 
     def __init__(self, launcher: Launcher, note: Notify, deadlines: Deadlines | None = None) -> None:

@@ -149,11 +149,7 @@ class LearnerRank:
         self._ranks = self._stack.enter_context(process_group(self._device, place.timeout_s, meeting))
 
     def load_model(self) -> None:
-        """Load the model and embed uncached prompts. Collective.
-
-        Raises:
-            ModelError, ConfigError, PromptFileError: as in the inline driver.
-        """
+        """Load the model and embed uncached prompts. Collective. Raises as in the inline driver."""
         with self._in(Phase.SETUP):
             model = prepare_model(self.config, self._device)
             used = build.load_prompts(self.config).used(self.config)
@@ -181,11 +177,9 @@ class LearnerRank:
         """Take all or part of an iteration's groups. Collective.
 
         Args:
-            rollouts: those of the effect's groups.
             samples: this rank's share, packed (:func:`spotlight.rollout.serialization.pack_sample`).
 
-        Raises:
-            ValueError: a sample of the share is invalid or missing.
+        Raises ValueError if a sample of the share is invalid or missing.
         """
         wanted = share_of(effect, self.place.rank, self.place.world)
         missing = [rollout for rollout in wanted if rollout not in samples]

@@ -15,11 +15,7 @@ SIGTERM_GRACE_S = 30.0
 
 
 def spot_trace(fleet: FleetConfig) -> Trace:
-    """Events of the emulated spot nodes in real seconds: from the trace, or all present from the start.
-
-    Raises:
-        ConfigError: the trace cannot be read.
-    """
+    """Events of the emulated spot nodes in real seconds. ConfigError: the trace cannot be read."""
     spot = fleet.spot
     if spot.trace is None:
         adds = tuple(

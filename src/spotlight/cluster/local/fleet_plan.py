@@ -27,11 +27,7 @@ class FleetPlan:
 
 
 def plan_fleet(fleet: FleetConfig) -> FleetPlan | None:
-    """The emulated fleet; None if there is none, or if it depends on another machine.
-
-    Raises:
-        ConfigError: the spot trace cannot be read.
-    """
+    """The emulated fleet; None if this machine emulates none. ConfigError: unreadable trace."""
     if fleet.driver != "ray" or fleet.address is not None:
         return None
     trace, reserved, spot = spot_trace(fleet), reserved_slots(fleet), spot_slots(fleet)

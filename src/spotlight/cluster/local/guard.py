@@ -39,11 +39,7 @@ def is_alive(cluster: str) -> bool:
 
 
 def marked(mark: str) -> set[int]:
-    """Processes that carry ``mark``, and all their descendants.
-
-    Args:
-        mark: ``CLUSTER/N``: one node; ``CLUSTER/``: all nodes.
-    """
+    """Processes that carry ``mark`` (``CLUSTER/N``: a node; ``CLUSTER/``: all), and their descendants."""
     wanted = f"{MARK}={mark}".encode()
     exact = not mark.endswith("/")
     found, parents = set(), {}

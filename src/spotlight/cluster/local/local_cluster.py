@@ -1,8 +1,8 @@
 """A Ray cluster on this machine with nodes that join, get notices and are killed: for laptops, tests, demos.
 
-Everything listens on 127.0.0.1. A node is a raylet with Ray's two helper processes and the actors on it.
-:meth:`LocalCluster.kill` ends all of them by SIGKILL, as a cloud takes a machine. Nothing outlives this
-process: see ``guard.py``.
+Everything listens on 127.0.0.1. A node is a raylet, Ray's two helper processes and the actors on it;
+:meth:`LocalCluster.kill` SIGKILLs all of them, as a cloud takes a machine. Nothing outlives this process: see
+``guard.py``.
 
 CPU slots (the resource ``spotlight_slot``) stand for GPUs.
 """
@@ -62,16 +62,12 @@ long enough that a busy laptop does not look dead.
 
 
 class LocalClusterError(Exception):
-    """A local Ray or a node failed to start or does not exist; says which, with Ray's last log lines."""
+    """A local Ray or a node failed to start or does not exist; with Ray's last log lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalNode:
-    """A running node.
-
-    Attributes:
-        ray_id: Ray's id; a new one when a node comes back under its name.
-    """
+    """A running node. A node that comes back under its name has a new ``ray_id``."""
 
     name: str
     kind: NodeKind

@@ -38,7 +38,7 @@ class NodeRequest:
     """What a node is started with.
 
     Attributes:
-        environment: of all its processes, added to this process's.
+        environment: added to this process's.
         system_config: Ray's own settings; head node only.
     """
 

@@ -26,10 +26,9 @@ def connected(address: str) -> Iterator[None]:
     """Make this process a driver of the cluster for the block.
 
     Args:
-        address: HOST:PORT, or ``auto``: the cluster of this machine.
+        address: HOST:PORT, or ``auto``: this machine's cluster.
 
-    Raises:
-        ConfigError: nothing answers there, or its Ray or Python version differs.
+    Raises ConfigError if nothing answers there, or its Ray or Python version differs.
     """
     _knock(address)
     # Ray prints a paragraph to stderr per dead node or process, which is routine here.

@@ -1,8 +1,8 @@
 """Tells Ray that a node will be preempted, so that it places nothing new there. Isolates a private Ray call.
 
-Existing actors continue; Ray does not end the node at the deadline, and labels later deaths preemptions. A
-drain cannot be undone: after a cancelled notice the node keeps its processes, but Ray places nothing new on
-it until it rejoins. No decision here depends on the drain, so failures are only logged.
+Existing actors continue; Ray does not end the node at the deadline. A drain cannot be undone: after a
+cancelled notice the node keeps its processes, but Ray places nothing new on it until it rejoins. No decision
+here depends on the drain, so failures are only logged.
 """
 
 from __future__ import annotations

@@ -38,8 +38,7 @@ class NodeFacts:
     Attributes:
         gpus: empty if ``nvidia-smi`` is missing.
         shm_free_bytes: free space in /dev/shm, where workers of a node share weights.
-        boot_id: identifies one boot of the machine; shared by all Ray nodes on it.
-        agent_pid: process that watches for notices.
+        boot_id: of the machine, shared by all Ray nodes on it.
     """
 
     spotlight: str

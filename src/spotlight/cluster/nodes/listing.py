@@ -78,11 +78,7 @@ class Change:
 
 
 def read_view(rows: Sequence[Mapping[str, object]], names: Mapping[str, str] | None = None) -> View:
-    """Read ``ray.nodes()``.
-
-    Args:
-        names: names of nodes already known, by Ray id; they keep them.
-    """
+    """Read ``ray.nodes()``. ``names``: of nodes already known, by Ray id; they keep them."""
     living = {str(row["NodeID"]): row for row in rows if row["Alive"]}
     given = {ray_id: name for ray_id, name in (names or {}).items() if ray_id in living}
     nodes: dict[str, RayNode] = {}
@@ -142,7 +138,7 @@ def read_node(row: Mapping[str, object]) -> RayNode | Problem | None:
 
 
 def unique_name(node: RayNode, taken: Collection[str]) -> str:
-    """The node's own name, with a prefix of its Ray id appended if a living node has that name."""
+    """The node's own name, plus a prefix of its Ray id if a living node has that name."""
     if node.name not in taken:
         return node.name
     digits = next(n for n in range(6, len(node.ray_id) + 1) if f"{node.name}~{node.ray_id[:n]}" not in taken)
@@ -158,11 +154,7 @@ def diff(before: Mapping[str, RayNode], after: Mapping[str, RayNode]) -> Change:
 
 
 def require_usable(view: View, learner_ranks: int, source: str) -> None:
-    """Check that training can start on these nodes.
-
-    Raises:
-        ConfigError: lists every problem and the ``ray start`` flags that fix it.
-    """
+    """Check that training can start on these nodes; ConfigError lists every problem and its remedy."""
     problems = list(view.problems.values())
     nodes = view.nodes.values()
     reserved = [node for node in nodes if node.kind is NodeKind.RESERVED]
@@ -216,7 +208,7 @@ def mixed_gpus(node: RayNode, facts: NodeFacts) -> Problem | None:
 
 
 def typed(node: RayNode, facts: NodeFacts) -> RayNode:
-    """Fill in the GPU type from the driver where flags and Ray do not give it; speed estimates go by type."""
+    """Fill in the GPU type from the driver if flags and Ray omit it; speed estimates go by type."""
     unknown = node.gpus and not node.gpu_type and facts.gpus
     return replace(node, gpu_type=facts.gpus[0].name) if unknown else node
 
@@ -239,8 +231,7 @@ def _told(gpu: Gpu) -> str:
 def place_learner(nodes: Sequence[RayNode], ranks: int) -> Mapping[str, int]:
     """Learner ranks by Ray id of reserved nodes: fewest nodes, then fewest slots left over.
 
-    Raises:
-        ConfigError: fewer slots than ranks.
+    Raises ConfigError if there are fewer slots than ranks.
     """
     reserved = [node for node in nodes if node.kind is NodeKind.RESERVED and node.slots]
     placed: dict[str, int] = {}
@@ -266,11 +257,7 @@ def place_learner(nodes: Sequence[RayNode], ranks: int) -> Mapping[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A share of a Ray node that the controller treats as a node.
-
-    Attributes:
-        first_slot: Ray node slot of this part's GPU 0.
-    """
+    """A share of a Ray node that the controller treats as a node; ``first_slot`` is its GPU 0."""
 
     node: Node
     first_slot: int

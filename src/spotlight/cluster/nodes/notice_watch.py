@@ -40,7 +40,6 @@ class NoticeWatch:
 
     Args:
         sigterm: a source made in the main thread; None: SIGTERM is no notice.
-        outbox: receives notices, and the reason if nothing is watched.
     """
 
     def __init__(self, settings: NoticeSettings, sigterm: NoticeSource | None, outbox: Outbox) -> None:

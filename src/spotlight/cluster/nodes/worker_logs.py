@@ -14,14 +14,9 @@ _HEAD_BYTES = 4096
 
 
 def log_tail(logs: Path, pid: int | None, actor: str | None, lines: int) -> str:
-    """The last ``lines`` lines of each non-empty stream of a worker process.
+    """The last ``lines`` lines of each non-empty stream of a worker process, as text for display.
 
-    Args:
-        pid: of the process, if known.
-        actor: actor name, used if the pid is unknown; its latest process is meant.
-
-    Returns:
-        Text for display; says so if there is none.
+    Without ``pid``, the latest process of ``actor`` is meant.
     """
     pattern = "worker-*" if pid is None else f"worker-*-{pid}"
     try:

@@ -31,13 +31,10 @@ _GROUPS = {"tell": 1, "watch": 1}
 
 
 class WorkerBlobClient:
-    """A worker's client of the blob store.
+    """A worker's client of the blob store; ``answer_s``: its timeout.
 
-    A report is delivered in the background of the worker's next step, and must have arrived before the next
-    report is sent. So at most one finished step is unsaved.
-
-    Args:
-        answer_s: timeout of a blob store call.
+    A report is delivered in the background of the next step, and must have arrived before the next report is
+    sent. So at most one finished step is unsaved.
     """
 
     def __init__(self, keeper: Any, answer_s: float) -> None:

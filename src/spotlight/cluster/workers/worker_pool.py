@@ -67,10 +67,9 @@ class _Process:
 
 @dataclass(slots=True)
 class _Record:
-    """A worker's history, kept while its node lives.
+    """A worker's history, while its node lives.
 
     Attributes:
-        order: the latest.
         failures: consecutive failed starts; None: not started yet.
         idle_deaths: since it last made progress.
         death: of the last process, unreported while its node may prove to be gone too.
@@ -86,9 +85,7 @@ class _Record:
 class WorkerPool:
     """All worker processes. Head's event loop only.
 
-    Attributes:
-        put_event: passes an event to the controller.
-        crashed: called when a process died or did not start while its node lives.
+    ``crashed`` is called when a process died or did not start while its node lives.
     """
 
     conversations: Conversations
