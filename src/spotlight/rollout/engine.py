@@ -196,7 +196,7 @@ class Engine:
     def _velocity(
         self, model: nn.Module, latents: Tensor, sigma: Tensor, states: Sequence[RolloutState]
     ) -> tuple[Tensor, Sequence[Added | None]]:
-        """Velocities shaped like ``latents``, and each state's block residuals where they may be reused."""
+        """Velocities shaped like ``latents``, and the block residuals to keep per state."""
         recipe, device = states[0].recipe, self._family.device
         condition = self._family.collate([state.condition for state in states])
         guidance = self._guidance(recipe, len(states))
@@ -263,7 +263,7 @@ class Engine:
 
 
 class _Mover:
-    """Moves a condition shared by several rollouts to the device once."""
+    """Moves a shared condition to the device once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -276,7 +276,7 @@ class _Mover:
 
 
 def _path_steps(recipe: Recipe, rollout: Rollout) -> int | None:
-    """Steps of the rollout whose noise path a shorter preview follows; None for other rollouts."""
+    """Steps of the noise path that a shorter preview follows; None for other rollouts."""
     if rollout.purpose is not Purpose.EXPLORE or rollout.steps == recipe.path_steps:
         return None
     return recipe.path_steps
@@ -291,7 +291,7 @@ def _require_path(recipe: Recipe, rollout: Rollout) -> None:
 
 
 def _levels(states: Sequence[RolloutState]) -> Tensor:
-    """Noise levels before and after each state's next step, [2, states] on the CPU."""
+    """Noise levels around each state's next step, [2, states] on the CPU."""
     # Rollouts that started together share their schedule and step: read each pair once.
     pairs: dict[tuple[int, int], Tensor] = {}
     keys = [(id(state.sigmas), state.step) for state in states]
@@ -369,7 +369,7 @@ def _grouped(items: Iterable[tuple[Key, int]]) -> list[tuple[Key, list[int]]]:
 
 
 def _chunks(indices: Sequence[int], size: int) -> Iterator[list[int]]:
-    """Chunks of nearly equal length: 17 in chunks of at most 16 become 9 + 8, not 16 + 1."""
+    """Nearly equal chunks: 17 with at most 16 each gives 9 + 8, not 16 + 1."""
     count = -(-len(indices) // size)
     for k in range(count):
         yield list(indices[k * len(indices) // count : (k + 1) * len(indices) // count])

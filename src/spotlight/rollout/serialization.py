@@ -95,7 +95,6 @@ def _pack(
 
 
 def _unpack(parcel: str, data: bytes) -> tuple[Mapping[str, object], dict[str, Tensor]]:
-    """Verified (content, tensors) of kind ``parcel``."""
     try:
         tensors = safetensors.torch.load(data)
         about = _header(data)

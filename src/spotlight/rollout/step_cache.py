@@ -137,7 +137,6 @@ def _cache(model: nn.Module) -> Iterator[dict[str, first_block_cache.FBCSharedBl
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks in execution order."""
     names = _common._ALL_TRANSFORMER_BLOCK_IDENTIFIERS
     lists = [
         part for name, part in model.named_children() if name in names and isinstance(part, nn.ModuleList)

@@ -77,7 +77,7 @@ class _Prepared:
 
 @dataclass(slots=True)
 class _Update:
-    """Accumulated since the last optimizer step; ``announced``: the number of samples it will have."""
+    """Accumulated since the last optimizer step, which will have ``announced`` samples."""
 
     meter: UpdateMeter
     announced: int | None = None
@@ -219,6 +219,7 @@ class Learner:
         bound = self._bind(mine)
         per_pass = self._per_pass(bound, keys)
         self._update.announced = update_samples
+        # FSDP2 averages gradients over ranks; the factor ``world`` turns that into the sum.
         scale = self.ranks.world / (update_samples * bound.timesteps)
         taken = self.passes.backward(bound, per_pass, scale, self._update.meter)
         self._update.largest_pass = max(self._update.largest_pass, taken)
@@ -395,7 +396,6 @@ class Learner:
         )
 
     def _denoising_steps(self) -> int:
-        """Highest denoising step reached by the batch's trajectories; equal on every rank."""
         local = [item.sample for item in self._waiting.values() if item.sample.tensors is not None]
         if not local or self.algorithm.keeps == "final":
             return 0
@@ -421,7 +421,6 @@ class Learner:
         return size * (int(not gradients) + (0 if self.optimizer.state else 2))
 
     def _gradient_norm(self) -> tuple[Tensor, int]:
-        """Gradient 2-norm and number of entries, over all ranks."""
         gradients = [parameter.grad for parameter in self._trainable() if parameter.grad is not None]
         if not gradients:
             raise TrainingError("step() without a gradient: accumulate() at least one micro-batch first")

@@ -194,7 +194,7 @@ class TrainingPasses:
 
     @contextmanager
     def _gradients_aside(self) -> Iterator[list[Tensor | None]]:
-        """Set gradients aside and yield them; on exit, put the list's contents back."""
+        """Yields the gradients set aside; on exit, the list's contents become the gradients."""
         parameters = self._parameters()
         before = [parameter.grad for parameter in parameters]
         for parameter in parameters:
@@ -234,7 +234,6 @@ class TrainingPasses:
 
 
 def _sum(gradient: Tensor | None, held: Tensor | None) -> Tensor | None:
-    """In place if both exist."""
     if gradient is None or held is None:
         return held if gradient is None else gradient
     return held.add_(gradient)

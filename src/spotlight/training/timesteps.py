@@ -93,7 +93,6 @@ class PassMemory:
         return min(self._bounds(shape.tokens, rows), default=float("inf")) <= budget_bytes
 
     def _bounds(self, tokens: int, rows: int) -> Iterator[float]:
-        """Upper bounds on the bytes of a pass."""
         measured: dict[int, dict[int, int]] = {}
         for trial in self.trials:
             if trial.bytes is not None:

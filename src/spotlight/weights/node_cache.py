@@ -82,7 +82,7 @@ class NodeCache:
         if found is not None:
             return found
         with held(self.directory / "fetch.lock", self.deadline_s):
-            found = self._look(manifest)
+            found = self._look(manifest)  # fetched by another process while this one waited?
             if found is not None:
                 return found
             for left in self.directory.glob("*.part"):
@@ -107,7 +107,6 @@ class NodeCache:
         return self.directory / f"{manifest.digest}{_ENDING}"
 
     def _look(self, manifest: WeightsManifest) -> Bundle | None:
-        """The cached bundle; a damaged file is removed and counts as absent."""
         try:
             return open_bundle(manifest, self._path(manifest))
         except FileNotFoundError:
@@ -123,7 +122,6 @@ class NodeCache:
             path.unlink(missing_ok=True)
 
     def _write(self, manifest: WeightsManifest, data: bytes) -> Bundle:
-        """Write and check a temporary file, then rename it: a version appears whole or not at all."""
         part = self.directory / f"{manifest.digest}.part"
         try:
             descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -134,7 +132,7 @@ class NodeCache:
                     rest = rest[os.write(descriptor, rest) :]
             finally:
                 os.close(descriptor)
-            bundle = open_bundle(manifest, part)
+            bundle = open_bundle(manifest, part)  # checked before it becomes visible
             part.rename(self._path(manifest))
         except WeightsError:
             part.unlink(missing_ok=True)
@@ -160,7 +158,6 @@ def _time_made(path: Path) -> int:
 
 
 def _enter(directory: Path) -> int:
-    """Create the directory and lock its ``alive``. Returns the locked descriptor."""
     end_s = time.monotonic() + _OPEN_S
     while True:
         private_directory(directory)
@@ -168,6 +165,7 @@ def _enter(directory: Path) -> int:
         with suppress(FileNotFoundError):  # removed meanwhile as a dead run's
             descriptor = os.open(directory / "alive", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             locked = lock_until(descriptor, end_s, shared=True)
+            # Another process may have removed and recreated the file between open and lock.
             if locked and (directory / "alive").stat().st_ino == os.fstat(descriptor).st_ino:
                 return descriptor
         if descriptor >= 0:
@@ -180,7 +178,6 @@ def _enter(directory: Path) -> int:
 
 
 def _remove_dead(parent: Path, prefix: str, but: Path) -> None:
-    """Remove directories of runs without a living process."""
     for directory in parent.glob(f"{prefix}*"):
         try:
             if directory == but or directory.lstat().st_uid != os.getuid():

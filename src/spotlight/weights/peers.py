@@ -226,8 +226,6 @@ def fetch_from_peer(
 
 
 class _Transfer:
-    """The tensors being filled, and how many bytes of each are there."""
-
     def __init__(self, peer: str, names: Sequence[str], memory: Sequence[Tensor]) -> None:
         self._peer, self._names, self._memory = peer, names, memory
         self.filled = [0] * len(names)
@@ -280,7 +278,7 @@ def _compare(channel: Channel, offer: Message, targets: Mapping[str, Tensor], mo
 
 
 def _put(pieces: Sequence[Piece], memory: Sequence[Tensor], bucket: Tensor) -> list[list[int]]:
-    """Copy pieces into a bucket. Returns the checksums of their sources, and thereby waits for the copies."""
+    """Returns the sources' checksums; reading them to the host also waits for the copies."""
     sums = []
     for piece in pieces:
         source = memory[piece.index][piece.start : piece.stop]

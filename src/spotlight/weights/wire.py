@@ -119,7 +119,6 @@ class Channel:
         return data
 
     def _allow(self, patient: bool = False) -> None:
-        """Set the timeout of the next operation. Raises TimeoutError when no time is left."""
         left_s = self.end_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError

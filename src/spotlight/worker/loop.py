@@ -152,6 +152,7 @@ class WorkerLoop:
     def turn(self) -> None:
         """One iteration; waits for a command when idle."""
         commands = self._commands(self._wait_s())
+        # Look ahead for the newest pull: older ones in the same batch of commands are skipped.
         pulls = [c for c in commands if isinstance(c, PullWeights) and c.epoch == self.epoch]
         self._ordered = max([self._ordered, *((pull.lineage, int(pull.version)) for pull in pulls)])
         for command in commands:
@@ -316,7 +317,6 @@ class WorkerLoop:
             self._outbox.tell(stopped)
 
     def _part(self) -> None:
-        """Leave the group and drop everything, releasing followers if possible."""
         role, self._role = self._role, None
         self._model.close()
         if role is not None and role.others_follow:
@@ -382,9 +382,8 @@ class WorkerLoop:
             leases.advance(role.lead.step(slot, model, states, others=others, claims=leases.claims))
 
     def _stepped(self, model: nn.Module, states: Sequence[RolloutState]) -> list[RolloutState]:
-        """One step, with a smaller batch after each out-of-memory error."""
         engine = self._dependencies.engine
-        while True:
+        while True:  # max_batch is set for larger devices; halve it until a forward fits
             try:
                 return engine.step(model, states)
             except torch.OutOfMemoryError as error:
@@ -415,7 +414,6 @@ class WorkerLoop:
         return [result for state in done for result in self._decoded([state])]
 
     def _commit(self, role: GroupRole, ids: Sequence[LeaseId]) -> None:
-        """Store these leases' states and report how many steps of each are safe."""
         leases, safe = role.leases, []
         for state in [state for lease in ids for state in leases.of_lease(lease)]:
             if bool(torch.isfinite(state.latents).all()):

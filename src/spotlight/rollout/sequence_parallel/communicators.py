@@ -178,7 +178,6 @@ def _opened(
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Make gloo listen on the loopback interface, unless the user chose one."""
     name = "GLOO_SOCKET_IFNAME"
     loopback = next((found for _, found in socket.if_nameindex() if found.startswith("lo")), None)
     if name in os.environ or loopback is None:

@@ -232,9 +232,8 @@ class Follower:
         """Execute the leader's orders until it ends.
 
         Raises:
-            GroupLostError: a peer failed, or the leader's weights digest differs, which ends the group for
-                all. ``states`` are still valid.
-            ValueError: the leader's recipes differ; this also ends the group for all.
+            GroupLostError: a peer failed, or the leader's weights digest differs; ``states`` are still valid.
+            ValueError: the leader's recipes differ, which ends the group.
         """
         with ExitStack() as weights:
             slot, model = "", nn.Module()

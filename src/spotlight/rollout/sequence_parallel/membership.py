@@ -152,11 +152,11 @@ class SpMembership:
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
-        """Context for everything that all members do together, at least every step. No effect when alone.
+        """Context for everything that all members do together, at least every step.
 
         Raises:
             GroupLostError: a peer failed; this worker is now alone.
-            Exception: this rank's own failure, which also removes it, since the others cannot continue.
+            Exception: this rank's own failure, which also removes it from the group.
         """
         if self._group.degree == 1:
             yield

@@ -167,8 +167,6 @@ class SequenceParallel:
 
 
 class _Split:
-    """The hooks in one transformer, and the shares of the current forward."""
-
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
         self._group = group
         self._rank, self._degree = group.rank(), group.size()
@@ -206,7 +204,6 @@ class _Split:
             self._handles.append(part.register_forward_hook(self._splitting_outputs(outputs)))
 
     def _begin(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
-        """Set the shares of this forward and pad the text accordingly."""
         if torch.is_grad_enabled():
             raise SequenceParallelError(
                 "a forward with gradients inside a sequence-parallel group: only rollouts are split; run it "

@@ -81,7 +81,6 @@ def deal(
 
 
 def _flat(sample: SampleTensors) -> list[Tensor]:
-    """The existing tensors, in the order of :func:`_sample`."""
     tensors = (sample.final, sample.sigmas, sample.latents, sample.log_probs)
     return [tensor for tensor in tensors if tensor is not None]
 
