@@ -116,6 +116,7 @@ class Controller:
         for lease in self.queue.expire(now):
             self.cluster.suspect(lease)
         self.cluster.ring(now)
+        # Expiry and the event itself may requeue rollouts of an older version.
         self.work.renew()
         self._dispatch(_after_the_end(event) if self.stage is Stage.OVER else event)
         if self.stage is not Stage.OVER:
@@ -274,7 +275,7 @@ class Controller:
     # -- training --------------------------------------------------------------------------------------
 
     def _learn(self) -> None:
-        """Give an idle learner its next task, unless its GPUs should roll out first."""
+        """Give an idle learner a task, unless its GPUs should roll out first."""
         there, training = self.stage is Stage.LEARNING, self.training
         rolls = self.stage in GENERATING
         if training.task or not self._learner_up or not (there or rolls):
@@ -300,7 +301,7 @@ class Controller:
             )
 
     def _plan_budget(self) -> None:
-        """Plan how many rollouts the learner's GPUs make now; unused budget expires after ``answer_s``."""
+        """Plan the rollouts of the learner's GPUs; unused budget expires after ``answer_s``."""
         pipeline, pace = self.plan.pipeline, self.cluster.pace
         overlaps = pipeline.axis is not None
         trainable = self.training.ready() if overlaps else 0
@@ -323,9 +324,7 @@ class Controller:
             self._budget, self._budget_until_s = takes, self._now + self.plan.cluster.answer_s
 
     def _set_trainer_budget(self) -> None:
-        """Let the learner's GPUs roll out only while the learner idles and, if bounded, only as far as it
-        pays.
-        """
+        """The learner's GPUs roll out only while it idles and, if bounded, only as far as it pays."""
         if not self.cluster.trainers():
             return
         waits = self._learner_up and self.stage in LEARNER_IDLES and self.training.task is None

@@ -1,4 +1,4 @@
-"""What the controller asks of drivers, which carry effects out in order and answer with events."""
+"""What the controller asks of drivers: carried out in order, answered with events."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from spotlight.scheduler.types import (
 
 @dataclass(frozen=True, slots=True)
 class WriteRecord:
-    """Append to the durable ledger, before any later checkpoint is committed."""
+    """Append to the durable ledger before any later checkpoint."""
 
     position: int
     record: Record
@@ -33,7 +33,7 @@ class WriteRecord:
 
 @dataclass(frozen=True, slots=True)
 class GrantLease:
-    """Lease rollouts to a group that pulled; those in ``resume`` continue at a committed step."""
+    """Lease rollouts to a group; those in ``resume`` continue at a committed step."""
 
     lease: Lease
     rollouts: tuple[Rollout, ...]
@@ -167,7 +167,7 @@ class CommitCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class StartWorker:
-    """Start a worker's process on a GPU, after killing any leftover process of that worker."""
+    """Start a worker's process on a GPU; kill any leftover of it first."""
 
     worker: WorkerId
     node: NodeId
@@ -213,7 +213,7 @@ class StopGroup:
 
 @dataclass(frozen=True, slots=True)
 class AbandonLease:
-    """A lease was revoked: its holder stops at the next step boundary and pulls again."""
+    """A lease was revoked: stop at the next step boundary and pull again."""
 
     leader: WorkerId
     epoch: int
@@ -222,7 +222,7 @@ class AbandonLease:
 
 @dataclass(frozen=True, slots=True)
 class RollBack:
-    """Truncate the durable ledger after ``position``; later records are numbered from there."""
+    """Truncate the durable ledger after ``position``; numbering continues from there."""
 
     position: int
 
@@ -237,7 +237,7 @@ class RestoreLearner:
 
 @dataclass(frozen=True, slots=True)
 class FinishRun:
-    """The run is over; ``error`` says why it stopped early, with the remedy."""
+    """End the run; ``error`` says why it stopped early, with the remedy."""
 
     error: str | None
 

@@ -32,7 +32,7 @@ class RunStarted:
 
 @dataclass(frozen=True, slots=True)
 class RolloutFailed:
-    """A worker could not finish a rollout (non-finite numbers, a failed decode)."""
+    """A rollout could not be finished (non-finite numbers, failed decode)."""
 
     worker: WorkerId
     lease: LeaseId
@@ -92,7 +92,7 @@ class OptimizerStepped:
 
 @dataclass(frozen=True, slots=True)
 class BatchFinished:
-    """The learner did what follows a batch's last step (EMA, old-policy update)."""
+    """The learner finished a batch (EMA, old-policy update)."""
 
     iteration: int
 
@@ -223,7 +223,7 @@ class GroupPulled:
 
 @dataclass(frozen=True, slots=True)
 class LeaseProgressed:
-    """All open rollouts of a lease are durable ``steps`` steps after its start; renews the lease."""
+    """A lease's open rollouts are durable ``steps`` steps after its start; renews it."""
 
     leader: WorkerId
     lease: LeaseId
@@ -233,7 +233,7 @@ class LeaseProgressed:
 
 @dataclass(frozen=True, slots=True)
 class LeaseCompleted:
-    """Rollouts of a lease are finished, their samples durable; renews the lease."""
+    """Rollouts are finished, their samples durable; renews the lease."""
 
     leader: WorkerId
     lease: LeaseId
@@ -244,7 +244,7 @@ class LeaseCompleted:
 
 @dataclass(frozen=True, slots=True)
 class LearnerLost:
-    """A learner rank died: training since the last checkpoint is void, and no pending answer follows."""
+    """A learner rank died: training since the last checkpoint is void, no pending answer follows."""
 
     detail: str
 
@@ -258,7 +258,7 @@ class LearnerRestored:
 
 @dataclass(frozen=True, slots=True)
 class GpuTimeSpent:
-    """``seconds`` of a worker's billed time were spent in a phase."""
+    """Billed time of a worker, in seconds, by phase."""
 
     worker: WorkerId
     phase: Phase

@@ -56,7 +56,7 @@ def train_rollouts(
 
 
 def _mixed(plan: Plan, iteration: int, seeds: Sequence[int]) -> list[int]:
-    """Chosen seeds come sorted by preview: unshuffled, the first slice would hold only a group's best."""
+    """Chosen seeds come sorted by preview; unshuffled, the first slice would hold only the best."""
     return sorted(seeds, key=lambda seed: derive_seed(plan.run_seed, "order", iteration, seed))
 
 
@@ -155,14 +155,14 @@ class Safe:
         self.progress = older.progress | self.progress
 
     def take(self, rollout: Rollout) -> bool:
-        """Remove the sample of exactly this rollout; returns whether there was one."""
+        """Remove the sample of exactly this rollout, if there is one."""
         if self.samples.get(rollout.id) != rollout:
             return False
         del self.samples[rollout.id]
         return True
 
     def step_of(self, rollout: Rollout) -> int:
-        """Remove and return the committed step of exactly this rollout, or 0."""
+        """Remove the committed step of exactly this rollout; 0 if none."""
         known, step = self.progress.get(rollout.id, (None, 0))
         if known != rollout:
             return 0

@@ -45,7 +45,7 @@ from spotlight.scheduler.types import (
 
 
 class AccountingError(RuntimeError):
-    """An accounting rule was broken: a bug, never an input error."""
+    """An accounting rule was broken: a bug, not an input error."""
 
 
 class _Reached(IntEnum):
@@ -166,7 +166,7 @@ class Ledger:
         return len(self._open)
 
     def take_records(self) -> list[tuple[int, Record]]:
-        """Records since the last call with their positions, to be made durable."""
+        """Remove and return new records with their positions."""
         records, self._written = self._written, []
         return records
 

@@ -1,4 +1,4 @@
-"""The controller's view of the configuration, and its requirements on plans and prompts."""
+"""The controller's settings, and its requirements on settings and prompts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ExplorationPlan:
 
 
 class Axis(StrEnum):
-    """How a batch is cut into parts that are trained while the rest is generated."""
+    """How a batch is cut into parts to train while the rest is generated."""
 
     PROMPT = "prompt"
     GENERATION = "generation"
@@ -151,7 +151,7 @@ class Plan:
 
     @property
     def early_groups(self) -> int:
-        """How many groups of an iteration may be rolled out while the previous one is trained."""
+        """Number of groups per iteration that may be rolled out while the previous one is trained."""
         # Binary rounding: 0.29 * 100 is slightly below 29.
         return math.floor(self.pipeline.next_share * self.prompts_per_iteration + 1e-9)
 

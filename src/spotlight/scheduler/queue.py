@@ -117,7 +117,7 @@ class PullQueue:
             self._push(entry)
 
     def promote(self) -> None:
-        """Begin the next iteration: move its rollouts from class NEXT to TRAIN."""
+        """Begin the next iteration: class NEXT becomes TRAIN."""
         for entry in self._entries.values():
             if entry.value is WorkClass.NEXT:
                 self._outstanding[WorkClass.NEXT] -= 1
@@ -162,7 +162,7 @@ class PullQueue:
     # -- workers ---------------------------------------------------------------------------------------
 
     def admit(self, worker: WorkerId) -> int:
-        """A worker joins or rejoins; its older leases are void. Returns its new fencing epoch."""
+        """Add a worker, voiding its older leases. Returns its new fencing epoch."""
         self.release(worker)
         self._present.add(worker)
         # One counter for all workers: a worker that served in several groups can tell which came later.
@@ -171,12 +171,12 @@ class PullQueue:
         return self._epochs[worker]
 
     def release(self, worker: WorkerId) -> list[RolloutId]:
-        """Remove a worker: its leases are void. Returns the rollouts requeued."""
+        """Remove a worker, voiding its leases. Returns the requeued rollouts."""
         self._present.discard(worker)
         return self._revoke([self._held[lease] for lease in self._by_worker.get(worker, ())])
 
     def renounce(self, lease: LeaseId) -> list[RolloutId]:
-        """Void a lease its holder will not finish. Returns the rollouts requeued."""
+        """Void an unfinished lease. Returns the requeued rollouts."""
         return self._revoke([self._held[lease]] if lease in self._held else [])
 
     def expire(self, now: float) -> list[Lease]:
@@ -266,7 +266,7 @@ class PullQueue:
         return verdict
 
     def renew(self, lease: LeaseId, epoch: int, now: float) -> None:
-        """Extend a lease's deadline, if it is still held under ``epoch``."""
+        """Extend a lease's deadline, if still held under ``epoch``."""
         if (held := self._held.get(lease)) is not None and held.lease.epoch == epoch:
             held.deadline_s = now + self.lease_s
 
@@ -292,7 +292,7 @@ class PullQueue:
         return verdict, False
 
     def forget_done(self) -> None:
-        """Drop the ids of finished rollouts; late duplicates of them are then UNKNOWN."""
+        """Drop the ids of finished rollouts; their late duplicates become UNKNOWN."""
         self._done.clear()
 
     # -- views -----------------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ class PullQueue:
         return sum(self._waiting[value] for value in values)
 
     def waiting_for(self, purpose: Purpose) -> int:
-        """Rollouts of one purpose not leased, those of the next iteration excluded."""
+        """Rollouts of one purpose not leased, without the next iteration's."""
         return self._waiting[_VALUE[purpose]]
 
     def step_of(self, rollout: RolloutId) -> int:
@@ -334,11 +334,11 @@ class PullQueue:
         return sum(self._outstanding[value] for value in values)
 
     def outstanding_for(self, purpose: Purpose) -> int:
-        """Rollouts of one purpose, waiting or leased, those of the next iteration excluded."""
+        """Rollouts of one purpose, waiting or leased, without the next iteration's."""
         return self._outstanding[_VALUE[purpose]]
 
     def held_by(self, worker: WorkerId) -> list[tuple[Lease, int]]:
-        """A worker's open leases, each with the largest number of steps remaining."""
+        """A worker's open leases, each with its maximum of steps remaining."""
         return [
             (self._held[lease].lease, max(self._remaining(rollout) for rollout in self._held[lease].open))
             for lease in self._by_worker.get(worker, ())
@@ -354,12 +354,12 @@ class PullQueue:
         return worker in self._by_worker
 
     def holds_other_than(self, worker: WorkerId, but: PolicyVersion) -> bool:
-        """Whether a worker holds rollouts of a version other than ``but``."""
+        """Whether a worker holds rollouts of another version."""
         leases = (self._held[lease] for lease in self._by_worker.get(worker, ()))
         return any(self._entries[next(iter(held.open))].rollout.version != but for held in leases)
 
     def is_open(self, lease: LeaseId) -> bool:
-        """Whether a lease still has unfinished rollouts and was not revoked."""
+        """Whether a lease has unfinished rollouts and was not revoked."""
         return lease in self._held
 
     @property
@@ -368,7 +368,7 @@ class PullQueue:
         return self._outstanding[WorkClass.EXPLORE] - self._waiting[WorkClass.EXPLORE]
 
     def previews(self) -> list[Lease]:
-        """Open leases of previews, youngest first: revoking these loses the least work."""
+        """Open leases of previews, youngest first: revoking these loses least."""
         if not self.previews_held:
             return []
         held = [one.lease for one in self._held.values() if self.purpose_of(one.lease.id) is Purpose.EXPLORE]

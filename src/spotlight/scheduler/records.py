@@ -16,7 +16,7 @@ from typing import TypeAlias
 from spotlight.scheduler.types import DropReason, PolicyVersion, Prompt, Rollout, RolloutId, WorkerId
 
 REWARD = "reward"
-"""Name of the score every trained sample has: the weighted sum its advantage was made of."""
+"""Score every trained sample has: the weighted sum its advantage was made of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class SampleScored:
 
 @dataclass(frozen=True, slots=True)
 class SampleTrained:
-    """Outcome of a train rollout: it entered the optimizer step that made ``optimizer_step``."""
+    """Outcome: the sample entered the optimizer step that made ``optimizer_step``."""
 
     rollout: RolloutId
     optimizer_step: PolicyVersion
@@ -68,7 +68,7 @@ class SampleTrained:
 
 @dataclass(frozen=True, slots=True)
 class SampleDropped:
-    """Outcome of any rollout whose sample is not used."""
+    """Outcome, for any purpose: the sample is not used."""
 
     rollout: RolloutId
     reason: DropReason
@@ -77,14 +77,14 @@ class SampleDropped:
 
 @dataclass(frozen=True, slots=True)
 class SampleEvaluated:
-    """Outcome of an evaluation rollout: its scores count in the evaluation."""
+    """Outcome: the scores count in the evaluation."""
 
     rollout: RolloutId
 
 
 @dataclass(frozen=True, slots=True)
 class SampleExplored:
-    """Outcome of a preview: its scores were used to choose seeds."""
+    """Outcome: the preview's scores were used to choose seeds."""
 
     rollout: RolloutId
 

@@ -38,7 +38,7 @@ from spotlight.scheduler.seeds import prompts_of_iteration
 from spotlight.scheduler.types import DropReason, LeaseId, PolicyVersion, Prompt, Rollout, RolloutId, WorkerId
 
 ROLLOUT_ATTEMPTS = 2
-"""A rollout that fails this often is dropped: its randomness is fixed, so it would fail again."""
+"""A rollout failing this often is dropped: with fixed randomness it would fail again."""
 
 
 class Rollouts:
@@ -79,7 +79,7 @@ class Rollouts:
         return self.explorer.window if self.explorer else self._no_window
 
     def find(self, name: RolloutId) -> Rollout | None:
-        """A rollout of this iteration or the next, or a preview."""
+        """A rollout of this or the next iteration, or a preview."""
         return self._work_of(name).rollouts.get(name)
 
     @property
@@ -102,7 +102,7 @@ class Rollouts:
         self.at.evaluation = [self._issue(prompt, rollout) for _, prompt, rollout in issued]
 
     def issue_training(self, iteration: int, version: PolicyVersion) -> None:
-        """Queue the groups, with explored seeds where there are some, and adopt rollouts made early."""
+        """Queue the groups, with explored seeds if any, and adopt early rollouts."""
         prompts, explorer = self._prompts_of(iteration), self.explorer
         if explorer:
             prompts = explorer.prompts(prompts)
@@ -117,7 +117,7 @@ class Rollouts:
             self._drop(name, *why)
 
     def issue_early(self, iteration: int, version: PolicyVersion) -> None:
-        """Queue the first groups of the next iteration, behind those of this one."""
+        """Queue the next iteration's first groups, behind this one's."""
         prompts = self._prompts_of(iteration)[: self.plan.early_groups]
         for _, _, rollout in train_rollouts(self.plan, prompts, iteration, version, {}):
             self.early.rollouts[rollout.id] = rollout
@@ -145,13 +145,13 @@ class Rollouts:
     # -- older versions --------------------------------------------------------------------------------
 
     def published(self, before: PolicyVersion) -> None:
-        """A new version is published: only rollouts under way may still be made by ``before``."""
+        """From now on only rollouts under way may still be made by version ``before``."""
         self._oldest = before
         self.older = self.early.unscored - self.early.finished
         self.renew()
 
     def renew(self) -> None:
-        """Reissue rollouts of an older version that no worker holds, with the published version."""
+        """Reissue unleased rollouts of an older version with the published one."""
         if not self.older or not self.queue.waiting:
             return
         for name in sorted(name for name in self.older if self.queue.waits(name)):
@@ -187,7 +187,7 @@ class Rollouts:
                 )
 
     def forget_safe(self) -> None:
-        """Free work that survived a lost learner but was not reissued."""
+        """Free surviving work that was not reissued."""
         self.discard((*self.safe.samples, *self.safe.progress))
         self.safe = Safe()
 
@@ -289,7 +289,7 @@ class Rollouts:
         self.discard(name for name in window.rollouts if name in window.unscored)
 
     def learn_from_groups(self, iteration: int, version: PolicyVersion) -> None:
-        """Report the realised scores of the iteration's groups to the explorer."""
+        """Report the groups' realised scores to the explorer."""
         if self.explorer is None:
             return
         realised: dict[int, dict[int, Mapping[str, float]]] = {}
@@ -325,7 +325,7 @@ class Rollouts:
         return verdict is CommitVerdict.ACCEPTED
 
     def progress(self, event: ev.LeaseProgressed, now: float) -> None:
-        """Record a group's committed progress on a lease; abandon the lease if it is stale."""
+        """Record committed progress; abandon the lease if it is stale."""
         verdict = self.queue.advance(event.lease, event.epoch, event.steps, now)
         if not self._admit(verdict, None) and verdict is CommitVerdict.STALE_EPOCH:
             self.cluster.abandon(event.leader, event.epoch, event.lease)
@@ -339,7 +339,7 @@ class Rollouts:
         version: PolicyVersion,
         now: float,
     ) -> bool:
-        """Accept finished rollouts and send them to the rewards. Returns whether any counted."""
+        """Accept finished rollouts and have them scored. Returns whether any counted."""
         accepted: list[Rollout] = []
         self.queue.renew(lease, epoch, now)
         for name in rollouts:

@@ -97,17 +97,17 @@ TRANSITIONS: Mapping[Stage, Mapping[Trigger, Stage]] = {
 }
 
 GENERATING = frozenset({Stage.ROLLING, Stage.REPORTING})
-"""Stages in which samples are generated or reported, and the learner may train parts of the batch."""
+"""Stages in which the learner may train parts of the batch before it is complete."""
 
 LEARNER_IDLES = frozenset({Stage.IDLE, Stage.EXPLORING, Stage.ROLLING, Stage.REPORTING})
-"""Stages in which the learner's GPUs may generate while there is nothing to train."""
+"""Stages in which the learner's GPUs may generate while nothing is trainable."""
 
 LOOKS_AHEAD = frozenset({Stage.ROLLING, Stage.REPORTING, Stage.LEARNING, Stage.PUBLISHING})
-"""Stages in which idle workers may explore for the next iteration: its version is not published yet."""
+"""Stages in which idle workers may preview for the next iteration, before its version is published."""
 
 
 class IllegalTransitionError(RuntimeError):
-    """The current stage does not allow this event: a bug of the driver or the controller."""
+    """The stage does not allow this event: a bug of the driver or controller."""
 
 
 @dataclass(slots=True)

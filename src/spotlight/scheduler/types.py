@@ -28,7 +28,7 @@ class Purpose(StrEnum):
 
 
 class Phase(StrEnum):
-    """Where a GPU-second went; every billed second has exactly one phase."""
+    """Where a GPU-second went; each billed second has exactly one phase."""
 
     SETUP = "setup"
     ROLLOUT = "rollout"
@@ -47,7 +47,7 @@ class Filler(StrEnum):
     """What fills otherwise idle GPU time."""
 
     TRAINING = "training"
-    """Training on available samples while others of the iteration are generated."""
+    """Training while other samples of the iteration are generated."""
     TRAINERS = "trainers"
     """Rollouts on the learner's GPUs."""
     NEXT = "next"
@@ -90,14 +90,14 @@ class NodeKind(StrEnum):
 
 
 class WeightKind(StrEnum):
-    """What a weight pull moves: everything, or only the adapter on a loaded base."""
+    """What a weight pull moves: everything, or the adapter only."""
 
     ADAPTER = "adapter"
     FULL = "full"
 
 
 class Baseline(StrEnum):
-    """What a reward is compared with: the whole group, its slices so far, or previews of other seeds."""
+    """What rewards are compared with: the whole group, its slices so far, or previews of other seeds."""
 
     GROUP = "group"
     SLICE = "slice"
@@ -177,7 +177,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A prompt's surviving samples in one iteration, whose rewards become advantages."""
+    """A prompt's surviving samples in one iteration."""
 
     prompt_id: PromptId
     rollouts: tuple[RolloutId, ...]

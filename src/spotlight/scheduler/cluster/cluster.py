@@ -144,14 +144,14 @@ class Cluster:
                 self.effects.append(effect)
 
     def suspect(self, lease: Lease) -> None:
-        """A lease expired: stop its group, and restart its workers if they do not answer."""
+        """A lease expired: stop its group; if it does not answer, its workers are restarted."""
         group = self.groups.get(lease.worker)
         if group is not None and group.epoch == lease.epoch:
             self._count(Recovery.LEASE_EXPIRED)
             self._stop(group)
 
     def revoked(self, lease: Lease) -> None:
-        """A lease was revoked: tell its holder, if it is in this cluster."""
+        """Tell the holder of a revoked lease, if it is in this cluster."""
         self.pace.cut(lease.id, self._now)
         if lease.worker in self.workers:
             self.abandon(lease.worker, lease.epoch, lease.id)
@@ -175,7 +175,7 @@ class Cluster:
     # -- weights ---------------------------------------------------------------------------------------
 
     def publish(self, version: PolicyVersion, now: float) -> None:
-        """Publish a version: groups get no new work until they hold it, but finish their leases first."""
+        """Publish a version: groups finish their leases, then need it for new work."""
         self._now, self.target = now, version
         self.serving.idle.clear()
         for worker in self.workers.values():
@@ -470,12 +470,12 @@ class Cluster:
                 self._load_group(group)
 
     def failed(self, lease: LeaseId, now: float) -> None:
-        """A rollout of a lease failed. If it was the last, the lease gives no pace measurement."""
+        """A rollout failed. If it was the lease's last, no pace is measured."""
         if not self.queue.is_open(lease):
             self.pace.cut(lease, now)
 
     def serve(self, now: float) -> None:
-        """Grant waiting work to waiting groups, to each at most its share of what is outstanding."""
+        """Grant waiting work to waiting groups, each up to its share."""
         if not self.queue.waiting:
             return
         self._now = now
@@ -538,7 +538,7 @@ class Cluster:
         return sum(g.capacity for g in able if not self.queue.count_held_by(g.leader, previews=False))
 
     def _abandon_previews(self, leases: list[Lease]) -> None:
-        """Holders of these requeued previews stop at the next step boundary and pull."""
+        """Have the holders of requeued previews stop at the next step boundary and pull."""
         for lease in leases:
             self._count(Recovery.PREVIEWS_YIELDED)
             self.pace.cut(lease.id, self._now)
@@ -554,14 +554,14 @@ class Cluster:
                 self._consider(group)
 
     def trainers(self) -> list[WorkerGroup]:
-        """Groups on GPUs that train; cached until groups change, since every event reads it."""
+        """Groups on GPUs that train; cached, since every event reads it."""
         if self._trainers is None:
             self._trainers = [self.groups[name] for host in self.helpers.values() for name in host.leaders]
         return self._trainers
 
     @property
     def trainers_work(self) -> bool:
-        """Whether GPUs that train are rolling out; nothing can be trained meanwhile."""
+        """Whether GPUs that train are rolling out and so cannot train."""
         holders = self.queue.holders
         return bool(holders) and any(group.leader in holders for group in self.trainers())
 

@@ -95,7 +95,7 @@ class Commands:
             self._alarms.cancel(key)
 
     def overdue(self, now: float) -> Iterator[tuple[CommandEffect, bool]]:
-        """Timed-out commands, each with whether it is given up (and closed); else it is to be resent."""
+        """Timed-out commands, each with whether it is given up (closed) rather than to be resent."""
         while (key := self._alarms.pop(now)) is not None:
             command = self._open[key]
             command.repeats += 1

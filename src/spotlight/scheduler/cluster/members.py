@@ -81,7 +81,7 @@ class WorkerGroup:
 
 @dataclass(slots=True)
 class Host:
-    """A node, its workers and the leaders of its groups; ``deadline_s`` is set by a preemption notice."""
+    """A node with its workers and group leaders; a preemption notice sets ``deadline_s``."""
 
     node: Node
     workers: list[WorkerId] = field(default_factory=list)
@@ -93,7 +93,7 @@ class Host:
 def check_members(
     hosts: Mapping[NodeId, Host], workers: Mapping[WorkerId, Worker], groups: Mapping[WorkerId, WorkerGroup]
 ) -> None:
-    """Assert the invariants on groups: one per worker, on one node, none active on a draining node."""
+    """Assert: groups are disjoint, each on one node, none active on a draining node."""
     for worker in workers.values():
         assert worker.id in hosts[worker.node].workers
         assert (worker.leader is not None) == (worker.state is WorkerState.GROUPED)

@@ -13,7 +13,7 @@ from spotlight.scheduler.types import Filler, GroupKind, LeaseId, WorkerId
 _NEWS = 0.3
 """Weight of the latest observation in a moving average."""
 _TRAINERS_SLOWER_MAX = 1.5
-"""Upper bound on the expected slowdown of a GPU that also trains, relative to one that does not."""
+"""Maximum expected slowdown of a GPU that also trains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Pace:
             self._step_s[of] = known_s + _NEWS * (seen_s - known_s)
 
     def cut(self, lease: LeaseId, now: float) -> None:
-        """A lease ends unfinished while its group goes on: count the time filled, but no pace."""
+        """End a lease unfinished: count the time filled, but no pace."""
         self._stop(lease, now)
 
     def promote(self, now: float) -> None:

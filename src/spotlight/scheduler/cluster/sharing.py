@@ -130,7 +130,7 @@ class Serving:
     # -- work ------------------------------------------------------------------------------------------
 
     def room(self, group: WorkerGroup, demand: Demand, able: Able) -> int:
-        """How many of the rollouts next in the queue a group may take."""
+        """How many of the next rollouts a group may take."""
         if group.trains and not self._suits_trainers():
             return 0
         if group.trains and math.isfinite(self.trainer_budget):
@@ -174,7 +174,7 @@ class Serving:
     # -- GPUs that train -------------------------------------------------------------------------------
 
     def set_trainer_budget(self, rollouts: float, trainers: Sequence[WorkerGroup], *, explore: bool) -> bool:
-        """Set how many rollouts trainers may pull. Returns whether this starts or stops them."""
+        """Set the trainers' budget. Returns whether this starts or stops them."""
         changed = (rollouts > 0) != (self.trainer_budget > 0)
         self.trainer_budget, self.trainers_explore = rollouts, explore
         self._each_trainer = rollouts
@@ -184,7 +184,7 @@ class Serving:
         return changed
 
     def learner_turns(self) -> float:
-        """The learner gets work: seconds until its GPUs have switched to training."""
+        """Seconds until a learner that gets work has switched to training."""
         turn_s = self.switch_s if self.turned else 0.0
         self.turned.clear()
         return turn_s

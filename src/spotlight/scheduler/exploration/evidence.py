@@ -90,7 +90,7 @@ class FittedLine:
     certainty: float
 
     def pool_variance(self, group: GroupEvidence) -> float:
-        """Estimated variance of regenerated rewards over the pool, that is, of a random group."""
+        """Estimated variance of regenerated rewards in a random group."""
         return self.squared * group.pool_variance + self.spread
 
 
@@ -109,7 +109,7 @@ def fit_lines(groups: Sequence[GroupEvidence]) -> list[FittedLine | None]:
 
 
 def sampled_variance(group: GroupEvidence) -> float | None:
-    """Estimated variance of regenerated rewards over the pool, by design; None for a choice by rank alone."""
+    """Estimated pool variance of regenerated rewards, by design; None for a choice by rank alone."""
     if not group.by_design or group.pool < 2:
         return None
     y = group.realised
@@ -138,7 +138,7 @@ def _fit(groups: Sequence[GroupEvidence]) -> FittedLine | None:
 
 
 def _mean_line(lines: Sequence[FittedLine | None]) -> FittedLine | None:
-    """Mean weighted by certainty. ``squared`` is averaged too: the squared mean slope would be too small."""
+    """Weighted by certainty. ``squared`` is averaged too: the squared mean slope would be too small."""
     known = [line for line in lines if line is not None]
     total = sum(line.certainty for line in known)
     if total <= 0.0:

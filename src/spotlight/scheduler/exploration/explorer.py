@@ -71,7 +71,7 @@ class Explorer:
         return self.window
 
     def spare(self, slot: int) -> tuple[int, Prompt] | None:
-        """A new slot and its spare prompt, if ``slot`` has no contrast and a spare is left."""
+        """A new slot with a spare prompt, if ``slot`` has no contrast and one is left."""
         window, plan = self.window, self._plan
         spares = len(window.replaced)  # each added one spare prompt
         if spares >= self._exploration.spare_prompts or slot in window.replaced:
@@ -87,7 +87,7 @@ class Explorer:
         return new, found[spares]
 
     def deepen(self) -> dict[int, range]:
-        """The next round of extra previews, as members by slot; empty at the limit."""
+        """The next round of extra previews: members by slot."""
         limit = self._exploration.seeds_per_prompt_max
         return {} if limit is None or self.window.arm is None else self.window.round(limit)
 
@@ -136,7 +136,7 @@ class Explorer:
         return {slot: group.seeds for slot, group in self.groups.items()}
 
     def prompts(self, planned: Iterable[Prompt]) -> list[Prompt]:
-        """The prompts by slot, with spare prompts in place of those replaced."""
+        """The prompts by slot, spare ones in place."""
         return [
             self._prompts[self.groups[slot].prompt] if slot in self.groups else prompt
             for slot, prompt in enumerate(planned)
@@ -207,7 +207,7 @@ class Explorer:
         }
 
     def load(self, state: Mapping[str, object]) -> None:
-        """Restore a snapshot; an empty one is the initial state. Raises ValueError if it is malformed."""
+        """Restore a snapshot; empty: the initial state. Raises ValueError if malformed."""
         self.policy = make_policy(self._exploration)
         self.window, self.groups, self.report = Window(0), {}, {}
         if not state:

@@ -22,7 +22,7 @@ _TIE = 1e-12
 """Relative difference below which variances count as equal (rounding of prefix sums)."""
 
 _FLOOR = 0.5
-"""Size of a seed at the mean under PROPORTIONAL, in mean absolute deviations; it bounds the weights."""
+"""Minimum size of a seed under PROPORTIONAL, in mean absolute deviations; bounds the weights."""
 
 
 class SelectionPolicy(StrEnum):

@@ -185,7 +185,7 @@ class Window:
         self.is_full = False
 
     def round(self, limit: int) -> dict[int, range]:
-        """The next member of every slot with the fewest previews; empty once all have ``limit``."""
+        """The next member of every slot with the fewest previews, up to ``limit``."""
         wanted = {slot: self.issued[slot] for slot in self.prompts if slot not in self.replaced}
         fewest = min(wanted.values(), default=limit)
         if fewest >= limit:
@@ -237,7 +237,7 @@ class Choice:
 
 
 def flat(window: Window, slot: int, plan: ExplorationPlan, group_size: int) -> bool:
-    """Whether all of a slot's planned previews are scored and show no contrast."""
+    """Whether a slot's planned previews are all scored, without contrast."""
     if window.open[slot]:
         return False
     return _select(window, slot, plan, group_size, 0, 0).verdict is SelectionVerdict.NO_CONTRAST

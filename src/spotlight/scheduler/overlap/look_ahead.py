@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 _ROUNDING = 1e-9
-"""Relative difference below which plans count as equal: rounding depends on the order of summation."""
+"""Relative difference of equal plans: rounding depends on summation order."""
 
 
 @dataclass(frozen=True, slots=True)

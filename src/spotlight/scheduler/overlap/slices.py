@@ -16,7 +16,7 @@ from spotlight.scheduler.types import Baseline, Comparison, Group, PromptId, Rol
 Scores = Mapping[str, float]
 
 COMPARED_MIN = 2
-"""Minimum of other samples to compare with in an incomplete group; mean and spread of fewer are noise."""
+"""Minimum of others to compare with in an incomplete group: fewer are noise."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ class TrainingTasks:
         return max(0, members - making - sum(len(trained) for trained in self._trained.values()))
 
     def next(self, all_there: bool) -> Task | None:
-        """Start the next task. None: none is ready, or with ``all_there`` nothing is trainable at all."""
+        """Start the next task. None: none is ready or, with ``all_there``, nothing is trainable."""
         self.task = self._next(all_there)
         return self.task
 
