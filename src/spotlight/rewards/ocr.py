@@ -1,8 +1,8 @@
 """Reward for legible text: Tesseract reads the image, the prompt quotes the target.
 
-The target is the text between the first pair of double quotes. Both texts are compared in lower case and
-without white space: distance 0 if the reading contains the target, else the Levenshtein distance, at most
-len(target). Reward = 1 - distance / len(target), in [0, 1]; the best of up to three readings (``_WAYS``).
+The target is the text between the first pair of double quotes; case and white space are ignored. Reward =
+1 - distance / len(target), in [0, 1], with distance 0 if the reading contains the target, else Levenshtein's,
+at most len(target). The best of up to three readings (``_WAYS``) counts.
 
 Formula: Flow-GRPO (``flow_grpo/ocr.py`` of https://github.com/yifan123/flow_grpo, arXiv 2505.05470).
 Needs Tesseract 5 through ``tesserocr``: the wheel includes the engine, but not the language data.
@@ -70,10 +70,10 @@ def ocr(
         images: uint8 [height, width, 3].
         prompts: each with its target in straight double quotes.
         metadata: ignored.
-        language: Tesseract's name of the language data, several joined by ``+`` (``eng+chi_sim``).
+        language: Tesseract's language data, several joined by ``+`` (``eng+chi_sim``).
 
     Returns:
-        ``score`` in [0, 1], and ``exact``: 1 where the target was read in full, else 0.
+        ``score`` in [0, 1], and ``exact``: 1 if the target was read in full, else 0.
 
     Raises:
         RewardInputError: a prompt without quoted text.

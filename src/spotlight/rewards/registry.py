@@ -75,8 +75,7 @@ def load(name_or_path: str, params: Mapping[str, Any]) -> LoadedReward:
     """Import a reward and bind its parameters. The current directory is importable.
 
     Raises:
-        RewardSetupError: the module cannot be imported, the attribute is missing or not callable, or the
-            parameters do not fit the function's signature.
+        RewardSetupError: import fails, the function is missing or not callable, or parameters do not fit.
     """
     reference = parse(name_or_path)
     module = _import(name_or_path, reference.module)

@@ -28,11 +28,11 @@ class RewardSpec:
     Attributes:
         name_or_path: a built-in's name or ``module:function``.
         weight: factor in the weighted sum; 0 only records the curve.
-        deadline_s: limit per call; beyond it the reward's process is killed.
-        retries: further attempts at a batch that raised, crashed or hung, before trying sample by sample.
+        deadline_s: per call; beyond it the reward's process is killed.
+        retries: further attempts at a batch that raised, crashed or hung.
         params: picklable keyword arguments of the function.
-        isolation_s: time limit for trying a failed batch sample by sample, so that one bad image loses only
-            itself; samples not reached fail as the batch did. None: four deadlines. 0: never.
+        isolation_s: limit for then trying sample by sample, so that one bad image loses only itself; samples
+            not reached fail as the batch did. None: four deadlines. 0: never.
         label: name of the reward's curves; empty: the function's name.
 
     Raises:

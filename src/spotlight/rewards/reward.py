@@ -56,7 +56,7 @@ class RewardScore:
 
     Attributes:
         value: what training maximises.
-        details: additional curves, by name (``strict`` of the shapes reward).
+        details: additional curves, by name.
     """
 
     value: float

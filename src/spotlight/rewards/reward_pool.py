@@ -56,7 +56,7 @@ class RewardPool:
 
     Raises:
         RewardSetupError: a reward cannot be loaded; no process is left running.
-        ValueError: no rewards, two of the same name, or ``workers`` < 1.
+        ValueError: no rewards, duplicate names, or ``workers`` < 1.
     """
 
     def __init__(

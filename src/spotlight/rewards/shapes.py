@@ -61,7 +61,7 @@ class Requirement:
     Attributes:
         shape: GenEval's class.
         count: minimum number.
-        color: palette name, or None for any colour.
+        color: palette name, or None for any.
         relation: one of :data:`RELATIONS` to requirement ``target``, or None.
         target: index of an earlier requirement; -1 without a relation.
     """
