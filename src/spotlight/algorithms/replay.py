@@ -21,8 +21,8 @@ class Transition:
         index: [batch], which of the S stored steps it is.
         x: [batch, tokens, channels], the state before.
         x_next: the state after, rounded as stored.
-        sigma: [batch], the noise level before.
-        sigma_next: [batch], the noise level after.
+        sigma: [batch], before.
+        sigma_next: [batch], after.
     """
 
     rows: Tensor
