@@ -32,10 +32,10 @@ class LoraSpec:
     """Shape of the LoRA adapters.
 
     Attributes:
-        rank: inner dimension r of the product B A.
+        rank: r of the product B A.
         alpha: the update is scaled by alpha / rank.
-        targets: suffixes of module names, e.g. ``to_q`` or ``img_mlp.net.2``; each must match a linear layer.
-        seed: of the initial A (B starts at zero, so the adapter starts as the identity).
+        targets: suffixes of linear layers' names, e.g. ``to_q`` or ``img_mlp.net.2``.
+        seed: of the initial A (B starts at zero).
     """
 
     rank: int

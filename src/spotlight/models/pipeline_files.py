@@ -1,7 +1,7 @@
 """Locates and validates a diffusers pipeline directory before anything is loaded from it.
 
-Invariant: what :func:`locate` returns has a ``model_index.json`` of the expected class and every requested
-component folder, with safetensors weights whose headers are valid. Pickled weights are never read.
+Invariant: :func:`locate` returns only pipelines of the expected class with every requested component, whose
+weights are safetensors with valid headers. Pickled weights are never read.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class PipelineComponent:
     """Requirements on one folder of a pipeline.
 
     Attributes:
-        classes: class names accepted in ``model_index.json``, the usual one first.
-        weights: whether it has weights (a scheduler or tokenizer has none).
+        classes: names accepted in ``model_index.json``, the usual one first.
+        weights: whether it has weights.
         lazy: whether a hub model's weights are only downloaded by :meth:`PipelineFiles.fetch`.
     """
 
@@ -46,7 +46,7 @@ class PipelineFiles:
     """A pipeline directory on this machine.
 
     Attributes:
-        root: the directory (of a hub model: its snapshot).
+        root: the directory (hub models: the snapshot).
         hub_id: ``owner/name`` if it came from the hub.
         commit: the hub's commit, which fixes the content.
     """

@@ -60,13 +60,12 @@ def save_merged(
     Args:
         files: the pipeline the transformer came from.
         directory: must not exist or be empty.
-        replace: allow replacing an existing pipeline directory, once the new one is complete.
         state: the whole transformer (``WeightSlots.merged_state``).
         dtype: of the weights written.
+        replace: allow replacing an existing pipeline directory, once the new one is complete.
 
     Raises:
-        ModelError: the directory is not empty (with ``replace``: and not a pipeline), or ``state`` does not
-            fit the transformer.
+        ModelError: the directory is not empty (with ``replace``: nor a pipeline), or ``state`` does not fit.
     """
     replaceable = replace and (directory / _INDEX).is_file()
     if directory.exists() and not replaceable and (not directory.is_dir() or any(directory.iterdir())):

@@ -47,7 +47,7 @@ class QwenImage:
     :meth:`load`.
 
     Attributes:
-        transformer: frozen, in ``dtype``; without weights if they were not read (see :meth:`load`).
+        transformer: frozen, in ``dtype``; possibly without weights (see :meth:`load`).
         vae: frozen, float32.
         device: of transformer and VAE.
         dtype: of the transformer's weights and inputs.

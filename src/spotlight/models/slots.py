@@ -38,8 +38,8 @@ class WeightSlots(ABC):
     """The weights of one DiT by slot. Build a :class:`LoraSlots` or a :class:`CopySlots`.
 
     Attributes:
-        slots: the existing slots, ``policy`` first.
-        modules_bound: modules whose weights the slots replace (> 0); verified when weights are pulled.
+        slots: ``policy`` first.
+        modules_bound: number of modules with replaced weights (> 0); verified when weights are pulled.
     """
 
     slots: tuple[Slot, ...]
@@ -124,7 +124,7 @@ class LoraSlots(WeightSlots):
 
     Args:
         module: the transformer; adapters are injected in place and its own weights frozen.
-        spec: rank, alpha, targets and the seed of the initial A.
+        spec: of all adapters.
         extra: slots besides ``policy``; ``reference`` always exists and costs nothing.
     """
 
