@@ -51,7 +51,7 @@ def coarse_kicks(fine: Sequence[float], coarse: Sequence[float]) -> tuple[Kick, 
 
     Args:
         fine: noise levels of the rollout, descending, [S + 1].
-        coarse: those of the preview, [T + 1], with the same ends.
+        coarse: of the preview, [T + 1], with the same ends.
 
     Raises:
         ValueError: levels do not descend, or the ends differ.

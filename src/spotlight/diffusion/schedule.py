@@ -50,7 +50,7 @@ class RandomWindow:
     Attributes:
         size: number of stochastic steps, >= 1.
         low: first step the window may contain.
-        high: end of the range, exclusive; None: half of the steps (or more if ``size`` needs it).
+        high: exclusive; None: half of the steps (or more if ``size`` needs it).
     """
 
     size: int
