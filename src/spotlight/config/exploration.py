@@ -72,9 +72,8 @@ class ExplorationConfig(Section):
     """Previews per prompt; default: twice ``rollout.group_size``. Not with a ``planner``."""
     seeds_per_prompt_max: PositiveInt | None = None
     """Workers still idle when all planned previews are done continue up to this many seeds per prompt.
-    Default:
-    16 times ``rollout.group_size``, or the planned number if larger. Only with ``where: idle``, and not with
-    ``undo_selection`` unless ``policy`` is random or proportional.
+    Default: 16 times ``rollout.group_size``, or the planned number if larger. Only with ``where: idle``, and
+    not with ``undo_selection`` unless ``policy`` is random or proportional.
     """
     steps: PositiveInt | None = None
     """Denoising steps per preview; default: ``rollout.steps``. Fewer cost less and rank worse. Not with a

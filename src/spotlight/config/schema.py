@@ -1,10 +1,10 @@
 """The typed configuration of a run.
 
-One strict, frozen pydantic model per section; an unknown key is an error, and every field has a description,
+One strict, frozen pydantic model per section; unknown keys are errors, and every field has a description,
 from which the reference is generated. Nothing here imports torch, so ``--help``, ``--dry-run`` and planning
 start at once.
 
-A check of one field is a constraint on that field. A check across fields or sections belongs into
+Checks of one field are constraints on it. Checks across fields or sections belong in
 :meth:`~spotlight.config.section.Section.problems` of the section whose key should be changed.
 """
 
