@@ -45,9 +45,9 @@ class RunResult:
     """How a run ended.
 
     Attributes:
-        summary: None if the run was stopped early or failed.
-        error: why the controller stopped the run, with the remedy.
-        stopped: ended by a signal, after a committed checkpoint; the same command resumes it.
+        summary: None if stopped early or failed.
+        error: why the controller stopped, with the remedy.
+        stopped: by a signal, after a checkpoint; the same command resumes.
     """
 
     directory: Path
@@ -58,12 +58,11 @@ class RunResult:
 
 @dataclass(slots=True)
 class Attempt:
-    """The starting point and result of an attempt.
+    """An attempt's start and result.
 
     Attributes:
-        number: in the ledger.
-        newest: the checkpoint to resume from; None starts from the beginning.
-        result: to be set before the block ends.
+        newest: the checkpoint to resume from, if any.
+        result: set it before the block ends.
     """
 
     number: int
@@ -84,13 +83,12 @@ def open_attempt(
     observer: Observer,
     account: Callable[[RunRecorder], None],
 ) -> Iterator[Attempt]:
-    """Begin an attempt by rolling back to the newest intact checkpoint.
+    """Begin an attempt by rolling back to the newest intact checkpoint. Main rank only.
 
     Args:
-        ranks: this process must be the main rank.
-        workers: price in USD per hour of each initial worker.
-        began_s: start of the attempt's work, in seconds since the epoch.
-        account: called once at the end, to bill the time since the last billing.
+        workers: initial workers' price in USD per hour.
+        began_s: start of the work, in seconds since the epoch.
+        account: called at the end, to bill the time since the last billing.
     """
     with ExitStack() as stack:
         # Fail before an attempt is begun, so that none is left to close.
@@ -119,7 +117,6 @@ def _open_recorder(
     ranks: Ranks,
     workers: Mapping[WorkerId, float],
 ) -> tuple[RunRecorder, Checkpoint | None]:
-    """Open the recorder, find the checkpoint to resume from, and remove images drawn after it."""
     ledger = stack.enter_context(SqliteLedger(directory.ledger))
     checkpoints = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
     newest = checkpoints.newest_valid()

@@ -42,7 +42,7 @@ class TrainedRun:
 
     Attributes:
         iteration: iterations trained.
-        weights: the slot in use; ``reference`` is the model before training.
+        weights: slot in use; ``reference`` is before training.
     """
 
     directory: Path
@@ -60,10 +60,7 @@ class TrainedRun:
         device: Literal["auto", "cpu", "cuda"] = "auto",
         weights: Slot | None = None,
     ) -> Self:
-        """Load a run's newest intact checkpoint.
-
-        Args:
-            weights: default: those that the run evaluates (``evaluation.weights``).
+        """Load a run's newest intact checkpoint; ``weights`` default to ``evaluation.weights``.
 
         Raises:
             StoreError: not a run directory, or no checkpoint yet.
@@ -88,11 +85,9 @@ class TrainedRun:
         return cls(directory, config, newest.header.iteration, chosen, family, slots)
 
     def with_weights(self, weights: Slot) -> TrainedRun:
-        """The same run with other weights (``reference``: before training).
+        """The same run with other weights. Raises ModelError if it has none such.
 
-        Raises:
-            ModelError: the run has no such weights (a full fine-tune keeps a reference only if its algorithm
-                needs one).
+        A full fine-tune keeps ``reference`` only if its algorithm needs one.
         """
         _require_slot(self._slots, weights)
         return dataclasses.replace(self, weights=weights)
@@ -131,11 +126,9 @@ class TrainedRun:
     ) -> Validation:
         """Evaluate on held-out prompts, with the same seeds as the run's own evaluations.
 
-        Scores batches of ``rollout.batch_size`` while later ones are denoised.
-
         Raises:
             ConfigError, PromptFileError: ``prompts_file`` is unusable.
-            RewardSetupError, RewardInputError: before any image is generated, or if none could be scored.
+            RewardSetupError, RewardInputError: before generating, or if no image could be scored.
             ModelError: no image is finite.
         """
         config = self.config
@@ -159,7 +152,6 @@ class TrainedRun:
     def _score(
         self, rollouts: Sequence[Rollout], prompts: Mapping[PromptId, Prompt], observer: Observer
     ) -> dict[RolloutId, dict[str, float]]:
-        """Scores of the images that could be scored; at least one."""
         texts = {prompt.id: prompt.text for prompt in prompts.values()}
         waiting: list[tuple[list[FinishedRollout], Future[RewardBatch]]] = []
         with build.make_reward_pool(self.config) as rewards:

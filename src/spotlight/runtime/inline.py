@@ -74,11 +74,7 @@ _REASON = {
 
 @dataclass(frozen=True, slots=True)
 class Denoiser:
-    """Runs leases with the weights their purpose asks for.
-
-    Attributes:
-        train_slot: weights of train rollouts and their previews (the algorithm's behaviour policy).
-        evaluation_slot: weights that are evaluated.
+    """Runs leases with the slot their purpose asks for; previews use ``train_slot`` (the behaviour policy).
     """
 
     engine: Engine
@@ -112,7 +108,7 @@ class InlineParts:
     """What the driver works with.
 
     Attributes:
-        lease_size: rollouts per lease over all ranks; a multiple of the number of ranks.
+        lease_size: rollouts per lease; a multiple of the number of ranks.
         grid: (prompts, images per prompt) in the image grids.
     """
 
@@ -130,8 +126,6 @@ class InlineParts:
 
 @dataclass(slots=True)
 class _Scoring:
-    """A batch in the reward pool: all its rollouts, and those scored on this rank."""
-
     rollouts: tuple[Rollout, ...]
     mine: tuple[RolloutId, ...]
     future: Future[RewardBatch]
@@ -292,7 +286,6 @@ class InlineDriver:
                 )
 
     def _progress(self, phase: Phase, rollouts: Sequence[Rollout]) -> Callable[[float], None]:
-        """Report progress in samples, over the phase's leases in this iteration and all ranks."""
         left = self.parts.controller.queue.outstanding_for(rollouts[0].purpose)
         before, total = self._denoised[phase], self._denoised[phase] + left
         self._denoised[phase] = before + len(rollouts) if left > len(rollouts) else 0
@@ -313,9 +306,9 @@ class InlineDriver:
         self._scoring.append(_Scoring(rollouts, names, future, self._lineage))
 
     def _stopping_failure(self) -> bool:
-        """Whether a sample already failed in a way that will stop the run, so that denoising may end early.
+        """Whether a sample already failed so as to stop the run, so that denoising may end early.
 
-        Other scores wait for their turn, so that their arrival time leaves no trace.
+        Other scores wait for their turn, so that arrival times leave no trace.
         """
         if not self._scoring or self.parts.controller.plan.max_drop_share is not None:
             return False
@@ -353,7 +346,6 @@ class InlineDriver:
         self._events.append(ev.EvaluationReported(effect.iteration, effect.lineage))
 
     def _pictures(self, rollouts: Sequence[Rollout]) -> dict[Rollout, Picture]:
-        """Images for the grids, gathered from all ranks."""
         chosen = shown(rollouts, *self.parts.grid)
         told = {
             rollout.id: _encode(self._samples[rollout.id].image)
@@ -413,7 +405,6 @@ class InlineDriver:
             self._events.append(ev.CheckpointCommitted(effect.iteration))
 
     def _account(self) -> None:
-        """Bill the time since the last call."""
         seconds = self.parts.clock.take()
         self.parts.recorder.spend(seconds)
         self._spent.update(seconds)
@@ -432,7 +423,6 @@ def _will_stop(scoring: _Scoring) -> bool:
 
 
 def _brief(detail: str) -> str:
-    """First and last line of a message that may hold a traceback."""
     first, *rest = detail.splitlines()
     return f"{first} ... {rest[-1].strip()}" if rest else first
 

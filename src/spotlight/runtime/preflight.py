@@ -20,12 +20,12 @@ from spotlight.store.store_errors import require_free_bytes
 
 
 def finished_summary(config: RunConfig) -> RunSummary | None:
-    """The summary of a run with no work left; None if work remains.
+    """The summary of a run with no work left, else None.
 
-    Raising a finished run's ``iterations`` or removing its exported adapter leaves work to do.
+    Raising ``iterations`` or removing the exported adapter leaves work.
 
     Raises:
-        StoreError: the run directory belongs to another configuration, cannot be written, or is not a run.
+        StoreError: it belongs to another configuration, cannot be written, or is not a run.
     """
     check_run_directory(config.runs_dir, config.name, dump_config(config), RESUMABLE_KEYS)
     paths = RunPaths(config.runs_dir / config.name)

@@ -211,7 +211,6 @@ class PassiveRecorder:
 
 
 def _save_learner(learner: Learner, directory: Path | None, ranks: Ranks) -> None:
-    """Every rank saves into the main rank's directory."""
     (chosen, *_) = ranks.share(str(directory) if directory else "")
     learner.save(Path(chosen) / LEARNER_FOLDER)
 

@@ -41,8 +41,6 @@ from spotlight.training.sharding import Ranks, process_group
 
 @dataclass(frozen=True, slots=True)
 class _Materials:
-    """What was checked and loaded before the run directory is touched."""
-
     config: RunConfig
     ranks: Ranks
     prompts: build.Prompts
@@ -55,13 +53,13 @@ def train(config: RunConfig, observer: Observer, spent_s: float = 0.0) -> RunRes
     """Run or resume a configuration to its end; a finished run returns at once.
 
     Args:
-        spent_s: seconds spent before this call on process start and imports; billed as set-up.
+        spent_s: seconds before this call (process start, imports), billed as set-up.
 
     Raises:
         ConfigError, PromptFileError, ModelError, RewardSetupError, RewardInputError: before any work.
         StoreError: the run directory or the disk.
-        DeviceMemoryError: the device has too little memory.
-        TrainingError: the learner cannot continue (non-finite gradients).
+        DeviceMemoryError: too little device memory.
+        TrainingError: non-finite gradients.
     """
     clock = PhaseClock(spent_s=spent_s)
     if (summary := finished_summary(config)) is not None:
@@ -176,7 +174,6 @@ def _drive(
 
 
 def _resume(materials: _Materials, newest: Checkpoint | None) -> Controller:
-    """Restore controller and learner from the newest checkpoint, identically on all ranks."""
     config, ranks = materials.config, materials.ranks
     plan = build.plan_of(config, ranks.world)
     (where, *_) = ranks.share(str(newest.directory) if newest else "")

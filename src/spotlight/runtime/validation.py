@@ -56,7 +56,7 @@ class Validation:
     """Scores on held-out prompts at one point of the run.
 
     Attributes:
-        curves: every reward curve by name; ``reward`` is what training maximises.
+        curves: by name; ``reward`` is what training maximises.
         strict: name of the strict curve, if any.
         by_tag: the strict curve (or the reward) by prompt tag.
     """

@@ -41,11 +41,7 @@ _POINTER = re.compile(r"(\d{6,}-iteration-\d+) ([0-9a-f]{64})\n")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint verified byte by byte.
-
-    Attributes:
-        damages: damage found in newer checkpoints, or in the pointer, that were skipped.
-    """
+    """A verified checkpoint; ``damages`` lists damage found in newer ones or the pointer."""
 
     directory: Path
     header: CheckpointHeader
@@ -67,11 +63,10 @@ class CheckpointStore:
     def writer(self, header: CheckpointHeader) -> Iterator[Path]:
         """Yield a directory to write into; leaving the block commits it as the newest checkpoint.
 
-        If the body raises, nothing is committed. Failing to remove an old checkpoint raises too, but only
-        after the new one is committed.
+        If the body raises, nothing is committed. Failing to remove an old checkpoint raises after the commit.
 
         Raises:
-            StoreError: the disk is full or not writable; older checkpoints are untouched.
+            StoreError: the disk is full or not writable; older checkpoints are intact.
         """
         name = f"{self._next_serial():06d}-iteration-{header.iteration:06d}"
         temporary = self._directory / (TEMPORARY_PREFIX + name)
@@ -103,7 +98,7 @@ class CheckpointStore:
         write_atomically(self._directory / LATEST, f"{name} {sha256_of(final / MANIFEST)}\n".encode())
 
     def newest_valid(self) -> Checkpoint | None:
-        """The newest committed checkpoint that is intact; None if there never was one. Modifies nothing.
+        """The newest intact committed checkpoint; None if there never was one. Modifies nothing.
 
         Raises:
             DamagedCheckpointError: checkpoints exist, but all are damaged.

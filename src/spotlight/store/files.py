@@ -18,11 +18,7 @@ def fsync_path(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace ``path`` atomically, also across a power loss.
-
-    Raises:
-        OSError: the disk is full or not writable; ``path`` is unchanged.
-    """
+    """Replace ``path`` atomically, also across a power loss. On OSError it is unchanged."""
     temporary = path.with_name(TEMPORARY_PREFIX + path.name)
     try:
         with temporary.open("wb") as file:

@@ -37,12 +37,7 @@ _PAGE_ASPECT = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """An image of a held-out prompt.
-
-    Attributes:
-        picture: [height, width, 3], sRGB.
-        caption: the prompt.
-    """
+    """One image: [height, width, 3], sRGB; ``caption`` is its prompt."""
 
     picture: NDArray[np.uint8]
     caption: str
@@ -63,17 +58,13 @@ class _Block:
 
 
 def write_grid(paths: RunPaths, iteration: int, tiles: Sequence[Tile], *, columns: int, title: str) -> Path:
-    """Draw one evaluation's grid, and save each image unscaled as a tile.
+    """Draw one evaluation's grid, and save each image unscaled as a tile; returns the grid's path.
 
     Args:
-        tiles: grouped by prompt.
-        columns: images per prompt, side by side.
-
-    Returns:
-        The grid's path.
+        tiles: grouped by prompt; ``columns`` per prompt.
 
     Raises:
-        ValueError: there are no images, or one is not uint8 [height, width, 3].
+        ValueError: no images, or one is not uint8 [height, width, 3].
         StoreError: the disk is full or not writable.
     """
     _require_pictures(tiles)
@@ -91,11 +82,7 @@ def write_grid(paths: RunPaths, iteration: int, tiles: Sequence[Tile], *, column
 
 
 def drop_pictures(paths: RunPaths, *, resume_at: int) -> None:
-    """Remove the images of evaluations from ``resume_at`` on, which a resumed run repeats.
-
-    Raises:
-        StoreError: a file cannot be removed.
-    """
+    """Remove the images of evaluations from ``resume_at`` on. Raises StoreError."""
     tiles = ((path, path.name.split("-")[0]) for path in _tiles_folder(paths).glob("*-*.png"))
     grids = ((path, path.stem.split("-")[1]) for path in paths.images.glob("iteration-*.png"))
     try:
@@ -106,16 +93,12 @@ def drop_pictures(paths: RunPaths, *, resume_at: int) -> None:
 
 
 def drawn_iterations(paths: RunPaths) -> list[int]:
-    """Iterations with stored evaluation images, ascending."""
+    """Iterations with stored images, ascending."""
     return sorted({int(path.name.split("-")[0]) for path in _tiles_folder(paths).glob("*-*.png")})
 
 
 def read_tiles(paths: RunPaths, iteration: int) -> tuple[Tile, ...]:
-    """One evaluation's tiles, in grid order.
-
-    Raises:
-        StoreError: a file is not a tile written by Spotlight.
-    """
+    """One evaluation's tiles, in grid order. Raises StoreError for a file that is not a tile."""
     tiles = []
     for path in sorted(_tiles_folder(paths).glob(f"{iteration:06d}-*.png")):
         try:
@@ -128,10 +111,10 @@ def read_tiles(paths: RunPaths, iteration: int) -> tuple[Tile, ...]:
 
 
 def write_comparison(paths: RunPaths, *, before: int, after: int, title: str) -> Path:
-    """Draw two evaluations side by side, prompt by prompt.
+    """Draw two evaluations side by side.
 
     Raises:
-        StoreError: they share no prompt, or the disk is full or not writable.
+        StoreError: no common prompt, or the disk is full or not writable.
     """
     old_tiles, new_tiles = _by_caption(read_tiles(paths, before)), _by_caption(read_tiles(paths, after))
     pairs = [
@@ -153,10 +136,10 @@ def write_comparison(paths: RunPaths, *, before: int, after: int, title: str) ->
 
 
 def write_progress(paths: RunPaths, iterations: Sequence[int], *, rows: int, title: str) -> Path:
-    """Draw the first image of up to ``rows`` prompts at several iterations, one block per prompt.
+    """Draw the first image of up to ``rows`` prompts at several iterations.
 
     Raises:
-        StoreError: the iterations share no prompt, or the disk is full or not writable.
+        StoreError: no common prompt, or the disk is full or not writable.
     """
     drawn = [_by_caption(read_tiles(paths, iteration)) for iteration in iterations]
     common = [caption for caption in drawn[0] if all(caption in tiles for tiles in drawn)][:rows]
@@ -257,7 +240,6 @@ def _shown(picture: NDArray[np.uint8]) -> Image.Image:
 
 
 def _page(title: str, blocks: Sequence[_Block]) -> Image.Image:
-    """Lay out blocks in a grid of equal cells, slightly wider than tall."""
     text = ImageFont.load_default(_TEXT_PX)
     width = max(sum(cell.picture.width + _GAP for cell in block.cells) - _GAP for block in blocks)
     captions = [_wrap(block.caption, width, text) for block in blocks]
@@ -303,7 +285,7 @@ def _draw_block(
 
 
 def _wrap(text: str, width: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> list[str]:
-    """Break a caption into at most three lines of ``width`` pixels, ending in an ellipsis if cut."""
+    """Break a caption into at most three lines of ``width`` pixels."""
     lines = [""]
     for word in text.split():
         longer = f"{lines[-1]} {word}".strip()

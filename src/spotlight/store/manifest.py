@@ -1,7 +1,6 @@
 """A checkpoint's manifest: its files with size and SHA-256.
 
-``manifest.json`` also has a small header and the SHA-256 of its own text, so any flipped byte, in a file or
-in the manifest, is detected and located.
+``manifest.json`` also carries the SHA-256 of its own text, so any flipped byte is detected and located.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ class CheckpointHeader:
 
     Attributes:
         iteration: first iteration of a resumed run.
-        ledger_position: number of the last ledger record included.
-        config_digest: digest of the configuration that made it.
-        package_version: version of Spotlight that made it.
+        ledger_position: last ledger record included.
     """
 
     iteration: int
@@ -55,10 +52,8 @@ class Damage:
     """A file that does not match its manifest.
 
     Attributes:
-        checkpoint: name of the checkpoint's directory.
-        file: path within it.
-        expected: hash, size or state from the manifest.
-        found: the actual one.
+        checkpoint: name of its directory; ``file`` is relative to it.
+        expected, found: hash, size or state.
     """
 
     checkpoint: str
@@ -77,11 +72,7 @@ def sha256_of(path: Path) -> str:
 
 
 def make_manifest(directory: Path, header: CheckpointHeader) -> CheckpointManifest:
-    """Hash every file of a directory.
-
-    Raises:
-        StoreError: it holds something other than regular files and directories.
-    """
+    """Hash every file. Raises StoreError for anything but regular files and directories."""
     files: dict[str, FileEntry] = {}
     for path in sorted(directory.rglob("*")):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
@@ -126,7 +117,7 @@ def read_manifest(directory: Path) -> CheckpointManifest | Damage:
 
 
 def verify(directory: Path) -> tuple[CheckpointManifest | None, tuple[Damage, ...]]:
-    """Verify every byte of a checkpoint; the manifest is None if it is itself damaged."""
+    """Verify every byte of a checkpoint; the manifest is None if itself damaged."""
     manifest = read_manifest(directory)
     if isinstance(manifest, Damage):
         return None, (manifest,)

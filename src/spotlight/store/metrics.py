@@ -32,8 +32,8 @@ class MetricsRow:
     """One line of ``metrics.jsonl``.
 
     Attributes:
-        samples_trained: samples used in optimizer steps so far.
-        wall_s: seconds of work on the run so far, all attempts together.
+        samples_trained: used in optimizer steps so far.
+        wall_s: seconds of work so far, all attempts together.
         values: by metric name (``train/loss``); non-finite values are written as null.
     """
 
@@ -57,22 +57,17 @@ class Sink(Protocol):
 
 
 class SinkFactory(Protocol):
-    """Opens a sink registered in :data:`spotlight.registry.SINKS`; usually the sink's class.
+    """Opens a sink of :data:`spotlight.registry.SINKS`; usually the sink's class.
 
-    It may offer ``check()``, called before any work, which raises :class:`StoreError` if the sink is
-    unusable.
+    An optional ``check()`` is called before any work; it raises :class:`StoreError` if the sink is unusable.
     """
 
     def __call__(self, paths: RunPaths, *, resume_at: int, **options: Any) -> Sink:
-        """Open the sink for an attempt that starts at iteration ``resume_at``.
-
-        Args:
-            options: the mapping below the sink's name in ``metrics.sinks``.
-        """
+        """Open the sink for iterations from ``resume_at``; ``options`` come from ``metrics.sinks``."""
 
 
 class MetricsWriter:
-    """Appends rows to ``metrics.jsonl`` and to the sinks. Use as a context manager, or :meth:`close` it."""
+    """Appends rows to ``metrics.jsonl`` and the sinks. Use as a context manager, or :meth:`close` it."""
 
     def __init__(self, paths: RunPaths, *, resume_at: int, sinks: tuple[Sink, ...] = ()) -> None:
         """Open for appending; drop rows from iteration ``resume_at`` on, and a truncated last line.
@@ -92,8 +87,7 @@ class MetricsWriter:
     def write(self, row: MetricsRow) -> None:
         """Append a row. It survives a kill; a power loss may lose rows since the last :meth:`sync`.
 
-        Raises:
-            StoreError: the file or a sink cannot be written.
+        Raises StoreError.
         """
         line = _line(row)
         try:
@@ -116,7 +110,7 @@ class MetricsWriter:
                 sink.flush()
 
     def close(self) -> None:
-        """Close the file and every sink, even if closing one of them fails."""
+        """Close the file and every sink, even if one fails."""
         os.close(self._file)
         with self._telling(), ExitStack() as closing:
             for sink in self._sinks:

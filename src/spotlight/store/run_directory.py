@@ -51,7 +51,7 @@ os.register_at_fork(after_in_child=_forget_locks)
 
 
 class RunPaths:
-    """Paths in a run directory, for readers; opens nothing."""
+    """Paths in a run directory; opens nothing."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -71,13 +71,11 @@ class RunPaths:
 
 
 def check_run_directory(root: Path, name: str, config_text: str, may_differ: Collection[str] = ()) -> None:
-    """Raise what :meth:`RunDirectory.open` would raise, without changing anything.
-
-    Lets slow set-up fail early.
+    """Raise what :meth:`RunDirectory.open` would, without changes, so that slow set-up can fail early.
 
     Raises:
-        OtherConfigurationError: the run directory belongs to another configuration.
-        StoreError: it cannot be made or written, or is not a run directory.
+        OtherConfigurationError: it belongs to another configuration.
+        StoreError: it cannot be written, or is not a run directory.
     """
     paths = RunPaths(root / name)
     _require_plain(name)
@@ -104,8 +102,8 @@ class RunDirectory(RunPaths):
 
         Args:
             config_text: the resolved configuration as YAML.
-            may_differ: dotted keys that a resumed run may change; a section's key covers the whole section.
-                The new text then replaces the old.
+            may_differ: dotted keys, or sections, that a resumed run may change; ``config_text`` replaces the
+                old.
 
         Raises:
             RunInUseError: another process works on it.
@@ -158,7 +156,6 @@ def _require_plain(name: str) -> None:
 
 
 def _is_there_or_can_be_made(path: Path) -> bool:
-    """Whether ``path`` exists. Raises StoreError if it neither exists nor can be created."""
     try:
         if path.exists():
             return True

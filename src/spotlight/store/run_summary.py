@@ -18,10 +18,10 @@ class ValidationPoint:
 
     Attributes:
         iteration: iterations trained so far.
-        samples_trained: samples used in optimizer steps so far.
+        samples_trained: used in optimizer steps so far.
         wall_s: seconds of work so far, all attempts together.
-        strict: mean strict score in [0, 1]; None if the rewards have none.
-        graded: mean of the reward that training maximises.
+        strict: in [0, 1]; None if the rewards have no strict score.
+        graded: the reward that training maximises.
     """
 
     iteration: int
@@ -45,12 +45,10 @@ class RunSummary:
     """The keys of ``summary.json``.
 
     Attributes:
-        iterations: trained.
-        validation: by ascending iteration; empty if the run was never evaluated.
-        validation_stderr: standard error of the last validation's mean score (strict if there is one); None
-            for a single image, or none.
+        validation: by ascending iteration; may be empty.
+        validation_stderr: of the last validation's strict score, else the graded one; None below two images.
         wall_s: seconds of work, all attempts together.
-        lora: the adapter's path relative to the run directory; None if none was exported.
+        lora: path relative to the run directory; None if not exported.
     """
 
     iterations: int
@@ -68,7 +66,7 @@ def write_summary(path: Path, summary: RunSummary) -> None:
     """Write atomically.
 
     Raises:
-        StoreError: the disk is full or not writable; an existing summary is unchanged.
+        StoreError: the disk is full or not writable.
         ValueError: a number is not finite.
     """
     content = json.dumps(asdict(summary), indent=2, allow_nan=False) + "\n"
@@ -79,11 +77,7 @@ def write_summary(path: Path, summary: RunSummary) -> None:
 
 
 def read_summary(path: Path) -> RunSummary:
-    """Read what :func:`write_summary` wrote.
-
-    Raises:
-        StoreError: the file is missing or malformed.
-    """
+    """Read ``summary.json``. Raises StoreError if missing or malformed."""
     try:
         fields = json.loads(path.read_bytes())
         samples = fields.pop("samples")

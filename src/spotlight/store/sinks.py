@@ -32,8 +32,8 @@ def check_sinks(chosen: Options) -> None:
     """Check before any work that the sinks can be opened.
 
     Raises:
-        RegistryError: a sink's name is unknown.
-        StoreError: an option is unknown, or a required package is missing.
+        RegistryError: unknown sink.
+        StoreError: unknown option, or missing package.
     """
     for name, options in chosen.items():
         factory = SINKS.load(name)
@@ -59,11 +59,7 @@ class TensorBoard:
     """Event files for ``tensorboard --logdir``; the step is the iteration."""
 
     def __init__(self, paths: RunPaths, *, resume_at: int) -> None:
-        """Open an event file.
-
-        Raises:
-            StoreError: the disk is full or not writable.
-        """
+        """Open an event file. Raises :class:`StoreError` if the disk is full or not writable."""
         purge = SessionLog(status=SessionLog.START)
         try:
             self._writer = EventFileWriter(str(paths.tensorboard))
@@ -88,11 +84,7 @@ class TensorBoard:
 
 
 def require_wandb() -> ModuleType:
-    """Import wandb.
-
-    Raises:
-        StoreError: it is not installed.
-    """
+    """Import wandb. Raises :class:`StoreError` if it is not installed."""
     try:
         return importlib.import_module("wandb")
     except ImportError as error:
@@ -106,13 +98,9 @@ class WeightsAndBiases:
     """A run on wandb.ai, or offline in the run directory, controlled by wandb's environment variables."""
 
     def __init__(self, paths: RunPaths, *, resume_at: int = 0, project: str, entity: str | None) -> None:
-        """Start or resume the W&B run named after the run directory.
+        """Start or resume the W&B run named after the run directory. Raises :class:`StoreError`.
 
-        Args:
-            resume_at: unused; W&B drops rows of steps that it already has.
-
-        Raises:
-            StoreError: the package is not installed.
+        ``resume_at`` is unused: W&B drops rows of steps that it already has.
         """
         self._run = require_wandb().init(
             project=project,
@@ -142,7 +130,7 @@ class WeightsAndBiases:
 
 
 def _lasting_id(path: Path) -> str:
-    """The W&B run's id, stored once, so that a deleted and restarted run gets a new one."""
+    """Stored once, so that a deleted and restarted run gets a new W&B id."""
     if not path.exists():
         write_atomically(path, uuid.uuid4().hex.encode())
     return path.read_text()

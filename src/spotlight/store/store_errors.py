@@ -18,7 +18,7 @@ class StoreError(Exception):
 
 
 class LedgerError(StoreError):
-    """The ledger refused records that break its accounting, or the file is not a Spotlight ledger."""
+    """Records break the ledger's accounting, or the file is not a Spotlight ledger."""
 
 
 class DamagedCheckpointError(StoreError):
@@ -30,15 +30,11 @@ class RunInUseError(StoreError):
 
 
 class OtherConfigurationError(StoreError):
-    """The run directory was made by a configuration that this one cannot continue."""
+    """The run directory belongs to a configuration that this one cannot continue."""
 
 
 def storage_error(what: str, path: Path, error: Exception) -> StoreError:
-    """Convert a failed write into an error with a remedy.
-
-    Args:
-        path: a file or directory on the affected file system.
-    """
+    """Convert a failed write into an error with a remedy; ``path`` is on the affected file system."""
     if is_out_of_space(error, path):
         free_mib = free_bytes(path) / 2**20
         cause = (
@@ -57,8 +53,8 @@ def storage_error(what: str, path: Path, error: Exception) -> StoreError:
 def is_out_of_space(error: Exception, path: Path) -> bool:
     """Whether ``error`` is due to a full disk, quota or file-size limit on ``path``'s file system.
 
-    Libraries that hide the errno (``torch.save``, safetensors) are recognised by the file system having no
-    space left, so call this before cleaning up.
+    Call before cleaning up: errors without errno (``torch.save``, safetensors) are recognised by no space
+    left.
     """
     if isinstance(error, OSError):
         return error.errno in _FULL

@@ -58,9 +58,9 @@ def prepare_model(config: RunConfig, device: torch.device) -> Model:
     """Load the model, and check that it can do what the configuration asks for.
 
     Raises:
-        ModelError: it cannot be loaded, or does not support the image size or the number of steps.
-        ConfigError: its attention heads are not divisible by a degree of sequence parallelism, or the model
-            or device does not support the configured preview shortcuts.
+        ModelError: it cannot be loaded, or does not support the image size or number of steps.
+        ConfigError: attention heads not divisible by a sequence-parallel degree, or preview shortcuts
+            unsupported by model or device.
     """
     size = _size(config)
     family = build.load_family(config, device)

@@ -17,10 +17,9 @@ class Check:
     """One invariant.
 
     Attributes:
-        name: short and stable, for scripts.
         broken: what a row of ``query`` means.
-        query: returns ids of violations (first column). May use ``:finished`` (1 when the last attempt
-            finished the run), ``:group_size`` (NULL if unknown) and ``:staleness_max``.
+        query: returns ids of violations (first column). Parameters: ``:finished`` (1 if the last attempt
+            finished the run), ``:group_size`` (NULL if unknown), ``:staleness_max``.
     """
 
     name: str

@@ -17,11 +17,7 @@ from spotlight.store.run_directory import RunPaths
 
 @dataclass(frozen=True, slots=True)
 class AttemptRecord:
-    """One process that worked on the run.
-
-    Attributes:
-        started_at: seconds since the epoch.
-        ended: None while it runs, or if it died and no later attempt followed.
+    """One process that worked on the run; ``ended`` is None while it runs, or if it died and none followed.
     """
 
     number: int
@@ -33,7 +29,7 @@ class AttemptRecord:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its process exists; a process on another host is assumed alive."""
+        """Whether its process exists; on another host, assumed true."""
         if self.ended is not None:
             return False
         if self.host != socket.gethostname():
@@ -52,13 +48,11 @@ class History:
     """A run's past.
 
     Attributes:
-        undone: ledger records rolled back by all resumes.
+        undone: ledger records rolled back by resumes.
         lost_s: GPU-seconds of lost work.
-        iterations: trained, according to the ledger.
-        preemptions: preempted spot nodes.
-        noticed: preemptions that were announced.
+        preemptions: preempted spot nodes, ``noticed`` of them with notice.
         prices_usd_h: distinct prices per worker-hour, ascending.
-        filled_s: GPU-seconds of otherwise idle time, by the work that filled it.
+        filled_s: GPU-seconds of otherwise idle time.
         incidents: counts by (kind, whether it hit a spot node).
     """
 

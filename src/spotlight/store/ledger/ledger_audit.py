@@ -1,7 +1,7 @@
-"""Offline audit of a run: recount everything from the ledger's rows.
+"""Offline audit: recount a run from its ledger's rows; ``audit_checks.py`` lists the checks.
 
-Every issued rollout is accounted for exactly once, every billed GPU-second has a phase, the database file is
-sound, and the newest checkpoint is intact and within the ledger. ``audit_checks.py`` has the list.
+Every issued rollout has one outcome, every billed GPU-second a phase, the database file is sound, and the
+newest checkpoint is intact and within the ledger.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ class AuditLimits:
     """Limits set by the configuration.
 
     Attributes:
-        group_size: rollouts per group; None requires only that an iteration's groups have equal size.
-        staleness_max: policy versions between generating a sample and the start of the iteration that trains
-            on it; 0 for the synchronous schedule.
+        group_size: None requires only that an iteration's groups have equal size.
+        staleness_max: policy versions from generating a sample to the iteration that trains on it.
     """
 
     group_size: int | None = None
@@ -45,13 +44,7 @@ class AuditLimits:
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A violated check.
-
-    Attributes:
-        check: its name.
-        broken: the violation in words.
-        ids: all affected rollouts, steps, attempts or files.
-    """
+    """A violated check; ``ids`` lists all affected rollouts, steps, attempts or files."""
 
     check: str
     broken: str
@@ -60,11 +53,7 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class AttemptBill:
-    """GPU-seconds of one attempt: billed (start to end, all workers) and accounted for (sum over phases).
-
-    Attributes:
-        ended: None while it runs.
-    """
+    """GPU-seconds of one attempt: billed (start to end, all workers), accounted for (over phases)."""
 
     attempt: int
     ended: Ending | None
@@ -88,10 +77,10 @@ class AuditReport:
     """Result of an audit.
 
     Attributes:
-        finished: whether the last attempt finished the run; if not, rollouts may be in flight.
+        finished: whether the run finished; if not, rollouts may be in flight.
         position: number of the ledger's last record.
-        checkpoint_position: ledger position of the newest intact checkpoint; None without one.
-        filled_s: GPU-seconds of otherwise idle time, by the work that filled it.
+        checkpoint_position: of the newest intact checkpoint; None without one.
+        filled_s: GPU-seconds of otherwise idle time.
         checks: names of all checks made.
     """
 
@@ -198,9 +187,9 @@ def _attempts(connection: sqlite3.Connection) -> tuple[AttemptBill, ...]:
 
 
 def _filled(connection: sqlite3.Connection, bills: tuple[AttemptBill, ...], position: int) -> Violation:
-    """Check that seconds filled up to the newest checkpoint (record ``position``) were billed as work.
+    """Check that seconds filled before the newest checkpoint (record ``position``) were billed as work.
 
-    Later ones are still provisional: a resume may bill them or roll them back.
+    Later ones may still be rolled back.
     """
     ids = []
     for bill in bills:

@@ -43,10 +43,8 @@ class LedgerCounts:
     """Counts over the whole ledger.
 
     Attributes:
-        issued: rollouts issued, by purpose.
-        in_flight: rollouts without an outcome, by purpose.
-        dropped: dropped rollouts of all purposes, by reason.
-        train_dropped: dropped train rollouts, by reason.
+        in_flight: without an outcome.
+        dropped: of all purposes; ``train_dropped``: train rollouts only.
         rejected: commits refused for a stale epoch or as duplicates.
     """
 
@@ -65,10 +63,10 @@ class LedgerCounts:
 
 
 def open_readonly(path: Path) -> sqlite3.Connection:
-    """Open a read-only connection, safe beside a running writer.
+    """Open a read-only connection, safe beside a writer.
 
     Raises:
-        LedgerError: the file is missing, or is not a ledger of a supported version.
+        LedgerError: the file is missing, or no ledger of a supported version.
     """
     if not path.is_file():
         raise LedgerError(f"{path}: no ledger here. Name a run directory that `spotlight train` has made.")
@@ -179,10 +177,9 @@ def gpu_seconds_by_phase(connection: sqlite3.Connection, attempt: int | None = N
 def filled_s(
     connection: sqlite3.Connection, attempt: int | None = None, up_to: int | None = None
 ) -> dict[Filler, float]:
-    """GPU-seconds of otherwise idle time, by the work that filled it; zero entries are absent.
+    """GPU-seconds of otherwise idle time, by what filled it; zero entries are absent.
 
     Args:
-        attempt: None for all.
         up_to: last record number to count; None for all.
     """
     if _integer(connection, "SELECT COUNT(*) FROM sqlite_master WHERE name = 'filled_seconds'") == 0:

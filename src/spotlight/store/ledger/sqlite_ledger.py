@@ -70,10 +70,10 @@ class SqliteLedger:
     """The sole writer of ``ledger.sqlite``. Use as a context manager, or :meth:`close` it."""
 
     def __init__(self, path: Path) -> None:
-        """Open the ledger, creating it if absent.
+        """Open or create the ledger.
 
         Raises:
-            LedgerError: the file is not a ledger of this version.
+            LedgerError: not a ledger of this version.
             StoreError: the file cannot be created or written.
         """
         self._path = path
@@ -113,8 +113,7 @@ class SqliteLedger:
         """Write numbered records in one transaction; on return they are on disk.
 
         Raises:
-            LedgerError: the numbers do not continue :meth:`position`, or the records break the accounting
-                (for example, a second outcome for a rollout).
+            LedgerError: the numbers do not continue :meth:`position`, or the records break the accounting.
             StoreError: the disk is full or not writable.
         """
         if not records:
@@ -146,14 +145,9 @@ class SqliteLedger:
         return self._position
 
     def begin_attempt(self, *, pid: int, host: str, workers: Mapping[WorkerId, float], now_s: float) -> int:
-        """Begin billing this process, and close attempts that died without closing.
+        """Begin billing this process (workers at USD per hour, from ``now_s`` since the epoch).
 
-        A dead attempt ends as ``killed`` at its last billing entry; worker time without a phase is booked as
-        lost.
-
-        Args:
-            workers: price per worker in USD per hour.
-            now_s: seconds since the epoch.
+        Attempts that died end as ``killed`` at their last billing entry; worker time without a phase is lost.
 
         Returns:
             The attempt's number, from 1.
@@ -221,8 +215,8 @@ class SqliteLedger:
     def spend(self, spends: Sequence[GpuSpend], now_s: float) -> None:
         """Bill GPU-seconds, and mark the attempt alive at ``now_s``.
 
-        Call it after appending the records of that work, and right before and after a checkpoint: a rollback
-        to that checkpoint then finds exactly the seconds whose work is lost.
+        Call it after appending the work's records, and right before and after a checkpoint, so that a
+        rollback to it finds exactly the seconds lost.
         """
         attempt = self._current_attempt()
         with self._transaction(f"the GPU seconds of attempt {attempt}"):
@@ -274,17 +268,16 @@ class SqliteLedger:
         return self._attempt
 
     def rollback(self, position: int, attempt: int) -> int:
-        """Delete the records after ``position`` (a checkpoint's), and mark the GPU-seconds they cost as lost.
+        """Delete the records after ``position`` (a checkpoint's); mark the GPU-seconds they cost as lost.
 
         Args:
-            attempt: the attempt that rolls back. Of its own seconds only training is lost: it was billed for
-                a checkpoint that was never committed.
+            attempt: the current one; it loses only training, billed for a checkpoint never committed.
 
         Returns:
             The number of records deleted.
 
         Raises:
-            LedgerError: the ledger does not reach ``position``, or ``position`` lies inside one append.
+            LedgerError: ``position`` is beyond the ledger, or inside one append.
         """
         forgotten = self._position - position
         if position < 0 or forgotten < 0:
