@@ -76,11 +76,7 @@ class Registry(Generic[T]):
                 )
 
     def load(self, name: str) -> T:
-        """Import the object registered under a name.
-
-        Raises:
-            RegistryError: as :meth:`locate`, or the import failed.
-        """
+        """Import the object registered under a name. Raises RegistryError."""
         place = self.locate(name)
         if name in self.built_in:
             return cast(T, resolve(place))
@@ -97,7 +93,7 @@ class Registry(Generic[T]):
 
         Args:
             besides: additional valid values.
-            without: registered names that have keys of their own.
+            without: names that have keys of their own.
         """
 
         def check(name: str) -> str:
@@ -110,11 +106,7 @@ class Registry(Generic[T]):
         return check
 
     def expected(self, *besides: str) -> str:
-        """The known names as text, for error messages.
-
-        Args:
-            besides: additional valid values, listed first.
-        """
+        """The known names as text, for error messages; ``besides`` are listed first."""
         *names, last = map(repr, (*besides, *self))
         known = f"{', '.join(names)} or {last}" if names else last
         return f"{known} (an installed package can add one: entry points {self.group})"

@@ -25,7 +25,7 @@ def python() -> Iterator[Finding]:
 
 
 def packages() -> Iterator[Finding]:
-    """Every requirement of the distribution against what is installed; the two main ones are always shown."""
+    """Every requirement of the distribution; the two main ones are always shown."""
     from packaging.requirements import Requirement
 
     try:

@@ -34,10 +34,7 @@ _OURS = (
 
 
 def ours() -> tuple[type[Exception], ...]:
-    """Spotlight's error classes in modules imported so far.
-
-    Only an imported module can have raised one, so nothing needs importing.
-    """
+    """Spotlight's error classes in modules imported so far; no other can have been raised."""
     return tuple(getattr(sys.modules[module], name) for module, name in _OURS if module in sys.modules)
 
 

@@ -33,7 +33,7 @@ def rewards() -> None:
 
 
 def registered_rewards() -> Iterator[tuple[str, str, str]]:
-    """(name, first sentence of its documentation, parameters with defaults) of every registered reward."""
+    """(name, first sentence of documentation, parameters with defaults) per reward."""
     import importlib
     import inspect
 

@@ -13,7 +13,7 @@ RUNS = Path("runs")
 
 
 def find_run(text: str) -> Path:
-    """The run directory named by ``text``; if there is none, list the existing ones and exit."""
+    """The run directory named by ``text``; otherwise list the existing ones and exit."""
     from spotlight.store.run_directory import RunPaths
 
     for path in (Path(text), RUNS / text):

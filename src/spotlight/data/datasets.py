@@ -27,7 +27,7 @@ class Prompts:
 
     @property
     def shared(self) -> int:
-        """Number of held-out prompts also trained on; they inflate validation scores."""
+        """Held-out prompts also trained on; they inflate validation scores."""
         trained = {prompt.text for prompt in self.train}
         return sum(prompt.text in trained for prompt in self.test)
 
@@ -66,8 +66,8 @@ def load_prompts(config: RunConfig) -> Prompts:
     """Read the prompt files.
 
     Raises:
-        ConfigError: a file cannot be read, or holds too few held-out prompts.
-        PromptFileError: malformed lines, by number, or a tag that no line has.
+        ConfigError: unreadable file, or too few held-out prompts.
+        PromptFileError: malformed lines, by number, or an unknown tag.
     """
     tags, wanted = config.data.tags, config.evaluation.prompts
     train = read_prompts("data.train", config.data.train, TRAIN_PROMPTS, tags)
@@ -84,9 +84,9 @@ def load_prompts(config: RunConfig) -> Prompts:
 
 
 def evenly_spaced(prompts: Sequence[Prompt], count: int | None) -> tuple[Prompt, ...]:
-    """``count`` prompts spread over the file, in order; all if None or more than there are.
+    """``count`` prompts spread over the file, in order; all if None or too few.
 
-    Files are often sorted by tag, so the first few would all have the same one.
+    Files are often sorted by tag, so the first few would share one.
     """
     kept = len(prompts) if count is None else min(count, len(prompts))
     return tuple(prompts[index * len(prompts) // kept] for index in range(kept))

@@ -1,7 +1,7 @@
 """Parse prompts: one per line, or one JSON object per line in GenEval's metadata format.
 
-Pure: the caller reads the file. Nothing is skipped or repaired; all bad lines are reported together. A
-prompt's id is a hash of its text and metadata, independent of file and order.
+Pure. Nothing is skipped or repaired; all bad lines are reported together. A prompt's id hashes its text and
+metadata, independent of file and order.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def parse_prompts(text: str, source: str, format: PromptFormat = "auto") -> list
 
     Args:
         text: the file's content; empty lines are ignored.
-        source: the file's name, for messages and for ``auto``.
-        format: ``txt`` (one prompt per line, no metadata), ``jsonl`` (one object per line; key ``prompt`` is
-            the text, all others are metadata, among them GenEval's ``tag``, ``include`` and ``exclude``), or
-            ``auto``: by file extension, else jsonl if the text begins with ``{``.
+        source: the file's name, for messages and ``auto``.
+        format: ``txt`` (one prompt per line), ``jsonl`` (objects with the text as ``prompt``; other keys,
+            such as GenEval's ``tag``, ``include`` and ``exclude``, are metadata), or ``auto``: by extension,
+            else jsonl if the text begins with ``{``.
 
     Raises:
-        PromptFileError: no prompts, malformed lines (up to ten are listed), or a duplicate prompt.
+        PromptFileError: no prompts, malformed lines (up to ten are listed), or a duplicate.
     """
     lines = [
         _Line(number, line.strip())
@@ -149,7 +149,7 @@ def _prompt(text: str, metadata: Mapping[str, object]) -> Prompt:
 
 
 def _require_geneval(record: Mapping[str, object]) -> None:
-    """Check the form of GenEval's keys, where present; the reward checks the class names."""
+    """Check the form of GenEval's keys; the reward checks class names."""
     tag = record.get("tag", "")
     if not isinstance(tag, str):
         raise _BadLineError(

@@ -1,7 +1,7 @@
 """Prefix errors of configuration-free code with the configuration section.
 
-Such code begins its messages with the setting's own name (``height is 33; expected ...``), the last part of
-the key. Callers that pass configured values know the section.
+Such code begins messages with a setting's own name (``height is 33; expected ...``); callers know the
+section.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from spotlight.models.model_errors import ModelError
 def under(section: str) -> Iterator[None]:
     """Prefix errors with ``section.``: ``rollout.height is 33; expected ...``.
 
-    Use it only around calls whose every ModelError and PromptFileError begins with a setting's name.
+    Every ModelError and PromptFileError of the block must begin with a setting's name.
     """
     try:
         yield

@@ -24,11 +24,10 @@ _PNG_SHARE = 0.6  # of the raw bytes for photographs; images with few colours co
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Memory or disk of one part.
+    """One part; ``formula`` gives ``bytes``.
 
     Attributes:
-        formula: how ``bytes`` was computed.
-        when: the phase in which the part is allocated on the device, or ``host`` for CPU memory.
+        when: the phase that allocates it on the device, or ``host`` for CPU memory.
     """
 
     part: str
@@ -40,9 +39,9 @@ class Estimate:
 def memory_parts(
     config: RunConfig, model: ModelSizes, layout: FamilyLayout, trained: int, text_tokens: int
 ) -> tuple[Estimate, ...]:
-    """Memory of one unsharded process (FSDP shards weights, gradients and Adam over ranks).
+    """Memory of one unsharded process (FSDP shards weights, gradients and Adam).
 
-    With ``pipeline.trainers_generate``, memory of a learner's GPU: a rank and the worker beside it.
+    With ``pipeline.trainers_generate``, of a learner's GPU: a rank and the worker beside it.
     """
     tokens = model.image_tokens(config.rollout.height, config.rollout.width) + text_tokens
     weights = tuple(_weights(config, model, trained))
@@ -57,7 +56,7 @@ def memory_parts(
 
 
 def _with_worker(parts: Sequence[Estimate], weights: Sequence[Estimate]) -> tuple[Estimate, ...]:
-    """Both stay on the GPU, because neither process returns allocated memory to the other."""
+    """Both stay on the GPU; neither process returns allocated memory to the other."""
     mine = [part for part in parts if part.when != "rollout"]
     held = [part for part in weights if part.when == "always"]
     rolls_out = [part for part in parts if part.when == "rollout"]
@@ -171,7 +170,7 @@ def _samples(config: RunConfig, model: ModelSizes) -> Iterator[Estimate]:
 
 
 def checkpoint_parts(config: RunConfig, trained: int | None) -> list[Estimate]:
-    """Disk for checkpoints and export: exact. Empty if the number of trained parameters is unknown."""
+    """Disk for checkpoints and export, exact; empty if ``trained`` is None."""
     if trained is None:
         return []
     copies = 3 + weight_copies(config)
@@ -187,7 +186,7 @@ def checkpoint_parts(config: RunConfig, trained: int | None) -> list[Estimate]:
 
 
 def disk_parts(config: RunConfig, trained: int | None, evaluations: int, images: int) -> tuple[Estimate, ...]:
-    """Disk of the run directory at the end of the run."""
+    """Disk of the finished run directory."""
     evaluation, rollout = config.evaluation, config.rollout
     parts = checkpoint_parts(config, trained)
     shown = min(math.prod(evaluation.grid), images)

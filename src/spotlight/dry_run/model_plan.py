@@ -41,12 +41,11 @@ class ModelSizes(TransformerSizes):
     """What memory and time depend on.
 
     Attributes:
-        layers: blocks of the DiT.
-        width: of the DiT's hidden states.
+        layers, width: of the DiT.
         channels: of the packed latents.
-        patch_px: side of the square of pixels that becomes one token.
+        patch_px: side in pixels of one token.
         vae_parameters: of encoder and decoder.
-        vae_width: channels of the VAE's outermost layers.
+        vae_width: channels of the outermost layers.
         text_encoder_parameters: 0 if not downloaded yet.
     """
 
@@ -82,20 +81,19 @@ def read_sizes(config: RunConfig) -> ModelSizes | NotHere:
     """The configured pipeline's sizes.
 
     Raises:
-        ModelError: the directory is missing, incomplete or of another pipeline class.
+        ModelError: missing, incomplete or another pipeline class.
     """
     files = _locate(config, ("transformer", "vae"))
     return files if isinstance(files, NotHere) else _sizes(files, layout_of(config))
 
 
 def read_transformer(config: RunConfig) -> TransformerSizes | NotHere:
-    """The configured DiT's sizes, from its headers alone. Raises ModelError as :func:`read_sizes`."""
+    """As :func:`read_sizes`, for the DiT alone."""
     files = _locate(config, ("transformer",))
     return files if isinstance(files, NotHere) else _transformer(files)
 
 
 def _locate(config: RunConfig, parts: Sequence[str]) -> PipelineFiles | NotHere:
-    """The pipeline's local files; for a hub model, at least ``parts``."""
     model, layout = config.model, layout_of(config)
     path = str(PIPELINE_DIR) if model.path == TESTBED else model.path
     if not Path(path).expanduser().exists() and path.count("/") == 1 and not path.startswith((".", "/", "~")):
@@ -111,7 +109,6 @@ def _locate(config: RunConfig, parts: Sequence[str]) -> PipelineFiles | NotHere:
 
 
 def _cached(hub_id: str, revision: str | None, parts: Sequence[str]) -> Path | None:
-    """Local snapshot of a hub model with these parts in the cache."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 

@@ -28,19 +28,17 @@ from spotlight.store.metrics import read_metrics
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """DiT passes per iteration (``evaluation``: per evaluation), counted per sample.
+    """DiT passes per iteration (``evaluation``: per evaluation).
 
     Attributes:
-        rollout: forwards of the denoising steps.
-        previews: forwards of all previews that exploration may request, spare prompts aside; a planner
-            requests fewer. Those with ``exploration.step_cache`` count in full.
-        policy: forwards of the trained weights that build a graph.
-        backward: backward passes; each costs about two forwards.
-        recomputed: forwards repeated in the backward pass by ``learner.gradient_checkpointing``.
-        old: forwards of the old policy (of GRPO-Guard after a batch's first update).
+        rollout: forwards of denoising.
+        previews: upper bound without spare prompts; those with ``exploration.step_cache`` count in full.
+        policy: forwards of the trained weights, with a graph.
+        backward: each costs about two forwards.
+        recomputed: forwards repeated by ``learner.gradient_checkpointing``.
+        old: of the old policy (GRPO-Guard: after a batch's first update).
         reference: forwards of the starting model.
-        old_log_probs: forwards for the ratio's denominator after a batch's first update.
-        evaluation: forwards of one evaluation.
+        old_log_probs: for the ratio's denominator after a batch's first update.
     """
 
     rollout: int
@@ -68,15 +66,12 @@ class RunPlan:
         samples: rollouts trained per iteration if none is dropped.
         trained_timesteps: forward/backward passes per sample.
         guidance: forwards per velocity: 2 with true classifier-free guidance.
-        optimizer_steps: of the whole run.
-        evaluations: of the whole run.
+        optimizer_steps, evaluations: of the whole run.
         evaluation_images: per evaluation.
-        train_prompts: in the file, after ``data.tags``.
+        train_prompts: after ``data.tags``.
         notes: warnings about the prompts.
-        model: sizes, or why they are unknown.
-        parameters_trained: None if the model's sizes are unknown.
-        memory: by part; empty if unknown.
-        disk: by part; without checkpoints if the model's sizes are unknown.
+        model: sizes, or why they are unknown; then ``parameters_trained`` is None, ``memory`` empty, and
+            ``disk`` lacks checkpoints.
         seconds_per_iteration: median measured in this run's directory; None before.
     """
 
@@ -101,12 +96,11 @@ def make_plan(config: RunConfig) -> RunPlan:
     """Plan a run.
 
     Raises:
-        ConfigError: a prompt file cannot be read or has too few held-out prompts, or the model does not
-            support the block reuse configured for previews.
+        ConfigError: unreadable prompt file, too few held-out prompts, or block reuse configured for previews
+            that the model does not support.
         PromptFileError: missing or malformed prompts.
         RewardSetupError: a reward's name is unknown or reserved; imports nothing.
-        ModelError: the model directory is unusable, a LoRA target matches nothing, or the image size is
-            unsupported.
+        ModelError: unusable model directory, LoRA target without match, or unsupported image size.
     """
     make_reward_specs(config)  # raises
     prompts = load_prompts(config)
@@ -175,7 +169,7 @@ def _preview_passes(config: RunConfig) -> int:
 
 
 def text_tokens(config: RunConfig, prompts: Prompts) -> int:
-    """Estimated tokens of the longest prompt: two per word plus the template's, up to the maximum length."""
+    """Estimated longest prompt: two tokens per word plus the template's, up to the maximum."""
     words = max(len(prompt.text.split()) for prompt in (*prompts.train, *prompts.test))
     return min(2 * words + 6, config.model.max_text_tokens)
 

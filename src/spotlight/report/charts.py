@@ -25,8 +25,7 @@ class Series:
 
     Attributes:
         x: ascending.
-        y: same length as ``x``.
-        stderr: half widths of the band, same length; None draws no band.
+        stderr: half widths of the band; None draws no band.
     """
 
     name: str
@@ -42,8 +41,6 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """Maps data to pixels."""
-
     x: tuple[float, ...]
     y: tuple[float, ...]
 
@@ -58,10 +55,7 @@ class _Frame:
 
 
 def line_chart(series: Sequence[Series], *, title: str, x_label: str, y_label: str) -> str:
-    """Draw curves into one frame.
-
-    Returns:
-        An SVG document, 680 x 340, with its own background (legible on light and dark pages).
+    """Draw curves into one frame: an SVG document, 680 x 340, legible on light and dark pages.
 
     Raises:
         ValueError: no finite value.
@@ -122,7 +116,6 @@ def _coloured(series: Sequence[Series]) -> Iterator[tuple[Series, str]]:
 
 
 def _stretches(one: Series) -> Iterator[list[tuple[float, float, float]]]:
-    """Contiguous pieces of the curve between gaps."""
     for finite, stretch in groupby(_points(one), key=lambda point: math.isfinite(point[1])):
         if finite:
             yield list(stretch)
@@ -193,7 +186,6 @@ def _text(
 
 
 def _number(value: float, among: Sequence[float]) -> str:
-    """A tick's label, with enough digits to distinguish it from its neighbours."""
     step = among[1] - among[0]
     if max(abs(among[0]), abs(among[-1])) >= 1e5 or step < 1e-4:
         return f"{value:.3g}"

@@ -24,11 +24,7 @@ _PLURALS = {"worker crash": "worker crashes", "loss of the learner": "losses of 
 
 
 def print_final_screen(console: Console, run: RunRecord, card: Path | None) -> None:
-    """Print the closing screen.
-
-    Args:
-        card: the model card, if written.
-    """
+    """Print the closing screen; ``card`` is the model card, if written."""
     head = (
         f"{run.config.name}: {plural(run.history.iterations, 'iteration')}, "
         f"{count(run.history.counts.trained)} samples trained, "
@@ -80,7 +76,7 @@ def in_noise(change: ValidationChange) -> str:
 
 
 def curve_table(run: RunRecord) -> Table:
-    """The validation curve, one row per evaluation (every second, third, ... if there are many)."""
+    """The validation curve, thinned if long."""
     table = Table(box=None, pad_edge=True)
     for name in ("iteration", "samples", "time", *run.curves):
         table.add_column(name, justify="right")

@@ -25,8 +25,8 @@ def loading_snippet(
     """Python that generates an image with the trained weights, without Spotlight.
 
     Args:
-        weights: the LoRA's file or folder, or a full fine-tune's merged pipeline folder.
-        merged: whether ``weights`` is a whole pipeline; default: true for a full fine-tune.
+        weights: the LoRA's file or folder, or a merged pipeline's folder.
+        merged: default: true for a full fine-tune.
     """
     lora = config.learner.mode == "lora" if merged is None else not merged
     pipeline = FAMILIES.load(config.model.family).pipeline_class

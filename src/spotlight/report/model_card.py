@@ -37,11 +37,7 @@ _CHARTS = (
 
 
 def write_card(run: RunRecord) -> Path:
-    """Write the card of a run with at least one validation; returns the README's path.
-
-    Raises:
-        StoreError: the folder cannot be written.
-    """
+    """Write the card of a run with a validation; returns the README's path. Raises StoreError."""
     folder = run.paths.path / CARD_FOLDER
     try:
         folder.mkdir(exist_ok=True)
@@ -55,12 +51,7 @@ def write_card(run: RunRecord) -> Path:
 
 
 def card_text(run: RunRecord, pictures: list[str], charts: list[str]) -> str:
-    """The card's Markdown.
-
-    Args:
-        pictures: file names of the gallery, in the card's folder.
-        charts: file names of the curves.
-    """
+    """The card's Markdown; ``pictures`` and ``charts`` are file names in its folder."""
     sections = [
         f"---\n{yaml.safe_dump(_front_matter(run), sort_keys=False)}---",
         f"# {run.config.name}",

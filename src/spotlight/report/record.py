@@ -31,11 +31,7 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class ValidationRow:
-    """Scores on held-out prompts at one point of the run.
-
-    Attributes:
-        scores: by curve: ``strict`` (if any), ``graded``, ``tag/counting``, ...
-    """
+    """Scores on held-out prompts at one point of the run, by curve: ``graded``, ``tag/counting``, ..."""
 
     iteration: int
     samples_trained: int
@@ -77,8 +73,8 @@ class RunRecord:
     """The content of a run directory.
 
     Attributes:
-        rows: the rows of trained iterations.
-        weights: folder of the LoRA or the merged pipeline; None before export.
+        rows: of trained iterations.
+        weights: folder of the LoRA or merged pipeline; None before export.
     """
 
     paths: RunPaths
@@ -116,8 +112,8 @@ def read_run(directory: Path) -> RunRecord:
     """Read a run directory, safe beside a running process.
 
     Raises:
-        StoreError: it is not a run directory, or part of it cannot be read.
-        ConfigError: its configuration is of another version.
+        StoreError: not a run directory, or unreadable.
+        ConfigError: configuration of another version.
     """
     paths = RunPaths(directory)
     if not paths.config.is_file():

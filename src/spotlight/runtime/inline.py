@@ -74,8 +74,7 @@ _REASON = {
 
 @dataclass(frozen=True, slots=True)
 class Denoiser:
-    """Runs leases with the slot their purpose asks for; previews use ``train_slot`` (the behaviour policy).
-    """
+    """Runs leases with their purpose's slot; previews use ``train_slot`` (the behaviour policy)."""
 
     engine: Engine
     slots: WeightSlots

@@ -135,7 +135,7 @@ def read_scenario(name: str, overrides: Sequence[str], trace: Path | None, seed:
 
 
 def chosen_strategies(file: ScenarioFile, wanted: Sequence[str]) -> tuple[str, ...]:
-    """The requested strategies, else the scenario's. Raises :class:`ConfigError` for an unknown one."""
+    """The requested strategies, else the scenario's. Raises :class:`ConfigError` if unknown."""
     from spotlight.config.errors import ConfigError
     from spotlight.planning.scenarios.strategies import UnknownStrategyError, strategy_named
 
@@ -201,7 +201,7 @@ def _print(prepared: Prepared, compared: Sequence[ComparedStrategy], now: dateti
 
 
 def wide_console() -> Console:
-    """The terminal's console; if the output is not a terminal, one wide enough for a whole table."""
+    """A console wide enough for a whole table, if the output is not a terminal."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=140)
 

@@ -253,7 +253,6 @@ def _notices(numbers: TraceStatistics) -> str:
 
 
 def _time(seconds: float) -> str:
-    """``42 s``, ``12 min``, ``3.2 h``."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,7 +1,6 @@
 """Progress display: live bars on a terminal, one line per event elsewhere.
 
-Drawing never slows the run: events only set fields. On a terminal a thread redraws twice per second;
-elsewhere long phases print a line every half minute.
+Drawing never slows the run: events only set fields, and a thread redraws twice per second.
 """
 
 from __future__ import annotations
@@ -37,12 +36,11 @@ class Facts:
     """The run's state so far.
 
     Attributes:
-        total: iterations of the whole run.
         done: iterations trained, including earlier attempts.
-        begun: iterations already trained when this attempt began; None before its first.
-        work: (phase, units done, total units) of the current phase.
-        work_since, work_from, work_at: time and units of the phase's first report, and time of the latest.
-        first, last: validations; ``first`` is this attempt's first.
+        begun: iterations trained before this attempt; None before its first.
+        work: (phase, units done, total units).
+        work_since, work_from: time and units of the phase's first report; ``work_at``: time of the latest.
+        first, last: this attempt's validations.
     """
 
     total: int
@@ -67,24 +65,24 @@ class Facts:
 
     @property
     def seconds_per_iteration(self) -> float:
-        """Mean over this attempt, evaluations included; NaN until two iterations are done."""
+        """Mean over this attempt, evaluations included; NaN before two iterations."""
         if self.begun is None or self.done <= self.begun:
             return math.nan
         return (time.monotonic() - self.trained_since) / (self.done - self.begun)
 
     @property
     def left_s(self) -> float:
-        """Estimated seconds left at this attempt's rate; NaN if unknown."""
+        """Estimated seconds left; NaN if unknown."""
         return (self.total - self.done) * self.seconds_per_iteration
 
     @property
     def cost_usd(self) -> float:
-        """The latest reported cost of the run; before any report, this attempt's."""
+        """Latest reported cost of the run, else this attempt's."""
         return self.elapsed_s * self.price_usd_h / 3600 if self.billed_usd is None else self.billed_usd
 
     @property
     def rate(self) -> float:
-        """Units of the current phase per second; NaN at its beginning."""
+        """Units of the phase per second; NaN at its beginning."""
         if self.work is None:
             return math.nan
         # From the first report to the latest, because the first unit's start time is unknown.
@@ -111,7 +109,7 @@ class Facts:
 
 
 class RunProgress:
-    """Base of both displays; an ``Observer`` of the run. Use as a context manager."""
+    """An ``Observer`` of the run; base of both displays. Use as a context manager."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
@@ -188,7 +186,7 @@ class PlainProgress(RunProgress):
 
 
 class LiveProgress(RunProgress):
-    """Live progress bars; notes and validations stay above them."""
+    """Live progress bars below notes and validations."""
 
     def __init__(self, facts: Facts, console: Console) -> None:
         super().__init__(facts)
@@ -247,7 +245,7 @@ class LiveProgress(RunProgress):
 
 
 def make_progress(config: RunConfig, plain: bool) -> RunProgress:
-    """The display suited to the output; silent on all ranks but the first."""
+    """The display suited to the output; silent on ranks other than the first."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     facts = Facts(config.iterations, config.fleet.price_usd_h * world)
     if int(os.environ.get("RANK", "0")) > 0:
@@ -266,7 +264,7 @@ def scores(row: Mapping[str, float]) -> str:
 
 
 def gained(first: Mapping[str, float], last: Mapping[str, float]) -> str:
-    """``strict 0.487 -> 0.781``, or the scores alone at the first validation."""
+    """``strict 0.487 -> 0.781``, or the first validation's scores."""
     if first is last:
         return scores(last)
     return "  ".join(
@@ -277,7 +275,7 @@ def gained(first: Mapping[str, float], last: Mapping[str, float]) -> str:
 
 
 def training(row: Mapping[str, float]) -> str:
-    """``reward 0.734 loss 0.0123 grad_norm 0.81``, as far as the row has them."""
+    """``reward 0.734 loss 0.0123 grad_norm 0.81``."""
     shown = {"reward": "rollout/reward", "loss": "train/loss", "grad_norm": "train/grad_norm"}
     return "  ".join(f"{name} {row[key]:.4g}" for name, key in shown.items() if key in row)
 

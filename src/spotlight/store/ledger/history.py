@@ -17,8 +17,7 @@ from spotlight.store.run_directory import RunPaths
 
 @dataclass(frozen=True, slots=True)
 class AttemptRecord:
-    """One process that worked on the run; ``ended`` is None while it runs, or if it died and none followed.
-    """
+    """One process that worked on the run; ``ended`` is None while it runs, or if it died last."""
 
     number: int
     pid: int
