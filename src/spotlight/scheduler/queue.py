@@ -235,8 +235,7 @@ class PullQueue:
     # -- work back -------------------------------------------------------------------------------------
 
     def advance(self, lease: LeaseId, epoch: int, steps: int, now: float) -> CommitVerdict:
-        """Record that all open rollouts of a lease are durable ``steps`` steps after its start; renew the
-        lease.
+        """Record a lease's open rollouts as durable ``steps`` steps after its start; renew the lease.
 
         A rollout that would reach its end keeps its step: it is finished, only the completion was lost, and
         no intermediate state was committed.

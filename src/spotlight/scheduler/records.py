@@ -50,8 +50,10 @@ class SampleFinished:
 
 @dataclass(frozen=True, slots=True)
 class SampleScored:
-    """Rewards of a sample; ``scores`` is never empty: :data:`REWARD` is the total, others are parts
-    (``strict``, ...).
+    """Rewards of a sample.
+
+    Attributes:
+        scores: never empty; :data:`REWARD` is the total, others are parts (``strict``, ...).
     """
 
     rollout: RolloutId

@@ -65,8 +65,9 @@ class Fidelity:
 
     @property
     def judged(self) -> float | None:
-        """The estimate for decisions: by slope, since one iteration's estimate by design is mostly noise and
-        only serves to check the slope's on average.
+        """The estimate for decisions: by slope if known.
+
+        One iteration's estimate by design is mostly noise; it serves to check the slope's on average.
         """
         return self.tau if self.tau_by_slope is None else self.tau_by_slope
 

@@ -50,10 +50,11 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """Outcome of an iteration's exploration; ``arm`` None: none was played, ``contrast`` None: not
-    measurable.
+    """Outcome of an iteration's exploration.
 
     Attributes:
+        arm: None: none was played.
+        contrast, fidelity: None: not measurable.
         chosen: groups, out of ``prompts`` explored, whose seeds were selected by previews.
     """
 

@@ -73,9 +73,7 @@ class ExploredGroup:
         )
 
     def weights(self) -> dict[int, float]:
-        """Importance weights by seed that make the group mean unbiased for the pool mean; empty if
-        impossible.
-        """
+        """Importance weights by seed for an unbiased estimate of the pool mean; empty if impossible."""
         if self.inclusion is None:
             return {}
         share = len(self.seeds) / self.pool
