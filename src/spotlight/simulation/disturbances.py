@@ -72,5 +72,6 @@ class TimingNoise:
         """
         if not self._deviation:
             return 1.0
+        # inv_cdf needs a value strictly between 0 and 1.
         uniform = max(self._random.random(), 1e-300) ** (1 / count)
         return math.exp(self._deviation * _NORMAL.inv_cdf(min(uniform, _BELOW_ONE)))

@@ -300,6 +300,7 @@ class Simulation:
 
     def _arrive(self, worker: WorkerId, obey: Callable[..., None], effect: ef.Effect) -> None:
         process = self.workers.processes.get(worker)
+        # A frozen process acts once it resumes; ``stop`` itself picks a member that is not frozen.
         if process is not None and process.frozen_until_s > self.now and obey != self.workers.stop:
             self.after(process.frozen_until_s - self.now + 1e-3, self._arrive, worker, obey, effect)
         else:

@@ -1,10 +1,10 @@
 """Rewards of simulated samples: seeded numbers with measured rank correlations.
 
 A seed has a standard normal quality, which its regenerated reward shows exactly. A preview of T of S steps
-shows it with correlation 1 - (1 - T/S) ** e, and previews under weights one iteration old with slightly less.
-e = 1.66 fits the testbed's ODE rollouts (.42, .58, .68, .76, .90 at 3, 4, 5, 6 and 8 of 10 steps; formula:
-.45, .57, .68, .78, .93), e = 0.82 its full-SDE rollouts on one Brownian path (.38, .43, .52, .72 at 4, 5, 6
-and 8; formula: .34, .43, .53, .73).
+shows it with correlation 1 - (1 - T/S) ** e, slightly less under weights one iteration old. e = 1.66 fits the
+testbed's ODE rollouts (.42, .58, .68, .76, .90 at 3, 4, 5, 6 and 8 of 10 steps; formula: .45, .57, .68, .78,
+.93), e = 0.82 its full-SDE rollouts on one Brownian path (.38, .43, .52, .72 at 4, 5, 6 and 8; formula: .34,
+.43, .53, .73).
 
 Prompts differ in mean and spread of rewards; some have no spread. Learning is not simulated.
 

@@ -1,10 +1,10 @@
 """The workers' side of the protocol in virtual time, with the obligations of a real worker.
 
 - It obeys only commands of its own process epoch, group commands above the highest group epoch received, and
-  weight pulls newer than the last one ordered.
-- It commits progress by value before reporting it, and pulls again when it has nothing to do.
-- An abandoned lease ends at the next step boundary. A group that is to stop first commits its progress;
-  survivors of a broken group do so too.
+  weight pulls not older than the last one ordered.
+- It commits progress by value before reporting it, and pulls again when idle.
+- An abandoned lease ends at the next step boundary. A stopped group first commits its progress; so do
+  survivors of a broken group.
 """
 
 from __future__ import annotations
@@ -418,6 +418,7 @@ class VirtualWorkers:
         if run is None:
             return
         if run.chunk and run.step_s > 0:
+            # Rounding must not lose a step that ends at this moment.
             steps = int((self.host.now - run.chunk_start_s) / run.step_s + 1e-9)
             run.done += min(steps, run.chunk)
         run.chunk, run.turn = 0, run.turn + 1

@@ -1,10 +1,9 @@
 """Azure: scheduled events that end the processes of this VM.
 
 https://learn.microsoft.com/azure/virtual-machines/linux/scheduled-events. Polled every second, as Azure
-advises (a Spot VM is evicted 30 s after the event appears). The first response may take two minutes because
-it enables the service. All VMs of a scale set or availability set see all events, so they are matched by this
-VM's name. An event that vanishes was cancelled; one that finished has ended the VM. Freeze is ignored: it
-pauses a VM for seconds.
+advises: a Spot VM is evicted 30 s after the event appears. The first response enables the service, which may
+take two minutes. Events concern all VMs of a scale or availability set and are matched by this VM's name. One
+that vanishes was cancelled; one that finished has ended the VM. Freeze is ignored: it lasts seconds.
 """
 
 from __future__ import annotations

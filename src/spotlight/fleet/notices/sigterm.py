@@ -1,8 +1,8 @@
 """SIGTERM as a notice: Kubernetes and SLURM send it, with a known grace period.
 
-The handler only notes the time and writes a byte to a pipe, so it is async-signal-safe and works with the
-watcher's loop in another thread. It can only be set in the main thread. While it is set, SIGTERM does not end
-the process: the drain does, or SIGKILL after the grace period.
+The handler only notes the time and writes a byte to a pipe, so it is safe at any moment and works with the
+watcher's loop in another thread. Only the main thread can set it. While set, SIGTERM does not end the
+process: the drain does, or SIGKILL after the grace period.
 """
 
 from __future__ import annotations

@@ -26,8 +26,7 @@ class ProfiledWorkload:
         pixels: height times width.
         trained_timesteps: per sample and optimizer step.
         guidance: classifier-free: two forwards per step, in rollouts and in training.
-        recomputes_log_probs: the learner evaluates every trained timestep once more before the first update.
-        learner_gpu: GPU type of the learner.
+        recomputes_log_probs: one more evaluation of every trained timestep before the first update.
         timesteps_per_pass: trained in one forward and backward, which share its fixed cost.
         resident: GPUs that train and roll out keep both working sets in memory and switch for free.
     """

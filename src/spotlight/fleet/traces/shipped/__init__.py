@@ -1,7 +1,7 @@
-"""Spot traces that come with the package, by name.
+"""Shipped spot traces, by name.
 
-``minute``: two nodes at a time, for an hour; every minute the older one is taken, and another comes two
-seconds later. Made for demonstrations: far more preemptions than a cloud makes.
+``minute``: two nodes at a time for an hour; every minute the older one is preempted and replaced two seconds
+later. For demonstrations: far more preemptions than on a real cloud.
 """
 
 from __future__ import annotations
@@ -12,16 +12,12 @@ from spotlight.fleet.traces.trace import TraceError
 
 
 def shipped_names() -> list[str]:
-    """What can be asked for."""
+    """Names of the shipped traces."""
     return sorted(path.stem for path in Path(__file__).parent.glob("*.csv"))
 
 
 def find_trace(path: Path) -> Path:
-    """A file as named, or the shipped trace of that name.
-
-    Raises:
-        TraceError: neither is there.
-    """
+    """An existing file, or the shipped trace of that name. Raises :class:`TraceError` if neither exists."""
     if path.exists():
         return path
     shipped = Path(__file__).with_name(f"{path}.csv")
