@@ -318,7 +318,7 @@ class Learner:
         self._taken |= {sample.key: (sample.group, sample.advantage) for sample in samples}
         self._order += [keys for keys in micro_batches if self._mine(keys)]
         if self._stepped:
-            self._compute_old_log_probs(micro_batches)  # raises, if there are any
+            self._compute_old_log_probs(micro_batches)  # raises if the algorithm needs any
         else:
             self._labels = max(self._labels, self._denoising_steps())
             self._update.meter.widen(self._labels)

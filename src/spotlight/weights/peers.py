@@ -154,7 +154,7 @@ class WeightServer:
         served, size, count = self._served, self._bucket_bytes, 0
         for count, pieces in enumerate(cut([m.numel() for m in served.memory], size), start=1):
             if count > COUNT:
-                channel.receive()  # that bucket is empty again
+                channel.receive()  # acknowledgement: that bucket is free again
             with served.reading(digest):
                 sums = _put(pieces, served.memory, buckets[(count - 1) % COUNT])
             channel.send({"pieces": _rows(pieces, sums)})

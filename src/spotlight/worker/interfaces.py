@@ -15,7 +15,7 @@ from spotlight.scheduler.effects import AbandonLease, FormGroup, GrantLease, Pul
 from spotlight.scheduler.types import LeaseId, Purpose, WorkerId
 from spotlight.worker.reports import Report
 
-if TYPE_CHECKING:  # diffusers is behind them, and the head of a cluster needs none of it
+if TYPE_CHECKING:  # these import diffusers, which the cluster head does not need
     from spotlight.rollout.engine import Engine
     from spotlight.rollout.sequence_parallel.membership import SpMembership
 

@@ -383,7 +383,7 @@ class WorkerLoop:
 
     def _stepped(self, model: nn.Module, states: Sequence[RolloutState]) -> list[RolloutState]:
         engine = self._dependencies.engine
-        while True:  # max_batch is set for larger devices; halve it until a forward fits
+        while True:  # a device with less memory than others finds its batch size here
             try:
                 return engine.step(model, states)
             except torch.OutOfMemoryError as error:
