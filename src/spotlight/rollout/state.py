@@ -209,9 +209,8 @@ class SampleTensors:
     Attributes:
         final: x0, [tokens, channels].
         sigmas: noise levels of ``latents``, [S + 1]; without latents the whole schedule, [T + 1].
-        latents: states around the stochastic steps, [S + 1, tokens, channels]; None if the recipe keeps x0
-            only.
-        log_probs: of those steps under the rollout policy, [S]; None without ``latents``.
+        latents: around the stochastic steps, [S + 1, tokens, channels]; None if the recipe keeps x0 only.
+        log_probs: as scored while rolling out, [S]; None without ``latents``.
     """
 
     final: Tensor

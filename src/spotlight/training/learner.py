@@ -89,7 +89,6 @@ class Learner:
     """Trains the policy slot of ``slots``.
 
     Args:
-        family: the forward, shared with rollouts.
         slots: ``policy``, the algorithm's extra slots, and ``ema`` if configured. Sharded in place if there
             are several ranks.
         guidance: that of the rollouts; None without.

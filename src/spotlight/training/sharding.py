@@ -87,12 +87,12 @@ class Meeting:
 def process_group(
     device: torch.device, timeout_s: float = 1800.0, meeting: Meeting | None = None
 ) -> Iterator[Ranks]:
-    """Context with the ranks that torchrun started (WORLD_SIZE, RANK, ...), or those of ``meeting``.
+    """Context with the ranks of torchrun (WORLD_SIZE, RANK, ...), or of ``meeting``.
 
     Args:
         device: ``cuda`` uses NCCL (and LOCAL_RANK's GPU), anything else gloo.
         timeout_s: of one collective.
-        meeting: replaces the environment variables; ``device`` is then this rank's GPU.
+        meeting: replaces the environment; ``device`` is then this rank's GPU.
     """
     world = int(os.environ.get("WORLD_SIZE", "1")) if meeting is None else meeting.world
     if world == 1:
@@ -119,8 +119,8 @@ def shard(slots: WeightSlots, ranks: Ranks, compute_dtype: torch.dtype | None = 
     Call it before building the optimizer. Parameters become DTensors with the same names.
 
     Args:
-        compute_dtype: gather parameters in this dtype (the learner's autocast dtype): autocast alone would
-            keep a full-size copy of every gathered weight until the backward pass.
+        compute_dtype: gather parameters in this dtype (the learner's autocast dtype); autocast alone would
+            keep a full-size copy of each until the backward pass.
     """
     if ranks.world == 1:
         return

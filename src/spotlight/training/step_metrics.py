@@ -98,11 +98,10 @@ class StepReport:
     """One optimizer step.
 
     Attributes:
-        step: its number, from 1: the policy version it made.
-        grad_norm: gradient 2-norm before clipping.
+        step: the policy version it made, from 1.
+        grad_norm: 2-norm before clipping.
         grad_rms: root mean square of the gradient's entries.
         epsilon_ratio: ``grad_rms`` over AdamW's epsilon; near or below 1, epsilon swamps the gradient.
-        seconds: forward, backward and step.
         timesteps_per_pass: of the largest pass on this rank.
     """
 

@@ -25,10 +25,8 @@ class TrainingSample:
         key: names it in micro-batches.
         group: samples of a group share a prompt, and their rewards were compared.
         advantage: from :mod:`spotlight.training.batching.sample_advantages`.
-        condition: the prompt's embeddings.
         version: the policy version that made it.
-        first_step: denoising step that starts from ``latents[0]``; labels the logged difference between
-            rollout and replay.
+        first_step: denoising step that starts from ``latents[0]``, for the logged replay difference.
         tensors: None if another rank holds them.
     """
 
