@@ -25,7 +25,7 @@ _IMPORTED_S = _now_s()
 
 
 def process_age_s() -> float:
-    """Seconds since this process started, imports included; without /proc, since this module was imported."""
+    """Seconds since process start; without /proc, since this module's import."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         # starttime is field 22 of proc(5), in ticks since boot; the first two fields are cut off here.
@@ -54,7 +54,7 @@ class PhaseClock:
 
     @property
     def failed_in(self) -> Phase:
-        """The innermost phase that an exception left; the current phase if none did."""
+        """The innermost phase that an exception left, else the current one."""
         return self._failed_in or self._phase
 
     @contextmanager

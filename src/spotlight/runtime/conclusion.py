@@ -24,10 +24,10 @@ _VALIDATION = "validation/"
 
 
 def export_judged(config: RunConfig, family: ModelFamily, slots: WeightSlots, ranks: Ranks) -> Path | None:
-    """Export the evaluated weights to the run directory. Collective: every rank must call it.
+    """Export the evaluated weights. Collective: every rank must call it.
 
     Returns:
-        The adapter's file or the pipeline's directory on the main rank; None on the others.
+        The adapter's file or pipeline directory on the main rank, else None.
     """
     root = config.runs_dir / config.name
     slot = config.evaluation.weights
@@ -41,11 +41,11 @@ def export_judged(config: RunConfig, family: ModelFamily, slots: WeightSlots, ra
 def conclude_run(
     config: RunConfig, recorder: RunRecorder, weights: Path | None, account: Callable[[], None]
 ) -> RunSummary:
-    """Draw the before-after comparison and write ``summary.json``.
+    """Draw the before-after comparison and write ``summary.json``, its own cost included.
 
     Args:
-        weights: what :func:`export_judged` returned.
-        account: bills the time so far, so that the summary includes its own cost.
+        weights: from :func:`export_judged`.
+        account: bills the time so far.
     """
     _compare(recorder)
     account()

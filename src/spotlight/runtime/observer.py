@@ -21,7 +21,7 @@ class Observer(Protocol):
         """
 
     def billed(self, cost_usd: float) -> None:
-        """Total cost so far, all attempts together; called on clusters whose nodes come and go."""
+        """Total cost so far, on clusters whose nodes come and go."""
 
     def evaluated(self, iteration: int, row: Mapping[str, float]) -> None:
         """A validation was recorded; ``row`` holds scores and standard errors."""

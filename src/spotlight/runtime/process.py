@@ -17,7 +17,7 @@ _KEPT_BYTES = 1 << 30
 
 
 def prepare_process(device: torch.device, deterministic: bool) -> None:
-    """Retain freed CPU memory for the next step; enable deterministic kernels if requested."""
+    """Retain freed CPU memory; enable deterministic kernels if requested."""
     if device.type == "cpu":
         _keep_freed_memory()
     if deterministic:
@@ -53,12 +53,12 @@ _HELPS = {
 
 
 class DeviceMemoryError(RuntimeError):
-    """The device has too little memory for the configuration (phase and remedies named)."""
+    """Too little device memory; names phase and remedies."""
 
 
 @contextlib.contextmanager
 def explain_out_of_memory(clock: PhaseClock) -> Iterator[None]:
-    """Convert the device's error to :class:`DeviceMemoryError`, with the phase in which it happened."""
+    """Raise the device's error as :class:`DeviceMemoryError`, with its phase."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -66,9 +66,9 @@ class RunRecorder:
     """The main rank's recorder.
 
     Attributes:
-        workers: price per worker in USD per hour.
+        workers: USD per hour of each.
         before_s: seconds of work in earlier attempts.
-        grid: prompts shown in image grids, and images per prompt.
+        grid: prompts shown, and images per prompt.
     """
 
     paths: RunPaths
@@ -105,7 +105,7 @@ class RunRecorder:
         self.bill(spends, sum(seconds.values()), time.time())
 
     def bill(self, spends: Sequence[GpuSpend], elapsed_s: float, now_s: float) -> None:
-        """Bill GPU-seconds of workers that come and go, up to ``now_s`` (seconds since the epoch).
+        """Bill GPU-seconds of workers that come and go, up to ``now_s`` since the epoch.
 
         Args:
             elapsed_s: since the previous billing.
@@ -178,7 +178,7 @@ class RunRecorder:
 
 @dataclass(slots=True)
 class PassiveRecorder:
-    """The other ranks' recorder: writes only this rank's share of the learner's state."""
+    """The other ranks' recorder: writes only their share of the learner's state."""
 
     ranks: Ranks
     prompts: Mapping[PromptId, Prompt]

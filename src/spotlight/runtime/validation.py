@@ -32,11 +32,7 @@ def estimate(values: Sequence[float]) -> ValidationEstimate:
 
 
 def strict_curve(configured: str | None, curves: Iterable[str]) -> str | None:
-    """Name of the strict curve: the configured one, else the first ending in ``/strict``.
-
-    Raises:
-        ConfigError: the configured curve does not exist.
-    """
+    """The configured strict curve, else the first ending in ``/strict``. Raises ConfigError if absent."""
     known = list(curves)
     if configured is None:
         return next((curve for curve in known if curve.endswith("/strict")), None)

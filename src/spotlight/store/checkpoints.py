@@ -145,9 +145,9 @@ class CheckpointStore:
         return max((_serial(name) for name in self._names()), default=0) + 1
 
     def _remove_uncommitted(self) -> None:
-        """Remove what a crash left: partial files and checkpoints newer than ``latest``.
+        """Remove partial files and checkpoints newer than ``latest``, left by a crash.
 
-        Their work has been redone since, so resuming from them would contradict the ledger.
+        Their work was redone, so resuming from them would contradict the ledger.
         """
         committed, _ = self._committed()
         for name in set(self._names()).difference(committed):

@@ -1,8 +1,7 @@
-"""A run's metrics: one JSON object per line, copied to TensorBoard and optional trackers
-(``store/sinks.py``).
+"""A run's metrics: one JSON object per line, copied to TensorBoard and other trackers (``sinks.py``).
 
-Invariants: every line of ``metrics.jsonl`` is complete (resuming removes a line that a kill cut short), and
-no iteration appears twice (resuming removes rows of iterations that it repeats).
+Invariants: every line is complete, and no iteration appears twice: resuming removes a truncated line and the
+rows of iterations that it repeats.
 """
 
 from __future__ import annotations
@@ -70,11 +69,7 @@ class MetricsWriter:
     """Appends rows to ``metrics.jsonl`` and the sinks. Use as a context manager, or :meth:`close` it."""
 
     def __init__(self, paths: RunPaths, *, resume_at: int, sinks: tuple[Sink, ...] = ()) -> None:
-        """Open for appending; drop rows from iteration ``resume_at`` on, and a truncated last line.
-
-        Raises:
-            StoreError: a line in the middle is malformed, or the file cannot be written.
-        """
+        """Drop rows from iteration ``resume_at`` on and a truncated last line. Raises StoreError."""
         self._path = paths.metrics
         self._sinks = sinks
         kept = [row for row in _rows(self._path) if row.iteration < resume_at]
@@ -137,11 +132,7 @@ class MetricsWriter:
 
 
 def read_metrics(run: Path) -> list[MetricsRow]:
-    """All rows of a run, in order; a truncated last line is skipped, null becomes NaN.
-
-    Raises:
-        StoreError: a line is malformed (its number is in the message).
-    """
+    """All rows of a run; skips a truncated last line, null becomes NaN. Raises StoreError."""
     return list(_rows(RunPaths(run).metrics))
 
 

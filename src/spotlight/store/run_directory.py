@@ -71,7 +71,7 @@ class RunPaths:
 
 
 def check_run_directory(root: Path, name: str, config_text: str, may_differ: Collection[str] = ()) -> None:
-    """Raise what :meth:`RunDirectory.open` would, without changes, so that slow set-up can fail early.
+    """Raise what :meth:`RunDirectory.open` would, without changes.
 
     Raises:
         OtherConfigurationError: it belongs to another configuration.
@@ -101,9 +101,8 @@ class RunDirectory(RunPaths):
         """Create or reopen the run's directory, and lock it.
 
         Args:
-            config_text: the resolved configuration as YAML.
-            may_differ: dotted keys, or sections, that a resumed run may change; ``config_text`` replaces the
-                old.
+            may_differ: dotted keys, or sections, that may differ from the stored ``config_text``, which is
+                replaced.
 
         Raises:
             RunInUseError: another process works on it.

@@ -95,13 +95,10 @@ def require_wandb() -> ModuleType:
 
 
 class WeightsAndBiases:
-    """A run on wandb.ai, or offline in the run directory, controlled by wandb's environment variables."""
+    """A run on wandb.ai or offline, controlled by wandb's environment variables."""
 
     def __init__(self, paths: RunPaths, *, resume_at: int = 0, project: str, entity: str | None) -> None:
-        """Start or resume the W&B run named after the run directory. Raises :class:`StoreError`.
-
-        ``resume_at`` is unused: W&B drops rows of steps that it already has.
-        """
+        """Start or resume the W&B run named after the run directory. Raises :class:`StoreError`."""
         self._run = require_wandb().init(
             project=project,
             entity=entity,

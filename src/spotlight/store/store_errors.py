@@ -1,4 +1,4 @@
-"""Errors of the run directory. Each message names the file, the finding and the remedy."""
+"""Errors of the run directory; messages name file, finding and remedy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NEARLY_NOTHING_BYTES = 1 << 20
 
 
 class StoreError(Exception):
-    """The run directory cannot be read or written as requested. Committed data is intact."""
+    """The run directory cannot be read or written; committed data is intact."""
 
 
 class LedgerError(StoreError):
@@ -53,8 +53,7 @@ def storage_error(what: str, path: Path, error: Exception) -> StoreError:
 def is_out_of_space(error: Exception, path: Path) -> bool:
     """Whether ``error`` is due to a full disk, quota or file-size limit on ``path``'s file system.
 
-    Call before cleaning up: errors without errno (``torch.save``, safetensors) are recognised by no space
-    left.
+    Call before cleaning up: without errno (``torch.save``, safetensors), a full file system decides.
     """
     if isinstance(error, OSError):
         return error.errno in _FULL

@@ -1,7 +1,7 @@
 """Settings and reports of seed exploration.
 
-The controller explores (:mod:`spotlight.scheduler.exploration.explorer`). This module builds its plan from
-the configuration, and turns its reports into metrics and progress notes.
+Builds the plan of :mod:`spotlight.scheduler.exploration.explorer`, and turns its reports into metrics and
+notes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def preview_steps(config: RunConfig) -> tuple[int, ...]:
 
 
 def report_row(report: Mapping[str, object]) -> dict[str, float]:
-    """A report's numbers as metrics under :data:`ROW`; booleans become 0 or 1, unknown values are omitted."""
+    """A report's numbers as metrics; booleans become 0 or 1, unknown values are omitted."""
     row = {f"{ROW}{name}": value for name, value in _numbers(report)}
     if isinstance(played := report.get("arm"), str):
         arm = Arm.parse(played)
@@ -82,7 +82,7 @@ def _numbers(tree: Mapping[str, object]) -> Iterator[tuple[str, float]]:
 
 
 def report_note(report: Mapping[str, object]) -> str | None:
-    """A planner's decision, reason and gain in one line; None if nothing was decided."""
+    """A planner's decision, reason and gain in one line; None without decision."""
     decision = _part(report, "decision")
     arm = report.get("arm")
     if "arms" not in decision and arm is not None:

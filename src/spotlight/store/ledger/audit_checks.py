@@ -1,7 +1,6 @@
 """The ledger's invariants as SQL: each check is a query whose rows are violations.
 
-The schema already prevents most of them. The audit recounts from the rows anyway, so it also detects a ledger
-that was edited, merged or damaged.
+The schema prevents most already; recounting also detects a ledger that was edited, merged or damaged.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Read-only ledger queries: counts, digest, GPU-seconds and cost, over any connection to ``ledger.sqlite``.
+"""Read-only ledger queries: counts, digest, GPU-seconds and cost.
 
-The digest covers decisions and measurements in record order: prompts, rollouts, versions, rewards, optimizer
-steps, outcomes. It excludes where and when (worker, lease epoch, time, attempt, GPU-seconds, refused commits)
-and the record numbers, so that an interrupted and resumed run has the same digest as an uninterrupted one.
+The digest covers decisions and measurements in record order. It excludes where and when (worker, lease epoch,
+time, attempt, GPU-seconds, refused commits) and record numbers, so that a resumed run has the digest of an
+uninterrupted one.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def open_readonly(path: Path) -> sqlite3.Connection:
 
 
 def is_empty_database(connection: sqlite3.Connection, path: Path) -> bool:
-    """Whether the database has no tables yet, also after an interrupted creation."""
+    """Whether the database has no tables, as after an interrupted creation."""
     return _header_integer(connection, path, "SELECT COUNT(*) FROM sqlite_master") == 0
 
 
@@ -194,19 +194,19 @@ def filled_s(
 
 
 def worked_s(connection: sqlite3.Connection) -> float:
-    """Seconds from start to end (or last heartbeat), summed over all attempts."""
+    """Seconds from start to end (or last heartbeat), over all attempts."""
     row = connection.execute("SELECT TOTAL(COALESCE(ended_at, seen_at) - started_at) FROM attempts")
     return float(row.fetchone()[0])
 
 
 def incidents(connection: sqlite3.Connection) -> dict[tuple[Incident, bool], int]:
-    """Incident counts by (kind, whether it hit a spot node or a worker on one)."""
+    """Counts by (kind, whether it hit a spot node)."""
     rows = connection.execute("SELECT kind, spot, COUNT(*) FROM incidents GROUP BY kind, spot")
     return {(Incident(kind), bool(spot)): number for kind, spot, number in rows}
 
 
 def preemptions(connection: sqlite3.Connection) -> tuple[int, int]:
-    """(spot nodes lost, those with a notice that was not cancelled)."""
+    """(spot nodes lost, those with a standing notice)."""
     row = connection.execute(
         """
         SELECT COUNT(*), TOTAL((
@@ -227,7 +227,7 @@ def prices_usd_h(connection: sqlite3.Connection) -> tuple[float, ...]:
 
 
 def last_ending(connection: sqlite3.Connection) -> Ending | None:
-    """How the newest attempt ended; None while it runs, if it died, or without attempts."""
+    """How the newest attempt ended; None if unknown."""
     row = connection.execute("SELECT ended FROM attempts ORDER BY number DESC LIMIT 1").fetchone()
     return Ending(row[0]) if row and row[0] else None
 

@@ -195,7 +195,7 @@ class SqliteLedger:
             )
 
     def stop_billing(self, workers: Iterable[WorkerId], now_s: float) -> None:
-        """Stop billing workers; all their seconds up to ``now_s`` must already have a phase."""
+        """Stop billing workers; all seconds up to ``now_s`` need a phase."""
         attempt = self._current_attempt()
         with self._transaction(f"workers that leave attempt {attempt}"):
             self._connection.executemany(
@@ -249,10 +249,7 @@ class SqliteLedger:
             )
 
     def end_attempt(self, ending: Ending, now_s: float = 0.0) -> None:
-        """Stop billing this process at its last entry or ``now_s``, whichever is later.
-
-        All seconds up to then must already have a phase.
-        """
+        """Stop billing at the last entry or ``now_s``, whichever is later; all seconds need a phase."""
         attempt = self._current_attempt()
         with self._transaction(f"the end of attempt {attempt}"):
             self._connection.execute(
@@ -320,7 +317,7 @@ class SqliteLedger:
         return queries.gpu_seconds_by_phase(self._connection)
 
     def worked_s(self) -> float:
-        """Seconds of work of all attempts, this one's up to its last billing entry."""
+        """Seconds of work of all attempts, up to the last billing."""
         return queries.worked_s(self._connection)
 
     def cost_usd(self) -> float:
@@ -328,7 +325,7 @@ class SqliteLedger:
         return queries.cost_usd(self._connection)
 
     def close(self) -> None:
-        """Close the database. Nothing is buffered, so nothing can be lost."""
+        """Close the database; nothing is buffered."""
         self._connection.close()
 
     def __enter__(self) -> Self:
