@@ -167,7 +167,7 @@ class Head:
         self._effort.handling_s += parts.accounts.clock() - now
 
     def _made_by_published(self, event: ev.LeaseCompleted, weights_digest: str) -> bool:
-        """False also kills the worker whose report has other weights."""
+        """Whether a report was made with the published weights; kills its worker if not."""
         expected = self.parts.learner.published.digest(event.version, self.parts.controller.cluster.lineage)
         if expected is None or expected == weights_digest:
             return True  # not a published version: the controller rejects it

@@ -119,8 +119,8 @@ class LearnerDriver:
     # -- an iteration ----------------------------------------------------------------------------------
 
     async def train(self, effect: TrainEffect, digests: Mapping[RolloutId, str]) -> None:
-        """Prepare, train a micro-batch, step or finish a batch. ``digests``: see
-        :meth:`LearnerGroup.prepare`.
+        """Prepare, train a micro-batch, step or finish a batch. ``digests``: weights of the samples to
+        prepare.
         """
         learner = self.learner
         match effect:

@@ -1,7 +1,8 @@
 """A process's folder for blobs spilled from memory; see ``blob_store.py``.
 
-DIRECTORY/lock held briefly by a starting process DIRECTORY/vault-XXXXXXXX/lock held by its process while it
-lives DIRECTORY/vault-XXXXXXXX/000001 a line of JSON (label, length and checksum), then the blob
+DIRECTORY/lock                      held briefly by a starting process
+DIRECTORY/vault-XXXXXXXX/lock       held by its process while it lives
+DIRECTORY/vault-XXXXXXXX/000001     a line of JSON (label, length and checksum), then the blob
 """
 
 from __future__ import annotations

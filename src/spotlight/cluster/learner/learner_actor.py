@@ -135,7 +135,7 @@ class LearnerActor:
     def prepare(
         self, effect: PrepareBatch, rollouts: Mapping[RolloutId, Rollout], marks: Mapping[RolloutId, str]
     ) -> None:
-        """Fetch this rank's share of the samples and pass it on; see :meth:`LearnerRank.prepare`."""
+        """Fetch this rank's share of the samples for :meth:`LearnerRank.prepare`."""
         place = self._order.place
         samples: dict[RolloutId, bytes] = {}
         share = share_of(effect, place.rank, place.world)

@@ -1,5 +1,4 @@
-"""All learner ranks as one, as the head sees them: calls go to every rank; answers come back or the life
-ends.
+"""All learner ranks as one, as the head sees them.
 
     restore() ─► starting ─► up ── prepare(), accumulate(), step() ... one after the other ──► lost()
                     └─ failed to start: reported once, retried with growing pauses
@@ -111,9 +110,7 @@ class Deadlines:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """Why a life ended, and through which ``ranks``. ``raised``: an unexpected error; ``final``: one of
-    FINAL.
-    """
+    """Why a life ended, through which ``ranks``. ``raised``: unexpected error; ``final``: one of FINAL."""
 
     detail: str
     ranks: Sequence[int] = ()

@@ -149,7 +149,10 @@ class LearnerRank:
         self._ranks = self._stack.enter_context(process_group(self._device, place.timeout_s, meeting))
 
     def load_model(self) -> None:
-        """Load the model and embed uncached prompts. Collective. Raises as in the inline driver."""
+        """Load the model and embed uncached prompts. Collective.
+
+        Raises ModelError, ConfigError or PromptFileError, as in the inline driver.
+        """
         with self._in(Phase.SETUP):
             model = prepare_model(self.config, self._device)
             used = build.load_prompts(self.config).used(self.config)

@@ -2,9 +2,9 @@
 
 Machines take time to start, may fail to, and may be removed meanwhile. Rules:
 
-1. an event for a node that is not up is skipped and counted, never applied to a later node of that name; 2. a
-node whose removal falls due while it starts is removed as soon as it is up; 3. at most one machine of a name
-exists: an addition is skipped, not delayed, if one does.
+1. an event for a node that is not up is skipped and counted, never applied to a later node of that name;
+2. a node whose removal falls due while it starts is removed as soon as it is up;
+3. at most one machine of a name exists: an addition is skipped, not delayed, if one does.
 """
 
 from __future__ import annotations

@@ -102,12 +102,12 @@ def start_node(request: NodeRequest, gcs_address: str) -> NodeProcesses:
 
 
 def prepare_environment() -> None:
-    """Set the environment variables that Ray reads. Call before Ray is imported."""
+    """Set the environment variables that Ray and its processes read. Call before using Ray."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
-    # Ray reads these once, at import.
+    # Ray read these at import: make it read them again.
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
     services.ConsolePopen = _OfItsOwnSession
@@ -148,7 +148,7 @@ def _start(request: NodeRequest, *, head: bool, **more: object) -> Node:
 
 @contextmanager
 def _environment(extra: Mapping[str, str]) -> Iterator[None]:
-    """The head node takes its processes' environment from this process's alone."""
+    """Add ``extra`` to this process's environment for the block: Ray's head node accepts no other."""
     before = {name: os.environ.get(name) for name in extra}
     os.environ.update(extra)
     try:

@@ -193,9 +193,7 @@ def require_usable(view: View, learner_ranks: int, source: str) -> None:
 
 
 def mixed_gpus(node: RayNode, facts: NodeFacts) -> Problem | None:
-    """Problem of a node with unlike GPUs: a sequence-parallel group is as slow and small as its weakest
-    member.
-    """
+    """Problem of a node with unlike GPUs, since its weakest GPU limits a sequence-parallel group."""
     for gpu in facts.gpus[1:] if node.gpus else ():
         if unlike(gpu, facts.gpus[0]):
             return Problem(

@@ -1,10 +1,9 @@
 """Tracks which nodes exist: one head thread polls Ray's node list and long-polls every node's agent.
 
-A node *joins* once its agent has reported compatible facts; an incompatible one is *refused*, once. It is
-lost when Ray's list says so or its agent's pending call fails, whichever is first. Since the latter may be a
-dead agent on a living node, the raylet's port is probed: if it refuses connections the node is lost, whatever
-Ray lists; if it is silent, the list is polled at once and often. A dead agent on a living node is restarted
-with growing pauses.
+A node *joins* once its agent has reported compatible facts; an incompatible one is *refused*, once. Loss
+shows in Ray's list or as a failure of the agent's pending call. The latter may mean a dead agent on a living
+node, so the raylet's port is probed: if it refuses connections the node is lost, whatever Ray lists; if it is
+silent, the list is polled at once and often. A dead agent on a living node is restarted with growing pauses.
 
 Listener methods run in this thread and must be quick.
 """

@@ -1,4 +1,4 @@
-"""The Ray actor of a rollout worker and its head-side handle; the work itself is in ``worker_process.py``."""
+"""The Ray actor of a rollout worker and its head-side handle; the work is in ``worker_process.py``."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _device(order: WorkerOrder) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class WorkerHandle:
-    """Head-side handle of a worker's actor. Every call returns a Ray reference at once."""
+    """Head-side handle of a worker's actor; see :class:`spotlight.cluster.workers.worker_pool.Handle`."""
 
     actor: Any
 
@@ -142,7 +142,7 @@ class WorkerHandle:
         return self.actor.ready.remote()
 
     def tell(self, command: Command) -> Any:
-        """Completes when the command is in the worker's inbox; commands keep their order."""
+        """Completes when the command is queued; commands keep their order."""
         return self.actor.tell.options(concurrency_group="tell").remote(command)
 
     def watch(self, hang_s: float) -> Any:

@@ -186,7 +186,6 @@ class WorkerPool:
             await answer(taken, f"a command for {worker}", self.start_s)
 
     def _report_death(self, record: _Record) -> None:
-        """Report a crash on a living node, or nobody would restart the worker."""
         assert record.death is not None
         (order, why), record.death = record.death, None
         self.crashed(order.worker, why)
