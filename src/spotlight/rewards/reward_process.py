@@ -113,8 +113,8 @@ class RewardProcess:
         """Send a request and wait for its reply, starting the process first if necessary.
 
         Raises:
-            ProcessLost: it ended, or exceeded ``request.deadline_s``. RewardSetupError, PoolClosedError: as
-            :meth:`start`.
+            ProcessLost: it ended, or exceeded ``request.deadline_s``.
+            RewardSetupError, PoolClosedError: as :meth:`start`.
             ValueError: prompts or metadata cannot be pickled.
         """
         self.start()
