@@ -113,9 +113,7 @@ def _check_importance(
 
 
 def check_rewards(groups: Sequence[Sequence[Mapping[str, float]]], weights: Mapping[str, float]) -> None:
-    """Raise ValueError unless every group has samples, all with finite values of exactly the rewards in
-    ``weights``.
-    """
+    """Raise ValueError unless every group has samples, with finite values of exactly ``weights``' rewards."""
     for g, group in enumerate(groups):
         if not group:
             raise ValueError(f"group {g} has no samples; leave out groups that lost all of theirs")

@@ -56,9 +56,7 @@ class FlowGRPO:
 
     @torch.no_grad()
     def old_log_probs(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> Tensor | None:
-        """Log-probs of the trained steps under the current policy; None unless ``old_log_probs:
-        recompute``.
-        """
+        """Log-probs of the trained steps under the current policy, with ``recompute``; else None."""
         if self.config.old_log_probs != "recompute" or batch.latents is None:
             return None
         at = transition(batch, timesteps, self.config.train_timesteps)
