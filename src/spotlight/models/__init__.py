@@ -1,6 +1,4 @@
-"""DiT families by name (:data:`spotlight.registry.FAMILIES`); a family's modules are imported when it is
-loaded.
-"""
+"""DiT families by name (:data:`spotlight.registry.FAMILIES`), imported when loaded."""
 
 from __future__ import annotations
 

@@ -28,9 +28,7 @@ TEMPLATE = (
     "<|im_start|>assistant\n"
 )
 DROPPED_TOKENS = 34
-"""The template's tokens before the prompt as counted by Qwen's tokenizer; the pipeline drops this many
-with any tokenizer.
-"""
+"""The template's tokens before the prompt, by Qwen's tokenizer; the pipeline drops this many with any."""
 TOKENIZER_MAX_TOKENS = 1024
 
 
