@@ -28,9 +28,7 @@ class AdvantageConfig(Section):
     clip: PositiveFloat = 5.0
     """Advantages are clipped to ± this."""
     combine: Literal["sum", "normalise_each"] = "sum"
-    """With several rewards: sum them with their weights first, or normalise each by ``std`` and then sum
-    (MixGRPO: by group).
-    """
+    """Several rewards: weighted sum first, or normalise each by ``std`` and then sum (MixGRPO: by group)."""
 
 
 class AlgorithmSection(Section):
@@ -142,8 +140,7 @@ class DiffusionNFTConfig(AlgorithmSection):
     advantage: AdvantageConfig = AdvantageConfig()
     """From rewards to advantages; ``clip`` is A_max."""
     beta: PositiveFloat = 1.0
-    """Distance of the implicit positive and negative policies from the old one; 0.1 for OCR and several
-    rewards."""
+    """Distance of the implicit policies from the old one; 0.1 for OCR and several rewards."""
     reference_weight: Annotated[float, Field(ge=0)] = 1e-4
     """Weight of the distance to the initial model; above 0 costs one more forward per timestep."""
     train_timesteps: PositiveInt = 3

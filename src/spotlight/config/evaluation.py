@@ -36,9 +36,7 @@ class EvaluationConfig(Section):
     weights: Literal["policy", "ema", "old"] = "policy"
     """Which weights are evaluated and exported."""
     strict: str | None = None
-    """Curve to report as the strict score (``shapes/strict``); default: the first reward's ``strict``, if
-    any.
-    """
+    """Curve of the strict score (``shapes/strict``); default: the first reward's ``strict``, if any."""
     grid_prompts: PositiveInt = 8
     """Held-out prompts shown in the image grids."""
     grid_images: PositiveInt | None = None
@@ -50,9 +48,7 @@ class EvaluationConfig(Section):
         return self.grid_prompts, self.grid_images or min(_GRID_IMAGES, self.images_per_prompt)
 
     def is_due(self, iteration: int, iterations: int) -> bool:
-        """Whether the weights that ``iteration`` starts from (``iterations``: the final ones) are
-        evaluated.
-        """
+        """Whether the weights before ``iteration`` (at ``iterations``: the final ones) are evaluated."""
         if iteration in (0, iterations):
             return self.at_start if iteration == 0 else self.at_end
         return self.every > 0 and iteration % self.every == 0

@@ -76,11 +76,11 @@ class ExplorationConfig(Section):
     not with ``undo_selection`` unless ``policy`` is random or proportional.
     """
     steps: PositiveInt | None = None
-    """Denoising steps per preview; default: ``rollout.steps``. Fewer cost less and rank worse. Not with a
+    """Denoising steps per preview; default: ``rollout.steps``. Fewer cost less, rank worse. Not with
     ``planner``.
     """
     guidance: Annotated[float, Field(ge=1)] | None = None
-    """True classifier-free guidance scale of previews; default: as in rollouts; 1: none, half the cost per
+    """Classifier-free guidance scale of previews; default: as in rollouts; 1: none, half the cost per
     step.
     """
     step_cache: Annotated[int, Field(ge=2)] | None = None
@@ -95,9 +95,7 @@ class ExplorationConfig(Section):
     ``proportional``: at random, more likely the farther from the mean.
     """
     contrast_min: Annotated[float, Field(ge=0)] = 0.0
-    """If a prompt's preview rewards all lie within a range of this width, previews do not select its
-    seeds.
-    """
+    """Previews of a prompt whose rewards lie within a range of this width do not select its seeds."""
     spare_prompts: Annotated[int, Field(ge=0)] = 0
     """Up to this many prompts per iteration whose previews show no contrast may be replaced by others."""
     sampled_prompts: Annotated[int, Field(ge=0)] = 0

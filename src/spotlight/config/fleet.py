@@ -49,9 +49,7 @@ class SpotConfig(Section):
     speed: PositiveFloat = 1.0
     """Factor by which the trace is played faster."""
     notice_s: Annotated[float, Field(ge=0)] | None = 10.0
-    """How long before its end an emulated node gets its preemption notice; 0: never; null: when the trace
-    says.
-    """
+    """Seconds from an emulated node's preemption notice to its end; 0: no notice; null: as in the trace."""
 
 
 class SequenceParallelConfig(Section):
@@ -114,15 +112,11 @@ class FleetConfig(Section):
     drain_margin_s: Annotated[float, Field(ge=0)] = 25.0
     """A node about to be preempted stops working this long before; at once if its notice is shorter."""
     store_gb: PositiveFloat = 4.0
-    """Memory on this process's node for latents and samples in flight; the rest spills to the run
-    directory.
-    """
+    """Memory on this process's node for latents and samples in flight; more goes to the run directory."""
 
     @property
     def only_learner_slots(self) -> bool:
-        """Whether, as far as the configuration can tell, there will never be other slots than the
-        learner's.
-        """
+        """Whether the learner's slots are the only ones there will be, as far as the configuration tells."""
         ours, spot = self.driver == "ray" and self.address is None, self.spot
         return ours and spot.trace is None and spot.nodes == 0 and self.local.rollout_slots == 0
 

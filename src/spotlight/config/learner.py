@@ -60,9 +60,7 @@ class LearnerConfig(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Optimizer steps of linear warm-up."""
     decay_iterations: PositiveInt | None = None
-    """After warm-up the learning rate follows half a cosine down to 0 at this iteration; default:
-    constant.
-    """
+    """After warm-up, cosine decay of the learning rate to 0 at this iteration; default: constant."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are clipped to this norm."""
     updates_per_batch: PositiveInt = 1

@@ -25,8 +25,8 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.2 floats (YAML 1.1 reads ``3e-4`` as a string), text keys only, and no duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """Build a mapping. Raises :class:`yaml.YAMLError` on duplicate keys, where YAML keeps the last
-        silently.
+        """Build a mapping. Raises :class:`yaml.YAMLError` on duplicate keys (YAML keeps the last
+        silently).
         """
         seen: set[str] = set()
         for key, _ in node.value:

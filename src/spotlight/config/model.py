@@ -29,9 +29,7 @@ class DataConfig(Section):
     """Training prompts, and held-out prompts for evaluation."""
 
     train: str = "testbed"
-    """File of training prompts (.txt: one per line; .jsonl: GenEval metadata); ``testbed``: the built-in
-    ones.
-    """
+    """File of training prompts (.txt: one per line; .jsonl: GenEval metadata); ``testbed``: built in."""
     test: str = "testbed"
     """File of held-out prompts for evaluation, in the same formats."""
     tags: tuple[str, ...] = ()

@@ -30,9 +30,7 @@ class RewardConfig(Section):
     retries: Annotated[int, Field(ge=0)] = 1
     """Further attempts after a failure."""
     isolation_s: Annotated[float, Field(ge=0)] | None = None
-    """How long a failed batch may be retried image by image, to lose only the bad one; default: 4
-    deadlines.
-    """
+    """Time for retrying a failed batch image by image, to lose only the bad one; default: 4 deadlines."""
     label: str = ""
     """Name of the reward's curves; default: the function's name."""
     params: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies it
@@ -48,9 +46,7 @@ class RewardPolicyConfig(Section):
     """What happens if a sample cannot be scored. It never counts as zero."""
 
     on_failure: Literal["stop", "drop"] = "stop"
-    """``stop``: end the run with the reward's own error; ``drop``: record the sample as dropped, with the
-    reason.
-    """
+    """``stop``: end the run with the reward's own error; ``drop``: record the sample as dropped, and why."""
     max_drop_share: Annotated[float, Field(ge=0, le=1)] = 0.25
     """With ``drop``: stop the run if more than this share of an iteration is dropped."""
     workers: PositiveInt = 1

@@ -18,23 +18,17 @@ class SdeWindowConfig(Section):
     """Which denoising steps are stochastic, and hence trainable by policy-gradient algorithms."""
 
     kind: Literal["all", "random", "sliding"] = "all"
-    """``all`` steps but the last; ``random``: one window per rollout; ``sliding``: MixGRPO's, by
-    iteration.
-    """
+    """``all`` but the last step; ``random``: one window per rollout; ``sliding``: MixGRPO's, by iteration."""
     size: PositiveInt = 3
     """Steps in the window (``random``, ``sliding``)."""
     low: Annotated[int, Field(ge=0)] = 0
     """First step the window may contain (``random``, ``sliding``)."""
     high: PositiveInt | None = None
-    """End of its range, exclusive; default: half of the steps (``random``), all but the last
-    (``sliding``).
-    """
+    """End of its range, exclusive; default: half of the steps (``random``), or all but the last."""
     every: PositiveInt = 25
     """Iterations per window position (``sliding``)."""
     decay: Annotated[float, Field(ge=0)] = 0.0
-    """Shortens the time in the clean half: ``every * exp(-decay * max(position - steps / 2, 0))``
-    (``sliding``).
-    """
+    """Shortens the clean half: ``every * exp(-decay * max(position - steps / 2, 0))`` (``sliding``)."""
 
 
 class RolloutConfig(Section):
