@@ -28,8 +28,8 @@ from benchmarks._measure import CLOCK_HELP, Clock, Report, Row, ratio, take_turn
 from spotlight.algorithms import Algorithm, TrainBatch, build_algorithm
 from spotlight.algorithms.advantages import advantages
 from spotlight.algorithms.forward_process import noised
-from spotlight.config.algorithm import AdvantageConfig, DiffusionNFTConfig, FlowGRPOConfig
-from spotlight.config.learner import LearnerConfig
+from spotlight.config.sections.algorithm import AdvantageConfig, DiffusionNFTConfig, FlowGRPOConfig
+from spotlight.config.sections.learner_section import LearnerConfig
 from spotlight.diffusion.samplers import ODE, FlowSDE
 from spotlight.diffusion.schedule import AllSteps
 from spotlight.models.family import Condition, ConditionBatch, ImageSize

@@ -27,8 +27,8 @@ from pydantic.fields import FieldInfo
 from typer.core import TyperArgument, TyperGroup, TyperOption
 
 from spotlight.cli.main import app
-from spotlight.config.algorithm import AlgorithmSection
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
+from spotlight.config.sections.algorithm import AlgorithmSection
 from spotlight.registry import ALGORITHMS
 
 ROOT = Path(__file__).resolve().parent.parent

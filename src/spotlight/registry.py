@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from spotlight.config.algorithm import AlgorithmSection
+    from spotlight.config.sections.algorithm import AlgorithmSection
     from spotlight.fleet.notices.notice import Cloud
     from spotlight.models.layouts import FamilyLayout
     from spotlight.store.metrics import SinkFactory
@@ -143,11 +143,11 @@ ALGORITHMS: Registry[type[AlgorithmSection]] = Registry(
     "algorithm.name",
     "spotlight.algorithms",
     {
-        "flow-grpo": "spotlight.config.algorithm:FlowGRPOConfig",
-        "flow-grpo-fast": "spotlight.config.algorithm:FlowGRPOFastConfig",
-        "grpo-guard": "spotlight.config.algorithm:GRPOGuardConfig",
-        "diffusion-nft": "spotlight.config.algorithm:DiffusionNFTConfig",
-        "awm": "spotlight.config.algorithm:AWMConfig",
+        "flow-grpo": "spotlight.config.sections.algorithm:FlowGRPOConfig",
+        "flow-grpo-fast": "spotlight.config.sections.algorithm:FlowGRPOFastConfig",
+        "grpo-guard": "spotlight.config.sections.algorithm:GRPOGuardConfig",
+        "diffusion-nft": "spotlight.config.sections.algorithm:DiffusionNFTConfig",
+        "awm": "spotlight.config.sections.algorithm:AWMConfig",
     },
 )
 """Algorithms: the configuration section, which names the class that computes the loss."""

@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from spotlight.algorithms.diffusion_nft import DiffusionNFT
-from spotlight.config.algorithm import DiffusionNFTConfig
+from spotlight.config.sections.algorithm import DiffusionNFTConfig
 from spotlight.fleet.notices.notice import Cloud, NoticeReading, PendingNotice
 from spotlight.models.qwen_image import QwenImage
 from spotlight.models.qwen_layout import QWEN_IMAGE

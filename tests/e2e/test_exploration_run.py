@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from main_job import GRPO, NFT, At, Job, clean_audit, outcome, run_process
 
-from spotlight.config.algorithm import AdvantageConfig
+from spotlight.config.sections.algorithm import AdvantageConfig
 from spotlight.scheduler.effects import PrepareBatch
 from spotlight.scheduler.exploration.selection import SelectionPolicy, select
 from spotlight.scheduler.types import Phase, RolloutId

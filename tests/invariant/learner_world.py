@@ -13,8 +13,8 @@ import torch
 from spotlight.algorithms import Algorithm, build_algorithm
 from spotlight.algorithms.advantages import advantages
 from spotlight.algorithms.base import Slot
-from spotlight.config.algorithm import AdvantageConfig
-from spotlight.config.learner import EmaConfig, LearnerConfig
+from spotlight.config.sections.algorithm import AdvantageConfig
+from spotlight.config.sections.learner_section import EmaConfig, LearnerConfig
 from spotlight.diffusion.samplers import CPS, ODE, FlowSDE
 from spotlight.diffusion.schedule import AllSteps, RandomWindow, SdeWindow
 from spotlight.models.family import Condition, ImageSize

@@ -14,7 +14,7 @@ from torch import Tensor
 from spotlight.algorithms.base import TrainBatch
 from spotlight.algorithms.diffusion_nft import DiffusionNFT
 from spotlight.algorithms.forward_process import noised, stratified
-from spotlight.config.algorithm import DiffusionNFTConfig, OldPolicyConfig
+from spotlight.config.sections.algorithm import DiffusionNFTConfig, OldPolicyConfig
 from spotlight.diffusion.samplers import ODE
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from spotlight.algorithms.base import LossTerms, TrainBatch
 from spotlight.algorithms.flow_grpo import FlowGRPO
 from spotlight.algorithms.replay import trained_steps, transition
-from spotlight.config.algorithm import FlowGRPOConfig
+from spotlight.config.sections.algorithm import FlowGRPOConfig
 from spotlight.diffusion.samplers import CPS, ODE, Dance, FlowSDE, Sampler
 
 SAMPLERS: list[Sampler] = [FlowSDE(0.7), CPS(0.8), Dance(0.3)]

@@ -13,7 +13,7 @@ from spotlight.algorithms.awm import AWM
 from spotlight.algorithms.forward_process import noised
 from spotlight.algorithms.grpo_guard import GRPOGuard
 from spotlight.algorithms.replay import transition
-from spotlight.config.algorithm import AWMConfig, GRPOGuardConfig
+from spotlight.config.sections.algorithm import AWMConfig, GRPOGuardConfig
 from spotlight.diffusion.noise import noise_batch
 from spotlight.diffusion.samplers import CPS, ODE, Dance, FlowSDE, Moments, Sampler
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.simulation.mutations import MUTATIONS, Mutation
 
-from spotlight.config.evaluation import EvaluationConfig
+from spotlight.config.sections.evaluation import EvaluationConfig
 from spotlight.scheduler import controller as controller_module
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.effects import Effect, PrepareBatch, WriteRecord

@@ -17,7 +17,7 @@ from tiny_policy import TinyPolicy, rollout
 from torch import Tensor
 
 from spotlight.algorithms import Algorithm, LossTerms, TrainBatch, build_algorithm
-from spotlight.config.algorithm import AWMConfig
+from spotlight.config.sections.algorithm import AWMConfig
 from spotlight.diffusion.samplers import CPS, ODE, FlowSDE
 from spotlight.registry import ALGORITHMS
 from spotlight.training.device_memory import free_bytes, is_out_of_memory, measure_peak

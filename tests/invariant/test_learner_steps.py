@@ -9,7 +9,7 @@ import pytest
 import torch
 from learner_world import World, algorithm, cut, gradients, make_learner, roll_out, train_batch
 
-from spotlight.config.learner import LearnerConfig
+from spotlight.config.sections.learner_section import LearnerConfig
 from spotlight.models.family import ImageSize, ModelError
 from spotlight.models.slots import CopySlots
 from spotlight.training.learner import Learner, TrainingError

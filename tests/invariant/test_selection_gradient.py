@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import pytest
 
 from spotlight.algorithms.advantages import advantages
-from spotlight.config.algorithm import AdvantageConfig
+from spotlight.config.sections.algorithm import AdvantageConfig
 from spotlight.scheduler.exploration.selection import SelectionPolicy, select
 
 THETA = (0.0, 0.5)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from spotlight.algorithms.base import Slot, TrainBatch
 from spotlight.algorithms.flow_grpo import FlowGRPO
-from spotlight.config.algorithm import FlowGRPOConfig, OldLogProbs
+from spotlight.config.sections.algorithm import FlowGRPOConfig, OldLogProbs
 from spotlight.diffusion.samplers import FlowSDE
 
 SAMPLER = FlowSDE(0.7)

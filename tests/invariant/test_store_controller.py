@@ -12,7 +12,7 @@ from controller_world import TEST, TRAIN, World, start
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spotlight.config.evaluation import EvaluationConfig
+from spotlight.config.sections.evaluation import EvaluationConfig
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.effects import Effect, WriteRecord
 from spotlight.scheduler.plan import Plan

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from worker_world import RECIPES, SLOT_OF, Body, Kept, MemoryHome, SeededLoader, fill, loop, mark_of
 
-from spotlight.config.evaluation import EvaluationConfig
+from spotlight.config.sections.evaluation import EvaluationConfig
 from spotlight.rollout.serialization import pack_condition, unpack_sample
 from spotlight.rollout.state import FinishedRollout
 from spotlight.scheduler import effects as ef

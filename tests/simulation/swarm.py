@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from spotlight.config.evaluation import EvaluationConfig
-from spotlight.config.exploration import PlannerConfig, PreviewCostsConfig
+from spotlight.config.sections.evaluation import EvaluationConfig
+from spotlight.config.sections.exploration import PlannerConfig, PreviewCostsConfig
 from spotlight.scheduler.events import NodeJoined
 from spotlight.scheduler.exploration.selection import SelectionPolicy
 from spotlight.scheduler.plan import (

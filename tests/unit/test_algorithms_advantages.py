@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotlight.algorithms.advantages import advantages
-from spotlight.config.algorithm import AdvantageConfig
+from spotlight.config.sections.algorithm import AdvantageConfig
 
 VALUES = st.floats(-100, 100, allow_subnormal=False)
 GROUPS = st.lists(st.lists(VALUES, min_size=1, max_size=9), min_size=1, max_size=6)

@@ -4,7 +4,7 @@ import pytest
 
 from spotlight.algorithms import build_algorithm
 from spotlight.algorithms.flow_grpo import FlowGRPO
-from spotlight.config.algorithm import (
+from spotlight.config.sections.algorithm import (
     DiffusionNFTConfig,
     FlowGRPOConfig,
     FlowGRPOFastConfig,

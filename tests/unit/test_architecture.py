@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -208,3 +209,21 @@ def test_the_head_of_a_cluster_starts_without_the_packages_that_hold_models() ->
     program = f"import sys, spotlight.cluster.cluster_run\nprint(*sorted(set({models!r}) & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.split() == [], "the head needs seconds for what only workers and the learner use"
+
+
+def test_a_name_is_used_once() -> None:
+    """A reader who searches for a class or a module finds one."""
+    where: dict[str, list[str]] = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        place = str(path.relative_to(SOURCE))
+        if path.name not in {"__init__.py", "__main__.py"}:
+            where.setdefault(path.name, []).append(place)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                where.setdefault(node.name, []).append(f"{place}:{node.lineno}")
+    assert not {name: places for name, places in where.items() if len(places) > 1}
+
+
+def test_no_folder_is_a_drawer() -> None:
+    counts = Counter(path.parent for path in SOURCE.rglob("*.py") if path.name != "__init__.py")
+    assert not {str(folder): number for folder, number in counts.items() if number > 12}

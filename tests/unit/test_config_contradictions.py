@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotlight.config.errors import ConfigError, Problem
-from spotlight.config.evaluation import EvaluationConfig
-from spotlight.config.learner import LearnerConfig
 from spotlight.config.load import load_config
-from spotlight.config.rollout import RolloutConfig
 from spotlight.config.schema import RunConfig
+from spotlight.config.sections.evaluation import EvaluationConfig
+from spotlight.config.sections.learner_section import LearnerConfig
+from spotlight.config.sections.rollout import RolloutConfig
 
 BASE = (
     "algorithm.name=diffusion-nft",

@@ -7,9 +7,9 @@ import itertools
 import pytest
 
 from spotlight.algorithms.baselines import exploration_advantages, slice_advantages
-from spotlight.config.algorithm import AdvantageConfig
 from spotlight.config.errors import ConfigError
 from spotlight.config.load import load_config
+from spotlight.config.sections.algorithm import AdvantageConfig
 from spotlight.runtime.build.components import cluster_plan_of, plan_of
 from spotlight.scheduler.plan import Axis, PipelinePlan, require_usable
 from spotlight.scheduler.types import Baseline, Prompt, PromptId

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from spotlight.config.evaluation import EvaluationConfig
+from spotlight.config.sections.evaluation import EvaluationConfig
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.effects import (

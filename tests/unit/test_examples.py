@@ -12,7 +12,7 @@ from spotlight.data.datasets import load_prompts
 from spotlight.dry_run.run_plan import make_plan
 from spotlight.models.model_errors import ModelError
 from spotlight.registry import REWARDS
-from spotlight.rewards.registry import load, parse
+from spotlight.rewards.reward_registry import load, parse
 from spotlight.testbed import PIPELINE_DIR
 
 ROOT = Path(__file__).parents[2]

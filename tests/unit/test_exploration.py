@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from spotlight.config.evaluation import EvaluationConfig
-from spotlight.config.exploration import PlannerConfig, PreviewCostsConfig
+from spotlight.config.sections.evaluation import EvaluationConfig
+from spotlight.config.sections.exploration import PlannerConfig, PreviewCostsConfig
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.events import NodeJoined

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotlight.algorithms.base import LossTerms
-from spotlight.config.learner import EmaConfig, LearnerConfig
+from spotlight.config.sections.learner_section import EmaConfig, LearnerConfig
 from spotlight.training.sharding import Ranks
 from spotlight.training.step_metrics import StepReport, UpdateMeter
 

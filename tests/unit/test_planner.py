@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.config.exploration import PreviewCostsConfig
+from spotlight.config.sections.exploration import PreviewCostsConfig
 from spotlight.scheduler.exploration.bandit import Arm, DiscountedUCB, arm_grid
 from spotlight.scheduler.exploration.budget import Forecast, WindowSeen
 from spotlight.scheduler.exploration.contrast import Contrast

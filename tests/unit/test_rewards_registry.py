@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from spotlight.registry import REWARDS
-from spotlight.rewards import registry
-from spotlight.rewards.registry import Reference, load, parse
+from spotlight.rewards import reward_registry as registry
 from spotlight.rewards.reward import RewardSetupError
+from spotlight.rewards.reward_registry import Reference, load, parse
 
 MODULE = """
 import json

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from spotlight.algorithms.advantages import advantages
 from spotlight.algorithms.baselines import exploration_advantages, slice_advantages
-from spotlight.config.algorithm import AdvantageConfig
+from spotlight.config.sections.algorithm import AdvantageConfig
 from spotlight.scheduler.effects import PrepareBatch
 from spotlight.scheduler.types import Baseline, Comparison, Group, PromptId, RolloutId
 from spotlight.training.batching.sample_advantages import sample_advantages

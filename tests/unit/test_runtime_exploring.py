@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from spotlight.cluster.head import Head
-from spotlight.config.exploration import PlannerConfig, PreviewCostsConfig
 from spotlight.config.load import load_config
+from spotlight.config.sections.exploration import PlannerConfig, PreviewCostsConfig
 from spotlight.data.datasets import Prompts
 from spotlight.runtime.build import components as build
 from spotlight.runtime.build.preview_settings import (

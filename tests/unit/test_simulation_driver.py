@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from spotlight.config.evaluation import EvaluationConfig
+from spotlight.config.sections.evaluation import EvaluationConfig
 from spotlight.scheduler.events import NodeJoined, NodeLost
 from spotlight.scheduler.plan import ClusterPlan, ExplorationPlan, Explore, Plan
 from spotlight.scheduler.types import Node, NodeId, NodeKind, Phase

@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 
 from spotlight.config.errors import ConfigError
-from spotlight.config.evaluation import EvaluationConfig
+from spotlight.config.sections.evaluation import EvaluationConfig
 from spotlight.planning.compare import SimulationOutcome, SimulationTask, run_task
 from spotlight.planning.pages.comparison_summary import notes_of, outcome_record, table_of
 from spotlight.planning.scenarios.prepare import Prepared, prepare, scenario_of

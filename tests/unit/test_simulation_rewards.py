@@ -8,7 +8,7 @@ import statistics
 import pytest
 from scipy import stats
 
-from spotlight.config.evaluation import EvaluationConfig
+from spotlight.config.sections.evaluation import EvaluationConfig
 from spotlight.scheduler.plan import ExplorationPlan, Explore, Plan
 from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 from spotlight.simulation.virtual_rewards import RewardModel

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.config.evaluation import EvaluationConfig
+from spotlight.config.sections.evaluation import EvaluationConfig
 from spotlight.scheduler.cluster.placement import choose_degree, form_groups
 from spotlight.scheduler.plan import ClusterPlan, Plan, divisors, require_usable
 from spotlight.scheduler.types import Prompt, PromptId

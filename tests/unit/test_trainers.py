@@ -8,7 +8,7 @@ import pytest
 from test_cluster import ANSWER_S, PLAN, SPOT, V0, Room, of, only
 from test_pipeline import FAST, SINGLE, TRAINER, finish
 
-from spotlight.config.evaluation import EvaluationConfig
+from spotlight.config.sections.evaluation import EvaluationConfig
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.pace import Pace

@@ -1,6 +1,6 @@
 """RL algorithms by name.
 
-To add one, write a file with an :class:`~spotlight.config.algorithm.AlgorithmSection` and an
+To add one, write a file with an :class:`~spotlight.config.sections.algorithm.AlgorithmSection` and an
 :class:`~spotlight.algorithms.base.Algorithm`, and add a line to :data:`spotlight.registry.ALGORITHMS`.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import cast
 
 from spotlight.algorithms.base import Algorithm, LossTerms, Policy, Slot, TrainBatch
-from spotlight.config.algorithm import AlgorithmSection
+from spotlight.config.sections.algorithm import AlgorithmSection
 from spotlight.diffusion.samplers import Sampler
 from spotlight.registry import resolve
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from spotlight.config.algorithm import AdvantageConfig
+from spotlight.config.sections.algorithm import AdvantageConfig
 
 
 def advantages(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spotlight.algorithms.base import LossTerms, Policy, Slot, Timesteps, TrainBatch
 from spotlight.algorithms.forward_process import mean_square, noised
-from spotlight.config.algorithm import AWMConfig
+from spotlight.config.sections.algorithm import AWMConfig
 from spotlight.diffusion.samplers import Sampler
 
 _MATCHING_MIN = 1e-10  # the slope of l^p diverges at 0

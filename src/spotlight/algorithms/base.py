@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from spotlight.config.algorithm import AlgorithmSection
+from spotlight.config.sections.algorithm import AlgorithmSection
 from spotlight.diffusion.samplers import Sampler
 
 Slot = Literal["policy", "reference", "old", "ema"]

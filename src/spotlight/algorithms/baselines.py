@@ -20,7 +20,7 @@ from spotlight.algorithms.advantages import (
     spread_of,
     weighted_sum,
 )
-from spotlight.config.algorithm import AdvantageConfig
+from spotlight.config.sections.algorithm import AdvantageConfig
 
 Rewards = Mapping[str, float]
 """A sample's value of each reward."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from spotlight.algorithms.base import LossTerms, Policy, Slot, Timesteps, TrainBatch
 from spotlight.algorithms.forward_process import mean_square, noised
-from spotlight.config.algorithm import DiffusionNFTConfig
+from spotlight.config.sections.algorithm import DiffusionNFTConfig
 from spotlight.diffusion.samplers import Sampler, predict_x0
 
 

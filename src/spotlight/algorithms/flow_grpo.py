@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spotlight.algorithms.base import LossTerms, Policy, Slot, Timesteps, TrainBatch, timestep_of_rows
 from spotlight.algorithms.replay import Transition, replay_metrics, timestep_count, transition
-from spotlight.config.algorithm import FlowGRPOConfig
+from spotlight.config.sections.algorithm import FlowGRPOConfig
 from spotlight.diffusion.samplers import Moments, Sampler
 
 

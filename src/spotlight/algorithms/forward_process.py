@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spotlight.algorithms.base import Timesteps, TrainBatch, timestep_of_rows
-from spotlight.config.algorithm import NoiseLevels
+from spotlight.config.sections.algorithm import NoiseLevels
 from spotlight.diffusion.noise import Stream, normal_batch, uniform
 from spotlight.diffusion.samplers import interpolate
 

@@ -20,7 +20,7 @@ import torch
 from spotlight.algorithms.base import LossTerms, Policy, Slot, Timesteps, TrainBatch
 from spotlight.algorithms.flow_grpo import clipped_surrogate, require_stochastic
 from spotlight.algorithms.replay import replay_metrics, timestep_count, transition
-from spotlight.config.algorithm import GRPOGuardConfig
+from spotlight.config.sections.algorithm import GRPOGuardConfig
 from spotlight.diffusion.samplers import Sampler
 
 

@@ -7,9 +7,9 @@ import typer
 from spotlight.cli.config_command import config
 from spotlight.cli.doctor import doctor
 from spotlight.cli.planning.notices_command import notices
-from spotlight.cli.planning.plan import plan
+from spotlight.cli.planning.plan_command import plan
 from spotlight.cli.planning.prices_command import prices
-from spotlight.cli.planning.simulate import simulate
+from spotlight.cli.planning.simulate_command import simulate
 from spotlight.cli.planning.traces_command import traces
 from spotlight.cli.rewards_command import rewards
 from spotlight.cli.runs.audit import audit

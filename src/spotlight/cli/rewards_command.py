@@ -38,7 +38,7 @@ def registered_rewards() -> Iterator[tuple[str, str, str]]:
     import inspect
 
     from spotlight.registry import REWARDS
-    from spotlight.rewards.registry import parse
+    from spotlight.rewards.reward_registry import parse
 
     for name in REWARDS:
         reference = parse(name)

@@ -15,9 +15,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from spotlight.config.algorithm import AlgorithmSection
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.schema import RunConfig
+from spotlight.config.sections.algorithm import AlgorithmSection
 from spotlight.registry import ALGORITHMS
 
 

@@ -16,18 +16,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from spotlight.config.algorithm import AlgorithmConfig, DiffusionNFTConfig
 from spotlight.config.errors import Problem
-from spotlight.config.evaluation import EvaluationConfig
-from spotlight.config.exploration import ExplorationConfig
-from spotlight.config.fleet import FleetConfig
-from spotlight.config.learner import LearnerConfig
-from spotlight.config.model import DataConfig, ModelConfig
-from spotlight.config.outputs import CheckpointConfig, MetricsConfig
-from spotlight.config.pipeline import PipelineConfig
-from spotlight.config.rewards import RewardConfig, RewardPolicyConfig
-from spotlight.config.rollout import RolloutConfig
 from spotlight.config.section import Section
+from spotlight.config.sections.algorithm import AlgorithmConfig, DiffusionNFTConfig
+from spotlight.config.sections.evaluation import EvaluationConfig
+from spotlight.config.sections.exploration import ExplorationConfig
+from spotlight.config.sections.fleet import FleetConfig
+from spotlight.config.sections.learner_section import LearnerConfig
+from spotlight.config.sections.model import DataConfig, ModelConfig
+from spotlight.config.sections.outputs import CheckpointConfig, MetricsConfig
+from spotlight.config.sections.pipeline import PipelineConfig
+from spotlight.config.sections.rewards import RewardConfig, RewardPolicyConfig
+from spotlight.config.sections.rollout import RolloutConfig
 
 
 class RunConfig(Section):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeAlias
 
-from spotlight.rewards import registry
+from spotlight.rewards import reward_registry as registry
 from spotlight.rewards.reward import RewardScore, RewardSetupError
 
 TOTAL = "reward"

@@ -20,7 +20,8 @@ from contextlib import suppress
 
 import numpy as np
 
-from spotlight.rewards import channel, registry
+from spotlight.rewards import channel
+from spotlight.rewards import reward_registry as registry
 from spotlight.rewards.channel import Blame, CheckPrompts, Done, Failed, Load, Reply, Request, Score, Values
 from spotlight.rewards.reward import RewardInputError, RewardSetupError
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from spotlight.config.evaluation import EvaluationConfig
-from spotlight.config.exploration import PlannerConfig
+from spotlight.config.sections.evaluation import EvaluationConfig
+from spotlight.config.sections.exploration import PlannerConfig
 from spotlight.scheduler.exploration.bandit import Arm, arm_grid
 from spotlight.scheduler.exploration.selection import SelectionPolicy
 from spotlight.scheduler.types import Baseline, Prompt, PromptId, WeightKind

@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from spotlight.algorithms.base import Algorithm
-from spotlight.config.learner import LearnerConfig
+from spotlight.config.sections.learner_section import LearnerConfig
 from spotlight.models.family import Condition, ImageSize, ModelError, ModelFamily
 from spotlight.models.slots import WeightSlots
 from spotlight.training import learner_state as state

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from spotlight.config.learner import LearnerConfig
+from spotlight.config.sections.learner_section import LearnerConfig
 from spotlight.models.family import Condition
 
 

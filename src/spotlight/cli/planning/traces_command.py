@@ -99,14 +99,13 @@ def traces(
 
       spotlight traces --generate --seed 7 --nodes 16 --bursts-per-h 0.5 --out bursty.csv
     """
-    spec = {
-        "seed": seed,
-        "mean_uptime_s": None if mean_uptime_h is None else mean_uptime_h * 3600,
-        "mean_downtime_s": mean_downtime_s,
-        "bursts_per_h": bursts_per_h,
-        "burst_fraction": burst_fraction,
-    }
-    given = {name: value for name, value in spec.items() if value is not None}
+    given = _given(
+        seed=seed,
+        mean_uptime_s=None if mean_uptime_h is None else mean_uptime_h * 3600,
+        mean_downtime_s=mean_downtime_s,
+        bursts_per_h=bursts_per_h,
+        burst_fraction=burst_fraction,
+    )
     _require_sense(files or [], generate, given, out)
     horizon_s = None if horizon_h is None else horizon_h * 3600
     with told_plainly():
@@ -120,6 +119,10 @@ def traces(
         typer.echo(json.dumps([_record(trace) for trace in made], indent=2))
     else:
         _print(made, [path for path in (out, page) if path is not None])
+
+
+def _given(**options: float | None) -> dict[str, float]:
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _require_sense(files: Sequence[Path], generate: bool, given: dict[str, float], out: Path | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from spotlight.cluster.local.market_book import timed
 from spotlight.config.errors import ConfigError, Problem
-from spotlight.config.fleet import FleetConfig
+from spotlight.config.sections.fleet import FleetConfig
 from spotlight.fleet.traces.shipped import find_trace
 from spotlight.fleet.traces.trace import Trace, TraceError, TraceEvent, TraceEventKind
 from spotlight.fleet.traces.trace_files import read_trace

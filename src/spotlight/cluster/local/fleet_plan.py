@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spotlight.cluster.local.emulation import reserved_slots, spot_slots, spot_trace
-from spotlight.config.fleet import FleetConfig
+from spotlight.config.sections.fleet import FleetConfig
 from spotlight.fleet.traces.trace import TraceEventKind
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 
 from spotlight.config.errors import ConfigError, Problem
-from spotlight.config.evaluation import NO_EVALUATION, EvaluationConfig
-from spotlight.config.exploration import PlannerConfig, PreviewCostsConfig, deepest_pool
+from spotlight.config.sections.evaluation import NO_EVALUATION, EvaluationConfig
+from spotlight.config.sections.exploration import PlannerConfig, PreviewCostsConfig, deepest_pool
 from spotlight.fleet.traces.generator import TraceSpec, generate
 from spotlight.fleet.traces.trace import Trace, TraceEvent, TraceEventKind
 from spotlight.fleet.traces.trace_files import read_trace

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from spotlight.config.exploration import ExplorationConfig
 from spotlight.config.schema import RunConfig
+from spotlight.config.sections.exploration import ExplorationConfig
 from spotlight.rollout.state import Recipe
 from spotlight.scheduler.exploration.bandit import Arm
 from spotlight.scheduler.exploration.selection import SelectionPolicy

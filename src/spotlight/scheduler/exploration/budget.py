@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from spotlight.config.exploration import PreviewCostsConfig
+from spotlight.config.sections.exploration import PreviewCostsConfig
 from spotlight.scheduler.exploration.bandit import Arm
 from spotlight.scheduler.exploration.decayed_mean import DecayedMean
 

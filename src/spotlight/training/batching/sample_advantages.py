@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from spotlight.algorithms.advantages import advantages
 from spotlight.algorithms.baselines import Rewards, exploration_advantages, slice_advantages
-from spotlight.config.algorithm import AdvantageConfig
+from spotlight.config.sections.algorithm import AdvantageConfig
 from spotlight.scheduler.effects import PrepareBatch
 from spotlight.scheduler.overlap.slices import COMPARED_MIN
 from spotlight.scheduler.types import Baseline, Comparison, RolloutId

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, PositiveInt
 
 from spotlight.config.errors import Problem
-from spotlight.config.rewards import TOTAL
 from spotlight.config.section import Section
+from spotlight.config.sections.rewards import TOTAL
 
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig

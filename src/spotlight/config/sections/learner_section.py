@@ -12,8 +12,8 @@ from spotlight.config.errors import Problem
 from spotlight.config.section import Section
 
 if TYPE_CHECKING:
-    from spotlight.config.rollout import RolloutConfig
     from spotlight.config.schema import RunConfig
+    from spotlight.config.sections.rollout import RolloutConfig
 
 
 class LoraConfig(Section):

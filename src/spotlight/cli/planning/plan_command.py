@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from spotlight.cli.exit_codes import EXIT_STOPPED_BY_ERROR, told_plainly
-from spotlight.cli.planning.simulate import (
+from spotlight.cli.planning.simulate_command import (
     Bar,
     JobsOption,
     OverridesArgument,
@@ -90,11 +90,14 @@ def plan(
             write_file(as_json, json.dumps(plan_record(file, found), indent=2) + "\n")
         if page is not None:
             write_file(page, plan_page(file, found, prepared, now))
-    for path in (as_json, page):
-        if path is not None:
-            Console(highlight=False).print(f"Wrote {path}", soft_wrap=True)
+    _print_written(as_json, page)
     if found.answer is None:
         raise typer.Exit(EXIT_STOPPED_BY_ERROR)
+
+
+def _print_written(*paths: Path | None) -> None:
+    for path in filter(None, paths):
+        Console(highlight=False).print(f"Wrote {path}", soft_wrap=True)
 
 
 def _print(file: ScenarioFile, found: SearchResult, prepared: Prepared, now: datetime) -> None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from spotlight.config.algorithm import FlowGRPOConfig
 from spotlight.config.errors import Problem
 from spotlight.config.section import Section
+from spotlight.config.sections.algorithm import AlgorithmSection, FlowGRPOConfig
 
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
@@ -128,7 +128,6 @@ class PipelineConfig(Section):
             )  # fmt: skip
 
     def _early_problems(self, run: RunConfig) -> Iterator[Problem]:
-        algorithm = run.algorithm
         if not self.next_share:
             return
         share = f"{self.next_share:g}"
@@ -165,6 +164,9 @@ class PipelineConfig(Section):
                 "or "
                 "leave exploration out.",
             )  # fmt: skip
+        yield from self._stale_problems(run.algorithm, share)
+
+    def _stale_problems(self, algorithm: AlgorithmSection, share: str) -> Iterator[Problem]:
         if algorithm.learns_from_clean_samples:
             return
         if not isinstance(algorithm, FlowGRPOConfig):

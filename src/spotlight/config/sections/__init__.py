@@ -1,0 +1,1 @@
+"""The sections of a configuration, each with the checks of its keys."""
