@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 from spotlight.cluster.nodes.listing import SHARE
-from spotlight.cluster.workers.worker_actor import Berth
+from spotlight.cluster.workers.worker_actor import WorkerPlacement
 from spotlight.scheduler.effects import StartWorker
 from spotlight.scheduler.types import NodeId, WorkerId
 
@@ -56,11 +56,11 @@ def test_shares_of_all_slots_fit_in_any_order() -> None:
 
 def test_a_worker_beside_a_rank_has_the_rank_s_number() -> None:
     """Ranks of a node take its first GPUs, in order; so do the workers beside them; the others follow."""
-    beside = Berth("ray id", True, None, SHARE, 0)
-    others = Berth("ray id", True, None, 1.0, 2)
-    by_ray = Berth("ray id", True, None)
+    beside = WorkerPlacement("ray id", True, None, SHARE, 0)
+    others = WorkerPlacement("ray id", True, None, 1.0, 2)
+    by_ray = WorkerPlacement("ray id", True, None)
     numbers = [
-        berth.number_of(StartWorker(WorkerId(f"n/{gpu}"), NodeId("n"), gpu, 1))
-        for berth, gpu in ((beside, 0), (beside, 1), (others, 0), (by_ray, 0))
+        placement.number_of(StartWorker(WorkerId(f"n/{gpu}"), NodeId("n"), gpu, 1))
+        for placement, gpu in ((beside, 0), (beside, 1), (others, 0), (by_ray, 0))
     ]
     assert numbers == [0, 1, 2, None]

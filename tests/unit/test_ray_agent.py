@@ -10,7 +10,7 @@ from pathlib import Path
 
 from metadata_server import metadata
 
-from spotlight.cluster.nodes.notice_mail import Message, Outbox, Tidings, read_messages
+from spotlight.cluster.nodes.notice_mail import Message, NoticeUpdate, Outbox, read_messages
 from spotlight.cluster.nodes.notice_watch import NoticeSettings, NoticeWatch
 from spotlight.cluster.nodes.worker_logs import log_tail
 from spotlight.fleet.notices.notice import Cancelled, Noticed, Rebalance
@@ -27,10 +27,10 @@ def test_messages_are_numbered_and_told_again_until_they_are_passed() -> None:
     now_s = 110.0
     told = read_messages(outbox.after(0, 0))
     assert told == [
-        Message(1, Tidings.NOTICED, "terminate", 20.0),
-        Message(2, Tidings.CANCELLED, "terminate"),
-        Message(3, Tidings.REBALANCE, "risk"),
-        Message(4, Tidings.UNWATCHED, "no cloud"),
+        Message(1, NoticeUpdate.NOTICED, "terminate", 20.0),
+        Message(2, NoticeUpdate.CANCELLED, "terminate"),
+        Message(3, NoticeUpdate.REBALANCE, "risk"),
+        Message(4, NoticeUpdate.UNWATCHED, "no cloud"),
     ]
     assert read_messages(outbox.after(0, 0)) == told
     assert read_messages(outbox.after(3, 0)) == told[3:]
@@ -39,10 +39,10 @@ def test_messages_are_numbered_and_told_again_until_they_are_passed() -> None:
 
 def test_what_a_later_version_tells_is_left_out() -> None:
     rows: list[dict[str, object]] = [
-        {"number": 1, "tidings": "resized", "detail": "", "remaining_s": 0.0},
-        {"number": 2, "tidings": "noticed", "detail": "x", "remaining_s": 3.5, "more": 1},
+        {"number": 1, "update": "resized", "detail": "", "remaining_s": 0.0},
+        {"number": 2, "update": "noticed", "detail": "x", "remaining_s": 3.5, "more": 1},
     ]
-    assert read_messages(rows) == [Message(2, Tidings.NOTICED, "x", 3.5)]
+    assert read_messages(rows) == [Message(2, NoticeUpdate.NOTICED, "x", 3.5)]
 
 
 def test_a_question_hangs_until_there_is_an_answer() -> None:
@@ -59,7 +59,7 @@ def test_sigterm_becomes_a_notice() -> None:
         NoticeWatch(NoticeSettings("none"), source, outbox).start()
         os.kill(os.getpid(), signal.SIGTERM)
         (message,) = read_messages(outbox.after(0, 5.0))
-    assert message.tidings is Tidings.NOTICED
+    assert message.update is NoticeUpdate.NOTICED
     assert 29.0 < message.remaining_s <= 30.0
 
 
@@ -70,7 +70,7 @@ def test_a_clouds_notice_arrives_and_is_acknowledged() -> None:
         watch = NoticeWatch(NoticeSettings("auto", server.url, None), None, outbox)
         watch.start()
         (message,) = read_messages(outbox.after(0, 10.0))
-        assert message.tidings is Tidings.NOTICED
+        assert message.update is NoticeUpdate.NOTICED
         assert 25.0 < message.remaining_s <= 30.0
         assert watch.acknowledge()
         assert server.started == ["602d9444"]
@@ -82,7 +82,7 @@ def test_a_node_that_nothing_watches_says_so() -> None:
         watch = NoticeWatch(settings, None, outbox)
         watch.start()
         (message,) = read_messages(outbox.after(0, 10.0))
-        assert message.tidings is Tidings.UNWATCHED
+        assert message.update is NoticeUpdate.UNWATCHED
         assert not watch.acknowledge()
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.cluster.nodes.facts import Gpu, NodeFacts, gather, heard, misfit, parse_nvidia_smi
+from spotlight.cluster.nodes.facts import Gpu, NodeFacts, gather, heard, incompatibility, parse_nvidia_smi
 from spotlight.cluster.nodes.listing import (
     RayNode,
     View,
@@ -261,7 +261,7 @@ def test_gpus_of_two_kinds_in_one_node_are_told() -> None:
     ],
 )
 def test_a_node_of_another_version_is_told_with_both(change: dict[str, str], found: str, remedy: str) -> None:
-    problem = misfit("n", FACTS, replace(FACTS, **change))  # type: ignore[arg-type]
+    problem = incompatibility("n", FACTS, replace(FACTS, **change))  # type: ignore[arg-type]
     assert problem is not None
     assert problem.found == found
     assert "as on the head" in problem.expected
@@ -270,7 +270,10 @@ def test_a_node_of_another_version_is_told_with_both(change: dict[str, str], fou
 
 def test_what_does_not_matter_does_not_exclude_a_node() -> None:
     assert (
-        misfit("n", FACTS, replace(FACTS, python="3.11.9", torch="2.13.0+cpu", host="other", gpus=())) is None
+        incompatibility(
+            "n", FACTS, replace(FACTS, python="3.11.9", torch="2.13.0+cpu", host="other", gpus=())
+        )
+        is None
     )
 
 

@@ -134,7 +134,7 @@ def _workers(
 ) -> WorkerPool:
     shared = f"{config.name[:_NAME_MAX]}-{secrets.token_hex(4)}"
     starter = ActorStarter(
-        dump_config(config), room.store, room.meeting, shared, nodes.berths, nodes.log_tail
+        dump_config(config), room.store, room.meeting, shared, nodes.placements, nodes.log_tail
     )
     fleet = config.fleet
     pool = WorkerPool(

@@ -27,7 +27,7 @@ from spotlight.cluster.nodes.node_membership import MembershipSettings, NodeMemb
 from spotlight.cluster.nodes.node_prices import Fleet, Prices
 from spotlight.cluster.nodes.notice_watch import NoticeSettings
 from spotlight.cluster.remote_calls import Clock, Notify, RayLostError
-from spotlight.cluster.workers.worker_actor import Berth
+from spotlight.cluster.workers.worker_actor import WorkerPlacement
 from spotlight.config.errors import Problem
 from spotlight.config.schema import RunConfig
 from spotlight.scheduler import events as ev
@@ -84,7 +84,7 @@ class ClusterNodes:
         self._learner_slots = self._fleet.learner_slots
         self._rolling_out: set[NodeId] = set()
         self._first_gpu: Gpu | None = None
-        self.berths: dict[NodeId, Berth] = {}
+        self.placements: dict[NodeId, WorkerPlacement] = {}
         self.membership = NodeMembership(self, gather(), MembershipSettings(_notice_settings(config)))
 
     # -- called in the membership's thread -------------------------------------------------------------
@@ -128,18 +128,20 @@ class ClusterNodes:
             parts = tuple(train_only(part) for part in parts if part.node.trains)
         self._note_type(node, facts)
         for part in parts:
-            self.berths[part.node.id] = self._berth(node, part)
+            self.placements[part.node.id] = self._placement(node, part)
             if part.node.rolls_out:
                 self._rolling_out.add(part.node.id)
             self._put_event(ev.NodeJoined(part.node))
         if not self._rolling_out:
             self._note("waiting for nodes that roll out")
 
-    def _berth(self, node: RayNode, part: Part) -> Berth:
+    def _placement(self, node: RayNode, part: Part) -> WorkerPlacement:
         shared = part.node.trains and part.node.rolls_out
         # Ray would assign any GPU with room, but a rank and the worker beside it must share one.
         first_gpu = part.first_slot if node.gpus and self._fleet.ranks_roll_out else None
-        return Berth(node.ray_id, node.gpus, self._site.threads, SHARE if shared else 1.0, first_gpu)
+        return WorkerPlacement(
+            node.ray_id, node.gpus, self._site.threads, SHARE if shared else 1.0, first_gpu
+        )
 
     def _note_type(self, node: RayNode, facts: NodeFacts) -> None:
         """Warn about a new GPU type: results differ by rounding, and it may have less memory."""
@@ -152,7 +154,7 @@ class ClusterNodes:
     def _lose(self, node: RayNode) -> None:
         for name in self._fleet.lose(node.ray_id):
             self._rolling_out.discard(name)
-            self.berths.pop(name, None)
+            self.placements.pop(name, None)
             self._put_event(ev.NodeLost(name))
         self._learner_slots = self._fleet.learner_slots
 

@@ -148,25 +148,25 @@ def prices(run: RunRecord) -> str:
 def survived(run: RunRecord) -> str:
     """Preemptions, crashes and interruptions, and their cost; empty if none."""
     history = run.history
-    befell: list[str] = []
+    events: list[str] = []
     if history.preemptions:
         noticed = f" ({count(history.noticed)} with notice)"
-        befell.append(plural(history.preemptions, "preemption") + noticed)
+        events.append(plural(history.preemptions, "preemption") + noticed)
     for kind, word in (
         (Incident.WORKER_CRASHED, "worker crash"),
         (Incident.LEARNER_LOST, "loss of the learner"),
     ):
         if number := sum(history.incidents.get((kind, spot), 0) for spot in (True, False)):
-            befell.append(f"{count(number)} {word if number == 1 else _PLURALS[word]}")
+            events.append(f"{count(number)} {word if number == 1 else _PLURALS[word]}")
     if reserved := history.incidents.get((Incident.NODE_LOST, False), 0):
-        befell.append(f"{plural(reserved, 'reserved node')} lost")
+        events.append(f"{plural(reserved, 'reserved node')} lost")
     if history.interruptions:
-        befell.append(plural(history.interruptions, "interruption"))
-    if not befell:
+        events.append(plural(history.interruptions, "interruption"))
+    if not events:
         return ""
     redone = f", {plural(history.undone, 'ledger record')} done again" if history.undone else ""
     attempts = f" in {plural(len(history.attempts), 'attempt')}" if len(history.attempts) > 1 else ""
-    return f"Survived {', '.join(befell)}{attempts}: {history.lost_s:,.1f} s of work lost{redone}"
+    return f"Survived {', '.join(events)}{attempts}: {history.lost_s:,.1f} s of work lost{redone}"
 
 
 def _places(run: RunRecord, card: Path | None) -> Iterator[tuple[str, Path]]:

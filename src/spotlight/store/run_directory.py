@@ -165,7 +165,7 @@ def _is_there_or_can_be_made(path: Path) -> bool:
     except OSError as error:
         raise StoreError(
             f"runs_dir: the run directory {path} cannot be made: {error.strerror}; "
-            "expected a place where this user can make folders. Set runs_dir to one, or mend this one."
+            "expected a place where this user can make folders. Set runs_dir to one, or fix this one."
         ) from error
 
 

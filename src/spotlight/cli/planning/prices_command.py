@@ -39,7 +39,7 @@ SourceOption: TypeAlias = Annotated[
     ),
 ]
 MaxAgeHOption: TypeAlias = Annotated[
-    float, typer.Option("--max-age-h", min=0, help="Ask servers anew when answers are older than this.")
+    float, typer.Option("--max-age-h", min=0, help="Ask servers again when answers are older than this.")
 ]
 TimeoutSOption: TypeAlias = Annotated[
     float, typer.Option("--timeout-s", min=0.1, help="Longest silence of a server.")

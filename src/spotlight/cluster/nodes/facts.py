@@ -97,7 +97,7 @@ def gather() -> NodeFacts:
     )
 
 
-def misfit(node: str, here: NodeFacts, there: NodeFacts) -> Problem | None:
+def incompatibility(node: str, here: NodeFacts, there: NodeFacts) -> Problem | None:
     """Why node ``there`` is incompatible with head ``here``; None if it is compatible.
 
     Package and torch releases must be equal, so that sequence-parallel ranks and weight formats agree to the

@@ -26,9 +26,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from spotlight.cluster.nodes.agent import NodeAgent, plain_settings
 from spotlight.cluster.nodes.drain import drain_node
-from spotlight.cluster.nodes.facts import NodeFacts, heard, misfit
+from spotlight.cluster.nodes.facts import NodeFacts, heard, incompatibility
 from spotlight.cluster.nodes.listing import RayNode, diff, read_view
-from spotlight.cluster.nodes.notice_mail import Message, Tidings, read_messages
+from spotlight.cluster.nodes.notice_mail import Message, NoticeUpdate, read_messages
 from spotlight.cluster.nodes.notice_watch import NoticeSettings
 from spotlight.cluster.remote_calls import cause_of
 from spotlight.config.errors import Problem
@@ -313,7 +313,7 @@ class NodeMembership:
         if watched.facts is None:
             assert isinstance(told, dict)
             facts = heard(told)
-            if (problem := misfit(watched.node.name, self._here, facts)) is not None:
+            if (problem := incompatibility(watched.node.name, self._here, facts)) is not None:
                 watched.refused, watched.asked = True, None
                 self._dismiss(watched)
                 self._refuse(watched.node.ray_id, problem)
@@ -337,15 +337,15 @@ class NodeMembership:
             watched.due_s = self._clock() + _HANG_S + self._settings.answer_s
 
     def _pass_on(self, node: RayNode, message: Message) -> None:
-        match message.tidings:
-            case Tidings.NOTICED:
+        match message.update:
+            case NoticeUpdate.NOTICED:
                 self._listener.noticed(node, message.remaining_s, message.detail)
                 drain_node(node.ray_id, message.remaining_s, message.detail)
-            case Tidings.CANCELLED:
+            case NoticeUpdate.CANCELLED:
                 self._listener.notice_cancelled(node, message.detail)
-            case Tidings.REBALANCE:
+            case NoticeUpdate.REBALANCE:
                 log.info("node %s: %s", node.name, message.detail)
-            case Tidings.UNWATCHED:
+            case NoticeUpdate.UNWATCHED:
                 log.warning("node %s: preemptions may come unannounced: %s", node.name, message.detail)
 
     def _agent_failed(self, watched: _Watched, why: str) -> None:

@@ -15,7 +15,7 @@ from typing import assert_never
 from spotlight.fleet.notices.notice import Cancelled, Notice, Noticed, Rebalance
 
 
-class Tidings(StrEnum):
+class NoticeUpdate(StrEnum):
     """Kind of a message."""
 
     NOTICED = "noticed"
@@ -35,7 +35,7 @@ class Message:
     """
 
     number: int
-    tidings: Tidings
+    update: NoticeUpdate
     detail: str
     remaining_s: float = 0.0
 
@@ -70,12 +70,12 @@ def read_messages(told: Sequence[Mapping[str, object]]) -> list[Message]:
     return [
         Message(
             int(str(item["number"])),
-            Tidings(str(item["tidings"])),
+            NoticeUpdate(str(item["update"])),
             str(item["detail"]),
             float(str(item["remaining_s"])),
         )
         for item in told
-        if item["tidings"] in set(Tidings)
+        if item["update"] in set(NoticeUpdate)
     ]
 
 
@@ -83,13 +83,13 @@ def _told(number: int, item: Notice | str, now_s: float) -> dict[str, object]:
     remaining_s = 0.0
     match item:
         case Noticed():
-            tidings, detail, remaining_s = Tidings.NOTICED, item.detail, item.remaining_s(now_s)
+            update, detail, remaining_s = NoticeUpdate.NOTICED, item.detail, item.remaining_s(now_s)
         case Cancelled():
-            tidings, detail = Tidings.CANCELLED, item.detail
+            update, detail = NoticeUpdate.CANCELLED, item.detail
         case Rebalance():
-            tidings, detail = Tidings.REBALANCE, item.detail
+            update, detail = NoticeUpdate.REBALANCE, item.detail
         case str():
-            tidings, detail = Tidings.UNWATCHED, item
+            update, detail = NoticeUpdate.UNWATCHED, item
         case _:
             assert_never(item)
-    return {"number": number, "tidings": str(tidings), "detail": detail, "remaining_s": remaining_s}
+    return {"number": number, "update": str(update), "detail": detail, "remaining_s": remaining_s}

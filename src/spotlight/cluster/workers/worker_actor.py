@@ -151,7 +151,7 @@ class WorkerHandle:
 
 
 @dataclass(frozen=True, slots=True)
-class Berth:
+class WorkerPlacement:
     """Where a controller node's workers run on Ray.
 
     Attributes:
@@ -185,32 +185,32 @@ class ActorStarter:
     keeper: Any
     meeting: Address
     run: str
-    berths: dict[NodeId, Berth]
+    placements: dict[NodeId, WorkerPlacement]
     tail: Callable[[NodeId, str], Awaitable[str]]
 
     def start(self, order: StartWorker) -> WorkerHandle:
         """See :class:`spotlight.cluster.workers.worker_pool.Starter`."""
-        berth = self.berths[order.node]
+        placement = self.placements[order.node]
         told = WorkerOrder(
             self.config,
             order.worker,
             order.epoch,
-            berth.gpus,
-            berth.number_of(order),
+            placement.gpus,
+            placement.number_of(order),
             self.meeting,
             self.run,
             str(Path.cwd()),
-            berth.threads,
+            placement.threads,
         )
         make = ray.remote(concurrency_groups=_GROUPS)(WorkerActor).options(
             name=self._name(order),
             num_cpus=0,
-            num_gpus=berth.share if berth.gpus else 0,
-            resources=None if berth.gpus else {SLOT: berth.share},
+            num_gpus=placement.share if placement.gpus else 0,
+            resources=None if placement.gpus else {SLOT: placement.share},
             max_restarts=0,
             max_task_retries=0,
-            runtime_env=ALL_GPUS_VISIBLE if berth.gpus else None,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(berth.ray_id, soft=False),
+            runtime_env=ALL_GPUS_VISIBLE if placement.gpus else None,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(placement.ray_id, soft=False),
         )
         return WorkerHandle(make.remote(told, self.keeper))
 

@@ -98,7 +98,7 @@ def parse_catalogue(
         except _BadRowError as error:
             problems.append(f"{source}:{error}")
     if problems:
-        raise refuse(source, problems, "Mend these lines, or read only the GPU types you need.")
+        raise refuse(source, problems, "Correct these lines, or read only the GPU types you need.")
     if not machines and not gpus:
         raise PriceError(f"{source}: no row has the price of a machine with GPUs; expected at least one")
     return tuple(_quote(row, cloud, source, as_of) for row in machines)
