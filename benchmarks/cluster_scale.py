@@ -33,7 +33,7 @@ from spotlight.planning.scenarios.prepare import prepare, scenario_of
 from spotlight.planning.scenarios.scenario_file import ScenarioFile
 from spotlight.planning.scenarios.scenario_load import load_scenario
 from spotlight.planning.scenarios.strategies import STRATEGIES
-from spotlight.scheduler.queue import PullQueue
+from spotlight.scheduler.cluster.queue import PullQueue
 from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId, WorkerId
 from spotlight.simulation.virtual_driver import simulate
 

@@ -17,12 +17,13 @@ from spotlight.scheduler import iteration as issue_module
 from spotlight.scheduler import rollouts as rollouts_module
 from spotlight.scheduler.cluster.cluster import Cluster
 from spotlight.scheduler.cluster.commands import CommandEffect, Commands
+from spotlight.scheduler.cluster.dispatch import Dispatcher
 from spotlight.scheduler.cluster.members import Worker, WorkerGroup
+from spotlight.scheduler.cluster.queue import CommitVerdict, PullQueue, _OpenLease
 from spotlight.scheduler.cluster.spare_time import SpareTime
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.overlap import training_tasks as training_module
 from spotlight.scheduler.plan import Explore, Plan
-from spotlight.scheduler.queue import CommitVerdict, PullQueue, _OpenLease
 from spotlight.scheduler.rollouts import Rollouts
 from spotlight.scheduler.types import (
     Group as SampleGroup,
@@ -157,7 +158,7 @@ def _overlooks_a_lost_member(self: Cluster, worker: Worker) -> None:
     worker.leader = None
 
 
-def _leases_busy_learners(self: Cluster, rollouts: float, *, explore: bool) -> None:
+def _leases_busy_learners(self: Dispatcher, rollouts: float, *, explore: bool) -> None:
     self.serving.trainer_budget, self.serving.trainers_explore = math.inf, True
 
 
@@ -178,8 +179,8 @@ def _leaves_windows_open(self: Rollouts, now: float) -> None:
     pass
 
 
-def _keeps_newer_weights(self: Cluster, version: PolicyVersion, now: float) -> None:
-    self._now, self.target = now, version
+def _keeps_newer_weights(self: Cluster, version: PolicyVersion) -> None:
+    self.target = version
     self.lineage += 1
 
 
@@ -231,12 +232,12 @@ MUTATIONS = (
     Mutation("a repeated grant counts steps from now", ((PullQueue, "granted", _grants_again_from_now),)),
     Mutation("the ledger is not rolled back", ((Rollouts, "load", _keeps_the_ledger),)),
     Mutation(
-        "work is granted before the weights are there", ((Cluster, "_consider", _grants_before_weights),)
+        "work is granted before the weights are there", ((Cluster, "consider", _grants_before_weights),)
     ),
     Mutation("unanswered commands are not repeated", ((Commands, "overdue", _never_repeats),)),
     Mutation("a lost member of a group is overlooked", ((Cluster, "_leave", _overlooks_a_lost_member),)),
     Mutation(
-        "GPUs that train are leased meanwhile", ((Cluster, "set_trainer_budget", _leases_busy_learners),)
+        "GPUs that train are leased meanwhile", ((Dispatcher, "set_trainer_budget", _leases_busy_learners),)
     ),
     Mutation("previews are not preempted", ((SpareTime, "preempt", _never_preempts),)),
     Mutation("previews begin while rollouts wait", ((Rollouts, "explore_ahead", _looks_ahead_at_once),)),
@@ -245,7 +246,7 @@ MUTATIONS = (
     Mutation("rollouts of the version before last are begun", ((Rollouts, "renew", _keeps_older_work),)),
     Mutation("more groups than allowed begin early", ((Plan, "early_groups", _ALL_GROUPS),)),
     Mutation("rollouts begun early are issued a second time", ((Rollouts, "_adopt", _reissues_early),)),
-    Mutation("the learner trains while its GPUs roll out", ((Cluster, "trainers_work", _NEVER),)),
+    Mutation("the learner trains while its GPUs roll out", ((Dispatcher, "trainers_work", _NEVER),)),
     Mutation(
         "several updates train the same samples",
         ((training_module, "split_updates", _trains_every_group_every_time),),

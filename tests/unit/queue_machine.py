@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from spotlight.scheduler.queue import CommitVerdict, PullQueue
+from spotlight.scheduler.cluster.queue import CommitVerdict, PullQueue
 from spotlight.scheduler.types import (
     Lease,
     LeaseId,

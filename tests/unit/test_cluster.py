@@ -145,11 +145,11 @@ def test_busy_learner_nodes_and_groups_that_part_have_no_share() -> None:
     room = Room(dataclasses.replace(PLAN, cluster=dataclasses.replace(PLAN.cluster, degrees=(1,))))
     room.bring_up(Node(NodeId("r"), NodeKind.RESERVED, 2, "H100", 8.0, True, True))
     one, two = room.bring_up()
-    cluster = room.controller.cluster
+    cluster, dispatcher = room.controller.cluster, room.controller.dispatcher
     room.feed(ev.WorkerCrashed(two.leader, cluster.workers[two.leader].epoch))
-    cluster.set_trainer_budget(0, explore=False)
-    cluster.pulled(ev.GroupPulled(one.leader, one.epoch, 4, LeaseId(0)), room.now)
-    cluster.serve(room.now)
+    dispatcher.set_trainer_budget(0, explore=False)
+    dispatcher.pulled(ev.GroupPulled(one.leader, one.epoch, 4, LeaseId(0)))
+    dispatcher.serve()
     assert len(only(cluster.effects, ef.GrantLease).rollouts) == 4, "nobody else could take any"
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 from queue_machine import QueueMachine, make_rollout
 
-from spotlight.scheduler.queue import CommitVerdict, PullQueue, _OpenLease, _QueuedRollout
+from spotlight.scheduler.cluster.queue import CommitVerdict, PullQueue, _OpenLease, _QueuedRollout
 from spotlight.scheduler.types import Lease, LeaseId, Purpose, RolloutId, WorkerId
 
 WORKER, OTHER = WorkerId("a"), WorkerId("b")

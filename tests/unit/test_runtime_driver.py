@@ -11,7 +11,7 @@ import pytest
 
 from spotlight.rewards.results import FailureKind, RewardBatch, RewardFailure
 from spotlight.runtime.inline import InlineDriver, InlineParts, _Scoring
-from spotlight.scheduler.queue import PullQueue
+from spotlight.scheduler.cluster.queue import PullQueue
 from spotlight.scheduler.types import Phase, PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 from spotlight.training.sharding import Ranks
 

@@ -15,10 +15,10 @@ from test_exploration import IDLE, PLAN, Watched, of_iteration, ran
 from spotlight.planning.compare import outcome_of
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
+from spotlight.scheduler.cluster.queue import PullQueue
 from spotlight.scheduler.cluster.recovery import Recovery
 from spotlight.scheduler.cluster.spare_time import SpareTime
 from spotlight.scheduler.plan import ClusterPlan, ExplorationPlan, Explore, Plan, require_usable
-from spotlight.scheduler.queue import PullQueue
 from spotlight.scheduler.records import SampleExplored
 from spotlight.scheduler.types import Node, NodeId, NodeKind, Prompt, PromptId, Purpose, WorkerId
 from spotlight.simulation.scenario import SimulationResult

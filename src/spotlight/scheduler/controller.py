@@ -32,6 +32,8 @@ from collections.abc import Mapping, Sequence
 
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.cluster import Cluster
+from spotlight.scheduler.cluster.dispatch import Dispatcher
+from spotlight.scheduler.cluster.queue import PullQueue, WorkClass, first_epoch
 from spotlight.scheduler.cluster.recovery import Recovery
 from spotlight.scheduler.effects import (
     CommitCheckpoint,
@@ -52,7 +54,6 @@ from spotlight.scheduler.overlap.trainer_budget import Backlog, trainer_rollout_
 from spotlight.scheduler.overlap.training_tasks import TrainingTasks
 from spotlight.scheduler.plan import Explore, require_usable
 from spotlight.scheduler.plan import Plan as Plan
-from spotlight.scheduler.queue import PullQueue, WorkClass, first_epoch
 from spotlight.scheduler.records import StepApplied
 from spotlight.scheduler.rollouts import Rollouts
 from spotlight.scheduler.stages import (
@@ -84,8 +85,9 @@ class Controller:
         self.iteration = 0
         self.version = self._published_before = PolicyVersion(0)
         self.cluster = Cluster(plan.cluster, self.queue, first_epoch(term), self.version)
+        self.dispatcher = Dispatcher(self.cluster)
         self.cluster.serving.switch_s = plan.pipeline.switch_s
-        self.work = Rollouts(plan, train, test, self.queue, self.cluster)
+        self.work = Rollouts(plan, train, test, self.dispatcher)
         self.training = TrainingTasks(plan, self.work, 0)
         self._now = self._task_s = 0.0
         self._task_overlaps = False
@@ -114,7 +116,7 @@ class Controller:
         """
         self._now = now
         for lease in self.queue.expire(now):
-            self.cluster.suspect(lease)
+            self.dispatcher.suspect(lease)
         self.cluster.ring(now)
         # Expiry and the event itself may requeue rollouts of an older version.
         self.work.renew()
@@ -142,18 +144,18 @@ class Controller:
                 self._stages.move(Trigger.RUN_STARTED)
                 self._start_iteration()
             case ev.GroupPulled():
-                self.cluster.pulled(event, self._now)
+                self.dispatcher.pulled(event)
             case ev.LeaseProgressed():
                 self.work.progress(event, self._now)
             case ev.LeaseCompleted(worker, lease, epoch, rollouts, version):
                 if not self.work.complete(worker, lease, epoch, rollouts, version, self._now):
-                    self.cluster.abandon(worker, epoch, lease)
+                    self.dispatcher.abandon(worker, epoch, lease)
                 else:
-                    self.cluster.finished(worker, lease, self._now)
+                    self.dispatcher.finished(worker, lease)
                 self._advance()
             case ev.RolloutFailed(_, lease, epoch, rollout, error):
                 self.work.fail(lease, epoch, rollout, error)
-                self.cluster.failed(lease, self._now)
+                self.dispatcher.failed(lease)
                 self._advance()
             case ev.SamplesRewarded(scores_of, lineage):
                 self.work.reward(scores_of, lineage, self._now)
@@ -181,13 +183,13 @@ class Controller:
             case ev.TimePassed():
                 pass
             case _:
-                self.cluster.handle(event, self._now)
+                self.cluster.handle(event)
                 self._restore_learner()
 
     @property
     def wake_s(self) -> float | None:
         """When a :class:`~spotlight.scheduler.events.TimePassed` is due at the latest; None if never."""
-        waited_for = self._budget and self._budget_until_s > self._now and not self.cluster.trainers_work
+        waited_for = self._budget and self._budget_until_s > self._now and not self.dispatcher.trainers_work
         budget_s = self._budget_until_s if waited_for else None
         alarms = (self.queue.next_deadline_s, self.cluster.next_s, budget_s)
         times = [at_s for at_s in alarms if at_s is not None]
@@ -281,7 +283,7 @@ class Controller:
         if training.task or not self._learner_up or not (there or rolls):
             self._budget = 0
             return
-        if self.cluster.trainers_work:
+        if self.dispatcher.trainers_work:
             return
         if rolls and self.plan.pipeline.bounded and self.cluster.trainers():
             self._plan_budget()
@@ -333,10 +335,10 @@ class Controller:
             rollouts = self._budget
         elif waits and not (self.plan.pipeline.axis and self.training.ready()):
             rollouts = math.inf
-        self.cluster.set_trainer_budget(rollouts, explore=self.stage is Stage.EXPLORING)
+        self.dispatcher.set_trainer_budget(rollouts, explore=self.stage is Stage.EXPLORING)
 
     def _serve(self) -> None:
-        self.cluster.serve(self._now)
+        self.dispatcher.serve()
         if self._budget:
             self._budget = self.cluster.serving.trainer_budget
 
@@ -376,7 +378,7 @@ class Controller:
             return
         self.ledger.publish(version)
         self.work.close_window(self._now)
-        self.cluster.publish(version, self._now)
+        self.cluster.publish(version)
         self.work.published(self._published_before)
         self._published_before = version
         self.iteration += 1
@@ -418,7 +420,7 @@ class Controller:
         self._published_before = self.version
         self.work.roll_back(self._committed.ledger, self._committed.exploration)
         self._undo.append(RollBack(self.ledger.position))
-        self.cluster.roll_back(self.version, self._now)
+        self.cluster.roll_back(self.version)
         self.cluster.pace.filled_s.clear()  # undone, like the ledger's records since the commit
         self.cluster.serving.turned.clear()  # its GPUs belong to a new process now
         self._learner_up, self._restore_due = False, True

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from spotlight.scheduler import events as ev
-from spotlight.scheduler.cluster.cluster import Cluster
-from spotlight.scheduler.cluster.members import GroupState
+from spotlight.scheduler.cluster.dispatch import Dispatcher
+from spotlight.scheduler.cluster.queue import CommitVerdict, WorkClass
 from spotlight.scheduler.cluster.recovery import Recovery
 from spotlight.scheduler.effects import DiscardSamples, Effect, ReportExploration, ScoreSamples
 from spotlight.scheduler.exploration.explorer import Explorer
@@ -32,7 +32,6 @@ from spotlight.scheduler.iteration import (
 )
 from spotlight.scheduler.ledger import Ledger
 from spotlight.scheduler.plan import Explore, Plan
-from spotlight.scheduler.queue import CommitVerdict, PullQueue, WorkClass
 from spotlight.scheduler.records import REWARD
 from spotlight.scheduler.seeds import prompts_of_iteration
 from spotlight.scheduler.types import DropReason, LeaseId, PolicyVersion, Prompt, Rollout, RolloutId, WorkerId
@@ -56,15 +55,16 @@ class Rollouts:
     """
 
     def __init__(
-        self, plan: Plan, train: Sequence[Prompt], test: Sequence[Prompt], queue: PullQueue, cluster: Cluster
+        self, plan: Plan, train: Sequence[Prompt], test: Sequence[Prompt], dispatcher: Dispatcher
     ) -> None:
-        self.plan, self.queue, self.cluster = plan, queue, cluster
+        self.plan, self.dispatcher = plan, dispatcher
+        self.queue, self.cluster = dispatcher.queue, dispatcher.cluster
         self.train_prompts, self.test_prompts = tuple(train), tuple(test)
         self._prompts = {prompt.id: prompt for prompt in train}
         explores = plan.exploration
         self.explorer = Explorer(plan, explores, train) if explores else None
         self.ledger = Ledger()
-        cluster.spare.explores = explores is not None and explores.where is Explore.IDLE
+        dispatcher.spare.explores = explores is not None and explores.where is Explore.IDLE
         self.at, self.early, self.safe = Iteration(), Iteration(), Safe()
         self.early_samples = 0
         self.older: set[RolloutId] = set()
@@ -216,7 +216,8 @@ class Rollouts:
         prompts = self._prompts_of(iteration)
         # Groups made early already have seeds.
         early = self.plan.early_groups if self.explores_beside else 0
-        self.explorer.open(iteration, version, prompts, early, self._explorers(), now)
+        able = self.dispatcher.preview_workers(trainers=not self.explores_beside)
+        self.explorer.open(iteration, version, prompts, early, able, now)
         self._preview_whole(range(early, len(prompts)))
 
     def explore_ahead(self, iteration: int, now: float) -> None:
@@ -232,7 +233,7 @@ class Rollouts:
             self.open_window(iteration + 1, self.cluster.target, now)
         if self.window.opened_s is None or explores.seeds_per_prompt_max is None or self.window.is_full:
             return
-        wanted = self.cluster.preview_capacity
+        wanted = self.dispatcher.preview_capacity
         while self.queue.waiting < wanted and self.explorer and (members := self.explorer.deepen()):
             self._preview(members)
 
@@ -261,16 +262,6 @@ class Rollouts:
         plan = self.plan.exploration
         return plan is not None and plan.where is Explore.IDLE
 
-    def _explorers(self) -> int:
-        """Workers that can preview: on the critical path also those of the learner's GPUs."""
-        cluster, beside = self.cluster, self.explores_beside
-        able = 0
-        for group in cluster.groups.values():
-            host = cluster.hosts[group.node]
-            if group.state is not GroupState.STOPPING and not host.draining:
-                able += 0 if beside and host.node.trains else len(group.members)
-        return able
-
     def close_window(self, now: float) -> None:
         """Choose seeds from the scored previews; drop the rest."""
         if self.explorer is None:
@@ -278,7 +269,7 @@ class Rollouts:
         window, choice = self.explorer.close(now)
         self.ledger.replace_prompts(choice.replaced)
         for lease in self.queue.cancel([name for name in window.rollouts if name in window.unscored]):
-            self.cluster.revoked(lease)
+            self.dispatcher.revoked(lease)
         for rollout in choice.used:
             self.ledger.explore(rollout)
         explored = set(choice.used)
@@ -328,7 +319,7 @@ class Rollouts:
         """Record committed progress; abandon the lease if it is stale."""
         verdict = self.queue.advance(event.lease, event.epoch, event.steps, now)
         if not self._admit(verdict, None) and verdict is CommitVerdict.STALE_EPOCH:
-            self.cluster.abandon(event.leader, event.epoch, event.lease)
+            self.dispatcher.abandon(event.leader, event.epoch, event.lease)
 
     def complete(
         self,
@@ -469,7 +460,7 @@ class Rollouts:
         self.early, self.older, self._oldest = Iteration(), set(), PolicyVersion(0)
         revoked, unfinished = self.queue.reset()
         for lease in revoked:
-            self.cluster.revoked(lease)
+            self.dispatcher.revoked(lease)
         older, self.safe = self.safe, Safe.of(self.at, unfinished)
         self.safe.merge(older)
         billed = self.ledger.gpu_seconds, self.ledger.billed_s

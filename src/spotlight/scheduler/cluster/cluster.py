@@ -21,10 +21,8 @@ Invariants
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import cache
 
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.commands import Alarms, CommandEffect, Commands, Key
@@ -39,29 +37,24 @@ from spotlight.scheduler.cluster.members import (
 )
 from spotlight.scheduler.cluster.pace import Pace
 from spotlight.scheduler.cluster.placement import choose_degree, form_groups
+from spotlight.scheduler.cluster.queue import PullQueue, first_epoch
 from spotlight.scheduler.cluster.recovery import Recovery
 from spotlight.scheduler.cluster.sharing import Serving
 from spotlight.scheduler.cluster.spare_time import SpareTime
 from spotlight.scheduler.cluster.weight_sources import choose_source
 from spotlight.scheduler.effects import (
-    AbandonLease,
     Effect,
     FormGroup,
-    GrantLease,
     PullWeights,
     StartWorker,
     StopGroup,
 )
 from spotlight.scheduler.plan import ClusterPlan
-from spotlight.scheduler.queue import PullQueue, first_epoch
 from spotlight.scheduler.types import (
     GroupKind,
-    Lease,
-    LeaseId,
     Node,
     NodeId,
     PolicyVersion,
-    Purpose,
     WeightKind,
     WorkerId,
 )
@@ -75,6 +68,7 @@ class Cluster:
         target: the published policy version.
         lineage: increases with each restart of the learner.
         effects: taken by the controller after each event.
+        now: time of the last :meth:`ring`, which precedes every event.
         noticed: nodes with a preemption notice.
         helpers: nodes whose GPUs both train and roll out.
         serving: divides work among groups.
@@ -89,10 +83,10 @@ class Cluster:
     hosts: dict[NodeId, Host] = field(default_factory=dict)
     workers: dict[WorkerId, Worker] = field(default_factory=dict)
     groups: dict[WorkerId, WorkerGroup] = field(default_factory=dict)
+    now: float = 0.0
     noticed: set[NodeId] = field(default_factory=set)
     helpers: dict[NodeId, Host] = field(default_factory=dict)
     serving: Serving = field(init=False)
-    _now: float = 0.0
     _capable: int = 0
     _trainers: list[WorkerGroup] | None = None
     _commands: Commands = field(default_factory=Commands)
@@ -112,11 +106,10 @@ class Cluster:
         """Measured speed of groups."""
         return self.serving.pace
 
-    # -- what happens ----------------------------------------------------------------------------------
+    # -- events ----------------------------------------------------------------------------------------
 
-    def handle(self, event: ev.ClusterEvent, now: float) -> None:
+    def handle(self, event: ev.ClusterEvent) -> None:
         """Process one cluster event; append to ``effects``."""
-        self._now = now
         match event:
             case ev.NodeJoined(node):
                 self._join(node)
@@ -133,33 +126,15 @@ class Cluster:
 
     def ring(self, now: float) -> None:
         """Act on all timeouts due by ``now``."""
-        self._now = now
+        self.now = now
         while (node := self._drains.pop(now)) is not None:
             self._drain(node)
         for effect, given_up in self._commands.overdue(now):
             if given_up:
                 self._give_up(effect)
             else:
-                self._count(Recovery.COMMAND_RESENT)
+                self.count(Recovery.COMMAND_RESENT)
                 self.effects.append(effect)
-
-    def suspect(self, lease: Lease) -> None:
-        """A lease expired: stop its group; if it does not answer, its workers are restarted."""
-        group = self.groups.get(lease.worker)
-        if group is not None and group.epoch == lease.epoch:
-            self._count(Recovery.LEASE_EXPIRED)
-            self._stop(group)
-
-    def revoked(self, lease: Lease) -> None:
-        """Tell the holder of a revoked lease, if it is in this cluster."""
-        self.pace.cut(lease.id, self._now)
-        if lease.worker in self.workers:
-            self.abandon(lease.worker, lease.epoch, lease.id)
-
-    def abandon(self, leader: WorkerId, epoch: int, lease: LeaseId) -> None:
-        """Tell a lease's holder that the lease no longer counts."""
-        self._count(Recovery.LEASE_ABANDONED)
-        self.effects.append(AbandonLease(leader, epoch, lease))
 
     @property
     def next_s(self) -> float | None:
@@ -174,18 +149,18 @@ class Cluster:
 
     # -- weights ---------------------------------------------------------------------------------------
 
-    def publish(self, version: PolicyVersion, now: float) -> None:
+    def publish(self, version: PolicyVersion) -> None:
         """Publish a version: groups finish their leases, then need it for new work."""
-        self._now, self.target = now, version
+        self.target = version
         self.serving.idle.clear()
         for worker in self.workers.values():
             if worker.pull is not None and worker.pull.kind is WeightKind.ADAPTER:
                 self._forget_pull(worker)
             self._load(worker)
 
-    def roll_back(self, version: PolicyVersion, now: float) -> None:
+    def roll_back(self, version: PolicyVersion) -> None:
         """The learner returned to ``version``: later versions and pulls under way are void."""
-        self._now, self.target = now, version
+        self.target = version
         self.lineage += 1
         self.serving.idle.clear()
         for worker in self.workers.values():
@@ -196,7 +171,7 @@ class Cluster:
         for worker in self.workers.values():
             self._load(worker)
         for group in self.groups.values():
-            self._consider(group)
+            self.consider(group)
 
     def _load(self, worker: Worker) -> None:
         if worker.state is WorkerState.STARTING or worker.version == self.target or worker.pull is not None:
@@ -223,14 +198,14 @@ class Cluster:
     def _pulled(self, worker: Worker, event: ev.WeightsPulled | ev.PullFailed) -> None:
         pull = worker.pull
         if event.lineage != self.lineage:
-            self._count(Recovery.PULL_STALE_LINEAGE)
+            self.count(Recovery.PULL_STALE_LINEAGE)
             return
         if pull is None or pull.version != event.version:
-            self._count(Recovery.ANSWER_STALE)
+            self.count(Recovery.ANSWER_STALE)
             return
         self._forget_pull(worker)
         if isinstance(event, ev.PullFailed):
-            self._count(Recovery.PULL_FAILED)
+            self.count(Recovery.PULL_FAILED)
             self._load(worker)
             return
         worker.based, worker.version = True, event.version
@@ -238,7 +213,7 @@ class Cluster:
             self._set_state(worker, WorkerState.FREE)
             self._regroup(worker.node)
         elif worker.leader is not None:
-            self._consider(self.groups[worker.leader])
+            self.consider(self.groups[worker.leader])
         if pull.kind is WeightKind.FULL:
             self._load_node(worker.node)
         self._load(worker)
@@ -247,7 +222,7 @@ class Cluster:
 
     def _join(self, node: Node) -> None:
         if node.id in self.hosts:
-            self._count(Recovery.NODE_RETURNED)
+            self.count(Recovery.NODE_RETURNED)
             self._lose(node.id)
         host = self.hosts[node.id] = Host(node)
         if node.trains and node.rolls_out:
@@ -263,7 +238,7 @@ class Cluster:
         host = self.hosts.pop(node, None)
         if host is None:
             return
-        self._count(Recovery.NODE_LOST)
+        self.count(Recovery.NODE_LOST)
         self._drains.cancel(node)
         self.noticed.discard(node)
         self.helpers.pop(node, None)
@@ -281,22 +256,22 @@ class Cluster:
         host.deadline_s = deadline_s
         self.noticed.add(node)
         drain_s = deadline_s - self.plan.drain_margin_s
-        if drain_s <= self._now:
+        if drain_s <= self.now:
             self._drain(node)
         else:
             self._drains.set(node, drain_s)
 
     def _drain(self, node: NodeId) -> None:
         host = self.hosts[node]
-        self._count(Recovery.NODE_DRAINED)
+        self.count(Recovery.NODE_DRAINED)
         host.draining = True
         for leader in list(host.leaders):
-            self._stop(self.groups[leader])
+            self.stop(self.groups[leader])
 
     def _cancel_notice(self, node: NodeId) -> None:
         if (host := self.hosts.get(node)) is None or host.deadline_s is None:
             return
-        self._count(Recovery.NOTICE_CANCELLED)
+        self.count(Recovery.NOTICE_CANCELLED)
         self._drains.cancel(node)
         host.deadline_s, host.draining = None, False
         self.noticed.discard(node)
@@ -312,7 +287,7 @@ class Cluster:
         self._send(("start", worker.id), start, self.plan.start_s)
 
     def _restart(self, worker: Worker) -> None:
-        self._count(Recovery.WORKER_RESTARTED)
+        self.count(Recovery.WORKER_RESTARTED)
         self._commands.done(("start", worker.id))
         self._forget_pull(worker)
         self._leave(worker)
@@ -320,7 +295,7 @@ class Cluster:
         for name in self.hosts[worker.node].workers:
             neighbour = self.workers[name]
             if neighbour.pull is not None and neighbour.pull.peer == worker.id:
-                self._count(Recovery.PULL_LOST_PEER)
+                self.count(Recovery.PULL_LOST_PEER)
                 self._forget_pull(neighbour)
         self._load_node(worker.node)
 
@@ -329,9 +304,9 @@ class Cluster:
     ) -> None:
         worker = self.workers.get(event.worker)
         if worker is None or worker.epoch != event.epoch:
-            self._count(Recovery.ANSWER_STALE)
+            self.count(Recovery.ANSWER_STALE)
         elif isinstance(event, ev.WorkerCrashed):
-            self._count(Recovery.WORKER_CRASHED)
+            self.count(Recovery.WORKER_CRASHED)
             self._restart(worker)
         elif isinstance(event, ev.WeightsPulled | ev.PullFailed):
             self._pulled(worker, event)
@@ -380,19 +355,21 @@ class Cluster:
     def _group_answered(self, event: ev.GroupFormed | ev.GroupStopped) -> None:
         group = self.groups.get(event.leader)
         if group is None or group.epoch != event.epoch:
-            self._count(Recovery.ANSWER_STALE)
+            self.count(Recovery.ANSWER_STALE)
         elif isinstance(event, ev.GroupStopped):
             self._dissolve(group, self.hosts[group.node])
             self._regroup(group.node)
             self._load_node(group.node)
         elif group.state is GroupState.FORMING:
-            self._formed(group)
+            self.formed(group)
 
-    def _formed(self, group: WorkerGroup) -> None:
+    def formed(self, group: WorkerGroup) -> None:
+        """A group is ready for work."""
         self._commands.done(("form", group.leader))
         group.state = GroupState.READY
 
-    def _stop(self, group: WorkerGroup) -> None:
+    def stop(self, group: WorkerGroup) -> None:
+        """Have a group commit what it holds and dissolve."""
         if group.state is GroupState.STOPPING:
             return
         self._commands.done(("form", group.leader))
@@ -411,12 +388,12 @@ class Cluster:
         if not group.members:
             self._dissolve(group, self.hosts[group.node])
             return
-        self._count(Recovery.GROUP_LOST_MEMBER)
+        self.count(Recovery.GROUP_LOST_MEMBER)
         if group.state is GroupState.STOPPING:
             stop = StopGroup(group.leader, group.epoch, group.members)
             self._commands.amend(("stop", group.leader), stop)
         else:
-            self._stop(group)
+            self.stop(group)
 
     def _dissolve(self, group: WorkerGroup, host: Host) -> None:
         del self.groups[group.leader], host.leaders[group.leader]
@@ -429,141 +406,13 @@ class Cluster:
             self._set_state(self.workers[name], WorkerState.FREE)
             self.workers[name].leader = None
 
-    # -- work ------------------------------------------------------------------------------------------
-
-    def pulled(self, event: ev.GroupPulled, now: float) -> None:
-        """A group asks for work; :meth:`serve` grants it."""
-        self._now = now
-        group = self.groups.get(event.leader)
-        if group is None or group.epoch != event.epoch or group.state is GroupState.STOPPING:
-            self._count(Recovery.ANSWER_STALE)
-            return
-        if group.state is GroupState.FORMING:
-            self._count(Recovery.FORMED_BY_PULL)
-            self._formed(group)
-        for lease, _ in self.queue.held_by(group.leader):
-            if lease.id in event.holds:
-                continue
-            if event.seen < lease.id:
-                self._count(Recovery.GRANT_RESENT)
-                self.effects.append(GrantLease(*self.queue.granted(lease.id)))
-                return
-            self._count(Recovery.LEASE_RENOUNCED)
-            self.queue.renounce(lease.id)
-            self.pace.cut(lease.id, self._now)
-        group.capacity = event.capacity
-        self.spare.pulled(group.leader)
-        self._load_group(group)
-        self._consider(group)
-        demand = self.spare.demand()
-        if not demand.pressing and (demand.needed or not self.queue.waiting):
-            # Tail of the batch: a busy neighbour finishes sooner together with this group's workers.
-            degree = self.degree_for(demand.needed or demand.contended)
-            self._grow(self.hosts[group.node], degree, self.plan.tail_steps, over_previews=demand.needed > 0)
-
-    def finished(self, leader: WorkerId, lease: LeaseId, now: float) -> None:
-        """A group finished rollouts of a lease."""
-        self._now = now
-        if not self.queue.is_open(lease):
-            self.pace.end(lease, now)
-            if (group := self.groups.get(leader)) is not None:
-                self._load_group(group)
-
-    def failed(self, lease: LeaseId, now: float) -> None:
-        """A rollout failed. If it was the lease's last, no pace is measured."""
-        if not self.queue.is_open(lease):
-            self.pace.cut(lease, now)
-
-    def serve(self, now: float) -> None:
-        """Grant waiting work to waiting groups, each up to its share."""
-        if not self.queue.waiting:
-            return
-        self._now = now
-        if self.serving.idle:
-            self._grant()
-        self._preempt_previews()
-
-    def _grant(self) -> None:
-        serving, satisfied, now = self.serving, list[WorkerId](), self._now
-        demand = self.spare.demand()
-        wanted = self.degree_for(demand.contended)
-        able = cache(self._able)
-        while serving.idle and self.queue.waiting:
-            leader, _ = serving.idle.popitem(last=False)
-            group = self.groups[leader]
-            host, room = self.hosts[group.node], serving.room(group, demand, able)
-            if len(group.members) > wanted and not self.queue.count_held_by(leader):
-                self._count(Recovery.TAIL_ENDED)
-                self._stop(group)
-                continue
-            if len(group.members) < wanted and self._grow(host, wanted, 0, over_previews=not demand.previews):
-                continue
-            if room <= 0:
-                satisfied.append(leader)
-                continue
-            grant = serving.grant(group, room, now)
-            if grant.resume:
-                self._count(Recovery.RESUMED)
-            self.effects.append(grant)
-            self._abandon_previews([] if demand.previews else self.spare.preempt_beside(leader))
-            then, demand = demand, self.spare.demand()
-            if demand.previews != then.previews:
-                wanted = self.degree_for(demand.contended)
-        # Groups that hold their full share leave the rest to others and stay idle until the shares change.
-        serving.idle.update(dict.fromkeys(leader for leader in satisfied if self.groups[leader].capacity))
-
-    def _able(self) -> Counter[GroupKind]:
-        groups = (group for group in self.groups.values() if self.serving.competes(group))
-        return Counter(
-            group.kind for group in groups if self.queue.holds(group.leader) or self.willing(group)
-        )
-
-    def _preempt_previews(self) -> None:
-        if not (self.spare.explores and self.queue.previews_held):
-            return
-        demand = self.spare.demand()
-        if not demand.pressing:
-            return
-        ready = [group for group in self.groups.values() if group.state is GroupState.READY]
-        share = max((self.serving.share(group, demand) for group in ready), default=1)
-        able = {group.leader for group in ready}
-        given = self.spare.preempt(math.ceil(demand.pressing / share), able.__contains__, self._now)
-        self._abandon_previews(given)
-
-    @property
-    def preview_capacity(self) -> int:
-        """Previews that waiting groups would take at once."""
-        waiting = (self.groups[leader] for leader in self.serving.idle)
-        able = (group for group in waiting if not group.trains)
-        return sum(g.capacity for g in able if not self.queue.count_held_by(g.leader, previews=False))
-
-    def _abandon_previews(self, leases: list[Lease]) -> None:
-        """Have the holders of requeued previews stop at the next step boundary and pull."""
-        for lease in leases:
-            self._count(Recovery.PREVIEWS_YIELDED)
-            self.pace.cut(lease.id, self._now)
-            self.abandon(lease.worker, lease.epoch, lease.id)
-
     # -- GPUs that train -------------------------------------------------------------------------------
-
-    def set_trainer_budget(self, rollouts: float, *, explore: bool) -> None:
-        """Set how many rollouts GPUs that train may pull now, and whether previews too."""
-        trainers = self.trainers()
-        if self.serving.set_trainer_budget(rollouts, trainers, explore=explore):
-            for group in trainers:
-                self._consider(group)
 
     def trainers(self) -> list[WorkerGroup]:
         """Groups on GPUs that train; cached, since every event reads it."""
         if self._trainers is None:
             self._trainers = [self.groups[name] for host in self.helpers.values() for name in host.leaders]
         return self._trainers
-
-    @property
-    def trainers_work(self) -> bool:
-        """Whether GPUs that train are rolling out and so cannot train."""
-        holders = self.queue.holders
-        return bool(holders) and any(group.leader in holders for group in self.trainers())
 
     def willing(self, group: WorkerGroup) -> bool:
         """Whether a group waits for work, holds the target version and is not draining."""
@@ -574,46 +423,22 @@ class Cluster:
             and all(self.workers[name].version == self.target for name in group.members)
         )
 
-    def _load_group(self, group: WorkerGroup) -> None:
+    def load_group(self, group: WorkerGroup) -> None:
+        """Have a group's members pull the published version, unless they hold work of another."""
         for name in group.members:
             self._load(self.workers[name])
 
-    def _consider(self, group: WorkerGroup) -> None:
+    def consider(self, group: WorkerGroup) -> None:
+        """Put a group on the list of those that may be granted work, or take it off."""
         if self.willing(group) and not (group.trains and self.serving.trainer_budget <= 0):
             self.serving.idle[group.leader] = None
         else:
             self.serving.idle.pop(group.leader, None)
 
-    def _grow(self, host: Host, degree: int, steps_held: int, *, over_previews: bool) -> bool:
-        """Stop a node's groups to form larger ones; returns whether it did.
-
-        Args:
-            steps_held: 0: only if no group works; else only if some lease has more steps than this to go.
-            over_previews: idle-time previews do not count as work.
-        """
-        groups = [self.groups[leader] for leader in host.leaders]
-        if any(self.queue.holds_other_than(other.leader, self.target) for other in groups):
-            return False  # rollouts of an older version can only be finished by their holder
-        held = (one for other in groups for one in self.queue.held_by(other.leader))
-        if over_previews and self.spare.explores:
-            held = (one for one in held if self.queue.purpose_of(one[0].id) is not Purpose.EXPLORE)
-        steps = max((steps for _, steps in held), default=0)
-        able = sum(self.workers[name].state in ABLE for name in host.workers)
-        if (
-            able < degree
-            or any(len(other.members) >= degree or other.state is not GroupState.READY for other in groups)
-            or (steps > 0 if steps_held == 0 else steps <= steps_held)
-        ):
-            return False
-        self._count(Recovery.TAIL_REFORMED)
-        for other in groups:
-            self._stop(other)
-        return True
-
     # -- commands --------------------------------------------------------------------------------------
 
     def _send(self, key: Key, effect: CommandEffect, patience_s: float) -> None:
-        self._commands.send(key, effect, patience_s, self._now)
+        self._commands.send(key, effect, patience_s, self.now)
         self.effects.append(effect)
 
     def _give_up(self, command: CommandEffect) -> None:
@@ -627,7 +452,8 @@ class Cluster:
                     self._restart(self.workers[name])
                 self._regroup(group.node)
 
-    def _count(self, recovery: Recovery) -> None:
+    def count(self, recovery: Recovery) -> None:
+        """Count a recovery."""
         self.recoveries[recovery] += 1
 
     def check(self) -> None:

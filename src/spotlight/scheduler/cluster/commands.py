@@ -1,4 +1,4 @@
-"""Commands to workers that must be answered: resent on timeout, and finally given up.
+"""Alarms, and commands to workers that must be answered: resent on timeout, and finally given up.
 
 Invariant: every open command has an alarm, so no wait is unbounded.
 """
@@ -17,44 +17,61 @@ Name = TypeVar("Name")
 
 @dataclass(slots=True)
 class Alarms(Generic[Name]):
-    """Cancellable deadlines in controller seconds, at most one per key.
+    """Deadlines in controller seconds, at most one per key. Equal ones ring in the order they were set.
 
-    Cancelled alarms stay in the heap until they would ring.
+    Postponing and cancelling are O(1): the heap entry is moved or dropped when it comes up.
     """
 
     _heap: list[tuple[float, int, Name]] = field(default_factory=list)
-    _current: dict[Name, int] = field(default_factory=dict)
+    _due: dict[Name, tuple[float, int]] = field(default_factory=dict)
     _set: int = 0
 
     def set(self, key: Name, at_s: float) -> None:
-        """Set or replace the alarm of ``key``."""
+        """Set, postpone or replace the alarm of ``key``."""
+        due = self._due.get(key)
+        if due is not None and at_s >= due[0]:
+            self._due[key] = at_s, due[1]
+            return
         self._set += 1
-        self._current[key] = self._set
+        self._due[key] = at_s, self._set
         heapq.heappush(self._heap, (at_s, self._set, key))
 
     def cancel(self, key: Name) -> None:
         """Cancel the alarm of ``key``, if any."""
-        self._current.pop(key, None)
+        self._due.pop(key, None)
 
     def pop(self, now: float) -> Name | None:
         """Remove and return the first key due by ``now``."""
-        while self._heap and self._heap[0][0] <= now:
-            _, number, key = heapq.heappop(self._heap)
-            if self._current.get(key) == number:
-                del self._current[key]
-                return key
-        return None
+        at_s = self.next_s
+        if at_s is None or at_s > now:
+            return None
+        key = heapq.heappop(self._heap)[2]
+        del self._due[key]
+        return key
 
     @property
     def next_s(self) -> float | None:
         """When the next alarm rings; None without alarms."""
-        while self._heap and self._current.get(self._heap[0][2]) != self._heap[0][1]:
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else None
+        heap = self._heap
+        while heap:
+            at_s, number, key = heap[0]
+            due = self._due.get(key)
+            if due is None or due[1] != number:
+                heapq.heappop(heap)
+            elif due[0] > at_s:
+                heapq.heapreplace(heap, (due[0], number, key))
+            else:
+                return at_s
+        return None
+
+    def clear(self) -> None:
+        """Cancel all."""
+        self._heap.clear()
+        self._due.clear()
 
     def pending(self) -> list[Name]:
         """Keys with an alarm."""
-        return list(self._current)
+        return list(self._due)
 
 
 REPEATS = 2

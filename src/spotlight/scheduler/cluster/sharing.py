@@ -19,9 +19,9 @@ from typing import TypeAlias
 
 from spotlight.scheduler.cluster.members import GroupState, WorkerGroup
 from spotlight.scheduler.cluster.pace import Pace
+from spotlight.scheduler.cluster.queue import PullQueue, WorkClass
 from spotlight.scheduler.cluster.spare_time import Demand, SpareTime
 from spotlight.scheduler.effects import GrantLease
-from spotlight.scheduler.queue import PullQueue, WorkClass
 from spotlight.scheduler.types import Filler, GroupKind, WorkerId
 
 Able: TypeAlias = Callable[[], Mapping[GroupKind, int]]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from spotlight.scheduler.queue import PullQueue, WorkClass
+from spotlight.scheduler.cluster.queue import PullQueue, WorkClass
 from spotlight.scheduler.types import Lease, Purpose, WorkerId
 
 

@@ -21,6 +21,7 @@ from collections.abc import Iterable, KeysView, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 
+from spotlight.scheduler.cluster.commands import Alarms
 from spotlight.scheduler.types import Lease, LeaseId, PolicyVersion, Purpose, Rollout, RolloutId, WorkerId
 
 
@@ -62,7 +63,6 @@ class _OpenLease:
 
     lease: Lease
     open: dict[RolloutId, None]
-    deadline_s: float
     start: dict[RolloutId, int]
     steps: int = 0
 
@@ -85,7 +85,7 @@ class PullQueue:
     _heap: list[tuple[int, int, int, int, RolloutId]] = field(default_factory=list)
     _held: dict[LeaseId, _OpenLease] = field(default_factory=dict)
     _by_worker: dict[WorkerId, dict[LeaseId, None]] = field(default_factory=dict)
-    _deadlines: list[tuple[float, LeaseId]] = field(default_factory=list)
+    _deadlines: Alarms[LeaseId] = field(default_factory=Alarms)
     _outstanding: Counter[WorkClass] = field(default_factory=Counter)
     _waiting: Counter[WorkClass] = field(default_factory=Counter)
     _epochs: dict[WorkerId, int] = field(default_factory=dict)
@@ -152,9 +152,9 @@ class PullQueue:
         """
         leases = [held.lease for held in self._held.values()]
         unfinished = {entry.rollout.id: (entry.rollout, entry.step) for entry in self._entries.values()}
-        for forgotten in (self._entries, self._done, self._held, self._by_worker):
+        for forgotten in (self._entries, self._done, self._held, self._by_worker, self._heap):
             forgotten.clear()
-        self._heap, self._deadlines = [], []
+        self._deadlines.clear()
         self._outstanding.clear()
         self._waiting.clear()
         return leases, unfinished
@@ -182,14 +182,8 @@ class PullQueue:
     def expire(self, now: float) -> list[Lease]:
         """Requeue rollouts of leases past their deadline. Returns these leases."""
         expired: list[_OpenLease] = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, lease = heapq.heappop(self._deadlines)
-            held = self._held.get(lease)
-            if held is not None and held.deadline_s <= now:
-                expired.append(held)
-            elif held is not None:
-                # Renewed since: the heap holds one entry per lease, not per renewal.
-                heapq.heappush(self._deadlines, (held.deadline_s, lease))
+        while (lease := self._deadlines.pop(now)) is not None:
+            expired.append(self._held[lease])
         self._revoke(expired)
         return [held.lease for held in expired]
 
@@ -227,9 +221,9 @@ class PullQueue:
         for entry in taken:
             entry.lease = lease.id
         start = {entry.rollout.id: entry.step for entry in taken}
-        self._held[lease.id] = _OpenLease(lease, dict.fromkeys(ids), lease.deadline_s, start)
+        self._held[lease.id] = _OpenLease(lease, dict.fromkeys(ids), start)
         self._by_worker.setdefault(worker, {})[lease.id] = None
-        heapq.heappush(self._deadlines, (lease.deadline_s, lease.id))
+        self._deadlines.set(lease.id, lease.deadline_s)
         return lease, rollouts, {rollout: step for rollout, step in start.items() if step}
 
     # -- work back -------------------------------------------------------------------------------------
@@ -253,7 +247,7 @@ class PullQueue:
                 entry.step, news = safe, True
         if not news:
             return CommitVerdict.DUPLICATE
-        held.deadline_s = now + self.lease_s
+        self._deadlines.set(lease, now + self.lease_s)
         return CommitVerdict.ACCEPTED
 
     def complete(self, lease: LeaseId, epoch: int, rollout: RolloutId) -> CommitVerdict:
@@ -267,7 +261,7 @@ class PullQueue:
     def renew(self, lease: LeaseId, epoch: int, now: float) -> None:
         """Extend a lease's deadline, if still held under ``epoch``."""
         if (held := self._held.get(lease)) is not None and held.lease.epoch == epoch:
-            held.deadline_s = now + self.lease_s
+            self._deadlines.set(lease, now + self.lease_s)
 
     def fail(
         self, lease: LeaseId, epoch: int, rollout: RolloutId, attempts: int
@@ -395,15 +389,7 @@ class PullQueue:
     @property
     def next_deadline_s(self) -> float | None:
         """When the next lease expires; None without leases."""
-        while self._deadlines:
-            _, lease = self._deadlines[0]
-            held = self._held.get(lease)
-            if held is not None and held.deadline_s == self._deadlines[0][0]:
-                return held.deadline_s
-            heapq.heappop(self._deadlines)
-            if held is not None:
-                heapq.heappush(self._deadlines, (held.deadline_s, lease))
-        return None
+        return self._deadlines.next_s
 
     def check(self) -> None:
         """Assert the invariants above, in O(n)."""
@@ -413,7 +399,7 @@ class PullQueue:
         assert +self._waiting == Counter(self._entries[name].value for name in waiting), "miscounted"
         assert +self._outstanding == Counter(entry.value for entry in self._entries.values())
         assert {x for leases in self._by_worker.values() for x in leases} == set(self._held)
-        assert set(self._held) <= {lease for _, lease in self._deadlines}, "a lease would never expire"
+        assert set(self._held) == set(self._deadlines.pending()), "a lease would never expire"
         assert len(waiting) == len(set(waiting)), "a rollout waits twice"
         assert set(held).isdisjoint(waiting), "a rollout both waits and is held"
         assert set(held) | set(waiting) == set(self._entries), "a rollout is neither waiting nor held"
@@ -475,6 +461,7 @@ class PullQueue:
 
     def _forget(self, lease: Lease) -> None:
         del self._held[lease.id]
+        self._deadlines.cancel(lease.id)
         leases = self._by_worker[lease.worker]
         del leases[lease.id]
         if not leases:
