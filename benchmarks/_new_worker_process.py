@@ -13,15 +13,16 @@ from pathlib import Path
 import torch
 from tools.testbed.architecture import TEXT_WIDTH
 
-from spotlight.models.family import Condition, ImageSize
-from spotlight.models.qwen_image import QwenImage
+from spotlight.models.condition import Condition
+from spotlight.models.families.qwen_image import QwenImage
+from spotlight.models.media import MediaSize
 from spotlight.models.skeleton import base_state, filling, modules_of
 from spotlight.weights.flat import as_bytes, checksum
 from spotlight.weights.peers import WeightServer, fetch_from_peer
 from spotlight.weights.served_weights import ServedWeights
 
 DIGEST = "base"
-SIZE = ImageSize(16, 16)
+SIZE = MediaSize(16, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ def arrive(pipeline: Path, cache: Path, device: str, peer: Path | None, pipe: Co
 @torch.no_grad()
 def _forward(family: QwenImage) -> None:
     latents = torch.zeros(1, *family.latent_shape(SIZE))
-    condition = family.collate([Condition(torch.zeros(8, TEXT_WIDTH))])
+    condition = family.collate([Condition({"embeds": torch.zeros(8, TEXT_WIDTH)})])
     family.velocity(family.transformer, latents, torch.ones(1), condition, None, SIZE).cpu()
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from spotlight.diffusion.samplers import ODE
-from spotlight.models.family import ImageSize
-from spotlight.models.qwen_image import QwenImage
+from spotlight.models.families.qwen_image import QwenImage
+from spotlight.models.media import MediaSize
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.sequence_parallel import rendezvous
 from spotlight.rollout.sequence_parallel.communicators import Gloo
@@ -35,7 +35,7 @@ ROLLOUTS = 4
 STEPS = 900
 """More than any round takes."""
 
-RECIPE = Recipe(ImageSize(32, 32), ODE(), None, 1.0, "final")
+RECIPE = Recipe(MediaSize(32, 32), ODE(), None, 1.0, "final")
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,8 +45,9 @@ from rich.table import Table
 from benchmarks._measure import machine, wide_console
 from spotlight.cluster.blobs.blob_server import start_blob_store
 from spotlight.diffusion.samplers import ODE
-from spotlight.models.family import Condition, ImageSize
-from spotlight.models.qwen_image import QwenImage
+from spotlight.models.condition import Condition
+from spotlight.models.families.qwen_image import QwenImage
+from spotlight.models.media import MediaSize
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.serialization import pack_state
 from spotlight.rollout.state import Recipe, RolloutState
@@ -61,7 +62,7 @@ PUBLISHED_MS = {"512x512": 155.0, "1024x1024": 605.0, "1536x1536": 1557.0}
 LATENTS_MB = {"512x512": 0.26, "1024x1024": 1.05, "1536x1536": 2.36}
 """Of one such picture, float32; embeddings of its prompt are about 0.7 MB more."""
 PROMPT = "a photo of a red circle"
-RECIPE = Recipe(ImageSize(32, 32), ODE(), None, 1.0, "final")
+RECIPE = Recipe(MediaSize(32, 32), ODE(), None, 1.0, "final")
 STEPS = 100_000
 """More than any benchmark takes: every commit is of a later step."""
 CHANNELS = 64
@@ -143,7 +144,9 @@ def make_cases(
                 # The sizes a worker commits, whatever they are made of: embeddings are part of them.
                 states = [
                     dataclasses.replace(
-                        state, latents=latents.clone(), condition=Condition(torch.zeros(1, CHANNELS))
+                        state,
+                        latents=latents.clone(),
+                        condition=Condition({"embeds": torch.zeros(1, CHANNELS)}),
                     )
                     for state in states
                 ]

@@ -42,7 +42,7 @@ from rich.table import Table
 
 from benchmarks._measure import machine, wide_console
 from benchmarks._regroup_worker import PROMPT, Lost, Ran, serve
-from spotlight.models.qwen_image import QwenImage
+from spotlight.models.families.qwen_image import QwenImage
 from spotlight.rollout.sequence_parallel import rendezvous
 from spotlight.scheduler.cluster.placement import form_groups
 from spotlight.scheduler.types import WorkerId

@@ -27,9 +27,10 @@ from torch import Tensor, nn
 
 from benchmarks._measure import CLOCK_HELP, Clock, Report, Row, ratio, take_turns, wide_console
 from spotlight.diffusion.samplers import ODE
-from spotlight.models.family import Condition, ImageSize
+from spotlight.models.condition import Condition
+from spotlight.models.families.qwen_image import QwenImage
+from spotlight.models.media import MediaSize
 from spotlight.models.peft_layers import LoraSpec
-from spotlight.models.qwen_image import QwenImage
 from spotlight.models.slots import LoraSlots
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import Recipe, RolloutState
@@ -64,7 +65,7 @@ class Bench:
     engine: Engine
     conditions: Sequence[Condition]
     negative: Condition
-    size: ImageSize
+    size: MediaSize
     steps: int
 
     def start(self, batch: int, scale: float) -> list[RolloutState]:
@@ -108,9 +109,9 @@ class Bench:
 
         def call() -> Tensor:
             images: Tensor = self.pipeline(
-                prompt_embeds=prompt.embeds,
+                prompt_embeds=prompt["embeds"],
                 prompt_embeds_mask=prompt.mask,
-                negative_prompt_embeds=None if negative is None else negative.embeds,
+                negative_prompt_embeds=None if negative is None else negative["embeds"],
                 negative_prompt_embeds_mask=None if negative is None else negative.mask,
                 true_cfg_scale=scale,
                 height=self.size.height,
@@ -131,7 +132,7 @@ class Bench:
 
 
 def load(
-    path: str, device: torch.device, dtype: torch.dtype, size: ImageSize, steps: int, cache: Path
+    path: str, device: torch.device, dtype: torch.dtype, size: MediaSize, steps: int, cache: Path
 ) -> Bench:
     """Both sides. The adapter has the defaults of a run; at its start it changes no number."""
     family = QwenImage.load(path, device=device, dtype=dtype, embeddings_cache=cache)
@@ -142,7 +143,7 @@ def load(
         path, transformer=bare, vae=family.vae, text_encoder=None, tokenizer=None
     )
     pipeline.set_progress_bar_config(disable=True)
-    slots = LoraSlots(family.transformer, LoraSpec(32, 64.0, family.default_lora_targets))
+    slots = LoraSlots(family.transformer, LoraSpec(32, 64.0, family.lora_targets))
     engine = Engine(family, max_batch=1024, negative=negative)
     return Bench(family, bare, slots, pipeline, engine, conditions, negative, size, steps)
 
@@ -193,7 +194,7 @@ def main(
     diffusers_logging.disable_progress_bar()
     console = wide_console()
     with tempfile.TemporaryDirectory() as cache:
-        bench = load(pipeline, where, DTYPES[dtype], ImageSize(height, width), steps, Path(cache))
+        bench = load(pipeline, where, DTYPES[dtype], MediaSize(height, width), steps, Path(cache))
     rows: list[Row] = []
     counts: list[int] = []
     for size in batch:

@@ -22,15 +22,16 @@ from diffusers.utils import logging as diffusers_logging
 
 from benchmarks._measure import CLOCK_HELP, Clock, Report, Row, ratio, take_turns, wide_console
 from benchmarks.training_step import PROMPTS, TIMESTEPS, Mode, made_now, make_learner, ours, roll_out
-from spotlight.models.family import Condition, ImageSize
-from spotlight.models.qwen_image import QwenImage
+from spotlight.models.condition import Condition
+from spotlight.models.families.qwen_image import QwenImage
+from spotlight.models.media import MediaSize
 from spotlight.runtime.process import prepare_process
 from spotlight.testbed import PIPELINE_DIR
 from spotlight.training.device_memory import measure_peak
 from spotlight.training.learner import Learner, TrainingSample
 from spotlight.training.sharding import Ranks, process_group
 
-SIZE = ImageSize(32, 32)
+SIZE = MediaSize(32, 32)
 
 
 def peak_mib(learner: Learner, samples: Sequence[TrainingSample], micro_batch: int) -> float:

@@ -32,9 +32,10 @@ from spotlight.config.sections.algorithm import AdvantageConfig, DiffusionNFTCon
 from spotlight.config.sections.learner_section import LearnerConfig
 from spotlight.diffusion.samplers import ODE, FlowSDE
 from spotlight.diffusion.schedule import AllSteps
-from spotlight.models.family import Condition, ConditionBatch, ImageSize
+from spotlight.models.condition import Condition, ConditionBatch
+from spotlight.models.families.qwen_image import QwenImage
+from spotlight.models.media import MediaSize
 from spotlight.models.peft_layers import LoraSpec
-from spotlight.models.qwen_image import QwenImage
 from spotlight.models.slots import CopySlots, LoraSlots, Slot, WeightSlots
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe
@@ -71,7 +72,7 @@ def make_learner(
     family: QwenImage,
     name: str,
     mode: Mode,
-    size: ImageSize,
+    size: MediaSize,
     timesteps_per_pass: int = 1,
     ranks: Ranks | None = None,
 ) -> Learner:
@@ -81,7 +82,7 @@ def make_learner(
     algorithm = make_algorithm(name)
     slots: WeightSlots
     if mode == "lora":
-        spec = LoraSpec(RANK, ALPHA, family.default_lora_targets)
+        spec = LoraSpec(RANK, ALPHA, family.lora_targets)
         slots = LoraSlots(own.transformer, spec, algorithm.extra_slots)
     else:
         slots = CopySlots(own.transformer, algorithm.extra_slots)
@@ -97,7 +98,7 @@ def make_learner(
 def roll_out(learner: Learner, conditions: Sequence[Condition], count: int) -> list[TrainingSample]:
     """Samples of groups in turn, by the learner's own weights, with made-up rewards."""
     algorithm, family = learner.algorithm, learner.family
-    size = ImageSize(32, 32)
+    size = MediaSize(32, 32)
     window = AllSteps() if algorithm.sampler.stochastic else None
     rollouts = [
         Rollout(
@@ -180,7 +181,7 @@ class Adapters(Protocol):
 class Plain:
     """The loop one would write by hand."""
 
-    def __init__(self, learner: Learner, family: QwenImage, size: ImageSize) -> None:
+    def __init__(self, learner: Learner, family: QwenImage, size: MediaSize) -> None:
         self.family, self.size = family, size
         self.extra: list[Slot] = [slot for slot in learner.algorithm.extra_slots if slot != "reference"]
         self.lora = isinstance(learner.slots, LoraSlots)
@@ -190,9 +191,7 @@ class Plain:
         self.frozen: dict[Slot, nn.Module] = {}
         if self.lora:
             for slot in ("policy", *self.extra):
-                config = LoraConfig(
-                    r=RANK, lora_alpha=ALPHA, target_modules=list(family.default_lora_targets)
-                )
+                config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(family.lora_targets))
                 self.adapters.add_adapter(config, slot)
             self._copy_adapters(learner.slots)
         else:
@@ -325,7 +324,7 @@ def measure(
 ) -> Row:
     """One line of the table. ``sizes``: samples of an update and of a micro-batch."""
     count, micro_batch = sizes
-    size = ImageSize(32, 32)
+    size = MediaSize(32, 32)
     learner = make_learner(family, name, mode, size)
     samples = roll_out(learner, conditions, count)
     plain, batches = Plain(learner, family, size), plain_batches(family, samples, micro_batch)

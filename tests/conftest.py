@@ -21,7 +21,11 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 
 # Ranks and workers of tests are forked from one server, which imports once what each would take seconds for.
 multiprocessing.set_forkserver_preload(
-    ["spotlight.runtime.run", "spotlight.models.qwen_image", "spotlight.rollout.sequence_parallel.lockstep"]
+    [
+        "spotlight.runtime.run",
+        "spotlight.models.families.qwen_image",
+        "spotlight.rollout.sequence_parallel.lockstep",
+    ]
 )
 
 

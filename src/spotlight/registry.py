@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from spotlight.config.sections.algorithm import AlgorithmSection
     from spotlight.fleet.notices.notice import Cloud
-    from spotlight.models.layouts import FamilyLayout
+    from spotlight.models.family import ModelFamily
     from spotlight.store.metrics import SinkFactory
 
 T = TypeVar("T")
@@ -132,12 +132,12 @@ def _origin(entry: EntryPoint) -> str:
     return "an unknown package" if entry.dist is None else f"the package {entry.dist.name}"
 
 
-FAMILIES: Registry[FamilyLayout] = Registry(
+FAMILIES: Registry[type[ModelFamily]] = Registry(
     "model.family",
     "spotlight.families",
-    {"qwen-image": "spotlight.models.qwen_layout:QWEN_IMAGE"},
+    {"qwen-image": "spotlight.models.families.qwen_image:QwenImage"},
 )
-"""Model families: a :class:`~spotlight.models.layouts.FamilyLayout`, which names its implementing class."""
+"""Model families: a subclass of :class:`~spotlight.models.family.ModelFamily`."""
 
 ALGORITHMS: Registry[type[AlgorithmSection]] = Registry(
     "algorithm.name",

@@ -22,16 +22,12 @@ from typing import Literal
 from spotlight.algorithms.diffusion_nft import DiffusionNFT
 from spotlight.config.sections.algorithm import DiffusionNFTConfig
 from spotlight.fleet.notices.notice import Cloud, NoticeReading, PendingNotice
-from spotlight.models.qwen_image import QwenImage
-from spotlight.models.qwen_layout import QWEN_IMAGE
+from spotlight.models.families.qwen_image import QwenImage
 from spotlight.planning.prices.quotes import Quote
 
 
 class OtherFamily(QwenImage):
     name = "other-family"
-
-
-OTHER_FAMILY = dataclasses.replace(QWEN_IMAGE, loader="elsewhere:OtherFamily.load")
 
 
 class HalvedConfig(DiffusionNFTConfig):
@@ -95,7 +91,7 @@ class Lines:
 
 ENTRY_POINTS = """
 [spotlight.families]
-other-family = elsewhere:OTHER_FAMILY
+other-family = elsewhere:OtherFamily
 [spotlight.algorithms]
 halved-nft = elsewhere:HalvedConfig
 [spotlight.rewards]

@@ -94,9 +94,9 @@ def test_one_rank_equals_the_inline_trainer_to_the_bit(
     again.load(tmp_path / "state")
     assert again.digest() == rank.digest()
     prompts = [batch.effect.groups[1].prompt_id, batch.effect.groups[0].prompt_id]
-    told = [unpack_condition(data).embeds for data in again.conditions(prompts)]
-    assert all(map(torch.equal, told, (each.embeds for each in learning.conditions.of(prompts))))
-    assert torch.equal(unpack_condition(again.negative()).embeds, learning.negative.embeds)
+    told = [unpack_condition(data)["embeds"] for data in again.conditions(prompts)]
+    assert all(map(torch.equal, told, (each["embeds"] for each in learning.conditions.of(prompts))))
+    assert torch.equal(unpack_condition(again.negative())["embeds"], learning.negative["embeds"])
     assert again.publish(None, 0) is not None
 
 

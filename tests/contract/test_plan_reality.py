@@ -10,9 +10,9 @@ import torch
 from spotlight.config.load import build_config
 from spotlight.config.schema import RunConfig
 from spotlight.dry_run.memory_plan import memory_parts, weight_copies
-from spotlight.dry_run.model_plan import ModelSizes, layout_of, read_sizes
+from spotlight.dry_run.model_plan import ModelSizes, family_of, read_sizes
 from spotlight.dry_run.run_plan import count_passes, make_plan
-from spotlight.models.family import ImageSize
+from spotlight.models.media import MediaSize
 from spotlight.models.slots import WeightSlots
 from spotlight.runtime.build import components as build
 
@@ -48,7 +48,9 @@ def test_tokens_and_channels_are_the_familys(random_pipeline: Path) -> None:
     sizes = read_sizes(settings)
     family = build.load_family(settings, torch.device("cpu"))
     assert isinstance(sizes, ModelSizes)
-    assert (sizes.image_tokens(64, 32), sizes.channels) == family.latent_shape(ImageSize(64, 32))
+    assert (sizes.tokens(MediaSize(64, 32)), sizes.dimensions.channels) == family.latent_shape(
+        MediaSize(64, 32)
+    )
 
 
 @pytest.mark.parametrize(("checkpointing", "per_pass"), [(False, 1), (True, 1), (False, 2), (True, 3)])
@@ -63,7 +65,7 @@ def test_activations_are_within_a_quarter_of_what_the_backward_pass_keeps(
     sizes, trained = read_sizes(settings), make_plan(settings).parameters_trained
     assert isinstance(sizes, ModelSizes)
     assert trained is not None
-    parts = memory_parts(settings, sizes, layout_of(settings), trained, TEXT_TOKENS)
+    parts = memory_parts(settings, sizes, family_of(settings), trained, TEXT_TOKENS)
     (activations,) = [part.bytes for part in parts if part.part == "activations"]
     kept = _bytes_kept(slots(settings), checkpointing, rows)
     if checkpointing:

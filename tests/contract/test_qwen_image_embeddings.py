@@ -12,9 +12,9 @@ import safetensors.torch
 import torch
 
 from spotlight.models import pipeline_files
-from spotlight.models.family import ModelError
+from spotlight.models.families.qwen_image import QwenImage
+from spotlight.models.model_errors import ModelError
 from spotlight.models.pipeline_files import PipelineFiles
-from spotlight.models.qwen_image import QwenImage
 
 PROMPT = "one red circle"
 
@@ -37,7 +37,7 @@ def test_a_hit_needs_no_text_encoder(random_pipeline: Path, tmp_path: Path) -> N
     assert made[0] is made[1]
     assert len(files(tmp_path)) == 2
     second = load(random_pipeline, tmp_path)
-    assert torch.equal(second.encode([PROMPT])[0].embeds, made[0].embeds)
+    assert torch.equal(second.encode([PROMPT])[0]["embeds"], made[0]["embeds"])
     assert not second.text_encoder_loaded
 
 
@@ -55,20 +55,20 @@ def test_embeddings_do_not_depend_on_company(random_pipeline: Path, tmp_path: Pa
     together = load(random_pipeline, tmp_path / "a").encode(prompts)
     for prompt, condition in zip(reversed(prompts), reversed(together), strict=True):
         alone = load(random_pipeline, tmp_path / "b").encode([prompt])[0]
-        assert torch.equal(alone.embeds, condition.embeds)
+        assert torch.equal(alone["embeds"], condition["embeds"])
 
 
 @pytest.mark.parametrize("damage", ["cut", "bits", "empty"])
 def test_a_damaged_file_is_reported_and_made_again(
     random_pipeline: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
-    sound = load(random_pipeline, tmp_path).encode([PROMPT])[0].embeds
+    sound = load(random_pipeline, tmp_path).encode([PROMPT])[0]["embeds"]
     (path,) = files(tmp_path)
     data = path.read_bytes()
     flipped = data[:-5] + bytes([data[-5] ^ 1]) + data[-4:]
     path.write_bytes({"cut": data[:-8], "bits": flipped, "empty": b""}[damage])
     with caplog.at_level(logging.WARNING):
-        again = load(random_pipeline, tmp_path).encode([PROMPT])[0].embeds
+        again = load(random_pipeline, tmp_path).encode([PROMPT])[0]["embeds"]
     assert torch.equal(again, sound)
     assert str(path) in caplog.text
     assert path.read_bytes() == data

@@ -11,14 +11,15 @@ from diffusers import QwenImagePipeline
 from torch import Tensor
 
 from spotlight.diffusion.samplers import ODE
-from spotlight.models.family import ImageSize, ModelError
-from spotlight.models.qwen_image import QwenImage
+from spotlight.models.families.qwen_image import QwenImage
+from spotlight.models.media import MediaSize
+from spotlight.models.model_errors import ModelError
 from spotlight.models.slots import CopySlots, LoraSlots, LoraSpec, WeightSlots
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe
 from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 
-SIZE = ImageSize(32, 32)
+SIZE = MediaSize(32, 32)
 PROMPT = "one red circle"
 STEPS = 4
 
@@ -38,7 +39,7 @@ def draw(family: QwenImage, slots: WeightSlots, slot: str = "policy") -> tuple[T
     with slots.use(slot) as model:
         (result,) = engine.run(model, states)
     assert isinstance(result, FinishedRollout)
-    return states[0].latents, family.decode_float(result.tensors.final[None], SIZE)[0]
+    return states[0].latents, family.decode_float(result.tensors.final[None], SIZE)[0, 0]
 
 
 def plain(pipe: QwenImagePipeline, latents: Tensor) -> np.ndarray:
@@ -56,7 +57,7 @@ def plain(pipe: QwenImagePipeline, latents: Tensor) -> np.ndarray:
 
 def trained_lora(family: QwenImage) -> LoraSlots:
     """Both factors random, alpha unlike rank, every default target."""
-    slots = LoraSlots(family.transformer, LoraSpec(rank=4, alpha=6.0, targets=family.default_lora_targets))
+    slots = LoraSlots(family.transformer, LoraSpec(rank=4, alpha=6.0, targets=family.lora_targets))
     generator = torch.Generator().manual_seed(7)
     slots.load_state(
         "policy",

@@ -11,9 +11,11 @@ from diffusers import QwenImagePipeline
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 
 from spotlight.diffusion.samplers import ODE
-from spotlight.models import qwen_image, qwen_text
-from spotlight.models.family import ImageSize, ModelError
-from spotlight.models.qwen_image import QwenImage
+from spotlight.models.families import qwen_image
+from spotlight.models.families.qwen_image import QwenImage
+from spotlight.models.family import shift
+from spotlight.models.media import MediaSize
+from spotlight.models.model_errors import ModelError
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe
 from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
@@ -22,7 +24,7 @@ from spotlight.testbed import PIPELINE_DIR
 TOLERANCE = 1e-5
 STEPS = 5
 PROMPTS = ("one red circle", "two blue squares left of one yellow triangle")  # lengths differ: a mask
-SIZES = (ImageSize(32, 32), ImageSize(32, 64), ImageSize(48, 32))
+SIZES = (MediaSize(32, 32), MediaSize(32, 64), MediaSize(48, 32))
 
 
 def load(directory: Path, cache: Path) -> QwenImage:
@@ -49,7 +51,7 @@ def rollout(seed: int) -> Rollout:
     return Rollout(RolloutId(f"r{seed}"), Purpose.EVAL, 0, PromptId("p"), 0, seed, STEPS, PolicyVersion(0))
 
 
-def ours(family: QwenImage, prompts: tuple[str, ...], size: ImageSize, scale: float) -> list[FinishedRollout]:
+def ours(family: QwenImage, prompts: tuple[str, ...], size: MediaSize, scale: float) -> list[FinishedRollout]:
     engine = Engine(family, max_batch=8, negative=family.encode([" "])[0])
     recipe = Recipe(size, ODE(), None, scale, "final")
     states = engine.start([rollout(i) for i in range(len(prompts))], family.encode(prompts), recipe)
@@ -59,7 +61,7 @@ def ours(family: QwenImage, prompts: tuple[str, ...], size: ImageSize, scale: fl
 
 
 def theirs(
-    family: QwenImage, pipe: QwenImagePipeline, prompts: tuple[str, ...], size: ImageSize, scale: float
+    family: QwenImage, pipe: QwenImagePipeline, prompts: tuple[str, ...], size: MediaSize, scale: float
 ) -> np.ndarray:
     engine = Engine(family, max_batch=8, negative=family.encode([" "])[0])
     recipe = Recipe(size, ODE(), None, scale, "final")
@@ -79,11 +81,11 @@ def theirs(
 @pytest.mark.parametrize("scale", [1.0, 4.0])
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size.height}x{size.width}")
 def test_images_equal_the_pipelines(
-    family: QwenImage, pipeline: QwenImagePipeline, size: ImageSize, scale: float
+    family: QwenImage, pipeline: QwenImagePipeline, size: MediaSize, scale: float
 ) -> None:
     expected = theirs(family, pipeline, PROMPTS, size, scale)
     results = ours(family, PROMPTS, size, scale)
-    found = family.decode_float(torch.stack([result.tensors.final for result in results]), size)
+    found = family.decode_float(torch.stack([result.tensors.final for result in results]), size)[:, 0]
     assert found.shape == (len(PROMPTS), size.height, size.width, 3)
     assert np.abs(found - expected).max() <= TOLERANCE
     assert np.abs(found[0] - found[1]).max() > 0.1
@@ -96,7 +98,7 @@ def test_images_of_the_shipped_pipeline_equal_the_pipelines(tmp_path: Path) -> N
     family = load(PIPELINE_DIR, tmp_path)
     expected = theirs(family, load_theirs(PIPELINE_DIR), PROMPTS, SIZES[0], 4.0)
     finals = torch.stack([result.tensors.final for result in ours(family, PROMPTS, SIZES[0], 4.0)])
-    assert np.abs(family.decode_float(finals, SIZES[0]) - expected).max() <= TOLERANCE
+    assert np.abs(family.decode_float(finals, SIZES[0])[:, 0] - expected).max() <= TOLERANCE
 
 
 def test_prompt_and_guidance_matter(family: QwenImage) -> None:
@@ -110,7 +112,7 @@ def test_prompt_and_guidance_matter(family: QwenImage) -> None:
 @pytest.mark.parametrize("steps", [2, 10, 50])
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size.height}x{size.width}")
 def test_sigmas_are_the_schedulers(
-    family: QwenImage, pipeline: QwenImagePipeline, size: ImageSize, steps: int
+    family: QwenImage, pipeline: QwenImagePipeline, size: MediaSize, steps: int
 ) -> None:
     config = pipeline.scheduler.config
     mu = calculate_shift(
@@ -141,7 +143,7 @@ def test_sigmas_handed_out_are_not_shared(family: QwenImage) -> None:
 
 @pytest.mark.parametrize("tokens", [64, 256, 4096, 9000])
 def test_shift_is_the_pipelines(tokens: int) -> None:
-    assert qwen_image.shift(tokens, 256, 8192, 0.5, 0.9) == calculate_shift(tokens, 256, 8192, 0.5, 0.9)
+    assert shift(tokens, 256, 8192, 0.5, 0.9) == calculate_shift(tokens, 256, 8192, 0.5, 0.9)
 
 
 def test_prompts_are_embedded_as_by_the_pipeline(family: QwenImage, pipeline: QwenImagePipeline) -> None:
@@ -149,18 +151,19 @@ def test_prompts_are_embedded_as_by_the_pipeline(family: QwenImage, pipeline: Qw
     for prompt, condition in zip(prompts, family.encode(prompts), strict=True):
         expected, mask = pipeline.encode_prompt(prompt, max_sequence_length=512)
         assert mask is None
-        assert torch.equal(condition.embeds, expected[0]), prompt
+        assert torch.equal(condition["embeds"], expected[0]), prompt
     embeds, mask = pipeline.encode_prompt(list(PROMPTS), max_sequence_length=512)
     batch = family.collate(family.encode(PROMPTS))
-    assert torch.allclose(batch.embeds, embeds, rtol=0, atol=TOLERANCE)
-    assert batch.mask is not None
-    assert torch.equal(batch.mask, mask.bool())
+    assert torch.allclose(batch["embeds"], embeds, rtol=0, atol=TOLERANCE)
+    found = batch.mask("embeds")
+    assert found is not None
+    assert torch.equal(found, mask.bool())
 
 
 def test_template_is_the_pipelines(pipeline: QwenImagePipeline) -> None:
-    assert pipeline.prompt_template_encode == qwen_text.TEMPLATE
-    assert pipeline.prompt_template_encode_start_idx == qwen_text.DROPPED_TOKENS
-    assert pipeline.tokenizer_max_length == qwen_text.TOKENIZER_MAX_TOKENS
+    assert pipeline.prompt_template_encode == qwen_image.TEMPLATE
+    assert pipeline.prompt_template_encode_start_idx == qwen_image.DROPPED_TOKENS
+    assert pipeline.tokenizer_max_length == qwen_image.TOKENIZER_MAX_TOKENS
 
 
 def test_long_prompts_are_cut_as_by_the_pipeline(
@@ -172,7 +175,7 @@ def test_long_prompts_are_cut_as_by_the_pipeline(
     prompt = PROMPTS[1]
     expected, _ = pipeline.encode_prompt(prompt, max_sequence_length=7)
     assert expected.shape[1] == 7
-    assert torch.equal(family.encode([prompt])[0].embeds, expected[0])
+    assert torch.equal(family.encode([prompt])[0]["embeds"], expected[0])
 
 
 def test_bfloat16_transformer_predicts_float32(

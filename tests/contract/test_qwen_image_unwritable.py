@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from spotlight.models.family import ModelError
+from spotlight.models.families.qwen_image import QwenImage
+from spotlight.models.model_errors import ModelError
 from spotlight.models.peft_layers import LoraSpec
-from spotlight.models.qwen_image import QwenImage
 from spotlight.models.slots import LoraSlots
 
 
@@ -17,7 +17,7 @@ def test_a_place_that_cannot_be_written_is_told(random_pipeline: Path, tmp_path:
     family = QwenImage.load(
         random_pipeline, device="cpu", dtype=torch.float32, embeddings_cache=tmp_path / "e"
     )
-    slots = LoraSlots(family.transformer, LoraSpec(rank=2, alpha=2.0, targets=family.default_lora_targets))
+    slots = LoraSlots(family.transformer, LoraSpec(rank=2, alpha=2.0, targets=family.lora_targets))
     file = tmp_path / "file"
     file.write_text("mine")
     with pytest.raises(ModelError, match=r"cannot write the LoRA to .*file/lora: .* Free some space"):

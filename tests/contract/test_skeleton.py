@@ -10,20 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from spotlight.models import family_loader
-from spotlight.models.family import Condition, ImageSize, ModelError
+from spotlight.models.condition import Condition
+from spotlight.models.families.qwen_image import QwenImage
+from spotlight.models.media import MediaSize
+from spotlight.models.model_errors import ModelError
 from spotlight.models.peft_layers import LoraSpec
-from spotlight.models.qwen_image import QwenImage
 from spotlight.models.skeleton import base_state, filling, modules_of
 from spotlight.models.slots import LoraSlots
 
-SIZE = ImageSize(32, 32)
+SIZE = MediaSize(32, 32)
 
 
 def load(pipeline: Path, cache: Path, dtype: torch.dtype, **options: bool) -> QwenImage:
-    family = family_loader("qwen-image")(
-        pipeline, device="cpu", dtype=dtype, embeddings_cache=cache, **options
-    )
+    family = QwenImage.load(pipeline, device="cpu", dtype=dtype, embeddings_cache=cache, **options)
     assert isinstance(family, QwenImage)
     return family
 
@@ -32,7 +31,9 @@ def load(pipeline: Path, cache: Path, dtype: torch.dtype, **options: bool) -> Qw
 def velocity(family: QwenImage) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     latents = torch.randn(2, *family.latent_shape(SIZE), generator=generator)
-    condition = family.collate([Condition(torch.randn(n, 64, generator=generator)) for n in (5, 7)])
+    condition = family.collate(
+        [Condition({"embeds": torch.randn(n, 64, generator=generator)}) for n in (5, 7)]
+    )
     return family.velocity(family.transformer, latents, torch.tensor([0.7, 0.3]), condition, None, SIZE)
 
 

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from conftest import Straight
 from spotlight.diffusion.noise import INITIAL, noise_batch
-from spotlight.models.family import ImageSize, ModelError
+from spotlight.models.media import MediaSize
+from spotlight.models.model_errors import ModelError
 from spotlight.runtime.inference import TrainedRun
 from spotlight.runtime.observer import Silent
 from spotlight.store.metrics import read_metrics
@@ -44,7 +45,7 @@ def plain(pipeline: QwenImagePipeline) -> Iterator[QwenImagePipeline]:
 
 def draw(pipe: QwenImagePipeline, run: TrainedRun) -> np.ndarray:
     """The picture of plain diffusers from the seed's initial latents, before rounding: [height, width, 3]."""
-    shape = run._family.latent_shape(ImageSize(SIDE, SIDE))
+    shape = run._family.latent_shape(MediaSize(SIDE, SIDE))
     latents = noise_batch([SEED], [INITIAL], shape, torch.device("cpu"))
     return pipe(
         PROMPT,

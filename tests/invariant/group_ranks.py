@@ -29,8 +29,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spotlight.diffusion.samplers import FlowSDE
 from spotlight.diffusion.schedule import RandomWindow
-from spotlight.models.family import ImageSize
-from spotlight.models.qwen_image import QwenImage
+from spotlight.models.families.qwen_image import QwenImage
+from spotlight.models.media import MediaSize
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.sequence_parallel import rendezvous
 from spotlight.rollout.sequence_parallel import ulysses as sequence_parallel
@@ -62,7 +62,7 @@ class Work:
 
     @property
     def recipe(self) -> Recipe:
-        recipe = Recipe(ImageSize(*self.size), FlowSDE(0.7), RandomWindow(2), self.guidance, "trajectory")
+        recipe = Recipe(MediaSize(*self.size), FlowSDE(0.7), RandomWindow(2), self.guidance, "trajectory")
         if self.purpose is Purpose.TRAIN:
             return recipe
         return recipe.preview(STEPS, step_cache=self.step_cache)

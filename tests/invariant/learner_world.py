@@ -17,9 +17,10 @@ from spotlight.config.sections.algorithm import AdvantageConfig
 from spotlight.config.sections.learner_section import EmaConfig, LearnerConfig
 from spotlight.diffusion.samplers import CPS, ODE, FlowSDE
 from spotlight.diffusion.schedule import AllSteps, RandomWindow, SdeWindow
-from spotlight.models.family import Condition, ImageSize
+from spotlight.models.condition import Condition
+from spotlight.models.families.qwen_image import QwenImage
+from spotlight.models.media import MediaSize
 from spotlight.models.peft_layers import LoraSpec
-from spotlight.models.qwen_image import QwenImage
 from spotlight.models.slots import CopySlots, LoraSlots, WeightSlots
 from spotlight.registry import ALGORITHMS
 from spotlight.rollout.engine import Engine
@@ -29,12 +30,12 @@ from spotlight.training.learner import Learner, TrainingGuidance, TrainingSample
 from spotlight.training.sharding import Ranks
 from spotlight.training.step_metrics import UpdateSums
 
-SIZE = ImageSize(16, 16)
+SIZE = MediaSize(16, 16)
 STEPS = 4
 PROMPTS = ("a photo of a red circle", "a blue square left of a green triangle", "two yellow circles")
 GROUP = 2
 WEIGHTS = {"quality": 1.0}
-LORA = LoraSpec(rank=4, alpha=8.0, targets=QwenImage.default_lora_targets, seed=3)
+LORA = LoraSpec(rank=4, alpha=8.0, targets=QwenImage.lora_targets, seed=3)
 
 
 class World:

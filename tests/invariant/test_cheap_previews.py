@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from spotlight.diffusion.samplers import ODE, FlowSDE
 from spotlight.diffusion.schedule import AllSteps, RandomWindow
-from spotlight.models.family import ImageSize
-from spotlight.models.qwen_image import QwenImage
+from spotlight.models.families.qwen_image import QwenImage
+from spotlight.models.media import MediaSize
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe, RolloutState, from_tensors
 from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
@@ -26,7 +26,7 @@ TOLERANCE = 2e-5
 """Largest difference of latents (standard deviation about 1) that batch mates may make."""
 
 STEPS = 7
-SIZE = ImageSize(16, 16)
+SIZE = MediaSize(16, 16)
 PROMPTS = ("one red circle", "two blue squares", "two blue squares left of one yellow triangle")
 TRAIN = Recipe(SIZE, FlowSDE(0.7), RandomWindow(2), 1.0, "trajectory")
 GUIDED = dataclasses.replace(TRAIN, guidance_scale=3.0)

@@ -22,7 +22,7 @@ from learner_world import (
 from torch import Tensor
 
 from spotlight.algorithms.base import Slot
-from spotlight.models.family import ConditionBatch
+from spotlight.models.condition import ConditionBatch
 from spotlight.models.slots import LoraSlots
 from spotlight.training.batching.batch import kept_steps, stack
 from spotlight.training.learner import Learner, TrainingSample

@@ -10,7 +10,8 @@ import torch
 from learner_world import World, algorithm, cut, gradients, make_learner, roll_out, train_batch
 
 from spotlight.config.sections.learner_section import LearnerConfig
-from spotlight.models.family import ImageSize, ModelError
+from spotlight.models.media import MediaSize
+from spotlight.models.model_errors import ModelError
 from spotlight.models.slots import CopySlots
 from spotlight.training.learner import Learner, TrainingError
 
@@ -157,13 +158,13 @@ def test_missing_slots_and_unsuitable_sizes_are_errors_at_once(world: World) -> 
     algo = algorithm("diffusion-nft")
     slots, settings = CopySlots(family.transformer, ["reference"]), LearnerConfig()
     with pytest.raises(ModelError, match="weight slots old are missing; have policy, reference"):
-        Learner(family, slots, algo, settings, size=ImageSize(16, 16))
+        Learner(family, slots, algo, settings, size=MediaSize(16, 16))
     with pytest.raises(ModelError, match="height is 17"):
-        Learner(family, slots, algorithm("flow-grpo"), settings, size=ImageSize(17, 16))
+        Learner(family, slots, algorithm("flow-grpo"), settings, size=MediaSize(17, 16))
     settings, grpo = LearnerConfig(gradient_checkpointing=True), algorithm("flow-grpo")
     family.transformer = torch.nn.Linear(2, 2)
     with pytest.raises(ModelError, match="Linear cannot recompute activations"):
-        Learner(family, CopySlots(family.transformer), grpo, settings, size=ImageSize(16, 16))
+        Learner(family, CopySlots(family.transformer), grpo, settings, size=MediaSize(16, 16))
 
 
 def test_advantages_are_reported(world: World) -> None:

@@ -19,8 +19,9 @@ from spotlight.diffusion.brownian import coarse_kicks, kick_batch
 from spotlight.diffusion.noise import INITIAL, noise
 from spotlight.diffusion.samplers import CPS, ODE, Dance, FlowSDE, Sampler
 from spotlight.diffusion.schedule import AllSteps, RandomWindow, SlidingWindow
-from spotlight.models.family import ImageSize, ModelError
-from spotlight.models.qwen_image import QwenImage
+from spotlight.models.families.qwen_image import QwenImage
+from spotlight.models.media import MediaSize
+from spotlight.models.model_errors import ModelError
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FailedRollout, FinishedRollout, Recipe, RolloutState, from_tensors
 from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
@@ -32,7 +33,7 @@ LOG_PROB_TOLERANCE = 1e-6
 """The same of log-probs (about -1): a tenth of the smallest clip range in use with them, 1e-5."""
 
 STEPS = 5
-SIZE = ImageSize(16, 16)
+SIZE = MediaSize(16, 16)
 PROMPTS = ("one red circle", "two blue squares", "two blue squares left of one yellow triangle")
 TRAIN = Recipe(SIZE, FlowSDE(0.7), RandomWindow(2), 1.0, "trajectory")
 GUIDED = dataclasses.replace(TRAIN, sampler=CPS(0.8), guidance_scale=3.0)
@@ -152,7 +153,7 @@ def test_recipes_of_one_size_share_forwards_whatever_their_samplers(family: Qwen
 
 
 def test_sizes_and_guidance_are_kept_apart(family: QwenImage) -> None:
-    wide = dataclasses.replace(EVAL, size=ImageSize(16, 32))
+    wide = dataclasses.replace(EVAL, size=MediaSize(16, 32))
     guided = dataclasses.replace(EVAL, guidance_scale=2.0)
     recipes = (EVAL, wide, guided)
     mixed = [start(family, [seed], recipe)[0] for seed, recipe in enumerate(recipes)]
@@ -248,7 +249,7 @@ def test_a_committed_state_is_a_copy(family: QwenImage) -> None:
         tensor.fill_(7)
     assert not (state.latents == 7).any()
     assert not (state.sigmas == 7).any()
-    assert not (state.condition.embeds == 7).any()
+    assert not (state.condition["embeds"] == 7).any()
 
 
 def test_a_step_leaves_the_old_states_as_they_were(family: QwenImage) -> None:
@@ -306,7 +307,7 @@ def test_what_does_not_fit_is_refused(family: QwenImage) -> None:
     with pytest.raises(ValueError, match="zip"):
         engine(family).start([rollout(0), rollout(1)], conditions, TRAIN)
     with pytest.raises(ModelError, match="height is 18"):
-        engine(family).start([rollout(0)], conditions, dataclasses.replace(EVAL, size=ImageSize(18, 16)))
+        engine(family).start([rollout(0)], conditions, dataclasses.replace(EVAL, size=MediaSize(18, 16)))
     with pytest.raises(ValueError, match="a stochastic sampler needs a window"):
         Recipe(SIZE, FlowSDE(0.7), None, 1.0, "final")
     with pytest.raises(ValueError, match="the ODE takes none"):

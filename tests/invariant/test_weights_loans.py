@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from weights_children import Child
 
+from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.peft_layers import LoraSpec
-from spotlight.models.qwen_image import QwenImage
 from spotlight.models.skeleton import base_state, filling, modules_of
 from spotlight.models.slots import LoraSlots
 from spotlight.weights import peers

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from spotlight.diffusion.samplers import ODE, FlowSDE
 from spotlight.diffusion.schedule import RandomWindow
-from spotlight.models.family import ImageSize
+from spotlight.models.families.qwen_image import QwenImage
+from spotlight.models.media import MediaSize
 from spotlight.models.peft_layers import LoraSpec
-from spotlight.models.qwen_image import QwenImage
 from spotlight.models.slots import LoraSlots, Slot
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.sequence_parallel.membership import SpMembership
@@ -39,7 +39,7 @@ from spotlight.worker.interfaces import HeadClient, HeadLostError, LoadError, Pa
 from spotlight.worker.loop import WorkerLoop
 from spotlight.worker.reports import Report
 
-SIZE = ImageSize(16, 16)
+SIZE = MediaSize(16, 16)
 PROMPTS = ("one red circle", "two blue squares", "two blue squares left of one yellow triangle, all on white")
 TRAIN = Recipe(SIZE, FlowSDE(0.7), RandomWindow(2), 1.0, "trajectory")
 RECIPES = {
@@ -174,7 +174,7 @@ class Body:
         family = load_family(pipeline, cache)
         slots = LoraSlots(
             family.transformer,
-            LoraSpec(rank=4, alpha=4, targets=family.default_lora_targets, seed=0),
+            LoraSpec(rank=4, alpha=4, targets=family.lora_targets, seed=0),
             ["old"],
         )
         return cls(family, slots, Engine(family, max_batch=max_batch))

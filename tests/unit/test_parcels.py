@@ -16,13 +16,14 @@ from torch import Tensor
 
 from spotlight.diffusion.samplers import ODE, FlowSDE
 from spotlight.diffusion.schedule import AllSteps
-from spotlight.models.family import Condition, ImageSize
+from spotlight.models.condition import Condition
+from spotlight.models.media import MediaSize
 from spotlight.rollout import serialization as parcels
 from spotlight.rollout.serialization import SerializationError
 from spotlight.rollout.state import FinishedRollout, Recipe, RolloutState, SampleTensors
 from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 
-SIZE = ImageSize(16, 32)
+SIZE = MediaSize(16, 32)
 TRAIN = Recipe(SIZE, FlowSDE(0.7), AllSteps(), 1.0, "trajectory")
 EVAL = Recipe(SIZE, ODE(), None, 3.5, "final")
 
@@ -55,7 +56,7 @@ def states(draw: st.DrawFn) -> RolloutState:
             RolloutId(name), Purpose.TRAIN, 3, PromptId(name), 2, seed, steps, PolicyVersion(seed % 7)
         ),
         recipe=recipe,
-        condition=Condition(noise((draw(st.integers(0, 3)), 4), seed, text)),
+        condition=Condition({"embeds": noise((draw(st.integers(0, 3)), 4), seed, text)}),
         step=step,
         latents=noise((tokens, channels), seed + 1),
         sigmas=noise((steps + 1,), seed + 2),
@@ -80,7 +81,7 @@ def test_a_state_comes_back_bit_by_bit(state: RolloutState) -> None:
         assert getattr(back, field) == getattr(state, field)
     for field in ("latents", "sigmas"):
         assert bits(getattr(back, field)) == bits(getattr(state, field))
-    assert bits(back.condition.embeds) == bits(state.condition.embeds)
+    assert bits(back.condition["embeds"]) == bits(state.condition["embeds"])
     for field in ("kept", "log_probs"):
         assert [bits(t) for t in getattr(back, field)] == [bits(t) for t in getattr(state, field)]
     assert parcels.pack_state(back) == parcels.pack_state(state)
@@ -97,8 +98,10 @@ def test_samples_images_and_conditions_come_back_bit_by_bit(seed: int, trajector
         assert found is None or bits(found) == bits(expected)
     image = parcels.unpack_image(parcels.pack_image(made))
     assert (image.dtype, image.tolist()) == (np.uint8, made.image.tolist())
-    condition = Condition(noise((3, 4), seed, torch.bfloat16))
-    assert bits(parcels.unpack_condition(parcels.pack_condition(condition)).embeds) == bits(condition.embeds)
+    condition = Condition({"embeds": noise((3, 4), seed, torch.bfloat16)})
+    assert bits(parcels.unpack_condition(parcels.pack_condition(condition))["embeds"]) == bits(
+        condition["embeds"]
+    )
 
 
 def test_views_and_shared_memory_are_packed_as_what_they_show() -> None:
@@ -171,7 +174,7 @@ def test_the_header_is_json_that_others_can_read() -> None:
 
 def test_a_state_of_another_recipe_is_refused() -> None:
     state = RolloutState(
-        rollout=finished().rollout, recipe=EVAL, condition=Condition(torch.ones(1, 4)), step=0,
+        rollout=finished().rollout, recipe=EVAL, condition=Condition({"embeds": torch.ones(1, 4)}), step=0,
         latents=torch.ones(2, 4), sigmas=torch.linspace(1, 0, 5), window=range(0),
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"guidance_scale 3\.5, but this worker's recipe has 1.0"):

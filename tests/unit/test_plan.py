@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -20,7 +19,8 @@ from spotlight.config.schema import RunConfig
 from spotlight.dry_run.memory_plan import Estimate, peak_bytes, weight_copies
 from spotlight.dry_run.model_plan import ModelSizes, NotHere, bind_targets, lora_parameters, read_sizes
 from spotlight.dry_run.run_plan import RunPlan, count_passes, make_plan
-from spotlight.models import qwen_layout
+from spotlight.models.families.qwen_image import QwenImage
+from spotlight.models.media import MediaSize
 from spotlight.models.model_errors import ModelError
 from spotlight.rewards.reward import RewardSetupError
 from spotlight.rollout.limits import decode_batch
@@ -87,8 +87,7 @@ def test_a_model_without_blocks_to_reuse_is_told_before_it_is_loaded(
     make_plan(config(**sections, exploration={}))
     with pytest.raises(ConfigError, match=r"step_cache: found 2; expected nothing with .*has 1 transformer"):
         make_plan(reuses)
-    without = dataclasses.replace(qwen_layout.QWEN_IMAGE, reuses_blocks=False)
-    monkeypatch.setattr(qwen_layout, "QWEN_IMAGE", without)
+    monkeypatch.setattr(QwenImage, "reuses_blocks", False)
     with pytest.raises(ConfigError, match=r"no step cache for model\.family=qwen-image: leave it out"):
         make_plan(reuses)
 
@@ -153,9 +152,9 @@ def test_sizes_come_from_the_headers_of_all_shards(pipeline: Path) -> None:
     sizes = read_sizes(config(model={"path": str(pipeline)}))
     assert isinstance(sizes, ModelSizes)
     assert sizes.parameters == LAYERS * (2 * WIDTH**2 + 4 * WIDTH**2 + WIDTH)
-    assert (sizes.layers, sizes.width, sizes.patch_px) == (LAYERS, WIDTH, 16)
+    assert (sizes.dimensions.layers, sizes.dimensions.width, sizes.dimensions.patch_px) == (LAYERS, WIDTH, 16)
     assert (sizes.vae_parameters, sizes.text_encoder_parameters) == (100, 70)
-    assert sizes.image_tokens(64, 32) == 8
+    assert sizes.tokens(MediaSize(64, 32)) == 8
 
 
 def test_adapters_are_counted_by_rank_and_shape(pipeline: Path) -> None:
@@ -313,7 +312,7 @@ def test_decoding_is_bounded_by_pixels_and_planned_so(
         parts = plan_of(pipeline, rollout=rollout).memory
         return next(part for part in parts if part.part == "decoding")
 
-    assert decode_batch(side, side, most) == decoded
+    assert decode_batch(MediaSize(side, side), most) == decoded
     assert f"{decoded} pictures" in planned(most).formula
     assert planned(most).bytes == decoded * planned(1).bytes
 

@@ -9,20 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotlight.diffusion.samplers import ODE
-from spotlight.models.family import Condition, ImageSize
+from spotlight.models.condition import Condition
+from spotlight.models.media import MediaSize
 from spotlight.rollout.sequence_parallel.lockstep import Claim
 from spotlight.rollout.state import Recipe, RolloutState
 from spotlight.scheduler.types import LeaseId, PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 from spotlight.worker.leases import Leases, safe_steps
 
-RECIPE = Recipe(ImageSize(4, 4), ODE(), None, 1.0, "final")
+RECIPE = Recipe(MediaSize(4, 4), ODE(), None, 1.0, "final")
 STEPS = 9
 
 
 def state(name: str, step: int = 0) -> RolloutState:
     rollout = Rollout(RolloutId(name), Purpose.TRAIN, 0, PromptId("p"), 0, 0, STEPS, PolicyVersion(0))
     empty = torch.empty(0)
-    return RolloutState(rollout, RECIPE, Condition(empty), step, empty, empty, range(0))
+    return RolloutState(rollout, RECIPE, Condition({"embeds": empty}), step, empty, empty, range(0))
 
 
 def advance(held: Leases, every: int = 1) -> list[LeaseId]:

@@ -8,7 +8,8 @@ from typing import cast
 
 import torch
 
-from spotlight.models.family import Condition, ModelFamily
+from spotlight.models.condition import Condition
+from spotlight.models.family import ModelFamily
 from spotlight.scheduler.types import Prompt, PromptId
 from spotlight.training.batching.conditions import Conditions
 from spotlight.training.sharding import Ranks
@@ -35,7 +36,7 @@ class Family:
             self.loaded, self._in_memory = self.loaded + 1, True
         self.embedded += missing
         self.cache.update(missing)
-        return [Condition(torch.tensor([[float(prompt[-1])]])) for prompt in prompts]
+        return [Condition({"embeds": torch.tensor([[float(prompt[-1])]])}) for prompt in prompts]
 
     def free_text_encoder(self) -> None:
         self._in_memory = False
@@ -80,9 +81,9 @@ def test_a_cache_that_lost_prompts_costs_one_load_and_keeps_no_encoder() -> None
     family = Family(set())
     conditions = Conditions(family.as_family, PROMPTS)
     wanted = [PROMPTS[3].id, PROMPTS[1].id, PROMPTS[3].id]
-    assert [float(each.embeds) for each in conditions.of(wanted)] == [3, 1, 3]
+    assert [float(each["embeds"]) for each in conditions.of(wanted)] == [3, 1, 3]
     assert (family.loaded, family._in_memory) == (1, False)
     assert conditions[PROMPTS[1].id] is conditions.of([PROMPTS[1].id])[0]
     assert family.read == [TEXTS[3], TEXTS[1]]
-    assert float(conditions[PROMPTS[0].id].embeds) == 0
+    assert float(conditions[PROMPTS[0].id]["embeds"]) == 0
     assert (family.loaded, family._in_memory) == (2, False)

@@ -122,12 +122,12 @@ def pipeline() -> Iterator[Finding]:
     from spotlight.registry import FAMILIES
     from spotlight.testbed import PIPELINE_DIR, TEST_PROMPTS, TRAIN_PROMPTS
 
-    layout = FAMILIES.load("qwen-image")
+    family = FAMILIES.load("qwen-image")
     remedy = "Install Spotlight again: files of the package are missing."
     missing = [path for path in (TRAIN_PROMPTS, TEST_PROMPTS) if not path.is_file()]
     try:
         locate(
-            PIPELINE_DIR, revision=None, pipeline_class=layout.pipeline_class, components=layout.components
+            PIPELINE_DIR, revision=None, pipeline_class=family.pipeline_class, components=family.components
         )
     except ModelError as error:
         yield Finding(Verdict.FAIL, "embedded model", str(error), remedy)

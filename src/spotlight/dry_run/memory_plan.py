@@ -13,8 +13,9 @@ from typing import Literal
 
 from spotlight.config.schema import RunConfig
 from spotlight.dry_run.model_plan import ModelSizes, bind_targets
-from spotlight.models.layouts import FamilyLayout
+from spotlight.models.family import ModelFamily
 from spotlight.rollout.limits import decode_batch
+from spotlight.training.settings import media_size
 from spotlight.training.timesteps import largest_pass
 
 When = Literal["always", "set-up", "rollout", "training", "host"]
@@ -37,19 +38,19 @@ class Estimate:
 
 
 def memory_parts(
-    config: RunConfig, model: ModelSizes, layout: FamilyLayout, trained: int, text_tokens: int
+    config: RunConfig, model: ModelSizes, family: type[ModelFamily], trained: int, text_tokens: int
 ) -> tuple[Estimate, ...]:
     """Memory of one unsharded process (FSDP shards weights, gradients and Adam).
 
     With ``pipeline.trainers_generate``, of a learner's GPU: a rank and the worker beside it.
     """
-    tokens = model.image_tokens(config.rollout.height, config.rollout.width) + text_tokens
+    tokens = model.tokens(media_size(config.rollout)) + text_tokens
     weights = tuple(_weights(config, model, trained))
     parts = (
         *weights,
-        *_merged(config, model, layout),
+        *_merged(config, model, family),
         *_optimizer(config, trained),
-        *_activations(config, model, layout, tokens),
+        *_activations(config, model, family, tokens),
         *_samples(config, model),
     )
     return _with_worker(parts, weights) if config.pipeline.trainers_generate else parts
@@ -95,11 +96,11 @@ def _weights(config: RunConfig, model: ModelSizes, trained: int) -> Iterator[Est
     yield Estimate("text encoder", model.text_encoder_parameters * size, formula, "set-up")
 
 
-def _merged(config: RunConfig, model: ModelSizes, layout: FamilyLayout) -> Iterator[Estimate]:
+def _merged(config: RunConfig, model: ModelSizes, family: type[ModelFamily]) -> Iterator[Estimate]:
     """Rollouts merge the adapter into float32 base weights: a second copy of the adapted layers."""
     learner = config.learner
     if learner.mode == "lora" and config.model.dtype == "float32" and learner.autocast == "none":
-        targets = layout.lora_targets if learner.lora.targets is None else learner.lora.targets
+        targets = family.lora_targets if learner.lora.targets is None else learner.lora.targets
         adapted = sum(outputs * inputs for outputs, inputs in bind_targets(model, targets).values())
         yield Estimate("merged adapters", adapted * 4, "4 B x weights of the adapted layers", "rollout")
 
@@ -120,34 +121,35 @@ def _optimizer(config: RunConfig, trained: int) -> Iterator[Estimate]:
 
 
 def _activations(
-    config: RunConfig, model: ModelSizes, layout: FamilyLayout, tokens: int
+    config: RunConfig, model: ModelSizes, family: type[ModelFamily], tokens: int
 ) -> Iterator[Estimate]:
     learner, guidance = config.learner, 2 if config.rollout.true_cfg_scale > 1 else 1
+    costs = family.activations
     size = 2.0 if config.model.dtype == "bfloat16" else 4.0
     if learner.autocast == "bfloat16" and size == 4:
         size = 3.2  # measured: norms and residuals stay float32
     per_pass = timesteps_per_pass(config)
-    per_layer = learner.micro_batch_size * per_pass * tokens * model.width * size * guidance
-    kept = layout.kept_lora if learner.mode == "lora" else layout.kept_full
+    per_layer = learner.micro_batch_size * per_pass * tokens * model.dimensions.width * size * guidance
+    kept = costs.lora if learner.mode == "lora" else costs.full
     if learner.gradient_checkpointing:
-        values = model.layers * layout.kept_checkpointed + kept
-        formula = f"B K n D b g ({layout.kept_checkpointed:g} L + {kept:g})"
+        values = model.dimensions.layers * costs.checkpointed + kept
+        formula = f"B K n D b g ({costs.checkpointed:g} L + {kept:g})"
     else:
-        values, formula = model.layers * kept, f"{kept:g} B K n L D b g"
+        values, formula = model.dimensions.layers * kept, f"{kept:g} B K n L D b g"
     formula += f", K = {per_pass}" + (" or what fits" if learner.timesteps_per_pass == "auto" else "")
     yield Estimate("activations", per_layer * values, formula, "training")
     batch, rollout = config.rollout.batch_size, config.rollout
-    decoded = decode_batch(rollout.height, rollout.width, batch)
+    decoded = decode_batch(media_size(rollout), batch)
     yield Estimate(
         "denoising forward",
-        batch * tokens * model.width * (size if size < 4 else 4) * layout.forward_peak,
-        f"{layout.forward_peak:g} x batch n D b",
+        batch * tokens * model.dimensions.width * (size if size < 4 else 4) * costs.forward,
+        f"{costs.forward:g} x batch n D b",
         "rollout",
     )
     yield Estimate(
         "decoding",
-        decoded * rollout.height * rollout.width * model.vae_width * 4 * layout.decode_peak,
-        f"{layout.decode_peak:g} x 4 B x {decoded} pictures x pixels x VAE width",
+        decoded * media_size(rollout).pixels * model.dimensions.vae_width * 4 * costs.decode,
+        f"{costs.decode:g} x 4 B x {decoded} pictures x pixels x VAE width",
         "rollout",
     )
 
@@ -157,10 +159,10 @@ def _samples(config: RunConfig, model: ModelSizes) -> Iterator[Estimate]:
     samples = rollout.prompts_per_iteration * rollout.group_size
     steps = config.rollout.kept_steps
     kept = 1 if steps == 0 else 1 + steps + 1
-    tokens = model.image_tokens(rollout.height, rollout.width)
+    tokens = model.tokens(media_size(rollout))
     yield Estimate(
         "latents kept",
-        samples * tokens * model.channels * 4 * kept,
+        samples * tokens * model.dimensions.channels * 4 * kept,
         f"4 B x N x tokens x channels x {kept}" + (" (x0 alone)" if kept == 1 else " (x0 and trajectory)"),
         "host",
     )

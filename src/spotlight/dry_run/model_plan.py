@@ -14,7 +14,9 @@ from safetensors import safe_open
 from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import TESTBED
 from spotlight.data.section_names import under
-from spotlight.models.layouts import FamilyLayout, check_size
+from spotlight.models.family import ModelFamily
+from spotlight.models.family_facts import Dimensions
+from spotlight.models.media import MediaSize
 from spotlight.models.model_errors import ModelError
 from spotlight.models.pipeline_files import PipelineFiles, locate
 from spotlight.registry import FAMILIES
@@ -41,27 +43,22 @@ class ModelSizes(TransformerSizes):
     """What memory and time depend on.
 
     Attributes:
-        layers, width: of the DiT.
-        channels: of the packed latents.
-        patch_px: side in pixels of one token.
+        dimensions: of the pipeline.
+        video: whether the family makes videos.
         vae_parameters: of encoder and decoder.
-        vae_width: channels of the outermost layers.
         text_encoder_parameters: 0 if not downloaded yet.
     """
 
-    layers: int
-    width: int
-    channels: int
-    patch_px: int
+    dimensions: Dimensions
+    video: bool
     vae_parameters: int
-    vae_width: int
     text_encoder_parameters: int
 
-    def image_tokens(self, height: int, width: int) -> int:
-        """Tokens per image. Raises ModelError if the model does not support a side."""
+    def tokens(self, size: MediaSize) -> int:
+        """Tokens per sample. Raises ModelError if the model does not support the size."""
         with under("rollout"):
-            check_size(height, width, self.patch_px, f"VAE factor {self.patch_px // 2}, 2x2 patches")
-        return (height // self.patch_px) * (width // self.patch_px)
+            self.dimensions.check_size(size, video=self.video)
+        return self.dimensions.tokens(size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +69,8 @@ class NotHere:
     remedy: str
 
 
-def layout_of(config: RunConfig) -> FamilyLayout:
-    """The constants of the configured family."""
+def family_of(config: RunConfig) -> type[ModelFamily]:
+    """The configured family."""
     return FAMILIES.load(config.model.family)
 
 
@@ -84,7 +81,7 @@ def read_sizes(config: RunConfig) -> ModelSizes | NotHere:
         ModelError: missing, incomplete or another pipeline class.
     """
     files = _locate(config, ("transformer", "vae"))
-    return files if isinstance(files, NotHere) else _sizes(files, layout_of(config))
+    return files if isinstance(files, NotHere) else _sizes(files, family_of(config))
 
 
 def read_transformer(config: RunConfig) -> TransformerSizes | NotHere:
@@ -94,7 +91,7 @@ def read_transformer(config: RunConfig) -> TransformerSizes | NotHere:
 
 
 def _locate(config: RunConfig, parts: Sequence[str]) -> PipelineFiles | NotHere:
-    model, layout = config.model, layout_of(config)
+    model, family = config.model, family_of(config)
     path = str(PIPELINE_DIR) if model.path == TESTBED else model.path
     if not Path(path).expanduser().exists() and path.count("/") == 1 and not path.startswith((".", "/", "~")):
         cached = _cached(path, model.revision, parts)
@@ -104,7 +101,7 @@ def _locate(config: RunConfig, parts: Sequence[str]) -> PipelineFiles | NotHere:
             )
         return PipelineFiles(cached)
     return locate(
-        path, revision=model.revision, pipeline_class=layout.pipeline_class, components=layout.components
+        path, revision=model.revision, pipeline_class=family.pipeline_class, components=family.components
     )
 
 
@@ -132,19 +129,20 @@ def _transformer(files: PipelineFiles) -> TransformerSizes:
     )
 
 
-def _sizes(files: PipelineFiles, layout: FamilyLayout) -> ModelSizes:
-    dimensions, transformer = layout.dimensions(files), _transformer(files)
+def _sizes(files: PipelineFiles, family: type[ModelFamily]) -> ModelSizes:
+    transformer = _transformer(files)
     return ModelSizes(
         transformer.root,
         transformer.parameters,
         transformer.linears,
-        layers=dimensions.layers,
-        width=dimensions.width,
-        channels=dimensions.channels,
-        patch_px=dimensions.patch_px,
+        dimensions=family.read_dimensions(files),
+        video=family.video,
         vae_parameters=_count(_shapes(files.folder("vae"))),
-        vae_width=dimensions.vae_width,
-        text_encoder_parameters=_count(_shapes(files.folder("text_encoder"))),
+        text_encoder_parameters=sum(
+            _count(_shapes(files.folder(name)))
+            for name in family.components
+            if name.startswith("text_encoder")
+        ),
     )
 
 

@@ -18,12 +18,13 @@ from spotlight.dry_run.model_plan import (
     NotHere,
     TransformerSizes,
     bind_targets,
-    layout_of,
+    family_of,
     lora_parameters,
     read_sizes,
 )
 from spotlight.rewards.reward_specs import make_reward_specs
 from spotlight.store.metrics import read_metrics
+from spotlight.training.settings import media_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +109,13 @@ def make_plan(config: RunConfig) -> RunPlan:
     _require_step_cache(config, model)
     trained: int | None = None
     if isinstance(model, ModelSizes):
-        model.image_tokens(config.rollout.height, config.rollout.width)  # raises for an unsupported size
+        model.tokens(media_size(config.rollout))  # raises for an unsupported size
         trained = parameters_trained(config, model)
     images = len(prompts.test) * config.evaluation.images_per_prompt
     evaluations = config.evaluation.count(config.iterations)
     memory: tuple[Estimate, ...] = ()
     if isinstance(model, ModelSizes) and trained is not None:
-        memory = memory_parts(config, model, layout_of(config), trained, text_tokens(config, prompts))
+        memory = memory_parts(config, model, family_of(config), trained, text_tokens(config, prompts))
     return RunPlan(
         samples=config.rollout.prompts_per_iteration * config.rollout.group_size,
         trained_timesteps=config.trained_timesteps,
@@ -169,19 +170,19 @@ def _preview_passes(config: RunConfig) -> int:
 
 
 def text_tokens(config: RunConfig, prompts: Prompts) -> int:
-    """Estimated longest prompt: two tokens per word plus the template's, up to the maximum."""
+    """Estimated tokens of the longest prompt."""
     words = max(len(prompt.text.split()) for prompt in (*prompts.train, *prompts.test))
-    return min(2 * words + 6, config.model.max_text_tokens)
+    return family_of(config).planned_text_tokens(words, config.model.max_text_tokens)
 
 
 def _require_step_cache(config: RunConfig, model: ModelSizes | NotHere) -> None:
     exploration, why = config.exploration, ""
     if exploration is None or exploration.step_cache is None:
         return
-    if not layout_of(config).reuses_blocks:
+    if not family_of(config).reuses_blocks:
         why = f"diffusers has no step cache for model.family={config.model.family}"
-    elif isinstance(model, ModelSizes) and model.layers < 2:
-        why = f"it has {model.layers} transformer blocks, of which the first always runs"
+    elif isinstance(model, ModelSizes) and model.dimensions.layers < 2:
+        why = f"it has {model.dimensions.layers} transformer blocks, of which the first always runs"
     if why:
         raise ConfigError("the configuration", [exploration.step_cache_problem(config.model.path, why)])
 
@@ -191,7 +192,7 @@ def parameters_trained(config: RunConfig, model: TransformerSizes) -> int:
     if config.learner.mode == "full":
         return model.parameters
     lora = config.learner.lora
-    targets = layout_of(config).lora_targets if lora.targets is None else lora.targets
+    targets = family_of(config).lora_targets if lora.targets is None else lora.targets
     return lora_parameters(bind_targets(model, targets), lora.rank)
 
 

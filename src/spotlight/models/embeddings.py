@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,7 @@ _REMEDY = "Free some space there, or set cache_dir to a folder that this user ca
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingsCache:
-    """Embeddings of one text encoder under one template.
+    """Embeddings of a pipeline's text encoders under one template.
 
     Attributes:
         root: cache directory; created on the first write.
@@ -52,32 +53,33 @@ class EmbeddingsCache:
         """Whether a file for ``text`` exists; its checksum is only verified by :meth:`get`."""
         return self.path(text).is_file()
 
-    def get(self, text: str) -> Tensor | None:
-        """[tokens, width] on the CPU, or None if absent or damaged (which is logged)."""
+    def get(self, text: str) -> dict[str, Tensor] | None:
+        """A condition's tensors on the CPU, or None if absent or damaged (which is logged)."""
         path = self.path(text)
         if not path.is_file():
             return None
         try:
             with safe_open(path, framework="pt") as file:
-                embeds: Tensor = file.get_tensor("embeds")
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
                 expected = (file.metadata() or {}).get("sha256")
         except (SafetensorError, OSError) as error:
             _log.warning("cached embeddings %s are damaged (%s): embedding the prompt again", path, error)
             return None
-        if _checksum(embeds) != expected:
+        if _checksum(tensors) != expected:
             _log.warning("cached embeddings %s fail their checksum: embedding the prompt again", path)
             return None
-        return embeds
+        return tensors
 
-    def put(self, text: str, embeds: Tensor) -> None:
-        """Write [tokens, width] atomically.
+    def put(self, text: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write a condition's tensors atomically.
 
         Raises:
             ModelError: the directory cannot be written, or the disk is full.
         """
         path = self.path(text)
         partial = path.with_suffix(f".{os.getpid()}.partial")
-        data = safetensors.torch.save({"embeds": embeds.contiguous()}, {"sha256": _checksum(embeds)})
+        plain = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        data = safetensors.torch.save(plain, {"sha256": _checksum(plain)})
         with storing("prompt embeddings", self.root, _REMEDY):
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
@@ -87,5 +89,8 @@ class EmbeddingsCache:
                 partial.unlink(missing_ok=True)
 
 
-def _checksum(embeds: Tensor) -> str:
-    return hashlib.sha256(embeds.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+def _checksum(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(tensors[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,89 +1,198 @@
-"""The interface of DiT families. A new family is one file that implements :class:`ModelFamily`."""
+"""A DiT family over a diffusers pipeline. A new family is one module with a subclass of :class:`ModelFamily`
+and one line of :data:`spotlight.registry.FAMILIES`.
+
+The base class locates and checks the pipeline, loads its parts, caches embeddings and exports. A family
+states its facts as class attributes and implements ``embed``, ``condition_shapes``, ``latent_shape``,
+``velocity`` and ``decode_frames``: the pipeline's arithmetic, taken apart.
+
+Invariants:
+- With the ODE sampler and the same initial latents, pictures equal those of the diffusers pipeline.
+- Unlike in the pipeline, only the forward runs in the transformer's dtype: guidance, noise levels and the VAE
+  are float32.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from spotlight.models import pipeline_export
+from spotlight.models.condition import Condition as Condition
+from spotlight.models.condition import ConditionBatch as ConditionBatch
+from spotlight.models.condition import Guidance as Guidance
+from spotlight.models.condition import collate
+from spotlight.models.embeddings import EmbeddingsCache
+from spotlight.models.experts import Experts, denoisers
+from spotlight.models.family_facts import ActivationCosts, Dimensions, PublishedModel
+from spotlight.models.media import MediaSize as MediaSize
 from spotlight.models.model_errors import ModelError as ModelError
+from spotlight.models.model_errors import storing
+from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles, locate
+from spotlight.models.prompt_encoder import PromptEncoder
+from spotlight.models.skeleton import load_weights, skeleton
+
+_NOT_STORED = (
+    "Free some space there or name a directory that can be written, then run the same command again: "
+    "the run's checkpoints are as they were."
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Condition:
-    """Text embeddings of one prompt, without padding: ``embeds: [text_tokens, width]``."""
+class ModelFamily(ABC):
+    """A model of one family. Use :meth:`load`.
 
-    embeds: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class ConditionBatch:
-    """Padded embeddings of a batch.
+    Rollout and training share one forward, :meth:`velocity`. It takes the module to run, so that adapters,
+    copies and sharded modules all use the same code.
 
     Attributes:
-        embeds: [batch, text_tokens, width], zero where padded.
-        mask: [batch, text_tokens] bool, True on real tokens; None if nothing is padded.
+        transformer: frozen, in ``dtype``; possibly without weights (see :meth:`load`). Two transformers
+            divided by noise level are one :class:`~spotlight.models.experts.Experts`.
+        vae: frozen, float32.
+        device: of transformer and VAE.
+        dtype: of the transformer's weights and inputs.
+        config: diffusers' configuration of the (first) transformer.
+        dimensions: of this pipeline.
     """
 
-    embeds: Tensor
-    mask: Tensor | None
+    # -- facts: what holds for every model of the family ----------------------------------------------------
 
+    name: ClassVar[str]
+    """As in the registry."""
+    pipeline_class: ClassVar[str]
+    """The ``_class_name`` in ``model_index.json``, a class of diffusers."""
+    components: ClassVar[Mapping[str, PipelineComponent]]
+    """Requirements per folder. All but transformers, VAE and scheduler are tokenizers and text encoders."""
+    lora_targets: ClassVar[tuple[str, ...]]
+    """Name suffixes of the linear layers that LoRA adapts by default."""
+    activations: ClassVar[ActivationCosts]
+    """For the memory plan."""
+    video: ClassVar[bool] = False
+    """Whether it makes videos."""
+    embedded_guidance: ClassVar[float | None] = None
+    """Usual scale of a guidance-distilled model; None: the transformer takes none."""
+    reuses_blocks: ClassVar[bool] = False
+    """Whether previews may reuse its blocks' residuals (``exploration.step_cache``)."""
+    splits_sequence: ClassVar[bool] = False
+    """Whether its forward can be split over several GPUs (``fleet.sequence_parallel``)."""
+    text_recipe: ClassVar[str] = ""
+    """Whatever :meth:`embed` depends on besides diffusers' code, e.g. a prompt template."""
+    text_tokens_max: ClassVar[int] = 1024
+    """Largest ``max_text_tokens``."""
+    published: ClassVar[Mapping[str, PublishedModel]] = {}
+    """Published models by hub id."""
 
-@dataclass(frozen=True, slots=True)
-class Guidance:
-    """True classifier-free guidance: ``scale`` > 1 costs a second forward with ``negative``."""
+    def __init__(
+        self,
+        files: PipelineFiles,
+        transformer: nn.Module,
+        vae: Any,
+        scheduler: Any,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        embeddings_cache: Path,
+        max_text_tokens: int,
+    ) -> None:
+        if not 1 <= max_text_tokens <= self.text_tokens_max:
+            raise ModelError(f"max_text_tokens is {max_text_tokens}; expected 1 to {self.text_tokens_max}")
+        self.files, self.transformer, self.vae, self.scheduler = files, transformer, vae, scheduler
+        self.device, self.dtype, self.max_text_tokens = device, dtype, max_text_tokens
+        self.config: Any = denoisers(transformer)["transformer"].config
+        self.dimensions = self.read_dimensions(files)
+        text = {name: part for name, part in self.components.items() if not _is_denoiser(name)}
+        cache = EmbeddingsCache(
+            root=embeddings_cache,
+            model=files.identity(*text),
+            template=f"{self.pipeline_class}|{self.text_recipe}",
+            max_tokens=max_text_tokens,
+            dtype=dtype,
+        )
+        self._prompts = PromptEncoder(files, self.pipeline_class, text, self.embed, cache, device)
+        self._schedule = lru_cache(maxsize=256)(self._visited_sigmas)
+        self.check_parts()
 
-    scale: float
-    negative: ConditionBatch
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        revision: str | None = None,
+        embeddings_cache: Path,
+        max_text_tokens: int = 512,
+        read_transformer: bool = True,
+    ) -> Self:
+        """Load transformer, VAE and scheduler; the text encoders are loaded on the first uncached prompt.
 
+        Args:
+            path: pipeline directory or hub id.
+            device: where to put the model.
+            dtype: of transformer and text encoders: float32 or bfloat16.
+            revision: of a hub id.
+            embeddings_cache: directory for prompt embeddings.
+            max_text_tokens: limit per prompt (the pipeline's ``max_sequence_length``).
+            read_transformer: False leaves the weights to :func:`spotlight.models.skeleton.filling`; of the
+                transformer's files only config.json is needed.
 
-@dataclass(frozen=True, slots=True)
-class ImageSize:
-    """In pixels; must fit the family's patches (:meth:`ModelFamily.check_size`)."""
+        Raises:
+            ModelError: the model is unusable; where possible, before weights are read.
+        """
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise ModelError(f"dtype of the transformer is {dtype}; expected torch.float32 or torch.bfloat16")
+        device = torch.device(device)
+        wanted = dict(cls.components)
+        if not read_transformer:
+            for name in _transformers(cls.components):
+                wanted[name] = replace(wanted[name], weights=False, lazy=True)
+        files = locate(path, revision=revision, pipeline_class=cls.pipeline_class, components=wanted)
+        scheduler = cls.make_scheduler(files)
+        denoisers = {
+            name: _transformer(files, name, dtype, device, read=read_transformer)
+            for name in _transformers(cls.components)
+            if files.component_class(name) is not None
+        }
+        vae = load_weights(_class(files, "vae"), files, "vae", torch.float32, device)
+        return cls(
+            files,
+            denoisers["transformer"] if len(denoisers) == 1 else Experts(denoisers),
+            vae,
+            scheduler,
+            device,
+            dtype,
+            embeddings_cache=embeddings_cache,
+            max_text_tokens=max_text_tokens,
+        )
 
-    height: int
-    width: int
+    # -- what a family implements ---------------------------------------------------------------------------
 
+    @classmethod
+    @abstractmethod
+    def read_dimensions(cls, files: PipelineFiles) -> Dimensions:
+        """The sizes of a pipeline; raises :class:`ModelError`."""
 
-class ModelFamily(Protocol):
-    """A DiT family over a diffusers pipeline directory or hub id.
+    @abstractmethod
+    def condition_shapes(self, text_tokens: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors of :meth:`embed` for a prompt of ``text_tokens`` tokens."""
 
-    Rollout and training share one forward, ``velocity``. It takes the module to run, so that adapters, copies
-    and sharded modules all use the same code.
-    """
+    @abstractmethod
+    def embed(self, pipeline: Any, prompt: str) -> dict[str, Tensor]:
+        """One prompt's tensors, from a diffusers pipeline that has only tokenizers and text encoders."""
 
-    name: str
-    default_lora_targets: tuple[str, ...]
-    transformer: nn.Module
-    device: torch.device
+    @abstractmethod
+    def latent_shape(self, size: MediaSize) -> tuple[int, ...]:
+        """Of one sample's latents, in the layout that the pipeline denoises."""
 
-    def check_size(self, size: ImageSize) -> None:
-        """Raise :class:`ModelError`, naming the nearest valid sizes, if the size does not fit the patches."""
-
-    def latent_shape(self, size: ImageSize) -> tuple[int, int]:
-        """(tokens, channels) of one image's packed latents."""
-
-    def sigmas(self, steps: int, size: ImageSize) -> Tensor:
-        """The schedule: [steps + 1] float32 on the CPU, from 1 to 0, dynamic shift applied."""
-
-    def encode(self, prompts: Sequence[str]) -> list[Condition]:
-        """Embed prompts (disk cache by content hash; the text encoder is only loaded on a miss)."""
-
-    def not_embedded(self, prompts: Sequence[str]) -> list[str]:
-        """The distinct prompts that the disk cache lacks; reads no file."""
-
-    def free_text_encoder(self) -> None:
-        """Release the text encoder's memory; a later miss loads it again."""
-
-    def collate(self, conditions: Sequence[Condition]) -> ConditionBatch:
-        """Pad prompts' embeddings into one batch on the model's device."""
-
+    @abstractmethod
     def velocity(
         self,
         model: nn.Module,
@@ -91,12 +200,93 @@ class ModelFamily(Protocol):
         sigma: Tensor,
         condition: ConditionBatch,
         guidance: Guidance | None,
-        size: ImageSize,
+        size: MediaSize,
     ) -> Tensor:
-        """Predicted velocity, float32, shape of ``latents`` [batch, tokens, channels]; sigma: [batch]."""
+        """Predicted velocity e - x0, float32, shape of ``latents`` [batch, *latent_shape]; sigma: [batch]."""
 
-    def decode(self, latents: Tensor, size: ImageSize) -> NDArray[np.uint8]:
-        """Decode final latents to images: [batch, height, width, 3] uint8."""
+    @abstractmethod
+    def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
+        """The VAE's output for final float32 latents: [batch, 3, frames, height, width], in [-1, 1]."""
+
+    @classmethod
+    def planned_text_tokens(cls, words: int, most: int) -> int:
+        """Estimated tokens of a prompt of ``words`` words: two per word plus a template's, up to ``most``."""
+        return min(2 * words + 6, most)
+
+    def check_parts(self) -> None:  # noqa: B027 (most families have nothing to check)
+        """Raise :class:`ModelError` if the loaded parts belong to different models."""
+
+    @classmethod
+    def make_scheduler(cls, files: PipelineFiles) -> Any:
+        """diffusers' flow-matching Euler scheduler with the pipeline's configuration."""
+        from diffusers import FlowMatchEulerDiscreteScheduler
+
+        return FlowMatchEulerDiscreteScheduler.from_config(scheduler_config(files))
+
+    def set_timesteps(self, steps: int, size: MediaSize) -> None:
+        """Set the scheduler's noise levels as the pipeline does: linear, with any dynamic shift."""
+        config = self.scheduler.config
+        dynamic = {}
+        if config.get("use_dynamic_shifting"):
+            dynamic["mu"] = shift(
+                self.dimensions.tokens(size),
+                config.get("base_image_seq_len", 256),
+                config.get("max_image_seq_len", 4096),
+                config.get("base_shift", 0.5),
+                config.get("max_shift", 1.15),
+            )
+        self.scheduler.set_timesteps(device="cpu", sigmas=np.linspace(1.0, 1 / steps, steps), **dynamic)
+
+    # -- what is the same for all ---------------------------------------------------------------------------
+
+    def check_size(self, size: MediaSize) -> None:
+        """Raise :class:`ModelError`, naming the nearest valid sizes, if the size does not fit the patches."""
+        self.dimensions.check_size(size, video=self.video)
+
+    def sigmas(self, steps: int, size: MediaSize) -> Tensor:
+        """The schedule: [steps + 1] float32 on the CPU, from 1 to 0, shift applied."""
+        if steps < 1:
+            raise ModelError(f"number of denoising steps is {steps}; expected at least 1")
+        self.check_size(size)
+        return self._schedule(steps, size).clone()
+
+    def encode(self, prompts: Sequence[str]) -> list[Condition]:
+        """Embed prompts, on the CPU, through the disk cache."""
+        return self._prompts.encode(prompts)
+
+    def not_embedded(self, prompts: Sequence[str]) -> list[str]:
+        """The distinct prompts that the disk cache lacks; reads no file."""
+        return self._prompts.missing(prompts)
+
+    @property
+    def text_encoder_loaded(self) -> bool:
+        """Whether the text encoders are in memory."""
+        return self._prompts.loaded
+
+    def free_text_encoder(self) -> None:
+        """Release the text encoders' memory; a later miss loads them again."""
+        self._prompts.free()
+
+    def collate(self, conditions: Sequence[Condition]) -> ConditionBatch:
+        """Pad to the longest and move to the device, in the transformer's dtype.
+
+        Raises:
+            ModelError: the widths are another text encoder's.
+        """
+        owner = f"the transformer in {self.files.root}"
+        return collate(conditions, self.condition_shapes(1), self.device, self.dtype, owner)
+
+    @torch.no_grad()
+    def decode_float(self, latents: Tensor, size: MediaSize) -> NDArray[np.float32]:
+        """Decode final latents: [batch, frames, height, width, 3] float32 in [0, 1]."""
+        decoded = self.decode_frames(latents.to(self.device, torch.float32), size)
+        frames = (decoded * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 4, 1)
+        return frames.cpu().float().numpy()
+
+    def decode(self, latents: Tensor, size: MediaSize) -> NDArray[np.uint8]:
+        """Decode final latents: [batch, frames, height, width, 3] uint8."""
+        frames: NDArray[np.uint8] = (self.decode_float(latents, size) * 255).round().astype(np.uint8)
+        return frames
 
     def save_lora(
         self, directory: Path, layers: Mapping[str, Tensor], metadata: Mapping[str, object]
@@ -106,30 +296,91 @@ class ModelFamily(Protocol):
         ``layers`` is peft's adapter state dict; ``metadata`` peft's LoraConfig fields (diffusers needs
         alpha).
         """
+        with storing("the LoRA", directory, _NOT_STORED):
+            return pipeline_export.save_lora(self.pipeline_class, directory, layers, metadata)
 
     def save_merged(self, directory: Path, state: Mapping[str, Tensor], *, replace: bool = False) -> Path:
-        """Write a whole pipeline directory whose transformer holds ``state``; returns it.
+        """Write a whole pipeline directory whose transformer holds ``state``, in ``dtype``; returns it.
 
         An existing pipeline directory is an error unless ``replace`` is set.
         """
+        with storing("the merged pipeline", directory, _NOT_STORED):
+            return pipeline_export.save_merged(
+                self.files, self.components, directory, state, self.dtype, replace=replace
+            )
+
+    def _visited_sigmas(self, steps: int, size: MediaSize) -> Tensor:
+        with np.errstate(invalid="ignore"):
+            self.set_timesteps(steps, size)
+        sigmas: Tensor = self.scheduler.sigmas.float().cpu().clone()
+        if not bool((sigmas.diff() < 0).all()):  # NaN included: one step with shift_terminal divides 0 by 0
+            raise ModelError(
+                f"{steps} denoising steps give the noise levels {sigmas.tolist()} with the scheduler of "
+                f"{self.files.root}; expected falling ones: use at least 2 steps"
+            )
+        return sigmas
 
 
-class FamilyLoader(Protocol):
-    """Signature of every family's loader."""
+def shift(tokens: int, base: int, largest: int, base_shift: float, max_shift: float) -> float:
+    """diffusers' ``calculate_shift``, in its order of operations."""
+    slope = (max_shift - base_shift) / (largest - base)
+    return tokens * slope + (base_shift - slope * base)
 
-    def __call__(
-        self,
-        path: str | Path,
-        *,
-        device: torch.device | str,
-        dtype: torch.dtype,
-        revision: str | None = None,
-        embeddings_cache: Path,
-        max_text_tokens: int = 512,
-        read_transformer: bool = True,
-    ) -> ModelFamily:
-        """Load a family from a pipeline directory or hub id (see the family's ``load``).
 
-        With ``read_transformer=False`` the transformer has no weights and refuses to run until filled by
-        :func:`spotlight.models.skeleton.filling`.
-        """
+def cache_context(model: nn.Module, name: str) -> AbstractContextManager[None]:
+    """Name a guidance pass (``cond`` or ``uncond``): diffusers' step cache keeps passes apart by name."""
+    from diffusers import CacheMixin
+
+    if not isinstance(model, CacheMixin) or not model.is_cache_enabled:
+        return nullcontext()
+    context: AbstractContextManager[None] = CacheMixin.cache_context(model, name)
+    return context
+
+
+def scheduler_config(files: PipelineFiles) -> dict[str, object]:
+    """The scheduler's configuration. Raises :class:`ModelError` if it is not a plain Euler schedule."""
+    config = files.config("scheduler", "scheduler_config.json")
+    for option in ("stochastic_sampling", "invert_sigmas"):
+        if config.get(option):
+            raise ModelError(
+                f"{files.folder('scheduler')}/scheduler_config.json sets {option}: the samplers here expect "
+                "the plain flow-matching Euler schedule; set it to false"
+            )
+    return config
+
+
+def require_equal(path: Path, facts: Mapping[str, tuple[object, object, str]]) -> None:
+    """Raise :class:`ModelError` for the first of ``facts`` whose found and expected values differ.
+
+    Components of different models load without error: fail before the first forward does.
+
+    Args:
+        path: the configuration file.
+        facts: key -> (found, expected, why).
+    """
+    for key, (found, wanted, why) in facts.items():
+        if found != wanted:
+            raise ModelError(f"{path}: {key} is {found}; expected {wanted} ({why})")
+
+
+def _is_denoiser(component: str) -> bool:
+    return component.startswith("transformer") or component in ("vae", "scheduler")
+
+
+def _transformers(components: Mapping[str, PipelineComponent]) -> list[str]:
+    return [name for name in components if name.startswith("transformer")]
+
+
+def _class(files: PipelineFiles, component: str) -> Any:
+    import diffusers
+
+    return getattr(diffusers, files.component_class(component) or "")
+
+
+def _transformer(
+    files: PipelineFiles, name: str, dtype: torch.dtype, device: torch.device, *, read: bool
+) -> Any:
+    kind = _class(files, name)
+    if read:
+        return load_weights(kind, files, name, dtype, device)
+    return skeleton(kind, files.config(name), dtype, device)

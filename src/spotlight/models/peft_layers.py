@@ -53,7 +53,7 @@ def check_targets(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Line
     if not targets:
         raise ModelError(
             "targets are empty: name at least one linear layer, e.g. 'to_q' "
-            "(or leave them out for the family's default_lora_targets)"
+            "(or leave them out for the family's lora_targets)"
         )
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     bound: dict[str, nn.Linear] = {}

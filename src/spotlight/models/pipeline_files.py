@@ -34,11 +34,13 @@ class PipelineComponent:
         classes: names accepted in ``model_index.json``, the usual one first.
         weights: whether it has weights.
         lazy: whether a hub model's weights are only downloaded by :meth:`PipelineFiles.fetch`.
+        optional: whether a pipeline may lack it.
     """
 
     classes: tuple[str, ...]
     weights: bool
     lazy: bool = False
+    optional: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,12 @@ class PipelineFiles:
     def config(self, component: str, name: str = "config.json") -> dict[str, object]:
         """A component's configuration file. ModelError if missing or not JSON."""
         return _read_json(self.folder(component) / name)
+
+    def component_class(self, component: str) -> str | None:
+        """The class that ``model_index.json`` names for a component; None if the pipeline lacks it."""
+        entry = _read_json(self.root / "model_index.json").get(component)
+        found = entry[1] if isinstance(entry, list) and len(entry) == 2 else None
+        return found if isinstance(found, str) else None
 
     def fetch(self, component: str) -> None:
         """Download a component's weights if necessary, and check them."""
@@ -112,7 +120,7 @@ def locate(
     if found_class != pipeline_class:
         raise ModelError(f"{index_path} describes a {found_class}; expected a {pipeline_class}")
     for name, component in components.items():
-        _check_component(files, index, name, component)
+        _check_component(files, name, component)
     return files
 
 
@@ -172,12 +180,11 @@ def _download(hub_id: str, revision: str | None, patterns: Sequence[str]) -> Pat
         ) from error
 
 
-def _check_component(
-    files: PipelineFiles, index: Mapping[str, object], name: str, component: PipelineComponent
-) -> None:
+def _check_component(files: PipelineFiles, name: str, component: PipelineComponent) -> None:
     folder, expected = files.folder(name), component.classes[0]
-    entry = index.get(name)
-    found = entry[1] if isinstance(entry, list) and len(entry) == 2 else None
+    found = files.component_class(name)
+    if found is None and component.optional:
+        return
     if found is None or not folder.is_dir():
         where = "is not named in model_index.json" if folder.is_dir() else "is missing"
         raise ModelError(

@@ -1,21 +1,23 @@
-"""A transformer without its weights, to be filled by a peer instead of from disk.
+"""Load a component with its weights, or without them, to be filled by a peer.
 
-Invariant: its weights are NaN and forwards raise until :func:`filling` exits without an error, so a partly
-filled module cannot be used by mistake.
+Invariant: a skeleton's weights are NaN and its forwards raise until :func:`filling` exits without an error,
+so a partly filled module cannot be used by mistake.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
-from accelerate import init_empty_weights
-from diffusers.models import ModelMixin
 from torch import Tensor, nn
 
 from spotlight.models.model_errors import ModelError
+from spotlight.models.pipeline_files import PipelineFiles
+
+if TYPE_CHECKING:
+    from diffusers.models import ModelMixin
 
 
 def skeleton(
@@ -28,6 +30,9 @@ def skeleton(
     Raises:
         ModelError: the configuration does not fit the class.
     """
+    # Imported here: the head of a cluster, which holds no model, imports this module.
+    from accelerate import init_empty_weights
+
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # as from_pretrained does
     try:
@@ -45,6 +50,38 @@ def skeleton(
             setattr(module, name, _nothing(buffer, device) if name in saved else buffer.to(device))
     model.register_forward_pre_hook(_refuse)
     return model.eval()
+
+
+def load_weights(
+    kind: type[ModelMixin], files: PipelineFiles, component: str, dtype: torch.dtype, device: torch.device
+) -> ModelMixin:
+    """A component with the weights of its folder, frozen, for inference.
+
+    Raises:
+        ModelError: unreadable weights, or missing or unexpected tensors.
+    """
+    folder = files.folder(component)
+    # Load onto the GPU file by file: otherwise each rank would first hold a whole DiT in host memory.
+    placed = {} if device.type == "cpu" else {"device_map": {"": device}}
+    try:
+        model, report = kind.from_pretrained(
+            files.root,
+            subfolder=component,
+            torch_dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            **placed,
+        )
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise ModelError(f"cannot load {kind.__name__} from {folder}: {error}") from error
+    for what in ("missing", "unexpected"):
+        keys = sorted(report[f"{what}_keys"])
+        if keys:
+            raise ModelError(
+                f"{folder}: {len(keys)} {what} tensors, first {keys[0]!r}: config.json and weights do not "
+                "belong together; copy or download the folder again"
+            )
+    return model.to(device).eval().requires_grad_(False)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ Batch composition changes results only by kernel rounding.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from enum import StrEnum
 from typing import TypeVar
@@ -25,7 +25,9 @@ from torch import Tensor, nn
 from spotlight.diffusion import samplers
 from spotlight.diffusion.brownian import Kick, coarse_kicks, coarse_window, kick_batch
 from spotlight.diffusion.noise import INITIAL, noise_batch
-from spotlight.models.family import Condition, Guidance, ImageSize, ModelFamily
+from spotlight.models.condition import Condition, Guidance
+from spotlight.models.family import ModelFamily
+from spotlight.models.media import MediaSize
 from spotlight.rollout import step_cache
 from spotlight.rollout.limits import decode_batch
 from spotlight.rollout.state import Added, FailedRollout, FinishedRollout, Recipe, RolloutState, SampleTensors
@@ -64,9 +66,9 @@ class Engine:
             raise ValueError(f"engine's max_batch is {max_batch}; expected at least 1")
         self._family = family
         self.max_batch = max_batch
-        self._paths: dict[tuple[ImageSize, int, int], tuple[Kick, ...]] = {}
+        self._paths: dict[tuple[MediaSize, int, int], tuple[Kick, ...]] = {}
         self.autocast = autocast
-        self._negative = None if negative is None else Condition(negative.embeds.to(family.device))
+        self._negative = None if negative is None else negative.to(family.device)
 
     @property
     def device(self) -> torch.device:
@@ -143,11 +145,11 @@ class Engine:
         results: list[FinishedRollout | FailedRollout | None] = [_failure(state) for state in states]
         sound = [i for i, result in enumerate(results) if result is None]
         for size, members in _grouped((states[i].recipe.size, i) for i in sound):
-            for batch in _chunks(members, decode_batch(size.height, size.width, self.max_batch)):
-                images = self._family.decode(torch.stack([states[i].latents for i in batch]), size)
-                for i, image in zip(batch, images, strict=True):
+            for batch in _chunks(members, decode_batch(size, self.max_batch)):
+                decoded = self._family.decode(torch.stack([states[i].latents for i in batch]), size)
+                for i, frames in zip(batch, decoded, strict=True):
                     state = states[i]
-                    results[i] = FinishedRollout(state.rollout, image.copy(), _sample_tensors(state))
+                    results[i] = FinishedRollout(state.rollout, frames[0].copy(), _sample_tensors(state))
         return [result for result in results if result is not None]
 
     def take_fewer(self) -> None:
@@ -167,7 +169,7 @@ class Engine:
         """Sorted by text length to limit padding."""
         running = ((_forward_key(state), i) for i, state in enumerate(states) if not state.done)
         for _, members in _grouped(running):
-            members.sort(key=lambda i: states[i].condition.embeds.shape[0])
+            members.sort(key=lambda i: states[i].condition.tokens)
             yield from _chunks(members, self.max_batch)
 
     def _step_batch(self, model: nn.Module, states: list[RolloutState]) -> list[RolloutState]:
@@ -222,7 +224,7 @@ class Engine:
         return coarse_window(window, self._family.sigmas(path_steps, recipe.size).tolist(), sigmas.tolist())
 
     def _kicks(self, states: Sequence[RolloutState], latents: Tensor) -> Tensor | None:
-        """Noise [states, tokens, channels]; zero in deterministic rows."""
+        """Noise shaped like ``latents``; zero in deterministic rows."""
         rows = [i for i, state in enumerate(states) if state.stochastic]
         if not rows:
             return None
@@ -251,12 +253,13 @@ class Engine:
             self._paths[key] = coarse_kicks(fine, state.sigmas.tolist())
         return self._paths[key]
 
-    def _guidance(self, recipe: Recipe, batch: int) -> Guidance | None:
+    def _guidance(self, recipe: Recipe, batch: int) -> Guidance:
         if recipe.guidance_scale <= 1 or self._negative is None:
-            return None
-        return Guidance(recipe.guidance_scale, self._family.collate([self._negative] * batch))
+            return Guidance(embedded=recipe.embedded_guidance)
+        negative = self._family.collate([self._negative] * batch)
+        return Guidance(recipe.guidance_scale, negative, recipe.embedded_guidance)
 
-    def _sigmas(self, rollout: Rollout, size: ImageSize) -> Tensor:
+    def _sigmas(self, rollout: Rollout, size: MediaSize) -> Tensor:
         if rollout.steps < 1:
             raise ValueError(f"rollout {rollout.id} has {rollout.steps} denoising steps; expected at least 1")
         return self._family.sigmas(rollout.steps, size)
@@ -271,7 +274,7 @@ class _Mover:
 
     def __call__(self, condition: Condition) -> Condition:
         if id(condition) not in self._moved:
-            self._moved[id(condition)] = Condition(condition.embeds.to(self._device))
+            self._moved[id(condition)] = condition.to(self._device)
         return self._moved[id(condition)]
 
 
@@ -355,10 +358,11 @@ def _failure(state: RolloutState) -> FailedRollout | None:
     return None
 
 
-def _forward_key(state: RolloutState) -> tuple[ImageSize, float, torch.dtype | None, int, Blocks]:
+def _forward_key(state: RolloutState) -> tuple[Hashable, ...]:
     # Shortcuts never share a forward with full computation, whose rounding they would change.
     recipe = state.recipe
-    return (recipe.size, recipe.guidance_scale, recipe.autocast, recipe.step_cache, _blocks(state))
+    guidance = recipe.guidance_scale, recipe.embedded_guidance
+    return (recipe.size, *guidance, recipe.autocast, recipe.step_cache, _blocks(state))
 
 
 def _grouped(items: Iterable[tuple[Key, int]]) -> list[tuple[Key, list[int]]]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from spotlight.models.media import MediaSize
+
 _DECODED_PIXELS = 1 << 20
 """Decoding needs far more memory per pixel than denoising (about 8 GB per megapixel at Qwen-Image's width)
 and gains nothing beyond this: one image of 1024x1024, or 1024 of 32x32.
 """
 
 
-def decode_batch(height: int, width: int, max_batch: int) -> int:
-    """Images per decoder call, 1 to ``max_batch``, within the pixel limit."""
-    return max(1, min(max_batch, _DECODED_PIXELS // (height * width)))
+def decode_batch(size: MediaSize, max_batch: int) -> int:
+    """Samples per decoder call, 1 to ``max_batch``, within the pixel limit."""
+    return max(1, min(max_batch, _DECODED_PIXELS // size.pixels))

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch import Tensor
 
-from spotlight.models.family import Condition
+from spotlight.models.condition import Condition
 from spotlight.rollout.state import FinishedRollout, Recipe, RolloutState, SampleTensors, from_tensors
 
 _FORMAT = 1
@@ -75,13 +75,13 @@ def unpack_image(data: bytes) -> NDArray[np.uint8]:
 
 def pack_condition(condition: Condition) -> bytes:
     """A prompt's embeddings."""
-    return _pack("condition", "", {"embeds": condition.embeds})
+    return _pack("condition", "", condition.tensors)
 
 
 def unpack_condition(data: bytes) -> Condition:
     """Read :func:`pack_condition`'s bytes onto the CPU. Raises SerializationError."""
     _, tensors = _unpack("condition", data)
-    return Condition(tensors["embeds"])
+    return Condition(tensors)
 
 
 def _pack(

@@ -18,10 +18,12 @@ from torch import Tensor
 
 from spotlight.diffusion.samplers import Sampler
 from spotlight.diffusion.schedule import SdeWindow
-from spotlight.models.family import Condition, ImageSize
+from spotlight.models.condition import Condition
+from spotlight.models.media import MediaSize
 from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 
-_FORMAT = 2
+_FORMAT = 3
+_CONDITION = "condition."
 
 Added: TypeAlias = Mapping[str, Tensor]
 """What the blocks after the first added to one rollout's image tokens, [tokens, width], by guidance pass."""
@@ -32,10 +34,11 @@ class Recipe:
     """How rollouts are denoised.
 
     Attributes:
-        size: of the images, in pixels.
+        size: of the pictures or videos.
         sampler: for the steps inside the SDE window; all others are ODE steps.
         window: the stochastic steps; None if and only if the sampler is deterministic.
         guidance_scale: true classifier-free guidance; 1 or less means none.
+        embedded_guidance: input of a guidance-distilled model; None for others.
         keeps: the states around the stochastic steps, or x0 alone.
         path_steps: steps of the rollouts whose seeds the previews choose; shorter previews follow their
             coarsened noise path (:mod:`spotlight.diffusion.brownian`). None: no previews, or an ODE.
@@ -44,11 +47,12 @@ class Recipe:
         autocast: dtype of the transformer's matrix products; None: the engine's. Previews only.
     """
 
-    size: ImageSize
+    size: MediaSize
     sampler: Sampler
     window: SdeWindow | None
     guidance_scale: float
     keeps: Literal["trajectory", "final"]
+    embedded_guidance: float | None = None
     path_steps: int | None = None
     step_cache: int = 1
     autocast: torch.dtype | None = None
@@ -114,7 +118,7 @@ class RolloutState:
     Attributes:
         condition: the prompt's embeddings.
         step: index of the next step; ``rollout.steps`` when done.
-        latents: [tokens, channels] float32.
+        latents: float32, in the family's ``latent_shape``.
         sigmas: [steps + 1] float32 on the CPU; replay uses the same values.
         window: indices of the stochastic steps (contiguous; empty for an ODE).
         kept: latents before the first stochastic step and after each one so far; empty if the recipe keeps x0
@@ -155,12 +159,12 @@ class RolloutState:
             "window": [self.window.start, self.window.stop],
         }
         tensors = {
-            "condition": self.condition.embeds,
             "latents": self.latents,
             "sigmas": self.sigmas,
             "kept": torch.stack(self.kept) if self.kept else self.latents.new_empty(0, *self.latents.shape),
             "log_probs": torch.stack(self.log_probs) if self.log_probs else self.latents.new_empty(0),
         }
+        tensors |= {_CONDITION + name: tensor for name, tensor in self.condition.tensors.items()}
         return header, {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
@@ -190,7 +194,13 @@ def from_tensors(
     state = RolloutState(
         rollout=rollout,
         recipe=recipe,
-        condition=Condition(moved["condition"]),
+        condition=Condition(
+            {
+                name.removeprefix(_CONDITION): tensor
+                for name, tensor in moved.items()
+                if name.startswith(_CONDITION)
+            }
+        ),
         step=step,
         latents=moved["latents"],
         sigmas=tensors["sigmas"].cpu(),
@@ -207,9 +217,9 @@ class SampleTensors:
     """What training needs of a finished rollout with S stochastic steps, float32 on the CPU.
 
     Attributes:
-        final: x0, [tokens, channels].
+        final: x0, in the family's ``latent_shape``.
         sigmas: noise levels of ``latents``, [S + 1]; without latents the whole schedule, [T + 1].
-        latents: around the stochastic steps, [S + 1, tokens, channels]; None if the recipe keeps x0 only.
+        latents: around the stochastic steps, [S + 1, *latent_shape]; None if the recipe keeps x0 only.
         log_probs: as scored while rolling out, [S]; None without ``latents``.
     """
 

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
-from spotlight.models.family import ModelError, ModelFamily
+from spotlight.models.family import ModelFamily
+from spotlight.models.model_errors import ModelError
 from spotlight.models.slots import Slot, WeightSlots
 from spotlight.rewards.results import RewardBatch, RewardFailure
 from spotlight.rewards.reward import RewardInputError

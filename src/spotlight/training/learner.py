@@ -38,7 +38,10 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from spotlight.algorithms.base import Algorithm
 from spotlight.config.sections.learner_section import LearnerConfig
-from spotlight.models.family import Condition, ImageSize, ModelError, ModelFamily
+from spotlight.models.condition import Condition
+from spotlight.models.family import ModelFamily
+from spotlight.models.media import MediaSize
+from spotlight.models.model_errors import ModelError
 from spotlight.models.slots import WeightSlots
 from spotlight.training import learner_state as state
 from spotlight.training.batching.batch import (
@@ -104,7 +107,7 @@ class Learner:
         algorithm: Algorithm,
         config: LearnerConfig,
         *,
-        size: ImageSize,
+        size: MediaSize,
         guidance: TrainingGuidance | None = None,
         ranks: Ranks | None = None,
     ) -> None:
@@ -380,7 +383,7 @@ class Learner:
             batch,
             torch.tensor([sample.first_step for sample in samples], device=self.family.device),
             timesteps=self.algorithm.timesteps(kept_steps(samples[0])),
-            tokens=batch.final.shape[1] + max(text.embeds.shape[0] for text in texts),
+            tokens=self.family.dimensions.tokens(self._size) + max(text.tokens for text in texts),
             bind=partial(self._policy, conditions),
         )
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from spotlight.models.family import ModelError, ModelFamily
+from spotlight.models.family import ModelFamily
+from spotlight.models.model_errors import ModelError
 from spotlight.models.slots import LoraSlots, Slot, WeightSlots
 from spotlight.training.sharding import Ranks
 

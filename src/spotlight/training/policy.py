@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from spotlight.algorithms.base import Slot
-from spotlight.models.family import Condition, Guidance, ImageSize, ModelFamily
+from spotlight.models.condition import Condition, Guidance
+from spotlight.models.family import ModelFamily
+from spotlight.models.media import MediaSize
 from spotlight.models.slots import WeightSlots
 from spotlight.training.settings import TrainingGuidance
 
@@ -27,7 +29,7 @@ class MicroBatchPolicy:
         slots: WeightSlots,
         conditions: Sequence[Condition],
         *,
-        size: ImageSize,
+        size: MediaSize,
         guidance: TrainingGuidance | None,
         autocast: torch.dtype | None,
     ) -> None:
@@ -36,11 +38,12 @@ class MicroBatchPolicy:
         self._condition = family.collate(conditions)
         self._guidance: Guidance | None = None
         if guidance is not None:
-            negative = family.collate([guidance.negative] * len(conditions))
-            self._guidance = Guidance(guidance.scale, negative)
+            twice = guidance.scale > 1
+            negative = family.collate([guidance.negative] * len(conditions)) if twice else None
+            self._guidance = Guidance(guidance.scale, negative, guidance.embedded)
 
     def velocity(self, latents: Tensor, sigma: Tensor, slot: Slot = "policy") -> Tensor:
-        """[batch, tokens, channels] float32. Frozen slots never build a graph."""
+        """Float32, shape of ``latents`` [batch, ...]. Frozen slots never build a graph."""
         frozen = nullcontext() if slot == "policy" else torch.no_grad()
         autocast = torch.autocast(
             self._family.device.type, dtype=self._autocast, enabled=self._autocast is not None

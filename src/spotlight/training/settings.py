@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from spotlight.config.sections.learner_section import LearnerConfig
-from spotlight.models.family import Condition
+from spotlight.config.sections.rollout import RolloutConfig
+from spotlight.models.condition import Condition
+from spotlight.models.media import MediaSize
 
 
 class TrainingError(RuntimeError):
@@ -16,15 +18,22 @@ class TrainingError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingGuidance:
-    """True classifier-free guidance during training, equal to the rollouts'.
+    """Guidance during training, equal to the rollouts'.
 
     Attributes:
-        scale: above 1; every evaluation takes two forwards.
+        scale: of true classifier-free guidance; above 1, every evaluation takes two forwards.
         negative: embeddings of the negative prompt.
+        embedded: input of a guidance-distilled model; None for others.
     """
 
     scale: float
     negative: Condition
+    embedded: float | None = None
+
+
+def media_size(rollout: RolloutConfig) -> MediaSize:
+    """Of the pictures or videos that are generated."""
+    return MediaSize(rollout.height, rollout.width, rollout.frames, rollout.fps)
 
 
 def autocast_type(config: LearnerConfig) -> torch.dtype | None:

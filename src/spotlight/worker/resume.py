@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 
-from spotlight.models.family import Condition
+from spotlight.models.condition import Condition
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.serialization import SerializationError, unpack_condition, unpack_state
 from spotlight.rollout.state import FailedRollout, Recipe, RolloutState

@@ -93,7 +93,11 @@ def _parameters(plan: RunPlan) -> Iterator[tuple[str, str, str]]:
         yield "of the DiT", "unknown", f"{where}; get it with: {remedy}"
         return
     model = plan.model
-    yield "of the DiT", count(model.parameters), f"{model.layers} layers of width {model.width}: {model.root}"
+    yield (
+        "of the DiT",
+        count(model.parameters),
+        f"{model.dimensions.layers} layers of width {model.dimensions.width}: {model.root}",
+    )
     share = plan.parameters_trained / model.parameters
     yield "trained", count(plan.parameters_trained), f"{plan.parameters_trained:,} ({share:.2%} of the DiT's)"
 

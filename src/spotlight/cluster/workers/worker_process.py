@@ -20,7 +20,8 @@ import torch
 from spotlight.cluster.blobs.blob_server import NEGATIVE
 from spotlight.cluster.workers.worker_weights import BundleLoader
 from spotlight.config.schema import RunConfig
-from spotlight.models.family import Condition, ModelFamily
+from spotlight.models.condition import Condition
+from spotlight.models.family import ModelFamily
 from spotlight.models.skeleton import base_state, filling, modules_of
 from spotlight.rollout.sequence_parallel.communicators import communicator
 from spotlight.rollout.sequence_parallel.membership import SpMembership

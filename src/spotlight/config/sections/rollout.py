@@ -38,6 +38,10 @@ class RolloutConfig(Section):
     """Image height in pixels."""
     width: PositiveInt = 32
     """Image width in pixels."""
+    frames: PositiveInt = 1
+    """Frames per video; 1 for families that make pictures."""
+    fps: Annotated[float, Field(gt=0)] = 16.0
+    """Frames per second of videos."""
     steps: Annotated[int, Field(ge=2)] = 10
     """Denoising steps per training rollout."""
     sampler: Literal["flow-sde", "cps", "dance", "ode"] = "ode"
@@ -48,6 +52,8 @@ class RolloutConfig(Section):
     """Where the sampler is stochastic. Unused by ode."""
     true_cfg_scale: Annotated[float, Field(ge=1)] = 1.0
     """Classifier-free guidance with a negative prompt; above 1, every step costs two forwards."""
+    embedded_guidance: Annotated[float, Field(ge=0)] | None = None
+    """Guidance that the model takes as an input (FLUX.1-dev, HunyuanVideo); default: the family's usual."""
     negative_prompt: str = " "
     """The negative prompt of guidance."""
     prompts_per_iteration: PositiveInt = 12

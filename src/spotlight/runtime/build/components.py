@@ -24,10 +24,11 @@ from spotlight.data.datasets import read_prompts as read_prompts
 from spotlight.data.section_names import under
 from spotlight.diffusion.samplers import ODE, Sampler, build_sampler
 from spotlight.diffusion.schedule import AllSteps, RandomWindow, SdeWindow, SlidingWindow
-from spotlight.models import family_loader
-from spotlight.models.family import Condition, ImageSize, ModelFamily
+from spotlight.models.condition import Condition
+from spotlight.models.family import ModelFamily
 from spotlight.models.peft_layers import LoraSpec, check_targets
 from spotlight.models.slots import CopySlots, LoraSlots, Slot, WeightSlots
+from spotlight.registry import FAMILIES
 from spotlight.rewards.reward_pool import RewardPool
 from spotlight.rewards.reward_specs import make_reward_specs as make_reward_specs
 from spotlight.rollout.state import Recipe
@@ -36,7 +37,7 @@ from spotlight.scheduler.plan import Axis, ClusterPlan, PipelinePlan, Plan
 from spotlight.scheduler.seeds import derive_seed
 from spotlight.scheduler.types import Baseline, Purpose, WeightKind
 from spotlight.testbed import PIPELINE_DIR
-from spotlight.training.settings import autocast_type
+from spotlight.training.settings import autocast_type, media_size
 
 if TYPE_CHECKING:
     from spotlight.rollout.engine import Engine
@@ -113,7 +114,7 @@ def load_family(config: RunConfig, device: torch.device, *, read_transformer: bo
         ModelError: it cannot be loaded.
     """
     model = config.model
-    return family_loader(model.family)(
+    return FAMILIES.load(model.family).load(
         PIPELINE_DIR if model.path == TESTBED else model.path,
         device=device,
         dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[model.dtype],
@@ -169,7 +170,7 @@ def make_slots(config: RunConfig, family: ModelFamily, algorithm: Algorithm) -> 
     spec = LoraSpec(
         rank=lora.rank,
         alpha=lora.alpha,
-        targets=family.default_lora_targets if lora.targets is None else lora.targets,
+        targets=family.lora_targets if lora.targets is None else lora.targets,
         seed=derive_seed(config.run_seed, "lora"),
     )
     with under("learner.lora"):
@@ -193,10 +194,16 @@ class Recipes:
 def make_recipes(config: RunConfig, algorithm: Algorithm) -> Recipes:
     """Train rollouts and their previews use the algorithm's sampler; evaluation uses the ODE."""
     rollout = config.rollout
-    size = ImageSize(rollout.height, rollout.width)
-    train = Recipe(size, algorithm.sampler, make_window(config), rollout.true_cfg_scale, algorithm.keeps)
-    judged = Recipe(size, ODE(), None, rollout.true_cfg_scale, "final")
+    size, scale, embedded = media_size(rollout), rollout.true_cfg_scale, embedded_guidance(config)
+    train = Recipe(size, algorithm.sampler, make_window(config), scale, algorithm.keeps, embedded)
+    judged = Recipe(size, ODE(), None, scale, "final", embedded)
     return Recipes(train, preview_recipe(config, train), judged)
+
+
+def embedded_guidance(config: RunConfig) -> float | None:
+    """The input of a guidance-distilled model; None for others."""
+    configured = config.rollout.embedded_guidance
+    return FAMILIES.load(config.model.family).embedded_guidance if configured is None else configured
 
 
 def make_reward_pool(config: RunConfig) -> RewardPool:

@@ -14,7 +14,8 @@ from spotlight.algorithms import Algorithm
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.schema import RunConfig
 from spotlight.data.section_names import under
-from spotlight.models.family import Condition, ImageSize, ModelFamily
+from spotlight.models.condition import Condition
+from spotlight.models.family import ModelFamily
 from spotlight.models.slots import Slot, WeightSlots
 from spotlight.runtime.build import components as build
 from spotlight.runtime.build.preview_settings import preview_steps
@@ -22,6 +23,7 @@ from spotlight.scheduler.types import Prompt
 from spotlight.training.batching.conditions import Conditions
 from spotlight.training.batching.feed import Trainer
 from spotlight.training.learner import Learner, TrainingGuidance
+from spotlight.training.settings import media_size
 from spotlight.training.sharding import Ranks
 
 
@@ -62,7 +64,7 @@ def prepare_model(config: RunConfig, device: torch.device) -> Model:
         ConfigError: attention heads not divisible by a sequence-parallel degree, or preview shortcuts
             unsupported by model or device.
     """
-    size = _size(config)
+    size = media_size(config.rollout)
     family = build.load_family(config, device)
     with under("rollout"):
         family.check_size(size)
@@ -94,8 +96,8 @@ def assemble(config: RunConfig, model: Model, conditions: Conditions, ranks: Ran
         slots,
         algorithm,
         config.learner,
-        size=_size(config),
-        guidance=TrainingGuidance(scale, negative) if scale > 1 else None,
+        size=media_size(config.rollout),
+        guidance=TrainingGuidance(scale, negative, build.embedded_guidance(config)),
         ranks=ranks,
     )
     weights = {reward.curve: reward.weight for reward in config.rewards}
@@ -149,7 +151,3 @@ def _require_shortcuts(config: RunConfig, family: ModelFamily) -> None:
         )
     if problems:
         raise ConfigError("the configuration", problems)
-
-
-def _size(config: RunConfig) -> ImageSize:
-    return ImageSize(config.rollout.height, config.rollout.width)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spotlight.algorithms.base import Algorithm, TrainBatch
-from spotlight.models.family import Condition
+from spotlight.models.condition import Condition
 from spotlight.rollout.state import SampleTensors
 
 

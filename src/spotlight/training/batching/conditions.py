@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from spotlight.models.family import Condition, ModelFamily
+from spotlight.models.condition import Condition
+from spotlight.models.family import ModelFamily
 from spotlight.scheduler.types import Prompt, PromptId
 from spotlight.training.sharding import Ranks
 

@@ -6,15 +6,15 @@ Invariant: the target path only ever holds complete output: it is written beside
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from diffusers import QwenImageTransformer2DModel
 from torch import Tensor
 
-from spotlight.models.family import ModelError
-from spotlight.models.pipeline_files import PipelineFiles
+from spotlight.models.model_errors import ModelError
+from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 """The file name that ``load_lora_weights(directory)`` expects."""
@@ -22,10 +22,13 @@ _INDEX = "model_index.json"
 _SHARD_SIZE = "5GB"
 
 
-def save_lora(directory: Path, layers: Mapping[str, Tensor], metadata: Mapping[str, object]) -> Path:
+def save_lora(
+    pipeline_class: str, directory: Path, layers: Mapping[str, Tensor], metadata: Mapping[str, object]
+) -> Path:
     """Write ``directory/pytorch_lora_weights.safetensors``, replacing an existing one.
 
     Args:
+        pipeline_class: diffusers' class that will load it.
         layers: an unsharded adapter under peft's state-dict names (``WeightSlots.state``).
         metadata: peft's LoraConfig fields (``LoraSlots.metadata``); without them diffusers assumes
             alpha = rank.
@@ -33,12 +36,12 @@ def save_lora(directory: Path, layers: Mapping[str, Tensor], metadata: Mapping[s
     Raises:
         ModelError: no layers.
     """
-    from diffusers import QwenImagePipeline
+    import diffusers
 
     if not layers:
         raise ModelError("a LoRA without layers cannot be written: was the model fully fine-tuned?")
     partial = f"partial-{LORA_FILE}"
-    QwenImagePipeline.save_lora_weights(
+    getattr(diffusers, pipeline_class).save_lora_weights(
         directory,
         transformer_lora_layers={n: t.detach().to("cpu", copy=True).contiguous() for n, t in layers.items()},
         transformer_lora_adapter_metadata=dict(metadata),
@@ -49,6 +52,7 @@ def save_lora(directory: Path, layers: Mapping[str, Tensor], metadata: Mapping[s
 
 def save_merged(
     files: PipelineFiles,
+    components: Mapping[str, PipelineComponent],
     directory: Path,
     state: Mapping[str, Tensor],
     dtype: torch.dtype,
@@ -59,8 +63,10 @@ def save_merged(
 
     Args:
         files: the pipeline the transformer came from.
+        components: of its family.
         directory: must not exist or be empty.
-        state: the whole transformer (``WeightSlots.merged_state``).
+        state: the whole transformer (``WeightSlots.merged_state``), or all of them, with their component's
+            name before each tensor's.
         dtype: of the weights written.
         replace: allow replacing an existing pipeline directory, once the new one is complete.
 
@@ -70,17 +76,23 @@ def save_merged(
     replaceable = replace and (directory / _INDEX).is_file()
     if directory.exists() and not replaceable and (not directory.is_dir() or any(directory.iterdir())):
         raise ModelError(f"{directory} exists and is not empty: remove it or name another directory")
-    transformer = _assemble(files, state, dtype)
-    for component in ("vae", "text_encoder"):
-        files.fetch(component)
+    present = {name: part for name, part in components.items() if files.component_class(name) is not None}
+    transformers = _assemble(
+        files, [name for name in present if name.startswith("transformer")], state, dtype
+    )
+    for name, part in present.items():
+        if part.weights and name not in transformers:
+            files.fetch(name)
     directory.parent.mkdir(parents=True, exist_ok=True)
     partial = _emptied(directory.with_name(f".{directory.name}.partial"))
     try:
         partial.mkdir()
         shutil.copy2(files.root / _INDEX, partial)
-        for component in ("scheduler", "tokenizer", "text_encoder", "vae"):
-            shutil.copytree(files.folder(component), partial / component)
-        transformer.save_pretrained(partial / "transformer", max_shard_size=_SHARD_SIZE)
+        for name in present:
+            if name in transformers:
+                transformers[name].save_pretrained(partial / name, max_shard_size=_SHARD_SIZE)
+            else:
+                shutil.copytree(files.folder(name), partial / name)
         if directory.exists():
             outgoing = _emptied(directory.with_name(f".{directory.name}.replaced"))
             directory.replace(outgoing)
@@ -100,15 +112,26 @@ def _emptied(directory: Path) -> Path:
 
 
 def _assemble(
-    files: PipelineFiles, state: Mapping[str, Tensor], dtype: torch.dtype
-) -> QwenImageTransformer2DModel:
-    with torch.device("meta"):  # no memory, no random numbers: every tensor comes from ``state``
-        transformer = QwenImageTransformer2DModel.from_config(files.config("transformer"))
-    tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in state.items()}
-    try:
-        transformer.load_state_dict(tensors, strict=True, assign=True)
-    except RuntimeError as error:
-        raise ModelError(
-            f"the weights to merge are not those of the transformer in {files.root}: {error}"
-        ) from error
-    return transformer
+    files: PipelineFiles, names: Sequence[str], state: Mapping[str, Tensor], dtype: torch.dtype
+) -> dict[str, Any]:
+    import diffusers
+
+    assembled = {}
+    for name in names:
+        prefix = f"{name}." if len(names) > 1 else ""
+        with torch.device("meta"):  # no memory, no random numbers: every tensor comes from ``state``
+            kind = getattr(diffusers, files.component_class(name) or "")
+            transformer = kind.from_config(files.config(name))
+        tensors = {
+            key.removeprefix(prefix): tensor.detach().to("cpu", dtype).contiguous()
+            for key, tensor in state.items()
+            if key.startswith(prefix)
+        }
+        try:
+            transformer.load_state_dict(tensors, strict=True, assign=True)
+        except RuntimeError as error:
+            raise ModelError(
+                f"the weights to merge are not those of the {name} in {files.root}: {error}"
+            ) from error
+        assembled[name] = transformer
+    return assembled

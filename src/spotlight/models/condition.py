@@ -1,0 +1,127 @@
+"""What a forward takes besides latents and noise level: conditions and guidance."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from spotlight.models.model_errors import ModelError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Condition:
+    """What one prompt adds to a forward, without batch dimension or padding.
+
+    Attributes:
+        tensors: by the family's names: sequences [tokens, width], or vectors [width] (pooled embeddings).
+    """
+
+    tensors: Mapping[str, Tensor]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all sequences together."""
+        return sum(tensor.shape[0] for tensor in self.tensors.values() if tensor.ndim > 1)
+
+    def to(self, device: torch.device | str) -> Condition:
+        """The same on ``device``."""
+        return Condition({name: tensor.to(device) for name, tensor in self.tensors.items()})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ConditionBatch:
+    """Conditions of a batch, sequences zero-padded to the longest.
+
+    Attributes:
+        tensors: [batch, tokens, width] or [batch, width], by name.
+        lengths: tokens of each row, for every sequence.
+    """
+
+    tensors: Mapping[str, Tensor]
+    lengths: Mapping[str, tuple[int, ...]]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def mask(self, name: str) -> Tensor | None:
+        """[batch, tokens] bool, True on real tokens; None if nothing is padded."""
+        lengths, tensor = self.lengths[name], self.tensors[name]
+        if min(lengths) == tensor.shape[1]:
+            return None
+        positions = torch.arange(tensor.shape[1], device=tensor.device)
+        return positions < torch.tensor(lengths, device=tensor.device)[:, None]
+
+    def rows(self, name: str) -> list[Tensor]:
+        """A sequence of each row without its padding."""
+        return [row[:length] for row, length in zip(self.tensors[name], self.lengths[name], strict=True)]
+
+
+def collate(
+    conditions: Sequence[Condition],
+    shapes: Mapping[str, tuple[int, ...]],
+    device: torch.device,
+    dtype: torch.dtype,
+    owner: str,
+) -> ConditionBatch:
+    """Pad and stack ``conditions`` on ``device``.
+
+    Args:
+        shapes: expected of each tensor; of a sequence's, the number of tokens is free.
+        dtype: of floating-point tensors.
+        owner: whose shapes these are, for the error.
+
+    Raises:
+        ModelError: other names or widths.
+    """
+    for condition in conditions:
+        found = {name: list(tensor.shape) for name, tensor in condition.tensors.items()}
+        if not _fit(found, shapes):
+            wanted = {
+                name: ["tokens", *shape[1:]] if shape[1:] else [*shape] for name, shape in shapes.items()
+            }
+            raise ModelError(
+                f"text embeddings of shape {found}; {owner} takes {wanted}: another text encoder made them"
+            )
+    tensors: dict[str, Tensor] = {}
+    lengths: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        rows = [_cast(condition.tensors[name], device, dtype) for condition in conditions]
+        if len(shape) == 1:
+            tensors[name] = torch.stack(rows)
+            continue
+        lengths[name] = tuple(row.shape[0] for row in rows)
+        tensors[name] = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return ConditionBatch(MappingProxyType(tensors), MappingProxyType(lengths))
+
+
+@dataclass(frozen=True, slots=True)
+class Guidance:
+    """How a forward is guided.
+
+    Attributes:
+        scale: of true classifier-free guidance; above 1 it costs a second forward with ``negative``.
+        negative: condition of the second forward.
+        embedded: the scale that a guidance-distilled model takes as an input; None if it takes none.
+    """
+
+    scale: float = 1.0
+    negative: ConditionBatch | None = None
+    embedded: float | None = None
+
+
+def _fit(found: Mapping[str, Sequence[int]], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    return found.keys() == shapes.keys() and all(
+        len(found[name]) == len(shape) and tuple(found[name][len(shape) > 1 :]) == shape[len(shape) > 1 :]
+        for name, shape in shapes.items()
+    )
+
+
+def _cast(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)

@@ -1,0 +1,1 @@
+"""One module per model family; :data:`spotlight.registry.FAMILIES` names their classes."""

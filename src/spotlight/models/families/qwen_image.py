@@ -1,0 +1,229 @@
+"""Qwen-Image, over diffusers' ``QwenImagePipeline``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spotlight.models.family import (
+    ConditionBatch,
+    Guidance,
+    MediaSize,
+    ModelError,
+    ModelFamily,
+    cache_context,
+    require_equal,
+)
+from spotlight.models.family_facts import (
+    ActivationCosts,
+    Dimensions,
+    PublishedModel,
+    config_integer,
+    config_list,
+)
+from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
+
+TEMPLATE = (
+    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "
+    "spatial relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n"
+    "<|im_start|>assistant\n"
+)
+DROPPED_TOKENS = 34
+"""The template's tokens before the prompt, by Qwen's tokenizer; the pipeline drops this many with any."""
+TOKENIZER_MAX_TOKENS = 1024
+
+
+class QwenImage(ModelFamily):
+    """A Qwen-Image model of any size.
+
+    Guidance rescales each token to the norm of its conditional prediction, as in the pipeline.
+    """
+
+    name = "qwen-image"
+    pipeline_class = "QwenImagePipeline"
+    components = {
+        "transformer": PipelineComponent(("QwenImageTransformer2DModel",), weights=True),
+        "vae": PipelineComponent(("AutoencoderKLQwenImage",), weights=True),
+        "scheduler": PipelineComponent(("FlowMatchEulerDiscreteScheduler",), weights=False),
+        "tokenizer": PipelineComponent(("Qwen2Tokenizer", "Qwen2TokenizerFast"), weights=False),
+        "text_encoder": PipelineComponent(("Qwen2_5_VLForConditionalGeneration",), weights=True, lazy=True),
+    }
+    lora_targets = (
+        *("to_q", "to_k", "to_v", "to_out.0"),
+        *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+        *("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2"),
+    )
+    activations = ActivationCosts(lora=20.0, full=27.0, checkpointed=1.5, forward=15.0, decode=21.0)
+    reuses_blocks = True
+    splits_sequence = True
+    text_recipe = f"{TEMPLATE}|drop {DROPPED_TOKENS}|max {TOKENIZER_MAX_TOKENS}"
+    text_tokens_max = TOKENIZER_MAX_TOKENS
+    published = {
+        "Qwen/Qwen-Image": PublishedModel(
+            configs={
+                "transformer": {
+                    "_class_name": "QwenImageTransformer2DModel",
+                    "patch_size": 2,
+                    "in_channels": 64,
+                    "out_channels": 16,
+                    "num_layers": 60,
+                    "attention_head_dim": 128,
+                    "num_attention_heads": 24,
+                    "joint_attention_dim": 3584,
+                    "guidance_embeds": False,
+                    "axes_dims_rope": [16, 56, 56],
+                },
+                "vae": {
+                    "_class_name": "AutoencoderKLQwenImage",
+                    "base_dim": 96,
+                    "z_dim": 16,
+                    "dim_mult": [1, 2, 4, 4],
+                    "num_res_blocks": 2,
+                    "attn_scales": [],
+                    "temperal_downsample": [False, True, True],
+                    "dropout": 0.0,
+                },
+            },
+            parameters=20.4e9,
+            text_parameters=8.3e9,
+        )
+    }
+
+    @classmethod
+    def read_dimensions(cls, files: PipelineFiles) -> Dimensions:
+        """From the configurations of transformer and VAE."""
+        heads, per_head = (
+            config_integer(files, "transformer", key) for key in ("num_attention_heads", "attention_head_dim")
+        )
+        return Dimensions(
+            layers=config_integer(files, "transformer", "num_layers"),
+            width=heads * per_head,
+            channels=config_integer(files, "transformer", "in_channels"),
+            patch_px=2 * 2 ** len(config_list(files, "vae", "temperal_downsample")),
+            vae_width=config_integer(files, "vae", "base_dim"),
+        )
+
+    def check_parts(self) -> None:
+        """Sizes of transformer, VAE and text encoder that must agree; variants of other pipelines."""
+        config, z_dim = self.config, self.vae.config.z_dim
+        text = self.files.config("text_encoder")
+        nested = text.get("text_config")
+        text_width = (nested if isinstance(nested, dict) else text).get("hidden_size")
+        other = "it belongs to another pipeline"
+        require_equal(
+            self.files.folder("transformer") / "config.json",
+            {
+                "patch_size": (config.patch_size, 2, "the pipeline packs 2x2 latents"),
+                "in_channels": (config.in_channels, 4 * z_dim, "4 x the VAE's z_dim"),
+                "out_channels": (config.out_channels or config.in_channels, z_dim, "the VAE's z_dim"),
+                "sum of axes_dims_rope": (
+                    sum(config.axes_dims_rope),
+                    config.attention_head_dim,
+                    "attention_head_dim",
+                ),
+                "joint_attention_dim": (
+                    config.joint_attention_dim,
+                    text_width,
+                    "the text encoder's hidden_size",
+                ),
+                "guidance_embeds": (
+                    config.guidance_embeds,
+                    False,
+                    "guidance-distilled models are not supported",
+                ),
+                "use_additional_t_cond": (config.use_additional_t_cond, False, other),
+                "use_layer3d_rope": (config.use_layer3d_rope, False, other),
+            },
+        )
+
+    def condition_shapes(self, text_tokens: int) -> dict[str, tuple[int, ...]]:
+        """``embeds``: the text encoder's last hidden state."""
+        return {"embeds": (text_tokens, self.config.joint_attention_dim)}
+
+    def embed(self, pipeline: Any, prompt: str) -> dict[str, Tensor]:
+        """Template, dropped tokens and truncation exactly as in the pipeline."""
+        tokens = pipeline.tokenizer(
+            [TEMPLATE.format(prompt)],
+            max_length=TOKENIZER_MAX_TOKENS + DROPPED_TOKENS,
+            truncation=True,
+            return_tensors="pt",
+        ).to(self.device)
+        output = pipeline.text_encoder(
+            input_ids=tokens.input_ids,
+            attention_mask=tokens.attention_mask,
+            output_hidden_states=True,
+            logits_to_keep=1,  # logits are unused, and a full vocabulary per token is large
+        )
+        embeds: Tensor = output.hidden_states[-1][0, DROPPED_TOKENS:][: self.max_text_tokens]
+        if embeds.shape[0] == 0:
+            raise ModelError(
+                f"prompt {prompt!r} has {tokens.input_ids.shape[1]} tokens with the template, but the "
+                f"pipeline drops the first {DROPPED_TOKENS}: the tokenizer of {self.files.root} does not "
+                "split the template as Qwen's does"
+            )
+        return {"embeds": embeds}
+
+    def latent_shape(self, size: MediaSize) -> tuple[int, ...]:
+        """[tokens, channels]: packed 2x2."""
+        self.check_size(size)
+        return self.dimensions.tokens(size), self.dimensions.channels
+
+    def velocity(
+        self,
+        model: nn.Module,
+        latents: Tensor,
+        sigma: Tensor,
+        condition: ConditionBatch,
+        guidance: Guidance | None,
+        size: MediaSize,
+    ) -> Tensor:
+        """True guidance with each token rescaled to the norm of its conditional prediction."""
+        prediction = self._predict(model, latents, sigma, condition, size, "cond")
+        if guidance is None or guidance.scale <= 1 or guidance.negative is None:
+            return prediction
+        negative = self._predict(model, latents, sigma, guidance.negative, size, "uncond")
+        combined = negative + guidance.scale * (prediction - negative)
+        length = torch.norm(prediction, dim=-1, keepdim=True)
+        rescaled: Tensor = combined * (length / torch.norm(combined, dim=-1, keepdim=True))
+        return rescaled
+
+    def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
+        """Unpack, undo the normalisation, decode."""
+        rows, columns = self._patches(size)
+        channels = self.dimensions.channels // 4
+        grid = latents.view(-1, rows, columns, channels, 2, 2)
+        grid = grid.permute(0, 3, 1, 4, 2, 5).reshape(-1, channels, 1, 2 * rows, 2 * columns)
+        mean, std = (
+            torch.tensor(self.vae.config[key], device=grid.device).view(1, -1, 1, 1, 1)
+            for key in ("latents_mean", "latents_std")
+        )
+        # Inverted twice, as in the pipeline: dividing by 1/std is not bitwise multiplying by std.
+        decoded: Tensor = self.vae.decode(grid / (1.0 / std) + mean, return_dict=False)[0]
+        return decoded
+
+    def _patches(self, size: MediaSize) -> tuple[int, int]:
+        return size.height // self.dimensions.patch_px, size.width // self.dimensions.patch_px
+
+    def _predict(
+        self,
+        model: nn.Module,
+        latents: Tensor,
+        sigma: Tensor,
+        condition: ConditionBatch,
+        size: MediaSize,
+        name: str,
+    ) -> Tensor:
+        # As the pipeline does, sigma -> timestep -> cast -> / 1000: each operation rounds.
+        timestep = (sigma * self.scheduler.config.num_train_timesteps).to(self.device, self.dtype)
+        with cache_context(model, name):
+            prediction: Tensor = model(
+                hidden_states=latents.to(self.device, self.dtype),
+                timestep=timestep / 1000,
+                encoder_hidden_states=condition["embeds"],
+                encoder_hidden_states_mask=condition.mask("embeds"),
+                img_shapes=[[(1, *self._patches(size))]] * latents.shape[0],
+                return_dict=False,
+            )[0]
+        return prediction.float()

@@ -1,0 +1,115 @@
+"""What planning knows about a model family without its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from spotlight.models.media import MediaSize
+from spotlight.models.model_errors import ModelError
+from spotlight.models.pipeline_files import PipelineFiles
+
+
+@dataclass(frozen=True, slots=True)
+class Dimensions:
+    """Sizes of one pipeline, from its ``config.json`` files.
+
+    Attributes:
+        layers: blocks of the DiT.
+        width: hidden size of the DiT.
+        channels: latent values per token.
+        patch_px: side of the pixel square that becomes one token.
+        vae_width: channels of the VAE's outermost layers.
+        frames_per_latent: frames that share one latent frame, after the first; 1 for pictures.
+    """
+
+    layers: int
+    width: int
+    channels: int
+    patch_px: int
+    vae_width: int
+    frames_per_latent: int = 1
+
+    def latent_frames(self, size: MediaSize) -> int:
+        """Latent frames: the first frame has one of its own."""
+        return 1 + (size.frames - 1) // self.frames_per_latent
+
+    def tokens(self, size: MediaSize) -> int:
+        """Tokens of one sample."""
+        return self.latent_frames(size) * (size.height // self.patch_px) * (size.width // self.patch_px)
+
+    def check_size(self, size: MediaSize, *, video: bool) -> None:
+        """Raise :class:`ModelError`, naming the nearest valid values, if the size does not fit.
+
+        Args:
+            video: whether the family has more than one frame.
+        """
+        for side, value in (("height", size.height), ("width", size.width)):
+            unit = self.patch_px
+            if value < unit or value % unit:
+                below = max(value // unit, 1) * unit
+                near = [below] if value <= unit else [below, below + unit]
+                raise ModelError(
+                    f"{side} is {value}; expected a multiple of {unit} pixels (the square that becomes one "
+                    f"token); nearest: {' or '.join(map(str, near))}"
+                )
+        if not video and size.frames != 1:
+            raise ModelError(f"frames is {size.frames}; expected 1: this family makes pictures")
+        if size.frames < 1 or (size.frames - 1) % self.frames_per_latent:
+            below = 1 + max(size.frames - 1, 0) // self.frames_per_latent * self.frames_per_latent
+            raise ModelError(
+                f"frames is {size.frames}; expected 1 more than a multiple of {self.frames_per_latent} "
+                f"(frames per latent frame); nearest: {below} or {below + self.frames_per_latent}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationCosts:
+    """Floats stored per token, layer and unit of width, independent of the model's size.
+
+    Measured values (``tests/contract/test_plan_reality.py``).
+
+    Attributes:
+        lora: for the backward pass when training adapters only.
+        full: the same when training all weights.
+        checkpointed: the same with gradient checkpointing (the layer's inputs).
+        forward: peak of a forward without gradient.
+        decode: peak of decoding, per pixel and unit of the VAE's base width.
+    """
+
+    lora: float
+    full: float
+    checkpointed: float
+    forward: float
+    decode: float
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedModel:
+    """A published model of a family, so that it can be planned for before it is downloaded.
+
+    Attributes:
+        configs: the ``config.json`` of transformer(s) and VAE, by component.
+        parameters: of the transformer(s), as published.
+        text_parameters: of the text encoders, as published.
+    """
+
+    configs: Mapping[str, Mapping[str, object]] = field(repr=False)
+    parameters: float
+    text_parameters: float
+
+
+def config_integer(files: PipelineFiles, part: str, key: str) -> int:
+    """An integer of ``<part>/config.json``. Raises :class:`ModelError`."""
+    value = files.config(part).get(key)
+    if not isinstance(value, int):
+        raise ModelError(f"{files.root / part}/config.json has {key} = {value!r}; expected an integer")
+    return value
+
+
+def config_list(files: PipelineFiles, part: str, key: str) -> list[object]:
+    """A list of ``<part>/config.json``. Raises :class:`ModelError`."""
+    value = files.config(part).get(key)
+    if not isinstance(value, list):
+        raise ModelError(f"{files.root / part}/config.json has {key} = {value!r}; expected a list")
+    return value

@@ -1,0 +1,113 @@
+"""Prompts to conditions through a disk cache; the text encoders are loaded on the first miss only.
+
+Prompts are encoded one at a time, so a condition depends on its own text only, never on its batch.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spotlight.models.condition import Condition
+from spotlight.models.embeddings import EmbeddingsCache
+from spotlight.models.model_errors import ModelError
+from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
+
+_log = logging.getLogger(__name__)
+
+
+class PromptEncoder:
+    """Embeds prompts through a disk cache.
+
+    Args:
+        files: the pipeline.
+        pipeline_class: diffusers' class, given only its tokenizers and text encoders.
+        components: those tokenizers and text encoders.
+        embed: one prompt's tensors from that pipeline.
+        cache: of embeddings.
+        device: where the text encoders run, in the cache's dtype.
+    """
+
+    def __init__(
+        self,
+        files: PipelineFiles,
+        pipeline_class: str,
+        components: Mapping[str, PipelineComponent],
+        embed: Callable[[Any, str], Mapping[str, Tensor]],
+        cache: EmbeddingsCache,
+        device: torch.device,
+    ) -> None:
+        self._files, self._pipeline_class, self._components = files, pipeline_class, components
+        self._embed, self._cache, self._device = embed, cache, device
+        self._pipeline: Any = None
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the text encoders are in memory."""
+        return self._pipeline is not None
+
+    def missing(self, prompts: Sequence[str]) -> list[str]:
+        """The distinct prompts that the disk cache lacks."""
+        return [prompt for prompt in dict.fromkeys(prompts) if not self._cache.has(prompt)]
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str]) -> list[Condition]:
+        """Conditions on the CPU, in the order of ``prompts``; equal prompts share one."""
+        known: dict[str, Condition] = {}
+        for prompt in prompts:
+            if prompt not in known:
+                tensors = self._cache.get(prompt)
+                if tensors is None:
+                    if self._pipeline is None:
+                        self._pipeline = self._load()
+                    embedded = self._embed(self._pipeline, prompt)
+                    tensors = {name: tensor.to("cpu", copy=True) for name, tensor in embedded.items()}
+                    self._cache.put(prompt, tensors)
+                known[prompt] = Condition(tensors)
+        return [known[prompt] for prompt in prompts]
+
+    def free(self) -> None:
+        """Drop tokenizers and text encoders; the next miss loads them again."""
+        if self._pipeline is not None:
+            self._pipeline = None
+            gc.collect()
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _load(self) -> Any:
+        import diffusers
+
+        parts = {name: self._load_part(name, part) for name, part in self._components.items()}
+        return getattr(diffusers, self._pipeline_class)(**parts, transformer=None, vae=None, scheduler=None)
+
+    def _load_part(self, name: str, part: PipelineComponent) -> Any:
+        import transformers
+
+        folder = self._files.folder(name)
+        kind = getattr(transformers, self._files.component_class(name) or "", None)
+        if kind is None:
+            return None  # optional, and not in this pipeline
+        try:
+            if not part.weights:
+                return kind.from_pretrained(folder)
+            self._files.fetch(name)
+            _log.info("loading the text encoder from %s", folder)
+            # Load onto the GPU file by file: host memory could not hold one copy per rank.
+            placed = {} if self._device.type == "cpu" else {"device_map": {"": self._device}}
+            encoder, report = kind.from_pretrained(
+                folder, dtype=self._cache.dtype, use_safetensors=True, output_loading_info=True, **placed
+            )
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            raise ModelError(f"cannot load {kind.__name__} from {folder}: {error}") from error
+        missing = sorted(report["missing_keys"])
+        if missing:
+            raise ModelError(
+                f"{folder} lacks {len(missing)} tensors of its configuration, first {missing[0]!r}: "
+                "copy or download it again"
+            )
+        return encoder.eval().requires_grad_(False).to(self._device)
