@@ -195,7 +195,7 @@ def test_a_moved_preview_runs_all_blocks_once_more(family: QwenImage) -> None:
     expected = finals(run(family, states))[0]
     for step in range(STEPS):
         header, tensors = states[0].to_tensors()
-        assert set(tensors) == {"condition", "latents", "sigmas", "kept", "log_probs"}
+        assert set(tensors) == {"condition.embeds", "latents", "sigmas", "kept", "log_probs"}
         moved = from_tensors(json.loads(json.dumps(header)), tensors, EVERY_SECOND)
         assert moved.added is None
         (found,) = finals(run(family, [moved]))

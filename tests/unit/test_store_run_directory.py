@@ -180,3 +180,11 @@ def test_disk_needs_are_checked_before_work(tmp_path: Path) -> None:
     require_free_bytes(tmp_path / "not" / "there", 1)
     with pytest.raises(StoreError, match=r"needs 1048576\.00 GiB"):
         require_free_bytes(tmp_path, 2**50)
+
+
+def test_a_key_that_an_older_version_did_not_have_counts_as_its_default(tmp_path: Path) -> None:
+    RunDirectory.open(tmp_path, "demo", CONFIG).close()
+    defaults = "added: 1\n"
+    RunDirectory.open(tmp_path, "demo", CONFIG + "added: 1\n", defaults=defaults).close()
+    with pytest.raises(OtherConfigurationError, match="added: 1 in the run, 2 now"):
+        RunDirectory.open(tmp_path, "demo", CONFIG + "added: 2\n", defaults=defaults)

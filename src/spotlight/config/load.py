@@ -98,6 +98,11 @@ def dump_config(config: RunConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=100)
 
 
+def dump_defaults(config: RunConfig) -> str:
+    """The configuration of ``config``'s algorithm with every key at its default, as YAML."""
+    return yaml.safe_dump(_defaults_for({"algorithm": {"name": config.algorithm.name}}))
+
+
 def read_config(text: str, source: str) -> RunConfig:
     """Inverse of :func:`dump_config`, in another process. Raises ConfigError."""
     tree = parse_yaml(text)

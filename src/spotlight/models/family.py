@@ -31,15 +31,15 @@ from spotlight.models.condition import Condition as Condition
 from spotlight.models.condition import ConditionBatch as ConditionBatch
 from spotlight.models.condition import Guidance as Guidance
 from spotlight.models.condition import collate
-from spotlight.models.embeddings import EmbeddingsCache
 from spotlight.models.experts import Experts, denoisers
 from spotlight.models.family_facts import ActivationCosts, Dimensions, PublishedModel
 from spotlight.models.media import MediaSize as MediaSize
 from spotlight.models.model_errors import ModelError as ModelError
 from spotlight.models.model_errors import storing
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles, locate
-from spotlight.models.prompt_encoder import PromptEncoder
 from spotlight.models.skeleton import load_weights, skeleton
+from spotlight.models.text.embeddings import EmbeddingsCache
+from spotlight.models.text.prompt_encoder import PromptEncoder
 
 _NOT_STORED = (
     "Free some space there or name a directory that can be written, then run the same command again: "

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from spotlight.config.errors import ConfigError
-from spotlight.config.load import dump_config
+from spotlight.config.load import dump_config, dump_defaults
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
 from spotlight.rewards.reward_pool import RewardPool
 from spotlight.runtime.attempt import RunResult as RunResult
@@ -81,7 +81,9 @@ def train(config: RunConfig, observer: Observer, spent_s: float = 0.0) -> RunRes
             )
         require_disk(config)
         directory = stack.enter_context(
-            RunDirectory.open(config.runs_dir, config.name, dump_config(config), RESUMABLE_KEYS)
+            RunDirectory.open(
+                config.runs_dir, config.name, dump_config(config), RESUMABLE_KEYS, dump_defaults(config)
+            )
         )
         return _as_main(materials, directory, observer, clock)
 

@@ -70,7 +70,9 @@ class RunPaths:
         return self.attempts / f"{attempt:03d}.log"
 
 
-def check_run_directory(root: Path, name: str, config_text: str, may_differ: Collection[str] = ()) -> None:
+def check_run_directory(
+    root: Path, name: str, config_text: str, may_differ: Collection[str] = (), defaults: str = ""
+) -> None:
     """Raise what :meth:`RunDirectory.open` would, without changes.
 
     Raises:
@@ -83,7 +85,7 @@ def check_run_directory(root: Path, name: str, config_text: str, may_differ: Col
         return
     _require_run_or_nothing(paths)
     if paths.config.exists():
-        _require_same_configuration(paths, config_text, may_differ)
+        _require_same_configuration(paths, config_text, may_differ, defaults)
     if not os.access(paths.path, os.W_OK | os.X_OK):
         error = OSError(errno.EACCES, os.strerror(errno.EACCES), str(paths.path))
         raise storage_error("cannot use the run directory", paths.path, error)
@@ -97,12 +99,16 @@ class RunDirectory(RunPaths):
         self._lock = lock
 
     @classmethod
-    def open(cls, root: Path, name: str, config_text: str, may_differ: Collection[str] = ()) -> Self:
+    def open(
+        cls, root: Path, name: str, config_text: str, may_differ: Collection[str] = (), defaults: str = ""
+    ) -> Self:
         """Create or reopen the run's directory, and lock it.
 
         Args:
             may_differ: dotted keys, or sections, that may differ from the stored ``config_text``, which is
                 replaced.
+            defaults: a configuration whose values count for keys that the stored one lacks, because an older
+                version wrote it.
 
         Raises:
             RunInUseError: another process works on it.
@@ -120,15 +126,15 @@ class RunDirectory(RunPaths):
             raise storage_error("cannot use the run directory", paths.path, error) from error
         run = cls(paths.path, lock)
         try:
-            run._adopt(config_text, may_differ)
+            run._adopt(config_text, may_differ, defaults)
         except BaseException:
             run.close()
             raise
         return run
 
-    def _adopt(self, config_text: str, may_differ: Collection[str]) -> None:
+    def _adopt(self, config_text: str, may_differ: Collection[str], defaults: str) -> None:
         if self.config.exists():
-            _require_same_configuration(self, config_text, may_differ)
+            _require_same_configuration(self, config_text, may_differ, defaults)
         try:
             write_atomically(self.config, config_text.encode())
         except OSError as error:
@@ -204,7 +210,9 @@ def _lock(path: Path) -> int:
     return descriptor
 
 
-def _require_same_configuration(paths: RunPaths, config_text: str, may_differ: Collection[str]) -> None:
+def _require_same_configuration(
+    paths: RunPaths, config_text: str, may_differ: Collection[str], defaults: str
+) -> None:
     try:
         old = flatten(yaml.safe_load(paths.config.read_text()))
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
@@ -212,6 +220,8 @@ def _require_same_configuration(paths: RunPaths, config_text: str, may_differ: C
             f"{paths.config}: cannot be read as YAML ({error}). Restore it from a copy."
         ) from error
     new = flatten(yaml.safe_load(config_text))
+    added = flatten(yaml.safe_load(defaults) or {})
+    old = {key: added[key] for key in new.keys() & added.keys() - old.keys()} | old
     differing = [
         key
         for key in sorted(old.keys() | new.keys())

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from spotlight.models.condition import Condition
-from spotlight.models.embeddings import EmbeddingsCache
 from spotlight.models.model_errors import ModelError
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
+from spotlight.models.text.embeddings import EmbeddingsCache
 
 _log = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""Prompts to conditions, through a disk cache."""
