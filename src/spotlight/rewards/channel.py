@@ -41,12 +41,18 @@ class CheckPrompts:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Score a batch. Reply: :class:`Values`."""
+    """Score the :class:`Batch` that follows as a message of its own. Reply: :class:`Values`."""
+
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Images with their prompts and metadata, of equal length; encoded once for all rewards."""
 
     images: Sequence[Image]
     prompts: Sequence[str]
     metadata: Sequence[Mapping[str, Any]]
-    deadline_s: float
 
 
 Request: TypeAlias = Load | CheckPrompts | Score
@@ -84,9 +90,14 @@ class Failed:
 Reply: TypeAlias = Done | Values | Failed
 
 
-def encode(message: Request | Reply) -> bytes:
-    """Pickle a message. Raises TypeError, AttributeError, ValueError or PicklingError, as pickle does."""
-    return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+def encode(message: Request | Batch | Reply) -> bytes:
+    """Pickle a message. Raises ValueError if it cannot be pickled."""
+    try:
+        return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    except (TypeError, AttributeError, ValueError, pickle.PicklingError) as error:
+        raise ValueError(
+            f"prompts and metadata must be plain values, for they are sent to the rewards' processes: {error}"
+        ) from error
 
 
 def send(channel: socket.socket, message: bytes, limit_s: float | None = None) -> None:
@@ -97,7 +108,8 @@ def send(channel: socket.socket, message: bytes, limit_s: float | None = None) -
         OSError: the other side is gone.
     """
     channel.settimeout(limit_s)
-    channel.sendall(_LENGTH.pack(len(message)) + message)
+    channel.sendall(_LENGTH.pack(len(message)))
+    channel.sendall(message)
 
 
 def receive(channel: socket.socket, limit_s: float | None = None) -> object:

@@ -26,11 +26,11 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from spotlight.rewards.channel import Blame, CheckPrompts, Failed
+from spotlight.rewards.channel import Batch, Blame, CheckPrompts, Failed
 from spotlight.rewards.results import RewardBatch, RewardSpec, combine
 from spotlight.rewards.reward import Image, RewardInputError, RewardSetupError
 from spotlight.rewards.reward_process import PoolClosedError, ProcessLost, RewardProcess
-from spotlight.rewards.scoring import Batch, Outcome, score_batch
+from spotlight.rewards.scoring import Outcome, SharedBatch, score_batch
 
 Part = TypeVar("Part")
 Whole = TypeVar("Whole")
@@ -140,7 +140,7 @@ class RewardPool:
             nothing: Future[RewardBatch] = Future()
             nothing.set_result(RewardBatch((), {}))
             return nothing
-        batch = Batch(list(images), list(prompts), _plain(metadata))
+        batch = SharedBatch(Batch(list(images), list(prompts), _plain(metadata)))
         specs = {lane.spec.name: lane.spec for lane in self._lanes}
 
         def finish(parts: list[tuple[list[Outcome], float]]) -> RewardBatch:
@@ -203,7 +203,7 @@ def _shut_down(lanes: Sequence[_Lane]) -> None:
         each.close()
 
 
-def _score(lane: _Lane, batch: Batch) -> tuple[list[Outcome], float]:
+def _score(lane: _Lane, batch: SharedBatch) -> tuple[list[Outcome], float]:
     process = lane.free.get()
     started_s = time.monotonic()
     try:

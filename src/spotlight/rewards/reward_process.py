@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -109,16 +108,19 @@ class RewardProcess:
             self._end()
             raise RewardSetupError(reply.message)
 
-    def ask(self, request: Request) -> Done | Values | Failed:
+    def ask(self, request: Request, batch: bytes | None = None) -> Done | Values | Failed:
         """Send a request and wait for its reply, starting the process first if necessary.
+
+        Args:
+            batch: the encoded batch that a ``Score`` needs.
 
         Raises:
             ProcessLost: it ended, or exceeded ``request.deadline_s``.
             RewardSetupError, PoolClosedError: as :meth:`start`.
-            ValueError: prompts or metadata cannot be pickled.
+            ValueError: the request cannot be pickled.
         """
         self.start()
-        return self._exchange(request)
+        return self._exchange(request, batch)
 
     def interrupt(self) -> None:
         """Kill the process for good, from any thread; a pending request raises PoolClosedError."""
@@ -160,20 +162,15 @@ class RewardProcess:
         # WNOWAIT: do not reap. Until wait() the pid cannot be reused, so _end() kills the right session.
         return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
-    def _exchange(self, request: Request) -> Reply:
+    def _exchange(self, request: Request, batch: bytes | None = None) -> Reply:
         assert self._channel is not None
-        try:
-            message = channel.encode(request)
-        except (TypeError, AttributeError, ValueError, pickle.PicklingError) as error:
-            raise ValueError(
-                "prompts and metadata must be plain values, for they are sent to the process of reward "
-                f"{self._spec.name!r}: {error}"
-            ) from error
+        messages = [channel.encode(request)] if batch is None else [channel.encode(request), batch]
         log_start = self._mark_log()
         started_s = time.monotonic()
         limit_s = request.deadline_s + _GRACE_S
         try:
-            channel.send(self._channel, message, limit_s)
+            for message in messages:
+                channel.send(self._channel, message, limit_s)
             left_s = started_s + limit_s - time.monotonic()
             reply = channel.receive(self._channel, max(left_s, 0))
         except (TimeoutError, EOFError, OSError):

@@ -17,12 +17,24 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 
 from spotlight.rewards import channel
 from spotlight.rewards import reward_registry as registry
-from spotlight.rewards.channel import Blame, CheckPrompts, Done, Failed, Load, Reply, Request, Score, Values
+from spotlight.rewards.channel import (
+    Batch,
+    Blame,
+    CheckPrompts,
+    Done,
+    Failed,
+    Load,
+    Reply,
+    Request,
+    Score,
+    Values,
+)
 from spotlight.rewards.reward import RewardInputError, RewardSetupError
 
 
@@ -44,7 +56,7 @@ def main(file_descriptor: int) -> None:
 def _serve(connection: socket.socket) -> None:
     reward: registry.LoadedReward | None = None
 
-    def answer(request: Request) -> Reply:
+    def answer(request: Request, batch: Batch | None) -> Reply:
         nonlocal reward
         match request:
             case Load():
@@ -57,19 +69,23 @@ def _serve(connection: socket.socket) -> None:
                 return Done()
             case Score():
                 assert reward is not None
-                found = reward.function(request.images, request.prompts, request.metadata)
-                return Values(as_curves(found, len(request.images)))
+                assert batch is not None
+                found = reward.function(batch.images, batch.prompts, batch.metadata)
+                return Values(as_curves(found, len(batch.images)))
 
     while True:
         request = channel.receive(connection)
         assert isinstance(request, Load | CheckPrompts | Score), request
-        channel.send(connection, channel.encode(_within_deadline(answer, request)))
+        batch = channel.receive(connection) if isinstance(request, Score) else None
+        assert batch is None or isinstance(batch, Batch), batch
+        reply = _within_deadline(partial(answer, request, batch), request.deadline_s)
+        channel.send(connection, channel.encode(reply))
 
 
-def _within_deadline(answer: Callable[[Request], Reply], request: Request) -> Reply:
-    faulthandler.dump_traceback_later(request.deadline_s, exit=True)
+def _within_deadline(answer: Callable[[], Reply], deadline_s: float) -> Reply:
+    faulthandler.dump_traceback_later(deadline_s, exit=True)
     try:
-        return answer(request)
+        return answer()
     except RewardInputError as error:
         return Failed(Blame.INPUT, str(error))
     except RewardSetupError as error:

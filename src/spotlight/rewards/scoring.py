@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from spotlight.rewards.channel import Blame, Failed, Score, Values
+from spotlight.rewards.channel import Batch, Blame, Failed, Score, Values, encode
 from spotlight.rewards.results import FailureKind, RewardFailure, RewardSpec
-from spotlight.rewards.reward import Image, RewardScore, RewardSetupError
+from spotlight.rewards.reward import RewardScore, RewardSetupError
 from spotlight.rewards.reward_process import ProcessLost, RewardProcess
 
 logger = logging.getLogger(__name__)
@@ -24,18 +25,29 @@ logger = logging.getLogger(__name__)
 Outcome: TypeAlias = RewardScore | RewardFailure
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Images with their prompts and metadata, of equal length."""
+class SharedBatch:
+    """A batch encoded once, by whichever reward's thread needs it first, and sent to all of them."""
 
-    images: Sequence[Image]
-    prompts: Sequence[str]
-    metadata: Sequence[Mapping[str, Any]]
+    def __init__(self, batch: Batch) -> None:
+        self.content = batch
+        self._lock = threading.Lock()
+        self._encoded: bytes | None = None
 
-    def only(self, index: int) -> Batch:
+    def __len__(self) -> int:
+        return len(self.content.images)
+
+    @property
+    def encoded(self) -> bytes:
+        """The message. Raises ValueError if prompts or metadata cannot be pickled."""
+        with self._lock:
+            if self._encoded is None:
+                self._encoded = encode(self.content)
+            return self._encoded
+
+    def only(self, index: int) -> SharedBatch:
         """The batch of one sample."""
-        part = slice(index, index + 1)
-        return Batch(self.images[part], self.prompts[part], self.metadata[part])
+        part, whole = slice(index, index + 1), self.content
+        return SharedBatch(Batch(whole.images[part], whole.prompts[part], whole.metadata[part]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +58,14 @@ class _Attempt:
     again: bool
 
 
-def score_batch(process: RewardProcess, spec: RewardSpec, batch: Batch) -> list[Outcome]:
+def score_batch(process: RewardProcess, spec: RewardSpec, batch: SharedBatch) -> list[Outcome]:
     """Score a batch; one outcome per sample, in order.
 
     Raises:
         PoolClosedError: the pool was closed meanwhile.
         ValueError: prompts or metadata cannot be pickled.
     """
-    samples = len(batch.images)
+    samples = len(batch)
     whole = _attempt(process, spec, batch)
     for _ in range(spec.retries):
         if isinstance(whole, list) or not whole.again:
@@ -73,14 +85,14 @@ def score_batch(process: RewardProcess, spec: RewardSpec, batch: Batch) -> list[
 
 
 def _one_by_one(
-    process: RewardProcess, spec: RewardSpec, batch: Batch, whole: RewardFailure
+    process: RewardProcess, spec: RewardSpec, batch: SharedBatch, whole: RewardFailure
 ) -> list[Outcome]:
     end_s = time.monotonic() + spec.isolation_limit_s
     outcomes: list[Outcome] = []
-    for index in range(len(batch.images)):
+    for index in range(len(batch)):
         if time.monotonic() >= end_s:
             message = (
-                f"not reached: trying {len(batch.images)} images one by one took more than "
+                f"not reached: trying {len(batch)} images one by one took more than "
                 f"isolation_s={spec.isolation_limit_s:g}, after their batch had failed: {whole.message}"
             )
             outcomes.append(RewardFailure(whole.kind, spec.name, message))
@@ -90,10 +102,9 @@ def _one_by_one(
     return outcomes
 
 
-def _attempt(process: RewardProcess, spec: RewardSpec, batch: Batch) -> list[Outcome] | _Attempt:
-    request = Score(batch.images, batch.prompts, batch.metadata, spec.deadline_s)
+def _attempt(process: RewardProcess, spec: RewardSpec, batch: SharedBatch) -> list[Outcome] | _Attempt:
     try:
-        reply = process.ask(request)
+        reply = process.ask(Score(spec.deadline_s), batch.encoded)
     except ProcessLost as lost:
         kind = FailureKind.TIMEOUT if lost.timed_out else FailureKind.ERROR
         return _Attempt(RewardFailure(kind, spec.name, f"reward {spec.name!r}: {lost}"), again=True)
@@ -108,7 +119,7 @@ def _attempt(process: RewardProcess, spec: RewardSpec, batch: Batch) -> list[Out
         again = reply.blame in (Blame.RAISED, Blame.INPUT)
         return _Attempt(RewardFailure(FailureKind.ERROR, spec.name, message), again)
     assert isinstance(reply, Values), reply
-    return [_outcome(spec.name, reply.curves, index) for index in range(len(batch.images))]
+    return [_outcome(spec.name, reply.curves, index) for index in range(len(batch))]
 
 
 def _outcome(name: str, curves: Mapping[str, Sequence[float]], index: int) -> Outcome:
