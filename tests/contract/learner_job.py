@@ -16,7 +16,7 @@ from spotlight.runtime.build import components as build
 from spotlight.runtime.build.learner_parts import Learning, assemble, fill_embeddings, prepare_model
 from spotlight.scheduler.effects import PrepareBatch
 from spotlight.scheduler.seeds import prompts_of_iteration
-from spotlight.scheduler.types import Group, MicroBatch, PolicyVersion, Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import Group, MicroBatch, PolicyVersion, Prompt, Purpose, Rollout, RolloutId
 from spotlight.training.sharding import Ranks
 
 TINY = (
@@ -52,8 +52,12 @@ def config_of(root: Path, pipeline: Path, algorithm: str, name: str = "job") -> 
 def inline_learning(config: RunConfig) -> Learning:
     """The parts that the inline driver has."""
     model = prepare_model(config, torch.device("cpu"))
-    used = build.load_prompts(config).used(config)
-    return assemble(config, model, fill_embeddings(config, model, used, Ranks()), Ranks())
+    return assemble(config, model, fill_embeddings(config, model, prompts_of(config), Ranks()), Ranks())
+
+
+def prompts_of(config: RunConfig) -> list[Prompt]:
+    """As the head reads them."""
+    return build.load_prompts(config).used(config)
 
 
 @dataclass(frozen=True)

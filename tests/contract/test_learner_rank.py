@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing as mp
-from learner_job import Batch, config_of, inline_learning, make_batch
+from learner_job import Batch, config_of, inline_learning, make_batch, prompts_of
 
 from spotlight.cluster.learner import learner_rank
 from spotlight.cluster.learner.learner_rank import LearnerRank, RankPlace, share_of, write_token
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 def alone(config: RunConfig) -> LearnerRank:
     rank = LearnerRank(dump_config(config), RankPlace(0, 1))
     rank.join(None)
-    rank.load_model()
+    rank.load_model(prompts_of(config))
     rank.build()
     return rank
 
@@ -111,7 +111,7 @@ def one_of_two(number: int, root: Path, pipeline: Path, ports: tuple[int, ...]) 
         rank.check_storage("the token")
         address = rank.open_rendezvous("127.0.0.1", port) if number == 0 else Address("127.0.0.1", port)
         rank.join(address)
-        rank.load_model()
+        rank.load_model(prompts_of(config))
         rank.build()
         batches = torch.load(root / f"{algorithm}-batches.pt", weights_only=False)
         told = [train_rank(rank, batch, batch.packed) for batch in batches]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing as mp
-from learner_job import Batch, config_of, make_batch
+from learner_job import Batch, config_of, make_batch, prompts_of
 from test_learner_rank import WEIGHT_TOLERANCE, alone, free_ports, train_rank, without_seconds
 
 from spotlight.cluster.learner.learner_rank import LearnerRank, RankPlace, share_of
@@ -159,7 +159,7 @@ def one_of_two(number: int, root: Path, pipeline: Path, ports: tuple[int, ...]) 
         rank = LearnerRank(dump_config(config), RankPlace(number, 2, timeout_s=60))
         address = rank.open_rendezvous("127.0.0.1", port) if number == 0 else Address("127.0.0.1", port)
         rank.join(address)
-        rank.load_model()
+        rank.load_model(prompts_of(config))
         rank.build()
         batches = torch.load(root / f"{algorithm}-batches.pt", weights_only=False)
         told = [train_parts(rank, batch, group_by_group(batch.effect), 8) for batch in batches]

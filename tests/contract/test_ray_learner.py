@@ -15,7 +15,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 import pytest
-from learner_job import Batch, config_of, inline_learning, make_batch
+from learner_job import Batch, config_of, inline_learning, make_batch, prompts_of
 
 from spotlight.cluster.blobs.blob_server import start_blob_store
 from spotlight.cluster.learner.learner_actor import CONDITION, NEGATIVE, WEIGHTS, Placement, RayLauncher
@@ -80,7 +80,10 @@ class Head:
         self.answered: list[str] = []
         self.failed: list[Exception] = []
         self.group = LearnerGroup(
-            self.launcher, self.notes.append, Deadlines(start_s=start_s, load_s=120, answer_s=answer_s)
+            self.launcher,
+            prompts_of(self.config),
+            self.notes.append,
+            Deadlines(start_s=start_s, load_s=120, answer_s=answer_s),
         )
         self.tasks: list[asyncio.Task[None]] = []
 

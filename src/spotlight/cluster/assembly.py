@@ -6,7 +6,7 @@ import asyncio
 import json
 import secrets
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -45,11 +45,12 @@ _NAME_MAX = 24
 
 @dataclass(frozen=True, slots=True)
 class Materials:
-    """Inputs validated before the run directory is touched."""
+    """Inputs validated before the run directory is touched. ``used``: the prompts that the run uses."""
 
     config: RunConfig
     observer: Observer
     prompts: build.Prompts
+    used: Sequence[Prompt]
     rewards: RewardPool
 
     @property
@@ -81,14 +82,14 @@ async def assembled(materials: Materials, room: AttemptRoom) -> AsyncIterator[He
     nodes = ClusterNodes(config, room.site, inbox.put, conversations.fail, note, room.accounts.clock)
     async with AsyncExitStack() as stack:
         workers = _workers(config, room, nodes, conversations, inbox, incidents, note, stack)
-        learner = await _learner(config, room, nodes, note, stack)
+        learner = await _learner(materials, room, nodes, stack)
         driver = LearnerDriver(
             controller,
             learner,
             PublishedVersions(samples.store),
             conversations,
             room.attempt.recorder.checkpoints,
-            tuple(prompt.id for prompt in materials.prompts.used(config)),
+            tuple(prompt.id for prompt in materials.used),
             inbox.put,
             note,
         )
@@ -147,9 +148,9 @@ def _workers(
 
 
 async def _learner(
-    config: RunConfig, room: AttemptRoom, nodes: ClusterNodes, note: Any, stack: AsyncExitStack
+    materials: Materials, room: AttemptRoom, nodes: ClusterNodes, stack: AsyncExitStack
 ) -> LearnerGroup:
-    fleet, token = config.fleet, secrets.token_hex(16)
+    config, fleet, token = materials.config, materials.config.fleet, secrets.token_hex(16)
     token_file = write_token(config, token)
     stack.callback(token_file.unlink, missing_ok=True)
     launcher = RayLauncher(
@@ -160,7 +161,12 @@ async def _learner(
         token,
         room.directory.path / LOGS_FOLDER,
     )
-    learner = LearnerGroup(launcher, note, Deadlines(start_s=fleet.start_s, answer_s=fleet.learner_s))
+    learner = LearnerGroup(
+        launcher,
+        materials.used,
+        materials.observer.note,
+        Deadlines(start_s=fleet.start_s, answer_s=fleet.learner_s),
+    )
     stack.push_async_callback(asyncio.to_thread, launcher.close)
     stack.push_async_callback(learner.stop)
     return learner

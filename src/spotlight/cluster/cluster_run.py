@@ -96,7 +96,7 @@ def _gather(config: RunConfig, observer: Observer, stack: ExitStack) -> Material
     rewards = stack.enter_context(build.make_reward_pool(config))
     used = prompts.used(config)
     rewards.check([prompt.text for prompt in used], [prompt.metadata for prompt in used])
-    return Materials(config, observer, prompts, rewards)
+    return Materials(config, observer, prompts, used, rewards)
 
 
 # -- the cluster ---------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from spotlight.data.prompt_files import PromptFileError
 from spotlight.models.model_errors import ModelError
 from spotlight.runtime.process import DeviceMemoryError
 from spotlight.scheduler.effects import PrepareBatch
-from spotlight.scheduler.types import MicroBatch, PolicyVersion, PromptId, Rollout, RolloutId
+from spotlight.scheduler.types import MicroBatch, PolicyVersion, Prompt, PromptId, Rollout, RolloutId
 from spotlight.store.store_errors import StoreError
 from spotlight.training.learner_state import StateError
 from spotlight.training.settings import TrainingError
@@ -208,11 +208,14 @@ class LearnerGroup:
     """The learner, as the head sees it. Its coroutines belong to one event loop.
 
     Args:
+        prompts: all prompts of the run, which only the head reads.
         note: called once per :meth:`restore` that fails to start, with the reason.
     """
 
-    def __init__(self, launcher: Launcher, note: Notify, deadlines: Deadlines | None = None) -> None:
-        self._launcher, self._note = launcher, note
+    def __init__(
+        self, launcher: Launcher, prompts: Sequence[Prompt], note: Notify, deadlines: Deadlines | None = None
+    ) -> None:
+        self._launcher, self._prompts, self._note = launcher, prompts, note
         self._deadlines = deadlines or Deadlines()
         self._life: _Life | None = None
         self._lives = 0
@@ -306,7 +309,7 @@ class LearnerGroup:
         if self._launcher.world > 1:
             (address,) = await life.ask("open_rendezvous", hosts[0], deadline_s=wait.start_s, first_only=True)
         await life.ask("join", address, deadline_s=wait.start_s, each=[(host,) for host in hosts])
-        await life.ask("load_model", deadline_s=wait.load_s)
+        await life.ask("load_model", self._prompts, deadline_s=wait.load_s)
         await life.ask("build", deadline_s=wait.load_s)
         if checkpoint is not None:
             await life.ask("load", checkpoint, deadline_s=wait.load_s)

@@ -14,7 +14,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +42,7 @@ from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.conclusion import export_judged
 from spotlight.runtime.process import explain_out_of_memory, prepare_process
 from spotlight.scheduler.effects import PrepareBatch
-from spotlight.scheduler.types import MicroBatch, Phase, PromptId, Rollout, RolloutId
+from spotlight.scheduler.types import MicroBatch, Phase, Prompt, PromptId, Rollout, RolloutId
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.store_errors import StoreError
 from spotlight.training.batching.conditions import Conditions
@@ -148,15 +148,14 @@ class LearnerRank:
             _listen_only_on(host)
         self._ranks = self._stack.enter_context(process_group(self._device, place.timeout_s, meeting))
 
-    def load_model(self) -> None:
-        """Load the model and embed uncached prompts. Collective.
+    def load_model(self, prompts: Sequence[Prompt]) -> None:
+        """Load the model and embed the uncached ones of the run's ``prompts``. Collective.
 
-        Raises ModelError, ConfigError or PromptFileError, as in the inline driver.
+        Raises ModelError or ConfigError, as in the inline driver.
         """
         with self._in(Phase.SETUP):
             model = prepare_model(self.config, self._device)
-            used = build.load_prompts(self.config).used(self.config)
-            self._loaded = model, fill_embeddings(self.config, model, used, self.ranks)
+            self._loaded = model, fill_embeddings(self.config, model, prompts, self.ranks)
 
     def build(self) -> None:
         """Create the weight slots and the learner. Collective. Raises ModelError."""
