@@ -37,7 +37,7 @@ from spotlight.models.media import MediaSize as MediaSize
 from spotlight.models.model_errors import ModelError as ModelError
 from spotlight.models.model_errors import storing
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles, locate
-from spotlight.models.skeleton import load_weights, skeleton
+from spotlight.models.skeleton import fill_from_files, load_weights, skeleton
 from spotlight.models.text.embeddings import EmbeddingsCache
 from spotlight.models.text.prompt_encoder import PromptEncoder
 
@@ -131,6 +131,7 @@ class ModelFamily(ABC):
         embeddings_cache: Path,
         max_text_tokens: int = 512,
         read_transformer: bool = True,
+        transformer: str | None = None,
     ) -> Self:
         """Load transformer, VAE and scheduler; the text encoders are loaded on the first uncached prompt.
 
@@ -143,6 +144,7 @@ class ModelFamily(ABC):
             max_text_tokens: limit per prompt (the pipeline's ``max_sequence_length``).
             read_transformer: False leaves the weights to :func:`spotlight.models.skeleton.filling`; of the
                 transformer's files only config.json is needed.
+            transformer: directory or file of safetensors with the weights, in place of the pipeline's.
 
         Raises:
             ModelError: the model is unusable; where possible, before weights are read.
@@ -151,20 +153,23 @@ class ModelFamily(ABC):
             raise ModelError(f"dtype of the transformer is {dtype}; expected torch.float32 or torch.bfloat16")
         device = torch.device(device)
         wanted = dict(cls.components)
-        if not read_transformer:
+        if not read_transformer or transformer is not None:
             for name in _transformers(cls.components):
                 wanted[name] = replace(wanted[name], weights=False, lazy=True)
         files = locate(path, revision=revision, pipeline_class=cls.pipeline_class, components=wanted)
         scheduler = cls.make_scheduler(files)
         denoisers = {
-            name: _transformer(files, name, dtype, device, read=read_transformer)
+            name: _transformer(files, name, dtype, device, read=read_transformer and transformer is None)
             for name in _transformers(cls.components)
             if files.component_class(name) is not None
         }
+        module = denoisers["transformer"] if len(denoisers) == 1 else Experts(denoisers)
+        if read_transformer and transformer is not None:
+            fill_from_files(module, Path(transformer).expanduser(), "model.transformer")
         vae = load_weights(_class(files, "vae"), files, "vae", torch.float32, device)
         return cls(
             files,
-            denoisers["transformer"] if len(denoisers) == 1 else Experts(denoisers),
+            module,
             vae,
             scheduler,
             device,

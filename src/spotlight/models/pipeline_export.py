@@ -1,4 +1,4 @@
-"""Export: files and directories that plain diffusers loads.
+"""LoRA files and pipeline directories, as plain diffusers loads them.
 
 Invariant: the target path only ever holds complete output: it is written beside it and renamed.
 """
@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from spotlight.models.model_errors import ModelError
@@ -19,6 +21,7 @@ from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 LORA_FILE = "pytorch_lora_weights.safetensors"
 """The file name that ``load_lora_weights(directory)`` expects."""
 _INDEX = "model_index.json"
+_TRANSFORMER = "transformer."
 _SHARD_SIZE = "5GB"
 
 
@@ -48,6 +51,55 @@ def save_lora(
         weight_name=partial,
     )
     return (directory / partial).replace(directory / LORA_FILE)
+
+
+@dataclass(frozen=True, slots=True)
+class LoraFile:
+    """A LoRA read from disk.
+
+    Attributes:
+        layers: under peft's state-dict names, e.g. ``blocks.0.to_q.lora_A.weight``.
+        rank, alpha: of every layer.
+    """
+
+    layers: Mapping[str, Tensor]
+    rank: int
+    alpha: float
+
+
+def read_lora(pipeline_class: str, path: str) -> LoraFile:
+    """A LoRA in any layout that diffusers' pipeline class understands, from a file, a directory or a hub id.
+
+    Raises:
+        ModelError: unreadable, not a LoRA of the transformer, or layers of different ranks.
+    """
+    import diffusers
+
+    where = Path(path).expanduser()
+    folder, file = (str(where.parent), where.name) if where.is_file() else (str(path), None)
+    try:
+        tensors, metadata = getattr(diffusers, pipeline_class).lora_state_dict(
+            folder, weight_name=file, use_safetensors=True, return_lora_metadata=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ModelError(
+            f"model.lora: cannot read a LoRA from {path} ({error}): give a .safetensors file, a directory "
+            f"with {LORA_FILE}, or a hub id"
+        ) from error
+    layers = {
+        name.removeprefix(_TRANSFORMER): tensor.float()
+        for name, tensor in tensors.items()
+        if name.startswith(_TRANSFORMER)
+    }
+    ranks = {int(tensor.shape[0]) for name, tensor in layers.items() if name.endswith(".lora_A.weight")}
+    if len(ranks) != 1:
+        found = f"ranks {sorted(ranks)}" if ranks else f"{len(tensors)} tensors, none of a transformer's LoRA"
+        raise ModelError(
+            f"model.lora: {path} has {found}; expected one rank for all layers of the transformer: merge it "
+            "into the transformer with diffusers' fuse_lora and give that as model.transformer"
+        )
+    (rank,) = ranks
+    return LoraFile(layers, rank, float((metadata or {}).get(f"{_TRANSFORMER}lora_alpha", rank)))
 
 
 def save_merged(

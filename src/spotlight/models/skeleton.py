@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from spotlight.models.model_errors import ModelError
@@ -82,6 +84,48 @@ def load_weights(
                 "belong together; copy or download the folder again"
             )
     return model.to(device).eval().requires_grad_(False)
+
+
+def fill_from_files(module: nn.Module, source: Path, key: str) -> None:
+    """Fill a skeleton from a directory or a file of safetensors.
+
+    Args:
+        key: configuration key that names ``source``, for errors.
+
+    Raises:
+        ModelError: no safetensors there, or other names or shapes than the module's.
+    """
+    shards = sorted(source.glob("*.safetensors")) if source.is_dir() else [source]
+    if not shards or not all(shard.is_file() for shard in shards):
+        raise ModelError(f"{key}: {source} is neither a .safetensors file nor a directory with any")
+    with filling(module) as targets:
+        found: set[str] = set()
+        for shard in shards:
+            try:
+                with safe_open(shard, framework="pt") as file:
+                    names = set(file.keys())
+                    for name in sorted(names & targets.keys()):
+                        _write_checked(targets[name], file.get_tensor(name), f"{key}: {name!r} of {shard}")
+            except (SafetensorError, OSError) as error:
+                raise ModelError(
+                    f"{key}: {shard} cannot be read ({error}): copy or download it again"
+                ) from error
+            found |= names
+        for kind, odd in (("lacks", targets.keys() - found), ("has unknown", found - targets.keys())):
+            if odd:
+                raise ModelError(
+                    f"{key}: {source} {kind} {len(odd)} tensors, first {min(odd)!r}; expected the "
+                    f"{len(targets)} of {type(module).__name__}: convert other layouts with its "
+                    "from_single_file and save_pretrained"
+                )
+
+
+def _write_checked(target: Tensor, value: Tensor, what: str) -> None:
+    if value.shape != target.shape:
+        raise ModelError(
+            f"{what} has shape {list(value.shape)}; expected {list(target.shape)}: it is of another model"
+        )
+    target.copy_(value)
 
 
 @contextmanager

@@ -120,19 +120,32 @@ class WeightSlots(ABC):
 
 
 class LoraSlots(WeightSlots):
-    """Slots as peft LoRA adapters on one module; ``reference`` is the module with adapters disabled.
+    """Slots as peft LoRA adapters on one module; ``reference`` is the module with adapters disabled, or the
+    adapter that training started with.
 
     Args:
         module: the transformer; adapters are injected in place and its own weights frozen.
         spec: of all adapters.
-        extra: slots besides ``policy``; ``reference`` always exists and costs nothing.
+        extra: slots besides ``policy``; ``reference`` always exists and costs nothing without ``initial``.
+        initial: an adapter under peft's state-dict names that every slot starts with; ``reference`` keeps it.
+
+    Raises:
+        ModelError: ``initial`` has other names or shapes.
     """
 
-    def __init__(self, module: nn.Module, spec: LoraSpec, extra: Sequence[Slot] = ()) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        spec: LoraSpec,
+        extra: Sequence[Slot] = (),
+        initial: Mapping[str, Tensor] | None = None,
+    ) -> None:
         self.slots = _ordered([*extra, "reference"])
         self.spec = spec
         self._module = module
-        self._adapters: tuple[Slot, ...] = tuple(slot for slot in self.slots if slot != "reference")
+        self._adapters: tuple[Slot, ...] = tuple(
+            slot for slot in self.slots if slot != "reference" or initial is not None
+        )
         module.requires_grad_(False)
         self._layers = peft_layers.inject(module, spec, self._adapters)
         self.modules_bound = len(self._layers)
@@ -140,16 +153,19 @@ class LoraSlots(WeightSlots):
             for parameter in self.parameters(adapter).values():
                 parameter.requires_grad_(adapter == "policy")
         peft_layers.activate(self._layers, "policy")
+        if initial is not None:
+            for adapter in self._adapters:
+                self.load_state(adapter, initial)
 
     @contextmanager
     def use(self, slot: Slot, *, merged: bool = False) -> Iterator[nn.Module]:
-        """Yield the module with the slot's adapter active (``reference``: none, bitwise the base).
+        """Yield the module with the slot's adapter active (``reference`` may have none: bitwise the base).
 
         While merged, a second copy of the adapted layers' weights is held in memory.
         """
         self._check_slot(slot)
         try:
-            if slot == "reference":
+            if slot not in self._adapters:
                 peft_layers.activate(self._layers, None)
                 yield self._module
             elif merged and self._mergeable():
@@ -169,9 +185,9 @@ class LoraSlots(WeightSlots):
         return all(weight.dtype == torch.float32 for weight in weights)
 
     def parameters(self, slot: Slot) -> dict[str, nn.Parameter]:
-        """The slot's adapter under peft's state-dict names; ModelError for ``reference``."""
+        """The slot's adapter under peft's state-dict names; ModelError for a ``reference`` without one."""
         self._check_slot(slot)
-        if slot == "reference":
+        if slot not in self._adapters:
             raise ModelError(
                 "with LoRA the reference is the base without adapters: it has no weights of its own to "
                 "read, write or blend"
@@ -192,7 +208,7 @@ class LoraSlots(WeightSlots):
         """Base weights plus ``alpha / rank * B A``, summed in float32, in the base's dtype."""
         self._check_slot(slot)
         state = _gathered(peft_layers.base_parameters(self._module), keep)
-        adapter = {} if slot == "reference" else _gathered(self.parameters(slot), keep)
+        adapter = _gathered(self.parameters(slot), keep) if slot in self._adapters else {}
         if not adapter:
             return state
         for layer in self._layers:

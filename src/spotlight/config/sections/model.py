@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from spotlight.config.errors import Problem
 from spotlight.config.section import Section
 from spotlight.registry import FAMILIES
+
+if TYPE_CHECKING:
+    from spotlight.config.schema import RunConfig
 
 
 class ModelConfig(Section):
@@ -19,10 +24,26 @@ class ModelConfig(Section):
     """Directory or hub id of a diffusers pipeline; ``testbed`` is the built-in tiny Qwen-Image."""
     revision: str | None = None
     """Branch, tag or commit if ``path`` is a hub id."""
+    transformer: str | None = None
+    """A fine-tuned transformer to start from, in place of the pipeline's: a directory or file of safetensors,
+    with the names of diffusers' class.
+    """
+    lora: str | None = None
+    """A LoRA to go on from, as policy and as reference: a file, a directory or a hub id. Only with
+    ``learner.mode: lora``, of the same rank, alpha and targets.
+    """
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Storage dtype of the frozen weights. Adapters and optimizer state are always float32."""
     max_text_tokens: Annotated[int, Field(ge=1, le=1024)] = 512
     """Longer prompts are truncated, as in the pipeline."""
+
+    def problems(self, run: RunConfig) -> Iterator[Problem]:
+        """A LoRA to start from where every weight is trained."""
+        if self.lora is not None and run.learner.mode != "lora":
+            yield Problem(
+                "model.lora", repr(self.lora), f"nothing with learner.mode={run.learner.mode}",
+                "Set learner.mode=lora, or merge the LoRA and give the result as model.transformer.",
+            )  # fmt: skip
 
 
 class DataConfig(Section):

@@ -26,7 +26,9 @@ from spotlight.diffusion.samplers import ODE, Sampler, build_sampler
 from spotlight.diffusion.schedule import AllSteps, RandomWindow, SdeWindow, SlidingWindow
 from spotlight.models.condition import Condition
 from spotlight.models.family import ModelFamily
+from spotlight.models.model_errors import ModelError
 from spotlight.models.peft_layers import LoraSpec, check_targets
+from spotlight.models.pipeline_export import read_lora
 from spotlight.models.slots import CopySlots, LoraSlots, Slot, WeightSlots
 from spotlight.registry import FAMILIES
 from spotlight.rewards.reward_pool import RewardPool
@@ -122,6 +124,7 @@ def load_family(config: RunConfig, device: torch.device, *, read_transformer: bo
         embeddings_cache=cache_dir(config) / "embeddings",
         max_text_tokens=model.max_text_tokens,
         read_transformer=read_transformer,
+        transformer=model.transformer,
     )
 
 
@@ -175,7 +178,19 @@ def make_slots(config: RunConfig, family: ModelFamily, algorithm: Algorithm) -> 
     )
     with under("learner.lora"):
         check_targets(family.transformer, spec.targets)
-    return LoraSlots(family.transformer, spec, extra)
+    if config.model.lora is None:
+        return LoraSlots(family.transformer, spec, extra)
+    initial = read_lora(family.pipeline_class, config.model.lora)
+    for key, found, wanted in (("rank", lora.rank, initial.rank), ("alpha", lora.alpha, initial.alpha)):
+        if found != wanted:
+            raise ModelError(
+                f"learner.lora.{key} is {found:g}; expected {wanted:g}, that of model.lora "
+                f"({config.model.lora})"
+            )
+    try:
+        return LoraSlots(family.transformer, spec, extra, initial.layers)
+    except ModelError as error:
+        raise ModelError(f"model.lora={config.model.lora}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

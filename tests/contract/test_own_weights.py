@@ -1,0 +1,138 @@
+"""A run starts from a LoRA or from a fine-tuned transformer; wrong ones are refused by name and shape."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from spotlight.config.errors import ConfigError
+from spotlight.config.load import load_config
+from spotlight.config.schema import RunConfig
+from spotlight.models.families.qwen_image import QwenImage
+from spotlight.models.media import MediaSize
+from spotlight.models.model_errors import ModelError
+from spotlight.models.peft_layers import LoraSpec
+from spotlight.models.slots import LoraSlots, Slot, WeightSlots
+from spotlight.runtime.build import components as build
+
+SIZE = MediaSize(16, 16)
+SPEC = LoraSpec(rank=3, alpha=6.0, targets=("to_q", "img_mlp.net.2"))
+
+
+def config(pipeline: Path, cache: Path, *settings: str) -> RunConfig:
+    fixed = (f"model.path={pipeline}", f"cache_dir={cache}", "learner.lora.targets=[to_q, img_mlp.net.2]")
+    return load_config(None, [*fixed, "learner.lora.rank=3", "learner.lora.alpha=6", *settings])
+
+
+def slots_of(settings: RunConfig) -> tuple[QwenImage, WeightSlots]:
+    family = build.load_family(settings, torch.device("cpu"))
+    assert isinstance(family, QwenImage)
+    return family, build.make_slots(settings, family, build.make_algorithm(settings))
+
+
+@torch.no_grad()
+def velocity(family: QwenImage, slots: WeightSlots, slot: Slot) -> Tensor:
+    latents = torch.randn(1, *family.latent_shape(SIZE), generator=torch.Generator().manual_seed(3))
+    condition = family.collate(family.encode(["one red circle"]))
+    with slots.use(slot) as model:
+        return family.velocity(model, latents, torch.tensor([0.6]), condition, None, SIZE)
+
+
+@pytest.fixture(scope="module")
+def lora(random_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor]:
+    """A LoRA as an earlier run left it, and the velocity with it."""
+    folder = tmp_path_factory.mktemp("lora")
+    family = QwenImage.load(random_pipeline, device="cpu", dtype=torch.float32, embeddings_cache=folder)
+    slots = LoraSlots(family.transformer, SPEC)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in slots.parameters("policy").values():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    family.save_lora(folder, slots.state("policy"), slots.metadata())
+    return folder, velocity(family, slots, "policy")
+
+
+@pytest.mark.parametrize("named", ["directory", "file"])
+def test_policy_and_reference_start_with_the_lora(
+    random_pipeline: Path, tmp_path: Path, lora: tuple[Path, Tensor], named: str
+) -> None:
+    folder, expected = lora
+    path = folder if named == "directory" else next(folder.glob("*.safetensors"))
+    family, slots = slots_of(config(random_pipeline, tmp_path, f"model.lora={path}"))
+    assert {
+        slot: torch.equal(velocity(family, slots, slot), expected) for slot in slots.slots
+    } == dict.fromkeys(slots.slots, True)
+    with torch.no_grad():
+        for parameter in slots.trainable_parameters().values():
+            parameter.add_(1.0)
+    assert torch.equal(velocity(family, slots, "reference"), expected)
+    assert not torch.equal(velocity(family, slots, "policy"), expected)
+
+
+def test_a_lora_that_does_not_fit_is_refused(
+    random_pipeline: Path, tmp_path: Path, lora: tuple[Path, Tensor]
+) -> None:
+    folder, _ = lora
+    starts = f"model.lora={folder}"
+    with pytest.raises(ModelError, match=r"learner\.lora\.rank is 4; expected 3, that of model\.lora"):
+        slots_of(config(random_pipeline, tmp_path, starts, "learner.lora.rank=4"))
+    with pytest.raises(ModelError, match=r"learner\.lora\.alpha is 8; expected 6"):
+        slots_of(config(random_pipeline, tmp_path, starts, "learner.lora.alpha=8"))
+    with pytest.raises(ModelError, match=r"model\.lora=.*misses 8 tensors, first .*to_k.*other LoRA targets"):
+        slots_of(
+            config(random_pipeline, tmp_path, starts, "learner.lora.targets=[to_q, to_k, img_mlp.net.2]")
+        )
+    other = tmp_path / "other.safetensors"
+    safetensors.torch.save_file({"weight": torch.ones(2)}, other)
+    with pytest.raises(ModelError, match=r"model\.lora: .*has 1 tensors, none of a transformer's LoRA"):
+        slots_of(config(random_pipeline, tmp_path, f"model.lora={other}"))
+    with pytest.raises(ModelError, match=r"model\.lora: cannot read a LoRA from .*nowhere"):
+        slots_of(config(random_pipeline, tmp_path, f"model.lora={tmp_path / 'nowhere'}"))
+    with pytest.raises(ConfigError, match=r"model\.lora: found .*expected nothing with learner\.mode=full"):
+        config(random_pipeline, tmp_path, starts, "learner.mode=full")
+
+
+@pytest.mark.parametrize("named", ["directory", "file"])
+def test_a_fine_tuned_transformer_replaces_the_pipelines(
+    random_pipeline: Path, tmp_path: Path, named: str
+) -> None:
+    family, slots = slots_of(config(random_pipeline, tmp_path))
+    before = velocity(family, slots, "reference")
+    tuned = QwenImage.load(random_pipeline, device="cpu", dtype=torch.float32, embeddings_cache=tmp_path)
+    with torch.no_grad():
+        tuned.transformer.get_parameter("proj_out.weight").mul_(2.0)
+    folder = tmp_path / "tuned"
+    tuned.transformer.save_pretrained(folder)
+    path = folder if named == "directory" else next(folder.glob("*.safetensors"))
+    family, slots = slots_of(config(random_pipeline, tmp_path, f"model.transformer={path}"))
+    after = velocity(family, slots, "reference")
+    bias = family.transformer.get_parameter("proj_out.bias")
+    assert torch.allclose(after - bias, 2 * (before - bias), atol=1e-5)
+
+
+def test_a_transformer_of_another_model_is_refused_by_name_and_shape(
+    random_pipeline: Path, tmp_path: Path
+) -> None:
+    family = QwenImage.load(random_pipeline, device="cpu", dtype=torch.float32, embeddings_cache=tmp_path)
+    state = {name: tensor.clone() for name, tensor in family.transformer.state_dict().items()}
+    for change, message in (
+        (
+            {"proj_out.weight": torch.ones(2, 2)},
+            r"'proj_out\.weight' .* has shape \[2, 2\]; expected \[48, 128\]",
+        ),
+        (
+            {"model.other": torch.ones(1)},
+            r"has unknown 1 tensors, first 'model\.other'; expected the \d+ of Qwen",
+        ),
+        ({"proj_out.weight": None}, r"lacks 1 tensors, first 'proj_out\.weight'"),
+    ):
+        changed = {name: tensor for name, tensor in {**state, **change}.items() if tensor is not None}
+        safetensors.torch.save_file(changed, tmp_path / "t.safetensors")
+        with pytest.raises(ModelError, match=rf"model\.transformer: .*{message}"):
+            slots_of(config(random_pipeline, tmp_path, f"model.transformer={tmp_path / 't.safetensors'}"))
+    with pytest.raises(ModelError, match=r"model\.transformer: .*nowhere is neither"):
+        slots_of(config(random_pipeline, tmp_path, f"model.transformer={tmp_path / 'nowhere'}"))
