@@ -269,6 +269,20 @@ def test_a_hub_model_that_is_not_here_leaves_sizes_unknown_and_says_how_to_get_i
     assert "checkpoints" not in [estimate.part for estimate in plan.disk]
 
 
+def test_a_published_model_is_planned_before_it_is_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Figures of the model card: 20 B parameters; a LoRA of rank 64 on its default targets has 424.7 M."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    settings = config(model={"path": "Qwen/Qwen-Image"}, rollout={"height": 512, "width": 512})
+    sizes = read_sizes(settings)
+    assert isinstance(sizes, ModelSizes)
+    assert sizes.remedy == "hf download Qwen/Qwen-Image"
+    assert sizes.parameters == pytest.approx(QwenImage.published["Qwen/Qwen-Image"].parameters, rel=0.01)
+    assert lora_parameters(bind_targets(sizes, QwenImage.lora_targets), 64) == 424_673_280
+    assert sizes.tokens(MediaSize(512, 512)) == 1024
+
+
 def test_the_dry_run_prints_the_configuration_and_the_plan_and_touches_nothing(
     pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,12 +47,14 @@ class ModelSizes(TransformerSizes):
         video: whether the family makes videos.
         vae_parameters: of encoder and decoder.
         text_encoder_parameters: 0 if not downloaded yet.
+        remedy: how to get the model, if only its published configuration is known here.
     """
 
     dimensions: Dimensions
     video: bool
     vae_parameters: int
     text_encoder_parameters: int
+    remedy: str = ""
 
     def tokens(self, size: MediaSize) -> int:
         """Tokens per sample. Raises ModelError if the model does not support the size."""
@@ -80,14 +82,37 @@ def read_sizes(config: RunConfig) -> ModelSizes | NotHere:
     Raises:
         ModelError: missing, incomplete or another pipeline class.
     """
-    files = _locate(config, ("transformer", "vae"))
-    return files if isinstance(files, NotHere) else _sizes(files, family_of(config))
+    family, files = family_of(config), _locate(config, ("transformer", "vae"))
+    if not isinstance(files, NotHere):
+        return _sizes(files, family)
+    if config.model.revision is None and files.hub_id in family.published:
+        return _published_sizes(family, files)
+    return files
 
 
 def read_transformer(config: RunConfig) -> TransformerSizes | NotHere:
     """As :func:`read_sizes`, for the DiT alone."""
     files = _locate(config, ("transformer",))
-    return files if isinstance(files, NotHere) else _transformer(files)
+    return files if isinstance(files, NotHere) else _transformer(files, family_of(config))
+
+
+def _published_sizes(family: type[ModelFamily], absent: NotHere) -> ModelSizes:
+    # Imported here: the disk check of every run imports this module, and needs no diffusers.
+    from spotlight.models.skeleton import shapes_of
+
+    published = family.published[absent.hub_id]
+    shapes = {name: shapes_of(config) for name, config in published.configs.items()}
+    transformers = _together({name: each for name, each in shapes.items() if name.startswith("transformer")})
+    return ModelSizes(
+        Path(absent.hub_id),
+        _count(transformers),
+        _linears(transformers),
+        dimensions=family.read_dimensions(PipelineFiles(Path(absent.hub_id), known=published.configs)),
+        video=family.video,
+        vae_parameters=_count(shapes["vae"]),
+        text_encoder_parameters=int(published.text_parameters),
+        remedy=absent.remedy,
+    )
 
 
 def _locate(config: RunConfig, parts: Sequence[str]) -> PipelineFiles | NotHere:
@@ -116,21 +141,29 @@ def _cached(hub_id: str, revision: str | None, parts: Sequence[str]) -> Path | N
     return root if all(_shapes(root / part) for part in parts) else None
 
 
-def _transformer(files: PipelineFiles) -> TransformerSizes:
-    shapes = _shapes(files.folder("transformer"))
-    return TransformerSizes(
-        root=files.root,
-        parameters=_count(shapes),
-        linears={
-            name.removesuffix(".weight"): (shape[0], shape[1])
-            for name, shape in shapes.items()
-            if name.endswith(".weight") and len(shape) == 2
-        },
-    )
+def _transformer(files: PipelineFiles, family: type[ModelFamily]) -> TransformerSizes:
+    names = [name for name in family.components if name.startswith("transformer")]
+    shapes = _together({name: each for name in names if (each := _shapes(files.folder(name)))})
+    return TransformerSizes(files.root, _count(shapes), _linears(shapes))
+
+
+def _together(parts: Mapping[str, Mapping[str, tuple[int, ...]]]) -> Mapping[str, tuple[int, ...]]:
+    """Shapes of one transformer, or of several under their component's names, as in ``Experts``."""
+    if len(parts) == 1:
+        return next(iter(parts.values()))
+    return {f"{part}.{name}": shape for part, shapes in parts.items() for name, shape in shapes.items()}
+
+
+def _linears(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
+    return {
+        name.removesuffix(".weight"): (shape[0], shape[1])
+        for name, shape in shapes.items()
+        if name.endswith(".weight") and len(shape) == 2
+    }
 
 
 def _sizes(files: PipelineFiles, family: type[ModelFamily]) -> ModelSizes:
-    transformer = _transformer(files)
+    transformer = _transformer(files, family)
     return ModelSizes(
         transformer.root,
         transformer.parameters,

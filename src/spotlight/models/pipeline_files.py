@@ -51,11 +51,13 @@ class PipelineFiles:
         root: the directory (hub models: the snapshot).
         hub_id: ``owner/name`` if it came from the hub.
         commit: the hub's commit, which fixes the content.
+        known: configurations by component where nothing is on disk (published models).
     """
 
     root: Path
     hub_id: str | None = None
     commit: str | None = None
+    known: Mapping[str, Mapping[str, object]] | None = None
 
     def folder(self, component: str) -> Path:
         """Folder of a component."""
@@ -63,6 +65,8 @@ class PipelineFiles:
 
     def config(self, component: str, name: str = "config.json") -> dict[str, object]:
         """A component's configuration file. ModelError if missing or not JSON."""
+        if self.known is not None and component in self.known:
+            return dict(self.known[component])
         return _read_json(self.folder(component) / name)
 
     def component_class(self, component: str) -> str | None:

@@ -54,6 +54,16 @@ def skeleton(
     return model.eval()
 
 
+def shapes_of(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters of a diffusers model by its ``config.json``, on the meta device: no memory."""
+    import diffusers
+
+    kind = getattr(diffusers, str(config["_class_name"]))
+    with torch.device("meta"):
+        model = kind.from_config(dict(config))
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
 def load_weights(
     kind: type[ModelMixin], files: PipelineFiles, component: str, dtype: torch.dtype, device: torch.device
 ) -> ModelMixin:

@@ -96,7 +96,8 @@ def _parameters(plan: RunPlan) -> Iterator[tuple[str, str, str]]:
     yield (
         "of the DiT",
         count(model.parameters),
-        f"{model.dimensions.layers} layers of width {model.dimensions.width}: {model.root}",
+        f"{model.dimensions.layers} layers of width {model.dimensions.width}: {model.root}"
+        + (f", as published; get it with: {model.remedy}" if model.remedy else ""),
     )
     share = plan.parameters_trained / model.parameters
     yield "trained", count(plan.parameters_trained), f"{plan.parameters_trained:,} ({share:.2%} of the DiT's)"
