@@ -135,7 +135,10 @@ def _origin(entry: EntryPoint) -> str:
 FAMILIES: Registry[type[ModelFamily]] = Registry(
     "model.family",
     "spotlight.families",
-    {"qwen-image": "spotlight.models.families.qwen_image:QwenImage"},
+    {
+        "qwen-image": "spotlight.models.families.qwen_image:QwenImage",
+        "flux": "spotlight.models.families.flux:Flux",
+    },
 )
 """Model families: a subclass of :class:`~spotlight.models.family.ModelFamily`."""
 

@@ -214,9 +214,30 @@ class ModelFamily(ABC):
         """The VAE's output for final float32 latents: [batch, 3, frames, height, width], in [-1, 1]."""
 
     @classmethod
+    @abstractmethod
+    def tiny(cls, directory: Path, seed: int, variant: int = 0) -> None:
+        """Write a small random pipeline of the real classes (:mod:`spotlight.models.tiny`), about 1 MB.
+
+        Args:
+            seed: of the weights.
+            variant: 0 to 3: other widths, heads, layers and VAE factors.
+        """
+
+    @classmethod
     def planned_text_tokens(cls, words: int, most: int) -> int:
         """Estimated tokens of a prompt of ``words`` words: two per word plus a template's, up to ``most``."""
         return min(2 * words + 6, most)
+
+    @classmethod
+    def call_arguments(cls, scale: float, embedded: float | None) -> dict[str, object]:
+        """What the diffusers pipeline's call takes for this guidance, besides ``negative_prompt``.
+
+        Args:
+            scale: of true guidance.
+            embedded: see :attr:`Guidance.embedded`.
+        """
+        arguments: dict[str, object] = {"true_cfg_scale": scale}
+        return arguments if embedded is None else arguments | {"guidance_scale": embedded}
 
     def check_parts(self) -> None:  # noqa: B027 (most families have nothing to check)
         """Raise :class:`ModelError` if the loaded parts belong to different models."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from spotlight.models import tiny
 from spotlight.models.family import (
     ConditionBatch,
     Guidance,
@@ -202,6 +204,54 @@ class QwenImage(ModelFamily):
         # Inverted twice, as in the pipeline: dividing by 1/std is not bitwise multiplying by std.
         decoded: Tensor = self.vae.decode(grid / (1.0 / std) + mean, return_dict=False)[0]
         return decoded
+
+    @classmethod
+    def tiny(cls, directory: Path, seed: int, variant: int = 0) -> None:
+        """See :meth:`ModelFamily.tiny`; the template has 34 tokens, as with the real tokenizer."""
+        from diffusers import (
+            AutoencoderKLQwenImage,
+            FlowMatchEulerDiscreteScheduler,
+            QwenImageTransformer2DModel,
+        )
+
+        channels, heads, layers, text_width, factor = (
+            (8, 2, 2, 32, 4), (4, 4, 1, 48, 2), (12, 2, 3, 64, 8), (8, 4, 2, 32, 2),
+        )[variant]  # fmt: skip
+        tokenizer = tiny.qwen2_tokenizer([TEMPLATE], ("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
+        halvings = factor.bit_length() - 1
+        tiny.write_pipeline(
+            cls.pipeline_class,
+            directory,
+            seed,
+            transformer=QwenImageTransformer2DModel(
+                patch_size=2,
+                in_channels=4 * channels,
+                out_channels=channels,
+                num_layers=layers,
+                attention_head_dim=16,
+                num_attention_heads=heads,
+                joint_attention_dim=text_width,
+                axes_dims_rope=(4, 6, 6),
+            ),
+            vae=AutoencoderKLQwenImage(
+                base_dim=8,
+                z_dim=channels,
+                dim_mult=[1] * (halvings + 1),
+                num_res_blocks=1,
+                temperal_downsample=[False] * halvings,
+                latents_mean=[0.1 * i - 0.5 for i in range(channels)],
+                latents_std=[1 + 0.1 * i for i in range(channels)],
+            ),
+            scheduler=FlowMatchEulerDiscreteScheduler(
+                shift_terminal=0.02,
+                use_dynamic_shifting=True,
+                base_shift=0.5,
+                max_shift=0.9,
+                max_image_seq_len=8192,
+            ),
+            tokenizer=tokenizer,
+            text_encoder=tiny.qwen2_5_vl_text_encoder(tokenizer, text_width),
+        )
 
     def _patches(self, size: MediaSize) -> tuple[int, int]:
         return size.height // self.dimensions.patch_px, size.width // self.dimensions.patch_px

@@ -1,0 +1,108 @@
+"""The model families under the tests of ``test_families.py``: one entry each in :data:`CASES`.
+
+A case says only what differs from a plain picture family: sizes, and how its pipeline is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from spotlight.models.family import Guidance, MediaSize, ModelFamily
+
+VARIANTS = range(4)
+PROMPTS = ("one red circle", "two blue squares left of a yellow triangle")  # of unequal length
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How one batch of pictures or videos is made by both sides.
+
+    Attributes:
+        scale: of true guidance, as ``rollout.true_cfg_scale``.
+        embedded: as ``rollout.embedded_guidance``.
+    """
+
+    size: MediaSize
+    steps: int = 3
+    scale: float = 1.0
+    negative: str = " "
+    embedded: float | None = None
+
+
+def call_pipeline(pipe: Any, family: ModelFamily, latents: torch.Tensor, setting: Setting) -> np.ndarray:
+    """A picture pipeline's results for :data:`PROMPTS`: [batch, frames, height, width, 3] in [0, 1]."""
+    guided = {"negative_prompt": [setting.negative] * len(PROMPTS)} if setting.scale > 1 else {}
+    pictures = pipe(
+        list(PROMPTS),
+        height=setting.size.height,
+        width=setting.size.width,
+        num_inference_steps=setting.steps,
+        latents=latents,
+        max_sequence_length=family.max_text_tokens,
+        output_type="np",
+        **guided,
+        **family.call_arguments(setting.scale, setting.embedded),
+    ).images
+    return np.asarray(pictures)[:, None]
+
+
+@dataclass(frozen=True)
+class FamilyCase:
+    """A family under test.
+
+    Attributes:
+        name: in the registry.
+        size: non-square, valid for every variant.
+        settings: compared with the pipeline on every variant.
+        max_text_tokens: shorter than the real one where prompts are padded.
+        call: runs the family's pipeline on initial latents of ours, [batch, *latent_shape].
+        adapt: changes the pipeline before it is called, e.g. its scheduler.
+        unused: pattern of the parameters that no output of variant 0 depends on.
+    """
+
+    name: str
+    size: MediaSize
+    settings: Sequence[Setting]
+    max_text_tokens: int = 64
+    call: Callable[[Any, ModelFamily, torch.Tensor, Setting], np.ndarray] = call_pipeline
+    adapt: Callable[[Any], None] = field(default=lambda pipe: None)
+    unused: str = "^$"
+
+    def guidance(self, family: ModelFamily, setting: Setting) -> Guidance:
+        """A setting's guidance for ``family.velocity``."""
+        negative = family.collate(family.encode([setting.negative]) * len(PROMPTS))
+        return Guidance(setting.scale, negative, setting.embedded)
+
+
+_PICTURE = MediaSize(32, 48)
+
+CASES: Mapping[str, FamilyCase] = {
+    case.name: case
+    for case in (
+        FamilyCase(
+            "qwen-image",
+            _PICTURE,
+            (
+                Setting(_PICTURE, 2),
+                Setting(_PICTURE, 12, scale=3.0),
+                Setting(MediaSize(48, 16), 3, scale=1.5, negative="a green square, blurred"),
+            ),
+            unused=r"blocks\.1\.(txt_mlp|attn\.(add_q_proj|to_add_out|norm_added_q))",
+        ),
+        FamilyCase(
+            "flux",
+            _PICTURE,
+            (
+                Setting(_PICTURE, 1, embedded=3.5),
+                Setting(_PICTURE, 12, scale=3.0, embedded=1.0),
+                Setting(MediaSize(48, 16), 3, scale=1.5, embedded=6.0, negative="a green square, blurred"),
+            ),
+            max_text_tokens=24,
+        ),
+    )
+}

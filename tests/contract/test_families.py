@@ -1,0 +1,180 @@
+"""Every model family of ``family_cases.py`` against its own diffusers pipeline, on small random pipelines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from tests.contract.family_cases import CASES, PROMPTS, VARIANTS, FamilyCase, Setting
+
+from spotlight.diffusion.samplers import ODE
+from spotlight.models.family import ModelFamily
+from spotlight.registry import FAMILIES
+from spotlight.rollout.engine import Engine
+from spotlight.rollout.state import FinishedRollout, Recipe
+from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
+
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """One random pipeline, loaded by both sides."""
+
+    case: FamilyCase
+    directory: Path
+    family: ModelFamily
+    pipe: Any
+
+
+Load = Callable[[str, int], Loaded]
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
+    """Small random pipelines by family and variant, each written and loaded once."""
+    loaded: dict[tuple[str, int], Loaded] = {}
+
+    def load_one(name: str, variant: int) -> Loaded:
+        if (name, variant) not in loaded:
+            loaded[name, variant] = _load(CASES[name], variant, tmp_path_factory.mktemp(name))
+        return loaded[name, variant]
+
+    return load_one
+
+
+def _load(case: FamilyCase, variant: int, directory: Path) -> Loaded:
+    kind = FAMILIES.load(case.name)
+    pipeline = directory / "pipeline"
+    kind.tiny(pipeline, seed=variant, variant=variant)
+    family = kind.load(
+        pipeline,
+        device="cpu",
+        dtype=torch.float32,
+        embeddings_cache=directory / "embeddings",
+        max_text_tokens=case.max_text_tokens,
+    )
+    return Loaded(case, pipeline, family, plain_pipeline(case, pipeline))
+
+
+def plain_pipeline(case: FamilyCase, directory: Path) -> Any:
+    """What diffusers loads from the directory."""
+    pipe = getattr(diffusers, FAMILIES.load(case.name).pipeline_class).from_pretrained(directory)
+    pipe.set_progress_bar_config(disable=True)
+    case.adapt(pipe)
+    return pipe
+
+
+def draw(
+    family: ModelFamily, setting: Setting, model: torch.nn.Module | None = None
+) -> tuple[torch.Tensor, np.ndarray]:
+    """(initial latents, decoded frames) of our rollout."""
+    engine = Engine(family, max_batch=8, negative=family.encode([setting.negative])[0])
+    recipe = Recipe(setting.size, ODE(), None, setting.scale, "final", setting.embedded)
+    rollouts = [
+        Rollout(RolloutId(f"r{i}"), Purpose.EVAL, 0, PromptId(f"p{i}"), 0, i, setting.steps, PolicyVersion(0))
+        for i in range(len(PROMPTS))
+    ]
+    states = engine.start(rollouts, family.encode(PROMPTS), recipe)
+    results = engine.run(family.transformer if model is None else model, states)
+    finals = [result.tensors.final for result in results if isinstance(result, FinishedRollout)]
+    latents = torch.stack([state.latents for state in states])
+    return latents, family.decode_float(torch.stack(finals), setting.size)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", CASES)
+def test_pictures_equal_the_pipelines(load: Load, name: str, variant: int) -> None:
+    loaded = load(name, variant)
+    for setting in loaded.case.settings:
+        latents, ours = draw(loaded.family, setting)
+        theirs = loaded.case.call(loaded.pipe, loaded.family, latents, setting)
+        size = setting.size
+        assert ours.shape == theirs.shape == (len(PROMPTS), size.frames, size.height, size.width, 3)
+        assert np.abs(ours - theirs).max() <= TOLERANCE, setting
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pictures_depend_on_all_inputs(load: Load, name: str) -> None:
+    """Or else the equality would prove little."""
+    loaded = load(name, 0)
+    setting = replace(loaded.case.settings[-1], scale=3.0)
+    others = [replace(setting, scale=1.0), replace(setting, negative="another"), replace(setting, steps=5)]
+    if setting.embedded is not None:
+        others.append(replace(setting, embedded=setting.embedded + 1))
+    _, base = draw(loaded.family, setting)
+    assert base.std() > 0.05
+    assert np.abs(base[0] - base[1]).max() > 100 * TOLERANCE
+    for other in others:
+        assert np.abs(draw(loaded.family, other)[1] - base).max() > 100 * TOLERANCE, other
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_transformer_weight_matters(load: Load, name: str) -> None:
+    loaded = load(name, 0)
+    family, setting = loaded.family, loaded.case.settings[-1]
+    latents = torch.randn(
+        len(PROMPTS), *family.latent_shape(setting.size), generator=torch.Generator().manual_seed(0)
+    )
+    family.transformer.requires_grad_(True)
+    try:
+        family.velocity(
+            family.transformer,
+            latents,
+            torch.full([len(PROMPTS)], 0.6),
+            family.collate(family.encode(PROMPTS)),
+            loaded.case.guidance(family, setting),
+            setting.size,
+        ).square().sum().backward()
+        dead = [n for n, p in family.transformer.named_parameters() if p.grad is None or not p.grad.any()]
+    finally:
+        family.transformer.requires_grad_(False)
+        family.transformer.zero_grad()
+    assert [name for name in dead if not re.search(loaded.case.unused, name)] == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_dimensions_are_those_of_the_running_model(load: Load, name: str) -> None:
+    for variant in VARIANTS:
+        loaded = load(name, variant)
+        family, size = loaded.family, loaded.case.size
+        seen: list[torch.Size] = []
+
+        def watch(module: torch.nn.Module, args: Any, kwargs: Any, seen: list[torch.Size] = seen) -> None:
+            seen.append(kwargs["hidden_states"].shape if "hidden_states" in kwargs else args[0].shape)
+
+        blocks = [
+            part
+            for part in family.transformer.modules()
+            if type(part).__name__ in (family.transformer._no_split_modules or ())
+        ]
+        handle = blocks[0].register_forward_pre_hook(watch, with_kwargs=True)
+        draw(family, Setting(size, steps=2, embedded=family.embedded_guidance))
+        handle.remove()
+        dimensions = family.dimensions
+        assert len(blocks) == dimensions.layers
+        assert seen[0][1:] == (dimensions.tokens(size), dimensions.width)
+        shape = family.latent_shape(size)
+        assert np.prod(shape) == dimensions.tokens(size) * dimensions.channels
+
+
+PUBLISHED = [(name, model) for name in CASES for model in FAMILIES.load(name).published]
+
+
+@pytest.mark.parametrize(("name", "model"), PUBLISHED)
+def test_published_models_have_the_published_number_of_parameters(name: str, model: str) -> None:
+    published = FAMILIES.load(name).published[model]
+    parameters = 0
+    for component, config in published.configs.items():
+        with torch.device("meta"):
+            built = getattr(diffusers, str(config["_class_name"])).from_config(dict(config))
+        if component.startswith("transformer"):
+            parameters += sum(parameter.numel() for parameter in built.parameters())
+    assert parameters == pytest.approx(published.parameters, rel=0.005)
