@@ -202,7 +202,7 @@ def commands_page() -> str:
     group = typer.main.get_command(app)
     assert isinstance(group, TyperGroup)
     lines = ["`RUN` is a run directory, or the name of one in `runs/`."]
-    for name, command in group.commands.items():
+    for name, command in _commands(group):
         about, examples = _help(command.help or "")
         arguments = [item for item in command.params if isinstance(item, TyperArgument)]
         options = [item for item in command.params if isinstance(item, TyperOption) and not item.hidden]
@@ -220,6 +220,14 @@ def commands_page() -> str:
         if examples:
             lines += ["", "```sh", *examples, "```"]
     return "\n".join(lines) + "\n"
+
+
+def _commands(group: TyperGroup) -> Iterator[tuple[str, Command]]:
+    """All commands with their full names, a group's before its parts."""
+    for name, command in group.commands.items():
+        yield name, command
+        if isinstance(command, TyperGroup):
+            yield from ((f"{name} {part}", each) for part, each in _commands(command))
 
 
 def _help(text: str) -> tuple[str, list[str]]:

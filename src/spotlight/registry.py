@@ -162,6 +162,7 @@ REWARDS: Registry[Callable[..., Any]] = Registry(
         "shapes": "spotlight.rewards.shapes:shapes",
         "ocr": "spotlight.rewards.ocr:ocr",
         "jpeg_size": "spotlight.rewards.jpeg:jpeg_size",
+        "geneval": "spotlight.rewards.geneval.geneval_reward:geneval",
     },
 )
 """Rewards: a :class:`~spotlight.rewards.reward.RewardFunction`."""

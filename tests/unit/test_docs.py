@@ -97,7 +97,11 @@ def written_out(words: Sequence[str]) -> list[str]:
 
 
 def require_options(words: Sequence[str]) -> None:
-    parameters = COMMANDS.commands[words[0]].params
+    command = COMMANDS.commands[words[0]]
+    if isinstance(command, TyperGroup) and len(words) > 1:
+        assert words[1] in command.commands, f"spotlight {' '.join(words)}"
+        command = command.commands[words[1]]
+    parameters = command.params
     known = {"-h", "--help"}.union(
         *(set(item.opts) | set(item.secondary_opts) for item in parameters if isinstance(item, TyperOption))
     )

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from spotlight.rewards.shapes import PALETTE, RELATIONS, SHAPES
+from spotlight.rewards.geneval.vocabulary import RELATIONS
+from spotlight.rewards.shapes import PALETTE, SHAPES
 
 Record = Mapping[str, Any]
 

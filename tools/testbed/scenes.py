@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from spotlight.rewards.geneval.requirements import Requirements
 from spotlight.rewards.reward import Image
-from spotlight.rewards.shapes import PALETTE, Requirements, coverage, parse_requirements
+from spotlight.rewards.shapes import PALETTE, coverage, parse_requirements
 
 IMAGE_SIDE_PX = 32
 _GRID = 3
@@ -104,7 +105,7 @@ def _place(
             left = round((column + 0.5) * pitch - side / 2) + int(jitter_x)
             top = round((row + 0.5) * pitch - side / 2) + int(jitter_y)
             color = need.color or str(rng.choice(list(PALETTE)))
-            scene.append(SceneObject(need.shape, color, left, top, side))
+            scene.append(SceneObject(need.name, color, left, top, side))
     return tuple(scene)
 
 

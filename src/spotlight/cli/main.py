@@ -11,7 +11,7 @@ from spotlight.cli.planning.plan_command import plan
 from spotlight.cli.planning.prices_command import prices
 from spotlight.cli.planning.simulate_command import simulate
 from spotlight.cli.planning.traces_command import traces
-from spotlight.cli.rewards_command import rewards
+from spotlight.cli.rewards_command import rewards_app
 from spotlight.cli.runs.audit import audit
 from spotlight.cli.runs.card import card
 from spotlight.cli.runs.evaluate import evaluate
@@ -45,7 +45,6 @@ for name, command, panel in (
     ("traces", traces, "Plan"),
     ("notices", notices, "Look up"),
     ("config", config, "Look up"),
-    ("rewards", rewards, "Look up"),
     ("doctor", doctor, "Look up"),
     ("version", version, "Look up"),
 ):
@@ -54,3 +53,5 @@ for name, command, panel in (
         rich_help_panel=panel,
         no_args_is_help=name in {"eval", "generate", "export", "card", "audit", "plan"},
     )(command)
+
+app.add_typer(rewards_app, name="rewards", rich_help_panel="Look up")

@@ -1,14 +1,23 @@
-"""``spotlight rewards``: list the registered rewards."""
+"""``spotlight rewards``: list the registered rewards, convert weights for them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
+from spotlight.cli.exit_codes import told_plainly
+from spotlight.cli.options import silence_loading_bars
 
-def rewards() -> None:
+rewards_app = typer.Typer(invoke_without_command=True)
+
+
+@rewards_app.callback()
+def rewards(context: typer.Context) -> None:
     """List the registered rewards, each with its parameters.
 
     A reward of your own is named [bold]module:function[/bold]: any function
@@ -21,7 +30,11 @@ def rewards() -> None:
       spotlight train 'rewards=\\[{name: jpeg_size}]'
 
       spotlight train 'rewards=\\[{name: "my_rewards:brightness"}]'
+
+      spotlight rewards convert-geneval CHECKPOINT.pth OUT
     """
+    if context.invoked_subcommand is not None:
+        return
     console = Console(highlight=False)
     table = Table(box=None, pad_edge=False)
     for title in ("name", "what it scores", "params"):
@@ -30,6 +43,27 @@ def rewards() -> None:
         table.add_row(*row)
     console.print(table)
     console.print("\nYour own: [bold]module:function[/bold], from the current directory or a package.")
+
+
+@rewards_app.command("convert-geneval", no_args_is_help=True)
+def convert_geneval(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="OpenMMLab's .pth file.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new directory for the converted detector.")],
+) -> None:
+    """Convert GenEval's own detector (OpenMMLab's Mask2Former, Swin-S) to transformers, without mmdet.
+
+    [bold]Example[/bold]
+
+      spotlight rewards convert-geneval CHECKPOINT.pth weights/geneval
+    """
+    silence_loading_bars()
+    with told_plainly():
+        from spotlight.rewards.geneval.openmmlab import convert_checkpoint
+
+        origin, tensors = convert_checkpoint(checkpoint, out)
+    console = Console(highlight=False)
+    console.print(f"{origin}: {tensors} tensors converted, none missing, none left.", soft_wrap=True)
+    console.print(f"Use it: rewards=\\[{{name: geneval, params: {{detector: {out}}}}}]", soft_wrap=True)
 
 
 def registered_rewards() -> Iterator[tuple[str, str, str]]:

@@ -74,9 +74,13 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """A batch's scores by curve, including ``score``; lists as long as the batch, possibly not finite."""
+    """A batch's scores by curve, including ``score``; lists as long as the batch, possibly not finite.
+
+    ``scored_by``: what the reward's function of that name returned, or empty.
+    """
 
     curves: Mapping[str, Sequence[float]]
+    scored_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from spotlight.registry import REWARDS
 from spotlight.rewards.reward import RewardFunction, RewardSetupError
 
 Check: TypeAlias = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], object]
+ScoredBy: TypeAlias = Callable[[], object]
 
 _SIGNATURE = "function(images, prompts, metadata, **params)"
 
@@ -40,10 +41,12 @@ class LoadedReward:
 
     Attributes:
         check: the module's ``check``, or None.
+        scored_by: the module's ``scored_by``, or None.
     """
 
     function: RewardFunction
     check: Check | None
+    scored_by: ScoredBy | None
 
 
 def parse(name_or_path: str) -> Reference:
@@ -81,14 +84,9 @@ def load(name_or_path: str, params: Mapping[str, Any]) -> LoadedReward:
     module = _import(name_or_path, reference.module)
     function = _attribute(name_or_path, module, reference.attribute)
     _require_fitting_params(name_or_path, function, params)
-    check = getattr(module, "check", None)
-    if check is not None and not callable(check):
-        raise RewardSetupError(
-            f"reward {name_or_path!r}: 'check' in {_file_of(module)} is of type {type(check).__name__!r}; "
-            "expected a check(prompts, metadata), or no such name."
-        )
-    check = None if check is None else partial(check, **_named_by(check, params))
-    return LoadedReward(cast(RewardFunction, partial(function, **params)), check)
+    check = _hook(name_or_path, module, "check(prompts, metadata)", params)
+    scored_by = _hook(name_or_path, module, "scored_by()", params)
+    return LoadedReward(cast(RewardFunction, partial(function, **params)), check, scored_by)
 
 
 def _import(name_or_path: str, module: str) -> ModuleType:
@@ -113,6 +111,21 @@ def _import(name_or_path: str, module: str) -> ModuleType:
             f"reward {name_or_path!r}: importing its module {module!r} raised "
             f"{type(error).__name__}: {error}. `python -c 'import {module}'` shows where."
         ) from error
+
+
+def _hook(
+    name_or_path: str, module: ModuleType, signature: str, params: Mapping[str, Any]
+) -> Callable[..., Any] | None:
+    name = signature.partition("(")[0]
+    hook = getattr(module, name, None)
+    if hook is None:
+        return None
+    if not callable(hook):
+        raise RewardSetupError(
+            f"reward {name_or_path!r}: {name!r} in {_file_of(module)} is of type {type(hook).__name__!r}; "
+            f"expected a {signature}, or no such name."
+        )
+    return partial(hook, **_named_by(hook, params))
 
 
 def _attribute(name_or_path: str, module: ModuleType, attribute: str) -> Callable[..., Any]:

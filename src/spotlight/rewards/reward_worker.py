@@ -55,12 +55,14 @@ def main(file_descriptor: int) -> None:
 
 def _serve(connection: socket.socket) -> None:
     reward: registry.LoadedReward | None = None
+    scored_by = ""
 
     def answer(request: Request, batch: Batch | None) -> Reply:
-        nonlocal reward
+        nonlocal reward, scored_by
         match request:
             case Load():
                 reward = registry.load(request.name_or_path, request.params)
+                scored_by = _who_scores(request.name_or_path, reward)
                 return Done()
             case CheckPrompts():
                 assert reward is not None
@@ -71,7 +73,7 @@ def _serve(connection: socket.socket) -> None:
                 assert reward is not None
                 assert batch is not None
                 found = reward.function(batch.images, batch.prompts, batch.metadata)
-                return Values(as_curves(found, len(batch.images)))
+                return Values(as_curves(found, len(batch.images)), scored_by)
 
     while True:
         request = channel.receive(connection)
@@ -80,6 +82,19 @@ def _serve(connection: socket.socket) -> None:
         assert batch is None or isinstance(batch, Batch), batch
         reply = _within_deadline(partial(answer, request, batch), request.deadline_s)
         channel.send(connection, channel.encode(reply))
+
+
+def _who_scores(name_or_path: str, reward: registry.LoadedReward) -> str:
+    if reward.scored_by is None:
+        return ""
+    try:
+        return str(reward.scored_by())
+    except (RewardInputError, RewardSetupError):
+        raise
+    except Exception as error:
+        raise RewardSetupError(
+            f"reward {name_or_path!r}: its scored_by raised\n{''.join(traceback.format_exception(error))}"
+        ) from error
 
 
 def _within_deadline(answer: Callable[[], Reply], deadline_s: float) -> Reply:

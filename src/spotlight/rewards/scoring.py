@@ -119,13 +119,13 @@ def _attempt(process: RewardProcess, spec: RewardSpec, batch: SharedBatch) -> li
         again = reply.blame in (Blame.RAISED, Blame.INPUT)
         return _Attempt(RewardFailure(FailureKind.ERROR, spec.name, message), again)
     assert isinstance(reply, Values), reply
-    return [_outcome(spec.name, reply.curves, index) for index in range(len(batch))]
+    return [_outcome(spec.name, reply, index) for index in range(len(batch))]
 
 
-def _outcome(name: str, curves: Mapping[str, Sequence[float]], index: int) -> Outcome:
-    for curve, values in curves.items():
+def _outcome(name: str, reply: Values, index: int) -> Outcome:
+    for curve, values in reply.curves.items():
         if not math.isfinite(values[index]):
             message = f"reward {name!r} returned {values[index]} as {curve!r}; expected a finite number"
             return RewardFailure(FailureKind.NOT_FINITE, name, message)
-    details = {curve: values[index] for curve, values in curves.items() if curve != "score"}
-    return RewardScore(curves["score"][index], details)
+    details = {curve: values[index] for curve, values in reply.curves.items() if curve != "score"}
+    return RewardScore(reply.curves["score"][index], details, reply.scored_by)

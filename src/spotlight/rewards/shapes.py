@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 from scipy import ndimage
 from scipy.optimize import linear_sum_assignment
 
+from spotlight.rewards.geneval.requirements import MetadataFormat, Requirement, Requirements
+from spotlight.rewards.geneval.verdicts import direction
 from spotlight.rewards.reward import Image, RewardInputError
 
 PALETTE: Mapping[str, tuple[int, int, int]] = {
@@ -35,10 +37,10 @@ PALETTE: Mapping[str, tuple[int, int, int]] = {
 """sRGB. The smallest channel is always 40, so half coverage has the same threshold for every colour."""
 
 SHAPES = ("circle", "square", "triangle")
-RELATIONS = ("left of", "right of", "above", "below")
 TrainOn = Literal["graded", "strict"]
 
 _COLORS = tuple(PALETTE)
+_FORMAT = MetadataFormat("shapes", SHAPES, PALETTE)
 _PALETTE_RGB = np.array([PALETTE[name] for name in _COLORS], dtype=np.float64)
 _FOREGROUND_MIN = (
     255 - 40
@@ -50,35 +52,7 @@ _IOU_MIN = 0.7  # strict: minimum IoU to have a class
 _IOU_FULL, _IOU_MARGIN = 0.85, 0.2  # graded: saturation, and the width of the ramp between two shapes
 _COLOR_DISTANCE_MAX = 110.0  # strict: maximum distance to have a colour
 _COLOR_FULL, _COLOR_ZERO, _COLOR_MARGIN = 45.0, 135.0, 120.0  # graded, RGB units
-_POSITION_THRESHOLD = 0.1  # GenEval's: share of the two extents by which the centres must differ
 _SUPERSAMPLING = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Requirement:
-    """One ``include`` entry of GenEval's metadata.
-
-    Attributes:
-        shape: GenEval's class.
-        count: minimum number.
-        color: palette name, or None for any.
-        relation: one of :data:`RELATIONS` to requirement ``target``, or None.
-        target: index of an earlier requirement; -1 without a relation.
-    """
-
-    shape: str
-    count: int
-    color: str | None
-    relation: str | None
-    target: int
-
-
-@dataclass(frozen=True, slots=True)
-class Requirements:
-    """What a prompt asks for; ``exclude`` holds (shape, smallest count that is too many)."""
-
-    include: tuple[Requirement, ...]
-    exclude: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,55 +124,7 @@ def check(
 
 def parse_requirements(prompt: str, metadata: Mapping[str, Any]) -> Requirements:
     """Parse one GenEval record. Raises :class:`RewardInputError` naming the prompt and the field."""
-    entries = metadata.get("include")
-    if not isinstance(entries, Sequence) or isinstance(entries, str) or not entries:
-        raise _input_error(prompt, "include", entries, "a non-empty list of objects")
-    include = tuple(_parse_include(prompt, index, entry) for index, entry in enumerate(entries))
-    exclude = []
-    for index, entry in enumerate(metadata.get("exclude", ())):
-        shape, count = _parse_class_and_count(prompt, f"exclude[{index}]", entry)
-        exclude.append((shape, count))
-    return Requirements(include, tuple(exclude))
-
-
-def _parse_include(prompt: str, index: int, entry: object) -> Requirement:
-    field = f"include[{index}]"
-    shape, count = _parse_class_and_count(prompt, field, entry)
-    assert isinstance(entry, Mapping)
-    color = entry.get("color")
-    if color is not None and color not in PALETTE:
-        raise _input_error(prompt, f"{field}.color", color, f"one of {', '.join(PALETTE)}")
-    relation, target = None, -1
-    if "position" in entry:
-        position = entry["position"]
-        if not isinstance(position, Sequence) or len(position) != 2 or position[0] not in RELATIONS:
-            expected = f"[relation, index] with relation one of {', '.join(RELATIONS)}"
-            raise _input_error(prompt, f"{field}.position", position, expected)
-        relation, target = position
-        if not isinstance(target, int) or not 0 <= target < index:
-            raise _input_error(
-                prompt, f"{field}.position[1]", target, "the index of an earlier include entry"
-            )
-    return Requirement(shape, count, color, relation, target)
-
-
-def _parse_class_and_count(prompt: str, field: str, entry: object) -> tuple[str, int]:
-    if not isinstance(entry, Mapping):
-        raise _input_error(prompt, field, entry, 'an object like {"class": "circle", "count": 1}')
-    shape, count = entry.get("class"), entry.get("count")
-    if shape not in SHAPES:
-        raise _input_error(prompt, f"{field}.class", shape, f"one of {', '.join(SHAPES)}")
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise _input_error(prompt, f"{field}.count", count, "a whole number of at least 1")
-    return shape, count
-
-
-def _input_error(prompt: str, field: str, found: object, expected: str) -> RewardInputError:
-    state = "is missing" if found is None else f"is {found!r}"
-    return RewardInputError(
-        f"shapes reward: metadata field {field!r} of prompt {prompt!r} {state}; expected {expected}. "
-        "Correct the prompt's line in the metadata file (GenEval's format)."
-    )
+    return _FORMAT.parse(prompt, metadata)
 
 
 @lru_cache(maxsize=4096)
@@ -278,25 +204,8 @@ def _component(image: Image, mask: NDArray[np.bool_], box: tuple[slice, slice]) 
     )
 
 
-def direction(a: DetectedObject, b: DetectedObject) -> tuple[float, float]:
-    """GenEval's (dx, dy) of ``a`` seen from ``b`` (``relative_position`` of the official script).
-
-    The offset of the centres, reduced by 10 % of both extents, over its original length. A relation holds
-    where a component exceeds one half.
-    """
-    boxes = np.array([a.box, b.box], dtype=np.float64).reshape(2, 2, 2)
-    centers = boxes.mean(axis=1)
-    extents = boxes[:, 1] - boxes[:, 0]
-    offset = centers[0] - centers[1]
-    length = float(np.linalg.norm(offset))
-    if length == 0:
-        return 0.0, 0.0
-    shrunk = np.maximum(np.abs(offset) - _POSITION_THRESHOLD * extents.sum(axis=0), 0) * np.sign(offset)
-    return float(shrunk[0]) / length, float(shrunk[1]) / length
-
-
 def _along(relation: str, a: DetectedObject, b: DetectedObject) -> float:
-    dx, dy = direction(a, b)
+    dx, dy = direction(np.array(a.box, dtype=np.float64), np.array(b.box, dtype=np.float64))
     return {"left of": -dx, "right of": dx, "above": -dy, "below": dy}[relation]
 
 
@@ -308,7 +217,7 @@ def strict_score(components: Sequence[DetectedObject], wanted: Requirements) -> 
     }
     matched: list[list[DetectedObject]] = []
     for need in wanted.include:
-        found = by_shape[need.shape][: need.count]
+        found = by_shape[need.name][: need.count]
         if len(found) < need.count:
             return 0.0
         if need.color is not None and any(c.color != need.color for c in found):
@@ -345,7 +254,7 @@ def graded_score(components: Sequence[DetectedObject], wanted: Requirements) -> 
 
 
 def _likeness(component: DetectedObject, need: Requirement) -> float:
-    wanted = SHAPES.index(need.shape)
+    wanted = SHAPES.index(need.name)
     others = np.delete(component.overlap, wanted).max()
     overlap = component.overlap[wanted]
     shape = _clip01(0.5 + (overlap - others) / _IOU_MARGIN) * _clip01(overlap / _IOU_FULL)

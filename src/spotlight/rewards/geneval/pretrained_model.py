@@ -1,0 +1,95 @@
+"""Load a model that a reward scores with: complete, in float32, and with a name for its weights.
+
+Imported in the reward's own process only: it imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spotlight.rewards.reward import RewardSetupError
+
+_DIGEST_CHARS = 12
+
+
+def load_pretrained(
+    model_class: Any, source: str, *, key: str, remedy: str, unread: str, device: torch.device
+) -> tuple[Any, str]:
+    """Load a transformers model for inference.
+
+    Args:
+        source: a hub id or a directory.
+        key: the reward and its parameter, for messages.
+        remedy: where the weights are to be had.
+        unread: pattern of the weights that inference does not read and a checkpoint may lack.
+
+    Returns:
+        The model, and ``SOURCE@DIGEST`` with a digest of its weights. The source is the checkpoint that the
+        weights were converted from, if they were.
+
+    Raises:
+        RewardSetupError: the weights cannot be read, do not fit, or are not complete.
+    """
+    local = Path(source).expanduser()
+    if (source.startswith((".", "/", "~")) or source.count(os.sep) > 1) and not local.is_dir():
+        raise RewardSetupError(f"{key} is {source!r}, which is no directory. {remedy}")
+    place = str(local) if local.is_dir() else source
+    try:
+        model, told = model_class.from_pretrained(place, output_loading_info=True, dtype=torch.float32)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise RewardSetupError(
+            f"{key} is {source!r}, from which transformers reads no {model_class.__name__}: {reason}. "
+            f"{remedy}"
+        ) from error
+    missing = sorted(name for name in told["missing_keys"] if not re.search(unread, name))
+    if missing:  # transformers would score with random numbers in their place
+        raise RewardSetupError(
+            f"{key} is {source!r}, which lacks {len(missing)} of the weights of {model_class.__name__}, "
+            f"first {missing[0]!r}. {remedy}"
+        )
+    digest = weights_digest(model, unread)
+    origin = getattr(model.config, "converted_from", source)
+    return model.eval().requires_grad_(False).to(device), f"{origin}@{digest}"
+
+
+def load_tokenizer(source: str, *, key: str, remedy: str) -> Any:
+    """A model's tokenizer. Raises RewardSetupError."""
+    from transformers import AutoTokenizer
+
+    local = Path(source).expanduser()
+    try:
+        return AutoTokenizer.from_pretrained(str(local) if local.is_dir() else source)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise RewardSetupError(f"{key} is {source!r}, which has no tokenizer: {reason}. {remedy}") from error
+
+
+def weights_digest(model: torch.nn.Module, unread: str) -> str:
+    """Digest of the tensors' contents, whatever their names and order, without those not read."""
+    contents = sorted(
+        hashlib.sha256(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()).digest()
+        for name, tensor in model.state_dict().items()
+        if tensor.numel() and not re.search(unread, name)
+    )
+    return hashlib.sha256(b"".join(contents)).hexdigest()[:_DIGEST_CHARS]
+
+
+def find_device(name: str, key: str) -> torch.device:
+    """The device of this name; ``auto`` is a GPU if there is one. Raises RewardSetupError."""
+    try:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else None
+        device = torch.device(name) if device is None else device
+        torch.empty(1, device=device)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise RewardSetupError(
+            f"{key} is {name!r}, which cannot be used ({reason}); expected auto, cpu, cuda or cuda:INDEX."
+        ) from error
+    return device
