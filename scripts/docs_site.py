@@ -222,7 +222,7 @@ def commands_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _commands(group: TyperGroup) -> Iterator[tuple[str, Command]]:
+def _commands(group: TyperGroup) -> Iterator[tuple[str, typing.Any]]:
     """All commands with their full names, a group's before its parts."""
     for name, command in group.commands.items():
         yield name, command

@@ -107,6 +107,9 @@ def check(prompts, metadata, *, word="OPEN"):
             time.sleep(60)
         if word not in prompt:
             raise RewardInputError(f"prompt {prompt!r} lacks {word!r}")
+
+def scored_by(*, word):
+    return f"a reader of {word.upper()}"
 """
 
 
@@ -376,11 +379,16 @@ class TestCheck:
             [spec("gray"), RewardSpec("checked:reward_of_quotes", params={"word": "SALE"})]
         ) as pool:
             pool.check(["a SALE"], [{}])
+            (sample,) = ask(pool, "a SALE")
+            assert isinstance(sample, ScoredSample)
+            told = {name: score.scored_by for name, score in sample.scores.items()}
+            assert told == {"gray": "", "reward_of_quotes": "a reader of SALE"}
             with pytest.raises(RewardInputError, match="prompt 'OPEN' lacks 'SALE'"):
                 pool.check(["a SALE", "OPEN"], [{}, {}])
 
     def test_a_check_that_fails_itself_is_no_input_error(self) -> None:
-        with RewardPool([RewardSpec("checked:reward_of_quotes")], start_deadline_s=1.0) as pool:
+        reward = RewardSpec("checked:reward_of_quotes", params={"word": "OPEN"})
+        with RewardPool([reward], start_deadline_s=1.0) as pool:
             with pytest.raises(RewardSetupError, match="check of reward 'reward_of_quotes' raised KeyError"):
                 pool.check(["bug"], [{}])
             with pytest.raises(
@@ -391,6 +399,13 @@ class TestCheck:
 
 
 class TestStartAndEnd:
+    def test_a_reward_that_cannot_tell_what_scores_does_not_start(self) -> None:
+        with pytest.raises(
+            RewardSetupError, match="'checked:reward_of_quotes': its scored_by raised"
+        ) as error:
+            RewardPool([RewardSpec("checked:reward_of_quotes", params={"word": 3})])
+        assert "'int' object has no attribute 'upper'" in str(error.value)
+
     def test_a_reward_that_cannot_be_loaded_leaves_nothing_running(self) -> None:
         with pytest.raises(RewardSetupError, match="no module 'nowhere'"):
             RewardPool([spec("gray"), RewardSpec("nowhere:reward_of")])

@@ -85,7 +85,7 @@ def test_the_modules_check_gets_the_params_it_names(own: Path) -> None:
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
     assert (
-        "unknown reward 'shape'; the registered rewards are shapes, ocr, jpeg_size. Did you mean 'shapes'?"
+        f"unknown reward 'shape'; the registered rewards are {', '.join(REWARDS)}. Did you mean 'shapes'?"
         in failure("shape")
     )
     assert "'module:function'" in failure("my_reward")

@@ -11,7 +11,6 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
