@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from spotlight.config.schema import RunConfig
+from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.results import ScoredSample
-from spotlight.rewards.reward_pool import RewardPool
 from spotlight.rollout.state import FinishedRollout
 from spotlight.runtime.build import components as build
 from spotlight.runtime.build.learner_parts import Learning, assemble, fill_embeddings, prepare_model

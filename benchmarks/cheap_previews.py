@@ -32,8 +32,8 @@ from benchmarks._measure import CLOCK_HELP, Clock, machine, ratio, take_turns, w
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
 from spotlight.models.family import Condition
+from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.results import ScoredSample
-from spotlight.rewards.reward_pool import RewardPool
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe
 from spotlight.runtime.build import components as build

@@ -10,8 +10,8 @@ from main_job import NFT, Job
 
 from conftest import Straight
 from spotlight.models.family import ModelError
+from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.reward import RewardInputError
-from spotlight.rewards.reward_pool import RewardPool
 from spotlight.runtime import inference as trained
 from spotlight.runtime.inference import TrainedRun
 from spotlight.runtime.observer import Silent

@@ -17,8 +17,8 @@ from spotlight.cluster.blobs.blob_client import BlobClient
 from spotlight.cluster.blobs.blob_store import StoredBlob
 from spotlight.cluster.remote_calls import Conversations
 from spotlight.cluster.sample_scoring import AcceptedSamples, SampleScoring
+from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.results import RewardSpec
-from spotlight.rewards.reward_pool import RewardPool
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.types import Prompt, WorkerId
 from spotlight.worker.outbox import ReportOutbox

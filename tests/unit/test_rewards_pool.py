@@ -17,11 +17,11 @@ import numpy as np
 import psutil
 import pytest
 
+from spotlight.rewards.pool.reward_pool import RewardPool
+from spotlight.rewards.pool.reward_process import PoolClosedError
+from spotlight.rewards.pool.reward_worker import RewardResultError, as_curves
 from spotlight.rewards.results import FailureKind, RewardFailure, RewardSpec, ScoredSample
 from spotlight.rewards.reward import Image, RewardInputError, RewardSetupError
-from spotlight.rewards.reward_pool import RewardPool
-from spotlight.rewards.reward_process import PoolClosedError
-from spotlight.rewards.reward_worker import RewardResultError, as_curves
 
 REWARDS = '''
 import ctypes, os, subprocess, sys, threading, time
@@ -451,7 +451,7 @@ class TestStartAndEnd:
         script = textwrap.dedent(f"""
             import time
             import numpy as np
-            from spotlight.rewards.reward_pool import RewardPool
+            from spotlight.rewards.pool.reward_pool import RewardPool
             from spotlight.rewards.results import RewardSpec
             pool = RewardPool([RewardSpec("faulty:faces")], workers=2)
             if {busy}:

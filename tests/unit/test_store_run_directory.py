@@ -183,8 +183,10 @@ def test_disk_needs_are_checked_before_work(tmp_path: Path) -> None:
 
 
 def test_a_key_that_an_older_version_did_not_have_counts_as_its_default(tmp_path: Path) -> None:
+    def complete(text: str) -> str:
+        return text if "added" in text else text + "added: 1\n"
+
     RunDirectory.open(tmp_path, "demo", CONFIG).close()
-    defaults = "added: 1\n"
-    RunDirectory.open(tmp_path, "demo", CONFIG + "added: 1\n", defaults=defaults).close()
     with pytest.raises(OtherConfigurationError, match="added: 1 in the run, 2 now"):
-        RunDirectory.open(tmp_path, "demo", CONFIG + "added: 2\n", defaults=defaults)
+        RunDirectory.open(tmp_path, "demo", CONFIG + "added: 2\n", complete=complete)
+    RunDirectory.open(tmp_path, "demo", CONFIG + "added: 1\n", complete=complete).close()

@@ -27,7 +27,7 @@ from spotlight.cluster.workers.worker_actor import ActorStarter
 from spotlight.cluster.workers.worker_pool import WorkerPool
 from spotlight.config.load import dump_config
 from spotlight.config.schema import RunConfig
-from spotlight.rewards.reward_pool import RewardPool
+from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rollout.sequence_parallel.rendezvous import Address
 from spotlight.runtime.attempt import Attempt
 from spotlight.runtime.build import components as build

@@ -26,7 +26,7 @@ from spotlight.cluster.local.market import LocalMachines, Market
 from spotlight.cluster.nodes.connection import connected
 from spotlight.cluster.nodes.listing import read_view, require_usable
 from spotlight.config.errors import ConfigError, Problem
-from spotlight.config.load import dump_config, dump_defaults
+from spotlight.config.load import dump_config, with_new_keys
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
 from spotlight.rollout.sequence_parallel.rendezvous import serve
 from spotlight.runtime.attempt import RunResult, open_attempt, stopping_gracefully
@@ -63,7 +63,7 @@ def train_on_cluster(config: RunConfig, observer: Observer, spent_s: float = 0.0
         require_disk(config)
         directory = stack.enter_context(
             RunDirectory.open(
-                config.runs_dir, config.name, dump_config(config), RESUMABLE_KEYS, dump_defaults(config)
+                config.runs_dir, config.name, dump_config(config), RESUMABLE_KEYS, with_new_keys
             )
         )
         site = stack.enter_context(_joined(config, observer))

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from spotlight.cluster.blobs.blob_client import BlobClient
 from spotlight.cluster.blobs.blob_store import StoredBlob
 from spotlight.cluster.remote_calls import Conversations, Notify
+from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.results import FailureKind, ScoredSample
-from spotlight.rewards.reward_pool import RewardPool
 from spotlight.rollout.serialization import unpack_image
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.types import DropReason, Prompt, PromptId, Rollout, RolloutId

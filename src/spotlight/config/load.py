@@ -98,9 +98,15 @@ def dump_config(config: RunConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=100)
 
 
-def dump_defaults(config: RunConfig) -> str:
-    """The configuration of ``config``'s algorithm with every key at its default, as YAML."""
-    return yaml.safe_dump(_defaults_for({"algorithm": {"name": config.algorithm.name}}))
+def with_new_keys(text: str) -> str:
+    """A dumped configuration, with keys that it lacks because an older version wrote it at their defaults.
+
+    Unchanged if this version refuses it.
+    """
+    try:
+        return dump_config(read_config(text, "the run's configuration"))
+    except ConfigError:
+        return text
 
 
 def read_config(text: str, source: str) -> RunConfig:

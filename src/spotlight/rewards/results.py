@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any, TypeAlias
 
 from spotlight.rewards import reward_registry as registry
+from spotlight.rewards.frames import FrameRule
 from spotlight.rewards.reward import RewardScore, RewardSetupError
 
 TOTAL = "reward"
@@ -34,6 +35,7 @@ class RewardSpec:
         isolation_s: limit for then trying sample by sample, so that one bad image loses only itself; samples
             not reached fail as the batch did. None: four deadlines. 0: never.
         label: name of the reward's curves; empty: the function's name.
+        frames: which frames of a video it sees, unless it takes videos.
 
     Raises:
         ValueError: a number out of range.
@@ -47,6 +49,7 @@ class RewardSpec:
     params: Mapping[str, Any] = field(default_factory=dict)
     isolation_s: float | None = None
     label: str = ""
+    frames: FrameRule = field(default_factory=FrameRule)
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.weight):

@@ -1,7 +1,7 @@
 """The interface of reward functions.
 
-A reward is a plain function over a batch of images. It runs in its own process (``rewards/reward_pool.py``),
-so it may crash or hang without affecting the run, and it never needs torch.
+A reward is a plain function over a batch of images. It runs in its own process (``rewards/pool``), so it
+may crash or hang without affecting the run, and it never needs torch.
 
     def my_reward(images, prompts, metadata, **params):
         return [float(image.mean()) / 255 for image in images]
@@ -20,19 +20,30 @@ its signature names. It may load models, and returns what scores, to stand in ev
 
     def scored_by(**params):
         return "facebook/mask2former-swin-small-coco-instance@0f3c..."
+
+Of videos, a function sees pictures: some of their frames, whose scores are combined. One that is decorated
+with :func:`takes_videos` gets the whole videos.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 Image = NDArray[np.uint8]
-"""uint8 [height, width, 3], sRGB."""
+"""uint8 [height, width, 3], sRGB; of a video [frames, height, width, 3]."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def takes_videos(function: Function) -> Function:
+    """Declare that a reward scores whole videos, [frames, height, width, 3], instead of single frames."""
+    function.takes_videos = True  # type: ignore[attr-defined]
+    return function
 
 
 class RewardFunction(Protocol):

@@ -1,7 +1,7 @@
 """Resolves a reward's name to its function: a registered name, or ``module:function``.
 
 :func:`parse` imports nothing, so a configuration can be validated at once. :func:`load` imports; it runs
-inside the reward's own process (``rewards/reward_worker.py``).
+inside the reward's own process (``rewards/pool/reward_worker.py``).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any, TypeAlias, cast
 
 from spotlight.registry import REWARDS
+from spotlight.rewards.frames import FrameRule, OverFrames
 from spotlight.rewards.reward import RewardFunction, RewardSetupError
 
 Check: TypeAlias = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], object]
@@ -74,7 +75,7 @@ def parse(name_or_path: str) -> Reference:
     return Reference(attribute.rpartition(".")[2], module, attribute)
 
 
-def load(name_or_path: str, params: Mapping[str, Any]) -> LoadedReward:
+def load(name_or_path: str, params: Mapping[str, Any], frames: FrameRule) -> LoadedReward:
     """Import a reward and bind its parameters. The current directory is importable.
 
     Raises:
@@ -86,7 +87,10 @@ def load(name_or_path: str, params: Mapping[str, Any]) -> LoadedReward:
     _require_fitting_params(name_or_path, function, params)
     check = _hook(name_or_path, module, "check(prompts, metadata)", params)
     scored_by = _hook(name_or_path, module, "scored_by()", params)
-    return LoadedReward(cast(RewardFunction, partial(function, **params)), check, scored_by)
+    bound = cast(RewardFunction, partial(function, **params))
+    if not getattr(function, "takes_videos", False):
+        bound = cast(RewardFunction, OverFrames(bound, frames))
+    return LoadedReward(bound, check, scored_by)
 
 
 def _import(name_or_path: str, module: str) -> ModuleType:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from spotlight.config.schema import RunConfig
+from spotlight.rewards.frames import FrameRule
 from spotlight.rewards.results import RewardSpec
 
 
@@ -17,6 +18,7 @@ def make_reward_specs(config: RunConfig) -> tuple[RewardSpec, ...]:
             isolation_s=reward.isolation_s,
             label=reward.label,
             params=reward.params,
+            frames=FrameRule(reward.frames, reward.combine_frames),
         )
         for reward in config.rewards
     )

@@ -148,8 +148,8 @@ class Engine:
             for batch in _chunks(members, decode_batch(size, self.max_batch)):
                 decoded = self._family.decode(torch.stack([states[i].latents for i in batch]), size)
                 for i, frames in zip(batch, decoded, strict=True):
-                    state = states[i]
-                    results[i] = FinishedRollout(state.rollout, frames[0].copy(), _sample_tensors(state))
+                    image = frames[0] if size.frames == 1 else frames
+                    results[i] = FinishedRollout(states[i].rollout, image.copy(), _sample_tensors(states[i]))
         return [result for result in results if result is not None]
 
     def take_fewer(self) -> None:

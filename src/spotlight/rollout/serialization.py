@@ -67,7 +67,7 @@ def pack_image(finished: FinishedRollout) -> bytes:
 
 
 def unpack_image(data: bytes) -> NDArray[np.uint8]:
-    """[height, width, 3] uint8. Raises SerializationError."""
+    """[height, width, 3] uint8, or [frames, height, width, 3] of a video. Raises SerializationError."""
     _, tensors = _unpack("image", data)
     image: NDArray[np.uint8] = tensors["image"].numpy()
     return image

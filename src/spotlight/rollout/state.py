@@ -234,7 +234,7 @@ class FinishedRollout:
     """A decoded rollout.
 
     Attributes:
-        image: [height, width, 3] uint8.
+        image: [height, width, 3] uint8; of a video [frames, height, width, 3].
     """
 
     rollout: Rollout

@@ -23,8 +23,8 @@ from typing import assert_never
 import numpy as np
 
 from spotlight.models.slots import Slot, WeightSlots
+from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.results import FailureKind, RewardBatch, ScoredSample
-from spotlight.rewards.reward_pool import RewardPool
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FailedRollout, FinishedRollout, RolloutState
 from spotlight.runtime.build.components import Recipes
@@ -427,11 +427,9 @@ def _brief(detail: str) -> str:
 
 
 def _encode(picture: Picture) -> str:
-    height, width, _ = picture.shape
-    return f"{height}x{width}:{b64encode(picture.tobytes()).decode()}"
+    return f"{'x'.join(map(str, picture.shape))}:{b64encode(picture.tobytes()).decode()}"
 
 
 def _decode(encoded: str) -> Picture:
     size, _, content = encoded.partition(":")
-    height, width = map(int, size.split("x"))
-    return np.frombuffer(b64decode(content), np.uint8).reshape(height, width, 3)
+    return np.frombuffer(b64decode(content), np.uint8).reshape(*map(int, size.split("x")))

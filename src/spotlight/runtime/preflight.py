@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from contextlib import closing
 
-from spotlight.config.load import dump_config, dump_defaults
+from spotlight.config.load import dump_config, with_new_keys
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
 from spotlight.dry_run.memory_plan import checkpoint_parts
 from spotlight.dry_run.model_plan import NotHere, read_transformer
@@ -27,9 +27,7 @@ def finished_summary(config: RunConfig) -> RunSummary | None:
     Raises:
         StoreError: it belongs to another configuration, cannot be written, or is not a run.
     """
-    check_run_directory(
-        config.runs_dir, config.name, dump_config(config), RESUMABLE_KEYS, dump_defaults(config)
-    )
+    check_run_directory(config.runs_dir, config.name, dump_config(config), RESUMABLE_KEYS, with_new_keys)
     paths = RunPaths(config.runs_dir / config.name)
     if not (paths.summary.exists() and paths.ledger.exists()):
         return None

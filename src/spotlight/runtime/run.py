@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 from spotlight.config.errors import ConfigError
-from spotlight.config.load import dump_config, dump_defaults
+from spotlight.config.load import dump_config, with_new_keys
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
-from spotlight.rewards.reward_pool import RewardPool
+from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.runtime.attempt import RunResult as RunResult
 from spotlight.runtime.attempt import open_attempt, stopping_gracefully
 from spotlight.runtime.build import components as build
@@ -82,7 +82,7 @@ def train(config: RunConfig, observer: Observer, spent_s: float = 0.0) -> RunRes
         require_disk(config)
         directory = stack.enter_context(
             RunDirectory.open(
-                config.runs_dir, config.name, dump_config(config), RESUMABLE_KEYS, dump_defaults(config)
+                config.runs_dir, config.name, dump_config(config), RESUMABLE_KEYS, with_new_keys
             )
         )
         return _as_main(materials, directory, observer, clock)

@@ -5,6 +5,9 @@
     images/before-after.png           drawn from two iterations' tiles
     images/progress.png               the same images at several iterations
 
+Of videos, the pages show some frames side by side, and a page of the same name that ends in .webp plays; a
+tile is an animated PNG.
+
 A resumed run removes the images of the evaluations that it repeats (:func:`drop_pictures`).
 """
 
@@ -12,14 +15,15 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont, PngImagePlugin
+from PIL import Image, ImageDraw, ImageFont, ImageSequence, PngImagePlugin
 
 from spotlight.store.files import write_atomically
 from spotlight.store.run_directory import RunPaths
@@ -33,11 +37,14 @@ _MARGIN, _GAP, _BLOCK_GAP = 28, 6, 22
 _TITLE_PX, _TEXT_PX = 22, 14
 _LINE_PX, _CAPTION_LINES = 18, 3
 _PAGE_ASPECT = 1.5
+_CONTACT_FRAMES, _PLAYED_MAX = 4, 24
+_FRAME_MS = 1000 / 16
+"""Videos play at 16 frames per second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One image: [height, width, 3], sRGB; ``caption`` is its prompt."""
+    """One image: [height, width, 3], sRGB, or a video [frames, ...]; ``caption`` is its prompt."""
 
     picture: NDArray[np.uint8]
     caption: str
@@ -46,7 +53,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    picture: Image.Image
+    media: NDArray[np.uint8]
     label: str
     colour: str
 
@@ -57,6 +64,19 @@ class _Block:
     cells: tuple[_Cell, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _DrawnCell:
+    picture: Image.Image
+    label: str
+    colour: str
+
+
+@dataclass(frozen=True, slots=True)
+class _DrawnBlock:
+    caption: str
+    cells: tuple[_DrawnCell, ...]
+
+
 def write_grid(paths: RunPaths, iteration: int, tiles: Sequence[Tile], *, columns: int, title: str) -> Path:
     """Draw one evaluation's grid, and save each image unscaled as a tile; returns the grid's path.
 
@@ -64,18 +84,18 @@ def write_grid(paths: RunPaths, iteration: int, tiles: Sequence[Tile], *, column
         tiles: grouped by prompt; ``columns`` per prompt.
 
     Raises:
-        ValueError: no images, or one is not uint8 [height, width, 3].
+        ValueError: no images, or one is not uint8 [height, width, 3] or [frames, height, width, 3].
         StoreError: the disk is full or not writable.
     """
     _require_pictures(tiles)
     blocks = []
     for caption, members in groupby(tiles, key=lambda tile: tile.caption):
-        cells = [_Cell(_shown(tile.picture), f"{tile.score:.2f}", _FAINT) for tile in members]
+        cells = [_Cell(tile.picture, f"{tile.score:.2f}", _FAINT) for tile in members]
         blocks += [_Block(caption, tuple(cells[i : i + columns])) for i in range(0, len(cells), columns)]
     path = paths.images / f"iteration-{iteration:06d}.png"
     try:
         _keep(paths, iteration, tiles)
-        write_atomically(path, _png(_page(title, blocks)))
+        _write_page(path, title, blocks)
     except OSError as error:
         raise storage_error("cannot write the pictures", paths.images, error) from error
     return path
@@ -84,7 +104,7 @@ def write_grid(paths: RunPaths, iteration: int, tiles: Sequence[Tile], *, column
 def drop_pictures(paths: RunPaths, *, resume_at: int) -> None:
     """Remove the images of evaluations from ``resume_at`` on. Raises StoreError."""
     tiles = ((path, path.name.split("-")[0]) for path in _tiles_folder(paths).glob("*-*.png"))
-    grids = ((path, path.stem.split("-")[1]) for path in paths.images.glob("iteration-*.png"))
+    grids = ((path, path.stem.split("-")[1]) for path in paths.images.glob("iteration-*.*"))
     try:
         for path in [path for path, iteration in (*tiles, *grids) if int(iteration) >= resume_at]:
             path.unlink()
@@ -104,7 +124,8 @@ def read_tiles(paths: RunPaths, iteration: int) -> tuple[Tile, ...]:
         try:
             with Image.open(path) as image:
                 caption, score = image.info["caption"], float(image.info["score"])
-                tiles.append(Tile(np.asarray(image.convert("RGB")), caption, score))
+                frames = [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(image)]
+                tiles.append(Tile(frames[0] if len(frames) == 1 else np.stack(frames), caption, score))
         except (OSError, KeyError, ValueError) as error:
             raise StoreError(f"{path}: not a picture of this run ({error!r}). Delete it.") from error
     return tuple(tiles)
@@ -129,7 +150,7 @@ def write_comparison(paths: RunPaths, *, before: int, after: int, title: str) ->
         )
     path = paths.images / "before-after.png"
     try:
-        write_atomically(path, _png(_page(title, [_pair(old, new) for old, new in pairs])))
+        _write_page(path, title, [_pair(old, new) for old, new in pairs])
     except OSError as error:
         raise storage_error("cannot write the pictures", paths.images, error) from error
     return path
@@ -160,7 +181,7 @@ def write_progress(paths: RunPaths, iterations: Sequence[int], *, rows: int, tit
     ]
     path = paths.images / "progress.png"
     try:
-        write_atomically(path, draw_strips(title, strips))
+        write_strips(path, title, strips)
     except OSError as error:
         raise storage_error("cannot write the pictures", paths.images, error) from error
     return path
@@ -174,16 +195,13 @@ class Strip:
     pictures: tuple[tuple[NDArray[np.uint8], str], ...]
 
 
-def draw_strips(title: str, strips: Sequence[Strip]) -> bytes:
-    """A page of strips, PNG-encoded."""
+def write_strips(path: Path, title: str, strips: Sequence[Strip]) -> None:
+    """Write a page of strips as PNG; of videos a page that plays, too."""
     blocks = [
-        _Block(
-            strip.caption,
-            tuple(_Cell(_shown(picture), label, _FAINT) for picture, label in strip.pictures),
-        )
+        _Block(strip.caption, tuple(_Cell(picture, label, _FAINT) for picture, label in strip.pictures))
         for strip in strips
     ]
-    return _png(_page(title, blocks))
+    _write_page(path, title, blocks)
 
 
 def _by_caption(tiles: Sequence[Tile]) -> dict[str, list[Tile]]:
@@ -197,8 +215,8 @@ def _pair(old: Tile, new: Tile) -> _Block:
     change = new.score - old.score
     colour = _FAINT if abs(change) < 0.005 else _BETTER if change > 0 else _WORSE
     cells = (
-        _Cell(_shown(old.picture), f"before  {old.score:.2f}", _FAINT),
-        _Cell(_shown(new.picture), f"after  {new.score:.2f}", colour),
+        _Cell(old.picture, f"before  {old.score:.2f}", _FAINT),
+        _Cell(new.picture, f"after  {new.score:.2f}", colour),
     )
     return _Block(new.caption, cells)
 
@@ -207,9 +225,13 @@ def _require_pictures(tiles: Sequence[Tile]) -> None:
     if not tiles:
         raise ValueError("no pictures to draw")
     for tile in tiles:
-        if tile.picture.dtype != np.uint8 or tile.picture.ndim != 3 or tile.picture.shape[2] != 3:
-            found = f"{tile.picture.dtype} {list(tile.picture.shape)}"
-            raise ValueError(f"picture of {tile.caption!r} is {found}, expected uint8 [height, width, 3]")
+        picture = tile.picture
+        if picture.dtype != np.uint8 or picture.ndim not in (3, 4) or picture.shape[-1] != 3:
+            found = f"{picture.dtype} {list(picture.shape)}"
+            raise ValueError(
+                f"picture of {tile.caption!r} is {found}, expected uint8 [height, width, 3] or "
+                "[frames, height, width, 3]"
+            )
 
 
 def _tiles_folder(paths: RunPaths) -> Path:
@@ -225,7 +247,56 @@ def _keep(paths: RunPaths, iteration: int, tiles: Sequence[Tile]) -> None:
         notes = PngImagePlugin.PngInfo()
         notes.add_itxt("caption", tile.caption)
         notes.add_itxt("score", repr(float(tile.score)))
-        Image.fromarray(tile.picture).save(folder / f"{iteration:06d}-{index:03d}.png", pnginfo=notes)
+        first, *others = [Image.fromarray(frame) for frame in _frames(tile.picture)]
+        path = folder / f"{iteration:06d}-{index:03d}.png"
+        first.save(path, pnginfo=notes, save_all=bool(others), append_images=others, duration=_FRAME_MS)
+
+
+def _frames(media: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    return media[None] if media.ndim == 3 else media
+
+
+def _write_page(path: Path, title: str, blocks: Sequence[_Block]) -> None:
+    frames = max(len(_frames(cell.media)) for block in blocks for cell in block.cells)
+    write_atomically(path, _png(_page(title, _drawn(blocks, _side_by_side))))
+    if frames == 1:
+        return
+    first, *others = [
+        _page(title, _drawn(blocks, partial(_at, share=at / (frames - 1))))
+        for at in _spread(frames, _PLAYED_MAX)
+    ]
+    buffer = io.BytesIO()
+    duration_ms = round(_FRAME_MS * frames / (1 + len(others)))
+    first.save(buffer, "WEBP", save_all=True, append_images=others, duration=duration_ms, loop=0, quality=80)
+    write_atomically(path.with_suffix(".webp"), buffer.getvalue())
+
+
+def _drawn(blocks: Sequence[_Block], draw: Callable[[NDArray[np.uint8]], Image.Image]) -> list[_DrawnBlock]:
+    return [
+        _DrawnBlock(
+            block.caption,
+            tuple(_DrawnCell(draw(cell.media), cell.label, cell.colour) for cell in block.cells),
+        )
+        for block in blocks
+    ]
+
+
+def _side_by_side(media: NDArray[np.uint8]) -> Image.Image:
+    frames = _frames(media)
+    shown = [_shown(frames[at]) for at in _spread(len(frames), _CONTACT_FRAMES)]
+    sheet = Image.new("RGB", (sum(each.width + 2 for each in shown) - 2, shown[0].height), _FRAME)
+    for index, each in enumerate(shown):
+        sheet.paste(each, (index * (each.width + 2), 0))
+    return sheet
+
+
+def _at(media: NDArray[np.uint8], share: float) -> Image.Image:
+    frames = _frames(media)
+    return _shown(frames[round(share * (len(frames) - 1))])
+
+
+def _spread(frames: int, most: int) -> list[int]:
+    return [round(at) for at in np.linspace(0, frames - 1, min(frames, most))]
 
 
 def _shown(picture: NDArray[np.uint8]) -> Image.Image:
@@ -239,7 +310,7 @@ def _shown(picture: NDArray[np.uint8]) -> Image.Image:
     return image.resize([side * factor for side in image.size], Image.Resampling.NEAREST)
 
 
-def _page(title: str, blocks: Sequence[_Block]) -> Image.Image:
+def _page(title: str, blocks: Sequence[_DrawnBlock]) -> Image.Image:
     text = ImageFont.load_default(_TEXT_PX)
     width = max(sum(cell.picture.width + _GAP for cell in block.cells) - _GAP for block in blocks)
     captions = [_wrap(block.caption, width, text) for block in blocks]
@@ -266,7 +337,7 @@ def _page(title: str, blocks: Sequence[_Block]) -> Image.Image:
 def _draw_block(
     page: Image.Image,
     draw: ImageDraw.ImageDraw,
-    block: _Block,
+    block: _DrawnBlock,
     lines: Sequence[str],
     corner: tuple[int, int],
     picture_height: int,

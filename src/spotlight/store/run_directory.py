@@ -20,7 +20,7 @@ import errno
 import fcntl
 import os
 import socket
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
@@ -71,7 +71,11 @@ class RunPaths:
 
 
 def check_run_directory(
-    root: Path, name: str, config_text: str, may_differ: Collection[str] = (), defaults: str = ""
+    root: Path,
+    name: str,
+    config_text: str,
+    may_differ: Collection[str] = (),
+    complete: Callable[[str], str] = str,
 ) -> None:
     """Raise what :meth:`RunDirectory.open` would, without changes.
 
@@ -85,7 +89,7 @@ def check_run_directory(
         return
     _require_run_or_nothing(paths)
     if paths.config.exists():
-        _require_same_configuration(paths, config_text, may_differ, defaults)
+        _require_same_configuration(paths, config_text, may_differ, complete)
     if not os.access(paths.path, os.W_OK | os.X_OK):
         error = OSError(errno.EACCES, os.strerror(errno.EACCES), str(paths.path))
         raise storage_error("cannot use the run directory", paths.path, error)
@@ -100,15 +104,19 @@ class RunDirectory(RunPaths):
 
     @classmethod
     def open(
-        cls, root: Path, name: str, config_text: str, may_differ: Collection[str] = (), defaults: str = ""
+        cls,
+        root: Path,
+        name: str,
+        config_text: str,
+        may_differ: Collection[str] = (),
+        complete: Callable[[str], str] = str,
     ) -> Self:
         """Create or reopen the run's directory, and lock it.
 
         Args:
             may_differ: dotted keys, or sections, that may differ from the stored ``config_text``, which is
                 replaced.
-            defaults: a configuration whose values count for keys that the stored one lacks, because an older
-                version wrote it.
+            complete: adds keys to the stored text that it lacks because an older version wrote it.
 
         Raises:
             RunInUseError: another process works on it.
@@ -126,15 +134,15 @@ class RunDirectory(RunPaths):
             raise storage_error("cannot use the run directory", paths.path, error) from error
         run = cls(paths.path, lock)
         try:
-            run._adopt(config_text, may_differ, defaults)
+            run._adopt(config_text, may_differ, complete)
         except BaseException:
             run.close()
             raise
         return run
 
-    def _adopt(self, config_text: str, may_differ: Collection[str], defaults: str) -> None:
+    def _adopt(self, config_text: str, may_differ: Collection[str], complete: Callable[[str], str]) -> None:
         if self.config.exists():
-            _require_same_configuration(self, config_text, may_differ, defaults)
+            _require_same_configuration(self, config_text, may_differ, complete)
         try:
             write_atomically(self.config, config_text.encode())
         except OSError as error:
@@ -211,17 +219,15 @@ def _lock(path: Path) -> int:
 
 
 def _require_same_configuration(
-    paths: RunPaths, config_text: str, may_differ: Collection[str], defaults: str
+    paths: RunPaths, config_text: str, may_differ: Collection[str], complete: Callable[[str], str]
 ) -> None:
     try:
-        old = flatten(yaml.safe_load(paths.config.read_text()))
+        old = flatten(yaml.safe_load(complete(paths.config.read_text())))
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise StoreError(
             f"{paths.config}: cannot be read as YAML ({error}). Restore it from a copy."
         ) from error
     new = flatten(yaml.safe_load(config_text))
-    added = flatten(yaml.safe_load(defaults) or {})
-    old = {key: added[key] for key in new.keys() & added.keys() - old.keys()} | old
     differing = [
         key
         for key in sorted(old.keys() | new.keys())

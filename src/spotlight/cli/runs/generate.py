@@ -95,19 +95,18 @@ def _save(
     trained: TrainedRun,
     suffix: str,
 ) -> list[Path]:
-    import io
-
-    from PIL import Image, PngImagePlugin
+    from spotlight.store.media_files import encode_picture, encode_video
 
     paths = []
-    for (text, seed), picture in zip(pairs, pictures, strict=True):
-        notes = PngImagePlugin.PngInfo()
+    for (text, seed), media in zip(pairs, pictures, strict=True):
         about = {"prompt": text, "seed": seed, "run": trained.directory.name, "iteration": trained.iteration}
-        for key, value in (about | {"weights": trained.weights}).items():
-            notes.add_itxt(key, str(value))
-        buffer = io.BytesIO()
-        Image.fromarray(picture).save(buffer, "PNG", pnginfo=notes)
-        paths.append(_write(folder / f"{slug(text)}-seed{seed}{suffix}.png", buffer.getvalue()))
+        about["weights"] = trained.weights
+        file = folder / f"{slug(text)}-seed{seed}{suffix}"
+        if media.ndim == 3:
+            paths.append(_write(file.with_suffix(".png"), encode_picture(media, about)))
+        else:
+            fps = trained.config.rollout.fps
+            paths.append(_write(file.with_suffix(".mp4"), encode_video(media, about, fps)))
     return paths
 
 
@@ -118,14 +117,17 @@ def _save_comparison(
     new: NDArray[np.uint8],
     trained: TrainedRun,
 ) -> Path:
-    from spotlight.store.images import Strip, draw_strips
+    from spotlight.store.images import Strip, write_strips
 
     strips = [
         Strip(f"{text} (seed {seed})", ((one, "before"), (other, "after")))
         for (text, seed), one, other in zip(pairs, old, new, strict=True)
     ]
     title = f"{trained.directory.name}: before and after {trained.iteration} iterations"
-    return _write(folder / "before-after.png", draw_strips(title, strips))
+    path = folder / "before-after.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_strips(path, title, strips)
+    return path
 
 
 def _write(path: Path, content: bytes) -> Path:

@@ -31,6 +31,10 @@ class RewardConfig(Section):
     """Further attempts after a failure."""
     isolation_s: Annotated[float, Field(ge=0)] | None = None
     """Time for retrying a failed batch image by image, to lose only the bad one; default: 4 deadlines."""
+    frames: PositiveInt = 4
+    """Of a video: how many evenly spaced frames a reward for pictures sees; 1: the middle one."""
+    combine_frames: Literal["mean", "min"] = "mean"
+    """How the scores of a video's frames become the video's."""
     label: str = ""
     """Name of the reward's curves; default: the function's name."""
     params: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies it

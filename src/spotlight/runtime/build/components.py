@@ -31,7 +31,7 @@ from spotlight.models.peft_layers import LoraSpec, check_targets
 from spotlight.models.pipeline_export import read_lora
 from spotlight.models.slots import CopySlots, LoraSlots, Slot, WeightSlots
 from spotlight.registry import FAMILIES
-from spotlight.rewards.reward_pool import RewardPool
+from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.reward_specs import make_reward_specs as make_reward_specs
 from spotlight.rollout.state import Recipe
 from spotlight.runtime.build.preview_settings import exploration_plan_of, preview_recipe

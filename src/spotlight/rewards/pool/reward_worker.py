@@ -21,9 +21,9 @@ from functools import partial
 
 import numpy as np
 
-from spotlight.rewards import channel
 from spotlight.rewards import reward_registry as registry
-from spotlight.rewards.channel import (
+from spotlight.rewards.pool import channel
+from spotlight.rewards.pool.channel import (
     Batch,
     Blame,
     CheckPrompts,
@@ -61,7 +61,7 @@ def _serve(connection: socket.socket) -> None:
         nonlocal reward, scored_by
         match request:
             case Load():
-                reward = registry.load(request.name_or_path, request.params)
+                reward = registry.load(request.name_or_path, request.params, request.frames)
                 scored_by = _who_scores(request.name_or_path, reward)
                 return Done()
             case CheckPrompts():

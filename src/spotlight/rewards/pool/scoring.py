@@ -14,10 +14,10 @@ import time
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from spotlight.rewards.channel import Batch, Blame, Failed, Score, Values, encode
+from spotlight.rewards.pool.channel import Batch, Blame, Failed, Score, Values, encode
+from spotlight.rewards.pool.reward_process import ProcessLost, RewardProcess
 from spotlight.rewards.results import FailureKind, RewardFailure, RewardSpec
 from spotlight.rewards.reward import RewardScore, RewardSetupError
-from spotlight.rewards.reward_process import ProcessLost, RewardProcess
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeAlias
 
+from spotlight.rewards.frames import FrameRule
 from spotlight.rewards.reward import Image
 
 _LENGTH = struct.Struct("<Q")
@@ -27,6 +28,7 @@ class Load:
 
     name_or_path: str
     params: Mapping[str, Any]
+    frames: FrameRule
     deadline_s: float
 
 

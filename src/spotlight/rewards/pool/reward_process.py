@@ -21,8 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from spotlight.rewards import channel
-from spotlight.rewards.channel import Done, Failed, Load, Reply, Request, Values
+from spotlight.rewards.pool import channel
+from spotlight.rewards.pool.channel import Done, Failed, Load, Reply, Request, Values
 from spotlight.rewards.results import RewardSpec
 from spotlight.rewards.reward import RewardSetupError
 
@@ -35,7 +35,7 @@ _SCRATCH_MAX_BYTES = 1 << 20
 # Pass sys.path on: the process imports what this one can, and (-P) nothing from the current directory.
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from spotlight.rewards.reward_worker import main; main(int(sys.argv[2]))"
+    "from spotlight.rewards.pool.reward_worker import main; main(int(sys.argv[2]))"
 )
 
 
@@ -99,7 +99,8 @@ class RewardProcess:
             return
         self._end()
         self._spawn()
-        load = Load(self._spec.name_or_path, dict(self._spec.params), self._start_deadline_s)
+        spec = self._spec
+        load = Load(spec.name_or_path, dict(spec.params), spec.frames, self._start_deadline_s)
         try:
             reply = self._exchange(load)
         except ProcessLost as lost:

@@ -26,11 +26,11 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from spotlight.rewards.channel import Batch, Blame, CheckPrompts, Failed
+from spotlight.rewards.pool.channel import Batch, Blame, CheckPrompts, Failed
+from spotlight.rewards.pool.reward_process import PoolClosedError, ProcessLost, RewardProcess
+from spotlight.rewards.pool.scoring import Outcome, SharedBatch, score_batch
 from spotlight.rewards.results import RewardBatch, RewardSpec, combine
 from spotlight.rewards.reward import Image, RewardInputError, RewardSetupError
-from spotlight.rewards.reward_process import PoolClosedError, ProcessLost, RewardProcess
-from spotlight.rewards.scoring import Outcome, SharedBatch, score_batch
 
 Part = TypeVar("Part")
 Whole = TypeVar("Whole")
@@ -124,7 +124,8 @@ class RewardPool:
         """Score a batch in the background.
 
         Args:
-            images: uint8 [height, width, 3]; must not be modified until the result is available.
+            images: uint8 [height, width, 3], or [frames, height, width, 3]; must not be modified until the
+                result is available.
             prompts: one per image.
             metadata: one per image, picklable values.
 
@@ -275,12 +276,15 @@ def _require_pictures(images: Sequence[Image], prompts: int, metadata: int) -> N
         if (
             not isinstance(image, np.ndarray)
             or image.dtype != np.uint8
-            or image.ndim != 3
-            or image.shape[2] != 3
+            or image.ndim not in (3, 4)
+            or image.shape[-1] != 3
         ):
             found = (
                 f"{image.dtype} {list(image.shape)}"
                 if isinstance(image, np.ndarray)
                 else type(image).__name__
             )
-            raise ValueError(f"image {index} is {found}; expected a numpy array [height, width, 3] of uint8")
+            raise ValueError(
+                f"image {index} is {found}; expected a numpy array of uint8, "
+                "[height, width, 3] or [frames, height, width, 3]"
+            )

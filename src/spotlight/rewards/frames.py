@@ -1,0 +1,63 @@
+"""Rewards for pictures applied to videos: some frames are scored, and their scores combined."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from spotlight.rewards.reward import Image, RewardFunction
+
+
+@dataclass(frozen=True, slots=True)
+class FrameRule:
+    """Which frames of a video a reward for pictures sees.
+
+    Attributes:
+        count: evenly spaced frames, the first and the last among them; 1: the middle one.
+        combine: of the frames' scores, curve by curve.
+    """
+
+    count: int = 4
+    combine: Literal["mean", "min"] = "mean"
+
+    def chosen(self, frames: int) -> list[int]:
+        """Indices among ``frames`` frames, ascending and distinct."""
+        if self.count == 1:
+            return [frames // 2]
+        return sorted({round(at) for at in np.linspace(0, frames - 1, min(self.count, frames))})
+
+
+@dataclass(frozen=True, slots=True)
+class OverFrames:
+    """A reward for pictures that also scores videos. Pictures are passed on as they are."""
+
+    function: RewardFunction
+    rule: FrameRule
+
+    def __call__(
+        self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+    ) -> Sequence[float] | Mapping[str, Sequence[float]]:
+        """Scores per picture or video; in one call of the reward, which may compare pictures."""
+        if all(image.ndim == 3 for image in images):
+            return self.function(images, prompts, metadata)
+        chosen = [self.rule.chosen(len(video)) for video in images]
+        owner = [index for index, frames in enumerate(chosen) for _ in frames]
+        found = self.function(
+            [video[at] for video, frames in zip(images, chosen, strict=True) for at in frames],
+            [prompts[index] for index in owner],
+            [metadata[index] for index in owner],
+        )
+        combine = np.mean if self.rule.combine == "mean" else np.min
+        cuts = np.cumsum([len(frames) for frames in chosen])[:-1]
+
+        def combined(scores: Sequence[float]) -> list[float]:
+            if len(scores) != len(owner):
+                return list(scores)  # refused by the caller, who names the number
+            return [float(combine(part)) for part in np.split(np.asarray(scores, dtype=float), cuts)]
+
+        if isinstance(found, Mapping):
+            return {curve: combined(scores) for curve, scores in found.items()}
+        return combined(found)

@@ -1,0 +1,1 @@
+"""Every reward in processes of its own, with deadlines."""

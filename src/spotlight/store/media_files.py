@@ -1,0 +1,52 @@
+"""Pictures and videos as files."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, PngImagePlugin
+
+from spotlight.store.store_errors import StoreError
+
+
+def encode_picture(picture: NDArray[np.uint8], about: Mapping[str, object]) -> bytes:
+    """[height, width, 3] as PNG, with ``about`` as text."""
+    notes = PngImagePlugin.PngInfo()
+    for key, value in about.items():
+        notes.add_itxt(key, str(value))
+    buffer = io.BytesIO()
+    Image.fromarray(picture).save(buffer, "PNG", pnginfo=notes)
+    return buffer.getvalue()
+
+
+def encode_video(frames: NDArray[np.uint8], about: Mapping[str, object], fps: float) -> bytes:
+    """[frames, height, width, 3] as MP4 (H.264), with ``about`` as its comment, in JSON.
+
+    Odd sides lose one pixel, which the format cannot hold.
+
+    Raises:
+        StoreError: PyAV is not installed.
+    """
+    try:
+        import av
+    except ModuleNotFoundError as error:
+        raise StoreError(
+            "an MP4 cannot be written without PyAV: pip install 'spotlight-rl[video]'"
+        ) from error
+    height, width = (side - side % 2 for side in frames.shape[1:3])
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as file:
+        file.metadata["comment"] = json.dumps(dict(about))
+        stream = file.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.options = {"crf": "17"}
+        for frame in frames:
+            pixels = np.ascontiguousarray(frame[:height, :width])
+            file.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        file.mux(stream.encode())
+    return buffer.getvalue()

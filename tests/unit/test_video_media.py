@@ -1,0 +1,103 @@
+"""Videos on their way: scored by frames, drawn, kept and written as MP4."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from spotlight.rewards.frames import FrameRule, OverFrames
+from spotlight.rewards.pool.reward_pool import RewardPool
+from spotlight.rewards.results import RewardSpec, ScoredSample
+from spotlight.store.images import Tile, drop_pictures, read_tiles, write_comparison, write_grid
+from spotlight.store.media_files import encode_video
+from spotlight.store.run_directory import RunPaths
+
+VIDEO = np.stack([np.full((8, 12, 3), 20 * at, np.uint8) for at in range(9)])
+
+
+def levels(images, prompts, metadata):
+    """Mean level of every picture, and its prompt's length."""
+    return {"score": [float(image.mean()) for image in images], "words": [len(p.split()) for p in prompts]}
+
+
+@given(count=st.integers(1, 12), frames=st.integers(1, 40))
+def test_frames_are_spread_evenly_and_each_is_scored_once(count: int, frames: int) -> None:
+    chosen = FrameRule(count).chosen(frames)
+    assert len(chosen) == len(set(chosen)) == min(count, frames)
+    assert all(0 <= at < frames for at in chosen)
+    if len(chosen) > 1:
+        assert (chosen[0], chosen[-1]) == (0, frames - 1)
+        steps = np.diff(chosen)
+        assert steps.max() - steps.min() <= 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [(FrameRule(3), 80.0), (FrameRule(3, "min"), 0.0), (FrameRule(1), 80.0), (FrameRule(2, "mean"), 80.0)],
+)
+def test_the_scores_of_a_videos_frames_are_combined(rule: FrameRule, expected: float) -> None:
+    found = OverFrames(levels, rule)([VIDEO, VIDEO[:1]], ["two words", "one"], [{}, {}])
+    assert found == {"score": [expected, 0.0], "words": [2.0, 1.0]}
+    assert OverFrames(levels, rule)([VIDEO[2]], ["one"], [{}]) == {"score": [40.0], "words": [1]}
+
+
+def test_the_pool_scores_videos_by_frames_or_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "video_rewards.py").write_text(
+        "from spotlight.rewards.reward import takes_videos\n"
+        "def level(images, prompts, metadata):\n    return [float(i.mean()) for i in images]\n"
+        "@takes_videos\n"
+        "def length(images, prompts, metadata):\n    return [len(i) for i in images]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    specs = [
+        RewardSpec("video_rewards:level", frames=FrameRule(2, "min")),
+        RewardSpec("video_rewards:length"),
+    ]
+    with RewardPool(specs) as pool:
+        (sample,) = pool.score([VIDEO[1:]], ["a"], [{}]).samples
+        with pytest.raises(ValueError, match=r"image 0 is uint8 \[8, 12\]; expected .*frames"):
+            pool.score([VIDEO[0, :, :, 0]], ["a"], [{}])
+    assert isinstance(sample, ScoredSample)
+    assert {name: score.value for name, score in sample.scores.items()} == {"level": 20.0, "length": 8.0}
+
+
+def test_a_grid_of_videos_is_a_contact_sheet_and_a_page_that_plays(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    paths.images.mkdir()
+    for iteration in (0, 5):
+        tiles = [Tile(VIDEO[:: 1 + member], "it brightens", 0.1 * iteration + member) for member in (0, 1)]
+        sheet = write_grid(paths, iteration, tiles, columns=2, title="held out")
+        with Image.open(sheet) as still, Image.open(sheet.with_suffix(".webp")) as playing:
+            assert still.width > 1.5 * playing.width
+            assert playing.n_frames == len(VIDEO)
+        kept = read_tiles(paths, iteration)
+        assert [np.array_equal(tile.picture, VIDEO[:: 1 + at]) for at, tile in enumerate(kept)] == [
+            True,
+            True,
+        ]
+    page = write_comparison(paths, before=0, after=5, title="both")
+    assert page.with_suffix(".webp").is_file()
+    drop_pictures(paths, resume_at=5)
+    assert sorted(path.name for path in paths.images.glob("iteration-*")) == [
+        "iteration-000000.png",
+        "iteration-000000.webp",
+    ]
+
+
+def test_an_mp4_holds_every_frame_and_what_it_is(tmp_path: Path) -> None:
+    written = encode_video(np.repeat(np.repeat(VIDEO, 4, 1), 4, 2)[:, :31], {"prompt": "it brightens"}, 8.0)
+    with av.open(io.BytesIO(written)) as file:
+        assert json.loads(file.metadata["comment"]) == {"prompt": "it brightens"}
+        stream = file.streams.video[0]
+        assert float(stream.average_rate) == 8.0
+        frames = [frame.to_ndarray(format="rgb24") for frame in file.decode(stream)]
+    assert np.stack(frames).shape == (9, 30, 48, 3)
+    assert np.abs(np.stack(frames).mean((1, 2, 3)) - 20 * np.arange(9)).max() < 6
