@@ -75,7 +75,7 @@ def parse(name_or_path: str) -> Reference:
     return Reference(attribute.rpartition(".")[2], module, attribute)
 
 
-def load(name_or_path: str, params: Mapping[str, Any], frames: FrameRule) -> LoadedReward:
+def load(name_or_path: str, params: Mapping[str, Any], frames: FrameRule | None = None) -> LoadedReward:
     """Import a reward and bind its parameters. The current directory is importable.
 
     Raises:
@@ -89,7 +89,7 @@ def load(name_or_path: str, params: Mapping[str, Any], frames: FrameRule) -> Loa
     scored_by = _hook(name_or_path, module, "scored_by()", params)
     bound = cast(RewardFunction, partial(function, **params))
     if not getattr(function, "takes_videos", False):
-        bound = cast(RewardFunction, OverFrames(bound, frames))
+        bound = cast(RewardFunction, OverFrames(bound, frames or FrameRule()))
     return LoadedReward(bound, check, scored_by)
 
 
