@@ -12,10 +12,13 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from tests.contract import family_ranks
 from tests.contract.family_cases import CASES, PROMPTS, VARIANTS, FamilyCase, Setting
+from tests.invariant import learner_world
 
 from spotlight.diffusion.samplers import ODE
 from spotlight.models.family import ModelFamily
+from spotlight.models.slots import LoraSlots, LoraSpec
 from spotlight.registry import FAMILIES
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe
@@ -178,3 +181,56 @@ def test_published_models_have_the_published_number_of_parameters(name: str, mod
         if component.startswith("transformer"):
             parameters += sum(parameter.numel() for parameter in built.parameters())
     assert parameters == pytest.approx(published.parameters, rel=0.005)
+
+
+def test_degrees_of_sequence_parallelism_give_the_same(load: Load, tmp_path: Path) -> None:
+    splitting = [name for name in CASES if FAMILIES.load(name).splits_sequence]
+    found = family_ranks.differences({name: load(name, 0).directory for name in splitting}, tmp_path)
+    assert found.keys() == {(name, degree) for name in splitting for degree in (2, 4)}
+    for case, (difference, agree) in found.items():
+        assert difference <= TOLERANCE, case
+        assert agree, case
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+@pytest.mark.parametrize("algorithm", ["flow-grpo-fast", "diffusion-nft", "awm"])
+@pytest.mark.parametrize("name", CASES)
+def test_one_step_trains_every_targeted_weight(load: Load, name: str, algorithm: str, mode: str) -> None:
+    loaded = load(name, 0)
+    world = learner_world.FamilyWorld(loaded.family, loaded.case.size)
+    learner = learner_world.make_learner(world, learner_world.algorithm(algorithm), mode, guidance=2.0)
+    samples = learner_world.roll_out(world, learner, guidance=2.0, batch=6)
+    before = {name: tensor.clone() for name, tensor in learner.slots.state("policy").items()}
+    report = learner_world.train_batch(learner, samples, 3)
+    if algorithm == "flow-grpo-fast":
+        assert report.sums.ratio_max == report.sums.means["ratio"] == 1.0
+        assert max(report.sums.replay_difference.values()) < 1e-4
+    after = learner.slots.state("policy")
+    same = [name for name in before if torch.equal(before[name], after[name])]
+    assert [name for name in same if not re.search(loaded.case.unused, name)] == []
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+@pytest.mark.parametrize("name", CASES)
+def test_plain_diffusers_draws_our_pictures_with_trained_weights(
+    load: Load, name: str, tmp_path: Path
+) -> None:
+    loaded = load(name, 0)
+    case, setting = loaded.case, loaded.case.settings[-1]
+    family = learner_world.FamilyWorld(loaded.family, case.size).fresh()
+    slots = LoraSlots(family.transformer, LoraSpec(rank=2, alpha=3.0, targets=family.lora_targets))
+    generator = torch.Generator().manual_seed(7)
+    slots.load_state(
+        "policy",
+        {n: 0.2 * torch.randn(t.shape, generator=generator) for n, t in slots.state("policy").items()},
+    )
+    with slots.use("policy") as model:
+        latents, ours = draw(family, setting, model)
+    lora = plain_pipeline(case, loaded.directory)
+    assert np.abs(case.call(lora, family, latents, setting) - ours).max() > 100 * TOLERANCE
+    lora.load_lora_weights(
+        family.save_lora(tmp_path / "lora", slots.state("policy"), slots.metadata()).parent
+    )
+    merged = plain_pipeline(case, family.save_merged(tmp_path / "merged", slots.merged_state("policy")))
+    for pipe in (lora, merged):
+        assert np.abs(case.call(pipe, family, latents, setting) - ours).max() <= TOLERANCE

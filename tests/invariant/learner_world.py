@@ -19,6 +19,7 @@ from spotlight.diffusion.samplers import CPS, ODE, FlowSDE
 from spotlight.diffusion.schedule import AllSteps, RandomWindow, SdeWindow
 from spotlight.models.condition import Condition
 from spotlight.models.families.qwen_image import QwenImage
+from spotlight.models.family import ModelFamily
 from spotlight.models.media import MediaSize
 from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.slots import CopySlots, LoraSlots, WeightSlots
@@ -38,22 +39,29 @@ WEIGHTS = {"quality": 1.0}
 LORA = LoraSpec(rank=4, alpha=8.0, targets=QwenImage.lora_targets, seed=3)
 
 
-class World:
-    """The model and its embeddings, read once. ``layers``: keep only the first blocks, for speed."""
+class FamilyWorld:
+    """A model and its embeddings."""
 
-    def __init__(self, pipeline: Path, cache: Path, layers: int = 2) -> None:
-        self.family = QwenImage.load(pipeline, device="cpu", dtype=torch.float32, embeddings_cache=cache)
-        blocks = self.family.transformer.transformer_blocks
-        self.family.transformer.transformer_blocks = blocks[:layers]
+    def __init__(self, family: ModelFamily, size: MediaSize) -> None:
+        self.family, self.size = family, size
         *self.conditions, self.negative = self.family.encode([*PROMPTS, " "])
 
-    def fresh(self, dtype: torch.dtype = torch.float32) -> QwenImage:
+    def fresh(self, dtype: torch.dtype = torch.float32) -> ModelFamily:
         """The family with a transformer of its own, without adapters."""
         family = copy.copy(self.family)
         family.transformer = copy.deepcopy(self.family.transformer)
         if dtype != torch.float32:
             family.transformer, family.dtype = family.transformer.to(dtype), dtype
         return family
+
+
+class World(FamilyWorld):
+    """The tiny Qwen-Image, read once. ``layers``: keep only the first blocks, for speed."""
+
+    def __init__(self, pipeline: Path, cache: Path, layers: int = 2) -> None:
+        family = QwenImage.load(pipeline, device="cpu", dtype=torch.float32, embeddings_cache=cache)
+        family.transformer.transformer_blocks = family.transformer.transformer_blocks[:layers]
+        super().__init__(family, SIZE)
 
 
 def algorithm(name: str, **params: Any) -> Algorithm:
@@ -63,11 +71,11 @@ def algorithm(name: str, **params: Any) -> Algorithm:
     return build_algorithm(ALGORITHMS.load(name)(**params), sampler)
 
 
-def make_slots(family: QwenImage, algo: Algorithm, mode: str, extra: Sequence[Slot] = ()) -> WeightSlots:
+def make_slots(family: ModelFamily, algo: Algorithm, mode: str, extra: Sequence[Slot] = ()) -> WeightSlots:
     wanted = [*algo.extra_slots, *extra]
     if mode == "full":
         return CopySlots(family.transformer, wanted)
-    slots = LoraSlots(family.transformer, LORA, wanted)
+    slots = LoraSlots(family.transformer, replace(LORA, targets=family.lora_targets), wanted)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():  # adapters that already do something: with B = 0 the gradient of A is 0
         for name, parameter in slots.parameters("policy").items():
@@ -80,7 +88,7 @@ def make_slots(family: QwenImage, algo: Algorithm, mode: str, extra: Sequence[Sl
 
 
 def make_learner(
-    world: World,
+    world: FamilyWorld,
     algo: Algorithm,
     mode: str = "lora",
     *,
@@ -104,14 +112,14 @@ def make_learner(
         make_slots(family, algo, mode, extra),
         algo,
         learner_config,
-        size=SIZE,
-        guidance=TrainingGuidance(guidance, world.negative) if guidance > 1 else None,
+        size=world.size,
+        guidance=TrainingGuidance(guidance, world.negative, family.embedded_guidance),
         ranks=ranks,
     )
 
 
 def roll_out(
-    world: World, learner: Learner, *, guidance: float = 1.0, iteration: int = 0, batch: int = 4
+    world: FamilyWorld, learner: Learner, *, guidance: float = 1.0, iteration: int = 0, batch: int = 4
 ) -> list[TrainingSample]:
     """Real rollouts of every prompt by the learner's own weights, with made-up rewards."""
     algo = learner.algorithm
@@ -120,7 +128,8 @@ def roll_out(
         "flow-grpo-fast": RandomWindow(2, high=STEPS - 1),
         "grpo-guard": AllSteps(),
     }
-    recipe = Recipe(SIZE, algo.sampler, windows.get(algo.name), guidance, algo.keeps)
+    window, embedded = windows.get(algo.name), world.family.embedded_guidance
+    recipe = Recipe(world.size, algo.sampler, window, guidance, algo.keeps, embedded)
     rollouts = [
         Rollout(
             id=RolloutId(f"{p}/{member}"),

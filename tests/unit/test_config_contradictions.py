@@ -14,6 +14,7 @@ from spotlight.config.schema import RunConfig
 from spotlight.config.sections.evaluation import EvaluationConfig
 from spotlight.config.sections.learner_section import LearnerConfig
 from spotlight.config.sections.rollout import RolloutConfig
+from spotlight.registry import FAMILIES
 
 BASE = (
     "algorithm.name=diffusion-nft",
@@ -37,6 +38,7 @@ WINDOW = (*GRPO, "rollout.sde_window.kind=random")
         ([*WINDOW, "rollout.sde_window={low: 3, high: 5}"], "rollout.sde_window.size", "take fewer steps"),
         ([*GRPO, "algorithm.train_timesteps=10"], "algorithm.train_timesteps", "Lower it"),
         ([*WINDOW, "algorithm.train_timesteps=4"], "algorithm.train_timesteps", "widen rollout.sde_window"),
+        (["rollout.embedded_guidance=3.5"], "rollout.embedded_guidance", "rollout.true_cfg_scale"),
         (["learner.updates_per_batch=5"], "learner.updates_per_batch", "4 or 6"),
         (["learner.micro_batch_size=50"], "learner.micro_batch_size", "48 or 64"),
         (["learner.mode=full", "model.dtype=bfloat16"], "model.dtype", "set model.dtype=float32"),
@@ -220,3 +222,15 @@ def test_grids_show_no_more_images_than_there_are() -> None:
     assert load_config(None, ["evaluation.images_per_prompt=1"]).evaluation.grid[1] == 1
     assert EvaluationConfig().grid == (8, 4)
     assert EvaluationConfig(grid_images=16).grid == (8, 16)
+
+
+def test_a_family_that_cannot_be_split_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FAMILIES.load("flux"), "splits_sequence", False)
+    split = ["model.family=flux", "fleet={driver: ray, sequence_parallel: {degrees: [1, 2]}}"]
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*BASE, *split])
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.expected) == (
+        "fleet.sequence_parallel.degrees",
+        "[1] with model.family=flux",
+    )

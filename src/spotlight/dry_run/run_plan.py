@@ -12,6 +12,7 @@ from statistics import median
 from spotlight.config.errors import ConfigError
 from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import Prompts, load_prompts
+from spotlight.data.section_names import under
 from spotlight.dry_run.memory_plan import Estimate, disk_parts, memory_parts
 from spotlight.dry_run.model_plan import (
     ModelSizes,
@@ -101,7 +102,8 @@ def make_plan(config: RunConfig) -> RunPlan:
             that the model does not support.
         PromptFileError: missing or malformed prompts.
         RewardSetupError: a reward's name is unknown or reserved; imports nothing.
-        ModelError: unusable model directory, LoRA target without match, or unsupported image size.
+        ModelError: unusable model directory, LoRA target without match, or unsupported image size or
+            sequence-parallel degree.
     """
     make_reward_specs(config)  # raises
     prompts = load_prompts(config)
@@ -109,7 +111,10 @@ def make_plan(config: RunConfig) -> RunPlan:
     _require_step_cache(config, model)
     trained: int | None = None
     if isinstance(model, ModelSizes):
-        model.tokens(media_size(config.rollout))  # raises for an unsupported size
+        tokens = model.tokens(media_size(config.rollout))  # raises for an unsupported size
+        with under("fleet.sequence_parallel"):
+            for degree in config.fleet.sequence_parallel.degrees:
+                family_of(config).check_split(degree, tokens, config.model.max_text_tokens)
         trained = parameters_trained(config, model)
     images = len(prompts.test) * config.evaluation.images_per_prompt
     evaluations = config.evaluation.count(config.iterations)

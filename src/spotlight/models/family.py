@@ -239,6 +239,15 @@ class ModelFamily(ABC):
         arguments: dict[str, object] = {"true_cfg_scale": scale}
         return arguments if embedded is None else arguments | {"guidance_scale": embedded}
 
+    @classmethod  # noqa: B027 (most families need no check)
+    def check_split(cls, degree: int, tokens: int, text_tokens: int) -> None:
+        """Raise :class:`ModelError` (``degrees has ..``) if forwards cannot be split over ``degree`` GPUs.
+
+        Args:
+            tokens: of one sample.
+            text_tokens: limit per prompt.
+        """
+
     def check_parts(self) -> None:  # noqa: B027 (most families have nothing to check)
         """Raise :class:`ModelError` if the loaded parts belong to different models."""
 

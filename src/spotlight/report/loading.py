@@ -29,7 +29,8 @@ def loading_snippet(
         merged: default: true for a full fine-tune.
     """
     lora = config.learner.mode == "lora" if merged is None else not merged
-    pipeline = FAMILIES.load(config.model.family).pipeline_class
+    family = FAMILIES.load(config.model.family)
+    pipeline = family.pipeline_class
     source = base_model(config) if lora else str(weights)
     loaded = [repr(source)]
     if config.model.revision is not None and lora:
@@ -42,12 +43,15 @@ def loading_snippet(
     if lora:
         lines.append(f"pipe.load_lora_weights({str(weights)!r})")
     rollout = config.rollout
+    embedded = family.embedded_guidance if rollout.embedded_guidance is None else rollout.embedded_guidance
+    guidance = family.call_arguments(rollout.true_cfg_scale, embedded)
     call = [
         repr(prompt),
         f"height={rollout.height}",
         f"width={rollout.width}",
         f"num_inference_steps={config.evaluation.steps}",
-        f"true_cfg_scale={rollout.true_cfg_scale}",
+        f"max_sequence_length={config.model.max_text_tokens}",
+        *(f"{name}={value!r}" for name, value in guidance.items()),
     ]
     if rollout.true_cfg_scale > 1:
         call.append(f"negative_prompt={rollout.negative_prompt!r}")

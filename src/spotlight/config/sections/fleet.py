@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
 from spotlight.config.errors import Problem
 from spotlight.config.section import Section
-from spotlight.registry import CLOUDS
+from spotlight.registry import CLOUDS, FAMILIES
 
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
@@ -139,6 +139,11 @@ class FleetConfig(Section):
             yield Problem(
                 "fleet.sequence_parallel.degrees", str(degrees), "each degree once, ascending",
                 f"Set {ascending}.",
+            )  # fmt: skip
+        if degrees[-1] > 1 and not FAMILIES.load(run.model.family).splits_sequence:
+            yield Problem(
+                "fleet.sequence_parallel.degrees", str(degrees), f"[1] with model.family={run.model.family}",
+                "Forwards of this family cannot be split over several GPUs: leave it out.",
             )  # fmt: skip
         forming_s = self.answer_s / 2 + 2 * self.collective_s
         if degrees[-1] > 1 and _TIMES_ASKED * self.answer_s < forming_s:

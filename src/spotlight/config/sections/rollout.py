@@ -9,6 +9,7 @@ from pydantic import Field, PositiveInt
 
 from spotlight.config.errors import Problem
 from spotlight.config.section import Section
+from spotlight.registry import FAMILIES
 
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
@@ -71,7 +72,13 @@ class RolloutConfig(Section):
         return self.steps - 1 if self.sde_window.kind == "all" else self.sde_window.size
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Sampler or SDE window that does not suit the algorithm."""
+        """Guidance the family does not take; a sampler or SDE window that does not suit the algorithm."""
+        if self.embedded_guidance is not None and FAMILIES.load(run.model.family).embedded_guidance is None:
+            yield Problem(
+                "rollout.embedded_guidance", f"{self.embedded_guidance:g}",
+                f"nothing with model.family={run.model.family}",
+                "Its models take no scale as an input: leave it out, and guide by rollout.true_cfg_scale.",
+            )  # fmt: skip
         name = run.algorithm.name
         if not run.algorithm.learns_from_clean_samples:
             yield from self._noise_problems(name)

@@ -54,6 +54,7 @@ class Flux(ModelFamily):
     )
     activations = ActivationCosts(lora=20.0, full=27.0, checkpointed=1.5, forward=15.0, decode=21.0)
     embedded_guidance = 3.5
+    splits_sequence = True
     text_tokens_max = 512
     published = {
         "black-forest-labs/FLUX.1-dev": PublishedModel(
@@ -113,6 +114,16 @@ class Flux(ModelFamily):
     def planned_text_tokens(cls, words: int, most: int) -> int:
         """All of them: prompts are padded."""
         return most
+
+    @classmethod
+    def check_split(cls, degree: int, tokens: int, text_tokens: int) -> None:
+        """Without a text mask nothing can be padded: all tokens together must divide."""
+        if (tokens + text_tokens) % degree:
+            raise ModelError(
+                f"degrees has {degree}; expected divisors of {tokens + text_tokens}, the tokens of a picture "
+                "and its text: FLUX takes no text mask, so nothing can be padded. Change rollout.height or "
+                "width, or leave the degree out"
+            )
 
     def check_parts(self) -> None:
         """Sizes of transformer, VAE and text encoders that must agree."""

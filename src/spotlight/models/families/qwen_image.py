@@ -215,7 +215,7 @@ class QwenImage(ModelFamily):
         )
 
         channels, heads, layers, text_width, factor = (
-            (8, 2, 2, 32, 4), (4, 4, 1, 48, 2), (12, 2, 3, 64, 8), (8, 4, 2, 32, 2),
+            (8, 4, 2, 32, 4), (4, 2, 1, 48, 2), (12, 6, 3, 64, 8), (8, 4, 1, 32, 2),
         )[variant]  # fmt: skip
         tokenizer = tiny.qwen2_tokenizer([TEMPLATE], ("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
         halvings = factor.bit_length() - 1
@@ -228,10 +228,10 @@ class QwenImage(ModelFamily):
                 in_channels=4 * channels,
                 out_channels=channels,
                 num_layers=layers,
-                attention_head_dim=16,
+                attention_head_dim=8,
                 num_attention_heads=heads,
                 joint_attention_dim=text_width,
-                axes_dims_rope=(4, 6, 6),
+                axes_dims_rope=(2, 2, 4),
             ),
             vae=AutoencoderKLQwenImage(
                 base_dim=8,

@@ -60,7 +60,7 @@ def prepare_model(config: RunConfig, device: torch.device) -> Model:
     """Load the model, and check that it can do what the configuration asks for.
 
     Raises:
-        ModelError: it cannot be loaded, or does not support the image size or number of steps.
+        ModelError: it cannot be loaded, or does not support the image size, number of steps or degree.
         ConfigError: attention heads not divisible by a sequence-parallel degree, or preview shortcuts
             unsupported by model or device.
     """
@@ -125,6 +125,10 @@ def _require_degrees(config: RunConfig, family: ModelFamily) -> None:
             "fleet.sequence_parallel.degrees", str(list(degrees)), "degrees that suit the model", str(error)
         )
         raise ConfigError("the configuration", [problem]) from error
+    with under("fleet.sequence_parallel"):
+        for degree in degrees:
+            tokens = family.dimensions.tokens(media_size(config.rollout))
+            family.check_split(degree, tokens, config.model.max_text_tokens)
 
 
 def _require_shortcuts(config: RunConfig, family: ModelFamily) -> None:
