@@ -128,10 +128,11 @@ def shard(slots: WeightSlots, ranks: Ranks, compute_dtype: torch.dtype | None = 
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for module in slots.modules().values():
         if not isinstance(module, FSDPModule):
-            _shard_module(module, compute_dtype)
+            shard_module(module, compute_dtype)
 
 
-def _shard_module(module: nn.Module, compute_dtype: torch.dtype | None) -> None:
+def shard_module(module: nn.Module, compute_dtype: torch.dtype | None) -> None:
+    """Shard one module in place over the default process group, even of one rank."""
     device = next(module.parameters()).device.type
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     precision = MixedPrecisionPolicy(

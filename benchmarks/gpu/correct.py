@@ -1,0 +1,316 @@
+"""Part A: rows that say whether results are right."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.gpu import lab as model
+from benchmarks.gpu.lab import CLIP_RANGE, Lab
+from benchmarks.gpu.suite import Outcome, Skip
+from benchmarks.gpu.timing import copy_tb_s, kernels, matmul_tflops
+from spotlight.config.load import build_config
+from spotlight.dry_run.memory_plan import memory_parts
+from spotlight.dry_run.model_plan import ModelSizes, bind_targets, layout_of, lora_parameters
+from spotlight.models.family import Condition
+from spotlight.models.pipeline_files import PipelineFiles
+from spotlight.models.qwen_image import QwenImage
+from spotlight.models.skeleton import base_state, filling
+from spotlight.models.slots import LoraSlots
+from spotlight.training.device_memory import measure_peak
+from spotlight.training.learner import Learner
+
+BACKENDS = (
+    "_native_math",
+    "native",
+    "_native_flash",
+    "_native_efficient",
+    "_native_cudnn",
+    "flash",
+    "_flash_3",
+    "sage",
+    "xformers",
+)
+"""diffusers' names; the first is the reference."""
+STEPS = 4
+_GRAPHS_MAX = 64
+"""dynamo gives up at 8 by default: slots, masks and shapes need more."""
+
+
+def matmul_ceiling(lab: Lab) -> Outcome:
+    """What the other rows' TFLOP/s are to be compared with."""
+    return Outcome(matmul_tflops(lab))
+
+
+def copy_ceiling(lab: Lab) -> Outcome:
+    """What the other rows' bytes a second are to be compared with."""
+    return Outcome(copy_tb_s(lab))
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """|found - expected| / |expected|, in float64 on the CPU; NaN if anything is."""
+    a, b = found.detach().double().cpu(), expected.detach().double().cpu()
+    return float((a - b).norm() / b.norm())
+
+
+def velocity_against_cpu(lab: Lab) -> Outcome:
+    """bfloat16 on the device against float32 on the CPU, the same weights."""
+    shape, layers = lab.scale.exact, lab.scale.few_layers
+    family = lab.fresh(layers)
+    found = lab.velocity(family, family.transformer, shape)
+    there = Lab(lab.home, torch.device("cpu"), tiny=lab.tiny)
+    reference = there.empty(layers, torch.float32)
+    theirs = family.transformer.state_dict()
+    with filling(reference.transformer) as targets:
+        for name, tensor in targets.items():
+            tensor.copy_(theirs[name])
+    latents, sigma = lab.latents(family, shape)
+    text = reference.collate(lab.conditions(shape))
+    expected = model.forward(reference, reference.transformer, latents.cpu(), sigma.cpu(), text, shape)
+    return Outcome(distance(found, expected), {"layers": layers, "norm": float(expected.norm())})
+
+
+def velocity_padded(lab: Lab) -> Outcome:
+    """A prompt padded to a longer one's length against the same prompt alone."""
+    family, shape = lab.family(), lab.scale.exact
+    short, long = lab.condition(shape.text - 3), lab.condition(2 * shape.text, 1)
+    latents, sigma = lab.latents(family, shape)
+    with lab.slots().use("policy", merged=True) as module:
+        both = model.forward(family, module, latents, sigma, family.collate([short, long]), shape)
+        alone = [
+            model.forward(family, module, latents[i : i + 1], sigma[i : i + 1], family.collate([text]), shape)
+            for i, text in enumerate((short, long))
+        ]
+    values = [distance(both[i : i + 1], found) for i, found in enumerate(alone)]
+    return Outcome(max(values), {"padded": values[0], "longest": values[1]})
+
+
+@contextmanager
+def attention(module: nn.Module, backend: str) -> Iterator[None]:
+    """The transformer with one of diffusers' attention backends."""
+    module.set_attention_backend(backend)  # type: ignore[operator]
+    try:
+        yield
+    finally:
+        # diffusers keeps a global one, too, which resetting leaves.
+        module.set_attention_backend("native")  # type: ignore[operator]
+        module.reset_attention_backend()  # type: ignore[operator]
+
+
+def attention_backends(lab: Lab) -> Outcome:
+    """Every backend that runs here against the plainest, with and without a mask; and which kernels ran."""
+    layers, shape = lab.scale.few_layers, lab.scale.exact
+    family = lab.fresh(layers)
+    found: dict[str, Tensor] = {}
+    details: dict[str, object] = {}
+    for backend, masked in itertools.product(BACKENDS, (False, True)):
+        texts = [lab.condition(shape.text - 3 * (i if masked else 0), i) for i in range(shape.batch)]
+        name = f"{backend}{' masked' if masked else ''}"
+
+        def run(texts: list[Condition] = texts) -> Tensor:
+            return lab.velocity(family, family.transformer, shape, texts)
+
+        try:
+            with attention(family.transformer, backend):
+                found[name] = run()
+                ran = kernels(run, lab.device)
+        except (RuntimeError, ValueError, ImportError, NotImplementedError, KeyError, TypeError) as error:
+            if isinstance(error, torch.AcceleratorError):
+                raise  # the context is broken
+            details[name] = f"does not run: {str(error).strip().splitlines()[0][:200]}"
+            continue
+        plain = found["_native_math masked" if masked else "_native_math"]
+        kernel = [k for k in ran if re.search(r"flash|fmha|attention|sdpa|softmax|cudnn", k, re.IGNORECASE)]
+        details[name] = {"difference": distance(found[name], plain), "kernels": [k[:120] for k in kernel[:4]]}
+    differences = [row["difference"] for row in details.values() if isinstance(row, dict)]
+    return Outcome(max(differences), {"layers": layers, **details})
+
+
+def rollout_against_replay(lab: Lab) -> Outcome:
+    """Log-probs of the learner's first forward against those of the rollout, in units of the clip range."""
+    shape, slots, family = lab.scale.train_small, lab.slots(), lab.family()
+    samples = lab.samples(family, slots, shape, STEPS)
+    with learning(lab, family, slots, shape) as learner:
+        report = model.train(learner, samples)
+    steps = {name: value for name, value in report.items() if name.startswith("replay/")}
+    if not steps:
+        raise RuntimeError(f"the learner reports no replay difference, only {', '.join(report)}")
+    return Outcome(max(steps.values()) / CLIP_RANGE, {**steps, "clip_range": CLIP_RANGE})
+
+
+@contextmanager
+def learning(
+    lab: Lab, family: QwenImage, slots: LoraSlots, shape: model.Shape, **settings: object
+) -> Iterator[Learner]:
+    """A learner on the shared slots; their weights and the module's settings are as before afterwards."""
+    before = {name: tensor.clone() for name, tensor in slots.state("policy").items()}
+    try:
+        yield lab.learner(family, slots, shape, **{"gradient_checkpointing": True, **settings})
+    finally:
+        family.transformer.disable_gradient_checkpointing()  # type: ignore[operator]
+        slots.load_state("policy", before)
+        for parameter in slots.trainable_parameters().values():
+            parameter.grad = None
+
+
+@contextmanager
+def compiled(lab: Lab, module: nn.Module) -> Iterator[None]:
+    """The transformer with its blocks compiled, all by the same code; on a CPU without generating any."""
+    torch._dynamo.reset()
+    backend = "inductor" if lab.device.type == "cuda" else "aot_eager"
+    module.compile_repeated_blocks(dynamic=True, backend=backend)  # type: ignore[operator]
+    try:
+        with torch._dynamo.config.patch(recompile_limit=_GRAPHS_MAX, fail_on_recompile_limit_hit=False):
+            yield
+    finally:
+        for part in module.modules():
+            part._compiled_call_impl = None
+        torch._dynamo.reset()
+
+
+def compiled_against_eager(lab: Lab) -> Outcome:
+    """Blocks compiled by region against eager, for two shapes; and how many graphs that took."""
+    from torch._dynamo.utils import counters
+
+    layers = lab.scale.few_layers
+    family = lab.fresh(layers)
+    shapes = (lab.scale.exact, lab.scale.train_small)
+    eager = [lab.velocity(family, family.transformer, shape) for shape in shapes]
+    counters.clear()
+    with compiled(lab, family.transformer):
+        found = [lab.velocity(family, family.transformer, shape) for shape in shapes]
+        graphs = int(counters["stats"]["unique_graphs"])
+    values = [distance(a, b) for a, b in zip(found, eager, strict=True)]
+    return Outcome(max(values), {"layers": layers, "graphs": graphs, "by shape": values})
+
+
+def memory_against_plan(lab: Lab) -> Outcome:
+    """Measured peaks of denoising and training against ``--dry-run``: the largest relative error."""
+    family, slots = lab.family(), lab.slots()
+    shape, train = lab.scale.small, lab.scale.train_small
+    plan = _planned(lab, shape, train)
+    engine = lab.engine(family, shape)
+    states = lab.start(engine, shape, STEPS)
+    with slots.use("policy", merged=True) as module:
+        engine.step(module, states)
+        _, denoising = measure_peak(lab.device, lambda: engine.step(module, states))
+    samples = lab.samples(family, slots, train, STEPS)
+    with learning(lab, family, slots, train) as learner:
+        model.accumulate(learner, samples)  # allocates the gradients
+        learner.step()
+        learner.finish_batch()
+        model.accumulate(learner, samples)
+        learner.step()
+        learner.finish_batch()
+        _, training = measure_peak(lab.device, lambda: model.accumulate(learner, samples))
+    measured = {"denoising forward": denoising, "training": training}
+    errors = {name: plan[name] / found - 1 for name, found in measured.items()}
+    details = {
+        name: {"plan_gb": plan[name] / 1e9, "measured_gb": found / 1e9, "error": errors[name]}
+        for name, found in measured.items()
+    }
+    return Outcome(max(map(abs, errors.values())), details)
+
+
+def _planned(lab: Lab, shape: model.Shape, train: model.Shape) -> dict[str, float]:
+    """Bytes by part. Learner and rollouts have sizes of their own, so there are two plans."""
+    found: dict[str, float] = {}
+    for one, names in ((shape, {"denoising forward"}), (train, {"activations", "gradients"})):
+        config = build_config(
+            {
+                "model": {"path": str(lab.pipeline(lab.scale.layers)), "dtype": "bfloat16"},
+                "rollout": {
+                    "height": one.side_px,
+                    "width": one.side_px,
+                    "batch_size": one.batch,
+                    "group_size": one.batch,
+                    "prompts_per_iteration": 1,
+                    "true_cfg_scale": 1.0,
+                },
+                "learner": {
+                    "micro_batch_size": one.batch,
+                    "gradient_checkpointing": True,
+                    "autocast": "bfloat16",
+                    "lora": {"rank": lab.scale.rank, "alpha": 2.0 * lab.scale.rank},
+                },
+            },
+            "the GPU suite",
+        )
+        sizes, layout = _sizes(lab), layout_of(config)
+        trained = lora_parameters(bind_targets(sizes, layout.lora_targets), lab.scale.rank)
+        parts = memory_parts(config, sizes, layout, trained, one.text)
+        found |= {part.part: part.bytes for part in parts if part.part in names}
+    return found | {"training": found["activations"] + found["gradients"]}
+
+
+def _sizes(lab: Lab) -> ModelSizes:
+    """As ``--dry-run`` reads them from safetensors headers, which a model of random weights has not."""
+    files = PipelineFiles(lab.pipeline(lab.scale.layers))
+    dimensions = layout_of(build_config({}, "the GPU suite")).dimensions(files)
+    family = lab.family()
+    linears = {
+        name.removesuffix(".base_layer"): (part.out_features, part.in_features)
+        for name, part in family.transformer.named_modules()
+        if isinstance(part, nn.Linear) and ".lora_" not in name
+    }
+    return ModelSizes(
+        files.root,
+        sum(tensor.numel() for tensor in base_state(family.transformer).values()),
+        linears,
+        layers=dimensions.layers,
+        width=dimensions.width,
+        channels=dimensions.channels,
+        patch_px=dimensions.patch_px,
+        vae_parameters=sum(parameter.numel() for parameter in family.vae.parameters()),
+        vae_width=dimensions.vae_width,
+        text_encoder_parameters=0,
+    )
+
+
+def gpu_tests(lab: Lab) -> Outcome:
+    """``pytest -m gpu``: how many tests failed."""
+    where = Path(__file__).resolve().parents[2]
+    log = lab.home / "pytest.log"
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "--timeout", "120", "-p", "no:xdist"]
+    folders = [
+        "tests/gpu",
+        *([] if lab.tiny else ["tests/contract/test_cuda_ipc.py", "tests/e2e/test_gpu.py"]),
+    ]
+    with log.open("w") as out:
+        try:
+            code = subprocess.run(
+                [*command, *folders],
+                cwd=where,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                timeout=lab.budget_s,
+                check=False,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = -1
+    said = log.read_text()
+    ended = {
+        word: re.findall(rf"^(\S+::\S+).* {word}", said, re.MULTILINE)
+        for word in ("PASSED", "FAILED", "ERROR", "SKIPPED")
+    }
+    details: dict[str, object] = {word.lower(): len(names) for word, names in ended.items()}
+    details |= {"exit_code": code, "failed_tests": ended["FAILED"] + ended["ERROR"], "tail": said[-3000:]}
+    if code not in (0, 1, 5) and code != -1:
+        raise RuntimeError(f"pytest ended with exit code {code}: {said[-600:]}")
+    if code == -1:
+        details["stopped"] = f"after {lab.budget_s:.0f} s"
+    if not ended["PASSED"] and lab.device.type == "cuda":
+        raise (
+            Skip(f"no test ran: {said[-300:]}")
+            if code == 5
+            else RuntimeError(f"no test passed: {said[-600:]}")
+        )
+    return Outcome(len(ended["FAILED"]) + len(ended["ERROR"]), details)

@@ -1,0 +1,361 @@
+"""The model, its prompts, rollouts and learners: the one place that knows the model's interface.
+
+Weights are random, drawn on the device from a seed, so every process of a row can make the same ones without
+a file. Zero-initialised layers are drawn as well: nothing can agree by being constant.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKLQwenImage
+from torch import Tensor, nn
+
+from spotlight.algorithms import build_algorithm
+from spotlight.config.sections.algorithm import FlowGRPOConfig
+from spotlight.config.sections.learner_section import LearnerConfig
+from spotlight.diffusion.samplers import ODE, FlowSDE
+from spotlight.diffusion.schedule import AllSteps
+from spotlight.models.family import Condition, ConditionBatch, ImageSize
+from spotlight.models.peft_layers import LoraSpec
+from spotlight.models.qwen_image import QwenImage
+from spotlight.models.skeleton import filling
+from spotlight.models.slots import LoraSlots
+from spotlight.rollout.engine import Engine
+from spotlight.rollout.state import FinishedRollout, Recipe, RolloutState
+from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
+from spotlight.testbed import PIPELINE_DIR
+from spotlight.training.learner import Learner, TrainingSample
+
+CLIP_RANGE = 1e-5
+"""Of the published recipes for few steps: what a log-prob of replay must agree with."""
+AUTOCAST = torch.bfloat16
+SEED = 7
+_EXACT_LEVELS = (0.5, 0.25, 0.125)
+"""Noise levels whose timesteps bfloat16 holds exactly. Others are rounded by up to 2 of 1000, in the pipeline
+too: a difference of the input, which would hide that of the arithmetic."""
+
+_QWEN_IMAGE: Mapping[str, object] = {
+    "_class_name": "QwenImageTransformer2DModel",
+    "attention_head_dim": 128,
+    "axes_dims_rope": [16, 56, 56],
+    "guidance_embeds": False,
+    "in_channels": 64,
+    "joint_attention_dim": 3584,
+    "num_attention_heads": 24,
+    "num_layers": 60,
+    "out_channels": 16,
+    "patch_size": 2,
+}
+"""As published with Qwen-Image."""
+_QWEN_VAE: Mapping[str, object] = {
+    "base_dim": 96,
+    "z_dim": 16,
+    "dim_mult": [1, 2, 4, 4],
+    "num_res_blocks": 2,
+    "attn_scales": [],
+    "temperal_downsample": [False, True, True],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Pictures of one forward: their side in pixels, how many, and text tokens of each prompt."""
+
+    side_px: int
+    batch: int
+    text: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How large everything is.
+
+    Attributes:
+        layers: of the whole model.
+        few_layers: where a CPU computes the same in float32, or processes hold several copies.
+        small, large: pictures that are denoised.
+        train_small, train_large: pictures of a micro-batch.
+        exact: pictures compared with the CPU.
+        rank: of the adapters.
+    """
+
+    layers: int
+    few_layers: int
+    small: Shape
+    large: Shape
+    train_small: Shape
+    train_large: Shape
+    exact: Shape
+    rank: int
+
+
+FULL = Scale(60, 8, Shape(512, 16), Shape(1280, 4), Shape(512, 4), Shape(1280, 1), Shape(256, 2), rank=64)
+TINY = Scale(
+    2, 2, Shape(16, 4, 8), Shape(32, 2, 8), Shape(16, 2, 8), Shape(32, 1, 8), Shape(16, 2, 8), rank=4
+)
+
+
+class Lab:
+    """A process's device, and the model on it.
+
+    Args:
+        home: models and sockets; shared by the processes of a row.
+        device: with an index if it is a GPU.
+
+    Attributes:
+        budget_s: of the row that runs.
+    """
+
+    def __init__(self, home: Path, device: torch.device, *, tiny: bool) -> None:
+        self.home, self.device, self.tiny = home, device, tiny
+        self.scale = TINY if tiny else FULL
+        self.budget_s = 30.0
+        self._family: QwenImage | None = None
+        self._slots: LoraSlots | None = None
+        self._layers = 0
+
+    # -- the model -------------------------------------------------------------------------------------
+
+    def pipeline(self, layers: int) -> Path:
+        """A pipeline directory without the transformer's weights; made once."""
+        directory = self.home / f"layers{layers}"
+        if not directory.exists():
+            aside = self.home / f"writing{layers}"
+            shutil.copytree(PIPELINE_DIR, aside)
+            _configure(aside, layers, tiny=self.tiny)
+            aside.rename(directory)
+        return directory
+
+    def empty(self, layers: int, dtype: torch.dtype = torch.bfloat16) -> QwenImage:
+        """A family whose transformer waits to be filled."""
+        directory = self.pipeline(layers)
+        return QwenImage.load(
+            directory,
+            device=self.device,
+            dtype=dtype,
+            embeddings_cache=self.home / "embeddings",
+            read_transformer=False,
+        )
+
+    def fresh(self, layers: int, dtype: torch.dtype = torch.bfloat16) -> QwenImage:
+        """A family with random weights and without adapters, the caller's own."""
+        family = self.empty(layers, dtype)
+        with filling(family.transformer) as targets:
+            draw(targets, SEED)
+        return family
+
+    def family(self, layers: int | None = None) -> QwenImage:
+        """The shared family in bfloat16 (default: whole), with adapters in :meth:`slots`."""
+        wanted = self.scale.layers if layers is None else layers
+        if self._family is None or self._layers != wanted:
+            self.drop()
+            self._family, self._layers = self.fresh(wanted), wanted
+            self._slots = adapters(self._family, self.scale.rank)
+        return self._family
+
+    def slots(self, layers: int | None = None) -> LoraSlots:
+        """The slots of :meth:`family`: ``policy``, and ``reference`` for the model without adapters."""
+        self.family(layers)
+        assert self._slots is not None
+        return self._slots
+
+    def drop(self) -> None:
+        """Release the shared family."""
+        self._family = self._slots = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    # -- what it is given ------------------------------------------------------------------------------
+
+    def condition(self, tokens: int, seed: int = 0) -> Condition:
+        """Embeddings of a made-up prompt."""
+        width = _config(self.pipeline(self.scale.few_layers) / "transformer" / "config.json")
+        generator = torch.Generator().manual_seed(1000 + seed)
+        return Condition(torch.randn(tokens, int(str(width["joint_attention_dim"])), generator=generator))
+
+    def conditions(self, shape: Shape, *, prompts: int = 1) -> list[Condition]:
+        """One per picture, of equal length; pictures of a prompt follow one another."""
+        texts = [self.condition(shape.text, seed) for seed in range(prompts)]
+        return [texts[i * prompts // shape.batch] for i in range(shape.batch)]
+
+    def latents(self, family: QwenImage, shape: Shape) -> tuple[Tensor, Tensor]:
+        """Pure noise [batch, tokens, channels], and noise levels [batch]."""
+        generator = torch.Generator().manual_seed(SEED)
+        noise = torch.randn(shape.batch, *family.latent_shape(size(shape)), generator=generator)
+        levels = [_EXACT_LEVELS[i % len(_EXACT_LEVELS)] for i in range(shape.batch)]
+        return noise.to(self.device), torch.tensor(levels, device=self.device)
+
+    def velocity(
+        self, family: QwenImage, model: nn.Module, shape: Shape, conditions: Sequence[Condition] | None = None
+    ) -> Tensor:
+        """One forward as the engine makes it."""
+        latents, sigma = self.latents(family, shape)
+        text = family.collate(self.conditions(shape) if conditions is None else conditions)
+        return forward(family, model, latents, sigma, text, shape)
+
+    # -- rollouts and training -------------------------------------------------------------------------
+
+    def engine(self, family: QwenImage, shape: Shape) -> Engine:
+        """Of one forward for the shape's whole batch."""
+        return Engine(family, max_batch=shape.batch, autocast=AUTOCAST)
+
+    def start(
+        self, engine: Engine, shape: Shape, steps: int, *, stochastic: bool = False, prompts: int = 1
+    ) -> list[RolloutState]:
+        """Rollouts at step 0."""
+        rollouts = [_rollout(i, steps) for i in range(shape.batch)]
+        return engine.start(rollouts, self.conditions(shape, prompts=prompts), recipe(shape, stochastic))
+
+    def samples(self, family: QwenImage, slots: LoraSlots, shape: Shape, steps: int) -> list[TrainingSample]:
+        """Stochastic rollouts of the policy, with made-up advantages."""
+        engine = self.engine(family, shape)
+        conditions = self.conditions(shape)
+        with slots.use("policy", merged=True) as model:
+            results = engine.run(model, self.start(engine, shape, steps, stochastic=True))
+        lost = [result for result in results if not isinstance(result, FinishedRollout)]
+        if lost:
+            raise RuntimeError(f"rollout failed: {lost[0]}")
+        return [
+            TrainingSample(
+                key=result.rollout.id,
+                group=result.rollout.prompt_id,
+                advantage=1.0 if i % 2 else -1.0,
+                condition=conditions[i],
+                seed=result.rollout.seed,
+                version=0,
+                tensors=result.tensors,
+            )
+            for i, result in enumerate(results)
+            if isinstance(result, FinishedRollout)
+        ]
+
+    def learner(self, family: QwenImage, slots: LoraSlots, shape: Shape, **settings: object) -> Learner:
+        """Flow-GRPO with the recipe's clip range, under autocast; ``settings`` are of ``learner``."""
+        algorithm = build_algorithm(
+            FlowGRPOConfig(clip_range=CLIP_RANGE, old_log_probs="recompute"), FlowSDE(0.7)
+        )
+        config = LearnerConfig.model_validate({"learning_rate": 1e-6, "autocast": "bfloat16", **settings})
+        return Learner(family, slots, algorithm, config, size=size(shape))
+
+
+def size(shape: Shape) -> ImageSize:
+    """Of each picture."""
+    return ImageSize(shape.side_px, shape.side_px)
+
+
+def recipe(shape: Shape, stochastic: bool = False) -> Recipe:
+    """How the rollouts are made: an ODE, or all steps stochastic."""
+    if stochastic:
+        return Recipe(size(shape), FlowSDE(0.7), AllSteps(), 1.0, "trajectory")
+    return Recipe(size(shape), ODE(), None, 1.0, "final")
+
+
+@torch.no_grad()
+def forward(
+    family: QwenImage, model: nn.Module, latents: Tensor, sigma: Tensor, text: ConditionBatch, shape: Shape
+) -> Tensor:
+    """The family's velocity under the engine's autocast; float32 families compute in float32."""
+    low = family.dtype != torch.float32
+    with torch.autocast(family.device.type, dtype=AUTOCAST, enabled=low):
+        return family.velocity(model, latents, sigma, text, None, size(shape))
+
+
+def all_steps(engine: Engine, model: nn.Module, states: Sequence[RolloutState]) -> list[RolloutState]:
+    """Denoise to the end."""
+    current = list(states)
+    while not all(state.done for state in current):
+        current = engine.step(model, current)
+    return current
+
+
+def train(learner: Learner, samples: Sequence[TrainingSample], *, step: bool = True) -> dict[str, float]:
+    """One update with all samples in one micro-batch, as if the learner's weights had made them."""
+    accumulate(learner, samples)
+    if not step:
+        return {}
+    report = learner.step()
+    learner.finish_batch()
+    return report.flat()
+
+
+def accumulate(learner: Learner, samples: Sequence[TrainingSample]) -> None:
+    """Gradients of one micro-batch, not applied."""
+    now = [replace(sample, version=learner.steps) for sample in samples]
+    keys = [sample.key for sample in now]
+    learner.prepare(now, [keys])
+    learner.accumulate(keys, len(keys))
+
+
+def adapters(family: QwenImage, rank: int) -> LoraSlots:
+    """Adapters that already do something: with B = 0 the gradient of A would be 0."""
+    slots = LoraSlots(family.transformer, LoraSpec(rank, 2.0 * rank, family.default_lora_targets, seed=3))
+    generator = torch.Generator(family.device).manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in slots.parameters("policy").items():
+            if ".lora_B." in name:
+                parameter.normal_(0, 0.02, generator=generator)
+    return slots
+
+
+@torch.no_grad()
+def draw(targets: Mapping[str, Tensor], seed: int) -> None:
+    """Fill every tensor in place: matrices keep their inputs' scale, norms are 1, the rest is small."""
+    device = next(iter(targets.values())).device
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, tensor in targets.items():
+        if tensor.ndim == 1 and "norm" in name and name.endswith("weight"):
+            tensor.fill_(1.0)
+        elif tensor.ndim == 2:
+            tensor.normal_(0, 0.9 * tensor.shape[1] ** -0.5, generator=generator)
+        else:
+            tensor.normal_(0, 0.1, generator=generator)
+
+
+def using(slots: LoraSlots, *, lora: bool) -> AbstractContextManager[nn.Module]:
+    """The module with or without its adapters."""
+    return slots.use("policy", merged=True) if lora else slots.use("reference")
+
+
+def _rollout(index: int, steps: int) -> Rollout:
+    return Rollout(
+        id=RolloutId(f"r{index}"),
+        purpose=Purpose.TRAIN,
+        iteration=0,
+        prompt_id=PromptId("p"),
+        member=index,
+        seed=index,
+        steps=steps,
+        version=PolicyVersion(0),
+    )
+
+
+def _configure(directory: Path, layers: int, *, tiny: bool) -> None:
+    """Turn a copy of the embedded pipeline into one of ``layers`` layers without transformer weights."""
+    path = directory / "transformer" / "config.json"
+    for weights in path.parent.glob("*.safetensors"):
+        weights.unlink()
+    config = {**(_config(path) if tiny else _QWEN_IMAGE), "num_layers": layers}
+    path.write_text(json.dumps(config))
+    if tiny:
+        return
+    text = directory / "text_encoder" / "config.json"
+    described = _config(text)
+    described["text_config"] = {
+        **dict(described["text_config"]),  # type: ignore[call-overload]
+        "hidden_size": config["joint_attention_dim"],
+    }
+    text.write_text(json.dumps(described))
+    shutil.rmtree(directory / "vae")
+    AutoencoderKLQwenImage(**_QWEN_VAE).save_pretrained(directory / "vae")
+
+
+def _config(path: Path) -> dict[str, object]:
+    content: dict[str, object] = json.loads(path.read_text())
+    return content

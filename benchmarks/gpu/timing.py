@@ -1,0 +1,147 @@
+"""Time, floating-point operations and kernels of a piece of work, and the device's ceilings."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks._measure import Clock, take_turns
+from benchmarks.gpu.lab import Lab
+
+_PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "H800": 989.0, "GH200": 989.0, "A100": 312.0, "A800": 312.0}
+"""Dense bfloat16, by the vendor's datasheet."""
+_ROUNDS_MAX = 12
+
+
+def interleaved(lab: Lab, variants: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
+    """Seconds of every variant in every round, the variants taking turns within the row's budget.
+
+    At least two rounds, however long they take.
+    """
+    once = 0.0
+    for run in variants.values():  # compiles, allocates, and tells how long a round takes
+        run()
+        once += _timed(run, lab.device)
+    rounds = int(min(_ROUNDS_MAX, max(2, 0.7 * lab.budget_s / max(once, 1e-9) - 1)))
+    if lab.tiny:
+        rounds = 2
+    return take_turns(variants, rounds, lab.device, Clock.WALL)
+
+
+def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
+    """The median of each variant."""
+    return {name: statistics.median(taken) for name, taken in seconds.items()}
+
+
+def spread(seconds: Mapping[str, list[float]]) -> dict[str, object]:
+    """Milliseconds as details: median, least and most, and how many."""
+    return {
+        name: {
+            "median_ms": 1e3 * statistics.median(taken),
+            "min_ms": 1e3 * min(taken),
+            "max_ms": 1e3 * max(taken),
+            "rounds": len(taken),
+        }
+        for name, taken in seconds.items()
+    }
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _timed(run: Callable[[], object], device: torch.device) -> float:
+    wait(device)
+    began = time.perf_counter()
+    run()
+    wait(device)
+    return time.perf_counter() - began
+
+
+def flops(run: Callable[[], object]) -> int:
+    """Floating-point operations of matrix products, convolutions and attention, counted by shape."""
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return int(counter.get_total_flops())
+
+
+def kernels(run: Callable[[], object], device: torch.device) -> Counter[str]:
+    """Kernels launched, by name; on a CPU the operators called instead."""
+    if device.type != "cuda":
+        with _Operators() as counted:
+            run()
+        return Counter(counted.names)
+    run()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize(device)
+    events: list[Any] = list(profiler.events() or [])
+    return Counter(
+        event.name
+        for event in events
+        if str(event.device_type).endswith("CUDA") and not event.name.startswith(("Memcpy", "Memset"))
+    )
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def matmul_tflops(lab: Lab) -> float:
+    """TFLOP/s of a large bfloat16 product of random matrices."""
+    n = 256 if lab.tiny else 8192
+    a, b = (torch.randn(n, n, device=lab.device, dtype=torch.bfloat16) for _ in range(2))
+    return 2e-12 * n**3 / _repeated_s(lab, lambda: a @ b)
+
+
+def copy_tb_s(lab: Lab) -> float:
+    """TB/s of a large copy on the device, bytes read and written counted."""
+    count = 2**16 if lab.tiny else 2**32
+    source = torch.ones(count, device=lab.device, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return 2e-12 * count / _repeated_s(lab, lambda: target.copy_(source))
+
+
+def _repeated_s(lab: Lab, run: Callable[[], object], times: int = 20) -> float:
+    """Median seconds of single runs between device events."""
+    for _ in range(3):
+        run()
+    if lab.device.type != "cuda":
+        return statistics.median(_timed(run, lab.device) for _ in range(times))
+    marks: list[tuple[Any, Any]] = [(_mark(), _mark()) for _ in range(times)]
+    for before, after in marks:
+        before.record()
+        run()
+        after.record()
+    torch.cuda.synchronize(lab.device)
+    return 1e-3 * statistics.median(float(before.elapsed_time(after)) for before, after in marks)
+
+
+def _mark() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def peak_tflops(lab: Lab) -> tuple[float, str]:
+    """What a share is of: the datasheet's rate, or else the one measured now; and which it is."""
+    if lab.device.type == "cuda":
+        name = torch.cuda.get_device_name(lab.device)
+        for gpu, rate in _PEAK_TFLOPS.items():
+            if gpu in name:
+                return rate, f"datasheet of {gpu}, dense bfloat16"
+    return matmul_tflops(lab), "measured matrix product"
