@@ -1,4 +1,4 @@
-"""Processes that rows start: spawned, because CUDA does not survive a fork. Each makes a model of its own."""
+"""Processes that rows start; spawned where there is CUDA, which does not survive a fork."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ class Child:
     """A child process: ``work(place, pipe, *arguments)`` sends values. Its exception reaches :meth:`hear`."""
 
     def __init__(self, work: Callable[..., None], lab: Lab, *arguments: object) -> None:
-        context = multiprocessing.get_context("spawn")
+        method = "spawn" if lab.device.type == "cuda" else "forkserver"
+        context: Any = multiprocessing.get_context(method)
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_run, args=(work, place(lab), theirs, *arguments), daemon=True)
         self.process.start()
@@ -123,7 +124,7 @@ def roll_out_and_commit(where: Place, pipe: Connection) -> None:
     lab = where.lab()
     family, shape = lab.fresh(lab.scale.few_layers), lab.scale.small
     engine = lab.engine(family, shape)
-    states = lab.start(engine, shape, STEPS, stochastic=True)
+    states = lab.start(family, engine, shape, STEPS, stochastic=True)
     while not all(state.done for state in states):
         states = engine.step(family.transformer, states)
         aside = where.home / "commit.part"
@@ -141,7 +142,7 @@ def resume_and_compare(where: Place, pipe: Connection) -> None:
     family, shape = lab.fresh(lab.scale.few_layers), lab.scale.small
     engine = lab.engine(family, shape)
     newest = max(where.home.glob("commit[0-9]*"), key=lambda path: int(path.name.removeprefix("commit")))
-    fresh = lab.start(engine, shape, STEPS, stochastic=True)
+    fresh = lab.start(family, engine, shape, STEPS, stochastic=True)
     kept = [
         unpack_state((newest / state.rollout.id).read_bytes(), state.recipe, lab.device) for state in fresh
     ]
@@ -166,7 +167,7 @@ def roll_out_forever(where: Place, pipe: Connection, layers: int) -> None:
     lab = where.lab()
     family, shape = lab.fresh(layers), lab.scale.small
     engine = lab.engine(family, shape)
-    states = lab.start(engine, shape, STEPS)
+    states = lab.start(family, engine, shape, STEPS)
     engine.step(family.transformer, states)
     pipe.send("ready")
     while True:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +20,9 @@ from benchmarks.gpu.suite import Outcome, Skip
 from benchmarks.gpu.timing import copy_tb_s, kernels, matmul_tflops
 from spotlight.config.load import build_config
 from spotlight.dry_run.memory_plan import memory_parts
-from spotlight.dry_run.model_plan import ModelSizes, bind_targets, layout_of, lora_parameters
-from spotlight.models.family import Condition
-from spotlight.models.pipeline_files import PipelineFiles
-from spotlight.models.qwen_image import QwenImage
+from spotlight.dry_run.model_plan import ModelSizes, bind_targets, family_of, lora_parameters
+from spotlight.models.condition import Condition
+from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.skeleton import base_state, filling
 from spotlight.models.slots import LoraSlots
 from spotlight.training.device_memory import measure_peak
@@ -73,7 +73,7 @@ def velocity_against_cpu(lab: Lab) -> Outcome:
         for name, tensor in targets.items():
             tensor.copy_(theirs[name])
     latents, sigma = lab.latents(family, shape)
-    text = reference.collate(lab.conditions(shape))
+    text = reference.collate(lab.conditions(family, shape))
     expected = model.forward(reference, reference.transformer, latents.cpu(), sigma.cpu(), text, shape)
     return Outcome(distance(found, expected), {"layers": layers, "norm": float(expected.norm())})
 
@@ -81,7 +81,7 @@ def velocity_against_cpu(lab: Lab) -> Outcome:
 def velocity_padded(lab: Lab) -> Outcome:
     """A prompt padded to a longer one's length against the same prompt alone."""
     family, shape = lab.family(), lab.scale.exact
-    short, long = lab.condition(shape.text - 3), lab.condition(2 * shape.text, 1)
+    short, long = lab.condition(family, shape.text - 3), lab.condition(family, 2 * shape.text, 1)
     latents, sigma = lab.latents(family, shape)
     with lab.slots().use("policy", merged=True) as module:
         both = model.forward(family, module, latents, sigma, family.collate([short, long]), shape)
@@ -112,7 +112,7 @@ def attention_backends(lab: Lab) -> Outcome:
     found: dict[str, Tensor] = {}
     details: dict[str, object] = {}
     for backend, masked in itertools.product(BACKENDS, (False, True)):
-        texts = [lab.condition(shape.text - 3 * (i if masked else 0), i) for i in range(shape.batch)]
+        texts = [lab.condition(family, shape.text - 3 * (i if masked else 0), i) for i in range(shape.batch)]
         name = f"{backend}{' masked' if masked else ''}"
 
         def run(texts: list[Condition] = texts) -> Tensor:
@@ -148,7 +148,7 @@ def rollout_against_replay(lab: Lab) -> Outcome:
 
 @contextmanager
 def learning(
-    lab: Lab, family: QwenImage, slots: LoraSlots, shape: model.Shape, **settings: object
+    lab: Lab, family: QwenImage, slots: LoraSlots, shape: model.Shape, **settings: Any
 ) -> Iterator[Learner]:
     """A learner on the shared slots; their weights and the module's settings are as before afterwards."""
     before = {name: tensor.clone() for name, tensor in slots.state("policy").items()}
@@ -198,7 +198,7 @@ def memory_against_plan(lab: Lab) -> Outcome:
     shape, train = lab.scale.small, lab.scale.train_small
     plan = _planned(lab, shape, train)
     engine = lab.engine(family, shape)
-    states = lab.start(engine, shape, STEPS)
+    states = lab.start(family, engine, shape, STEPS)
     with slots.use("policy", merged=True) as module:
         engine.step(module, states)
         _, denoising = measure_peak(lab.device, lambda: engine.step(module, states))
@@ -244,17 +244,15 @@ def _planned(lab: Lab, shape: model.Shape, train: model.Shape) -> dict[str, floa
             },
             "the GPU suite",
         )
-        sizes, layout = _sizes(lab), layout_of(config)
-        trained = lora_parameters(bind_targets(sizes, layout.lora_targets), lab.scale.rank)
-        parts = memory_parts(config, sizes, layout, trained, one.text)
+        sizes, family = _sizes(lab), family_of(config)
+        trained = lora_parameters(bind_targets(sizes, family.lora_targets), lab.scale.rank)
+        parts = memory_parts(config, sizes, family, trained, one.text)
         found |= {part.part: part.bytes for part in parts if part.part in names}
     return found | {"training": found["activations"] + found["gradients"]}
 
 
 def _sizes(lab: Lab) -> ModelSizes:
     """As ``--dry-run`` reads them from safetensors headers, which a model of random weights has not."""
-    files = PipelineFiles(lab.pipeline(lab.scale.layers))
-    dimensions = layout_of(build_config({}, "the GPU suite")).dimensions(files)
     family = lab.family()
     linears = {
         name.removesuffix(".base_layer"): (part.out_features, part.in_features)
@@ -262,15 +260,12 @@ def _sizes(lab: Lab) -> ModelSizes:
         if isinstance(part, nn.Linear) and ".lora_" not in name
     }
     return ModelSizes(
-        files.root,
+        family.files.root,
         sum(tensor.numel() for tensor in base_state(family.transformer).values()),
         linears,
-        layers=dimensions.layers,
-        width=dimensions.width,
-        channels=dimensions.channels,
-        patch_px=dimensions.patch_px,
+        dimensions=family.dimensions,
+        video=family.video,
         vae_parameters=sum(parameter.numel() for parameter in family.vae.parameters()),
-        vae_width=dimensions.vae_width,
         text_encoder_parameters=0,
     )
 

@@ -66,7 +66,7 @@ def _utilisation(lab: Lab, operations: float, seconds: float) -> tuple[float, di
 
 def _denoising(lab: Lab, shape: Shape) -> Outcome:
     family, engine = lab.family(), lab.engine(lab.family(), shape)
-    states = lab.start(engine, shape, STEPS)
+    states = lab.start(family, engine, shape, STEPS)
     with lab.slots().use("policy", merged=True) as module:
         seconds = interleaved(lab, {"step": lambda: engine.step(module, states)})
     operations = _forward_flops(lab, shape)
@@ -101,8 +101,8 @@ def launches(lab: Lab) -> Outcome:
 def mask_cost(lab: Lab) -> Outcome:
     """Time of a batch of unequal prompts over that of equal ones, padded to the same length."""
     family, shape = lab.family(), lab.scale.small
-    equal = lab.conditions(shape)
-    unequal = [lab.condition(shape.text - i % 5, i) for i in range(shape.batch)]
+    equal = lab.conditions(family, shape)
+    unequal = [lab.condition(family, shape.text - i % 5, i) for i in range(shape.batch)]
     with lab.slots().use("policy", merged=True) as module:
         seconds = interleaved(
             lab,
@@ -231,7 +231,7 @@ def vae(lab: Lab) -> Outcome:
     """Decoding a picture as a share of denoising it."""
     family, shape = lab.family(), lab.scale.small
     engine = lab.engine(family, shape)
-    states = lab.start(engine, shape, PICTURE_STEPS)
+    states = lab.start(family, engine, shape, PICTURE_STEPS)
     done = [dataclasses.replace(state, step=PICTURE_STEPS) for state in states]
     with lab.slots().use("policy", merged=True) as module:
         seconds = interleaved(
@@ -294,7 +294,7 @@ def commit_share(lab: Lab) -> Outcome:
     family, shape = lab.family(), lab.scale.small
     engine = lab.engine(family, shape)
     with lab.slots().use("policy", merged=True) as module:
-        states = engine.step(module, lab.start(engine, shape, STEPS, stochastic=True))
+        states = engine.step(module, lab.start(family, engine, shape, STEPS, stochastic=True))
         packed = [len(pack_state(state)) for state in states]
         seconds = interleaved(
             lab,
@@ -328,8 +328,8 @@ def against_pipeline(lab: Lab) -> Outcome:
     """Our loop over diffusers' pipeline, both without adapters; a plain loop beside them."""
     family, shape, side = lab.family(), lab.scale.small, lab.scale.small.side_px
     engine = lab.engine(family, shape)
-    text = family.collate(lab.conditions(shape))
-    begun = lab.start(engine, shape, STEPS)
+    text = family.collate(lab.conditions(family, shape))
+    begun = lab.start(family, engine, shape, STEPS)
     noise, sigmas = torch.stack([state.latents for state in begun]), begun[0].sigmas.tolist()
 
     with ExitStack() as stack:
@@ -337,12 +337,12 @@ def against_pipeline(lab: Lab) -> Outcome:
         module = stack.enter_context(lab.slots().use("reference"))
 
         def ours() -> list[RolloutState]:
-            return model.all_steps(engine, module, lab.start(engine, shape, STEPS))
+            return model.all_steps(engine, module, lab.start(family, engine, shape, STEPS))
 
         def theirs() -> Tensor:
             made: Tensor = pipeline(
-                prompt_embeds=text.embeds,
-                prompt_embeds_mask=text.mask,
+                prompt_embeds=text["embeds"],
+                prompt_embeds_mask=text.mask("embeds"),
                 true_cfg_scale=1.0,
                 height=side,
                 width=side,
@@ -360,8 +360,8 @@ def against_pipeline(lab: Lab) -> Outcome:
                 v = module(
                     hidden_states=x,
                     timestep=levels,
-                    encoder_hidden_states=text.embeds,
-                    encoder_hidden_states_mask=text.mask,
+                    encoder_hidden_states=text["embeds"],
+                    encoder_hidden_states_mask=text.mask("embeds"),
                     img_shapes=[[(1, *family._patches(model.size(shape)))]] * shape.batch,
                     return_dict=False,
                 )[0]

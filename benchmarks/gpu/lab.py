@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKLQwenImage
@@ -22,9 +23,10 @@ from spotlight.config.sections.algorithm import FlowGRPOConfig
 from spotlight.config.sections.learner_section import LearnerConfig
 from spotlight.diffusion.samplers import ODE, FlowSDE
 from spotlight.diffusion.schedule import AllSteps
-from spotlight.models.family import Condition, ConditionBatch, ImageSize
+from spotlight.models.condition import Condition, ConditionBatch
+from spotlight.models.families.qwen_image import QwenImage
+from spotlight.models.media import MediaSize
 from spotlight.models.peft_layers import LoraSpec
-from spotlight.models.qwen_image import QwenImage
 from spotlight.models.skeleton import filling
 from spotlight.models.slots import LoraSlots
 from spotlight.rollout.engine import Engine
@@ -32,6 +34,7 @@ from spotlight.rollout.state import FinishedRollout, Recipe, RolloutState
 from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 from spotlight.testbed import PIPELINE_DIR
 from spotlight.training.learner import Learner, TrainingSample
+from spotlight.training.sharding import Ranks
 
 CLIP_RANGE = 1e-5
 """Of the published recipes for few steps: what a log-prob of replay must agree with."""
@@ -41,27 +44,7 @@ _EXACT_LEVELS = (0.5, 0.25, 0.125)
 """Noise levels whose timesteps bfloat16 holds exactly. Others are rounded by up to 2 of 1000, in the pipeline
 too: a difference of the input, which would hide that of the arithmetic."""
 
-_QWEN_IMAGE: Mapping[str, object] = {
-    "_class_name": "QwenImageTransformer2DModel",
-    "attention_head_dim": 128,
-    "axes_dims_rope": [16, 56, 56],
-    "guidance_embeds": False,
-    "in_channels": 64,
-    "joint_attention_dim": 3584,
-    "num_attention_heads": 24,
-    "num_layers": 60,
-    "out_channels": 16,
-    "patch_size": 2,
-}
-"""As published with Qwen-Image."""
-_QWEN_VAE: Mapping[str, object] = {
-    "base_dim": 96,
-    "z_dim": 16,
-    "dim_mult": [1, 2, 4, 4],
-    "num_res_blocks": 2,
-    "attn_scales": [],
-    "temperal_downsample": [False, True, True],
-}
+_PUBLISHED = QwenImage.published["Qwen/Qwen-Image"].configs
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,15 +157,15 @@ class Lab:
 
     # -- what it is given ------------------------------------------------------------------------------
 
-    def condition(self, tokens: int, seed: int = 0) -> Condition:
+    def condition(self, family: QwenImage, tokens: int, seed: int = 0) -> Condition:
         """Embeddings of a made-up prompt."""
-        width = _config(self.pipeline(self.scale.few_layers) / "transformer" / "config.json")
         generator = torch.Generator().manual_seed(1000 + seed)
-        return Condition(torch.randn(tokens, int(str(width["joint_attention_dim"])), generator=generator))
+        shapes = family.condition_shapes(tokens)
+        return Condition({name: torch.randn(shape, generator=generator) for name, shape in shapes.items()})
 
-    def conditions(self, shape: Shape, *, prompts: int = 1) -> list[Condition]:
+    def conditions(self, family: QwenImage, shape: Shape, *, prompts: int = 1) -> list[Condition]:
         """One per picture, of equal length; pictures of a prompt follow one another."""
-        texts = [self.condition(shape.text, seed) for seed in range(prompts)]
+        texts = [self.condition(family, shape.text, seed) for seed in range(prompts)]
         return [texts[i * prompts // shape.batch] for i in range(shape.batch)]
 
     def latents(self, family: QwenImage, shape: Shape) -> tuple[Tensor, Tensor]:
@@ -197,7 +180,7 @@ class Lab:
     ) -> Tensor:
         """One forward as the engine makes it."""
         latents, sigma = self.latents(family, shape)
-        text = family.collate(self.conditions(shape) if conditions is None else conditions)
+        text = family.collate(self.conditions(family, shape) if conditions is None else conditions)
         return forward(family, model, latents, sigma, text, shape)
 
     # -- rollouts and training -------------------------------------------------------------------------
@@ -207,18 +190,27 @@ class Lab:
         return Engine(family, max_batch=shape.batch, autocast=AUTOCAST)
 
     def start(
-        self, engine: Engine, shape: Shape, steps: int, *, stochastic: bool = False, prompts: int = 1
+        self,
+        family: QwenImage,
+        engine: Engine,
+        shape: Shape,
+        steps: int,
+        *,
+        stochastic: bool = False,
+        prompts: int = 1,
     ) -> list[RolloutState]:
         """Rollouts at step 0."""
         rollouts = [_rollout(i, steps) for i in range(shape.batch)]
-        return engine.start(rollouts, self.conditions(shape, prompts=prompts), recipe(shape, stochastic))
+        return engine.start(
+            rollouts, self.conditions(family, shape, prompts=prompts), recipe(shape, stochastic)
+        )
 
     def samples(self, family: QwenImage, slots: LoraSlots, shape: Shape, steps: int) -> list[TrainingSample]:
         """Stochastic rollouts of the policy, with made-up advantages."""
         engine = self.engine(family, shape)
-        conditions = self.conditions(shape)
+        conditions = self.conditions(family, shape)
         with slots.use("policy", merged=True) as model:
-            results = engine.run(model, self.start(engine, shape, steps, stochastic=True))
+            results = engine.run(model, self.start(family, engine, shape, steps, stochastic=True))
         lost = [result for result in results if not isinstance(result, FinishedRollout)]
         if lost:
             raise RuntimeError(f"rollout failed: {lost[0]}")
@@ -236,18 +228,26 @@ class Lab:
             if isinstance(result, FinishedRollout)
         ]
 
-    def learner(self, family: QwenImage, slots: LoraSlots, shape: Shape, **settings: object) -> Learner:
+    def learner(
+        self,
+        family: QwenImage,
+        slots: LoraSlots,
+        shape: Shape,
+        *,
+        ranks: Ranks | None = None,
+        **settings: Any,
+    ) -> Learner:
         """Flow-GRPO with the recipe's clip range, under autocast; ``settings`` are of ``learner``."""
         algorithm = build_algorithm(
             FlowGRPOConfig(clip_range=CLIP_RANGE, old_log_probs="recompute"), FlowSDE(0.7)
         )
         config = LearnerConfig.model_validate({"learning_rate": 1e-6, "autocast": "bfloat16", **settings})
-        return Learner(family, slots, algorithm, config, size=size(shape))
+        return Learner(family, slots, algorithm, config, size=size(shape), ranks=ranks)
 
 
-def size(shape: Shape) -> ImageSize:
+def size(shape: Shape) -> MediaSize:
     """Of each picture."""
-    return ImageSize(shape.side_px, shape.side_px)
+    return MediaSize(shape.side_px, shape.side_px)
 
 
 def recipe(shape: Shape, stochastic: bool = False) -> Recipe:
@@ -293,9 +293,14 @@ def accumulate(learner: Learner, samples: Sequence[TrainingSample]) -> None:
     learner.accumulate(keys, len(keys))
 
 
+def dealt(samples: Sequence[TrainingSample], rank: int, world: int) -> list[TrainingSample]:
+    """Every sample, those of other ranks without tensors."""
+    return [s if i % world == rank else replace(s, tensors=None) for i, s in enumerate(samples)]
+
+
 def adapters(family: QwenImage, rank: int) -> LoraSlots:
     """Adapters that already do something: with B = 0 the gradient of A would be 0."""
-    slots = LoraSlots(family.transformer, LoraSpec(rank, 2.0 * rank, family.default_lora_targets, seed=3))
+    slots = LoraSlots(family.transformer, LoraSpec(rank, 2.0 * rank, family.lora_targets, seed=3))
     generator = torch.Generator(family.device).manual_seed(5)
     with torch.no_grad():
         for name, parameter in slots.parameters("policy").items():
@@ -341,7 +346,7 @@ def _configure(directory: Path, layers: int, *, tiny: bool) -> None:
     path = directory / "transformer" / "config.json"
     for weights in path.parent.glob("*.safetensors"):
         weights.unlink()
-    config = {**(_config(path) if tiny else _QWEN_IMAGE), "num_layers": layers}
+    config = {**(_config(path) if tiny else _PUBLISHED["transformer"]), "num_layers": layers}
     path.write_text(json.dumps(config))
     if tiny:
         return
@@ -353,7 +358,7 @@ def _configure(directory: Path, layers: int, *, tiny: bool) -> None:
     }
     text.write_text(json.dumps(described))
     shutil.rmtree(directory / "vae")
-    AutoencoderKLQwenImage(**_QWEN_VAE).save_pretrained(directory / "vae")
+    AutoencoderKLQwenImage.from_config(dict(_PUBLISHED["vae"])).save_pretrained(directory / "vae")
 
 
 def _config(path: Path) -> dict[str, object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import multiprocessing
 import os
 import signal
 import traceback
@@ -32,6 +33,7 @@ def serve(home: Path, device: str, tiny: bool, pipe: Connection) -> None:
     if where.type == "cuda":
         where = torch.device("cuda", torch.cuda.current_device())
         torch.cuda.set_device(where)
+    multiprocessing.set_forkserver_preload(["benchmarks.gpu.children"])  # for the children of rows on a CPU
     prepare_process(where, deterministic=False)
     diffusers_logging.set_verbosity_error()
     diffusers_logging.disable_progress_bar()

@@ -1,0 +1,92 @@
+"""The one-GPU suite on a CPU with a tiny model, so that its first run on a GPU is not its first."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.gpu.rows import ROWS
+from benchmarks.gpu.suite import Row, Verdict, chosen
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICK = {
+    *("velocity-cpu", "attention", "oom", "padded", "replay", "pipeline", "lora", "mask", "launches"),
+    *("commit", "publish", "vae", "loading"),
+}
+
+# What a GPU machine has with torch's usual company, and what is carried there (docs/howto/gpu-suite.md).
+THERE = """
+PIL accelerate anyio attr certifi charset_normalizer click cloudpickle colorama dateutil filelock fsspec
+google h11 hf_xet httpcore httpx huggingface_hub hypothesis idna iniconfig jinja2 markdown_it markupsafe mdurl
+mpmath networkx numpy packaging peft pluggy psutil pygments pytest pytest_timeout regex requests rich
+safetensors scipy setuptools shellingham sympy tokenizers torch torchgen tqdm transformers triton typer
+urllib3 xdist yaml
+"""
+CARRIED = (
+    "annotated_types annotated_doc diffusers importlib_metadata pydantic pydantic_core typing_extensions "
+    "typing_inspection zipp"
+)
+OF_ITS_HUB = "httpx2 httpcore2 truststore"
+"""Of the version of huggingface_hub installed here; older ones use httpx."""
+
+GUARD = """
+import importlib.abc, sys
+
+OURS = {{"benchmarks", "spotlight", "cython_runtime"}}
+ALLOWED = set({allowed!r}.split()) | set(sys.stdlib_module_names) | OURS
+
+class Guard(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        if top not in ALLOWED and not top.startswith("_"):
+            raise ModuleNotFoundError(f"No module named {{name!r}} on a GPU machine", name=name)
+        return None
+
+sys.meta_path.insert(0, Guard())
+"""
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    from benchmarks.gpu.lab import Lab
+
+    made = Lab(tmp_path_factory.mktemp("gs"), torch.device("cpu"), tiny=True)
+    yield made
+    made.drop()
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.name in QUICK], ids=lambda row: row.name)
+def test_a_row_runs_on_a_tiny_model(row: Row, lab: object) -> None:
+    from benchmarks.gpu.runner import call
+
+    outcome = call(row, lab)  # type: ignore[arg-type]
+    assert row.verdict(outcome.value, tiny=True) is Verdict.PASS, outcome
+    json.dumps(outcome.details)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("part", ["A", "B", "C"])
+def test_a_part_runs_through_with_nothing_but_what_a_gpu_machine_has(part: str, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(GUARD.format(allowed=f"{THERE} {CARRIED} {OF_ITS_HUB}"))
+    found = tmp_path / "found.json"
+    paths = [str(tmp_path), str(ROOT / "src"), str(ROOT)]
+    done = subprocess.run(
+        [sys.executable, *f"-m benchmarks.gpu --part {part} --tiny --minutes 20 --json {found}".split()],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    results = {row["name"]: row for row in json.loads(found.read_text())["rows"]}
+    assert list(results) == [row.name for row in chosen(ROWS, part, [])]  # type: ignore[arg-type]
+    skipped = {name for name, row in results.items() if row["verdict"] != "PASS"}
+    assert skipped <= {"two-ranks"}
