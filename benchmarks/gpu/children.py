@@ -32,7 +32,7 @@ from spotlight.weights.served_weights import ServedWeights
 
 DIGEST = "base"
 STEPS = 8
-_START_S = 90.0
+_START_S = 120.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

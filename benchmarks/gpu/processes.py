@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from unittest import mock
 
@@ -22,6 +22,7 @@ from spotlight.models.skeleton import filling, modules_of
 from spotlight.rollout.sequence_parallel import rendezvous
 from spotlight.training.device_memory import measure_peak
 from spotlight.training.learner import Learner, TrainingSample
+from spotlight.training.timesteps import Trial
 from spotlight.weights import peers
 from spotlight.weights.peers import BUCKET_BYTES, FetchedWeights, fetch_from_peer
 from spotlight.weights.weight_errors import PeerLostError
@@ -37,28 +38,26 @@ def sharded_gradients(lab: Lab) -> Outcome:
     """Gradients through FSDP2 on a mesh of one rank against those without."""
     lab.drop()
     with Child(children.gradients_on_a_mesh, lab) as child:
-        value, is_sharded = child.hear(lab.budget_s)
+        value, is_sharded = child.hear()
     if not is_sharded:
         raise RuntimeError("the parameters are not DTensors: nothing was sharded")
     return Outcome(value)
 
 
 def out_of_memory(lab: Lab) -> Outcome:
-    """Gradients after a pass that ran out of memory against those of smaller passes."""
+    """Gradients after a pass that ran out of memory against those of passes that were smaller at once."""
     layers = lab.scale.few_layers
     family, slots, shape = lab.family(layers), lab.slots(layers), lab.scale.train_small
     samples = lab.samples(family, slots, shape, STEPS)
     gradients: dict[str, Tensor] = {}
     peaks: dict[str, int] = {}
-    lost: list[int] = []
-    for name, times in (("one", 1), ("all", STEPS), ("auto", "auto")):
-        auto = name == "auto"
+
+    def measure(name: str, times: object) -> tuple[Trial, ...]:
+        auto = times == "auto"
         # Without recomputation, of which one timestep more hardly needs more memory.
         settings: dict[str, object] = {"gradient_checkpointing": False, "timesteps_per_pass": times}
         if auto:
-            settings["pass_memory_gib"] = (
-                2.0**20
-            )  # more than there is: the first pass is one of all timesteps
+            settings["pass_memory_gib"] = 2.0**20  # more than there is: it begins with all timesteps
         with (
             learning(lab, family, slots, shape, **settings) as learner,
             _short_of_memory(lab, family, peaks if auto else None, shape),
@@ -66,11 +65,22 @@ def out_of_memory(lab: Lab) -> Outcome:
             peaks[name] = _peak(lab, learner, samples)
             parameters = learner.slots.trainable_parameters().values()
             gradients[name] = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
-            lost = [trial.rows for trial in learner.passes.memory.trials if trial.bytes is None]
-    details = {"failed_rows": lost, "peaks_gb": {name: size / 1e9 for name, size in peaks.items()}}
-    if not lost:
-        raise RuntimeError(f"no pass ran out of memory: {details}")
-    return Outcome(distance(gradients["auto"], gradients["one"]), details)
+            return learner.passes.memory.trials
+
+    measure("one", 1)
+    measure("all", STEPS)
+    trials = measure("recovered", "auto")
+    lost = [trial.rows for trial in trials if trial.bytes is None]
+    kept = max((trial.rows for trial in trials if trial.bytes is not None), default=0) // shape.batch
+    details = {
+        "failed_rows": lost,
+        "timesteps_a_pass": kept,
+        "peaks_gb": {k: v / 1e9 for k, v in peaks.items()},
+    }
+    if not lost or not kept:
+        raise RuntimeError(f"no pass ran out of memory, or none was left: {details}")
+    measure("expected", kept)
+    return Outcome(distance(gradients["recovered"], gradients["expected"]), details)
 
 
 def _peak(lab: Lab, learner: Learner, samples: Sequence[TrainingSample]) -> int:
@@ -112,7 +122,7 @@ def _short_of_memory(
 def open_and_close(lab: Lab) -> Outcome:
     """Memory lost by opening and closing a group twenty times."""
     with Child(children.open_and_close, lab, CYCLES, 20.0) as child:
-        seconds, lost = child.hear(lab.budget_s)
+        seconds, lost = child.hear()
     return Outcome(
         lost / 2**20, {"first_s": seconds[0], "others_s": sorted(seconds[1:]), "cycles": len(seconds)}
     )
@@ -219,20 +229,21 @@ def two_on_one(lab: Lab) -> Outcome:
     ):
         worker.hear()
 
-        def updates() -> float:
-            model.train(learner, samples)
+        def updates(over: Callable[[], bool]) -> float:
             done, began = 0, time.monotonic()
-            while time.monotonic() - began < seconds:
+            while done == 0 or not over():
                 model.train(learner, samples)
                 wait(lab.device)
                 done += 1
             return done / (time.monotonic() - began)
 
-        train_alone = updates()
+        updates(lambda: True)
+        ends = time.monotonic() + seconds
+        train_alone = updates(lambda: time.monotonic() > ends)
         worker.pipe.send(seconds)
         roll_alone = worker.hear()
-        worker.pipe.send(2 * seconds)
-        train_both = updates()
+        worker.pipe.send(seconds)
+        train_both = updates(worker.pipe.poll)
         roll_both = worker.hear()
     shares = {"training": train_both / train_alone, "rollout": roll_both / roll_alone}
     return Outcome(

@@ -60,7 +60,7 @@ ROWS: tuple[Row, ...] = (
     _max("A", "padded", "correct:velocity_padded", 5e-3, 10, "padded against alone"),
     _max("A", "replay", "correct:rollout_against_replay", 1e-2, 20, "rollout against replay", "clip ranges"),
     _max("A", "memory", "correct:memory_against_plan", 0.25, 30, "peaks against --dry-run", tiny=False),
-    _max("A", "tests", "correct:gpu_tests", 0, 120, "pytest -m gpu: tests failed", "tests"),
+    _max("A", "tests", "correct:gpu_tests", 0, 150, "pytest -m gpu: tests failed", "tests"),
     *_ceilings("B"),
     _fast("B", "denoise-small", "fast:denoise_small", 0.50, 20, "denoising 16 x 512 px", "MFU", least=True),
     _fast("B", "denoise-large", "fast:denoise_large", 0.50, 30, "denoising 4 x 1280 px", "MFU", least=True),
