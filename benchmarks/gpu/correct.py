@@ -80,17 +80,18 @@ def velocity_against_cpu(lab: Lab) -> Outcome:
 
 def velocity_padded(lab: Lab) -> Outcome:
     """A prompt padded to a longer one's length against the same prompt alone."""
-    family, shape = lab.family(), lab.scale.exact
+    layers = lab.scale.few_layers
+    family, shape = lab.family(layers), lab.scale.exact
     short, long = lab.condition(family, shape.text - 3), lab.condition(family, 2 * shape.text, 1)
     latents, sigma = lab.latents(family, shape)
-    with lab.slots().use("policy", merged=True) as module:
+    with lab.slots(layers).use("policy", merged=True) as module:
         both = model.forward(family, module, latents, sigma, family.collate([short, long]), shape)
         alone = [
             model.forward(family, module, latents[i : i + 1], sigma[i : i + 1], family.collate([text]), shape)
             for i, text in enumerate((short, long))
         ]
     values = [distance(both[i : i + 1], found) for i, found in enumerate(alone)]
-    return Outcome(max(values), {"padded": values[0], "longest": values[1]})
+    return Outcome(max(values), {"layers": layers, "padded": values[0], "longest": values[1]})
 
 
 @contextmanager

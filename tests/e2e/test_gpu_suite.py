@@ -36,19 +36,20 @@ OF_ITS_HUB = "httpx2 httpcore2 truststore"
 """Of the version of huggingface_hub installed here; older ones use httpx."""
 
 GUARD = """
-import importlib.abc, sys
+import sys
+from importlib.machinery import PathFinder
 
 OURS = {{"benchmarks", "spotlight", "cython_runtime"}}
 ALLOWED = set({allowed!r}.split()) | set(sys.stdlib_module_names) | OURS
 
-class Guard(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
+class OnlyThere(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
         top = name.partition(".")[0]
-        if top not in ALLOWED and not top.startswith("_"):
-            raise ModuleNotFoundError(f"No module named {{name!r}} on a GPU machine", name=name)
-        return None
+        found = top in ALLOWED or top.startswith("_")
+        return super().find_spec(name, path, target) if found else None
 
-sys.meta_path.insert(0, Guard())
+sys.meta_path[:] = [OnlyThere if finder is PathFinder else finder for finder in sys.meta_path]
 """
 
 

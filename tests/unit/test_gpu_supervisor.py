@@ -122,6 +122,11 @@ def test_verdicts() -> None:
     assert row("x", tiny=False).verdict(1.01, tiny=False) is Verdict.FAIL
 
 
+def test_every_row_is_explained() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "gpu-suite.md").read_text()
+    assert [one.name for one in ROWS if f"`{one.name}`" not in page] == []
+
+
 def test_rows_have_names_of_their_own_and_a_part_fits_its_minutes() -> None:
     for part in ("A", "B", "C"):
         rows = chosen(ROWS, part, [])
