@@ -393,7 +393,7 @@ def world(root: Path, *overrides: str) -> Iterator[World]:
     with (
         RunDirectory.open(root, "run", dump_config(config), RESUMABLE_KEYS) as directory,
         open_attempt(
-            config, directory, by_id, Ranks(), workers={}, began_s=time.time(), observer=notes,
+            config, directory, by_id, Ranks(), workers={}, began_s=time.time(), scored_by={}, observer=notes,
             account=accounts.finish,
         ) as attempt,
     ):  # fmt: skip

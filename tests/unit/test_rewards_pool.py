@@ -406,6 +406,27 @@ class TestStartAndEnd:
             RewardPool([RewardSpec("checked:reward_of_quotes", params={"word": 3})])
         assert "'int' object has no attribute 'upper'" in str(error.value)
 
+    def test_a_reward_that_would_be_scored_by_something_else_after_a_restart_fails(
+        self, workplace: Path
+    ) -> None:
+        (workplace / "moody.py").write_text(
+            "from pathlib import Path\n"
+            "def scored_by(): return Path('weights').read_text()\n"
+            "def f(images, prompts, metadata):\n"
+            "    assert prompts != ['exit'] or exit()\n"
+            "    return [1.0] * len(images)\n"
+        )
+        (workplace / "weights").write_text("old")
+        with RewardPool([RewardSpec("moody:f", retries=0)]) as pool:
+            assert pool.scored_by == {"f": "old"}
+            ask(pool, "exit")
+            assert isinstance(ask(pool, "a")[0], ScoredSample)
+            (workplace / "weights").write_text("new")
+            ask(pool, "exit")
+            (sample,) = ask(pool, "a")
+        assert isinstance(sample, RewardFailure)
+        assert "was scored by 'old', and after a restart would be by 'new'" in sample.message
+
     def test_a_reward_that_cannot_be_loaded_leaves_nothing_running(self) -> None:
         with pytest.raises(RewardSetupError, match="no module 'nowhere'"):
             RewardPool([spec("gray"), RewardSpec("nowhere:reward_of")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import tempfile
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_history import SCRATCH
+from store_history import SCRATCH, history, write
 
 from spotlight.scheduler.records import VersionPublished
 from spotlight.scheduler.types import Filler, Phase, PolicyVersion, WorkerId
@@ -218,18 +219,65 @@ def test_what_filled_idle_time_adds_up_without_what_is_undone(run: Path) -> None
     assert audit(run, AuditLimits()).filled_s == told
 
 
-def test_a_ledger_of_the_version_before_is_read_as_it_is_and_upgraded_to_be_written(run: Path) -> None:
+@given(
+    seed=st.integers(0, 99),
+    attempts=st.lists(st.tuples(st.integers(1, 60), st.integers(0, 60), st.sampled_from("ab")), max_size=6),
+)
+@settings(max_examples=40)
+def test_every_score_has_what_gave_it_whatever_is_undone(
+    seed: int, attempts: list[tuple[int, int, str]]
+) -> None:
+    """Each attempt undoes so many transactions, writes others, and is scored by a model of this name."""
+    planned, ends, models = history(seed, iterations=3), [0], [""]
+    with tempfile.TemporaryDirectory(dir=SCRATCH) as name:
+        run = make(Path(name))
+        with SqliteLedger(run / "ledger.sqlite") as ledger:
+            for writes, undone, model in attempts:
+                number = begin(ledger)
+                kept = max(len(ends) - undone, 1)
+                del ends[kept:], models[kept:]
+                ledger.rollback(ends[-1], number)
+                ledger.record_scorers({"strict": model})
+                for transaction in planned[kept - 1 : kept - 1 + writes]:
+                    write(ledger, [transaction])
+                    ends.append(ledger.position())
+                    models.append(model)
+        with closing(sqlite3.connect(run / "ledger.sqlite")) as connection:
+            found = connection.execute(
+                "SELECT seq, scored_by FROM scores JOIN rewards USING (rollout) "
+                "WHERE reward = 'strict' AND name = 'strict'"
+            ).fetchall()
+            told = connection.execute("SELECT COUNT(*) FROM scores WHERE scored_by IS NOT NULL").fetchone()[0]
+        assert told == len(found)
+        for seq, scorer in found:
+            assert scorer == models[bisect_left(ends, seq)]
+        assert set(audit(run, AuditLimits()).scorers) == ({"strict"} if attempts else set())
+
+
+ADDED = {
+    2: "DROP VIEW scores; DROP TABLE scorers; DROP TABLE filled_seconds",
+    3: "DROP VIEW scores; DROP TABLE scorers",
+}
+
+
+@pytest.mark.parametrize("version", ADDED)
+def test_a_ledger_of_a_version_before_is_read_as_it_is_and_upgraded_to_be_written(
+    run: Path, version: int
+) -> None:
     with SqliteLedger(run / "ledger.sqlite") as ledger:
         begin(ledger)
     with closing(sqlite3.connect(run / "ledger.sqlite")) as connection:
-        connection.executescript("DROP TABLE filled_seconds; PRAGMA user_version = 2;")
+        connection.executescript(f"{ADDED[version]}; PRAGMA user_version = {version};")
     before = read_history(run)
     assert before.filled_s == {}
+    assert audit(run, AuditLimits()).scorers == {}
     with SqliteLedger(run / "ledger.sqlite") as ledger:
         begin(ledger)
         ledger.fill(0, {Filler.NEXT: 1.0})
+        ledger.record_scorers({"geneval": "a detector"})
     after = read_history(run)
     assert after.filled_s == {Filler.NEXT: 1.0}
+    assert audit(run, AuditLimits()).scorers == {"geneval": ("a detector",)}
     assert after.attempts[0].started_at == before.attempts[0].started_at
 
 

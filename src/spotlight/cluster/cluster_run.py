@@ -76,6 +76,7 @@ def train_on_cluster(config: RunConfig, observer: Observer, spent_s: float = 0.0
             Ranks(),
             workers={},
             began_s=began_s,
+            scored_by=materials.rewards.scored_by,
             observer=observer,
             account=accounts.finish,
         ) as attempt:

@@ -80,6 +80,7 @@ def open_attempt(
     *,
     workers: Mapping[WorkerId, float],
     began_s: float,
+    scored_by: Mapping[str, str],
     observer: Observer,
     account: Callable[[RunRecorder], None],
 ) -> Iterator[Attempt]:
@@ -88,6 +89,7 @@ def open_attempt(
     Args:
         workers: initial workers' price in USD per hour.
         began_s: start of the work, in seconds since the epoch.
+        scored_by: what scores, by reward.
         account: called at the end, to bill the time since the last billing.
     """
     with ExitStack() as stack:
@@ -101,6 +103,7 @@ def open_attempt(
             stack.enter_context(_attempt_log(directory.attempt_log(number)))
             _say_where(newest, observer, number)
             undone = recorder.ledger.rollback(newest.header.ledger_position if newest else 0, number)
+            recorder.ledger.record_scorers(scored_by)
             if undone:
                 observer.note(
                     f"{undone} ledger records after the checkpoint are undone and will be made again"

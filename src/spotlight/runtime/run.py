@@ -128,6 +128,7 @@ def _as_main(
         ranks,
         workers={WorkerId(f"rank-{rank}"): config.fleet.price_usd_h for rank in range(ranks.world)},
         began_s=time.time() - clock.elapsed_s,
+        scored_by=materials.rewards.scored_by,
         observer=observer,
         account=lambda recorder: recorder.spend(clock.take()),
     ) as attempt:

@@ -70,6 +70,7 @@ def _print(report: AuditReport) -> None:
         ("evaluated", f"{count(counts.evaluated)} of {count(counts.issued[Purpose.EVAL])} issued"),
         ("optimizer steps", count(counts.optimizer_steps)),
         ("refused commits", count(counts.rejected)),
+        *((f"{reward} by", ", then ".join(scorers)) for reward, scorers in report.scorers.items()),
         ("attempts", ", ".join(f"{bill.attempt}: {bill.ended or 'open'}" for bill in report.attempts)),
         ("worker seconds", f"{sum(report.gpu_seconds_by_phase.values()):,.1f}, {money(report.cost_usd)}"),
         ("  not idle thanks to", filled or "nothing"),

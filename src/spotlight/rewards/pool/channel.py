@@ -71,14 +71,16 @@ class Blame(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The request succeeded."""
+    """The request succeeded; for a ``Load`` with what the reward's ``scored_by`` returned."""
+
+    scored_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Values:
     """A batch's scores by curve, including ``score``; lists as long as the batch, possibly not finite.
 
-    ``scored_by``: what the reward's function of that name returned, or empty.
+    ``scored_by`` as in :class:`Done`.
     """
 
     curves: Mapping[str, Sequence[float]]

@@ -77,6 +77,8 @@ class RewardPool:
             starts = [lane.threads.submit(each.start) for lane in self._lanes for each in lane.processes]
             for start in wait(starts, return_when=FIRST_EXCEPTION).done:
                 start.result()
+            for lane in self._lanes:
+                _require_one_scorer(lane)
         except BaseException:
             self.close()
             raise
@@ -85,6 +87,12 @@ class RewardPool:
     def names(self) -> tuple[str, ...]:
         """The rewards' names, in order."""
         return tuple(lane.spec.name for lane in self._lanes)
+
+    @property
+    def scored_by(self) -> dict[str, str]:
+        """What scores, by the name of a reward that tells it."""
+        told = {lane.spec.name: lane.processes[0].scored_by for lane in self._lanes}
+        return {name: scorer for name, scorer in told.items() if scorer}
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -188,6 +196,15 @@ def _lane(spec: RewardSpec, workers: int, start_deadline_s: float) -> _Lane:
         free.put(each)
     threads = ThreadPoolExecutor(max_workers=workers, thread_name_prefix=f"reward-{spec.name}")
     return _Lane(spec, processes, free, threads)
+
+
+def _require_one_scorer(lane: _Lane) -> None:
+    scorers = sorted({str(each.scored_by) for each in lane.processes})
+    if len(scorers) > 1:
+        raise RewardSetupError(
+            f"reward {lane.spec.name!r} is scored by {' in one process and '.join(map(repr, scorers))} in "
+            "another; expected the same. Its weights changed while they were read: start again."
+        )
 
 
 def _file_part(name: str) -> str:

@@ -76,6 +76,8 @@ class RewardProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self._closed = False
+        self.scored_by: str | None = None
+        """What the reward's function of that name returned; None before the first start."""
 
     @property
     def pid(self) -> int | None:
@@ -92,7 +94,7 @@ class RewardProcess:
         """Start the process and load the reward; does nothing if it is running.
 
         Raises:
-            RewardSetupError: the reward cannot be loaded, with the reason.
+            RewardSetupError: the reward cannot be loaded, or something else than before would score.
             PoolClosedError: :meth:`interrupt` was called.
         """
         if self._runs():
@@ -108,6 +110,14 @@ class RewardProcess:
         if isinstance(reply, Failed):
             self._end()
             raise RewardSetupError(reply.message)
+        assert isinstance(reply, Done), reply
+        if self.scored_by not in (None, reply.scored_by):
+            self._end()
+            raise RewardSetupError(
+                f"reward {self._spec.name!r} was scored by {self.scored_by!r}, and after a restart would be "
+                f"by {reply.scored_by!r}; expected the same. Put back the weights that the run began with."
+            )
+        self.scored_by = reply.scored_by
 
     def ask(self, request: Request, batch: bytes | None = None) -> Done | Values | Failed:
         """Send a request and wait for its reply, starting the process first if necessary.

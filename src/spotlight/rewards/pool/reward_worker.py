@@ -63,7 +63,7 @@ def _serve(connection: socket.socket) -> None:
             case Load():
                 reward = registry.load(request.name_or_path, request.params, request.frames)
                 scored_by = _who_scores(request.name_or_path, reward)
-                return Done()
+                return Done(scored_by)
             case CheckPrompts():
                 assert reward is not None
                 if reward.check is not None:

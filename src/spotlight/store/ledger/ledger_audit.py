@@ -81,6 +81,7 @@ class AuditReport:
         position: number of the ledger's last record.
         checkpoint_position: of the newest intact checkpoint; None without one.
         filled_s: GPU-seconds of otherwise idle time.
+        scorers: what gave the scores, by reward that tells it; several if it changed between attempts.
         checks: names of all checks made.
     """
 
@@ -92,6 +93,7 @@ class AuditReport:
     attempts: tuple[AttemptBill, ...]
     gpu_seconds_by_phase: Mapping[Phase, float]
     filled_s: Mapping[Filler, float]
+    scorers: Mapping[str, tuple[str, ...]]
     cost_usd: float
     checks: tuple[str, ...]
     violations: tuple[Violation, ...]
@@ -149,6 +151,7 @@ def _audit(connection: sqlite3.Connection, paths: RunPaths, limits: AuditLimits)
             attempts=attempts,
             gpu_seconds_by_phase=queries.gpu_seconds_by_phase(connection),
             filled_s=queries.filled_s(connection),
+            scorers=queries.scorers(connection),
             cost_usd=queries.cost_usd(connection),
             checks=tuple(violation.check for violation in found),
             violations=tuple(violation for violation in found if violation.ids),

@@ -193,6 +193,19 @@ def filled_s(
     return {filler: float(found[filler]) for filler in Filler if filler in found}
 
 
+def scorers(connection: sqlite3.Connection) -> dict[str, tuple[str, ...]]:
+    """What gave the scores, by reward, in order of first use; rewards that do not tell it are absent."""
+    if _integer(connection, "SELECT COUNT(*) FROM sqlite_master WHERE name = 'scorers'") == 0:
+        return {}  # written by a previous version, not upgraded yet
+    rows = connection.execute(
+        "SELECT reward, scored_by FROM scorers GROUP BY reward, scored_by ORDER BY MIN(id)"
+    )
+    found: dict[str, tuple[str, ...]] = {}
+    for reward, scorer in rows:
+        found[reward] = (*found.get(reward, ()), scorer)
+    return found
+
+
 def worked_s(connection: sqlite3.Connection) -> float:
     """Seconds from start to end (or last heartbeat), over all attempts."""
     row = connection.execute("SELECT TOTAL(COALESCE(ended_at, seen_at) - started_at) FROM attempts")

@@ -8,8 +8,9 @@ controller record that made it. Constraints enforce the accounting:
 - a trained rollout was finished, and its optimizer step exists by the end of the transaction;
 - a rollout is finished once, by the policy version it requires, and each of its scores is recorded once.
 
-The other tables (attempts, workers, GPU-seconds, incidents, rollbacks, filled seconds) record how the work
-went rather than what was decided. Their rows are unnumbered and, except filled seconds, survive a rollback.
+The other tables (attempts, workers, GPU-seconds, incidents, rollbacks, filled seconds, scorers) record how
+the work went rather than what was decided. Their rows are unnumbered and, except filled seconds, survive a
+rollback.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from enum import StrEnum
 
 from spotlight.scheduler.types import DropReason, Filler, Phase, Purpose
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 UPGRADABLE_VERSION = 2
-"""Oldest readable version, upgraded on the first write: it lacks ``filled_seconds``."""
+"""Oldest readable version, upgraded on the first write: it lacks ``filled_seconds`` and ``scorers``."""
 APPLICATION_ID = 0x53504F54
 """Identifies the file as a Spotlight ledger (``SPOT``), so that another database is refused."""
 
@@ -228,6 +229,25 @@ CREATE TABLE filled_seconds (
 ) STRICT;
 """
 
+_SCORERS = """
+-- Which model, of which weights, gave a reward's scores from the record after position on.
+CREATE TABLE scorers (
+    id INTEGER PRIMARY KEY,
+    attempt INTEGER NOT NULL REFERENCES attempts (number),
+    position INTEGER NOT NULL CHECK (position >= 0),
+    reward TEXT NOT NULL,
+    scored_by TEXT NOT NULL,
+    UNIQUE (attempt, reward)
+) STRICT;
+-- Every score with what gave it; NULL where the reward does not tell.
+CREATE VIEW scores (rollout, reward, value, scored_by) AS
+    SELECT rollout, name, value, (
+        SELECT scored_by FROM scorers
+        WHERE scorers.reward = rewards.name AND scorers.position < rewards.seq
+        ORDER BY id DESC LIMIT 1)
+    FROM rewards;
+"""
+
 _INSERT_ONLY = "\n".join(
     f"CREATE TRIGGER {table}_insert_only BEFORE UPDATE ON {table} "
     f"BEGIN SELECT RAISE(ABORT, '{table} is insert-only'); END;"
@@ -239,10 +259,17 @@ SCHEMA = "\n".join(
         _RECORDS,
         _WORK,
         _FILLED,
+        _SCORERS,
         _INSERT_ONLY,
         f"PRAGMA application_id = {APPLICATION_ID};",
         f"PRAGMA user_version = {SCHEMA_VERSION};",
     )
 )
-UPGRADE = "\n".join((_FILLED, f"PRAGMA user_version = {SCHEMA_VERSION};"))
-"""From :data:`UPGRADABLE_VERSION`."""
+_ADDED = {3: _FILLED, 4: _SCORERS}
+"""What each version added."""
+
+
+def upgrade_from(version: int) -> str:
+    """The statements that bring a ledger of an older version to this one."""
+    added = [statements for later, statements in _ADDED.items() if later > version]
+    return "\n".join((*added, f"PRAGMA user_version = {SCHEMA_VERSION};"))

@@ -41,10 +41,10 @@ from spotlight.store.ledger.ledger_schema import (
     RECORD_TABLES,
     SCHEMA,
     SCHEMA_VERSION,
-    UPGRADE,
     Ending,
     Incident,
     RolloutOutcome,
+    upgrade_from,
 )
 from spotlight.store.store_errors import LedgerError, storage_error
 
@@ -107,7 +107,7 @@ class SqliteLedger:
         if is_new:
             self._connection.executescript(f"BEGIN IMMEDIATE;\n{SCHEMA}\nCOMMIT;")
         elif version < SCHEMA_VERSION:
-            self._connection.executescript(f"BEGIN IMMEDIATE;\n{UPGRADE}\nCOMMIT;")
+            self._connection.executescript(f"BEGIN IMMEDIATE;\n{upgrade_from(version)}\nCOMMIT;")
 
     def append(self, records: Sequence[tuple[int, Record]]) -> None:
         """Write numbered records in one transaction; on return they are on disk.
@@ -246,6 +246,15 @@ class SqliteLedger:
                     (attempt, self._position, iteration, filler, seconds)
                     for filler, seconds in filled_s.items()
                 ],
+            )
+
+    def record_scorers(self, scored_by: Mapping[str, str]) -> None:
+        """Record what gives the current attempt's scores, by reward. Call it after the rollback."""
+        attempt = self._current_attempt()
+        with self._transaction(f"what scores in attempt {attempt}"):
+            self._connection.executemany(
+                "INSERT INTO scorers (attempt, position, reward, scored_by) VALUES (?, ?, ?, ?)",
+                [(attempt, self._position, reward, scorer) for reward, scorer in scored_by.items()],
             )
 
     def end_attempt(self, ending: Ending, now_s: float = 0.0) -> None:
