@@ -137,6 +137,7 @@ FAMILIES: Registry[type[ModelFamily]] = Registry(
     "spotlight.families",
     {
         "qwen-image": "spotlight.models.families.qwen_image:QwenImage",
+        "qwen-image-2.1": "spotlight.models.families.qwen_image_21:QwenImage21",
         "flux": "spotlight.models.families.flux:Flux",
     },
 )

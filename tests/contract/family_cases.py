@@ -5,13 +5,18 @@ A case says only what differs from a plain picture family: sizes, and how its pi
 
 from __future__ import annotations
 
+import importlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import torch
 
+from spotlight.models.families.qwen_image_21 import TextProcessor
 from spotlight.models.family import Guidance, MediaSize, ModelFamily
 
 VARIANTS = range(4)
@@ -51,6 +56,11 @@ def call_pipeline(pipe: Any, family: ModelFamily, latents: torch.Tensor, setting
     return np.asarray(pictures)[:, None]
 
 
+def load_pipeline(directory: Path) -> Any:
+    """What plain diffusers loads from a pipeline directory."""
+    return diffusers.DiffusionPipeline.from_pretrained(directory)
+
+
 @dataclass(frozen=True)
 class FamilyCase:
     """A family under test.
@@ -61,6 +71,7 @@ class FamilyCase:
         settings: compared with the pipeline on every variant.
         max_text_tokens: shorter than the real one where prompts are padded.
         call: runs the family's pipeline on initial latents of ours, [batch, *latent_shape].
+        load: loads the family's pipeline.
         adapt: changes the pipeline before it is called, e.g. its scheduler.
         unused: pattern of the parameters that no output of variant 0 depends on.
     """
@@ -70,6 +81,7 @@ class FamilyCase:
     settings: Sequence[Setting]
     max_text_tokens: int = 64
     call: Callable[[Any, ModelFamily, torch.Tensor, Setting], np.ndarray] = call_pipeline
+    load: Callable[[Path], Any] = load_pipeline
     adapt: Callable[[Any], None] = field(default=lambda pipe: None)
     unused: str = "^$"
 
@@ -79,7 +91,41 @@ class FamilyCase:
         return Guidance(setting.scale, negative, setting.embedded)
 
 
+def load_qwen_image_21(directory: Path) -> Any:
+    """Without the real processor, which needs torchvision."""
+    index = json.loads((directory / "model_index.json").read_text())
+    parts = {
+        name: getattr(importlib.import_module(entry[0]), entry[1]).from_pretrained(directory / name)
+        for name, entry in index.items()
+        if isinstance(entry, list) and name not in ("processor", "sample_sigmas")
+    }
+    return diffusers.QwenImage21Pipeline(
+        **parts,
+        processor=TextProcessor(directory / "processor"),
+        sample_sigmas=index.get("sample_sigmas"),
+    )
+
+
+def call_qwen_image_21(pipe: Any, family: ModelFamily, latents: torch.Tensor, setting: Setting) -> np.ndarray:
+    """One prompt at a time, since padding moves the pipeline's image; without alpha."""
+    pictures = [
+        pipe(
+            prompt,
+            negative_prompt=setting.negative if setting.scale > 1 else None,
+            height=setting.size.height,
+            width=setting.size.width,
+            num_inference_steps=setting.steps,
+            latents=row[None],
+            output_type="np",
+            **family.call_arguments(setting.scale, setting.embedded),
+        ).images[0]
+        for prompt, row in zip(PROMPTS, latents, strict=True)
+    ]
+    return np.stack(pictures)[:, None, ..., :3]
+
+
 _PICTURE = MediaSize(32, 48)
+_LARGE_PICTURE = MediaSize(32, 96)
 
 CASES: Mapping[str, FamilyCase] = {
     case.name: case
@@ -103,6 +149,17 @@ CASES: Mapping[str, FamilyCase] = {
                 Setting(MediaSize(48, 16), 3, scale=1.5, embedded=6.0, negative="a green square, blurred"),
             ),
             max_text_tokens=24,
+        ),
+        FamilyCase(
+            "qwen-image-2.1",
+            _LARGE_PICTURE,
+            (
+                Setting(_LARGE_PICTURE, 2),
+                Setting(_LARGE_PICTURE, 12, scale=3.0),
+                Setting(MediaSize(64, 32), 3, scale=1.5, negative="a green square, blurred"),
+            ),
+            call=call_qwen_image_21,
+            load=load_qwen_image_21,
         ),
     )
 }

@@ -260,17 +260,22 @@ class ModelFamily(ABC):
 
     def set_timesteps(self, steps: int, size: MediaSize) -> None:
         """Set the scheduler's noise levels as the pipeline does: linear, with any dynamic shift."""
+        sigmas = np.linspace(1.0, 1 / steps, steps)
+        self.scheduler.set_timesteps(device="cpu", sigmas=sigmas, **self.dynamic_shift(steps, size))
+
+    def dynamic_shift(self, steps: int, size: MediaSize) -> dict[str, float]:
+        """The scheduler's argument ``mu``, if its shift depends on the size: by default linear in tokens."""
         config = self.scheduler.config
-        dynamic = {}
-        if config.get("use_dynamic_shifting"):
-            dynamic["mu"] = shift(
-                self.dimensions.tokens(size),
-                config.get("base_image_seq_len", 256),
-                config.get("max_image_seq_len", 4096),
-                config.get("base_shift", 0.5),
-                config.get("max_shift", 1.15),
-            )
-        self.scheduler.set_timesteps(device="cpu", sigmas=np.linspace(1.0, 1 / steps, steps), **dynamic)
+        if not config.get("use_dynamic_shifting"):
+            return {}
+        mu = shift(
+            self.dimensions.tokens(size),
+            config.get("base_image_seq_len", 256),
+            config.get("max_image_seq_len", 4096),
+            config.get("base_shift", 0.5),
+            config.get("max_shift", 1.15),
+        )
+        return {"mu": mu}
 
     # -- what is the same for all ---------------------------------------------------------------------------
 

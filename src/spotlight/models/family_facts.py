@@ -21,6 +21,7 @@ class Dimensions:
         patch_px: side of the pixel square that becomes one token.
         vae_width: channels of the VAE's outermost layers.
         frames_per_latent: frames that share one latent frame, after the first; 1 for pictures.
+        unit_px: height and width are multiples of it; None: of ``patch_px``.
     """
 
     layers: int
@@ -29,6 +30,7 @@ class Dimensions:
     patch_px: int
     vae_width: int
     frames_per_latent: int = 1
+    unit_px: int | None = None
 
     def latent_frames(self, size: MediaSize) -> int:
         """Latent frames: the first frame has one of its own."""
@@ -45,13 +47,13 @@ class Dimensions:
             video: whether the family has more than one frame.
         """
         for side, value in (("height", size.height), ("width", size.width)):
-            unit = self.patch_px
+            unit = self.unit_px or self.patch_px
             if value < unit or value % unit:
                 below = max(value // unit, 1) * unit
                 near = [below] if value <= unit else [below, below + unit]
                 raise ModelError(
-                    f"{side} is {value}; expected a multiple of {unit} pixels (the square that becomes one "
-                    f"token); nearest: {' or '.join(map(str, near))}"
+                    f"{side} is {value}; expected a multiple of {unit} pixels (what one patch "
+                    f"covers); nearest: {' or '.join(map(str, near))}"
                 )
         if not video and size.frames != 1:
             raise ModelError(f"frames is {size.frames}; expected 1: this family makes pictures")

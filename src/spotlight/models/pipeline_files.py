@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,12 +35,14 @@ class PipelineComponent:
         weights: whether it has weights.
         lazy: whether a hub model's weights are only downloaded by :meth:`PipelineFiles.fetch`.
         optional: whether a pipeline may lack it.
+        load: makes a tokenizer from its folder, where not by its class's ``from_pretrained``.
     """
 
     classes: tuple[str, ...]
     weights: bool
     lazy: bool = False
     optional: bool = False
+    load: Callable[[Path], object] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,16 +22,27 @@ _PRINTABLE = [chr(code) for code in range(33, 127)]
 def write_pipeline(pipeline_class: str, directory: Path, seed: int, **parts: Any) -> None:
     """Randomize the modules among ``parts`` and write a pipeline directory, in float32.
 
+    ``parts``: components, or options of the pipeline.
+
     transformers loads components in their stored dtype, so half-precision files would lower the precision of
     everything.
     """
     import diffusers
 
     generator = torch.Generator().manual_seed(seed)
-    for part in parts.values():
+    index: dict[str, object] = {
+        "_class_name": pipeline_class,
+        "_diffusers_version": diffusers.__version__,
+    }
+    for name, part in parts.items():
         if isinstance(part, nn.Module):
             randomize(part, generator)
-    getattr(diffusers, pipeline_class)(**parts).save_pretrained(directory)
+        if hasattr(part, "save_pretrained"):
+            part.save_pretrained(directory / name)
+            index[name] = [type(part).__module__.partition(".")[0], type(part).__name__]
+        else:
+            index[name] = part
+    (directory / "model_index.json").write_text(json.dumps(index, indent=2))
 
 
 @torch.no_grad()
@@ -164,6 +175,46 @@ def qwen2_5_vl_text_encoder(tokenizer: Any, width: int) -> Any:
         tie_word_embeddings=True,
     )
     return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def qwen3_vl_text_encoder(tokenizer: Any, width: int) -> Any:
+    """``Qwen3VLForConditionalGeneration`` of two layers; its vision tower is minimal. ``width``: 16 n."""
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    special = {
+        f"{name}_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>")
+        for name, token in (
+            ("image_token", "image_pad"),
+            ("video_token", "video_pad"),
+            ("vision_start_token", "vision_start"),
+            ("vision_end_token", "vision_end"),
+        )
+    }
+    config = Qwen3VLConfig(
+        text_config={
+            "vocab_size": len(tokenizer),
+            "hidden_size": width,
+            "intermediate_size": 2 * width,
+            "num_hidden_layers": 2,
+            "num_attention_heads": width // 16,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "max_position_embeddings": 4096,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]},
+        },
+        vision_config={
+            "depth": 1,
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "out_hidden_size": width,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+        },
+        tie_word_embeddings=True,
+        **special,
+    )
+    return Qwen3VLForConditionalGeneration(config)
 
 
 def image_vae(channels: int, factor: int, width: int, **config: Any) -> Any:

@@ -94,7 +94,7 @@ class PromptEncoder:
             return None  # optional, and not in this pipeline
         try:
             if not part.weights:
-                return kind.from_pretrained(folder)
+                return (part.load or kind.from_pretrained)(folder)
             self._files.fetch(name)
             _log.info("loading the text encoder from %s", folder)
             # Load onto the GPU file by file: host memory could not hold one copy per rank.
