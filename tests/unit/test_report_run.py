@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from huggingface_hub import ModelCard
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -212,6 +213,9 @@ def test_the_card_is_a_folder_of_its_own_with_all_it_shows(run: RunRecord) -> No
     assert {"lora", "diffusion-nft", "qwen-image"} <= set(matter["tags"])
     assert "license" not in matter
     assert "base_model" not in matter  # the embedded model has no id on a hub
+    results = ModelCard.load(readme).data.eval_results
+    scores = {each.metric_type: each.metric_value for each in results}
+    assert scores["strict"] == pytest.approx(0.781, abs=5e-4)
     shown = [line.split("(")[1][:-1] for line in text.splitlines() if line.startswith("![")]
     assert shown == ["before-after.png", "progress.png", "validation.svg", "reward.svg", "loss.svg"]
     for name in shown:

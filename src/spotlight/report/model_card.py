@@ -14,8 +14,6 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import yaml
-
 from spotlight.config.load import dump_config
 from spotlight.report.charts import Series, line_chart
 from spotlight.report.final_screen import in_noise, prices, survived
@@ -53,7 +51,7 @@ def write_card(run: RunRecord) -> Path:
 def card_text(run: RunRecord, pictures: list[str], charts: list[str]) -> str:
     """The card's Markdown; ``pictures`` and ``charts`` are file names in its folder."""
     sections = [
-        f"---\n{yaml.safe_dump(_front_matter(run), sort_keys=False)}---",
+        f"---\n{_front_matter(run)}\n---",
         f"# {run.config.name}",
         _introduction(run),
     ]
@@ -77,14 +75,29 @@ def card_text(run: RunRecord, pictures: list[str], charts: list[str]) -> str:
     return "\n\n".join(sections) + "\n"
 
 
-def _front_matter(run: RunRecord) -> dict[str, object]:
-    config = run.config
+def _front_matter(run: RunRecord) -> str:
+    """The hub's metadata as YAML, the last validation's scores included."""
+    from huggingface_hub import EvalResult, ModelCardData
+
+    config, task = run.config, "text-to-image"
     lora = config.learner.mode == "lora"
-    matter: dict[str, object] = {
-        "library_name": "diffusers",
-        "pipeline_tag": "text-to-image",
-        "tags": [
-            "text-to-image",
+    # The hub resolves ids only; a local directory would be a dead link.
+    from_hub = config.model.path != "testbed" and not Path(config.model.path).expanduser().exists()
+    scores = [
+        EvalResult(
+            task_type=task,
+            dataset_type="prompts",
+            dataset_name="held-out prompts",
+            metric_type=name,
+            metric_value=round(run.validations[-1].scores[name].mean, 6),
+        )
+        for name in (run.curves if run.validations else ())
+    ]
+    matter = ModelCardData(
+        library_name="diffusers",
+        pipeline_tag=task,
+        tags=[
+            task,
             "diffusers",
             *(["lora"] if lora else []),
             "reinforcement-learning",
@@ -92,11 +105,12 @@ def _front_matter(run: RunRecord) -> dict[str, object]:
             config.model.family,
             "spotlight",
         ],
-    }
-    if config.model.path != "testbed" and not Path(config.model.path).expanduser().exists():
-        # The hub resolves ids only; a local directory would be a dead link.
-        matter |= {"base_model": config.model.path, "base_model_relation": "adapter" if lora else "finetune"}
-    return matter
+        base_model=config.model.path if from_hub else None,
+        base_model_relation=("adapter" if lora else "finetune") if from_hub else None,
+        model_name=config.name if scores else None,
+        eval_results=scores or None,
+    )
+    return str(matter.to_yaml())
 
 
 def _introduction(run: RunRecord) -> str:
