@@ -20,6 +20,7 @@ from torch import Tensor
 
 from spotlight.config.schema import RunConfig
 from spotlight.rewards.pool.reward_pool import RewardPool
+from spotlight.config.sections.exploration import PreviewTime
 from spotlight.rewards.results import ScoredSample
 from spotlight.rollout.state import FinishedRollout
 from spotlight.runtime.build import components as build
@@ -33,7 +34,6 @@ from spotlight.runtime.validation import strict_curve, summarise
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.effects import CommitCheckpoint, ReportEvaluation, ReportPipeline
-from spotlight.scheduler.plan import Explore
 from spotlight.scheduler.records import Record
 from spotlight.scheduler.seeds import derive_seed
 from spotlight.scheduler.types import Phase, PolicyVersion, Prompt, PromptId, Purpose, Rollout, RolloutId
@@ -117,7 +117,7 @@ class Lab:
     rewards: RewardPool
 
     def train(
-        self, where: Explore | None, trained: Callable[[int], None] = lambda iteration: None
+        self, where: PreviewTime | None, trained: Callable[[int], None] = lambda iteration: None
     ) -> MemoryRecorder:
         """Train to the end. Once for each lab.
 

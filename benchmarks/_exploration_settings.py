@@ -9,15 +9,15 @@ from typing import Any
 
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
-from spotlight.scheduler.plan import Explore
+from spotlight.config.sections.exploration import PreviewTime
 
 Tree = dict[str, Any]
 """Part of the file."""
 
-CONDITIONS: Mapping[str, Explore | None] = {
+CONDITIONS: Mapping[str, PreviewTime | None] = {
     "none": None,
-    "critical_path": Explore.CRITICAL_PATH,
-    "idle": Explore.IDLE,
+    "critical_path": "critical_path",
+    "idle": "idle",
 }
 """How curves are made, and where previews are made."""
 STRATEGY = {"none": "spot_rollout_only", "critical_path": "critical_path", "idle": "spotlight"}

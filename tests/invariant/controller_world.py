@@ -342,7 +342,7 @@ class World:
                 members = [rollout for group in groups for rollout in group.rollouts]
                 account.needs(*members)
                 account.planned += micro_batches
-                assert effect.partial == (self.plan.pipeline.axis is not None)
+                assert effect.partial == (self.plan.pipeline.trains_parts)
                 compared = [len(comparison.others) for comparison in effect.comparisons] or [0] * len(groups)
                 assert all(
                     len(group.rollouts) + others >= 2 for group, others in zip(groups, compared, strict=True)

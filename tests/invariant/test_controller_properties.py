@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from controller_world import TEST, TRAIN, World, chance, learning, start, without_cluster
@@ -13,13 +14,14 @@ from hypothesis import strategies as st
 from tests.simulation.mutations import MUTATIONS, Mutation
 
 from spotlight.config.sections.evaluation import EvaluationConfig
+from spotlight.config.sections.exploration import ExplorationConfig, SeedPolicy
+from spotlight.config.sections.pipeline import PipelineConfig
 from spotlight.scheduler import controller as controller_module
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.effects import Effect, PrepareBatch, WriteRecord
-from spotlight.scheduler.exploration.selection import SelectionPolicy
 from spotlight.scheduler.ledger import AccountingError
 from spotlight.scheduler.overlap import training_tasks as training_module
-from spotlight.scheduler.plan import Axis, ExplorationPlan, Explore, PipelinePlan, Plan
+from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.records import SampleDropped, SampleTrained
 from spotlight.scheduler.rollouts import Rollouts
 from spotlight.scheduler.types import Baseline, Comparison, DropReason, Group, RolloutId
@@ -29,14 +31,19 @@ FAILING = 0.05
 
 
 @st.composite
-def pipelines(draw: st.DrawFn) -> PipelinePlan:
-    baseline = draw(st.sampled_from([Baseline.GROUP, Baseline.SLICE]))
-    return PipelinePlan(
-        axis=draw(st.sampled_from([None, *Axis])),
-        slice_size=draw(st.integers(3 if baseline is Baseline.SLICE else 1, 5)),
-        baseline=baseline,
-        next_share=draw(st.sampled_from([0.0, 0.5, 1.0])),
-    )
+def pipelines(draw: st.DrawFn) -> PipelineConfig:
+    baseline = draw(st.sampled_from(["group", "slice"]))
+    settings = {
+        "axis": draw(st.sampled_from(["none", "prompt", "generation"])),
+        "slice_size": draw(st.integers(3 if baseline == "slice" else 1, 5)),
+        "baseline": baseline,
+        "next_share": draw(st.sampled_from([0.0, 0.5, 1.0])),
+    }
+    return PipelineConfig.model_validate(settings)
+
+
+def by_exploration(slice_size: int) -> PipelineConfig:
+    return PipelineConfig(axis="generation", slice_size=slice_size, baseline="exploration")
 
 
 @st.composite
@@ -72,11 +79,11 @@ def compared_with_explored(draw: st.DrawFn) -> Plan:
     """Slices that are compared with previews of other seeds, all of which are made before any rollout."""
     plan = draw(plans())
     seeds = plan.group_size + draw(st.integers(2, 4))
-    policy = draw(st.sampled_from(list(SelectionPolicy)))
+    policy = draw(st.sampled_from(get_args(SeedPolicy)))
     return replace(
         plan,
-        pipeline=PipelinePlan(Axis.GENERATION, draw(st.integers(1, 4)), Baseline.EXPLORATION),
-        exploration=ExplorationPlan(Explore.CRITICAL_PATH, seeds, plan.rollout_steps, policy),
+        pipeline=by_exploration(draw(st.integers(1, 4))),
+        exploration=ExplorationConfig(seeds_per_prompt=seeds, policy=policy),
     )
 
 
@@ -128,8 +135,8 @@ def test_slices_are_compared_with_all_previews_but_their_own_seeds() -> None:
         evaluation=EvaluationConfig(steps=3, images_per_prompt=1, every=9),
         updates_per_batch=1, micro_batch_size=2, checkpoint_every=1,
         lease_s=20.0, max_drop_share=None,
-        pipeline=PipelinePlan(Axis.GENERATION, 2, Baseline.EXPLORATION),
-        exploration=ExplorationPlan(Explore.CRITICAL_PATH, 9, 3),
+        pipeline=by_exploration(2),
+        exploration=ExplorationConfig(seeds_per_prompt=9, steps=3),
     )  # fmt: skip
     world = World(start(plan), 0, calm=False).run()
     assert world.succeeded

@@ -23,7 +23,7 @@ from spotlight.scheduler.cluster.queue import CommitVerdict, PullQueue, _OpenLea
 from spotlight.scheduler.cluster.spare_time import SpareTime
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.overlap import training_tasks as training_module
-from spotlight.scheduler.plan import Explore, Plan
+from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.rollouts import Rollouts
 from spotlight.scheduler.types import (
     Group as SampleGroup,
@@ -170,7 +170,7 @@ def _never_preempts(
 
 def _looks_ahead_at_once(self: Rollouts, iteration: int, now: float) -> None:
     explores = self.plan.exploration
-    idle = explores is not None and explores.where is Explore.IDLE and iteration + 1 < self.plan.iterations
+    idle = explores is not None and explores.where == "idle" and iteration + 1 < self.plan.iterations
     if idle and self.window.opened_s is None:
         self.open_window(iteration + 1, self.cluster.target, now)
 

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import get_args
 
 from spotlight.config.sections.evaluation import EvaluationConfig
-from spotlight.config.sections.exploration import PlannerConfig, PreviewCostsConfig
-from spotlight.scheduler.events import NodeJoined
-from spotlight.scheduler.exploration.selection import SelectionPolicy
-from spotlight.scheduler.plan import (
-    Axis,
-    ClusterPlan,
-    ExplorationPlan,
-    Explore,
-    PipelinePlan,
-    Plan,
-    divisors,
+from spotlight.config.sections.exploration import (
+    ExplorationConfig,
+    PlannerConfig,
+    PreviewCostsConfig,
+    PreviewTime,
+    SeedPolicy,
 )
-from spotlight.scheduler.types import Baseline, Node, NodeId, NodeKind, WeightKind
+from spotlight.config.sections.pipeline import NO_OVERLAP, PipelineConfig
+from spotlight.scheduler.events import NodeJoined
+from spotlight.scheduler.plan import ClusterPlan, Plan, divisors
+from spotlight.scheduler.types import Node, NodeId, NodeKind, WeightKind
 from spotlight.simulation.costs import ConstantCosts
 from spotlight.simulation.scenario import NodeEvent, PriceChanged, Scenario
 from spotlight.simulation.virtual_rewards import RewardModel
@@ -102,8 +101,10 @@ def _node(name: str, kind: NodeKind, gpus: int, trains: bool, rolls_out: bool) -
 
 def _draw_plan(seed: int, source: random.Random, ranks: int, degree_min: int) -> Plan:
     group_size = source.choice([2, 3, 4])
-    explore = source.choice([None, None, Explore.CRITICAL_PATH, Explore.IDLE, Explore.IDLE])
+    times: list[PreviewTime | None] = [None, None, "critical_path", "idle", "idle"]
+    explore = source.choice(times)
     more, steps = source.choice([0, 2, 4]), source.choice([2, 3])
+    pipeline, bounded = _draw_pipeline(seed, explore)
     return Plan(
         run_seed=source.randrange(2**31),
         iterations=source.choice([2, 3, 4, 5]),
@@ -130,30 +131,30 @@ def _draw_plan(seed: int, source: random.Random, ranks: int, degree_min: int) ->
             publishes=source.choice([WeightKind.ADAPTER, WeightKind.FULL]),
         ),
         exploration=None if explore is None else _draw_exploration(seed, explore, group_size, more, steps),
-        pipeline=_draw_pipeline(seed, explore),
+        pipeline=pipeline,
+        bounded=bounded,
     )
 
 
-def _draw_pipeline(seed: int, explore: Explore | None) -> PipelinePlan:
-    """What overlaps; drawn apart, so that it changes nothing else of a trial."""
+def _draw_pipeline(seed: int, explore: PreviewTime | None) -> tuple[PipelineConfig, bool]:
+    """What overlaps, and ``Plan.bounded``; drawn apart, so that it changes nothing else of a trial."""
     source = random.Random(f"pipeline {seed}")
     if source.random() < 0.3:
-        return PipelinePlan()
-    baselines = [Baseline.GROUP, Baseline.SLICE] + [Baseline.EXPLORATION] * (explore is not None)
-    baseline = source.choice(baselines)
+        return NO_OVERLAP, False
+    baseline = source.choice(["group", "slice"] + ["exploration"] * (explore is not None))
     share = source.choice([0.0, 0.5, 1.0])
-    return PipelinePlan(
-        axis=source.choice([None, *Axis]),
-        slice_size=source.choice([3, 4] if baseline is Baseline.SLICE else [1, 2, 3]),
-        baseline=baseline,
-        bounded=source.random() < 0.6,
-        switch_s=source.choice([0.0, 0.7, 5.0]),
-        # Early rollouts need their seeds before previews on the critical path have chosen them.
-        next_share=0.0 if explore is Explore.CRITICAL_PATH else share,
-    )
+    axis = source.choice(["none", "prompt", "generation"])
+    slice_size = source.choice([3, 4] if baseline == "slice" else [1, 2, 3])
+    bounded, switch_s = source.random() < 0.6, source.choice([0.0, 0.7, 5.0])
+    # Early rollouts need their seeds before previews on the critical path have chosen them.
+    share = 0.0 if explore == "critical_path" else share
+    pipeline = {"axis": axis, "slice_size": slice_size, "baseline": baseline, "switch_s": switch_s}
+    return PipelineConfig.model_validate(pipeline | {"next_share": share}), bounded
 
 
-def _draw_exploration(seed: int, where: Explore, group_size: int, more: int, steps: int) -> ExplorationPlan:
+def _draw_exploration(
+    seed: int, where: PreviewTime, group_size: int, more: int, steps: int
+) -> ExplorationConfig:
     """How seeds are chosen; drawn apart, so that it changes nothing else of a trial."""
     source = random.Random(f"exploration {seed}")
     planner = None
@@ -169,16 +170,16 @@ def _draw_exploration(seed: int, where: Explore, group_size: int, more: int, ste
             caution=source.choice([0.0, 1.0]),
             costs=costs,
         )
-    policy = source.choice(list(SelectionPolicy))
-    deepest = source.choice([None, 2, 12]) if where is Explore.IDLE else None
+    policy = source.choice(get_args(SeedPolicy))
+    deepest = source.choice([0, 2, 12]) if where == "idle" else None
     spares, sampled = source.choice([0, 0, 1, 3]), source.choice([0, 1, 2])
     fidelity_min, undo = source.choice([None, None, 0.95]), source.random() < 0.3
-    if undo and not policy.draws:
+    if undo and policy not in ("random", "proportional"):
         deepest = None  # pools are not deepened then
-    return ExplorationPlan(
-        where,
-        group_size + more,
-        steps,
+    return ExplorationConfig(
+        where=where,
+        seeds_per_prompt=group_size + more,
+        steps=steps,
         policy=policy,
         spare_prompts=0 if undo else spares,
         sampled_prompts=sampled,

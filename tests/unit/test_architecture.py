@@ -66,8 +66,8 @@ SCHEDULER_PARTS: dict[str, set[str]] = {
     "controller": {"messages", "exploration", "cluster", "rollouts", "overlap"},
 }
 """Who may import whom inside the scheduler; ``messages`` is every module of its own level not named here."""
-PLAN_NAMES = {f"spotlight.scheduler.exploration.{module}" for module in ("bandit", "budget", "selection")}
-"""The plan speaks of arms, costs and policies as exploration defines them."""
+PLAN_NAMES = {"spotlight.scheduler.exploration.bandit"}
+"""The plan speaks of arms as exploration defines them."""
 
 LIGHT = ("config", "data", "scheduler", "fleet", "planning", "rewards", "simulation", "store")
 HEAVY = ("torch", "diffusers", "transformers", "peft", "accelerate", "ray")

@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 
 from spotlight.config.sections.evaluation import EvaluationConfig
-from spotlight.config.sections.exploration import PlannerConfig, PreviewCostsConfig
+from spotlight.config.sections.exploration import ExplorationConfig, PlannerConfig, PreviewCostsConfig
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.events import NodeJoined
 from spotlight.scheduler.exploration.explorer import Explorer
-from spotlight.scheduler.exploration.selection import SelectionPolicy
 from spotlight.scheduler.exploration.window import ExploredGroup
-from spotlight.scheduler.plan import ClusterPlan, ExplorationPlan, Explore, Plan, require_usable
+from spotlight.scheduler.plan import ClusterPlan, Plan
 from spotlight.scheduler.records import RolloutIssued, SampleDropped, SampleExplored, SampleTrained
 from spotlight.scheduler.types import (
     Node,
@@ -46,8 +45,14 @@ PLAN = Plan(
     updates_per_batch=1, micro_batch_size=4, checkpoint_every=2,
     lease_s=60.0, max_drop_share=None, cluster=ClusterPlan(),
 )  # fmt: skip
-CRITICAL = ExplorationPlan(Explore.CRITICAL_PATH, seeds_per_prompt=16, steps=5)
-IDLE = dataclasses.replace(CRITICAL, where=Explore.IDLE)
+CRITICAL = ExplorationConfig(seeds_per_prompt=16, steps=5)
+
+
+def revised(section: ExplorationConfig, **changes: object) -> ExplorationConfig:
+    return ExplorationConfig.model_validate({**dict(section), **changes})
+
+
+IDLE = revised(CRITICAL, where="idle", seeds_per_prompt_max=16)
 Tree = Mapping[str, Any]
 
 
@@ -76,7 +81,7 @@ class Watched(Simulation):
 
 
 def ran(
-    exploration: ExplorationPlan | None,
+    exploration: ExplorationConfig | None,
     rewards: RewardModel | None = None,
     *,
     learns_s: float = 5.0,
@@ -142,16 +147,14 @@ def test_seeds_are_made_anew_and_previews_are_never_trained() -> None:
         assert {one.steps for one in members} == {PLAN.rollout_steps}
 
 
-def contrasts(policy: SelectionPolicy, rewards: RewardModel) -> list[Tree]:
-    run = ran(dataclasses.replace(CRITICAL, policy=policy), rewards, iterations=40)
+def contrasts(policy: str, rewards: RewardModel) -> list[Tree]:
+    run = ran(revised(CRITICAL, policy=policy), rewards, iterations=40)
     return [report["contrast"] for report in run.reports]
 
 
 def test_the_gain_is_that_of_choosing() -> None:
     flat_world = RewardModel(variety=0.0)  # every prompt's rewards have variance 0.04
-    chosen, random = (
-        contrasts(policy, flat_world) for policy in (SelectionPolicy.MAX_VARIANCE, SelectionPolicy.RANDOM)
-    )
+    chosen, random = (contrasts(policy, flat_world) for policy in ("max_variance", "random"))
     assert {one["gain"] for one in random} == {0.0}, "by design"
     by_slope = [one["realised"] - one["random_of_sampled"] for one in random]
     error = statistics.stdev(by_slope) / math.sqrt(len(by_slope))
@@ -163,7 +166,7 @@ def test_the_gain_is_that_of_choosing() -> None:
 def test_fidelity_is_found_as_the_rewards_have_it(steps: int) -> None:
     model = RewardModel()
     run = ran(
-        dataclasses.replace(CRITICAL, steps=steps, sampled_prompts=4),
+        revised(CRITICAL, steps=steps, sampled_prompts=4),
         model,
         iterations=40,
         prompts_per_iteration=4,
@@ -179,9 +182,7 @@ def test_fidelity_is_found_as_the_rewards_have_it(steps: int) -> None:
 
 def test_a_prompt_without_contrast_gives_its_place_to_a_spare_one() -> None:
     rewards = RewardModel(flat_share=0.5)
-    without, with_spares = (
-        ran(dataclasses.replace(CRITICAL, spare_prompts=spares), rewards) for spares in (0, 8)
-    )
+    without, with_spares = (ran(revised(CRITICAL, spare_prompts=spares), rewards) for spares in (0, 8))
     replaced = with_spares.controller.ledger.replaced_prompts
     assert replaced == sum(report["selection"]["replaced_prompts"] for report in with_spares.reports)
     assert replaced > 5
@@ -203,19 +204,19 @@ def test_a_prompt_without_contrast_gives_its_place_to_a_spare_one() -> None:
 
 
 def test_spares_are_few_when_no_time_or_no_prompt_is_left() -> None:
-    run = ran(dataclasses.replace(CRITICAL, spare_prompts=100), RewardModel(flat_share=1.0), iterations=2)
+    run = ran(revised(CRITICAL, spare_prompts=100), RewardModel(flat_share=1.0), iterations=2)
     for iteration in range(2):
         assert len({one.prompt_id for one in of_iteration(run.issued, Purpose.EXPLORE, iteration)}) == 24
     assert run.controller.ledger.replaced_prompts == 0
     assert run.reports[0]["contrast"] == {}
 
 
-def planned(**changes: object) -> ExplorationPlan:
+def planned(**changes: object) -> ExplorationConfig:
     # Worker-seconds as ConstantCosts has them: leases of four, a step in 0.4 s.
     costs = PreviewCostsConfig(step_s=0.1, fixed_s=0.125, reward_s=0.5)
     settings: dict[str, Any] = {"alpha": 0.3, "discount": 0.97, "costs": costs}
     planner = PlannerConfig(seed_counts=(8, 24), step_counts=(3, 9), **{**settings, **changes})
-    return dataclasses.replace(CRITICAL, planner=planner)
+    return revised(CRITICAL, planner=planner)
 
 
 def test_the_planner_finds_the_arm_that_brings_most() -> None:
@@ -229,7 +230,7 @@ def test_the_planner_finds_the_arm_that_brings_most() -> None:
 
 
 def test_what_training_leaves_no_time_for_is_not_chosen() -> None:
-    plan = dataclasses.replace(planned(alpha=0.0), where=Explore.IDLE)
+    plan = revised(planned(alpha=0.0), where="idle")
     short, long = (ran(plan, iterations=14, learns_s=learns_s) for learns_s in (1.5, 12.0))
     for run, arm in ((short, "8x3"), (long, "24x9")):
         decisions = [report["decision"] for report in run.reports]
@@ -242,7 +243,7 @@ def test_what_training_leaves_no_time_for_is_not_chosen() -> None:
 
 
 def test_previews_that_rank_badly_are_given_up_and_tried_again() -> None:
-    careful = dataclasses.replace(CRITICAL, fidelity_min=0.25, sampled_prompts=2)
+    careful = revised(CRITICAL, fidelity_min=0.25, sampled_prompts=2)
     run = ran(careful, RewardModel(exponent=0.05), iterations=16)
     chosen = [report["decision"]["chosen"] for report in run.reports]
     assert chosen[:2] == ["16x5", "16x5"]
@@ -255,10 +256,10 @@ def test_previews_that_rank_badly_are_given_up_and_tried_again() -> None:
     assert None not in [report["decision"]["chosen"] for report in good.reports]
 
 
-@pytest.mark.parametrize("policy", [SelectionPolicy.MAX_VARIANCE, SelectionPolicy.PROPORTIONAL])
-def test_weights_undo_the_choice_only_where_asked(policy: SelectionPolicy) -> None:
+@pytest.mark.parametrize("policy", ["max_variance", "proportional"])
+def test_weights_undo_the_choice_only_where_asked(policy: str) -> None:
     def weights(undo: bool) -> list[float]:
-        plan = dataclasses.replace(CRITICAL, policy=policy, undo_selection=undo)
+        plan = revised(CRITICAL, policy=policy, undo_selection=undo)
         batches = [one for one in ran(plan).seen if isinstance(one, ef.PrepareBatch)]
         return [
             batch.weights.get(name, 1.0)
@@ -269,18 +270,16 @@ def test_weights_undo_the_choice_only_where_asked(policy: SelectionPolicy) -> No
 
     assert set(weights(False)) == {1.0}
     found = weights(True)
-    assert statistics.mean(found) == pytest.approx(
-        1.0, abs=1e-9 if policy is SelectionPolicy.MAX_VARIANCE else 0.1
-    )
+    assert statistics.mean(found) == pytest.approx(1.0, abs=1e-9 if policy == "max_variance" else 0.1)
     assert max(found) > 1.5 > 0.7 > min(found)
-    if policy is SelectionPolicy.MAX_VARIANCE:  # 4 by rank stand for themselves, 2 drawn for 12
+    if policy == "max_variance":  # 4 by rank stand for themselves, 2 drawn for 12
         assert {round(one, 6) for one in found} == {round(6 / 16, 6), round(6 / 16 * 6, 6)}
 
 
 def test_where_the_choice_is_undone_a_flat_pool_trains_seeds_of_its_own() -> None:
     flat_world = RewardModel(flat_share=1.0)
     for undo in (False, True):
-        run = ran(dataclasses.replace(CRITICAL, undo_selection=undo), flat_world, iterations=2)
+        run = ran(revised(CRITICAL, undo_selection=undo), flat_world, iterations=2)
         for iteration in range(2):
             previews = {one.seed for one in of_iteration(run.issued, Purpose.EXPLORE, iteration)}
             trained = {one.seed for one in of_iteration(run.issued, Purpose.TRAIN, iteration)}
@@ -299,10 +298,10 @@ class Restarted(Watched):
             self.after((70.0, 25.0, 110.0)[self.head_life], self.restart_head, 1.0)
 
 
-@pytest.mark.parametrize("policy", [SelectionPolicy.MAX_VARIANCE, SelectionPolicy.PROPORTIONAL])
-def test_a_restarted_run_decides_and_learns_as_one_that_was_not(policy: SelectionPolicy) -> None:
+@pytest.mark.parametrize("policy", ["max_variance", "proportional"])
+def test_a_restarted_run_decides_and_learns_as_one_that_was_not(policy: str) -> None:
     """Where nothing depends on time: previews are waited for."""
-    plan = dataclasses.replace(planned(), policy=policy, sampled_prompts=2, spare_prompts=2, fidelity_min=0.2)
+    plan = revised(planned(), policy=policy, sampled_prompts=2, spare_prompts=2, fidelity_min=0.2)
     rewards = RewardModel(flat_share=0.2)
     whole, restarted = (ran(plan, rewards, kind=kind, iterations=12) for kind in (Watched, Restarted))
     assert restarted.head_life == 3
@@ -325,7 +324,7 @@ def test_a_restarted_run_decides_and_learns_as_one_that_was_not(policy: Selectio
 
 def test_a_restarted_run_makes_the_groups_that_idle_time_had_chosen() -> None:
     """Those chosen while the iteration before was trained are in its checkpoint; windows are long enough."""
-    plan = dataclasses.replace(IDLE, sampled_prompts=2, spare_prompts=2, fidelity_min=0.2)
+    plan = revised(IDLE, sampled_prompts=2, spare_prompts=2, fidelity_min=0.2)
     rewards = RewardModel(flat_share=0.2)
     whole, restarted = (ran(plan, rewards, kind=kind, iterations=12) for kind in (Watched, Restarted))
     assert restarted.head_life >= 3
@@ -340,19 +339,19 @@ def test_a_restarted_run_makes_the_groups_that_idle_time_had_chosen() -> None:
 
 def test_the_state_is_json_between_two_iterations() -> None:
     plan = dataclasses.replace(PLAN, exploration=planned(), iterations=12)
-    run = ran(dataclasses.replace(planned(), where=Explore.IDLE), iterations=12)
+    run = ran(revised(planned(), where="idle"), iterations=12)
     commits = [one for one in run.seen if isinstance(one, ef.CommitCheckpoint)]
     assert len(commits) == 6
     for commit in commits:
         assert plan.exploration is not None
         state = json.loads(json.dumps(commit.snapshot["exploration"]))
-        again = Explorer(plan, plan.exploration, run.train)
+        again = Explorer(plan, run.train)
         again.load(state)
         assert json.loads(json.dumps(again.snapshot())) == state
 
 
 def test_a_restored_explorer_refuses_other_prompts() -> None:
-    explorer = Explorer(PLAN, CRITICAL, [Prompt(PromptId("a"), "a", {})])
+    explorer = Explorer(dataclasses.replace(PLAN, exploration=CRITICAL), [Prompt(PromptId("a"), "a", {})])
     group = ExploredGroup(
         PromptId("b"), (1, 2), ({"reward": 0.0}, {"reward": 1.0}), 0, None, 4, {"reward": 1.0}
     )
@@ -366,18 +365,20 @@ def test_a_restored_explorer_refuses_other_prompts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "key"),
     [
-        ({"seeds_per_prompt": 5}, "cannot choose 6"),
-        ({"planner": PlannerConfig(seed_counts=(4, 8), step_counts=(2,))}, "cannot choose 6"),
-        ({"drawn_seeds": 7}, "expected 0 to 6"),
-        ({"sampled_prompts": 1, "drawn_seeds": 1}, "at least 2"),
-        ({"undo_selection": True, "drawn_seeds": 0}, "proportional"),
-        ({"undo_selection": True, "spare_prompts": 1}, "spare_prompts is 1"),
-        ({"steps": 0}, "at least 1"),
+        ({"steps": 11}, "steps"),
+        ({"planner": PlannerConfig(seed_counts=(8,), step_counts=(2, 11))}, "planner.step_counts"),
+        ({"drawn_seeds": 7}, "drawn_seeds"),
+        ({"sampled_prompts": 1, "drawn_seeds": 1}, "sampled_prompts"),
+        ({"undo_selection": True, "drawn_seeds": 0}, "undo_selection"),
+        ({"undo_selection": True, "spare_prompts": 1}, "spare_prompts"),
+        ({"where": "idle", "seeds_per_prompt_max": 15}, "seeds_per_prompt_max"),
+        ({"where": "idle", "seeds_per_prompt_max": 64, "undo_selection": True}, "seeds_per_prompt_max"),
+        ({"seeds_per_prompt_max": 64}, "seeds_per_prompt_max"),
     ],
 )
-def test_plans_that_cannot_explore_are_refused(changes: dict[str, Any], told: str) -> None:
-    plan = dataclasses.replace(PLAN, exploration=dataclasses.replace(CRITICAL, **changes))
-    with pytest.raises(ValueError, match=told):
-        require_usable(plan, [Prompt(PromptId("a"), "a", {})], [])
+def test_settings_that_contradict_each_other_are_named(changes: dict[str, Any], key: str) -> None:
+    (problem,) = revised(CRITICAL, **changes).seed_problems(group_size=6, steps=10, section="rollout")
+    assert problem.key == f"exploration.{key}"
+    assert not [*CRITICAL.seed_problems(group_size=6, steps=10, section="rollout")]

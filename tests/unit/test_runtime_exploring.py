@@ -10,11 +10,9 @@ import torch
 
 from spotlight.cluster.head import Head
 from spotlight.config.load import load_config
-from spotlight.config.sections.exploration import PlannerConfig, PreviewCostsConfig
 from spotlight.data.datasets import Prompts
 from spotlight.runtime.build import components as build
 from spotlight.runtime.build.preview_settings import (
-    exploration_plan_of,
     preview_steps,
     report_note,
     report_row,
@@ -23,8 +21,7 @@ from spotlight.runtime.inline import NODE, WORKER
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.effects import DiscardSamples, FormGroup, GrantLease, ReportExploration
-from spotlight.scheduler.exploration.selection import SelectionPolicy
-from spotlight.scheduler.plan import ExplorationPlan, Explore
+from spotlight.scheduler.exploration.bandit import Arm
 from spotlight.scheduler.seeds import prompts_of_iteration, spares_of_iteration
 from spotlight.scheduler.types import LeaseId, PolicyVersion, Prompt, PromptId, Purpose
 from spotlight.training.batching.feed import IterationLog
@@ -47,46 +44,28 @@ REPORT: dict[str, object] = {
 }
 
 
-def test_defaults_are_those_of_the_controllers_plan() -> None:
-    assert exploration_plan_of(load_config(None)) is None
-    plan = build.plan_of(load_config(None, ["exploration={}"])).exploration
-    assert plan == ExplorationPlan(Explore.CRITICAL_PATH, seeds_per_prompt=32, steps=10)
-    planned = exploration_plan_of(load_config(None, ["exploration.planner={}"]))
-    assert planned is not None
-    assert planned.planner == PlannerConfig()
-
-
-def test_every_key_reaches_the_plan() -> None:
-    overrides = [
-        "fleet.driver=ray",
-        "exploration={where: idle, policy: proportional, contrast_min: 0.1, spare_prompts: 3}",
-        "exploration.drawn_seeds=4",
-        "exploration.fidelity_min=0.2",
-        "exploration.seeds_per_prompt_max=50",
-        "exploration.planner={seed_counts: [20, 40], step_counts: [5], alpha: 1, discount: 0.9, sharing: 0}",
-        "exploration.planner.caution=2",
-        "exploration.planner.costs={step_s: 0.1, fixed_s: 0.2, reward_s: 0.3, window_s: 4}",
-    ]
-    found = build.cluster_plan_of(load_config(None, overrides)).exploration
-    costs = PreviewCostsConfig(step_s=0.1, fixed_s=0.2, reward_s=0.3, window_s=4.0)
-    planner = PlannerConfig(
-        seed_counts=(20, 40), step_counts=(5,), alpha=1, discount=0.9, sharing=0, caution=2, costs=costs
+def test_defaults_are_resolved_by_the_size_of_groups_and_rollouts() -> None:
+    assert build.plan_of(load_config(None)).arms == ()
+    plan = build.plan_of(load_config(None, ["exploration={}"]))
+    assert plan.arms == (Arm(32, 10),)
+    assert plan.pool_max is None, "on the critical path, only what was planned"
+    planned = build.plan_of(
+        load_config(None, ["exploration.planner={seed_counts: [20, 40], step_counts: [5]}"])
     )
-    assert found == ExplorationPlan(
-        Explore.IDLE, 20, 5, SelectionPolicy.PROPORTIONAL, 0.1, 3, 0, 4, 0.2, False,
-        planner, 50,
-    )  # fmt: skip
-    undone = exploration_plan_of(load_config(None, ["exploration.undo_selection=true"]))
-    assert undone is not None
-    assert undone.undo_selection
+    assert planned.arms == (Arm(20, 5), Arm(40, 5))
+
+
+def test_the_controller_takes_the_section_itself() -> None:
+    config = load_config(None, ["fleet.driver=ray", "exploration={where: idle, seeds_per_prompt_max: 50}"])
+    plan = build.cluster_plan_of(config)
+    assert plan.exploration is config.exploration
+    assert plan.pool_max == 50
 
 
 @pytest.mark.parametrize(("policy", "deepest"), [("max_variance", None), ("proportional", 256)])
 def test_pools_are_not_deepened_for_a_choice_by_rank_that_is_undone(policy: str, deepest: int | None) -> None:
     explores = f"exploration={{where: idle, undo_selection: true, policy: {policy}}}"
-    plan = build.cluster_plan_of(load_config(None, ["fleet.driver=ray", explores])).exploration
-    assert plan is not None
-    assert plan.seeds_per_prompt_max == deepest
+    assert build.cluster_plan_of(load_config(None, ["fleet.driver=ray", explores])).pool_max == deepest
 
 
 @pytest.mark.parametrize(("sampler", "path"), [((), None), (SDE, 10)])

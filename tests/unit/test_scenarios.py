@@ -20,7 +20,6 @@ from spotlight.planning.scenarios.profile import load_profile
 from spotlight.planning.scenarios.scenario_file import ScenarioFile
 from spotlight.planning.scenarios.scenario_load import load_scenario, scenario_names
 from spotlight.planning.scenarios.strategies import STRATEGIES, SpotPlaces, strategy_named
-from spotlight.scheduler.plan import Explore
 from spotlight.scheduler.types import NodeKind
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
@@ -111,7 +110,7 @@ def test_a_trace_of_the_same_kind_keeps_the_other_keys() -> None:
 
 def test_the_schema_and_the_strategies_stay_open() -> None:
     assert {"reserved_only", "all_on_demand", "spot_rollout_only", "critical_path", "spotlight"} <= set(ALL)
-    assert STRATEGIES["spotlight"].explore is Explore.IDLE
+    assert STRATEGIES["spotlight"].explore == "idle"
     assert STRATEGIES["spot_rollout_only"].explore is None
     assert "literal" not in str(ScenarioFile.model_json_schema()["properties"]["strategies"]).lower()
 
@@ -239,8 +238,8 @@ def test_only_degrees_with_figures_are_ever_formed() -> None:
         ("strategies=[]", ("strategies", "one or more of reserved_only, all_on_demand,")),
         ("plan.strategies=[]", ("plan.strategies", "one or more of reserved_only, all_on_demand,")),
         ("exploration=null", ("exploration", "critical_path, spotlight")),
-        ("exploration.seeds_per_prompt=8", ("exploration.seeds_per_prompt", "8", "group size, 16")),
-        ("exploration.steps=30", ("exploration.steps", "30", "workload.steps, 20")),
+        ("exploration.seeds_per_prompt=8", ("exploration.seeds_per_prompt", "8", "workload.group_size = 16")),
+        ("exploration.steps=30", ("exploration.steps", "30", "workload.steps = 20")),
         ("iterations_to_target.spotlight.source=x", ("iterations_to_target.spotlight.source", "assumed:")),
         ("iterations_to_target.spotlight.value=0", ("to_target.spotlight.value", "greater than 0")),
         ("trace.kind=magic", ("trace.kind", "'magic'", "'always_on'")),
@@ -329,7 +328,7 @@ def test_a_planner_of_a_scenario_knows_what_previews_cost() -> None:
     plan = scenario.plan.exploration
     assert plan is not None
     assert plan.planner is not None
-    assert (plan.fidelity_min, len(plan.arms), plan.planner.alpha) == (0.2, 9, 0)
+    assert (plan.fidelity_min, len(scenario.plan.arms), plan.planner.alpha) == (0.2, 9, 0)
     assert scenario.rewards.exponent == 0.82
     costs = plan.planner.costs
     size = scenario.costs.lease_size("H100", file.pixels, 1)
@@ -344,17 +343,17 @@ def test_a_planner_of_a_scenario_knows_what_previews_cost() -> None:
     [
         (
             "exploration.planner={seed_counts: [8, 24], step_counts: [8]}",
-            ("exploration.planner.seed_counts", "8", "group size, 16"),
+            ("exploration.planner.seed_counts", "8", "workload.group_size = 16"),
         ),
         (
             "exploration.planner={seed_counts: [24], step_counts: [8, 30]}",
-            ("exploration.planner.step_counts", "30", "workload.steps, 20"),
+            ("exploration.planner.step_counts", "30", "workload.steps = 20"),
         ),
         ("exploration.planner={seed_counts: [], step_counts: [8]}", ("exploration.planner.seed_counts",)),
-        ("exploration.drawn_seeds=17", ("exploration.drawn_seeds", "17", "group size, 16")),
+        ("exploration.drawn_seeds=17", ("exploration.drawn_seeds", "17", "workload.group_size = 16")),
         (
             "exploration={sampled_prompts: 1, drawn_seeds: 1}",
-            ("exploration.drawn_seeds", "1", "at least 2"),
+            ("exploration.sampled_prompts", "1", "drawn_seeds below 2"),
         ),
         ("exploration.policy=best", ("exploration.policy", "max_variance")),
     ],

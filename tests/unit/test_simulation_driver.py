@@ -9,8 +9,9 @@ import statistics
 import pytest
 
 from spotlight.config.sections.evaluation import EvaluationConfig
+from spotlight.config.sections.exploration import ExplorationConfig, PreviewTime
 from spotlight.scheduler.events import NodeJoined, NodeLost
-from spotlight.scheduler.plan import ClusterPlan, ExplorationPlan, Explore, Plan
+from spotlight.scheduler.plan import ClusterPlan, Plan
 from spotlight.scheduler.types import Node, NodeId, NodeKind, Phase
 from spotlight.simulation.costs import ConstantCosts
 from spotlight.simulation.disturbances import TimingNoise
@@ -33,8 +34,13 @@ def seconds(result: SimulationResult, phase: Phase) -> float:
     return sum(spent for (_, which), spent in result.phase_s.items() if which is phase)
 
 
-def exploring(where: Explore | None) -> SimulationResult:
-    exploration = None if where is None else ExplorationPlan(where, seeds_per_prompt=8, steps=4)
+def exploring(where: PreviewTime | None) -> SimulationResult:
+    most = 8 if where == "idle" else None
+    exploration = (
+        None
+        if where is None
+        else ExplorationConfig(where=where, seeds_per_prompt=8, steps=4, seeds_per_prompt_max=most)
+    )
     return simulate(dataclasses.replace(SCENARIO, plan=dataclasses.replace(PLAN, exploration=exploration)))
 
 
@@ -57,7 +63,7 @@ def test_a_run_ends_and_its_timelines_have_no_gaps() -> None:
 
 
 def test_exploration_fills_idle_time_or_makes_iterations_longer() -> None:
-    without, critical, idle = (exploring(where) for where in (None, Explore.CRITICAL_PATH, Explore.IDLE))
+    without, critical, idle = exploring(None), exploring("critical_path"), exploring("idle")
     assert without.explored == 0
     assert critical.explored == 3 * 4 * 8
     assert 0 < idle.explored <= 2 * 4 * 8

@@ -11,6 +11,7 @@ import pytest
 
 from spotlight.config.errors import ConfigError
 from spotlight.config.sections.evaluation import EvaluationConfig
+from spotlight.config.sections.pipeline import PipelineConfig
 from spotlight.planning.compare import SimulationOutcome, SimulationTask, run_task
 from spotlight.planning.pages.comparison_summary import notes_of, outcome_record, table_of
 from spotlight.planning.scenarios.prepare import Prepared, prepare, scenario_of
@@ -30,8 +31,8 @@ from spotlight.planning.scenarios.strategies import (
 )
 from spotlight.planning.search import GAIN_MIN, Goal, SearchResult, grid, search
 from spotlight.scheduler.events import NodeJoined
-from spotlight.scheduler.plan import Axis, Explore, PipelinePlan, Plan
-from spotlight.scheduler.types import Baseline, Filler, Node, NodeId, NodeKind, Phase
+from spotlight.scheduler.plan import Plan
+from spotlight.scheduler.types import Filler, Node, NodeId, NodeKind, Phase
 from spotlight.simulation.costs import ConstantCosts
 from spotlight.simulation.scenario import Scenario, SimulationResult
 from spotlight.simulation.virtual_driver import simulate
@@ -97,17 +98,18 @@ def test_trainers_help_in_a_pipeline_only_where_a_part_says_so(
 def test_parts_of_a_name_are_parts_of_the_plan() -> None:
     everything = "disaggregated+slices+tsp+tag+tcss+exploration"
     plan = scenario_of(prepared(everything), strategy_named(everything)).plan
-    expected = PipelinePlan(Axis.GENERATION, 4, Baseline.SLICE, bounded=True, switch_s=17.5, next_share=0.5)
+    expected = PipelineConfig(axis="generation", baseline="slice", switch_s=17.5, next_share=0.5)
+    assert plan.bounded
     assert plan.pipeline == expected
     assert plan.exploration is not None
-    assert plan.exploration.where is Explore.IDLE
+    assert plan.exploration.where == "idle"
     stolen = "disaggregated+gap+steal"
     overrides = ("pipeline.next_share=0.25", "workload.resident=true")
     plan = scenario_of(prepared(stolen, *overrides), strategy_named(stolen)).plan
-    assert plan.pipeline == PipelinePlan(Axis.PROMPT, 4, Baseline.GROUP)
+    assert plan.pipeline == PipelineConfig(axis="prompt")
     assert plan.exploration is None
     plain = scenario_of(prepared("disaggregated"), strategy_named("disaggregated")).plan
-    assert plain.pipeline == PipelinePlan(switch_s=17.5)
+    assert plain.pipeline == PipelineConfig(switch_s=17.5)
 
 
 @pytest.mark.parametrize(

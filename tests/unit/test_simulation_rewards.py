@@ -9,7 +9,8 @@ import pytest
 from scipy import stats
 
 from spotlight.config.sections.evaluation import EvaluationConfig
-from spotlight.scheduler.plan import ExplorationPlan, Explore, Plan
+from spotlight.config.sections.exploration import ExplorationConfig
+from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 from spotlight.simulation.virtual_rewards import RewardModel
 
@@ -17,7 +18,8 @@ PLAN = Plan(
     run_seed=0, iterations=1, prompts_per_iteration=1, group_size=2, rollout_steps=10,
     evaluation=EvaluationConfig(steps=10, images_per_prompt=1, every=1),
     updates_per_batch=1, micro_batch_size=2, checkpoint_every=1,
-    lease_s=60.0, max_drop_share=None, exploration=ExplorationPlan(Explore.IDLE, 2, 5),
+    lease_s=60.0, max_drop_share=None,
+    exploration=ExplorationConfig(where="idle", seeds_per_prompt=2, steps=5),
 )  # fmt: skip
 
 

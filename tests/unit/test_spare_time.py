@@ -10,21 +10,22 @@ import pytest
 from queue_machine import make_rollout
 from test_cluster import PLAN as CLUSTERED
 from test_cluster import SPOT, V0, Room, of, only
-from test_exploration import IDLE, PLAN, Watched, of_iteration, ran
+from test_exploration import IDLE, PLAN, Watched, of_iteration, ran, revised
 
+from spotlight.config.sections.exploration import ExplorationConfig
 from spotlight.planning.compare import outcome_of
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.queue import PullQueue
 from spotlight.scheduler.cluster.recovery import Recovery
 from spotlight.scheduler.cluster.spare_time import SpareTime
-from spotlight.scheduler.plan import ClusterPlan, ExplorationPlan, Explore, Plan, require_usable
+from spotlight.scheduler.plan import ClusterPlan
 from spotlight.scheduler.records import SampleExplored
-from spotlight.scheduler.types import Node, NodeId, NodeKind, Prompt, PromptId, Purpose, WorkerId
+from spotlight.scheduler.types import Node, NodeId, NodeKind, Purpose, WorkerId
 from spotlight.simulation.scenario import SimulationResult
 from spotlight.simulation.virtual_rewards import RewardModel
 
-EXPLORES = ExplorationPlan(Explore.IDLE, seeds_per_prompt=6, steps=4, seeds_per_prompt_max=9)
+EXPLORES = ExplorationConfig(where="idle", seeds_per_prompt=6, steps=4, seeds_per_prompt_max=9)
 SMALL = dataclasses.replace(
     CLUSTERED, exploration=EXPLORES, cluster=ClusterPlan(answer_s=5.0, start_s=60.0), prompts_per_iteration=1
 )
@@ -159,8 +160,8 @@ def pools(run: Watched, iteration: int) -> list[int]:
 
 def test_idle_time_deepens_the_pools_evenly_and_with_an_end() -> None:
     plain = ran(IDLE, learns_s=8.0)
-    deep = ran(dataclasses.replace(IDLE, seeds_per_prompt_max=1000), learns_s=8.0)
-    bounded = ran(dataclasses.replace(IDLE, seeds_per_prompt_max=18), learns_s=8.0)
+    deep = ran(revised(IDLE, seeds_per_prompt_max=1000), learns_s=8.0)
+    bounded = ran(revised(IDLE, seeds_per_prompt_max=18), learns_s=8.0)
     for iteration in range(2, PLAN.iterations):
         assert pools(plain, iteration) == [16] * 4
         assert pools(bounded, iteration) == [18] * 4
@@ -179,7 +180,7 @@ def test_idle_time_deepens_the_pools_evenly_and_with_an_end() -> None:
 
 
 def test_deep_pools_of_one_window_do_not_make_up_for_another() -> None:
-    run = ran(dataclasses.replace(IDLE, seeds_per_prompt_max=32), learns_s=12.0)
+    run = ran(revised(IDLE, seeds_per_prompt_max=32), learns_s=12.0)
 
     def share(result: SimulationResult) -> float:
         return outcome_of("spotlight", run.scenario, result, None).preview_share
@@ -196,7 +197,7 @@ def test_deep_pools_of_one_window_do_not_make_up_for_another() -> None:
 def test_a_deeper_pool_is_judged_by_its_real_size() -> None:
     found = {}
     for limit in (16, 64):
-        exploration = dataclasses.replace(IDLE, seeds_per_prompt_max=limit)
+        exploration = revised(IDLE, seeds_per_prompt_max=limit)
         run = ran(exploration, RewardModel(variety=0.0), learns_s=12.0, iterations=60)
         gains = [report["contrast"] for report in run.reports if report["contrast"]]
         found[limit] = {name: sum(one[name] for one in gains) / len(gains) for name in ("realised", "random")}
@@ -206,7 +207,7 @@ def test_a_deeper_pool_is_judged_by_its_real_size() -> None:
 
 
 def test_a_prompt_without_contrast_is_replaced_once_and_not_deepened() -> None:
-    exploration = dataclasses.replace(IDLE, spare_prompts=2, seeds_per_prompt_max=40)
+    exploration = revised(IDLE, spare_prompts=2, seeds_per_prompt_max=40)
     run = ran(exploration, RewardModel(flat_share=0.4), learns_s=12.0)
     for iteration in range(2, PLAN.iterations):
         members = Counter(one.prompt_id for one in of_iteration(run.issued, Purpose.EXPLORE, iteration))
@@ -215,13 +216,3 @@ def test_a_prompt_without_contrast_is_replaced_once_and_not_deepened() -> None:
         assert 0 < replaced <= 2
         assert max(counts[:replaced], default=0) <= 20, "deepened only until its last previews were scored"
         assert counts[replaced:] == [40] * PLAN.prompts_per_iteration, "and the spare ones in its place"
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"seeds_per_prompt_max": 5}, {"where": Explore.CRITICAL_PATH}, {"undo_selection": True}],
-)
-def test_plans_that_cannot_be_deepened_are_refused(changes: dict[str, object]) -> None:
-    plan: Plan = dataclasses.replace(SMALL, exploration=dataclasses.replace(EXPLORES, **changes))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="idle workers"):
-        require_usable(plan, [Prompt(PromptId("p"), "a circle", {})], [])

@@ -9,6 +9,7 @@ from test_cluster import ANSWER_S, PLAN, SPOT, V0, Room, of, only
 from test_pipeline import FAST, SINGLE, TRAINER, finish
 
 from spotlight.config.sections.evaluation import EvaluationConfig
+from spotlight.config.sections.pipeline import PipelineConfig
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.pace import Pace
@@ -16,7 +17,6 @@ from spotlight.scheduler.cluster.queue import WorkClass
 from spotlight.scheduler.overlap import trainer_budget as takes_module
 from spotlight.scheduler.overlap.look_ahead import RolloutBudget, Timeline, find_budget
 from spotlight.scheduler.overlap.trainer_budget import Backlog, Remaining, groups_soon
-from spotlight.scheduler.plan import Axis, PipelinePlan
 from spotlight.scheduler.types import (
     Filler,
     GroupKind,
@@ -42,9 +42,11 @@ def generating(
     prompts: int, held: int, trainers: int, next_share: float = 0.0
 ) -> tuple[Room, ef.FormGroup, ef.GrantLease, list[ef.FormGroup]]:
     """A spot GPU makes some of a long iteration, whose paces are known, and trainers wait."""
-    pipeline = PipelinePlan(Axis.PROMPT, bounded=True, switch_s=0.1, next_share=next_share)
+    pipeline = PipelineConfig(axis="prompt", switch_s=0.1, next_share=next_share)
     room = Room(
-        dataclasses.replace(SINGLE, prompts_per_iteration=prompts, micro_batch_size=2, pipeline=pipeline)
+        dataclasses.replace(
+            SINGLE, prompts_per_iteration=prompts, micro_batch_size=2, pipeline=pipeline, bounded=True
+        )
     )
     room.now = 100.0
     seen_pace(room, rollout_s=4.0, train_s=0.5)
@@ -55,7 +57,7 @@ def generating(
 
 def test_trainers_take_what_is_then_done_sooner_and_no_more() -> None:
     plan = dataclasses.replace(
-        SINGLE, prompts_per_iteration=8, pipeline=PipelinePlan(Axis.PROMPT, bounded=True, switch_s=1.0)
+        SINGLE, prompts_per_iteration=8, pipeline=PipelineConfig(axis="prompt", switch_s=1.0), bounded=True
     )
     room = Room(plan)
     room.now = 10.0
@@ -147,7 +149,7 @@ def test_rollouts_are_counted_by_their_steps_and_made_ones_without_evaluation() 
     """Evaluation of four times the steps: of what waits it is most of the work, and few rollouts of it."""
     plan = dataclasses.replace(
         SINGLE, evaluation=EvaluationConfig(every=1, images_per_prompt=16, steps=32), rollout_steps=8,
-        pipeline=PipelinePlan(Axis.PROMPT, bounded=True, switch_s=0.1), micro_batch_size=2,
+        pipeline=PipelineConfig(axis="prompt", switch_s=0.1), bounded=True, micro_batch_size=2,
     )  # fmt: skip
     room = Room(plan, [Prompt(PromptId("t"), "a square", {})])
     room.now = 100.0
@@ -185,7 +187,8 @@ def test_evaluation_is_not_expected_to_be_trained() -> None:
     plan = dataclasses.replace(
         SINGLE,
         evaluation=EvaluationConfig(every=1, images_per_prompt=16, steps=SINGLE.evaluation.steps),
-        pipeline=PipelinePlan(bounded=True, switch_s=0.1),
+        pipeline=PipelineConfig(switch_s=0.1),
+        bounded=True,
     )
     room = Room(plan, [Prompt(PromptId("t"), "a square", {})])
     room.now = 100.0
@@ -201,7 +204,7 @@ def test_evaluation_is_not_expected_to_be_trained() -> None:
 
 
 def test_the_learner_is_given_nothing_while_its_gpus_roll_out() -> None:
-    plan = dataclasses.replace(SINGLE, pipeline=PipelinePlan(Axis.PROMPT), micro_batch_size=2)
+    plan = dataclasses.replace(SINGLE, pipeline=PipelineConfig(axis="prompt"), micro_batch_size=2)
     room = Room(plan)
     (spot,) = room.bring_up(dataclasses.replace(SPOT, gpus=1))
     (trainer,) = room.bring_up(TRAINER)
@@ -235,7 +238,7 @@ def test_groups_of_a_tail_count_as_what_they_part_into() -> None:
 
 def test_each_gpu_of_the_learner_turns_once_and_what_turning_takes_is_no_pace() -> None:
     trainers = dataclasses.replace(TRAINER, gpus=2)
-    changes = {"pipeline": PipelinePlan(bounded=True, switch_s=17.5), "ranks": 2}
+    changes = {"pipeline": PipelineConfig(switch_s=17.5), "bounded": True, "ranks": 2}
     room = Room(dataclasses.replace(SINGLE, prompts_per_iteration=8, **changes))  # type: ignore[arg-type]
     serving = room.controller.cluster.serving
     room.now = 10.0

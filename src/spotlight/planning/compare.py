@@ -146,7 +146,7 @@ def _preview_share(scenario: Scenario, result: SimulationResult) -> float:
     found = [share for share in shares.values() if share is not None]
     windows = len(found)
     if arm.planner is None:  # then a skipped window counts as wanted
-        windows = max(windows, len(result.iterations) - (arm.where.value == "idle"))
+        windows = max(windows, len(result.iterations) - (arm.where == "idle"))
     return sum(found) / windows if windows else math.nan
 
 

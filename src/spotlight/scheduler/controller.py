@@ -52,8 +52,8 @@ from spotlight.scheduler.iteration import Snapshot
 from spotlight.scheduler.ledger import Ledger
 from spotlight.scheduler.overlap.trainer_budget import Backlog, trainer_rollout_budget
 from spotlight.scheduler.overlap.training_tasks import TrainingTasks
-from spotlight.scheduler.plan import Explore, require_usable
 from spotlight.scheduler.plan import Plan as Plan
+from spotlight.scheduler.plan import require_usable
 from spotlight.scheduler.records import StepApplied
 from spotlight.scheduler.rollouts import Rollouts
 from spotlight.scheduler.stages import (
@@ -215,7 +215,7 @@ class Controller:
         self.training = TrainingTasks(self.plan, work, self.iteration)
         last = self.iteration >= self.plan.iterations
         explores = self.plan.exploration
-        first = not last and explores is not None and explores.where is Explore.CRITICAL_PATH
+        first = not last and explores is not None and explores.where == "critical_path"
         if not last and not first:
             work.issue_training(self.iteration, self.version)
         if self.plan.evaluation.is_due(self.iteration, self.plan.iterations):
@@ -285,7 +285,7 @@ class Controller:
             return
         if self.dispatcher.trainers_work:
             return
-        if rolls and self.plan.pipeline.bounded and self.cluster.trainers():
+        if rolls and self.plan.bounded and self.cluster.trainers():
             self._plan_budget()
             if self._budget:
                 return
@@ -305,7 +305,7 @@ class Controller:
     def _plan_budget(self) -> None:
         """Plan the rollouts of the learner's GPUs; unused budget expires after ``answer_s``."""
         pipeline, pace = self.plan.pipeline, self.cluster.pace
-        overlaps = pipeline.axis is not None
+        overlaps = pipeline.trains_parts
         trainable = self.training.ready() if overlaps else 0
         made = self.training.untrained - trainable if overlaps else 0
         backlog = Backlog(
@@ -331,9 +331,9 @@ class Controller:
             return
         waits = self._learner_up and self.stage in LEARNER_IDLES and self.training.task is None
         rollouts: float = 0.0
-        if waits and self.plan.pipeline.bounded and self.stage is not Stage.EXPLORING:
+        if waits and self.plan.bounded and self.stage is not Stage.EXPLORING:
             rollouts = self._budget
-        elif waits and not (self.plan.pipeline.axis and self.training.ready()):
+        elif waits and not (self.plan.pipeline.trains_parts and self.training.ready()):
             rollouts = math.inf
         self.dispatcher.set_trainer_budget(rollouts, explore=self.stage is Stage.EXPLORING)
 
@@ -394,7 +394,7 @@ class Controller:
 
     def _report_pipeline(self) -> None:
         pipeline, filled = self.plan.pipeline, self.cluster.pace.filled_s
-        overlapped = self.training.overlapped if pipeline.axis is not None else None
+        overlapped = self.training.overlapped if pipeline.trains_parts else None
         early = self.work.early_samples if pipeline.next_share else None
         if filled or overlapped is not None or early is not None:
             report = ReportPipeline(self.iteration, dict(sorted(filled.items())), overlapped, early)

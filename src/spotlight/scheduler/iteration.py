@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from spotlight.scheduler.plan import Axis, Plan
+from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.seeds import derive_seed
 from spotlight.scheduler.types import (
     DropReason,
@@ -39,7 +39,7 @@ def train_rollouts(
     """
     pipeline, size = plan.pipeline, plan.group_size
     members = range(size)
-    step = pipeline.slice_size if pipeline.axis is Axis.GENERATION else size
+    step = pipeline.slice_size if pipeline.axis == "generation" else size
     seeds = [
         _mixed(plan, iteration, chosen[slot])
         if slot in chosen

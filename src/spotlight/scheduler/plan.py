@@ -1,92 +1,20 @@
-"""The controller's settings, and its requirements on settings and prompts."""
+"""The controller's settings, and its requirements on them and on prompts.
+
+Exploration and pipeline are sections of the configuration, validated where a configuration or a scenario is
+read.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 from spotlight.config.sections.evaluation import EvaluationConfig
-from spotlight.config.sections.exploration import PlannerConfig
+from spotlight.config.sections.exploration import ExplorationConfig
+from spotlight.config.sections.pipeline import NO_OVERLAP, PipelineConfig
 from spotlight.scheduler.exploration.bandit import Arm, arm_grid
-from spotlight.scheduler.exploration.selection import SelectionPolicy
-from spotlight.scheduler.types import Baseline, Prompt, PromptId, WeightKind
-
-
-class Explore(StrEnum):
-    """When previews are made: before the rollouts they choose seeds for, or while the learner trains."""
-
-    CRITICAL_PATH = "critical_path"
-    IDLE = "idle"
-
-
-@dataclass(frozen=True, slots=True)
-class ExplorationPlan:
-    """Preview more seeds than a group needs and keep those whose rewards differ most.
-
-    Attributes:
-        seeds_per_prompt, steps: the arm played without a planner.
-        contrast_min: a prompt whose preview rewards lie within this range chooses nothing.
-        spare_prompts: maximum of prompts without contrast replaced per iteration.
-        sampled_prompts: groups per iteration that keep seeds drawn at random, to measure ranking fidelity.
-        drawn_seeds: number of these per group, at least 2 to measure it.
-        fidelity_min: Kendall's tau between preview and regenerated rewards below which previews do not
-            choose; None: they always do.
-        undo_selection: weight samples so that selection leaves no bias. Every group then keeps drawn seeds,
-            unless the policy itself draws, and no prompt is replaced.
-        seeds_per_prompt_max: idle workers deepen pools up to this. Incompatible with undoing a choice by
-            rank: the deeper the pool, the larger the weights of drawn seeds.
-    """
-
-    where: Explore
-    seeds_per_prompt: int
-    steps: int
-    policy: SelectionPolicy = SelectionPolicy.MAX_VARIANCE
-    contrast_min: float = 0.0
-    spare_prompts: int = 0
-    sampled_prompts: int = 0
-    drawn_seeds: int = 2
-    fidelity_min: float | None = None
-    undo_selection: bool = False
-    planner: PlannerConfig | None = None
-    seeds_per_prompt_max: int | None = None
-
-    @property
-    def arms(self) -> tuple[Arm, ...]:
-        """All arms that may be played."""
-        if self.planner is None:
-            return (Arm(self.seeds_per_prompt, self.steps),)
-        return arm_grid(self.planner.seed_counts, self.planner.step_counts)
-
-
-class Axis(StrEnum):
-    """How a batch is cut into parts to train while the rest is generated."""
-
-    PROMPT = "prompt"
-    GENERATION = "generation"
-
-
-@dataclass(frozen=True, slots=True)
-class PipelinePlan:
-    """What overlaps of generation and training; by default nothing.
-
-    Attributes:
-        axis: train groups, or slices of groups, as they complete; None: only a complete batch.
-        slice_size: group members per slice.
-        bounded: the learner's GPUs take only rollouts that end training earlier; otherwise whatever waits
-            while the learner idles.
-        switch_s: seconds one of them takes to switch between training and rolling out.
-        next_share: fraction of the next iteration's groups that may be rolled out before this one is trained,
-            one published version stale.
-    """
-
-    axis: Axis | None = None
-    slice_size: int = 4
-    baseline: Baseline = Baseline.GROUP
-    bounded: bool = False
-    switch_s: float = 0.0
-    next_share: float = 0.0
+from spotlight.scheduler.types import Prompt, PromptId, WeightKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +59,8 @@ class Plan:
         max_drop_share: the run stops when a larger share of an iteration's samples is dropped; None: at the
             first.
         exploration: None: random seeds.
+        bounded: GPUs that train take only rollouts that end training earlier; otherwise whatever waits while
+            the learner idles.
     """
 
     run_seed: int
@@ -146,8 +76,22 @@ class Plan:
     max_drop_share: float | None
     ranks: int = 1
     cluster: ClusterPlan = ClusterPlan()
-    exploration: ExplorationPlan | None = None
-    pipeline: PipelinePlan = PipelinePlan()
+    exploration: ExplorationConfig | None = None
+    pipeline: PipelineConfig = NO_OVERLAP
+    bounded: bool = False
+
+    @property
+    def arms(self) -> tuple[Arm, ...]:
+        """All arms that exploration may play; none without exploration."""
+        if self.exploration is None:
+            return ()
+        return arm_grid(*self.exploration.arms(self.group_size, self.rollout_steps))
+
+    @property
+    def pool_max(self) -> int | None:
+        """Previews per prompt up to which idle workers deepen pools; None: they do not."""
+        explores = self.exploration
+        return None if explores is None else explores.seeds_max(self.group_size, self.rollout_steps)
 
     @property
     def early_groups(self) -> int:
@@ -165,9 +109,6 @@ def require_usable(plan: Plan, train: Sequence[Prompt], test: Sequence[Prompt]) 
             f"micro-batches of {plan.micro_batch_size} samples do not divide by {plan.ranks} ranks; "
             f"give every rank equally many"
         )
-    if plan.exploration is not None:
-        _require_exploration(plan, plan.exploration)
-    _require_pipeline(plan, plan.pipeline)
     _require_degrees(plan.cluster)
     known: dict[PromptId, Prompt] = {}
     for prompt in (*train, *test):
@@ -178,70 +119,6 @@ def require_usable(plan: Plan, train: Sequence[Prompt], test: Sequence[Prompt]) 
 def divisors(heads: int, low: int, high: int) -> tuple[int, ...]:
     """Possible sequence-parallel degrees: divisors of ``heads`` from ``low`` to ``high``, ascending."""
     return tuple(degree for degree in range(low, high + 1) if heads % degree == 0)
-
-
-def _require_exploration(plan: Plan, exploration: ExplorationPlan) -> None:
-    for arm in exploration.arms:
-        if arm.seeds_per_prompt < plan.group_size:
-            raise ValueError(
-                f"exploration of {arm.seeds_per_prompt} seeds per prompt cannot choose "
-                f"{plan.group_size}; preview at least as many seeds as a group has members"
-            )
-        if arm.steps < 1:
-            raise ValueError(f"previews of {arm.steps} denoising steps; expected at least 1")
-    most, limit = max(arm.seeds_per_prompt for arm in exploration.arms), exploration.seeds_per_prompt_max
-    if limit is not None and (exploration.where is not Explore.IDLE or limit < most):
-        raise ValueError(
-            f"idle workers are to preview up to {limit} seeds per prompt, where {most} are planned, with "
-            f"exploration.where {exploration.where.value}; expected no fewer than planned, and where idle"
-        )
-    if not 0 <= exploration.drawn_seeds <= plan.group_size:
-        raise ValueError(
-            f"{exploration.drawn_seeds} of {plan.group_size} seeds are to be drawn at random; "
-            f"expected 0 to {plan.group_size}"
-        )
-    if exploration.sampled_prompts and exploration.drawn_seeds < 2:
-        raise ValueError(
-            f"{exploration.sampled_prompts} prompts are to measure ranking fidelity with "
-            f"{exploration.drawn_seeds} drawn seeds each; expected at least 2, of which a pair is made"
-        )
-    by_rank = not exploration.policy.draws
-    if exploration.undo_selection and by_rank and limit is not None:
-        raise ValueError(
-            f"idle workers are to preview up to {limit} seeds per prompt, of which few drawn ones stand for "
-            "most: weights that undo a choice by rank waste deeper pools; leave seeds_per_prompt_max out, or "
-            "choose by the policy proportional"
-        )
-    if exploration.undo_selection and by_rank and exploration.drawn_seeds == 0:
-        raise ValueError(
-            f"no weights undo a selection by {exploration.policy.value}: some seeds are never chosen; "
-            "let every group draw a seed or two (drawn_seeds), or choose by the policy proportional"
-        )
-
-    if exploration.undo_selection and exploration.spare_prompts:
-        raise ValueError(
-            f"no weights undo that prompts without contrast are replaced, and spare_prompts is "
-            f"{exploration.spare_prompts}; set it to 0, or leave out undo_selection"
-        )
-
-
-def _require_pipeline(plan: Plan, pipeline: PipelinePlan) -> None:
-    if not 0 <= pipeline.next_share <= 1:
-        raise ValueError(f"next_share is {pipeline.next_share}; expected a share of the next groups, 0 to 1")
-    explores = plan.exploration
-    if pipeline.next_share and explores and explores.where is Explore.CRITICAL_PATH:
-        raise ValueError(
-            "rollouts of the next iteration cannot begin before previews on the critical path have chosen "
-            "their seeds; set next_share to 0, or explore on idle GPUs"
-        )
-    if pipeline.baseline is Baseline.EXPLORATION and explores is None:
-        raise ValueError("the baseline exploration needs previews; set exploration, or another baseline")
-    least = 3 if pipeline.baseline is Baseline.SLICE else 1
-    if pipeline.axis is Axis.GENERATION and pipeline.slice_size < least:
-        raise ValueError(
-            f"slices of {pipeline.slice_size} members cannot be trained with the baseline "
-            f"{pipeline.baseline.value}; expected at least {least}"
-        )
 
 
 def _require_degrees(cluster: ClusterPlan) -> None:

@@ -31,7 +31,7 @@ from spotlight.scheduler.iteration import (
     train_rollouts,
 )
 from spotlight.scheduler.ledger import Ledger
-from spotlight.scheduler.plan import Explore, Plan
+from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.records import REWARD
 from spotlight.scheduler.seeds import prompts_of_iteration
 from spotlight.scheduler.types import DropReason, LeaseId, PolicyVersion, Prompt, Rollout, RolloutId, WorkerId
@@ -49,6 +49,7 @@ class Rollouts:
         early_samples: samples of this iteration begun before it.
         older: unfinished rollouts of the previously published version.
         explorer: None without exploration.
+        explores_beside: previews are made while the previous iteration trains.
         safe: work that survived a lost learner, not reissued yet.
         stopping: why the run has to stop, if it has to.
         effects: taken by the controller after each event.
@@ -62,9 +63,10 @@ class Rollouts:
         self.train_prompts, self.test_prompts = tuple(train), tuple(test)
         self._prompts = {prompt.id: prompt for prompt in train}
         explores = plan.exploration
-        self.explorer = Explorer(plan, explores, train) if explores else None
+        self.explorer = Explorer(plan, train) if explores else None
         self.ledger = Ledger()
-        dispatcher.spare.explores = explores is not None and explores.where is Explore.IDLE
+        self.explores_beside = explores is not None and explores.where == "idle"
+        dispatcher.spare.explores = self.explores_beside
         self.at, self.early, self.safe = Iteration(), Iteration(), Safe()
         self.early_samples = 0
         self.older: set[RolloutId] = set()
@@ -226,15 +228,15 @@ class Rollouts:
         The window opens when no rollout waits. Once all planned previews are leased, pools are deepened as
         groups ask for work.
         """
-        explores, window = self.plan.exploration, self.window
-        if explores is None or not self.explores_beside or iteration + 1 >= self.plan.iterations:
+        explorer, window = self.explorer, self.window
+        if explorer is None or not self.explores_beside or iteration + 1 >= self.plan.iterations:
             return
         if window.opened_s is None and not self.queue.waiting:
             self.open_window(iteration + 1, self.cluster.target, now)
-        if self.window.opened_s is None or explores.seeds_per_prompt_max is None or self.window.is_full:
+        if self.window.opened_s is None or not explorer.deepens or self.window.is_full:
             return
         wanted = self.dispatcher.preview_capacity
-        while self.queue.waiting < wanted and self.explorer and (members := self.explorer.deepen()):
+        while self.queue.waiting < wanted and (members := explorer.deepen()):
             self._preview(members)
 
     def _preview_whole(self, slots: Iterable[int]) -> None:
@@ -255,12 +257,6 @@ class Rollouts:
         spare = self.explorer.spare(slot) if self.explorer else None
         if spare is not None:
             self._preview_whole([spare[0]])
-
-    @property
-    def explores_beside(self) -> bool:
-        """Whether previews are made while the previous iteration trains."""
-        plan = self.plan.exploration
-        return plan is not None and plan.where is Explore.IDLE
 
     def close_window(self, now: float) -> None:
         """Choose seeds from the scored previews; drop the rest."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
 
-from spotlight.scheduler.plan import Explore, Plan
+from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.seeds import derive_seed
 from spotlight.scheduler.types import Purpose, Rollout
 
@@ -61,7 +61,7 @@ class RewardModel:
         """Reward of a sample."""
         quality = _normal("quality", rollout.seed)
         if rollout.purpose is Purpose.EXPLORE:
-            stale = plan.exploration is not None and plan.exploration.where is Explore.IDLE
+            stale = plan.exploration is not None and plan.exploration.where == "idle"
             rho = self.correlation(rollout.steps, plan.rollout_steps, stale=stale)
             noise = _normal("preview", rollout.seed, rollout.steps)
             quality = rho * quality + math.sqrt(1 - rho * rho) * noise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -33,7 +33,7 @@ class PreviewCostsConfig(Section):
         return previews * (steps * self.step_s + self.fixed_s)
 
 
-class PlannerConfig(Section):
+class BanditConfig(Section):
     """A bandit that decides every iteration how many seeds to preview with how many steps.
 
     In idle time it only considers what fits into the time that training leaves. On the critical path, which
@@ -52,44 +52,40 @@ class PlannerConfig(Section):
     """How much evidence a choice shares with its neighbours on the grid: 0 none, towards 1 nearly all."""
     caution: Annotated[float, Field(ge=0)] = 1.0
     """Safety margin, in standard deviations, subtracted from the time that training is expected to leave.
-    Only with ``where: idle``.
+    Only for previews in idle time.
     """
+
+
+class PlannerConfig(BanditConfig):
+    """A run's bandit, which learns what previews cost."""
+
     costs: PreviewCostsConfig = PreviewCostsConfig()
     """Cost of previews. Only with ``where: idle``."""
 
 
-class ExplorationConfig(Section):
-    """Preview more seeds per prompt than its group has members, and train on those whose rewards differ most.
+PreviewTime: TypeAlias = Literal["critical_path", "idle"]
+"""Before the rollouts whose seeds previews choose, or while the learner trains."""
 
-    Selected seeds are generated again with the current weights; advantages use only the new rewards.
-    """
 
-    where: Literal["critical_path", "idle"] = "critical_path"
-    """``critical_path``: before an iteration's rollouts. ``idle``: while the learner trains the previous
-    iteration, on workers that would otherwise wait (``fleet.driver: ray``).
-    """
+SeedPolicy: TypeAlias = Literal["max_variance", "top_and_bottom", "top", "random", "proportional"]
+"""Which previewed seeds form a group."""
+
+
+class SeedChoiceConfig(Section):
+    """How many seeds are previewed and which are kept: what runs and simulations have in common."""
+
     seeds_per_prompt: PositiveInt | None = None
-    """Previews per prompt; default: twice ``rollout.group_size``. Not with a ``planner``."""
+    """Previews per prompt; default: twice the group's size. Not with a ``planner``."""
     seeds_per_prompt_max: PositiveInt | None = None
     """Workers still idle when all planned previews are done continue up to this many seeds per prompt.
-    Default: 16 times ``rollout.group_size``, or the planned number if larger. Only with ``where: idle``, and
+    Default: 16 times the group's size, or the planned number if larger. Only for previews in idle time, and
     not with ``undo_selection`` unless ``policy`` is random or proportional.
     """
     steps: PositiveInt | None = None
-    """Denoising steps per preview; default: ``rollout.steps``. Fewer cost less, rank worse. Not with
+    """Denoising steps per preview; default: as many as rollouts have. Fewer cost less, rank worse. Not with
     ``planner``.
     """
-    guidance: Annotated[float, Field(ge=1)] | None = None
-    """Classifier-free guidance scale of previews; default: as in rollouts; 1: none, half the cost per
-    step.
-    """
-    step_cache: Annotated[int, Field(ge=2)] | None = None
-    """In every run of this many consecutive preview steps, the first runs all transformer blocks; the others
-    run only the first block and reuse what the rest added. Default: every step runs all blocks.
-    """
-    dtype: Literal["bfloat16"] | None = None
-    """Precision of the DiT's matrix products in previews (autocast); default: as in rollouts."""
-    policy: Literal["max_variance", "top_and_bottom", "top", "random", "proportional"] = "max_variance"
+    policy: SeedPolicy = "max_variance"
     """Which previews form the group. ``max_variance``: the subset with the largest reward variance (PODS).
     ``top_and_bottom``: half the best, half the worst. ``top``: the best. ``random``: any (the control).
     ``proportional``: at random, more likely the farther from the mean.
@@ -112,7 +108,7 @@ class ExplorationConfig(Section):
     """Weight samples so that seed selection does not bias the gradient; prompts whose previews show no
     contrast then train on any of the previewed seeds. Not with ``spare_prompts``.
     """
-    planner: PlannerConfig | None = None
+    planner: BanditConfig | None = None
     """Decides how much to explore; default: the same in every iteration."""
 
     @property
@@ -125,6 +121,92 @@ class ExplorationConfig(Section):
         if self.planner is not None:
             return self.planner.seed_counts, self.planner.step_counts
         return (self.seeds_per_prompt or 2 * group_size,), (self.steps or rollout_steps,)
+
+    def seed_problems(self, group_size: int, steps: int, section: str) -> Iterator[Problem]:
+        """Conflicts among these keys, or with groups of ``group_size`` and rollouts of ``steps``.
+
+        Args:
+            section: that holds the keys ``group_size`` and ``steps``.
+        """
+        seed_counts, step_counts = self.arms(group_size, steps)
+        if self.seeds_per_prompt_max is not None:
+            yield from self._pool_problems(self.seeds_per_prompt_max, max(seed_counts))
+        if max(step_counts) > steps:
+            yield Problem(
+                self.steps_key, str(max(step_counts)), f"at most {section}.steps = {steps}",
+                "Previews follow the noise path of the rollouts that they choose seeds for: lower it.",
+            )  # fmt: skip
+        if self.drawn_seeds > group_size:
+            yield Problem(
+                "exploration.drawn_seeds", str(self.drawn_seeds),
+                f"at most {section}.group_size = {group_size}", "Two are enough to measure with.",
+            )  # fmt: skip
+        if self.sampled_prompts and (self.draws or self.drawn_seeds < 2):
+            yield Problem(
+                "exploration.sampled_prompts", str(self.sampled_prompts),
+                "0 with exploration.drawn_seeds below 2, or with a policy that draws by itself",
+                "What a group measures it measures by pairs: set exploration.drawn_seeds=2, or leave it out.",
+            )  # fmt: skip
+        if self.undo_selection and not self.draws and self.drawn_seeds == 0:
+            yield Problem(
+                "exploration.undo_selection", "true",
+                f"false with exploration.policy={self.policy} and drawn_seeds=0",
+                "Seeds that are never chosen cannot be weighted: set exploration.drawn_seeds=2 or "
+                "exploration.policy=proportional.",
+            )  # fmt: skip
+        if self.undo_selection and self.spare_prompts:
+            yield Problem(
+                "exploration.spare_prompts", str(self.spare_prompts), "0 with exploration.undo_selection",
+                "No weights undo that a prompt is replaced for its rewards: leave one of the two keys out.",
+            )  # fmt: skip
+
+    def _pool_problems(self, limit: int, planned: int) -> Iterator[Problem]:
+        if self.undo_selection and not self.draws:
+            yield Problem(
+                "exploration.seeds_per_prompt_max", str(limit),
+                f"nothing with exploration.undo_selection and policy={self.policy}",
+                "Drawn seeds stand for most of the pool, and weigh the more, the deeper it is: leave it out, "
+                "or set exploration.policy=proportional.",
+            )  # fmt: skip
+        elif limit < planned:
+            yield Problem(
+                "exploration.seeds_per_prompt_max", str(limit), f"at least {self.seeds_key} = {planned}",
+                "So many are planned: raise it, or leave it out.",
+            )  # fmt: skip
+
+    @property
+    def seeds_key(self) -> str:
+        """The key that sets the planned number of seeds."""
+        return f"exploration.{'planner.seed_counts' if self.planner else 'seeds_per_prompt'}"
+
+    @property
+    def steps_key(self) -> str:
+        """The key that sets the steps of previews."""
+        return f"exploration.{'planner.step_counts' if self.planner else 'steps'}"
+
+
+class ExplorationConfig(SeedChoiceConfig):
+    """Preview more seeds per prompt than its group has members, and train on those whose rewards differ most.
+
+    Selected seeds are generated again with the current weights; advantages use only the new rewards.
+    """
+
+    where: PreviewTime = "critical_path"
+    """``critical_path``: before an iteration's rollouts. ``idle``: while the learner trains the previous
+    iteration, on workers that would otherwise wait (``fleet.driver: ray``).
+    """
+    guidance: Annotated[float, Field(ge=1)] | None = None
+    """Classifier-free guidance scale of previews; default: as in rollouts; 1: none, half the cost per
+    step.
+    """
+    step_cache: Annotated[int, Field(ge=2)] | None = None
+    """In every run of this many consecutive preview steps, the first runs all transformer blocks; the others
+    run only the first block and reuse what the rest added. Default: every step runs all blocks.
+    """
+    dtype: Literal["bfloat16"] | None = None
+    """Precision of the DiT's matrix products in previews (autocast); default: as in rollouts."""
+    planner: PlannerConfig | None = None
+    """Decides how much to explore; default: the same in every iteration."""
 
     def seeds_max(self, group_size: int, rollout_steps: int) -> int | None:
         """Maximum number of previewed seeds per prompt; None: only the planned ones."""
@@ -147,9 +229,15 @@ class ExplorationConfig(Section):
                 "The learner's slots preview nothing beside training: set exploration.where=critical_path, "
                 "fleet.local.rollout_slots or fleet.spot.nodes to at least 1, or name a fleet.spot.trace.",
             )  # fmt: skip
+        rollout = run.rollout
         yield from self._arm_problems(run)
-        yield from self._drawn_problems(run)
-        guidance, scale = self.guidance, run.rollout.true_cfg_scale
+        yield from self.seed_problems(rollout.group_size, rollout.steps, "rollout")
+        if self.sampled_prompts > rollout.prompts_per_iteration:
+            yield Problem(
+                "exploration.sampled_prompts", str(self.sampled_prompts),
+                f"at most rollout.prompts_per_iteration = {rollout.prompts_per_iteration}", "Lower it.",
+            )  # fmt: skip
+        guidance, scale = self.guidance, rollout.true_cfg_scale
         if guidance is not None and guidance > scale:
             yield Problem(
                 "exploration.guidance", f"{guidance:g}", f"at most rollout.true_cfg_scale = {scale:g}",
@@ -158,9 +246,8 @@ class ExplorationConfig(Section):
         yield from self._shortcut_problems(run)
 
     def _arm_problems(self, run: RunConfig) -> Iterator[Problem]:
-        group, steps = run.rollout.group_size, run.rollout.steps
-        planned = self.planner is not None
-        if planned:
+        group = run.rollout.group_size
+        if self.planner is not None:
             for name in ("seeds_per_prompt", "steps"):
                 if (value := getattr(self, name)) is not None:
                     yield Problem(
@@ -168,46 +255,22 @@ class ExplorationConfig(Section):
                         "The planner decides: leave one of the two keys out.",
                     )  # fmt: skip
             yield from self._unread_problems()
-        seeds_key, steps_key = (
-            ("exploration.planner.seed_counts", "exploration.planner.step_counts")
-            if planned
-            else ("exploration.seeds_per_prompt", "exploration.steps")
-        )
-        seed_counts, step_counts = self.arms(group, steps)
-        if min(seed_counts) <= group:
+        fewest = min(self.arms(group, run.rollout.steps)[0])
+        if fewest <= group:
             yield Problem(
-                seeds_key, str(min(seed_counts)), f"more than rollout.group_size = {group}",
+                self.seeds_key, str(fewest), f"more than rollout.group_size = {group}",
                 "Of no more seeds than a group has members, none can be left out: preview more, twice as "
-                "many or "
-                "so.",
-            )  # fmt: skip
-        if self.seeds_per_prompt_max is not None:
-            yield from self._pool_problems(self.seeds_per_prompt_max, seeds_key, max(seed_counts))
-        if max(step_counts) > steps:
-            yield Problem(
-                steps_key, str(max(step_counts)), f"at most rollout.steps = {steps}",
-                "Previews follow the noise path of the rollouts that they choose seeds for: lower it.",
+                "many or so.",
             )  # fmt: skip
 
-    def _pool_problems(self, limit: int, seeds_key: str, planned: int) -> Iterator[Problem]:
-        if self.where != "idle":
-            yield Problem(
-                "exploration.seeds_per_prompt_max", str(limit), "nothing with "
-                "exploration.where=critical_path",
-                "Only idle time previews more seeds than were planned: leave it out.",
-            )  # fmt: skip
-        elif self.undo_selection and not self.draws:
+    def _pool_problems(self, limit: int, planned: int) -> Iterator[Problem]:
+        if self.where == "idle":
+            yield from super()._pool_problems(limit, planned)
+        else:
             yield Problem(
                 "exploration.seeds_per_prompt_max", str(limit),
-                f"nothing with exploration.undo_selection and policy={self.policy}",
-                "Drawn seeds stand for most of the pool, and weigh the more, the deeper it is: leave it out, "
-                "or "
-                "set exploration.policy=proportional.",
-            )  # fmt: skip
-        elif limit < planned:
-            yield Problem(
-                "exploration.seeds_per_prompt_max", str(limit), f"at least {seeds_key} = {planned}",
-                "So many are planned: raise it, or leave it out.",
+                "nothing with exploration.where=critical_path",
+                "Only idle time previews more seeds than were planned: leave it out.",
             )  # fmt: skip
 
     def _unread_problems(self) -> Iterator[Problem]:
@@ -244,38 +307,6 @@ class ExplorationConfig(Section):
                     "Rollouts are of that precision already, and so are their previews: leave it out.",
                 )  # fmt: skip
                 return
-
-    def _drawn_problems(self, run: RunConfig) -> Iterator[Problem]:
-        group, prompts = run.rollout.group_size, run.rollout.prompts_per_iteration
-        draws = self.draws
-        if self.drawn_seeds > group:
-            yield Problem(
-                "exploration.drawn_seeds", str(self.drawn_seeds), f"at most rollout.group_size = {group}",
-                "Two are enough to measure with.",
-            )  # fmt: skip
-        if self.sampled_prompts > prompts:
-            yield Problem(
-                "exploration.sampled_prompts", str(self.sampled_prompts),
-                f"at most rollout.prompts_per_iteration = {prompts}", "Lower it.",
-            )  # fmt: skip
-        if self.sampled_prompts and (draws or self.drawn_seeds < 2):
-            yield Problem(
-                "exploration.sampled_prompts", str(self.sampled_prompts),
-                "0 with exploration.drawn_seeds below 2, or with a policy that draws by itself",
-                "What a group measures it measures by pairs: set exploration.drawn_seeds=2, or leave it out.",
-            )  # fmt: skip
-        if self.undo_selection and not draws and self.drawn_seeds == 0:
-            yield Problem(
-                "exploration.undo_selection", "true",
-                f"false with exploration.policy={self.policy} and drawn_seeds=0",
-                "Seeds that are never chosen cannot be weighted: set exploration.drawn_seeds=2 or "
-                "exploration.policy=proportional.",
-            )  # fmt: skip
-        if self.undo_selection and self.spare_prompts:
-            yield Problem(
-                "exploration.spare_prompts", str(self.spare_prompts), "0 with exploration.undo_selection",
-                "No weights undo that a prompt is replaced for its rewards: leave one of the two keys out.",
-            )  # fmt: skip
 
 
 _DEEPEST = 16

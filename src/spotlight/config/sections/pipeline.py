@@ -43,6 +43,11 @@ class PipelineConfig(Section):
     version stale; their seeds are not explored (``fleet.driver: ray``).
     """
 
+    @property
+    def trains_parts(self) -> bool:
+        """Whether samples are trained before the batch is complete."""
+        return self.axis != "none"
+
     def problems(self, run: RunConfig) -> Iterator[Problem]:
         """Overlap that conflicts with algorithm, batch, fleet or exploration."""
         yield from self._part_problems(run)
@@ -93,6 +98,12 @@ class PipelineConfig(Section):
                 "Weights of samples need their whole group: set pipeline.axis=prompt and baseline=group, or "
                 "leave it out.",
             )  # fmt: skip
+        yield from self.slice_problems(explores=exploration is not None)
+
+    def slice_problems(self, *, explores: bool) -> Iterator[Problem]:
+        """Baselines that slices of this size, or without exploration, cannot have."""
+        if self.axis != "generation":
+            return
         if self.baseline == "slice" and self.slice_size < _SLICE_MIN:
             yield Problem(
                 "pipeline.slice_size", str(self.slice_size),
@@ -100,7 +111,7 @@ class PipelineConfig(Section):
                 "A sample of the first slice is compared with the mean and spread of the others in it: raise "
                 "it.",
             )  # fmt: skip
-        if self.baseline == "exploration" and exploration is None:
+        if self.baseline == "exploration" and not explores:
             yield Problem(
                 "pipeline.baseline", "'exploration'", "'group' or 'slice' without exploration",
                 "No seeds are explored to compare with: set exploration={}, or pipeline.baseline=slice.",
@@ -183,3 +194,6 @@ class PipelineConfig(Section):
                 "has: "
                 "set it, or pipeline.next_share=0.",
             )  # fmt: skip
+
+
+NO_OVERLAP = PipelineConfig()

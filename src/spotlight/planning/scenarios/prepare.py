@@ -11,7 +11,13 @@ from datetime import datetime
 
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.sections.evaluation import NO_EVALUATION, EvaluationConfig
-from spotlight.config.sections.exploration import PlannerConfig, PreviewCostsConfig, deepest_pool
+from spotlight.config.sections.exploration import (
+    BanditConfig,
+    ExplorationConfig,
+    PlannerConfig,
+    PreviewCostsConfig,
+    SeedChoiceConfig,
+)
 from spotlight.fleet.traces.generator import TraceSpec, generate
 from spotlight.fleet.traces.trace import Trace, TraceEvent, TraceEventKind
 from spotlight.fleet.traces.trace_files import read_trace
@@ -27,25 +33,16 @@ from spotlight.planning.scenarios.profile import (
     timesteps_that_fit,
 )
 from spotlight.planning.scenarios.profile_costs import ProfileCosts, ProfiledWorkload, sp_degrees
-from spotlight.planning.scenarios.scenario_file import (
-    AlwaysOn,
-    ExplorationSection,
-    GeneratedTrace,
-    PipelineSection,
-    Pool,
-    ScenarioFile,
+from spotlight.planning.scenarios.scenario_file import AlwaysOn, GeneratedTrace, Pool, ScenarioFile
+from spotlight.planning.scenarios.strategies import (
+    PipelinePart,
+    SpotPlaces,
+    Strategy,
+    strategy_named,
 )
-from spotlight.planning.scenarios.strategies import PipelinePart, SpotPlaces, Strategy, strategy_named
 from spotlight.scheduler.events import NodeJoined
-from spotlight.scheduler.plan import (
-    Axis,
-    ClusterPlan,
-    ExplorationPlan,
-    Explore,
-    PipelinePlan,
-    Plan,
-)
-from spotlight.scheduler.types import Baseline, Node, NodeId, NodeKind, WeightKind
+from spotlight.scheduler.plan import ClusterPlan, Plan
+from spotlight.scheduler.types import Node, NodeId, NodeKind, WeightKind
 from spotlight.simulation.scenario import NodeEvent, Scenario
 from spotlight.simulation.virtual_rewards import RewardModel
 
@@ -163,7 +160,8 @@ def _plan(
         ranks=ranks,
         cluster=_cluster_plan(prepared, costs, denoising),
         exploration=_exploration(file, strategy, costs, denoising[0], ranks),
-        pipeline=pipeline_plan(strategy, file.pipeline, costs.switch_s()),
+        pipeline=file.pipeline.of(strategy, costs.switch_s()),
+        bounded=PipelinePart.TAG in strategy.parts,
     )
 
 
@@ -188,26 +186,6 @@ def timesteps_per_pass(prepared: Prepared, strategy: Strategy, ranks: int) -> in
     both = work.resident and strategy.trainers_roll_out(reserved.rolls_out)
     held = prepared.profile.memory.rollout_bytes.value if both else 0.0
     return timesteps_that_fit(prepared.profile, reserved.gpu_type, ranks, work.trained_timesteps, held)
-
-
-def pipeline_plan(strategy: Strategy, section: PipelineSection, switch_s: float) -> PipelinePlan:
-    """Controller settings of a strategy's pipeline parts."""
-    parts = strategy.parts
-    axis = (
-        Axis.PROMPT
-        if PipelinePart.GAP in parts
-        else Axis.GENERATION
-        if PipelinePart.SLICES in parts
-        else None
-    )
-    return PipelinePlan(
-        axis=axis,
-        slice_size=section.slice_size,
-        baseline=section.baseline if axis is Axis.GENERATION else Baseline.GROUP,
-        bounded=PipelinePart.TAG in parts,
-        switch_s=switch_s,
-        next_share=section.next_share if PipelinePart.TCSS in parts else 0.0,
-    )
 
 
 def node_events(prepared: Prepared, strategy: Strategy) -> tuple[tuple[float, NodeEvent], ...]:
@@ -272,7 +250,7 @@ def _trace(file: ScenarioFile) -> Trace:
 
 def _exploration(
     file: ScenarioFile, strategy: Strategy, costs: ProfileCosts, gpu: str, ranks: int
-) -> ExplorationPlan | None:
+) -> ExplorationConfig | None:
     if strategy.explore is None:
         return None
     section = file.exploration
@@ -281,38 +259,11 @@ def _exploration(
         raise ConfigError(
             file.name, [Problem("exploration", "nothing", f"a section, for {strategy.name}", remedy)]
         )
-    planner = None
+    shared = {name: getattr(section, name) for name in SeedChoiceConfig.model_fields}
     if section.planner is not None:
-        chosen = section.planner
-        planner = PlannerConfig(
-            seed_counts=chosen.seed_counts,
-            step_counts=chosen.step_counts,
-            alpha=chosen.alpha,
-            discount=chosen.discount,
-            sharing=chosen.sharing,
-            caution=chosen.caution,
-            costs=_preview_costs(file, costs, gpu, ranks),
-        )
-    return ExplorationPlan(
-        where=strategy.explore,
-        seeds_per_prompt=section.seeds_per_prompt,
-        steps=section.steps,
-        policy=section.policy,
-        spare_prompts=section.spare_prompts,
-        sampled_prompts=section.sampled_prompts,
-        drawn_seeds=section.drawn_seeds,
-        fidelity_min=section.fidelity_min,
-        planner=planner,
-        seeds_per_prompt_max=_seeds_max(section, file.workload.group_size, strategy.explore),
-    )
-
-
-def _seeds_max(section: ExplorationSection, group_size: int, where: Explore) -> int | None:
-    """Same default as in a run's configuration."""
-    if where is not Explore.IDLE:
-        return None
-    counts = section.planner.seed_counts if section.planner else (section.seeds_per_prompt,)
-    return section.seeds_per_prompt_max or deepest_pool(group_size, counts)
+        planner = {name: getattr(section.planner, name) for name in BanditConfig.model_fields}
+        shared["planner"] = PlannerConfig(**planner, costs=_preview_costs(file, costs, gpu, ranks))
+    return ExplorationConfig(where=strategy.explore, **shared)
 
 
 def _preview_costs(file: ScenarioFile, costs: ProfileCosts, gpu: str, ranks: int) -> PreviewCostsConfig:

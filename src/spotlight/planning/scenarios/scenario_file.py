@@ -21,10 +21,11 @@ from pydantic import (
     PositiveInt,
 )
 
+from spotlight.config.sections.exploration import SeedChoiceConfig
+from spotlight.config.sections.pipeline import PipelineConfig
 from spotlight.planning.scenarios.profile import Source
 from spotlight.planning.scenarios.strategies import PipelinePart, Strategy
-from spotlight.scheduler.exploration.selection import SelectionPolicy
-from spotlight.scheduler.types import Baseline, WeightKind
+from spotlight.scheduler.types import WeightKind
 
 
 class _ScenarioSection(BaseModel):
@@ -172,23 +173,6 @@ class WorkSection(_ScenarioSection):
     """Null: none."""
 
 
-class ArmPlanner(_ScenarioSection):
-    """A bandit that chooses how much to explore in each iteration."""
-
-    seed_counts: Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
-    """Choices of previews per prompt; each at least the group size."""
-    step_counts: Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
-    """Choices of denoising steps per preview."""
-    alpha: NonNegativeFloat = 0.5
-    """Weight of the uncertainty bonus; 0 is greedy."""
-    discount: Annotated[float, Field(gt=0, le=1)] = 0.95
-    """Discount of past observations per iteration."""
-    sharing: Annotated[float, Field(ge=0, lt=1)] = 0.3
-    """Weight of an observation for neighbouring choices."""
-    caution: NonNegativeFloat = 1.0
-    """Standard deviations subtracted from the expected idle window."""
-
-
 class SimulatedRewards(_ScenarioSection):
     """How well simulated previews rank; the defaults are the testbed's, not a large model's."""
 
@@ -204,28 +188,9 @@ class SimulatedRewards(_ScenarioSection):
     """Share of prompts whose rewards are all equal."""
 
 
-class ExplorationSection(_ScenarioSection):
+class ExplorationSection(SeedChoiceConfig):
     """Previews, for strategies that explore."""
 
-    seeds_per_prompt: PositiveInt
-    """Previews per prompt; at least the group size."""
-    seeds_per_prompt_max: PositiveInt | None = None
-    """Most previews per prompt when spot GPUs are still idle after the planned ones; null: 16 times the group
-    size, or the planned number if larger."""
-    steps: PositiveInt
-    """Denoising steps per preview."""
-    policy: SelectionPolicy = SelectionPolicy.MAX_VARIANCE
-    """Selects which previewed seeds form the group."""
-    spare_prompts: NonNegativeInt = 0
-    """Prompts per iteration that may be replaced if they show no contrast."""
-    sampled_prompts: NonNegativeInt = 0
-    """Groups per iteration that keep randomly drawn seeds, to measure how well previews rank."""
-    drawn_seeds: NonNegativeInt = 2
-    """Randomly drawn seeds in each of these groups."""
-    fidelity_min: Annotated[float, Field(ge=-1, le=1)] | None = None
-    """Previews are ignored if Kendall's tau with regenerated rewards falls below this; null: no bound."""
-    planner: ArmPlanner | None = None
-    """Null: always ``seeds_per_prompt`` and ``steps``."""
     rewards: SimulatedRewards = SimulatedRewards()
     """Rewards of simulated samples."""
 
@@ -235,10 +200,25 @@ class PipelineSection(_ScenarioSection):
 
     slice_size: PositiveInt = 4
     """Members of a group trained together, with ``+slices``."""
-    baseline: Baseline = Baseline.SLICE
+    baseline: Literal["group", "slice", "exploration"] = "slice"
     """Baseline of a slice: group (slices wait for it), slice, or exploration."""
     next_share: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of the next iteration's groups that may start with the previous weights, with ``+tcss``."""
+
+    def of(self, strategy: Strategy, switch_s: float = 0.0) -> PipelineConfig:
+        """The pipeline of a strategy.
+
+        Args:
+            switch_s: a GPU's switch between training and rollouts.
+        """
+        slices, whole = PipelinePart.SLICES in strategy.parts, PipelinePart.GAP in strategy.parts
+        return PipelineConfig(
+            axis="prompt" if whole else "generation" if slices else "none",
+            slice_size=self.slice_size,
+            baseline=self.baseline if slices else "group",
+            switch_s=switch_s,
+            next_share=self.next_share if PipelinePart.TCSS in strategy.parts else 0.0,
+        )
 
 
 class Target(_ScenarioSection):

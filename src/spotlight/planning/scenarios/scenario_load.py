@@ -18,7 +18,12 @@ from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.load import apply_override, merge, read_tree
 from spotlight.fleet.gpus import GPU_TYPES, unknown_gpu
 from spotlight.planning.scenarios.scenario_file import ExplorationSection, ScenarioFile
-from spotlight.planning.scenarios.strategies import STRATEGIES, UnknownStrategyError, strategy_named
+from spotlight.planning.scenarios.strategies import (
+    STRATEGIES,
+    Strategy,
+    UnknownStrategyError,
+    strategy_named,
+)
 
 _BASE = "base"
 """Key that names the file to inherit from: a shipped scenario, or a path relative to this file."""
@@ -172,7 +177,7 @@ def _sections(annotation: object) -> Iterator[type[BaseModel]]:
 def _contradictions(scenario: ScenarioFile) -> Iterator[Problem]:
     """Conflicts between keys that can be found without reading other files."""
     yield from _cluster(scenario)
-    exploring: dict[str, None] = {}
+    strategies: dict[str, Strategy] = {}
     for key, names in (
         ("strategies", scenario.strategies),
         ("iterations_to_target", tuple(scenario.iterations_to_target)),
@@ -182,14 +187,20 @@ def _contradictions(scenario: ScenarioFile) -> Iterator[Problem]:
             yield Problem(key, "none", f"one or more of {', '.join(STRATEGIES)}", "Name one.")
         for name in names:
             try:
-                explores = strategy_named(name).explore is not None
+                strategy = strategy_named(name)
             except UnknownStrategyError as error:
                 yield error.problem(key)
                 continue
-            if explores and key != "iterations_to_target":
-                exploring[name] = None
+            if key != "iterations_to_target":
+                strategies[name] = strategy
         if len(set(names)) < len(names):
             yield Problem(key, ", ".join(names), "every strategy once", "Remove the second.")
+    yield from dict.fromkeys(
+        problem
+        for strategy in strategies.values()
+        for problem in scenario.pipeline.of(strategy).slice_problems(explores=strategy.explore is not None)
+    )
+    exploring = [name for name, strategy in strategies.items() if strategy.explore is not None]
     explore, group = scenario.exploration, scenario.workload.group_size
     if explore is None and set(exploring) & set(scenario.strategies):
         remedy = "Add seeds_per_prompt and steps, or leave these strategies out."
@@ -202,33 +213,11 @@ def _contradictions(scenario: ScenarioFile) -> Iterator[Problem]:
 
 
 def _exploration(explore: ExplorationSection, group: int, steps: int) -> Iterator[Problem]:
-    seeds, counts = (
-        {"exploration.seeds_per_prompt": explore.seeds_per_prompt},
-        {"exploration.steps": explore.steps},
-    )
-    if explore.planner is not None:
-        seeds["exploration.planner.seed_counts"] = min(explore.planner.seed_counts)
-        counts["exploration.planner.step_counts"] = max(explore.planner.step_counts)
-    for key, found in seeds.items():
-        if found < group:
-            remedy = "A group is chosen among the previews: make as many or more."
-            yield Problem(key, str(found), f"at least the group size, {group}", remedy)
-    for key, found in counts.items():
-        if found > steps:
-            expected = f"at most workload.steps, {steps}"
-            yield Problem(key, str(found), expected, "A preview is no longer than a rollout.")
-    planned = explore.planner.seed_counts if explore.planner else (explore.seeds_per_prompt,)
-    limit = explore.seeds_per_prompt_max
-    if limit is not None and limit < max(planned):
-        expected, remedy = f"at least what is planned, {max(planned)}", "Raise it, or leave it out."
-        yield Problem("exploration.seeds_per_prompt_max", str(limit), expected, remedy)
-    if explore.drawn_seeds > group:
-        found, remedy = explore.drawn_seeds, "They are part of the group."
-        yield Problem("exploration.drawn_seeds", str(found), f"at most the group size, {group}", remedy)
-    if explore.sampled_prompts and explore.drawn_seeds < 2:
-        expected = "at least 2 with exploration.sampled_prompts"
-        remedy = "Groups measure by pairs of drawn seeds: raise it, or set sampled_prompts to 0."
-        yield Problem("exploration.drawn_seeds", str(explore.drawn_seeds), expected, remedy)
+    fewest = min(explore.arms(group, steps)[0])
+    if fewest < group:  # as many let a planner explore nothing
+        remedy = "A group is chosen among the previews: make as many or more."
+        yield Problem(explore.seeds_key, str(fewest), f"at least workload.group_size = {group}", remedy)
+    yield from explore.seed_problems(group, steps, "workload")
 
 
 def _cluster(scenario: ScenarioFile) -> Iterator[Problem]:

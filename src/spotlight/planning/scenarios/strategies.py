@@ -14,7 +14,7 @@ from functools import cache
 from types import MappingProxyType
 
 from spotlight.config.errors import Problem
-from spotlight.scheduler.plan import Explore
+from spotlight.config.sections.exploration import PreviewTime
 
 
 class UnknownStrategyError(ValueError):
@@ -91,7 +91,7 @@ class Strategy:
     name: str
     about: str
     places: SpotPlaces
-    explore: Explore | None
+    explore: PreviewTime | None
     parts: frozenset[PipelinePart] = frozenset()
 
     @property
@@ -142,13 +142,13 @@ STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
                 "critical_path",
                 "previews choose the seeds before each iteration's rollouts",
                 SpotPlaces.SPOT,
-                Explore.CRITICAL_PATH,
+                "critical_path",
             ),
             Strategy(
                 "spotlight",
                 "previews for the next iteration on spot GPUs while the reserved ones train",
                 SpotPlaces.SPOT,
-                Explore.IDLE,
+                "idle",
             ),
         )
     }
@@ -176,7 +176,7 @@ def strategy_named(name: str) -> Strategy:
     if len(parts) < len(added):
         raise UnknownStrategyError(name, "each part once", "Remove the second.")
     _require_together(name, base, parts)
-    explore = Explore.IDLE if PipelinePart.EXPLORATION in parts else base.explore
+    explore: PreviewTime | None = "idle" if PipelinePart.EXPLORATION in parts else base.explore
     about = "; ".join([base.about, *(PARTS[part] for part in PipelinePart if part in parts)])
     return replace(base, name=name, about=about, explore=explore, parts=parts)
 
@@ -208,5 +208,8 @@ def _require_together(name: str, base: Strategy, parts: frozenset[PipelinePart])
     if alone and (overlapping := parts & _OVERLAPPING):
         expected = f"GPUs that only roll out, with {', '.join(sorted(overlapping))}"
         raise UnknownStrategyError(name, expected, f"Of {base.name} all train: take disaggregated.")
+    if PipelinePart.TCSS in parts and base.explore == "critical_path":
+        expected = "no rollouts before previews have chosen their seeds"
+        raise UnknownStrategyError(name, expected, f"Remove +{PipelinePart.TCSS}, or take spotlight.")
     if PipelinePart.EXPLORATION in parts and base.explore is not None:
         raise UnknownStrategyError(name, f"exploration once: {base.name} has it", "Remove +exploration.")

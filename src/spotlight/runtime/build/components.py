@@ -34,10 +34,10 @@ from spotlight.registry import FAMILIES
 from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.reward_specs import make_reward_specs as make_reward_specs
 from spotlight.rollout.state import Recipe
-from spotlight.runtime.build.preview_settings import exploration_plan_of, preview_recipe
-from spotlight.scheduler.plan import Axis, ClusterPlan, PipelinePlan, Plan
+from spotlight.runtime.build.preview_settings import preview_recipe
+from spotlight.scheduler.plan import ClusterPlan, Plan
 from spotlight.scheduler.seeds import derive_seed
-from spotlight.scheduler.types import Baseline, Purpose, WeightKind
+from spotlight.scheduler.types import Purpose, WeightKind
 from spotlight.testbed import PIPELINE_DIR
 from spotlight.training.settings import autocast_type, media_size
 
@@ -63,21 +63,9 @@ def plan_of(config: RunConfig, ranks: int = 1) -> Plan:
         cluster=ClusterPlan(answer_s=math.inf, start_s=math.inf),
         max_drop_share=policy.max_drop_share if policy.on_failure == "drop" else None,
         ranks=ranks,
-        exploration=exploration_plan_of(config),
-        pipeline=pipeline_plan_of(config),
-    )
-
-
-def pipeline_plan_of(config: RunConfig) -> PipelinePlan:
-    """The controller's view of ``pipeline``."""
-    pipeline = config.pipeline
-    return PipelinePlan(
-        axis=None if pipeline.axis == "none" else Axis(pipeline.axis),
-        slice_size=pipeline.slice_size,
-        baseline=Baseline(pipeline.baseline),
+        exploration=config.exploration,
+        pipeline=config.pipeline,
         bounded=True,
-        switch_s=pipeline.switch_s,
-        next_share=pipeline.next_share,
     )
 
 

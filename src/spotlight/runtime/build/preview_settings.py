@@ -14,33 +14,10 @@ from spotlight.config.schema import RunConfig
 from spotlight.config.sections.exploration import ExplorationConfig
 from spotlight.rollout.state import Recipe
 from spotlight.scheduler.exploration.bandit import Arm
-from spotlight.scheduler.exploration.selection import SelectionPolicy
-from spotlight.scheduler.plan import ExplorationPlan, Explore
 
 ROW = "exploration/"
 """Prefix of exploration metrics."""
 _MISSING: Mapping[str, object] = {}
-
-
-def exploration_plan_of(config: RunConfig) -> ExplorationPlan | None:
-    """The controller's view of ``exploration``; None if disabled."""
-    if (exploration := config.exploration) is None:
-        return None
-    (seeds, *_), (steps, *_) = exploration.arms(config.rollout.group_size, config.rollout.steps)
-    return ExplorationPlan(
-        where=Explore(exploration.where),
-        seeds_per_prompt=seeds,
-        steps=steps,
-        policy=SelectionPolicy(exploration.policy),
-        contrast_min=exploration.contrast_min,
-        spare_prompts=exploration.spare_prompts,
-        sampled_prompts=exploration.sampled_prompts,
-        drawn_seeds=exploration.drawn_seeds,
-        fidelity_min=exploration.fidelity_min,
-        undo_selection=exploration.undo_selection,
-        planner=exploration.planner,
-        seeds_per_prompt_max=exploration.seeds_max(config.rollout.group_size, config.rollout.steps),
-    )
 
 
 def preview_recipe(config: RunConfig, train: Recipe) -> Recipe:

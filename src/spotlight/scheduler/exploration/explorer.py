@@ -12,14 +12,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import cast
 
-from spotlight.scheduler.exploration.bandit import Arm, DiscountedUCB, arm_grid
+from spotlight.config.sections.exploration import ExplorationConfig
+from spotlight.scheduler.exploration.bandit import Arm, DiscountedUCB
 from spotlight.scheduler.exploration.budget import Forecast, WindowSeen
 from spotlight.scheduler.exploration.contrast import contrast
 from spotlight.scheduler.exploration.decayed_mean import section
 from spotlight.scheduler.exploration.fidelity import Trust, fidelity
 from spotlight.scheduler.exploration.planner import ArmPolicy, FixedArm, Lesson, Outlook, Planner
 from spotlight.scheduler.exploration.window import Choice, ExploredGroup, Window, choose, flat
-from spotlight.scheduler.plan import ExplorationPlan, Explore, Plan
+from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.records import REWARD
 from spotlight.scheduler.seeds import spares_of_iteration
 from spotlight.scheduler.types import PolicyVersion, Prompt
@@ -35,10 +36,12 @@ class Explorer:
         report: JSON-able report on ``groups``, without the open window.
     """
 
-    def __init__(self, plan: Plan, exploration: ExplorationPlan, prompts: Sequence[Prompt]) -> None:
-        self._plan, self._exploration = plan, exploration
+    def __init__(self, plan: Plan, prompts: Sequence[Prompt]) -> None:
+        assert plan.exploration is not None, "a plan without exploration"
+        self._plan, self._exploration = plan, plan.exploration
         self._prompts = {prompt.id: prompt for prompt in prompts}
-        self.policy = make_policy(exploration)
+        self.policy = make_policy(plan, self._exploration)
+        self._pool_max = plan.pool_max
         self.window = Window(0)
         self._planned: list[Prompt] = []
         self.groups: Mapping[int, ExploredGroup] = {}
@@ -88,8 +91,13 @@ class Explorer:
 
     def deepen(self) -> dict[int, range]:
         """The next round of extra previews: members by slot."""
-        limit = self._exploration.seeds_per_prompt_max
+        limit = self._pool_max
         return {} if limit is None or self.window.arm is None else self.window.round(limit)
+
+    @property
+    def deepens(self) -> bool:
+        """Whether idle workers preview more seeds than planned."""
+        return self._pool_max is not None
 
     def close(self, now: float) -> tuple[Window, Choice]:
         """Choose seeds from the scored previews and close the window."""
@@ -119,7 +127,7 @@ class Explorer:
                 "cut_off": window.cut_off,
             },
             "selection": {
-                "policy": exploration.policy.value,
+                "policy": exploration.policy,
                 "replaced_prompts": choice.replaced,
                 "pool_contrast": choice.pool_contrast,
                 "pool_size": choice.pool_size,
@@ -208,7 +216,7 @@ class Explorer:
 
     def load(self, state: Mapping[str, object]) -> None:
         """Restore a snapshot; empty: the initial state. Raises ValueError if malformed."""
-        self.policy = make_policy(self._exploration)
+        self.policy = make_policy(self._plan, self._exploration)
         self.window, self.groups, self.report = Window(0), {}, {}
         if not state:
             return
@@ -224,15 +232,14 @@ class Explorer:
         self.report = dict(section(state, "report"))
 
 
-def make_policy(exploration: ExplorationPlan) -> ArmPolicy:
+def make_policy(plan: Plan, exploration: ExplorationConfig) -> ArmPolicy:
     """The planner, or a fixed arm."""
     trust = Trust(exploration.fidelity_min)
     planner = exploration.planner
     if planner is None:
-        return FixedArm(Arm(exploration.seeds_per_prompt, exploration.steps), trust)
-    grid = arm_grid(planner.seed_counts, planner.step_counts)
+        return FixedArm(plan.arms[0], trust)
     # The bandit tries arms in this order: the largest that fits first, to fill the window.
-    arms = sorted(grid, key=lambda arm: (-planner.costs.work_s(arm.steps, arm.seeds_per_prompt), arm))
+    arms = sorted(plan.arms, key=lambda arm: (-planner.costs.work_s(arm.steps, arm.seeds_per_prompt), arm))
     bandit = DiscountedUCB(arms, planner.alpha, planner.discount, planner.sharing)
     forecast = Forecast(planner.costs, planner.caution)
-    return Planner(bandit, forecast, trust, limited=exploration.where is Explore.IDLE)
+    return Planner(bandit, forecast, trust, limited=exploration.where == "idle")

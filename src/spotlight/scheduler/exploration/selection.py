@@ -41,11 +41,6 @@ class SelectionPolicy(StrEnum):
     RANDOM = "random"
     PROPORTIONAL = "proportional"
 
-    @property
-    def draws(self) -> bool:
-        """Whether the choice is random rather than by rank."""
-        return self in (SelectionPolicy.RANDOM, SelectionPolicy.PROPORTIONAL)
-
 
 class SelectionVerdict(StrEnum):
     """Outcome for a pool of previews."""

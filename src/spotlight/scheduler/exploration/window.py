@@ -15,10 +15,16 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from spotlight.config.sections.exploration import ExplorationConfig
 from spotlight.scheduler.exploration.bandit import Arm
 from spotlight.scheduler.exploration.evidence import GroupEvidence
-from spotlight.scheduler.exploration.selection import Selection, SelectionVerdict, sample_variance, select
-from spotlight.scheduler.plan import ExplorationPlan
+from spotlight.scheduler.exploration.selection import (
+    Selection,
+    SelectionPolicy,
+    SelectionVerdict,
+    sample_variance,
+    select,
+)
 from spotlight.scheduler.records import REWARD
 from spotlight.scheduler.seeds import derive_seed
 from spotlight.scheduler.types import PolicyVersion, Prompt, PromptId, Rollout, RolloutId
@@ -234,14 +240,14 @@ class Choice:
     pool_size: float | None = None
 
 
-def flat(window: Window, slot: int, plan: ExplorationPlan, group_size: int) -> bool:
+def flat(window: Window, slot: int, explores: ExplorationConfig, group_size: int) -> bool:
     """Whether a slot's planned previews are all scored, without contrast."""
     if window.open[slot]:
         return False
-    return _select(window, slot, plan, group_size, 0, 0).verdict is SelectionVerdict.NO_CONTRAST
+    return _select(window, slot, explores, group_size, 0, 0).verdict is SelectionVerdict.NO_CONTRAST
 
 
-def choose(window: Window, plan: ExplorationPlan, group_size: int, slots: int, run_seed: int) -> Choice:
+def choose(window: Window, explores: ExplorationConfig, group_size: int, slots: int, run_seed: int) -> Choice:
     """Select seeds for the groups of the window's iteration.
 
     Args:
@@ -249,12 +255,12 @@ def choose(window: Window, plan: ExplorationPlan, group_size: int, slots: int, r
     """
     rankable = [slot for slot in window.prompts if len(window.rewards(slot)) > group_size]
     sampled = sorted(rankable, key=lambda slot: derive_seed(run_seed, "sampled", window.iteration, slot))
-    drawing = set(rankable if plan.undo_selection else sampled[: plan.sampled_prompts])
+    drawing = set(rankable if explores.undo_selection else sampled[: explores.sampled_prompts])
     found: dict[int, Selection] = {}
     for slot in window.prompts:
         draw_seed = derive_seed(run_seed, "select", window.iteration, slot)
-        drawn = plan.drawn_seeds if slot in drawing else 0
-        found[slot] = _select(window, slot, plan, group_size, drawn, draw_seed)
+        drawn = explores.drawn_seeds if slot in drawing else 0
+        found[slot] = _select(window, slot, explores, group_size, drawn, draw_seed)
     groups = {slot: _group(window, slot, selection) for slot, selection in found.items() if selection.seeds}
     contrasts = [group.pool_variance[REWARD] for group in groups.values()]
     spares = [slot for slot in groups if slot >= slots]
@@ -286,16 +292,16 @@ def _has(found: Mapping[int, Selection], slot: int, verdict: SelectionVerdict) -
 
 
 def _select(
-    window: Window, slot: int, plan: ExplorationPlan, group_size: int, drawn: int, draw_seed: int
+    window: Window, slot: int, explores: ExplorationConfig, group_size: int, drawn: int, draw_seed: int
 ) -> Selection:
     return select(
         window.rewards(slot),
         group_size,
-        plan.policy,
+        SelectionPolicy(explores.policy),
         draw_seed=draw_seed,
         kept_at_random=drawn,
-        contrast_min=plan.contrast_min,
-        draw_flat=plan.undo_selection,
+        contrast_min=explores.contrast_min,
+        draw_flat=explores.undo_selection,
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from spotlight.scheduler.plan import Axis, PipelinePlan
+from spotlight.config.sections.pipeline import PipelineConfig
 from spotlight.scheduler.types import Baseline, Comparison, Group, PromptId, RolloutId
 
 Scores = Mapping[str, float]
@@ -35,7 +35,7 @@ class Slice:
 
 
 def slices(
-    pipeline: PipelinePlan,
+    pipeline: PipelineConfig,
     slot: int,
     prompt: PromptId,
     members: Sequence[RolloutId],
@@ -49,7 +49,7 @@ def slices(
         resolved: whether a member is scored or dropped.
         explored: preview scores of the prompt at seeds other than those of the given members.
     """
-    baseline = pipeline.baseline if pipeline.axis is Axis.GENERATION else Baseline.GROUP
+    baseline = Baseline(pipeline.baseline) if pipeline.axis == "generation" else Baseline.GROUP
     if baseline is Baseline.EXPLORATION and len(explored(members[: pipeline.slice_size])) < COMPARED_MIN:
         baseline = Baseline.GROUP
     if baseline is Baseline.GROUP:

@@ -147,7 +147,7 @@ class TrainingTasks:
 
     def _next_slices(self) -> list[Slice]:
         """The most ready slices divisible by the ranks; none below a micro-batch."""
-        if self._plan.pipeline.axis is None or self._whole:
+        if not self._plan.pipeline.trains_parts or self._whole:
             return []
         # Called at every event; only scores and drops change the result, so it is cached.
         seen = (len(self._at.scores), len(self._at.unscored), sum(self._sliced.values()))
@@ -179,11 +179,11 @@ class TrainingTasks:
             self._updates = update + 1
         if not parts:
             return None
-        return self._prepare(parts, partial=self._plan.pipeline.axis is not None)
+        return self._prepare(parts, partial=self._plan.pipeline.trains_parts)
 
     def _updates_of_rest(self) -> list[list[Slice]]:
         updates = self._plan.updates_per_batch
-        if self._plan.pipeline.axis is not None:
+        if self._plan.pipeline.trains_parts:
             count = max(1, min(updates, len(self._at.groups)))
             return [self._survivors(self._slots_of(update)) for update in range(count)]
         found = self._survivors(range(len(self._at.groups)))
