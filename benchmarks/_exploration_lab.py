@@ -133,7 +133,9 @@ class Lab:
         if where is None or exploration is None:
             plan = dataclasses.replace(plan, exploration=None)
         else:
-            plan = dataclasses.replace(plan, exploration=dataclasses.replace(exploration, where=where))
+            planned = max(arm.seeds_per_prompt for arm in plan.arms) if where == "idle" else None
+            there = exploration.model_copy(update={"where": where, "seeds_per_prompt_max": planned})
+            plan = dataclasses.replace(plan, exploration=there)
         by_id = {prompt.id: prompt for prompt in (*self.prompts.train, *self.prompts.test)}
         recorder = MemoryRecorder(by_id, self.config.evaluation.strict, trained)
         driver = BesideTraining(

@@ -117,7 +117,7 @@ def test_what_is_learnt_does_not_depend_on_the_schedule(plan: Plan, seed: int) -
 @SETTINGS
 @given(pipelined() | compared_with_explored(), SEEDS)
 def test_what_samples_are_compared_with_does_not_depend_on_the_schedule(plan: Plan, seed: int) -> None:
-    plan = replace(plan, ranks=1, pipeline=replace(plan.pipeline, next_share=0.0))
+    plan = replace(plan, ranks=1, pipeline=plan.pipeline.model_copy(update={"next_share": 0.0}))
     calm = World(start(plan), 0, calm=True, failing=FAILING).run()
     wild = World(start(plan), seed, calm=False, failing=FAILING).run()
     assert wild.succeeded == calm.succeeded
