@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from spotlight.config.schema import RunConfig
-from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.config.sections.exploration import PreviewTime
+from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.results import ScoredSample
 from spotlight.rollout.state import FinishedRollout
 from spotlight.runtime.build import components as build
