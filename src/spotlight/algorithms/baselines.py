@@ -21,11 +21,10 @@ from spotlight.algorithms.advantages import (
     weighted_sum,
 )
 from spotlight.config.sections.algorithm import AdvantageConfig
+from spotlight.config.sections.rewards import TOTAL
 
 Rewards = Mapping[str, float]
 """A sample's value of each reward."""
-TOTAL = "reward"
-"""Key of the weighted sum in ``spreads``."""
 
 
 def slice_advantages(

@@ -11,12 +11,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeAlias
 
+from spotlight.config.sections.rewards import TOTAL
 from spotlight.rewards import reward_registry as registry
 from spotlight.rewards.frames import FrameRule
 from spotlight.rewards.reward import RewardScore, RewardSetupError
-
-TOTAL = "reward"
-"""Curve name of the weighted sum."""
 
 _ISOLATION_DEADLINES = 4
 _DEADLINE_MAX_S = 1e6  # limit of the system's timers
