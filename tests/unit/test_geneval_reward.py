@@ -20,9 +20,9 @@ from spotlight.rewards.geneval.mask2former import UNREAD, InstanceDetector
 from spotlight.rewards.geneval.object_colors import ColorClassifier
 from spotlight.rewards.geneval.pretrained_model import weights_digest
 from spotlight.rewards.geneval.vocabulary import OBJECTS, TAGS
+from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.results import RewardFailure, RewardSpec
 from spotlight.rewards.reward import RewardInputError, RewardSetupError
-from spotlight.rewards.reward_pool import RewardPool
 
 CPU = torch.device("cpu")
 DOG = {"tag": "single_object", "include": [{"class": "dog", "count": 1}]}
