@@ -9,6 +9,8 @@ PIP_ARGS ?=
 PYTEST_ARGS ?= --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 BIN := $(VENV)/bin
+# Tests start dozens of processes: none of them should compile the package anew.
+export PYTHONDONTWRITEBYTECODE :=
 STAMP := $(VENV)/.installed
 TESSERACT := $(wildcard scripts/install_tesseract.sh)
 

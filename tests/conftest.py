@@ -24,6 +24,10 @@ multiprocessing.set_forkserver_preload(
     [
         "spotlight.runtime.run",
         "spotlight.models.families.qwen_image",
+        # What loading a pipeline imports.
+        "diffusers.models.transformers.transformer_qwenimage",
+        "diffusers.models.autoencoders.autoencoder_kl_qwenimage",
+        "diffusers.schedulers.scheduling_flow_match_euler_discrete",
         "spotlight.rollout.sequence_parallel.lockstep",
     ]
 )
