@@ -73,7 +73,7 @@ def test_a_damaged_file_is_fetched_anew(
     body[-5] ^= 4
     path.write_bytes({"cut": body[:-1], "flipped": body, "emptied": b""}[damage])
     assert value(cache.get(manifest, lambda: data)) == 1
-    assert "is damaged and is fetched anew" in caplog.text
+    assert "is damaged and is fetched again" in caplog.text
     assert value(cache.get(manifest, never)) == 1
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from spotlight.cli.exit_codes import told_plainly
+from spotlight.cli.exit_codes import errors_without_traceback
 
 if typing.TYPE_CHECKING:
     from pydantic import BaseModel
@@ -35,7 +35,7 @@ def config(
     """
     from spotlight.config.load import load_config
 
-    with told_plainly():
+    with errors_without_traceback():
         typer.echo(documented_yaml(load_config(*split_arguments(arguments or []))), nl=False)
 
 

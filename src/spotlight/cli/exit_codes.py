@@ -39,7 +39,7 @@ def ours() -> tuple[type[Exception], ...]:
 
 
 @contextmanager
-def told_plainly(exit_code: int = EXIT_NOT_STARTED) -> Iterator[None]:
+def errors_without_traceback(exit_code: int = EXIT_NOT_STARTED) -> Iterator[None]:
     """Print Spotlight's own errors to stderr and exit; propagate all other exceptions."""
     try:
         yield

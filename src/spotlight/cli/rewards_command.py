@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from spotlight.cli.exit_codes import told_plainly
+from spotlight.cli.exit_codes import errors_without_traceback
 from spotlight.cli.options import silence_loading_bars
 
 rewards_app = typer.Typer(invoke_without_command=True)
@@ -57,7 +57,7 @@ def convert_geneval(
       spotlight rewards convert-geneval CHECKPOINT.pth weights/geneval
     """
     silence_loading_bars()
-    with told_plainly():
+    with errors_without_traceback():
         from spotlight.rewards.geneval.openmmlab import convert_checkpoint
 
         origin, tensors = convert_checkpoint(checkpoint, out)

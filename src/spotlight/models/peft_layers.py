@@ -106,7 +106,7 @@ def inject(model: nn.Module, spec: LoraSpec, adapters: Sequence[str]) -> dict[st
     if not spec.alpha > 0:
         raise ModelError(f"LoRA alpha is {spec.alpha}; expected a positive number (often 2 x rank)")
     if any(isinstance(module, LoraLayer) for module in model.modules()):
-        raise ModelError("the transformer carries LoRA adapters already: load it anew for another run")
+        raise ModelError("the transformer carries LoRA adapters already: load it again for another run")
     check_targets(model, spec.targets)
     # nn.Linear's own initialisation draws from the global generator: restore its state.
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():

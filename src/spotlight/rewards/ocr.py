@@ -178,7 +178,7 @@ def _engine(language: str) -> _Engine:
     except RuntimeError as error:
         raise RewardSetupError(
             f"ocr reward: Tesseract does not open the language data {language!r} in {directory} ({error}). "
-            f"Install it anew: {_install_command(language.split('+'))}"
+            f"Install it again: {_install_command(language.split('+'))}"
         ) from error
     return engine
 

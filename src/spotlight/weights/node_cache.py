@@ -112,7 +112,7 @@ class NodeCache:
         except FileNotFoundError:
             return None
         except WeightsError as error:
-            _log.warning("%s is damaged and is fetched anew: %s", self._path(manifest), error)
+            _log.warning("%s is damaged and is fetched again: %s", self._path(manifest), error)
             self._path(manifest).unlink(missing_ok=True)
             return None
 

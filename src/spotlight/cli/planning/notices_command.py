@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from spotlight.cli.exit_codes import EXIT_INTERRUPTED, failure, told_plainly
+from spotlight.cli.exit_codes import EXIT_INTERRUPTED, errors_without_traceback, failure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,7 +74,7 @@ def notices(
     # --once prints a single answer; otherwise each notice is a line.
     work = _once(cloud, endpoint, as_json) if once else _watch(cloud, endpoint, sigterm_grace_s, as_json)
     try:
-        with told_plainly():
+        with errors_without_traceback():
             asyncio.run(work)
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from spotlight.cli.exit_codes import EXIT_STOPPED_BY_ERROR, told_plainly
+from spotlight.cli.exit_codes import EXIT_STOPPED_BY_ERROR, errors_without_traceback
 from spotlight.cli.planning.simulate_command import (
     Bar,
     JobsOption,
@@ -74,7 +74,7 @@ def plan(
     from spotlight.planning.search import Goal, prepared_for, search
 
     now = datetime.now(UTC)
-    with told_plainly():
+    with errors_without_traceback():
         goal = Goal(deadline_h, budget_usd)
         if page is not None:
             require_plotly()

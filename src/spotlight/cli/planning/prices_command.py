@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from spotlight.cli.exit_codes import failure, told_plainly
+from spotlight.cli.exit_codes import errors_without_traceback, failure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,7 +86,7 @@ def prices(
         cache=PriceCache(default_directory(), timedelta(hours=max_age_h)),
         limits=FetchLimits(idle_s=timeout_s, total_s=max(60.0, timeout_s)),
     )
-    with told_plainly():
+    with errors_without_traceback():
         loaded = [
             quote for name in dict.fromkeys(source or ["builtin"]) for quote in load_prices(name, question)
         ]

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from spotlight.cli.exit_codes import failure, told_plainly
+from spotlight.cli.exit_codes import errors_without_traceback, failure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,7 +84,7 @@ def simulate(
     from spotlight.planning.scenarios.prepare import prepare
 
     now = datetime.now(UTC)
-    with told_plainly():
+    with errors_without_traceback():
         if page is not None:
             require_plotly()
         for wanted in filter(None, (as_json, page)):
@@ -93,7 +93,7 @@ def simulate(
         names = chosen_strategies(file, strategy or [])
         prepared = prepare(file, names, now)
     tasks = [SimulationTask(prepared, name, page is not None) for name in names]
-    with told_plainly(), Bar(len(tasks)) as bar:
+    with errors_without_traceback(), Bar(len(tasks)) as bar:
         compared = run_tasks(tasks, jobs or os.cpu_count() or 1, lambda task: bar.done(task.strategy))
     _print(prepared, compared, now)
     _write(prepared, compared, now, as_json, page)
@@ -111,7 +111,7 @@ def _write(
     from spotlight.planning.pages.comparison_page import comparison_page, write_file
     from spotlight.planning.pages.comparison_summary import record_of
 
-    with told_plainly():
+    with errors_without_traceback():
         if as_json is not None:
             record = record_of(prepared, [one.outcome for one in compared], now)
             write_file(as_json, json.dumps(record, indent=2) + "\n")

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from spotlight.cli.exit_codes import failure, told_plainly
+from spotlight.cli.exit_codes import errors_without_traceback, failure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -108,7 +108,7 @@ def traces(
     )
     _require_sense(files or [], generate, given, out)
     horizon_s = None if horizon_h is None else horizon_h * 3600
-    with told_plainly():
+    with errors_without_traceback():
         if generate:
             made = [_generated(given, horizon_s, nodes, gpus_per_node, notice_lead_s)]
         else:

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from spotlight.cli.exit_codes import EXIT_NOT_STARTED, told_plainly
+from spotlight.cli.exit_codes import EXIT_NOT_STARTED, errors_without_traceback
 from spotlight.cli.run_argument import RunArgument, find_run
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def audit(
     from spotlight.store.run_directory import RunPaths
 
     directory = find_run(run)
-    with told_plainly(EXIT_NOT_STARTED):
+    with errors_without_traceback(EXIT_NOT_STARTED):
         config = load_config(RunPaths(directory).config)
         # Rollouts started early lag by one published version, which is one iteration's optimizer steps.
         stale = config.learner.updates_per_batch if config.pipeline.next_share else 0

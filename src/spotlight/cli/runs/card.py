@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from spotlight.cli.exit_codes import told_plainly
+from spotlight.cli.exit_codes import errors_without_traceback
 from spotlight.cli.run_argument import RunArgument, find_run
 
 
@@ -22,5 +22,5 @@ def card(run: RunArgument) -> None:
     from spotlight.report.model_card import write_card
     from spotlight.report.record import read_run
 
-    with told_plainly():
+    with errors_without_traceback():
         typer.echo(write_card(read_run(find_run(run))))

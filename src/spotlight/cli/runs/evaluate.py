@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from spotlight.cli.exit_codes import told_plainly
+from spotlight.cli.exit_codes import errors_without_traceback
 from spotlight.cli.options import (
     Device,
     DeviceOption,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def evaluate(
     run: RunArgument,
     images: Annotated[
-        int | None, typer.Option(min=1, help="Pictures a prompt [default: the run's].", show_default=False)
+        int | None, typer.Option(min=1, help="Pictures per prompt [default: the run's].", show_default=False)
     ] = None,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Denoising steps [default: the run's].", show_default=False)
@@ -55,7 +55,7 @@ def evaluate(
     """
     directory = find_run(run)
     silence_loading_bars()
-    with told_plainly():
+    with errors_without_traceback():
         from spotlight.cli.work_bar import WorkBar
         from spotlight.runtime.inference import TrainedRun
 

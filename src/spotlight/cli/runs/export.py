@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from spotlight.cli.exit_codes import failure, told_plainly
+from spotlight.cli.exit_codes import errors_without_traceback, failure
 from spotlight.cli.options import (
     Device,
     DeviceOption,
@@ -41,7 +41,7 @@ def export(
     """
     directory = find_run(run)
     silence_loading_bars()
-    with told_plainly():
+    with errors_without_traceback():
         from spotlight.report.loading import loading_snippet
         from spotlight.runtime.inference import TrainedRun
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from spotlight.cli.exit_codes import failure, told_plainly
+from spotlight.cli.exit_codes import errors_without_traceback, failure
 from spotlight.cli.options import (
     Device,
     DeviceOption,
@@ -48,7 +48,7 @@ def generate(
     run: RunArgument,
     prompt: PromptOption,
     seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
-    count: Annotated[int, typer.Option(min=1, help="Pictures a prompt, with successive seeds.")] = 1,
+    count: Annotated[int, typer.Option(min=1, help="Pictures per prompt, with successive seeds.")] = 1,
     steps: StepsOption = None,
     guidance: GuidanceOption = None,
     before: BeforeOption = False,
@@ -71,7 +71,7 @@ def generate(
     directory = find_run(run)
     silence_loading_bars()
     pairs = [(text, seed + index) for text in prompt for index in range(count)]
-    with told_plainly():
+    with errors_without_traceback():
         from spotlight.runtime.inference import TrainedRun
 
         trained = TrainedRun.open(directory, device=device_of(device), weights=slot_of(weights))

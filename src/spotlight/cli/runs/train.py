@@ -19,9 +19,9 @@ from spotlight.cli.exit_codes import (
     EXIT_NOT_STARTED,
     EXIT_STOPPED_BY_ERROR,
     complain,
+    errors_without_traceback,
     failure,
     ours,
-    told_plainly,
 )
 from spotlight.cli.options import silence_loading_bars
 
@@ -53,7 +53,7 @@ AddressOption: TypeAlias = Annotated[
     ),
 ]
 PlainOption: TypeAlias = Annotated[
-    bool, typer.Option("--plain", help="One line an event, as when the output is not a terminal.")
+    bool, typer.Option("--plain", help="One line per event, as when the output is not a terminal.")
 ]
 
 
@@ -84,7 +84,7 @@ def train(
     """
     from spotlight.config.load import load_config
 
-    with told_plainly():
+    with errors_without_traceback():
         joined = [] if address is None else ["fleet.driver=ray", f"fleet.address={address}"]
         given = [*(arguments or []), *joined]
         config = load_config(*split_arguments(given))
@@ -105,7 +105,7 @@ def _print_plan(config: RunConfig, arguments: Sequence[str]) -> None:
     from spotlight.cluster.local.fleet_plan import plan_fleet
     from spotlight.dry_run.run_plan import make_plan
 
-    with told_plainly():
+    with errors_without_traceback():
         plan, fleet = make_plan(config), plan_fleet(config.fleet)
     console = Console(highlight=False)
     print_plan(console, config, plan, fleet)
@@ -163,7 +163,7 @@ def _tell(result: RunResult) -> None:
     elif result.stopped:
         console.print("Stopped after a checkpoint; the same command resumes.")
     else:
-        with told_plainly(EXIT_STOPPED_BY_ERROR):
+        with errors_without_traceback(EXIT_STOPPED_BY_ERROR):
             _finish(console, result.directory)
 
 
