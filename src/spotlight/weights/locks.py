@@ -33,7 +33,7 @@ def private_directory(path: Path) -> Path:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise WeightsError(
             f"{path}: found {stat.filemode(found.st_mode)} of user {found.st_uid}, expected a directory "
-            f"drwx------ of user {os.getuid()}: others who can write there could change weights; remove it or "
+            f"drwx------ of user {os.getuid()}: others who write there could change weights; remove it or "
             "name another"
         )
     return path
