@@ -17,9 +17,15 @@ _KEPT_BYTES = 1 << 30
 
 
 def prepare_process(device: torch.device, deterministic: bool) -> None:
-    """Retain freed CPU memory; enable deterministic kernels if requested."""
+    """Make ``device`` the current GPU of this thread, or retain freed CPU memory; deterministic kernels if
+    requested.
+
+    Compiled kernels and libraries that are given no device use the current GPU.
+    """
     if device.type == "cpu":
         _keep_freed_memory()
+    else:
+        torch.cuda.set_device(device)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

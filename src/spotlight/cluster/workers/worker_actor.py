@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from spotlight.cluster.blobs.blob_store import StoredBlob
 from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE, SLOT
+from spotlight.cluster.workers.visible_gpus import gpu_index
 from spotlight.config.load import read_config
 from spotlight.rollout.sequence_parallel.rendezvous import Address
 from spotlight.runtime.process import prepare_process
@@ -66,7 +67,7 @@ class WorkerOrder:
 
     Attributes:
         config: the resolved configuration as YAML.
-        gpu: index on the node; None: the GPU that Ray assigned.
+        gpu: index among the node's visible GPUs; None: the GPU that Ray assigned.
         run: name shared by the processes of one run on a node.
         threads: for CPU work; None leaves it to torch.
     """
@@ -94,9 +95,8 @@ class WorkerActor:
             os.chdir(order.working_directory)
         if order.threads is not None:
             torch.set_num_threads(order.threads)
-        device = _device(order)
-        prepare_process(device, config.deterministic)
-        place = WorkerPlace(order.worker, order.epoch, device, order.meeting, order.run)
+        self._device, self._deterministic = _device(order), config.deterministic
+        place = WorkerPlace(order.worker, order.epoch, self._device, order.meeting, order.run)
         self._process = WorkerProcess(config, place, WorkerBlobClient(keeper, config.fleet.start_s))
         self._ended = threading.Event()
         self._error: BaseException | None = None
@@ -117,6 +117,7 @@ class WorkerActor:
 
     def _work(self) -> None:
         try:
+            prepare_process(self._device, self._deterministic)  # here: the current GPU is a thread's
             self._process.run()
         except BaseException as error:  # noqa: BLE001 - watch() raises it
             self._error = error
@@ -128,7 +129,9 @@ def _device(order: WorkerOrder) -> torch.device:
     """This worker's device. Workers see all GPUs of their node so that weights can be copied between them."""
     if not order.on_gpu:
         return torch.device("cpu")
-    return torch.device("cuda", int(ray.get_gpu_ids()[0]) if order.gpu is None else order.gpu)
+    if order.gpu is not None:
+        return torch.device("cuda", order.gpu)
+    return torch.device("cuda", gpu_index(ray.get_gpu_ids()[0], os.environ.get("CUDA_VISIBLE_DEVICES")))
 
 
 @dataclass(frozen=True, slots=True)
