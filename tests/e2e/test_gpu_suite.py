@@ -26,7 +26,7 @@ PIL accelerate anyio attr certifi charset_normalizer click cloudpickle colorama 
 google h11 hf_xet httpcore httpx huggingface_hub hypothesis idna iniconfig jinja2 markdown_it markupsafe mdurl
 mpmath networkx numpy packaging peft pluggy psutil pygments pytest pytest_timeout regex requests rich
 safetensors scipy setuptools shellingham sympy tokenizers torch torchgen tqdm transformers triton typer
-urllib3 xdist yaml
+functorch urllib3 xdist yaml
 """
 CARRIED = (
     "annotated_types annotated_doc diffusers importlib_metadata pydantic pydantic_core typing_extensions "
