@@ -138,6 +138,7 @@ FAMILIES: Registry[type[ModelFamily]] = Registry(
     {
         "qwen-image": "spotlight.models.families.qwen_image:QwenImage",
         "qwen-image-2.1": "spotlight.models.families.qwen_image_21:QwenImage21",
+        "z-image": "spotlight.models.families.z_image:ZImage",
         "flux": "spotlight.models.families.flux:Flux",
     },
 )

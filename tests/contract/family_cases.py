@@ -125,6 +125,7 @@ def call_qwen_image_21(pipe: Any, family: ModelFamily, latents: torch.Tensor, se
 
 
 _PICTURE = MediaSize(32, 48)
+_MEDIUM_PICTURE = MediaSize(32, 64)
 _LARGE_PICTURE = MediaSize(32, 96)
 
 CASES: Mapping[str, FamilyCase] = {
@@ -160,6 +161,16 @@ CASES: Mapping[str, FamilyCase] = {
             ),
             call=call_qwen_image_21,
             load=load_qwen_image_21,
+        ),
+        FamilyCase(
+            "z-image",
+            _MEDIUM_PICTURE,
+            (
+                Setting(_MEDIUM_PICTURE, 1),
+                Setting(_MEDIUM_PICTURE, 12, scale=3.0),
+                Setting(MediaSize(48, 16), 3, scale=1.5, negative="a green square, blurred"),
+            ),
+            unused="x_pad_token",  # the sequence has a multiple of 32 tokens
         ),
     )
 }

@@ -110,6 +110,18 @@ def qwen2_tokenizer(corpus: Sequence[str], specials: Sequence[str], max_tokens: 
     )
 
 
+def qwen3_tokenizer() -> Any:
+    """Qwen2's tokenizer with the chat markup of Qwen3."""
+    special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    tokenizer = qwen2_tokenizer(["user\n assistant\n"], special)
+    tokenizer.chat_template = (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+        "{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+    )
+    return tokenizer
+
+
 def clip_text_encoder(tokenizer: Any, width: int, *, projection: int | None = None) -> Any:
     """``CLIPTextModel`` of two layers; with ``projection``, ``CLIPTextModelWithProjection`` to that width."""
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
@@ -215,6 +227,23 @@ def qwen3_vl_text_encoder(tokenizer: Any, width: int) -> Any:
         **special,
     )
     return Qwen3VLForConditionalGeneration(config)
+
+
+def qwen3_config(tokenizer: Any, width: int, layers: int) -> Any:
+    """Of a Qwen3 language model; ``width``: 16 n."""
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 16,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )
 
 
 def image_vae(channels: int, factor: int, width: int, **config: Any) -> Any:

@@ -1,0 +1,218 @@
+"""Z-Image and Z-Image-Turbo, over diffusers' ``ZImagePipeline``.
+
+Traps of the reference:
+- The transformer takes lists, and pads each text and image to a multiple of 32 tokens that it attends to.
+- Time runs from 0 at noise to 1 at the picture, and the output is x0 - e.
+- Its guidance scale g means ``positive + g * (positive - negative)``: ours, the usual one, is g + 1.
+- Noise levels are spaced in float32.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spotlight.models import tiny
+from spotlight.models.family import (
+    ConditionBatch,
+    Guidance,
+    MediaSize,
+    ModelFamily,
+    require_equal,
+)
+from spotlight.models.family_facts import (
+    ActivationCosts,
+    Dimensions,
+    PublishedModel,
+    config_integer,
+    config_list,
+)
+from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
+
+_CONFIGS: dict[str, dict[str, object]] = {
+    "transformer": {
+        "_class_name": "ZImageTransformer2DModel",
+        "all_f_patch_size": [1],
+        "all_patch_size": [2],
+        "axes_dims": [32, 48, 48],
+        "axes_lens": [1536, 512, 512],
+        "cap_feat_dim": 2560,
+        "dim": 3840,
+        "in_channels": 16,
+        "n_heads": 30,
+        "n_kv_heads": 30,
+        "n_layers": 30,
+        "n_refiner_layers": 2,
+        "qk_norm": True,
+    },
+    "vae": {
+        "_class_name": "AutoencoderKL",
+        "block_out_channels": [128, 256, 512, 512],
+        "down_block_types": ["DownEncoderBlock2D"] * 4,
+        "up_block_types": ["UpDecoderBlock2D"] * 4,
+        "latent_channels": 16,
+        "layers_per_block": 2,
+        "norm_num_groups": 32,
+        "sample_size": 1024,
+        "scaling_factor": 0.3611,
+        "shift_factor": 0.1159,
+        "use_quant_conv": False,
+        "use_post_quant_conv": False,
+    },
+}
+_PUBLISHED = PublishedModel(configs=_CONFIGS, parameters=6.15e9, text_parameters=4.0e9)
+
+
+class ZImage(ModelFamily):
+    """A Z-Image model of any size. The distilled Turbo takes no guidance."""
+
+    name = "z-image"
+    pipeline_class = "ZImagePipeline"
+    components = {
+        "transformer": PipelineComponent(("ZImageTransformer2DModel",), weights=True),
+        "vae": PipelineComponent(("AutoencoderKL",), weights=True),
+        "scheduler": PipelineComponent(("FlowMatchEulerDiscreteScheduler",), weights=False),
+        "tokenizer": PipelineComponent(("Qwen2Tokenizer", "Qwen2TokenizerFast"), weights=False),
+        "text_encoder": PipelineComponent(("Qwen3Model", "Qwen3ForCausalLM"), weights=True, lazy=True),
+    }
+    lora_targets = (
+        *("attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0"),
+        *("feed_forward.w1", "feed_forward.w2", "feed_forward.w3"),
+    )
+    activations = ActivationCosts(lora=20.0, full=27.0, checkpointed=1.5, forward=15.0, decode=21.0)
+    published = {"Tongyi-MAI/Z-Image": _PUBLISHED, "Tongyi-MAI/Z-Image-Turbo": _PUBLISHED}
+
+    @classmethod
+    def read_dimensions(cls, files: PipelineFiles) -> Dimensions:
+        """From the configurations of transformer and VAE; the refiners of image and text count as layers."""
+        layers, refiners, width, channels = (
+            config_integer(files, "transformer", key)
+            for key in ("n_layers", "n_refiner_layers", "dim", "in_channels")
+        )
+        widths = config_list(files, "vae", "block_out_channels")
+        return Dimensions(
+            layers=layers + 2 * refiners,
+            width=width,
+            channels=4 * channels,
+            patch_px=2 ** len(widths),
+            vae_width=int(str(widths[0])),
+        )
+
+    @classmethod
+    def call_arguments(cls, scale: float, embedded: float | None) -> dict[str, object]:
+        """The pipeline's scale is less by one."""
+        return {"guidance_scale": scale - 1}
+
+    def check_parts(self) -> None:
+        """Sizes of transformer, VAE and text encoder that must agree."""
+        config = self.config
+        require_equal(
+            self.files.folder("transformer") / "config.json",
+            {
+                "all_patch_size": (list(config.all_patch_size), [2], "the pipeline's patches are 2x2"),
+                "all_f_patch_size": (list(config.all_f_patch_size), [1], "of one frame"),
+                "in_channels": (
+                    config.in_channels,
+                    self.vae.config.latent_channels,
+                    "the VAE's latent_channels",
+                ),
+                "cap_feat_dim": (
+                    config.cap_feat_dim,
+                    self.files.config("text_encoder").get("hidden_size"),
+                    "the text encoder's hidden_size",
+                ),
+                "siglip_feat_dim": (config.siglip_feat_dim, None, "it belongs to another pipeline"),
+            },
+        )
+
+    def condition_shapes(self, text_tokens: int) -> dict[str, tuple[int, ...]]:
+        """``embeds``: the text encoder's hidden state before its last layer."""
+        return {"embeds": (text_tokens, self.config.cap_feat_dim)}
+
+    def embed(self, pipeline: Any, prompt: str) -> dict[str, Tensor]:
+        """The pipeline's own embeddings, cut at ``max_text_tokens``."""
+        embeds, _ = pipeline.encode_prompt(
+            prompt,
+            device=self.device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.max_text_tokens,
+        )
+        return {"embeds": embeds[0]}
+
+    def set_timesteps(self, steps: int, size: MediaSize) -> None:
+        """Linear in float32, shifted."""
+        sigmas = torch.linspace(1.0, 1 / steps, steps).tolist()
+        self.scheduler.set_timesteps(device="cpu", sigmas=sigmas, **self.dynamic_shift(steps, size))
+
+    def latent_shape(self, size: MediaSize) -> tuple[int, ...]:
+        """[channels, rows, columns], not packed."""
+        self.check_size(size)
+        side_px = self.dimensions.patch_px // 2
+        return self.config.in_channels, size.height // side_px, size.width // side_px
+
+    def velocity(
+        self,
+        model: nn.Module,
+        latents: Tensor,
+        sigma: Tensor,
+        condition: ConditionBatch,
+        guidance: Guidance | None,
+        size: MediaSize,
+    ) -> Tensor:
+        """True guidance, if any, in the pipeline's order of operations."""
+        prediction = self._predict(model, latents, sigma, condition)
+        if guidance is None or guidance.scale <= 1 or guidance.negative is None:
+            return prediction
+        negative = self._predict(model, latents, sigma, guidance.negative)
+        return prediction + (guidance.scale - 1) * (prediction - negative)
+
+    def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
+        """Undo scale and shift, decode."""
+        config = self.vae.config
+        scaled = latents / config.scaling_factor + config.shift_factor
+        decoded: Tensor = self.vae.decode(scaled, return_dict=False)[0]
+        return decoded.unsqueeze(2)
+
+    @classmethod
+    def tiny(cls, directory: Path, seed: int, variant: int = 0) -> None:
+        """See :meth:`ModelFamily.tiny`."""
+        from diffusers import FlowMatchEulerDiscreteScheduler, ZImageTransformer2DModel
+        from transformers import Qwen3Model
+
+        channels, heads, layers, text_width, factor, shift = (
+            (4, 2, 2, 32, 4, 3.0), (8, 4, 1, 48, 2, 6.0), (4, 1, 3, 16, 4, 6.0), (16, 2, 1, 32, 2, None),
+        )[variant]  # fmt: skip
+        tokenizer = tiny.qwen3_tokenizer()
+        tiny.write_pipeline(
+            cls.pipeline_class,
+            directory,
+            seed,
+            transformer=ZImageTransformer2DModel(
+                in_channels=channels,
+                dim=16 * heads,
+                n_layers=layers,
+                n_refiner_layers=1,
+                n_heads=heads,
+                n_kv_heads=heads,
+                cap_feat_dim=text_width,
+                axes_dims=[4, 6, 6],
+                axes_lens=[512, 64, 64],
+            ),
+            vae=tiny.image_vae(channels, factor, 8, scaling_factor=0.7, shift_factor=0.2),
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=shift or 1.0, use_dynamic_shifting=shift is None),
+            tokenizer=tokenizer,
+            text_encoder=Qwen3Model(tiny.qwen3_config(tokenizer, text_width, layers=3)),
+        )
+
+    def _predict(self, model: nn.Module, latents: Tensor, sigma: Tensor, condition: ConditionBatch) -> Tensor:
+        # As the pipeline does, sigma -> timestep -> time: each operation rounds.
+        steps = self.scheduler.config.num_train_timesteps
+        time = (steps - sigma.to(self.device) * steps) / steps
+        frames = latents.to(self.device, self.dtype).unsqueeze(2)
+        outputs: list[Tensor] = model(
+            list(frames.unbind(0)), time, condition.rows("embeds"), return_dict=False
+        )[0]
+        return -torch.stack([output.float() for output in outputs]).squeeze(2)
