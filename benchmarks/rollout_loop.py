@@ -110,9 +110,9 @@ class Bench:
         def call() -> Tensor:
             images: Tensor = self.pipeline(
                 prompt_embeds=prompt["embeds"],
-                prompt_embeds_mask=prompt.mask,
+                prompt_embeds_mask=prompt.mask("embeds"),
                 negative_prompt_embeds=None if negative is None else negative["embeds"],
-                negative_prompt_embeds_mask=None if negative is None else negative.mask,
+                negative_prompt_embeds_mask=None if negative is None else negative.mask("embeds"),
                 true_cfg_scale=scale,
                 height=self.size.height,
                 width=self.size.width,
