@@ -25,6 +25,7 @@ COMMANDS = (
     "traces",
     "notices",
     "config",
+    "tiny",
     "rewards",
     "doctor",
     "version",

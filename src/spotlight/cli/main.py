@@ -19,6 +19,7 @@ from spotlight.cli.runs.export import export
 from spotlight.cli.runs.generate import generate
 from spotlight.cli.runs.list_runs import runs
 from spotlight.cli.runs.train import train
+from spotlight.cli.tiny_command import tiny
 from spotlight.cli.version import version
 
 app = typer.Typer(
@@ -45,13 +46,14 @@ for name, command, panel in (
     ("traces", traces, "Plan"),
     ("notices", notices, "Look up"),
     ("config", config, "Look up"),
+    ("tiny", tiny, "Look up"),
     ("doctor", doctor, "Look up"),
     ("version", version, "Look up"),
 ):
     app.command(
         name,
         rich_help_panel=panel,
-        no_args_is_help=name in {"eval", "generate", "export", "card", "audit", "plan"},
+        no_args_is_help=name in {"eval", "generate", "export", "card", "audit", "plan", "tiny"},
     )(command)
 
 app.add_typer(rewards_app, name="rewards", rich_help_panel="Look up")

@@ -43,6 +43,13 @@ ConfigArgument: TypeAlias = Annotated[
 DryRunOption: TypeAlias = Annotated[
     bool, typer.Option("--dry-run", help="Print what the run would do and need; do nothing.")
 ]
+SmokeOption: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--smoke",
+        help="Two iterations on this machine with a small random pipeline of the family; no download.",
+    ),
+]
 AddressOption: TypeAlias = Annotated[
     str | None,
     typer.Option(
@@ -60,6 +67,7 @@ PlainOption: TypeAlias = Annotated[
 def train(
     arguments: ConfigArgument = None,
     dry_run: DryRunOption = False,
+    smoke: SmokeOption = False,
     address: AddressOption = None,
     plain: PlainOption = False,
 ) -> None:
@@ -76,6 +84,8 @@ def train(
 
       spotlight train qwen.yaml rollout.steps=8 --dry-run
 
+      spotlight train qwen.yaml --smoke
+
       torchrun --nproc-per-node 8 -m spotlight.cli train qwen.yaml
 
       spotlight train fleet.driver=ray fleet.spot.trace=minute
@@ -88,6 +98,9 @@ def train(
         joined = [] if address is None else ["fleet.driver=ray", f"fleet.address={address}"]
         given = [*(arguments or []), *joined]
         config = load_config(*split_arguments(given))
+        if smoke:
+            given += _smoke(config)
+            config = load_config(*split_arguments(given))
     if dry_run:
         _print_plan(config, given)
         return
@@ -98,6 +111,23 @@ def train(
         raise typer.Exit(EXIT_STOPPED_BY_ERROR)
     if result.stopped:
         raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _smoke(config: RunConfig) -> list[str]:
+    import shutil
+
+    from spotlight.cli.runs.smoke import smoke_overrides
+    from spotlight.store.run_directory import RunPaths
+
+    silence_loading_bars()
+    replaced = smoke_overrides(config)
+    name = replaced[0].partition("=")[2]
+    shutil.rmtree(RunPaths(config.runs_dir / name).path, ignore_errors=True)  # of an earlier smoke run
+    console = Console(highlight=False)
+    console.print(f"Smoke run {name}: as configured, but for")
+    for each in replaced[1:]:
+        console.print(Text(f"  {each}"), soft_wrap=True)
+    return replaced
 
 
 def _print_plan(config: RunConfig, arguments: Sequence[str]) -> None:

@@ -1,0 +1,102 @@
+"""``spotlight train --smoke``: a recipe on a small random pipeline of its family, on this machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from spotlight.config.schema import RunConfig
+    from spotlight.models.family import ModelFamily
+
+ITERATIONS = 2
+_GROUP, _EVALUATED = 4, 2
+_SIDE_MIN_PX = 32
+"""Rewards cannot read much on smaller pictures."""
+
+
+def smoke_overrides(config: RunConfig) -> list[str]:
+    """Overrides that make a recipe run here in minutes; writes the pipeline that they name.
+
+    The pipeline stands in the cache directory, and is written anew each time.
+
+    Raises:
+        RegistryError: the family is unknown.
+        StoreError: the pipeline cannot be written.
+    """
+    import shutil
+
+    from spotlight.registry import FAMILIES
+    from spotlight.runtime.build.components import cache_dir
+    from spotlight.store.store_errors import storage_error
+
+    family = FAMILIES.load(config.model.family)
+    folder = cache_dir(config) / "smoke" / config.model.family
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        family.tiny(folder, seed=0)
+    except OSError as error:
+        raise storage_error("cannot write a small pipeline", folder, error) from error
+    return [f"{key}={value}" for key, value in _replaced(config, family, folder)]
+
+
+def _replaced(config: RunConfig, family: type[ModelFamily], folder: Path) -> Iterator[tuple[str, object]]:
+    yield "name", f"{config.name}-smoke"
+    yield "iterations", ITERATIONS
+    yield "model.path", folder
+    for key in ("revision", "transformer", "lora"):
+        if getattr(config.model, key) is not None:
+            yield f"model.{key}", "null"
+    if config.device == "cuda" and not _cuda():
+        yield "device", "cpu"
+    yield from _size(config, family, folder)
+    yield from _counts(config)
+    fleet = config.fleet
+    if fleet.address is not None:
+        yield "fleet.address", "null"
+        if fleet.only_learner_slots or fleet.local.rollout_slots == 0:
+            yield "fleet.local.rollout_slots", 1
+    if fleet.learner_ranks > 1:
+        yield "fleet.learner_ranks", 1
+    if fleet.sequence_parallel.degrees != (1,):
+        yield "fleet.sequence_parallel.degrees", "[1]"
+
+
+def _counts(config: RunConfig) -> Iterator[tuple[str, object]]:
+    """The fewest samples that take the recipe's way: every update has groups, every group is compared."""
+    evaluation = config.evaluation
+    for key, found, most in (
+        (
+            "rollout.prompts_per_iteration",
+            config.rollout.prompts_per_iteration,
+            2 * config.learner.updates_per_batch,
+        ),
+        ("rollout.group_size", config.rollout.group_size, _GROUP),
+        ("evaluation.prompts", evaluation.prompts or math.inf, _EVALUATED),
+        ("evaluation.images_per_prompt", evaluation.images_per_prompt, 1),
+        ("evaluation.grid_images", evaluation.grid_images or 0, 1),
+        ("evaluation.steps", evaluation.steps, config.rollout.steps),
+    ):
+        if found > most:
+            yield key, most
+
+
+def _size(config: RunConfig, family: type[ModelFamily], folder: Path) -> Iterator[tuple[str, object]]:
+    from spotlight.models.pipeline_files import PipelineFiles
+
+    dimensions, rollout = family.read_dimensions(PipelineFiles(folder)), config.rollout
+    unit, shorter = dimensions.patch_px, min(rollout.height, rollout.width)
+    least = math.ceil(_SIDE_MIN_PX / unit)
+    for key, side in (("height", rollout.height), ("width", rollout.width)):
+        yield f"rollout.{key}", unit * min(round(least * side / shorter), 2 * least)
+    if rollout.frames > 1:
+        yield "rollout.frames", min(rollout.frames, 1 + dimensions.frames_per_latent)
+
+
+def _cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

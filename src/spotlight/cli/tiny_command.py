@@ -1,0 +1,37 @@
+"""``spotlight tiny``: a small random pipeline of a family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spotlight.cli.exit_codes import failure, told_plainly
+from spotlight.cli.options import silence_loading_bars
+
+
+def tiny(
+    family: Annotated[str, typer.Argument(metavar="FAMILY", help="As in model.family.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A directory that does not exist yet.")],
+    seed: Annotated[int, typer.Option(min=0, help="Of the random weights.")] = 0,
+    variant: Annotated[
+        int, typer.Option(min=0, max=3, help="Other widths, heads, layers and VAE factors.")
+    ] = 0,
+) -> None:
+    """Write a small random diffusers pipeline, about 1 MB: to try things without a GPU or a download.
+
+    [bold]Examples[/bold]
+
+      spotlight tiny flux tiny-flux
+
+      spotlight train model.family=flux model.path=tiny-flux iterations=1
+    """
+    if directory.exists():
+        raise failure(f"DIR: {directory} exists; expected a directory to be made. Name another one.")
+    with told_plainly():
+        from spotlight.registry import FAMILIES
+
+        silence_loading_bars()
+        FAMILIES.load(family).tiny(directory, seed=seed, variant=variant)
+    typer.echo(directory)

@@ -1,0 +1,52 @@
+"""Every shipped recipe runs for two iterations on a small random pipeline of its family."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from spotlight.cli.main import app
+from spotlight.config.load import load_config
+from spotlight.store.ledger.ledger_audit import AuditLimits, audit
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+RECIPES = sorted(path.name for path in EXAMPLES.glob("*.yaml") if load_config(path, []).model.path != "testbed")
+FIRST = "flux1-dev-ocr.yaml"
+"""Runs in the first tier, the others in the long one: they take the same way."""
+
+
+@pytest.mark.parametrize(
+    "recipe", [name if name == FIRST else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
+)
+def test_a_recipe_runs_on_a_small_random_pipeline(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(EXAMPLES.parent)
+    before = load_config(EXAMPLES / recipe, [])
+    settings = [f"runs_dir={tmp_path / 'runs'}", f"cache_dir={tmp_path / 'cache'}"]
+    done = CliRunner().invoke(app, ["train", f"examples/{recipe}", "--smoke", *settings])
+    assert done.exit_code == 0, done.output
+    run = tmp_path / "runs" / f"{before.name}-smoke"
+    assert audit(run, AuditLimits(group_size=4, staleness_max=1)).violations == ()
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["iterations"] == 2
+    kept = load_config(run / "config.yaml", [])
+    for section in ("algorithm", "learner", "rewards"):
+        assert getattr(kept, section) == getattr(before, section)
+    assert (kept.rollout.steps, kept.rollout.sampler) == (before.rollout.steps, before.rollout.sampler)
+    replaced = [line.strip().partition("=")[0] for line in done.output.splitlines() if line.startswith("  ")]
+    assert {"model.path", "iterations"} <= set(replaced)
+
+
+def test_tiny_writes_a_pipeline_that_diffusers_loads(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["tiny", "qwen-image", str(tmp_path / "tiny"), "--variant", "1"])
+    assert done.exit_code == 0, done.output
+    assert json.loads((tmp_path / "tiny" / "model_index.json").read_text())["_class_name"] == "QwenImagePipeline"
+    again = CliRunner().invoke(app, ["tiny", "qwen-image", str(tmp_path / "tiny")])
+    assert again.exit_code != 0
+    assert "exists; expected a directory to be made" in " ".join(again.output.split())
+    other = CliRunner().invoke(app, ["tiny", "quen-image", str(tmp_path / "other")])
+    assert "Did you mean 'qwen-image'?" in " ".join(other.output.split())
