@@ -13,7 +13,9 @@ from spotlight.config.load import load_config
 from spotlight.store.ledger.ledger_audit import AuditLimits, audit
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-RECIPES = sorted(path.name for path in EXAMPLES.glob("*.yaml") if load_config(path, []).model.path != "testbed")
+RECIPES = sorted(
+    path.name for path in EXAMPLES.glob("*.yaml") if load_config(path, []).model.path != "testbed"
+)
 FIRST = "flux1-dev-ocr.yaml"
 """Runs in the first tier, the others in the long one: they take the same way."""
 
@@ -44,7 +46,9 @@ def test_a_recipe_runs_on_a_small_random_pipeline(
 def test_tiny_writes_a_pipeline_that_diffusers_loads(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["tiny", "qwen-image", str(tmp_path / "tiny"), "--variant", "1"])
     assert done.exit_code == 0, done.output
-    assert json.loads((tmp_path / "tiny" / "model_index.json").read_text())["_class_name"] == "QwenImagePipeline"
+    assert (
+        json.loads((tmp_path / "tiny" / "model_index.json").read_text())["_class_name"] == "QwenImagePipeline"
+    )
     again = CliRunner().invoke(app, ["tiny", "qwen-image", str(tmp_path / "tiny")])
     assert again.exit_code != 0
     assert "exists; expected a directory to be made" in " ".join(again.output.split())

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from spotlight.cli.exit_codes import failure, told_plainly
+from spotlight.cli.exit_codes import errors_without_traceback, failure
 from spotlight.cli.options import silence_loading_bars
 
 
@@ -29,7 +29,7 @@ def tiny(
     """
     if directory.exists():
         raise failure(f"DIR: {directory} exists; expected a directory to be made. Name another one.")
-    with told_plainly():
+    with errors_without_traceback():
         from spotlight.registry import FAMILIES
 
         silence_loading_bars()
