@@ -140,6 +140,7 @@ FAMILIES: Registry[type[ModelFamily]] = Registry(
         "qwen-image-2.1": "spotlight.models.families.qwen_image_21:QwenImage21",
         "z-image": "spotlight.models.families.z_image:ZImage",
         "flux": "spotlight.models.families.flux:Flux",
+        "wan": "spotlight.models.families.wan:Wan",
     },
 )
 """Model families: a subclass of :class:`~spotlight.models.family.ModelFamily`."""

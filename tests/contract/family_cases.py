@@ -15,6 +15,7 @@ from typing import Any
 import diffusers
 import numpy as np
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 
 from spotlight.models.families.qwen_image_21 import TextProcessor
 from spotlight.models.family import Guidance, MediaSize, ModelFamily
@@ -59,6 +60,44 @@ def call_pipeline(pipe: Any, family: ModelFamily, latents: torch.Tensor, setting
 def load_pipeline(directory: Path) -> Any:
     """What plain diffusers loads from a pipeline directory."""
     return diffusers.DiffusionPipeline.from_pretrained(directory)
+
+
+def call_video_pipeline(
+    pipe: Any, family: ModelFamily, latents: torch.Tensor, setting: Setting
+) -> np.ndarray:
+    """As :func:`call_pipeline`, of a video pipeline."""
+    frames = pipe(
+        list(PROMPTS),
+        negative_prompt=[setting.negative] * len(PROMPTS),
+        height=setting.size.height,
+        width=setting.size.width,
+        num_frames=setting.size.frames,
+        num_inference_steps=setting.steps,
+        latents=latents,
+        max_sequence_length=family.max_text_tokens,
+        output_type="np",
+        **family.call_arguments(setting.scale, setting.embedded),
+    ).frames
+    return np.asarray(frames)
+
+
+def step_as_euler(pipe: Any) -> None:
+    """Put diffusers' Euler scheduler in UniPC's place, at UniPC's noise levels."""
+    unipc = pipe.scheduler
+    if type(unipc).__name__ == "UniPCMultistepScheduler":
+        pipe.scheduler = _EulerAt(unipc)
+
+
+class _EulerAt(FlowMatchEulerDiscreteScheduler):
+    def __init__(self, other: Any) -> None:
+        super().__init__(shift=1.0)
+        self.other = other
+
+    def set_timesteps(self, num_inference_steps: int, device: Any = None) -> None:  # type: ignore[override]
+        self.other.set_timesteps(num_inference_steps)
+        levels = self.other.sigmas[:-1].numpy().copy()
+        levels[0] = 1.0  # UniPC's is 1 - 1e-6
+        super().set_timesteps(sigmas=levels, device=device)
 
 
 @dataclass(frozen=True)
@@ -124,7 +163,7 @@ def call_qwen_image_21(pipe: Any, family: ModelFamily, latents: torch.Tensor, se
     return np.stack(pictures)[:, None, ..., :3]
 
 
-_PICTURE = MediaSize(32, 48)
+_PICTURE, _VIDEO = MediaSize(32, 48), MediaSize(32, 48, frames=5)
 _MEDIUM_PICTURE = MediaSize(32, 64)
 _LARGE_PICTURE = MediaSize(32, 96)
 
@@ -171,6 +210,18 @@ CASES: Mapping[str, FamilyCase] = {
                 Setting(MediaSize(48, 16), 3, scale=1.5, negative="a green square, blurred"),
             ),
             unused="x_pad_token",  # the sequence has a multiple of 32 tokens
+        ),
+        FamilyCase(
+            "wan",
+            _VIDEO,
+            (
+                Setting(_PICTURE, 1),
+                Setting(_VIDEO, 10, scale=5.0, negative="a green square, blurred"),
+                Setting(MediaSize(48, 32, frames=9), 3, scale=1.5),
+            ),
+            max_text_tokens=24,
+            call=call_video_pipeline,
+            adapt=step_as_euler,
         ),
     )
 }

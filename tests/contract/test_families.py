@@ -17,6 +17,7 @@ from tests.contract.family_cases import CASES, PROMPTS, VARIANTS, FamilyCase, Se
 from tests.invariant import learner_world
 
 from spotlight.diffusion.samplers import ODE
+from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelFamily
 from spotlight.models.slots import LoraSlots, LoraSpec
 from spotlight.registry import FAMILIES
@@ -153,10 +154,11 @@ def test_dimensions_are_those_of_the_running_model(load: Load, name: str) -> Non
         def watch(module: torch.nn.Module, args: Any, kwargs: Any, seen: list[torch.Size] = seen) -> None:
             seen.append(kwargs["hidden_states"].shape if "hidden_states" in kwargs else args[0].shape)
 
+        transformer: Any = denoisers(family.transformer)["transformer"]
         blocks = [
             part
-            for part in family.transformer.modules()
-            if type(part).__name__ in (family.transformer._no_split_modules or ())
+            for part in transformer.modules()
+            if type(part).__name__ in (transformer._no_split_modules or ())
         ]
         handle = blocks[0].register_forward_pre_hook(watch, with_kwargs=True)
         draw(family, Setting(size, steps=2, embedded=family.embedded_guidance))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 
 class Experts(nn.Module):
@@ -25,3 +27,36 @@ def denoisers(module: nn.Module) -> dict[str, nn.Module]:
     if isinstance(module, Experts):
         return dict(module.named_children())
     return {"transformer": module}
+
+
+def by_rows(
+    model: nn.Module, first: Tensor | None, run: Callable[[nn.Module, Tensor | slice], Tensor]
+) -> Tensor:
+    """Outputs of a batch whose rows may belong to different transformers.
+
+    Sharded transformers all run, with a row that is then ignored if none is theirs: every rank must take part
+    in each of their collectives, whatever its own rows are.
+
+    Args:
+        first: [batch] bool, rows for the first of two transformers; None: one transformer takes all.
+        run: outputs of a transformer for some rows, [rows, ...].
+    """
+    parts = list(denoisers(model).values())
+    if first is None:
+        return run(parts[0], slice(None))
+    masks = (first, ~first)
+    sharded = any(isinstance(part, FSDPModule) for part in parts)
+    if not sharded:
+        for part, mask in zip(parts, masks, strict=True):
+            if bool(mask.all()):
+                return run(part, slice(None))
+    outputs, order, ignored = [], [], []
+    for part, mask in zip(parts, masks, strict=True):
+        rows = mask.nonzero()[:, 0]
+        if len(rows):
+            outputs.append(run(part, rows))
+            order.append(rows)
+        else:
+            ignored.append(run(part, mask.new_zeros(1, dtype=torch.long)))
+    whole = torch.cat(outputs)[torch.cat(order).argsort()]
+    return whole + sum(0 * output.sum() for output in ignored)

@@ -144,7 +144,8 @@ class ModelFamily(ABC):
             max_text_tokens: limit per prompt (the pipeline's ``max_sequence_length``).
             read_transformer: False leaves the weights to :func:`spotlight.models.skeleton.filling`; of the
                 transformer's files only config.json is needed.
-            transformer: directory or file of safetensors with the weights, in place of the pipeline's.
+            transformer: directory or file of safetensors with the weights, in place of the pipeline's; of
+                two transformers, a directory with one of each component's name.
 
         Raises:
             ModelError: the model is unusable; where possible, before weights are read.
@@ -158,14 +159,16 @@ class ModelFamily(ABC):
                 wanted[name] = replace(wanted[name], weights=False, lazy=True)
         files = locate(path, revision=revision, pipeline_class=cls.pipeline_class, components=wanted)
         scheduler = cls.make_scheduler(files)
-        denoisers = {
+        parts = {
             name: _transformer(files, name, dtype, device, read=read_transformer and transformer is None)
             for name in _transformers(cls.components)
             if files.component_class(name) is not None
         }
-        module = denoisers["transformer"] if len(denoisers) == 1 else Experts(denoisers)
+        module = parts["transformer"] if len(parts) == 1 else Experts(parts)
         if read_transformer and transformer is not None:
-            fill_from_files(module, Path(transformer).expanduser(), "model.transformer")
+            source = Path(transformer).expanduser()
+            for name, part in parts.items():
+                fill_from_files(part, source if len(parts) == 1 else source / name, "model.transformer")
         vae = load_weights(_class(files, "vae"), files, "vae", torch.float32, device)
         return cls(
             files,
@@ -337,7 +340,8 @@ class ModelFamily(ABC):
         alpha).
         """
         with storing("the LoRA", directory, _NOT_STORED):
-            return pipeline_export.save_lora(self.pipeline_class, directory, layers, metadata)
+            names = list(denoisers(self.transformer))
+            return pipeline_export.save_lora(self.pipeline_class, directory, layers, metadata, names)
 
     def save_merged(self, directory: Path, state: Mapping[str, Tensor], *, replace: bool = False) -> Path:
         """Write a whole pipeline directory whose transformer holds ``state``, in ``dtype``; returns it.

@@ -17,22 +17,32 @@ from torch import Tensor
 
 from spotlight.models.model_errors import ModelError
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
+from spotlight.models.skeleton import keeps_float32
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 """The file name that ``load_lora_weights(directory)`` expects."""
 _INDEX = "model_index.json"
-_TRANSFORMER = "transformer."
+_TRANSFORMER = "transformer"
 _SHARD_SIZE = "5GB"
 
 
 def save_lora(
-    pipeline_class: str, directory: Path, layers: Mapping[str, Tensor], metadata: Mapping[str, object]
+    pipeline_class: str,
+    directory: Path,
+    layers: Mapping[str, Tensor],
+    metadata: Mapping[str, object],
+    transformers: Sequence[str] = (_TRANSFORMER,),
 ) -> Path:
     """Write ``directory/pytorch_lora_weights.safetensors``, replacing an existing one.
 
+    Of several transformers, each but the first has its file in ``directory/<component>``: diffusers loads it
+    by ``load_lora_weights(directory / "transformer_2", load_into_transformer_2=True)``.
+
     Args:
         pipeline_class: diffusers' class that will load it.
-        layers: an unsharded adapter under peft's state-dict names (``WeightSlots.state``).
+        layers: an unsharded adapter under peft's state-dict names (``WeightSlots.state``); of several
+            transformers, with their component's name before each.
+        transformers: their components.
         metadata: peft's LoraConfig fields (``LoraSlots.metadata``); without them diffusers assumes
             alpha = rank.
 
@@ -44,13 +54,20 @@ def save_lora(
     if not layers:
         raise ModelError("a LoRA without layers cannot be written: was the model fully fine-tuned?")
     partial = f"partial-{LORA_FILE}"
-    getattr(diffusers, pipeline_class).save_lora_weights(
-        directory,
-        transformer_lora_layers={n: t.detach().to("cpu", copy=True).contiguous() for n, t in layers.items()},
-        transformer_lora_adapter_metadata=dict(metadata),
-        weight_name=partial,
-    )
-    return (directory / partial).replace(directory / LORA_FILE)
+    for name in reversed(transformers):
+        folder, prefix = _lora_folder(directory, name), _prefix(name, transformers)
+        getattr(diffusers, pipeline_class).save_lora_weights(
+            folder,
+            transformer_lora_layers={
+                key.removeprefix(prefix): tensor.detach().to("cpu", copy=True).contiguous()
+                for key, tensor in layers.items()
+                if key.startswith(prefix)
+            },
+            transformer_lora_adapter_metadata=dict(metadata),
+            weight_name=partial,
+        )
+        written = (folder / partial).replace(folder / LORA_FILE)
+    return written
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +84,30 @@ class LoraFile:
     alpha: float
 
 
-def read_lora(pipeline_class: str, path: str) -> LoraFile:
+def read_lora(pipeline_class: str, path: str, transformers: Sequence[str] = (_TRANSFORMER,)) -> LoraFile:
     """A LoRA in any layout that diffusers' pipeline class understands, from a file, a directory or a hub id.
+
+    Args:
+        transformers: components; of several, directories as :func:`save_lora` writes them.
 
     Raises:
         ModelError: unreadable, not a LoRA of the transformer, or layers of different ranks.
     """
+    found = {name: _read_lora(pipeline_class, str(_lora_folder(Path(path), name))) for name in transformers}
+    if len({(file.rank, file.alpha) for file in found.values()}) != 1:
+        raise ModelError(
+            f"model.lora: the transformers' LoRAs in {path} differ in rank or alpha; expected one"
+        )
+    first = found[_TRANSFORMER]
+    layers = {
+        f"{_prefix(name, transformers)}{key}": tensor
+        for name, file in found.items()
+        for key, tensor in file.layers.items()
+    }
+    return LoraFile(layers, first.rank, first.alpha)
+
+
+def _read_lora(pipeline_class: str, path: str) -> LoraFile:
     import diffusers
 
     where = Path(path).expanduser()
@@ -87,9 +122,9 @@ def read_lora(pipeline_class: str, path: str) -> LoraFile:
             f"with {LORA_FILE}, or a hub id"
         ) from error
     layers = {
-        name.removeprefix(_TRANSFORMER): tensor.float()
+        name.removeprefix(f"{_TRANSFORMER}."): tensor.float()
         for name, tensor in tensors.items()
-        if name.startswith(_TRANSFORMER)
+        if name.startswith(f"{_TRANSFORMER}.")
     }
     ranks = {int(tensor.shape[0]) for name, tensor in layers.items() if name.endswith(".lora_A.weight")}
     if len(ranks) != 1:
@@ -99,7 +134,7 @@ def read_lora(pipeline_class: str, path: str) -> LoraFile:
             "into the transformer with diffusers' fuse_lora and give that as model.transformer"
         )
     (rank,) = ranks
-    return LoraFile(layers, rank, float((metadata or {}).get(f"{_TRANSFORMER}lora_alpha", rank)))
+    return LoraFile(layers, rank, float((metadata or {}).get(f"{_TRANSFORMER}.lora_alpha", rank)))
 
 
 def save_merged(
@@ -157,6 +192,14 @@ def save_merged(
     return directory
 
 
+def _lora_folder(directory: Path, transformer: str) -> Path:
+    return directory if transformer == _TRANSFORMER else directory / transformer
+
+
+def _prefix(transformer: str, transformers: Sequence[str]) -> str:
+    return f"{transformer}." if len(transformers) > 1 else ""
+
+
 def _emptied(directory: Path) -> Path:
     if directory.exists():  # left behind by a killed writer
         shutil.rmtree(directory)
@@ -170,12 +213,14 @@ def _assemble(
 
     assembled = {}
     for name in names:
-        prefix = f"{name}." if len(names) > 1 else ""
+        prefix = _prefix(name, names)
         with torch.device("meta"):  # no memory, no random numbers: every tensor comes from ``state``
             kind = getattr(diffusers, files.component_class(name) or "")
             transformer = kind.from_config(files.config(name))
         tensors = {
-            key.removeprefix(prefix): tensor.detach().to("cpu", dtype).contiguous()
+            key.removeprefix(prefix): tensor.detach()
+            .to("cpu", torch.float32 if keeps_float32(kind, key) else dtype)
+            .contiguous()
             for key, tensor in state.items()
             if key.startswith(prefix)
         }

@@ -77,6 +77,10 @@ class PipelineFiles:
         found = entry[1] if isinstance(entry, list) and len(entry) == 2 else None
         return found if isinstance(found, str) else None
 
+    def setting(self, key: str) -> object:
+        """Another value of ``model_index.json``; None if it lacks the key."""
+        return _read_json(self.root / "model_index.json").get(key)
+
     def fetch(self, component: str) -> None:
         """Download a component's weights if necessary, and check them."""
         if self.hub_id is not None:

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from spotlight.models.experts import denoisers
 from spotlight.models.model_errors import ModelError
 from spotlight.models.pipeline_files import PipelineFiles
 
@@ -27,7 +28,7 @@ def skeleton(
 ) -> ModelMixin:
     """A model whose parameters and persistent buffers are NaN and whose forward raises.
 
-    Computed buffers (rotary tables) are present, as after ``from_pretrained``.
+    As after ``from_pretrained``, some parts stay float32 and computed buffers (rotary tables) are present.
 
     Raises:
         ModelError: the configuration does not fit the class.
@@ -44,10 +45,11 @@ def skeleton(
         raise ModelError(f"cannot make a {kind.__name__} from its config.json: {error}") from error
     finally:
         torch.set_default_dtype(before)
-    for module in model.modules():
+    for path, module in model.named_modules():
         saved = module._buffers.keys() - module._non_persistent_buffers_set
         for name, parameter in list(module.named_parameters(recurse=False)):
-            setattr(module, name, nn.Parameter(_nothing(parameter, device), requires_grad=False))
+            stored = parameter.to(torch.float32) if keeps_float32(kind, f"{path}.{name}") else parameter
+            setattr(module, name, nn.Parameter(_nothing(stored, device), requires_grad=False))
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, _nothing(buffer, device) if name in saved else buffer.to(device))
     model.register_forward_pre_hook(_refuse)
@@ -158,9 +160,16 @@ def filling(module: nn.Module) -> Iterator[dict[str, Tensor]]:
             f"{len(lacking)} of {len(targets)} tensors of {type(module).__name__} were not filled, first "
             f"{lacking[0]!r}: fill all of them, or read the transformer from disk"
         )
-    for key, hook in list(module._forward_pre_hooks.items()):
-        if hook is _refuse:
-            del module._forward_pre_hooks[key]
+    for part in denoisers(module).values():
+        for key, hook in list(part._forward_pre_hooks.items()):
+            if hook is _refuse:
+                del part._forward_pre_hooks[key]
+
+
+def keeps_float32(kind: type[nn.Module], name: str) -> bool:
+    """Whether diffusers keeps this tensor in float32 when it loads the class in another dtype."""
+    kept: Iterable[str] | None = getattr(kind, "_keep_in_fp32_modules", None)
+    return not set(kept or ()).isdisjoint(name.split("."))
 
 
 def base_state(module: nn.Module) -> dict[str, Tensor]:

@@ -141,11 +141,12 @@ def clip_text_encoder(tokenizer: Any, width: int, *, projection: int | None = No
     return CLIPTextModel(config) if projection is None else CLIPTextModelWithProjection(config)
 
 
-def t5_text_encoder(tokenizer: Any, width: int) -> Any:
-    """``T5EncoderModel`` of two layers with gated GELU, as T5 v1.1."""
-    from transformers import T5Config, T5EncoderModel
+def t5_text_encoder(tokenizer: Any, width: int, *, multilingual: bool = False) -> Any:
+    """``T5EncoderModel``, or ``UMT5EncoderModel``, of two layers with gated GELU, as T5 v1.1."""
+    from transformers import T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
 
-    config = T5Config(
+    config_class, kind = (UMT5Config, UMT5EncoderModel) if multilingual else (T5Config, T5EncoderModel)
+    config = config_class(
         vocab_size=len(tokenizer),
         d_model=width,
         d_kv=8,
@@ -156,7 +157,7 @@ def t5_text_encoder(tokenizer: Any, width: int) -> Any:
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    return T5EncoderModel(config)
+    return kind(config)
 
 
 def qwen2_5_vl_text_encoder(tokenizer: Any, width: int) -> Any:

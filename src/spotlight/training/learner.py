@@ -39,6 +39,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from spotlight.algorithms.base import Algorithm
 from spotlight.config.sections.learner_section import LearnerConfig
 from spotlight.models.condition import Condition
+from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelFamily
 from spotlight.models.media import MediaSize
 from spotlight.models.model_errors import ModelError
@@ -459,9 +460,10 @@ def _adamw(slots: WeightSlots, config: LearnerConfig) -> torch.optim.AdamW:
 
 
 def _enable_checkpointing(module: nn.Module) -> None:
-    if not isinstance(module, _Checkpointable):
-        raise ModelError(
-            f"{type(module).__name__} cannot recompute activations (no enable_gradient_checkpointing): "
-            "set gradient_checkpointing to false"
-        )
-    module.enable_gradient_checkpointing()
+    for part in denoisers(module).values():
+        if not isinstance(part, _Checkpointable):
+            raise ModelError(
+                f"{type(part).__name__} cannot recompute activations (no enable_gradient_checkpointing): "
+                "set gradient_checkpointing to false"
+            )
+        part.enable_gradient_checkpointing()

@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from spotlight.models.experts import denoisers
 from spotlight.models.slots import WeightSlots
 
 T = TypeVar("T")
@@ -127,8 +128,9 @@ def shard(slots: WeightSlots, ranks: Ranks, compute_dtype: torch.dtype | None = 
     # The DiT returns a view, which matters only if a velocity is modified in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for module in slots.modules().values():
-        if not isinstance(module, FSDPModule):
-            shard_module(module, compute_dtype)
+        for part in denoisers(module).values():  # each is called on its own, so each is a root
+            if not isinstance(part, FSDPModule):
+                shard_module(part, compute_dtype)
 
 
 def shard_module(module: nn.Module, compute_dtype: torch.dtype | None) -> None:

@@ -43,6 +43,9 @@ from diffusers.models._modeling_parallel import (
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from spotlight.models.experts import denoisers
+
+_TEXT = "encoder_hidden_states"
 Arguments = tuple[tuple[object, ...], dict[str, object]]
 
 _SET_ON_CONFIG = ("_rank", "_world_size", "_ulysses_mesh", "_flattened_mesh", "_ulysses_local_rank")
@@ -111,6 +114,20 @@ def share_out(degree: int, image_tokens: int, text_tokens: int) -> TokenShares:
     return TokenShares(image, tuple(each - tokens for tokens in image))
 
 
+def divide(degree: int, tokens: int) -> TokenShares:
+    """Equal shares, where no text is attended to together with the image and could level uneven ones.
+
+    Raises:
+        SequenceParallelError: the degree does not divide the tokens.
+    """
+    if tokens % degree:
+        raise SequenceParallelError(
+            f"{tokens} latent tokens at sequence-parallel degree {degree}: this transformer needs a degree "
+            "that divides them; change the degree, the size or the number of frames"
+        )
+    return TokenShares((tokens // degree,) * degree, ())
+
+
 class SequenceParallel:
     """Splits a worker's transformers over its group, and restores them.
 
@@ -123,7 +140,7 @@ class SequenceParallel:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         require_interface()
-        self._modules = tuple(modules)
+        self._modules = tuple(part for module in modules for part in denoisers(module).values())
         self._attentions = [_attentions(module) for module in self._modules]
         self._split: list[_Split] = []
 
@@ -171,6 +188,7 @@ class _Split:
         self._group = group
         self._rank, self._degree = group.rank(), group.size()
         self._shares = TokenShares((), ())
+        self._with_text = _splits_text(module)
         self._takes = inspect.signature(module.forward).parameters
         self._handles: list[RemovableHandle] = [
             module.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
@@ -195,8 +213,8 @@ class _Split:
                 f"the _cp_plan of {type(part).__name__} holds {plan!r}; expected inputs by name or "
                 f"index, or one output (diffusers {diffusers_version})"
             )
-        outputs = {at: p.split_dim for at, p in plan.items() if p.split_output}
-        inputs = {at: p.split_dim for at, p in plan.items() if not p.split_output}
+        outputs = {at: p for at, p in plan.items() if p.split_output}
+        inputs = {at: p for at, p in plan.items() if not p.split_output}
         if inputs:
             handle = part.register_forward_pre_hook(self._splitting(part, inputs), with_kwargs=True)
             self._handles.append(handle)
@@ -209,6 +227,9 @@ class _Split:
                 "a forward with gradients inside a sequence-parallel group: only rollouts are split; run it "
                 "under torch.no_grad, or dissolve the group first"
             )
+        if not self._with_text:
+            self._shares = TokenShares((), ())  # the first tensor to be split shows how many there are
+            return args, kwargs
         image, text = (_tensor(kwargs, name) for name in ("hidden_states", "encoder_hidden_states"))
         tokens = text.shape[1]
         self._shares = share_out(self._degree, image.shape[1], tokens)
@@ -230,18 +251,21 @@ class _Split:
         }
         return args, kwargs | padded
 
-    def _own(self, value: object, dim: int) -> object:
-        """This rank's share of a tensor; None passes through."""
-        if not isinstance(value, Tensor):
+    def _own(self, value: object, plan: ContextParallelInput) -> object:
+        """This rank's share of a tensor; None and tensors of other ranks than planned for pass through."""
+        if not isinstance(value, Tensor) or plan.expected_dims not in (None, value.ndim):
             return value
+        dim = plan.split_dim
+        if not self._shares.image:
+            self._shares = divide(self._degree, value.shape[dim])
         shares = self._shares.of_length(value.shape[dim])
         return value.narrow(dim, sum(shares[: self._rank]), shares[self._rank])
 
     def _splitting(
-        self, part: nn.Module, dims: Mapping[str, int]
+        self, part: nn.Module, plans: Mapping[str, ContextParallelInput]
     ) -> Callable[[nn.Module, tuple[object, ...], dict[str, object]], Arguments]:
         signature = inspect.signature(part.forward)
-        unknown = [name for name in dims if name not in signature.parameters]
+        unknown = [name for name in plans if name not in signature.parameters]
         if unknown:
             raise SequenceParallelError(
                 f"the _cp_plan splits input {unknown[0]!r} of {type(part).__name__}, which takes "
@@ -250,22 +274,24 @@ class _Split:
 
         def hook(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
             bound = signature.bind(*args, **kwargs)
-            for name, dim in dims.items():
+            for name, plan in plans.items():
                 if name in bound.arguments:
-                    bound.arguments[name] = self._own(bound.arguments[name], dim)
+                    bound.arguments[name] = self._own(bound.arguments[name], plan)
             return bound.args, bound.kwargs
 
         return hook
 
-    def _splitting_outputs(self, dims: Mapping[int, int]) -> Callable[[nn.Module, object, object], object]:
+    def _splitting_outputs(
+        self, plans: Mapping[int, ContextParallelInput]
+    ) -> Callable[[nn.Module, object, object], object]:
         def hook(module: nn.Module, args: object, output: object) -> object:
             if isinstance(output, Tensor):
-                return self._own(output, dims[0])
+                return self._own(output, plans[0])
             if not isinstance(output, Sequence):
                 raise SequenceParallelError(
                     f"{type(module).__name__} gives {type(output).__name__}, not tensors"
                 )
-            return tuple(self._own(x, dims[i]) if i in dims else x for i, x in enumerate(output))
+            return tuple(self._own(x, plans[i]) if i in plans else x for i, x in enumerate(output))
 
         return hook
 
@@ -298,7 +324,7 @@ def require_interface() -> None:
     if "context_parallel_config" not in {field.name for field in dataclasses.fields(ParallelConfig)}:
         gone.append("ParallelConfig.context_parallel_config")
     for kind, names in (
-        (ContextParallelInput, ("split_dim", "split_output")),
+        (ContextParallelInput, ("split_dim", "split_output", "expected_dims")),
         (ContextParallelOutput, ("gather_dim",)),
     ):
         present = {field.name for field in dataclasses.fields(kind)}
@@ -337,6 +363,11 @@ def _plan(module: nn.Module) -> Mapping[str, object]:
             "over several GPUs; use degree 1"
         )
     return plan
+
+
+def _splits_text(module: nn.Module) -> bool:
+    """Whether the text is attended to together with the image, so that it is split too."""
+    return any(isinstance(plan, Mapping) and _TEXT in plan for plan in _plan(module).values())
 
 
 def _splits(processor: object) -> TypeGuard[Processor]:

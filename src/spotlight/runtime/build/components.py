@@ -25,6 +25,7 @@ from spotlight.data.section_names import under
 from spotlight.diffusion.samplers import ODE, Sampler, build_sampler
 from spotlight.diffusion.schedule import AllSteps, RandomWindow, SdeWindow, SlidingWindow
 from spotlight.models.condition import Condition
+from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelFamily
 from spotlight.models.model_errors import ModelError
 from spotlight.models.peft_layers import LoraSpec, check_targets
@@ -168,7 +169,7 @@ def make_slots(config: RunConfig, family: ModelFamily, algorithm: Algorithm) -> 
         check_targets(family.transformer, spec.targets)
     if config.model.lora is None:
         return LoraSlots(family.transformer, spec, extra)
-    initial = read_lora(family.pipeline_class, config.model.lora)
+    initial = read_lora(family.pipeline_class, config.model.lora, list(denoisers(family.transformer)))
     for key, found, wanted in (("rank", lora.rank, initial.rank), ("alpha", lora.alpha, initial.alpha)):
         if found != wanted:
             raise ModelError(
