@@ -27,6 +27,7 @@ COMMANDS = (
     "config",
     "tiny",
     "rewards",
+    "prompts",
     "doctor",
     "version",
 )

@@ -24,6 +24,7 @@ _OURS = (
     ("spotlight.fleet.traces.trace", "TraceError"),
     ("spotlight.models.model_errors", "ModelError"),
     ("spotlight.registry", "RegistryError"),
+    ("spotlight.rewards.prompt_sets.splitting", "PromptSetError"),
     ("spotlight.rewards.reward", "RewardSetupError"),
     ("spotlight.rewards.reward", "RewardInputError"),
     ("spotlight.runtime.process", "DeviceMemoryError"),

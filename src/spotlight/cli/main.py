@@ -11,7 +11,6 @@ from spotlight.cli.planning.plan_command import plan
 from spotlight.cli.planning.prices_command import prices
 from spotlight.cli.planning.simulate_command import simulate
 from spotlight.cli.planning.traces_command import traces
-from spotlight.cli.rewards_command import rewards_app
 from spotlight.cli.runs.audit import audit
 from spotlight.cli.runs.card import card
 from spotlight.cli.runs.evaluate import evaluate
@@ -19,6 +18,8 @@ from spotlight.cli.runs.export import export
 from spotlight.cli.runs.generate import generate
 from spotlight.cli.runs.list_runs import runs
 from spotlight.cli.runs.train import train
+from spotlight.cli.scoring.prompts_command import prompts
+from spotlight.cli.scoring.rewards_command import rewards_app
 from spotlight.cli.tiny_command import tiny
 from spotlight.cli.version import version
 
@@ -44,6 +45,7 @@ for name, command, panel in (
     ("plan", plan, "Plan"),
     ("prices", prices, "Plan"),
     ("traces", traces, "Plan"),
+    ("prompts", prompts, "Use"),
     ("notices", notices, "Look up"),
     ("config", config, "Look up"),
     ("tiny", tiny, "Look up"),

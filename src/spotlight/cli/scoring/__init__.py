@@ -1,0 +1,1 @@
+"""Commands about rewards and the prompts they score."""

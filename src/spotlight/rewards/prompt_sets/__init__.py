@@ -1,0 +1,1 @@
+"""Training and held-out prompts for rewards, made from templates and a seed."""
