@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from spotlight.cli.exit_codes import failure, told_plainly
+from spotlight.cli.exit_codes import errors_without_traceback, failure
 
 if TYPE_CHECKING:
     from spotlight.scheduler.types import Prompt
@@ -55,7 +55,7 @@ def prompts(
             raise failure(
                 f"{path} is there already; expected a new file. Name another directory, or move it."
             )
-    with told_plainly():
+    with errors_without_traceback():
         known = _read(without)
         sizes = count, max(count // 10, 1) if held_out is None else held_out, seed
         sets = _geneval(*sizes, known) if kind is PromptKind.GENEVAL else _ocr(*sizes, known)
