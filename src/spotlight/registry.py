@@ -140,6 +140,7 @@ FAMILIES: Registry[type[ModelFamily]] = Registry(
         "qwen-image-2.1": "spotlight.models.families.qwen_image_21:QwenImage21",
         "z-image": "spotlight.models.families.z_image:ZImage",
         "flux": "spotlight.models.families.flux:Flux",
+        "sd3": "spotlight.models.families.sd3:StableDiffusion3",
         "wan": "spotlight.models.families.wan:Wan",
     },
 )

@@ -191,6 +191,17 @@ CASES: Mapping[str, FamilyCase] = {
             max_text_tokens=24,
         ),
         FamilyCase(
+            "sd3",
+            _PICTURE,
+            (
+                Setting(_PICTURE, 1),
+                Setting(_PICTURE, 12, scale=3.0),
+                Setting(MediaSize(48, 16), 3, scale=1.5, negative="a green square, blurred"),
+            ),
+            max_text_tokens=24,
+            unused=r"blocks\.1\.attn\.(add_q_proj|norm_added_q)",
+        ),
+        FamilyCase(
             "qwen-image-2.1",
             _LARGE_PICTURE,
             (

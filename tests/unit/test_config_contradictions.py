@@ -14,7 +14,6 @@ from spotlight.config.schema import RunConfig
 from spotlight.config.sections.evaluation import EvaluationConfig
 from spotlight.config.sections.learner_section import LearnerConfig
 from spotlight.config.sections.rollout import RolloutConfig
-from spotlight.registry import FAMILIES
 
 BASE = (
     "algorithm.name=diffusion-nft",
@@ -224,13 +223,12 @@ def test_grids_show_no_more_images_than_there_are() -> None:
     assert EvaluationConfig(grid_images=16).grid == (8, 16)
 
 
-def test_a_family_that_cannot_be_split_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FAMILIES.load("flux"), "splits_sequence", False)
-    split = ["model.family=flux", "fleet={driver: ray, sequence_parallel: {degrees: [1, 2]}}"]
+def test_a_family_that_cannot_be_split_is_refused() -> None:
+    split = ["model.family=sd3", "fleet={driver: ray, sequence_parallel: {degrees: [1, 2]}}"]
     with pytest.raises(ConfigError) as caught:
         load_config(None, [*BASE, *split])
     (problem,) = caught.value.problems
     assert (problem.key, problem.expected) == (
         "fleet.sequence_parallel.degrees",
-        "[1] with model.family=flux",
+        "[1] with model.family=sd3",
     )

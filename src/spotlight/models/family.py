@@ -37,7 +37,7 @@ from spotlight.models.media import MediaSize as MediaSize
 from spotlight.models.model_errors import ModelError as ModelError
 from spotlight.models.model_errors import storing
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles, locate
-from spotlight.models.skeleton import fill_from_files, load_weights, skeleton
+from spotlight.models.skeleton import fill_from_files, load_weights, persistent_buffers, skeleton
 from spotlight.models.text.embeddings import EmbeddingsCache
 from spotlight.models.text.prompt_encoder import PromptEncoder
 
@@ -346,11 +346,17 @@ class ModelFamily(ABC):
     def save_merged(self, directory: Path, state: Mapping[str, Tensor], *, replace: bool = False) -> Path:
         """Write a whole pipeline directory whose transformer holds ``state``, in ``dtype``; returns it.
 
+        ``state`` needs parameters only: buffers never change.
         An existing pipeline directory is an error unless ``replace`` is set.
         """
         with storing("the merged pipeline", directory, _NOT_STORED):
             return pipeline_export.save_merged(
-                self.files, self.components, directory, state, self.dtype, replace=replace
+                self.files,
+                self.components,
+                directory,
+                persistent_buffers(self.transformer) | dict(state),
+                self.dtype,
+                replace=replace,
             )
 
     def _visited_sigmas(self, steps: int, size: MediaSize) -> Tensor:

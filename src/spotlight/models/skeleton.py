@@ -185,6 +185,16 @@ def base_state(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """What a module's files hold besides parameters, e.g. tables of positions, under its name on disk."""
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, part in module.named_modules()
+        for name, buffer in part.named_buffers(recurse=False)
+        if name not in part._non_persistent_buffers_set
+    }
+
+
 def modules_of(names: Iterable[str]) -> int:
     """Number of modules that these tensor names belong to."""
     return len({name.rpartition(".")[0] for name in names})

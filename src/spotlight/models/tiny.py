@@ -61,15 +61,19 @@ def randomize(module: nn.Module, generator: torch.Generator) -> None:
     module.eval()
 
 
-def clip_tokenizer() -> Any:
-    """CLIP's tokenizer, 77 tokens at most: one token per byte, the end token last, as in CLIP."""
+def clip_tokenizer(pad: str = "<|endoftext|>") -> Any:
+    """CLIP's tokenizer, 77 tokens at most: one token per byte, the end token last, as in CLIP.
+
+    Args:
+        pad: the padding token; ``!`` in the larger CLIP of Stable Diffusion 3.
+    """
     from tokenizers import pre_tokenizers
     from transformers import CLIPTokenizer
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
-    return CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=CLIP_MAX_TOKENS)
+    return CLIPTokenizer(vocab=vocabulary, merges=[], pad_token=pad, model_max_length=CLIP_MAX_TOKENS)
 
 
 def t5_tokenizer(max_tokens: int = 512) -> Any:
