@@ -112,6 +112,8 @@ class FamilyCase:
         call: runs the family's pipeline on initial latents of ours, [batch, *latent_shape].
         load: loads the family's pipeline.
         adapt: changes the pipeline before it is called, e.g. its scheduler.
+        wide: changes to the transformer's configuration for a width of 256, 64 per head, and layers in the
+            published proportions: its activations are compared with the plan's.
         unused: pattern of the parameters that no output of variant 0 depends on.
     """
 
@@ -123,6 +125,7 @@ class FamilyCase:
     load: Callable[[Path], Any] = load_pipeline
     adapt: Callable[[Any], None] = field(default=lambda pipe: None)
     unused: str = "^$"
+    wide: Mapping[str, object] = field(default_factory=dict)
 
     def guidance(self, family: ModelFamily, setting: Setting) -> Guidance:
         """A setting's guidance for ``family.velocity``."""
@@ -167,6 +170,8 @@ _PICTURE, _VIDEO = MediaSize(32, 48), MediaSize(32, 48, frames=5)
 _MEDIUM_PICTURE = MediaSize(32, 64)
 _LARGE_PICTURE = MediaSize(32, 96)
 
+_WIDE = {"attention_head_dim": 64, "num_attention_heads": 4}
+
 CASES: Mapping[str, FamilyCase] = {
     case.name: case
     for case in (
@@ -179,6 +184,7 @@ CASES: Mapping[str, FamilyCase] = {
                 Setting(MediaSize(48, 16), 3, scale=1.5, negative="a green square, blurred"),
             ),
             unused=r"blocks\.1\.(txt_mlp|attn\.(add_q_proj|to_add_out|norm_added_q))",
+            wide={"num_layers": 4, "axes_dims_rope": (16, 24, 24), **_WIDE},
         ),
         FamilyCase(
             "flux",
@@ -189,6 +195,7 @@ CASES: Mapping[str, FamilyCase] = {
                 Setting(MediaSize(48, 16), 3, scale=1.5, embedded=6.0, negative="a green square, blurred"),
             ),
             max_text_tokens=24,
+            wide={"num_layers": 2, "num_single_layers": 4, "axes_dims_rope": (16, 24, 24), **_WIDE},
         ),
         FamilyCase(
             "sd3",
@@ -200,6 +207,7 @@ CASES: Mapping[str, FamilyCase] = {
             ),
             max_text_tokens=24,
             unused=r"blocks\.1\.attn\.(add_q_proj|norm_added_q)",
+            wide={"num_layers": 4, "dual_attention_layers": (0, 1), "caption_projection_dim": 256, **_WIDE},
         ),
         FamilyCase(
             "qwen-image-2.1",

@@ -18,7 +18,7 @@ from tests.invariant import learner_world
 
 from spotlight.diffusion.samplers import ODE
 from spotlight.models.experts import denoisers
-from spotlight.models.family import ModelFamily
+from spotlight.models.family import Guidance, MediaSize, ModelFamily
 from spotlight.models.slots import LoraSlots, LoraSpec
 from spotlight.registry import FAMILIES
 from spotlight.rollout.engine import Engine
@@ -239,3 +239,35 @@ def test_plain_diffusers_draws_our_pictures_with_trained_weights(
     merged = plain_pipeline(case, family.save_merged(tmp_path / "merged", slots.merged_state("policy")))
     for pipe in (lora, merged):
         assert np.abs(case.call(pipe, family, latents, setting) - ours).max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.wide])
+def test_activations_are_within_a_tenth_of_the_plans(load: Load, name: str) -> None:
+    loaded = load(name, 0)
+    family, costs = loaded.family, loaded.family.activations
+    condition, size = family.collate(family.encode(["a word " * 9] * 2)), MediaSize(64, 64)
+    text = sum(tensor.shape[1] for tensor in condition.tensors.values() if tensor.ndim == 3)
+    latents, levels = torch.randn(2, *family.latent_shape(size)), torch.tensor([0.3, 0.6])
+    found = {}
+    for mode in ("lora", "full", "checkpointed"):
+        model = type(family.transformer).from_config({**family.transformer.config, **loaded.case.wide})
+        layers = sum(type(part).__name__ in model._no_split_modules for part in model.modules())
+        if mode == "lora":
+            LoraSlots(model.requires_grad_(False), LoraSpec(rank=4, alpha=4.0, targets=family.lora_targets))
+        elif mode == "checkpointed":
+            model.enable_gradient_checkpointing()
+        weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        kept: dict[int, torch.Tensor] = {}
+
+        def keep(tensor: torch.Tensor, kept: dict[int, torch.Tensor] = kept) -> torch.Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor  # alive, so no address is used twice
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            family.velocity(
+                model, latents, levels, condition, Guidance(embedded=family.embedded_guidance), size
+            )
+        stored = sum(t.untyped_storage().nbytes() for pointer, t in kept.items() if pointer not in weights)
+        found[mode] = stored / (4 * 2 * (family.dimensions.tokens(size) + text) * 256 * layers)
+    expected = {mode: getattr(costs, mode) for mode in found}
+    assert found == pytest.approx(expected, rel=0.1)
