@@ -230,3 +230,13 @@ def test_the_reference_names_every_key_and_every_option() -> None:
 def test_pictures_are_sound() -> None:
     for picture in (ROOT / "docs" / "img").glob("*.svg"):
         ElementTree.parse(picture)
+
+
+def test_the_table_of_families_is_the_registrys() -> None:
+    spec = importlib.util.spec_from_file_location("families_table", ROOT / "scripts" / "families_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    table = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(table)
+    found = table.place(table.FACTS).findall((ROOT / "docs" / "families.md").read_text())
+    assert found == [table.facts()], "run python scripts/families_table.py"

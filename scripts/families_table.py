@@ -1,0 +1,106 @@
+"""Write the tables of model families into ``docs/families.md``: facts from the registry, figures from a test run.
+
+    pytest -m "" tests/contract/test_families.py tests/e2e/test_smoke.py --junitxml=build/families.xml
+    python scripts/families_table.py build/families.xml
+
+Without a file, the table of facts alone is renewed.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
+from pathlib import Path
+
+from spotlight.models.family import ModelFamily
+from spotlight.registry import FAMILIES
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "families.md"
+FACTS, FIGURES = (
+    "facts: written by scripts/families_table.py",
+    "figures: written by scripts/families_table.py",
+)
+COLUMNS = {
+    "picture": "pictures",
+    "lora": "LoRA in diffusers",
+    "merged": "merged in diffusers",
+    "sequence_parallel": "sequence parallel",
+    "smoke_s": "smoke run",
+}
+
+
+def facts() -> str:
+    """One line per family and published model."""
+    lines = [
+        "| `model.family` | published models (parameters) | makes | guidance | step cache "
+        "| sequence parallel |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in FAMILIES.built_in:
+        family = FAMILIES.load(name)
+        models = "<br>".join(
+            f"`{model}` ({published.parameters / 1e9:.1f} B)" for model, published in family.published.items()
+        )
+        guidance = (
+            "true" if family.embedded_guidance is None else f"embedded {family.embedded_guidance:g}, true"
+        )
+        lines.append(
+            f"| `{name}` | {models} | {'videos' if family.video else 'pictures'} | {guidance} | "
+            f"{_yes(family.reuses_blocks)} | {_yes(family.splits_sequence)} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def figures(report: Path) -> str:
+    """Largest differences per family, seconds of its smoke run, and the lines of its file."""
+    found: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        for each in case.iter("property"):
+            name, _, column = (each.get("name") or "").partition("/")
+            if column in COLUMNS:
+                value = float(each.get("value") or "nan")
+                found[name][column] = max(value, found[name].get(column, 0.0))
+    lines = [
+        f"| `model.family` | {' | '.join(COLUMNS.values())} | lines of its file |",
+        f"|---|{'---|' * len(COLUMNS)}---|",
+    ]
+    for name in FAMILIES.built_in:
+        cells = [_figure(found[name].get(column), column) for column in COLUMNS]
+        lines.append(f"| `{name}` | {' | '.join(cells)} | {_lines(FAMILIES.load(name))} |")
+    return "\n".join([*lines, ""])
+
+
+def place(mark: str) -> re.Pattern[str]:
+    """Where a table stands in the page."""
+    return re.compile(rf"(?<=<!-- {re.escape(mark)} -->\n).*?(?=<!-- end -->)", re.DOTALL)
+
+
+def main(arguments: list[str]) -> None:
+    """Rewrite the tables."""
+    text = place(FACTS).sub(lambda _: facts(), PAGE.read_text(), count=1)
+    if arguments:
+        table = figures(Path(arguments[0]))
+        text = place(FIGURES).sub(lambda _: table, text, count=1)
+    PAGE.write_text(text)
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _figure(value: float | None, column: str) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.0f} s" if column.endswith("_s") else f"{value:.1e}"
+
+
+def _lines(family: type[ModelFamily]) -> int:
+    source = ROOT / "src" / Path(*family.__module__.split(".")).with_suffix(".py")
+    return len(source.read_text().splitlines())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
