@@ -1,4 +1,4 @@
-"""Write the tables of model families into ``docs/families.md``: facts from the registry, figures from a test run.
+"""Write the tables of model families into ``docs/families.md``: facts from the registry, measured figures.
 
     pytest -m "" tests/contract/test_families.py tests/e2e/test_smoke.py --junitxml=build/families.xml
     python scripts/families_table.py build/families.xml
