@@ -78,6 +78,7 @@ def supervise(
     """
     ends = time.monotonic() + limit_s
     process: RowProcess | None = None
+    starts = True
     try:
         for row in rows:
             left = ends - time.monotonic()
@@ -85,8 +86,13 @@ def supervise(
                 note = f"{left:.0f} s of {limit_s:.0f} s are left, it takes {row.budget_s:.0f} s"
                 report.add(result_of(row, Verdict.SKIP, 0.0, tiny=tiny, note=note))
                 continue
-            if process is None:
-                process = _started(RowProcess(home, device, tiny), report)
+            if process is None and starts:
+                process = RowProcess(home, device, tiny)
+                starts = _begun(process, report)
+            if process is None or not starts:
+                note = f"its process does not start on {device!r}: the reason is above"
+                report.add(result_of(row, Verdict.FAIL, 0.0, tiny=tiny, note=note))
+                continue
             grace_s = 4 * GRACE_S if tiny else GRACE_S  # a tiny model runs where others compute, too
             result, broken = _run(process, row, min(row.budget_s + grace_s, left), tiny)
             report.add(result)
@@ -98,12 +104,15 @@ def supervise(
             process.end()
 
 
-def _started(process: RowProcess, report: Report) -> RowProcess:
-    with suppress(EOFError):
+def _begun(process: RowProcess, report: Report) -> bool:
+    """Whether the process is there to run rows: torch, diffusers and the device are."""
+    try:
         told = process.hear(START_S)
-        if told is not None and "machine" in told:
-            report.machine = told["machine"]  # type: ignore[assignment]
-    return process
+    except EOFError:
+        return False
+    if told is not None:
+        report.machine = told["machine"]  # type: ignore[assignment]
+    return told is not None
 
 
 def _run(process: RowProcess, row: Row, limit_s: float, tiny: bool) -> tuple[Result, bool]:

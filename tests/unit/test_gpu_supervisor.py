@@ -112,6 +112,24 @@ def test_a_row_that_no_longer_fits_is_skipped_and_the_report_is_whole_after_each
     assert "it takes 500 s" in report.results[1].note
 
 
+def serve_nothing(home: Path, device: str, tiny: bool, pipe: Connection) -> None:
+    raise SystemExit("no torch")
+
+
+def test_without_torch_or_device_all_rows_fail_at_once(
+    report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_serve", serve_nothing)
+    began = time.monotonic()
+    supervisor.supervise(
+        [row(str(i)) for i in range(20)], report, tmp_path, device="cuda", tiny=False, limit_s=300
+    )
+    assert {result.verdict for result in report.results} == {Verdict.FAIL}
+    assert len(report.results) == 20
+    assert "does not start on 'cuda'" in report.results[0].note
+    assert time.monotonic() - began < 30
+
+
 def test_verdicts() -> None:
     least = Row("B", "x", "m:f", "", "", 0.5, 1, at_least=True, speed=True)
     assert [least.verdict(value, tiny=False) for value in (0.5, 0.49)] == [Verdict.PASS, Verdict.SLOW]
