@@ -139,6 +139,7 @@ FAMILIES: Registry[type[ModelFamily]] = Registry(
         "qwen-image": "spotlight.models.families.qwen_image:QwenImage",
         "qwen-image-2.1": "spotlight.models.families.qwen_image_21:QwenImage21",
         "z-image": "spotlight.models.families.z_image:ZImage",
+        "flux2-klein": "spotlight.models.families.flux2_klein:Flux2Klein",
         "flux": "spotlight.models.families.flux:Flux",
         "sd3": "spotlight.models.families.sd3:StableDiffusion3",
         "wan": "spotlight.models.families.wan:Wan",

@@ -166,6 +166,26 @@ def call_qwen_image_21(pipe: Any, family: ModelFamily, latents: torch.Tensor, se
     return np.stack(pictures)[:, None, ..., :3]
 
 
+def call_flux2_klein(pipe: Any, family: ModelFamily, latents: torch.Tensor, setting: Setting) -> np.ndarray:
+    """The pipeline packs initial latents itself, and takes other negative prompts as embeddings."""
+    side_px = family.dimensions.patch_px
+    grid = (setting.size.height // side_px, setting.size.width // side_px)
+    limit = {"max_sequence_length": family.max_text_tokens}
+    negative, _ = pipe.encode_prompt([setting.negative] * len(PROMPTS), **limit)
+    pictures = pipe(
+        prompt=list(PROMPTS),
+        negative_prompt_embeds=negative,
+        height=setting.size.height,
+        width=setting.size.width,
+        num_inference_steps=setting.steps,
+        latents=latents.transpose(1, 2).unflatten(2, grid),
+        output_type="np",
+        **limit,
+        **family.call_arguments(setting.scale, setting.embedded),
+    ).images
+    return np.asarray(pictures)[:, None]
+
+
 _PICTURE, _VIDEO = MediaSize(32, 48), MediaSize(32, 48, frames=5)
 _MEDIUM_PICTURE = MediaSize(32, 64)
 _LARGE_PICTURE = MediaSize(32, 96)
@@ -241,6 +261,17 @@ CASES: Mapping[str, FamilyCase] = {
             max_text_tokens=24,
             call=call_video_pipeline,
             adapt=step_as_euler,
+        ),
+        FamilyCase(
+            "flux2-klein",
+            _PICTURE,
+            (
+                Setting(_PICTURE, 1),
+                Setting(_PICTURE, 12, scale=3.0),
+                Setting(MediaSize(48, 16), 3, scale=1.5, negative="a green square, blurred"),
+            ),
+            max_text_tokens=24,
+            call=call_flux2_klein,
         ),
     )
 }

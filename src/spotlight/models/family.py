@@ -83,6 +83,8 @@ class ModelFamily(ABC):
     """Whether previews may reuse its blocks' residuals (``exploration.step_cache``)."""
     splits_sequence: ClassVar[bool] = False
     """Whether its forward can be split over several GPUs (``fleet.sequence_parallel``)."""
+    cuts_prompts: ClassVar[bool] = True
+    """Whether the diffusers pipeline's call takes ``max_sequence_length``."""
     text_recipe: ClassVar[str] = ""
     """Whatever :meth:`embed` depends on besides diffusers' code, e.g. a prompt template."""
     text_tokens_max: ClassVar[int] = 1024
@@ -241,6 +243,14 @@ class ModelFamily(ABC):
         """
         arguments: dict[str, object] = {"true_cfg_scale": scale}
         return arguments if embedded is None else arguments | {"guidance_scale": embedded}
+
+    @classmethod
+    def negative_argument(cls, prompt: str) -> str:
+        """The same call's argument for a negative prompt, as code."""
+        return f"negative_prompt={prompt!r}"
+
+    def check_guidance(self, scale: float) -> None:  # noqa: B027 (most families need no check)
+        """Raise :class:`ModelError` (``true_cfg_scale is ..``) if this model ignores true guidance."""
 
     @classmethod  # noqa: B027 (most families need no check)
     def check_split(cls, degree: int, tokens: int, text_tokens: int) -> None:

@@ -46,14 +46,14 @@ def loading_snippet(
     embedded = family.embedded_guidance if rollout.embedded_guidance is None else rollout.embedded_guidance
     guidance = family.call_arguments(rollout.true_cfg_scale, embedded)
     call = [
-        repr(prompt),
+        f"prompt={prompt!r}",
         f"height={rollout.height}",
         f"width={rollout.width}",
         f"num_inference_steps={config.evaluation.steps}",
-        f"max_sequence_length={config.model.max_text_tokens}",
+        *([f"max_sequence_length={config.model.max_text_tokens}"] if family.cuts_prompts else []),
         *(f"{name}={value!r}" for name, value in guidance.items()),
     ]
     if rollout.true_cfg_scale > 1:
-        call.append(f"negative_prompt={rollout.negative_prompt!r}")
+        call.append(family.negative_argument(rollout.negative_prompt))
     lines.append(f"pipe({', '.join(call)}).images[0].save('picture.png')")
     return "\n".join(lines)

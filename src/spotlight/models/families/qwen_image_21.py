@@ -87,6 +87,7 @@ class QwenImage21(ModelFamily):
         *("img_mlp.proj", "img_mlp.out", "img_mlp.gate_layer"),
     )
     activations = ActivationCosts(lora=20.0, full=27.0, checkpointed=1.5, forward=15.0, decode=21.0)
+    cuts_prompts = False
     published = {
         "Qwen/Qwen-Image-2.1": PublishedModel(
             configs={

@@ -60,7 +60,8 @@ def prepare_model(config: RunConfig, device: torch.device) -> Model:
     """Load the model, and check that it can do what the configuration asks for.
 
     Raises:
-        ModelError: it cannot be loaded, or does not support the image size, number of steps or degree.
+        ModelError: it cannot be loaded, or does not support the image size, guidance, number of steps or
+            degree.
         ConfigError: attention heads not divisible by a sequence-parallel degree, or preview shortcuts
             unsupported by model or device.
     """
@@ -68,6 +69,7 @@ def prepare_model(config: RunConfig, device: torch.device) -> Model:
     family = build.load_family(config, device)
     with under("rollout"):
         family.check_size(size)
+        family.check_guidance(config.rollout.true_cfg_scale)
     for steps in {config.rollout.steps, config.evaluation.steps, *preview_steps(config)}:
         family.sigmas(steps, size)  # raises if the schedule does not support this number of steps
     _require_degrees(config, family)

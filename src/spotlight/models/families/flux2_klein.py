@@ -1,0 +1,311 @@
+"""FLUX.2-klein (4B and 9B, distilled and base), over diffusers' ``Flux2KleinPipeline``.
+
+Traps of the reference:
+- The shift depends on the number of steps, too.
+- Text is padded to ``max_text_tokens``, and the transformer attends to the padding: another limit gives other
+  pictures.
+- Position ids have four axes: time, row, column, text token.
+- Latents are normalised by the running statistics of the VAE's BatchNorm, per packed channel.
+- The pipeline takes initial latents before packing, and negative prompts only as embeddings.
+- A distilled pipeline (``is_distilled``) silently ignores guidance: here it is an error.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spotlight.models import tiny
+from spotlight.models.family import (
+    ConditionBatch,
+    Guidance,
+    MediaSize,
+    ModelError,
+    ModelFamily,
+    cache_context,
+    require_equal,
+)
+from spotlight.models.family_facts import (
+    ActivationCosts,
+    Dimensions,
+    PublishedModel,
+    config_integer,
+    config_list,
+)
+from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
+
+_TEXT_LAYERS = 3
+"""Hidden states of the text encoder that are joined; which ones is the pipeline's default (9, 18 and 27)."""
+
+
+def _published(*, layers: tuple[int, int], heads: int, text_width: int, billions: float) -> PublishedModel:
+    return PublishedModel(
+        configs={
+            "transformer": {
+                "_class_name": "Flux2Transformer2DModel",
+                "attention_head_dim": 128,
+                "axes_dims_rope": [32, 32, 32, 32],
+                "guidance_embeds": False,
+                "in_channels": 128,
+                "joint_attention_dim": _TEXT_LAYERS * text_width,
+                "mlp_ratio": 3.0,
+                "num_attention_heads": heads,
+                "num_layers": layers[0],
+                "num_single_layers": layers[1],
+                "patch_size": 1,
+                "rope_theta": 2000,
+            },
+            "vae": {
+                "_class_name": "AutoencoderKLFlux2",
+                "block_out_channels": [128, 256, 512, 512],
+                "latent_channels": 32,
+                "layers_per_block": 2,
+                "norm_num_groups": 32,
+                "patch_size": [2, 2],
+            },
+        },
+        parameters=billions * 1e9,
+        text_parameters=4.0e9 if text_width == 2560 else 8.2e9,
+    )
+
+
+_4B = _published(layers=(5, 20), heads=24, text_width=2560, billions=3.88)
+_9B = _published(layers=(8, 24), heads=32, text_width=4096, billions=9.08)
+
+
+class Flux2Klein(ModelFamily):
+    """A FLUX.2-klein model of any size."""
+
+    name = "flux2-klein"
+    pipeline_class = "Flux2KleinPipeline"
+    components = {
+        "transformer": PipelineComponent(("Flux2Transformer2DModel",), weights=True),
+        "vae": PipelineComponent(("AutoencoderKLFlux2",), weights=True),
+        "scheduler": PipelineComponent(("FlowMatchEulerDiscreteScheduler",), weights=False),
+        "tokenizer": PipelineComponent(("Qwen2TokenizerFast", "Qwen2Tokenizer"), weights=False),
+        "text_encoder": PipelineComponent(("Qwen3ForCausalLM",), weights=True, lazy=True),
+    }
+    lora_targets = (
+        *("to_q", "to_k", "to_v", "to_out.0"),
+        *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+        *("ff.linear_in", "ff.linear_out", "ff_context.linear_in", "ff_context.linear_out"),
+        "to_qkv_mlp_proj",  # not the single blocks' to_out: as a suffix it matches other modules, too
+    )
+    activations = ActivationCosts(lora=20.0, full=27.0, checkpointed=1.5, forward=15.0, decode=21.0)
+    splits_sequence = True
+    text_tokens_max = 512
+    published = {
+        "black-forest-labs/FLUX.2-klein-4B": _4B,
+        "black-forest-labs/FLUX.2-klein-base-4B": _4B,
+        "black-forest-labs/FLUX.2-klein-9B": _9B,
+        "black-forest-labs/FLUX.2-klein-base-9B": _9B,
+    }
+
+    @classmethod
+    def read_dimensions(cls, files: PipelineFiles) -> Dimensions:
+        """From the configurations of transformer and VAE."""
+        double, single, heads, per_head, channels = (
+            config_integer(files, "transformer", key)
+            for key in (
+                *("num_layers", "num_single_layers", "num_attention_heads", "attention_head_dim"),
+                "in_channels",
+            )
+        )
+        widths = config_list(files, "vae", "block_out_channels")
+        return Dimensions(
+            layers=double + single,
+            width=heads * per_head,
+            channels=channels,
+            patch_px=2 ** len(widths),
+            vae_width=int(str(widths[0])),
+        )
+
+    @classmethod
+    def planned_text_tokens(cls, words: int, most: int) -> int:
+        """All of them: prompts are padded."""
+        return most
+
+    @classmethod
+    def call_arguments(cls, scale: float, embedded: float | None) -> dict[str, object]:
+        """The pipeline's ``guidance_scale`` is that of true guidance."""
+        return {"guidance_scale": scale}
+
+    @classmethod
+    def negative_argument(cls, prompt: str) -> str:
+        """As embeddings: the pipeline itself knows only the empty negative prompt."""
+        return f"negative_prompt_embeds=pipe.encode_prompt({prompt!r})[0]"
+
+    @classmethod
+    def check_split(cls, degree: int, tokens: int, text_tokens: int) -> None:
+        """Without a text mask nothing can be padded: all tokens together must divide."""
+        if (tokens + text_tokens) % degree:
+            raise ModelError(
+                f"degrees has {degree}; expected divisors of {tokens + text_tokens}, the tokens of a picture "
+                "and its text: FLUX.2 takes no text mask, so nothing can be padded. Change rollout.height "
+                "or width, or leave the degree out"
+            )
+
+    def check_guidance(self, scale: float) -> None:
+        """A distilled pipeline takes none."""
+        if scale > 1 and self.files.config(".", "model_index.json").get("is_distilled"):
+            raise ModelError(
+                f"true_cfg_scale is {scale:g}; expected 1: {self.files.root} is distilled "
+                "(is_distilled in model_index.json), and its pipeline ignores guidance. Set it to 1, or "
+                "train a base model"
+            )
+
+    def check_parts(self) -> None:
+        """Sizes of transformer, VAE and text encoder that must agree."""
+        config, channels = self.config, self.vae.config.latent_channels
+        text_width = self.files.config("text_encoder").get("hidden_size")
+        joined = _TEXT_LAYERS * text_width if isinstance(text_width, int) else None
+        require_equal(
+            self.files.folder("transformer") / "config.json",
+            {
+                "patch_size": (config.patch_size, 1, "the pipeline packs 2x2 latents itself"),
+                "in_channels": (config.in_channels, 4 * channels, "4 x the VAE's latent_channels"),
+                "out_channels": (config.out_channels or config.in_channels, 4 * channels, "in_channels"),
+                "sum of axes_dims_rope": (
+                    sum(config.axes_dims_rope),
+                    config.attention_head_dim,
+                    "attention_head_dim",
+                ),
+                "joint_attention_dim": (
+                    config.joint_attention_dim,
+                    joined,
+                    f"{_TEXT_LAYERS} x the text encoder's hidden_size",
+                ),
+                "guidance_embeds": (config.guidance_embeds, False, "it belongs to FLUX.2-dev"),
+            },
+        )
+
+    def condition_shapes(self, text_tokens: int) -> dict[str, tuple[int, ...]]:
+        """``embeds``: three hidden states of the text encoder side by side, padding included."""
+        return {"embeds": (self.max_text_tokens, self.config.joint_attention_dim)}
+
+    def embed(self, pipeline: Any, prompt: str) -> dict[str, Tensor]:
+        """The pipeline's own embeddings, cut and padded to ``max_text_tokens``."""
+        embeds, _ = pipeline.encode_prompt(
+            prompt, device=self.device, max_sequence_length=self.max_text_tokens
+        )
+        return {"embeds": embeds[0]}
+
+    def dynamic_shift(self, steps: int, size: MediaSize) -> dict[str, float]:
+        """``mu`` between that of 10 and of 200 steps, each linear in tokens; above 4300 tokens the latter."""
+        if not self.scheduler.config.get("use_dynamic_shifting"):
+            return {}
+        tokens = self.dimensions.tokens(size)
+        many = 0.00016927 * tokens + 0.45666666
+        if tokens > 4300:
+            return {"mu": many}
+        few = 8.73809524e-05 * tokens + 1.89833333
+        slope = (many - few) / 190.0
+        return {"mu": slope * steps + (many - 200.0 * slope)}
+
+    def latent_shape(self, size: MediaSize) -> tuple[int, ...]:
+        """[tokens, channels]: packed 2x2."""
+        self.check_size(size)
+        return self.dimensions.tokens(size), self.dimensions.channels
+
+    def velocity(
+        self,
+        model: nn.Module,
+        latents: Tensor,
+        sigma: Tensor,
+        condition: ConditionBatch,
+        guidance: Guidance | None,
+        size: MediaSize,
+    ) -> Tensor:
+        """True guidance, if any."""
+        prediction = self._predict(model, latents, sigma, condition, size, "cond")
+        if guidance is None or guidance.scale <= 1 or guidance.negative is None:
+            return prediction
+        negative = self._predict(model, latents, sigma, guidance.negative, size, "uncond")
+        return negative + guidance.scale * (prediction - negative)
+
+    def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
+        """Undo the normalisation, unpack, decode."""
+        rows, columns = self._patches(size)
+        channels = self.dimensions.channels
+        grid = latents.transpose(1, 2).reshape(-1, channels, rows, columns)
+        norm = self.vae.bn
+        std = torch.sqrt(norm.running_var.view(1, -1, 1, 1) + self.vae.config.batch_norm_eps)
+        grid = grid * std + norm.running_mean.view(1, -1, 1, 1)
+        grid = grid.reshape(-1, channels // 4, 2, 2, rows, columns).permute(0, 1, 4, 2, 5, 3)
+        grid = grid.reshape(-1, channels // 4, 2 * rows, 2 * columns)
+        decoded: Tensor = self.vae.decode(grid, return_dict=False)[0]
+        return decoded.unsqueeze(2)
+
+    @classmethod
+    def tiny(cls, directory: Path, seed: int, variant: int = 0) -> None:
+        """See :meth:`ModelFamily.tiny`; a base model, with a text encoder of 27 narrow layers."""
+        from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2Transformer2DModel
+        from transformers import Qwen3ForCausalLM
+
+        channels, heads, double, single, factor, dynamic = (
+            (4, 4, 1, 2, 2, True), (8, 2, 2, 1, 4, True), (4, 2, 1, 3, 8, False), (8, 4, 2, 2, 2, True),
+        )[variant]  # fmt: skip
+        tokenizer, levels = tiny.qwen3_tokenizer(), factor.bit_length()
+        vae = AutoencoderKLFlux2(
+            down_block_types=("DownEncoderBlock2D",) * levels,
+            up_block_types=("UpDecoderBlock2D",) * levels,
+            block_out_channels=(8,) * levels,
+            layers_per_block=1,
+            latent_channels=channels,
+            norm_num_groups=4,
+        )
+        vae.bn.running_mean.copy_(torch.linspace(-1, 1, 4 * channels))
+        vae.bn.running_var.copy_(torch.linspace(0.5, 2, 4 * channels))
+        tiny.write_pipeline(
+            cls.pipeline_class,
+            directory,
+            seed,
+            transformer=Flux2Transformer2DModel(
+                in_channels=4 * channels,
+                num_layers=double,
+                num_single_layers=single,
+                attention_head_dim=8,
+                num_attention_heads=heads,
+                joint_attention_dim=_TEXT_LAYERS * 16,
+                timestep_guidance_channels=32,
+                axes_dims_rope=(2, 2, 2, 2),
+                guidance_embeds=False,
+            ),
+            vae=vae,
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=dynamic),
+            tokenizer=tokenizer,
+            text_encoder=Qwen3ForCausalLM(tiny.qwen3_config(tokenizer, 16, layers=28)),
+            is_distilled=False,
+        )
+
+    def _patches(self, size: MediaSize) -> tuple[int, int]:
+        return size.height // self.dimensions.patch_px, size.width // self.dimensions.patch_px
+
+    def _predict(
+        self,
+        model: nn.Module,
+        latents: Tensor,
+        sigma: Tensor,
+        condition: ConditionBatch,
+        size: MediaSize,
+        name: str,
+    ) -> Tensor:
+        # As the pipeline does, sigma -> timestep -> cast -> / 1000: each operation rounds.
+        timestep = (sigma * self.scheduler.config.num_train_timesteps).to(self.device, self.dtype)
+        rows, columns = (torch.arange(n, device=self.device) for n in self._patches(size))
+        text, zero = condition["embeds"], rows[:1]
+        words = torch.arange(text.shape[1], device=self.device)
+        with cache_context(model, name):
+            prediction: Tensor = model(
+                hidden_states=latents.to(self.device, self.dtype),
+                timestep=timestep / 1000,
+                guidance=None,
+                encoder_hidden_states=text,
+                txt_ids=torch.cartesian_prod(zero, zero, zero, words)[None],
+                img_ids=torch.cartesian_prod(zero, rows, columns, zero)[None],
+                return_dict=False,
+            )[0]
+        return prediction.float()

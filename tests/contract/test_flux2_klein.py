@@ -1,0 +1,54 @@
+"""What only FLUX.2-klein has: a shift that depends on the steps, and distilled models without guidance."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
+
+from spotlight.config.load import build_config
+from spotlight.models.families.flux2_klein import Flux2Klein
+from spotlight.models.media import MediaSize
+from spotlight.models.model_errors import ModelError
+from spotlight.report.loading import loading_snippet
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Flux2Klein:
+    directory = tmp_path_factory.mktemp("flux2-klein")
+    Flux2Klein.tiny(directory / "pipeline", seed=0)
+    return Flux2Klein.load(
+        directory / "pipeline",
+        device="cpu",
+        dtype=torch.float32,
+        embeddings_cache=directory,
+        max_text_tokens=24,
+    )
+
+
+@pytest.mark.parametrize("side", [16, 64, 256, 260, 264, 512])
+@pytest.mark.parametrize("steps", [1, 4, 50, 200])
+def test_shift_is_the_pipelines(family: Flux2Klein, side: int, steps: int) -> None:
+    size = MediaSize(side, side)
+    tokens = family.dimensions.tokens(size)
+    assert family.dynamic_shift(steps, size) == {"mu": compute_empirical_mu(tokens, steps)}
+
+
+def test_a_distilled_pipeline_refuses_guidance(family: Flux2Klein) -> None:
+    family.check_guidance(4.0)
+    index = family.files.root / "model_index.json"
+    index.write_text(index.read_text().replace('"is_distilled": false', '"is_distilled": true'))
+    family.check_guidance(1.0)
+    with pytest.raises(ModelError, match=r"true_cfg_scale is 4; expected 1: .*distilled.*train a base model"):
+        family.check_guidance(4.0)
+
+
+def test_the_loading_snippet_passes_what_the_call_takes() -> None:
+    model = {"family": "flux2-klein", "path": "/models/klein"}
+    config = build_config({"model": model, "rollout": {"true_cfg_scale": 4.0}}, "the test")
+    snippet = loading_snippet(config, Path("/run/lora"), prompt="a cat")
+    assert "prompt='a cat'" in snippet
+    assert "guidance_scale=4.0" in snippet
+    assert "negative_prompt_embeds=pipe.encode_prompt(' ')[0]" in snippet
