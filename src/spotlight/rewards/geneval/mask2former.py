@@ -32,8 +32,8 @@ _PADDING = 128.0
 _DETECTIONS_MAX = 100
 _SAME_NAMES_MIN = 60
 _REMEDY = (
-    "Name facebook/mask2former-swin-small-coco-instance, a directory of it, or what "
-    "`spotlight rewards convert-geneval CHECKPOINT OUT` made of OpenMMLab's weights."
+    "Name facebook/mask2former-swin-small-coco-instance, a directory that `hf download` filled with it "
+    "elsewhere, or what `spotlight rewards convert-geneval CHECKPOINT OUT` made of OpenMMLab's weights."
 )
 
 

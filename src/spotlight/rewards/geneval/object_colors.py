@@ -27,7 +27,7 @@ TEMPLATES = (
 )
 BACKGROUND = 0x99
 _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-_REMEDY = "Name openai/clip-vit-large-patch14 or a directory of it."
+_REMEDY = "Name openai/clip-vit-large-patch14, or a directory that `hf download` filled with it elsewhere."
 
 
 class ColorClassifier:

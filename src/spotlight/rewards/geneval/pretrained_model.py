@@ -43,7 +43,7 @@ def load_pretrained(
     try:
         model, told = model_class.from_pretrained(place, output_loading_info=True, dtype=torch.float32)
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         raise RewardSetupError(
             f"{key} is {source!r}, from which transformers reads no {model_class.__name__}: {reason}. "
             f"{remedy}"
@@ -67,7 +67,7 @@ def load_tokenizer(source: str, *, key: str, remedy: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(local) if local.is_dir() else source)
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         raise RewardSetupError(f"{key} is {source!r}, which has no tokenizer: {reason}. {remedy}") from error
 
 
