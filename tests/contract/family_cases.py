@@ -115,6 +115,7 @@ class FamilyCase:
         wide: changes to the transformer's configuration for a width of 256, 64 per head, and layers in the
             published proportions: its activations are compared with the plan's.
         unused: pattern of the parameters that no output of variant 0 depends on.
+        trained: variants that are trained, exported and split over ranks too.
     """
 
     name: str
@@ -126,6 +127,7 @@ class FamilyCase:
     adapt: Callable[[Any], None] = field(default=lambda pipe: None)
     unused: str = "^$"
     wide: Mapping[str, object] = field(default_factory=dict)
+    trained: Sequence[int] = (0,)
 
     def guidance(self, family: ModelFamily, setting: Setting) -> Guidance:
         """A setting's guidance for ``family.velocity``."""
@@ -261,6 +263,7 @@ CASES: Mapping[str, FamilyCase] = {
             max_text_tokens=24,
             call=call_video_pipeline,
             adapt=step_as_euler,
+            trained=(0, 2),
         ),
         FamilyCase(
             "flux2-klein",
@@ -275,3 +278,5 @@ CASES: Mapping[str, FamilyCase] = {
         ),
     )
 }
+
+TRAINED = [(name, variant) for name, case in CASES.items() for variant in case.trained]

@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 import torch
 from tests.contract import family_ranks
-from tests.contract.family_cases import CASES, PROMPTS, VARIANTS, FamilyCase, Setting
+from tests.contract.family_cases import CASES, PROMPTS, TRAINED, VARIANTS, FamilyCase, Setting
 from tests.invariant import learner_world
 
 from spotlight.diffusion.samplers import ODE
 from spotlight.models.experts import denoisers
 from spotlight.models.family import Guidance, MediaSize, ModelFamily
+from spotlight.models.pipeline_export import read_lora
+from spotlight.models.skeleton import base_state, filling
 from spotlight.models.slots import LoraSlots, LoraSpec
 from spotlight.registry import FAMILIES
 from spotlight.rollout.engine import Engine
@@ -189,9 +191,9 @@ def test_published_models_have_the_published_number_of_parameters(name: str, mod
 
 
 def test_degrees_of_sequence_parallelism_give_the_same(load: Load, tmp_path: Path) -> None:
-    splitting = [name for name in CASES if FAMILIES.load(name).splits_sequence]
-    found = family_ranks.differences({name: load(name, 0).directory for name in splitting}, tmp_path)
-    assert found.keys() == {(name, degree) for name in splitting for degree in (2, 4)}
+    splitting = [each for each in TRAINED if FAMILIES.load(each[0]).splits_sequence]
+    found = family_ranks.differences({each: load(*each).directory for each in splitting}, tmp_path)
+    assert found.keys() == {(*each, degree) for each in splitting for degree in (2, 4)}
     for case, (difference, agree) in found.items():
         assert difference <= TOLERANCE, case
         assert agree, case
@@ -199,9 +201,11 @@ def test_degrees_of_sequence_parallelism_give_the_same(load: Load, tmp_path: Pat
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
 @pytest.mark.parametrize("algorithm", ["flow-grpo-fast", "diffusion-nft", "awm"])
-@pytest.mark.parametrize("name", CASES)
-def test_one_step_trains_every_targeted_weight(load: Load, name: str, algorithm: str, mode: str) -> None:
-    loaded = load(name, 0)
+@pytest.mark.parametrize(("name", "variant"), TRAINED)
+def test_one_step_trains_every_targeted_weight(
+    load: Load, name: str, variant: int, algorithm: str, mode: str
+) -> None:
+    loaded = load(name, variant)
     world = learner_world.FamilyWorld(loaded.family, loaded.case.size)
     learner = learner_world.make_learner(world, learner_world.algorithm(algorithm), mode, guidance=2.0)
     samples = learner_world.roll_out(world, learner, guidance=2.0, batch=6)
@@ -216,11 +220,11 @@ def test_one_step_trains_every_targeted_weight(load: Load, name: str, algorithm:
 
 
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "variant"), TRAINED)
 def test_plain_diffusers_draws_our_pictures_with_trained_weights(
-    load: Load, name: str, tmp_path: Path
+    load: Load, name: str, variant: int, tmp_path: Path
 ) -> None:
-    loaded = load(name, 0)
+    loaded = load(name, variant)
     case, setting = loaded.case, loaded.case.settings[-1]
     family = learner_world.FamilyWorld(loaded.family, case.size).fresh()
     slots = LoraSlots(family.transformer, LoraSpec(rank=2, alpha=3.0, targets=family.lora_targets))
@@ -233,9 +237,14 @@ def test_plain_diffusers_draws_our_pictures_with_trained_weights(
         latents, ours = draw(family, setting, model)
     lora = plain_pipeline(case, loaded.directory)
     assert np.abs(case.call(lora, family, latents, setting) - ours).max() > 100 * TOLERANCE
-    lora.load_lora_weights(
-        family.save_lora(tmp_path / "lora", slots.state("policy"), slots.metadata()).parent
-    )
+    folder = family.save_lora(tmp_path / "lora", slots.state("policy"), slots.metadata()).parent
+    lora.load_lora_weights(folder)
+    parts = list(denoisers(family.transformer))
+    if len(parts) > 1:
+        lora.load_lora_weights(folder / "transformer_2", load_into_transformer_2=True)
+    read = read_lora(family.pipeline_class, str(folder), parts).layers
+    assert read.keys() == slots.state("policy").keys()
+    assert all(torch.equal(tensor, read[name]) for name, tensor in slots.state("policy").items())
     merged = plain_pipeline(case, family.save_merged(tmp_path / "merged", slots.merged_state("policy")))
     for pipe in (lora, merged):
         assert np.abs(case.call(pipe, family, latents, setting) - ours).max() <= TOLERANCE
@@ -271,3 +280,33 @@ def test_activations_are_within_a_tenth_of_the_plans(load: Load, name: str) -> N
         found[mode] = stored / (4 * 2 * (family.dimensions.tokens(size) + text) * 256 * layers)
     expected = {mode: getattr(costs, mode) for mode in found}
     assert found == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "variant"), TRAINED)
+def test_a_transformer_from_a_peer_is_the_one_on_disk(
+    load: Load, name: str, variant: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    directory = load(name, variant).directory
+
+    def again(**how: Any) -> ModelFamily:
+        return FAMILIES.load(name).load(
+            directory, device="cpu", dtype=dtype, embeddings_cache=tmp_path, **how
+        )
+
+    there, here = again(), again(read_transformer=False)
+    weights = base_state(there.transformer)
+    with filling(here.transformer) as targets:
+        assert {n: (t.shape, t.dtype) for n, t in targets.items()} == {
+            n: (t.shape, t.dtype) for n, t in weights.items()
+        }
+        for name, target in targets.items():
+            target.copy_(weights[name])
+    setting = Setting(MediaSize(32, 32), steps=1, embedded=here.embedded_guidance)
+    assert np.array_equal(draw(here, setting)[1], draw(there, setting)[1])
+
+
+@pytest.mark.slow  # four processes load everything
+def test_shards_of_two_transformers_get_the_gradients_of_whole_ones(load: Load, tmp_path: Path) -> None:
+    """Each rank has one row, of either transformer: the ranks' collectives must still match."""
+    assert family_ranks.gradient_difference("wan", load("wan", 2).directory, tmp_path) <= TOLERANCE

@@ -311,7 +311,11 @@ class Wan(ModelFamily):
             (4, 2, 4, 16, (True,)), (4, 2, 6, 32, (True, True)),
         )[variant]  # fmt: skip
         two, per_token = variant == 2, variant == 3
-        unipc = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0 + variant}
+        unipc = {
+            "prediction_type": "flow_prediction",
+            "use_flow_sigmas": True,
+            "flow_shift": 1.0 if two else 3.0,
+        }
         tokenizer = tiny.t5_tokenizer()
         tiny.write_pipeline(
             cls.pipeline_class,
@@ -319,7 +323,7 @@ class Wan(ModelFamily):
             seed,
             transformer=_tiny_transformer(heads, layers, channels, text_width),
             transformer_2=_tiny_transformer(heads, layers, channels, text_width) if two else (None, None),
-            boundary_ratio=0.875 if two else None,
+            boundary_ratio=0.6 if two else None,
             expand_timesteps=per_token,
             vae=_tiny_vae(channels, doublings, residual=per_token),
             scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0)
