@@ -300,9 +300,9 @@ def test_a_transformer_from_a_peer_is_the_one_on_disk(
         assert {n: (t.shape, t.dtype) for n, t in targets.items()} == {
             n: (t.shape, t.dtype) for n, t in weights.items()
         }
-        for name, target in targets.items():
-            target.copy_(weights[name])
-    setting = Setting(MediaSize(32, 32), steps=1, embedded=here.embedded_guidance)
+        for key, target in targets.items():
+            target.copy_(weights[key])
+    setting = Setting(CASES[name].size, steps=2, embedded=here.embedded_guidance)
     assert np.array_equal(draw(here, setting)[1], draw(there, setting)[1])
 
 

@@ -48,10 +48,11 @@ def skeleton(
     for path, module in model.named_modules():
         saved = module._buffers.keys() - module._non_persistent_buffers_set
         for name, parameter in list(module.named_parameters(recurse=False)):
-            stored = parameter.to(torch.float32) if keeps_float32(kind, f"{path}.{name}") else parameter
+            stored = _stored(kind, f"{path}.{name}", parameter, dtype)
             setattr(module, name, nn.Parameter(_nothing(stored, device), requires_grad=False))
         for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, _nothing(buffer, device) if name in saved else buffer.to(device))
+            stored = _stored(kind, f"{path}.{name}", buffer, dtype)
+            setattr(module, name, _nothing(stored, device) if name in saved else buffer.to(device))
     model.register_forward_pre_hook(_refuse)
     return model.eval()
 
@@ -193,6 +194,12 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
         for name, buffer in part.named_buffers(recurse=False)
         if name not in part._non_persistent_buffers_set
     }
+
+
+def _stored(kind: type[nn.Module], name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.to(torch.float32 if keeps_float32(kind, name) else dtype)
 
 
 def modules_of(names: Iterable[str]) -> int:
