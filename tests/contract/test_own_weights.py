@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -17,6 +18,7 @@ from spotlight.models.media import MediaSize
 from spotlight.models.model_errors import ModelError
 from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.slots import LoraSlots, Slot, WeightSlots
+from spotlight.report.loading import loading_snippet
 from spotlight.runtime.build import components as build
 
 SIZE = MediaSize(16, 16)
@@ -110,6 +112,11 @@ def test_a_fine_tuned_transformer_replaces_the_pipelines(
     path = folder if named == "directory" else next(folder.glob("*.safetensors"))
     family, slots = slots_of(config(random_pipeline, tmp_path, f"model.transformer={path}"))
     after = velocity(family, slots, "reference")
+    snippet = loading_snippet(config(random_pipeline, tmp_path, f"model.transformer={path}"), Path("lora"))
+    *loading, _lora, _picture = snippet.splitlines()
+    plain: dict[str, Any] = {}
+    exec("\n".join(loading), plain)  # what users are told to run
+    assert torch.equal(plain["pipe"].transformer.proj_out.weight, tuned.transformer.proj_out.weight)
     bias = family.transformer.get_parameter("proj_out.bias")
     assert torch.allclose(after - bias, 2 * (before - bias), atol=1e-5)
 

@@ -39,7 +39,11 @@ def loading_snippet(
     if config.model.dtype == "bfloat16":
         imports.insert(0, "import torch")
         loaded.append("torch_dtype=torch.bfloat16")
+    if family.video:
+        imports.append("from diffusers.utils import export_to_video")
     lines = [*imports, f"pipe = {pipeline}.from_pretrained({', '.join(loaded)})"]
+    if lora and config.model.transformer is not None:
+        lines += _transformer(config.model.transformer)
     if lora:
         lines.append(f"pipe.load_lora_weights({str(weights)!r})")
     rollout = config.rollout
@@ -55,5 +59,26 @@ def loading_snippet(
     ]
     if rollout.true_cfg_scale > 1:
         call.append(family.negative_argument(rollout.negative_prompt))
-    lines.append(f"pipe({', '.join(call)}).images[0].save('picture.png')")
+    if family.video:
+        call.append(f"num_frames={rollout.frames}")
+        lines.append(f"export_to_video(pipe({', '.join(call)}).frames[0], 'video.mp4', fps={rollout.fps:g})")
+    else:
+        lines.append(f"pipe({', '.join(call)}).images[0].save('picture.png')")
     return "\n".join(lines)
+
+
+def _transformer(source: str) -> list[str]:
+    """Lines that load a fine-tuned transformer into ``pipe``."""
+    path = Path(source).expanduser().resolve()
+    if not path.is_dir():
+        return [
+            "from safetensors.torch import load_file",
+            f"pipe.transformer.load_state_dict(load_file({str(path)!r}))",
+        ]
+    return [
+        "from pathlib import Path",
+        "from safetensors.torch import load_file",
+        f"shards = sorted(Path({str(path)!r}).glob('*.safetensors'))",
+        "state = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}",
+        "pipe.transformer.load_state_dict(state)",
+    ]
