@@ -168,6 +168,9 @@ REWARDS: Registry[Callable[..., Any]] = Registry(
         "ocr": "spotlight.rewards.ocr:ocr",
         "jpeg_size": "spotlight.rewards.jpeg:jpeg_size",
         "geneval": "spotlight.rewards.geneval.geneval_reward:geneval",
+        "vlm-judge": "spotlight.rewards.endpoints.vlm_judge:vlm_judge",
+        "ocr-vlm": "spotlight.rewards.endpoints.ocr_vlm:ocr_vlm",
+        "http": "spotlight.rewards.endpoints.service_scores:http",
     },
 )
 """Rewards: a :class:`~spotlight.rewards.reward.RewardFunction`."""

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from spotlight.rewards.reward import Image, RewardFunction
+from spotlight.rewards.reward import Image, RewardFunction, SampleError
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class OverFrames:
 
     def __call__(
         self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
-    ) -> Sequence[float] | Mapping[str, Sequence[float]]:
+    ) -> Sequence[float | SampleError] | Mapping[str, Sequence[float | SampleError]]:
         """Scores per picture or video; in one call of the reward, which may compare pictures."""
         if all(image.ndim == 3 for image in images):
             return self.function(images, prompts, metadata)
@@ -53,10 +53,12 @@ class OverFrames:
         combine = np.mean if self.rule.combine == "mean" else np.min
         cuts = np.cumsum([len(frames) for frames in chosen])[:-1]
 
-        def combined(scores: Sequence[float]) -> list[float]:
+        def combined(scores: Sequence[float | SampleError]) -> list[float | SampleError]:
             if len(scores) != len(owner):
                 return list(scores)  # refused by the caller, who names the number
-            return [float(combine(part)) for part in np.split(np.asarray(scores, dtype=float), cuts)]
+            failed = {owner[at]: each for at, each in enumerate(scores) if isinstance(each, SampleError)}
+            numbers = np.array([0.0 if isinstance(each, SampleError) else each for each in scores], float)
+            return [failed.get(at, float(combine(part))) for at, part in enumerate(np.split(numbers, cuts))]
 
         if isinstance(found, Mapping):
             return {curve: combined(scores) for curve, scores in found.items()}

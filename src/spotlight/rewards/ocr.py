@@ -94,7 +94,7 @@ def check(prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]], *, lang
 def target_of(prompt: str) -> str:
     """The text to draw, in lower case without white space. Raises :class:`RewardInputError`."""
     pieces = prompt.split('"', 2)
-    target = _normalized(pieces[1]) if len(pieces) == 3 else ""
+    target = normalized(pieces[1]) if len(pieces) == 3 else ""
     if not target:
         found = (
             "has nothing between its double quotes" if len(pieces) == 3 else "has no text in double quotes"
@@ -142,7 +142,7 @@ def readings(image: Image, language: str = "eng") -> Iterator[str]:
         engine.SetVariable("thresholding_method", thresholding)
         engine.SetImageBytes(pixels.tobytes(), width, height, channels, width * channels)
         engine.SetSourceResolution(150)  # images have none: Tesseract would guess and warn each time
-        yield _normalized(engine.GetUTF8Text())
+        yield normalized(engine.GetUTF8Text())
 
 
 def _enlarged(image: Image) -> Image:
@@ -154,7 +154,8 @@ def _enlarged(image: Image) -> Image:
     return np.asarray(bigger)
 
 
-def _normalized(text: str) -> str:
+def normalized(text: str) -> str:
+    """Lower case without white space."""
     return "".join(text.split()).lower()
 
 

@@ -7,7 +7,8 @@ may crash or hang without affecting the run, and it never needs torch.
         return [float(image.mean()) / 255 for image in images]
 
 It returns one float per sample, or a dictionary of such lists: ``"score"`` is the reward, other keys become
-additional curves.
+additional curves. In place of a number of ``"score"`` may stand a :class:`SampleError`: that sample failed,
+the others did not.
 
 Its module may also define ``check``, called once with all prompts before any work, and with those of the
 reward's parameters that its signature names:
@@ -55,7 +56,7 @@ class RewardFunction(Protocol):
         prompts: Sequence[str],
         metadata: Sequence[Mapping[str, Any]],
         **params: Any,
-    ) -> Sequence[float] | Mapping[str, Sequence[float]]:
+    ) -> Sequence[float | SampleError] | Mapping[str, Sequence[float | SampleError]]:
         """Score every image."""
 
 
@@ -65,6 +66,10 @@ class RewardInputError(ValueError):
 
 class RewardSetupError(RuntimeError):
     """A reward cannot be loaded or lacks something it needs; names the remedy. Raised before any work."""
+
+
+class SampleError(Exception):
+    """Why one sample has no score; may stand in its place in a reward's ``"score"``."""
 
 
 @dataclass(frozen=True, slots=True)

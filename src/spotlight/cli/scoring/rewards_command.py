@@ -79,4 +79,8 @@ def registered_rewards() -> Iterator[tuple[str, str, str]]:
         function = getattr(importlib.import_module(reference.module), reference.attribute)
         line = (inspect.getdoc(function) or "").partition("\n")[0]
         parameters = list(inspect.signature(function).parameters.values())[3:]
-        yield name, line, ", ".join(f"{p.name}={p.default!r}" for p in parameters)
+        yield (
+            name,
+            line,
+            ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters),
+        )

@@ -12,7 +12,7 @@ import socket
 import struct
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeAlias
 
@@ -80,11 +80,12 @@ class Done:
 class Values:
     """A batch's scores by curve, including ``score``; lists as long as the batch, possibly not finite.
 
-    ``scored_by`` as in :class:`Done`.
+    ``failed``: by index, why a sample has no score. ``scored_by`` as in :class:`Done`.
     """
 
     curves: Mapping[str, Sequence[float]]
     scored_by: str = ""
+    failed: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

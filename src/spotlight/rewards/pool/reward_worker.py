@@ -10,12 +10,13 @@ Never imports torch (unless the reward does). It ends by itself
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import select
 import socket
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -35,7 +36,7 @@ from spotlight.rewards.pool.channel import (
     Score,
     Values,
 )
-from spotlight.rewards.reward import RewardInputError, RewardSetupError
+from spotlight.rewards.reward import RewardInputError, RewardSetupError, SampleError
 
 
 class RewardResultError(Exception):
@@ -73,7 +74,8 @@ def _serve(connection: socket.socket) -> None:
                 assert reward is not None
                 assert batch is not None
                 found = reward.function(batch.images, batch.prompts, batch.metadata)
-                return Values(as_curves(found, len(batch.images)), scored_by)
+                curves = as_curves(found, len(batch.images))
+                return Values(curves, scored_by, sample_errors(found))
 
     while True:
         request = channel.receive(connection)
@@ -119,6 +121,8 @@ def _within_deadline(answer: Callable[[], Reply], deadline_s: float) -> Reply:
 def as_curves(found: object, samples: int) -> dict[str, list[float]]:
     """Convert a reward's return value to lists of floats by curve; non-finite numbers pass.
 
+    In place of a :class:`SampleError` stands NaN.
+
     Raises:
         RewardResultError: not one number per sample; names the curve, what was found and what was expected.
     """
@@ -132,6 +136,13 @@ def as_curves(found: object, samples: int) -> dict[str, list[float]]:
             f"returned a dictionary with the keys {list(found)!r}; expected non-empty strings"
         )
     return {name: _as_floats(f"a {name!r}", values, samples) for name, values in found.items()}
+
+
+def sample_errors(found: object) -> dict[int, str]:
+    """By index, why a sample has no score; of a return value that :func:`as_curves` accepts."""
+    scores = found["score"] if isinstance(found, Mapping) else found
+    assert isinstance(scores, Iterable)
+    return {index: str(each) for index, each in enumerate(scores) if isinstance(each, SampleError)}
 
 
 def _as_floats(what: str, found: object, samples: int) -> list[float]:
@@ -153,12 +164,12 @@ def _as_floats(what: str, found: object, samples: int) -> list[float]:
     if array.dtype.kind not in "fiub":
         values = found if isinstance(found, Sequence) else array.tolist()
         for index, value in enumerate(values):
-            if not isinstance(value, int | float | np.integer | np.floating | np.bool_):
+            if not isinstance(value, int | float | np.integer | np.floating | np.bool_ | SampleError):
                 kind = type(value).__name__
                 raise RewardResultError(
                     f"returned {what} with {_short(value)} of type {kind!r} for sample {index}; {expected}"
                 )
-    return [float(value) for value in array]
+    return [math.nan if isinstance(value, SampleError) else float(value) for value in array]
 
 
 def _short(value: object) -> str:

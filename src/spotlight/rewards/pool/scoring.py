@@ -122,6 +122,8 @@ def _attempt(process: RewardProcess, spec: RewardSpec, batch: SharedBatch) -> li
 
 
 def _outcome(name: str, reply: Values, index: int) -> Outcome:
+    if index in reply.failed:
+        return RewardFailure(FailureKind.ERROR, name, f"reward {name!r}: {reply.failed[index]}")
     for curve, values in reply.curves.items():
         if not math.isfinite(values[index]):
             message = f"reward {name!r} returned {values[index]} as {curve!r}; expected a finite number"

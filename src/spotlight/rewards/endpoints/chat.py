@@ -1,0 +1,201 @@
+"""Questions about pictures to a VLM at an OpenAI-compatible endpoint (vLLM, SGLang, others).
+
+Protocol: ``POST /chat/completions`` of https://platform.openai.com/docs/api-reference/chat, as vLLM and
+SGLang serve it, with pictures as PNG data URLs and temperature 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field
+
+from spotlight.rewards.endpoints.json_client import HttpCall, RewardServer, ask_all, png_base64
+from spotlight.rewards.reward import Image, RewardSetupError, SampleError
+
+TOP_LOGPROBS = 20
+"""The most that OpenAI, and vLLM by default, return."""
+_LOGPROB_SLACK = 1e-3
+
+PriceUsd = Annotated[float, Field(ge=0)]
+
+
+class ChatEndpoint(RewardServer):
+    """An OpenAI-compatible endpoint and one of its models."""
+
+    model: Annotated[str, Field(min_length=1)]
+    """As the endpoint names it."""
+    usd_per_million_prompt_tokens: PriceUsd | None = None
+    """Price; with this or the next set, the curve ``cost_usd`` is recorded."""
+    usd_per_million_completion_tokens: PriceUsd | None = None
+    """Price of what the model writes."""
+    extra_body: dict[str, Any] = Field(default_factory=dict)
+    """Further fields of every request, such as ``chat_template_kwargs: {enable_thinking: false}``."""
+
+    @property
+    def priced(self) -> bool:
+        """Whether a price is given."""
+        return (self.usd_per_million_prompt_tokens, self.usd_per_million_completion_tokens) != (None, None)
+
+    def cost_usd(self, tokens: TokenCount) -> float:
+        """Price of one answer."""
+        return (
+            tokens.prompt * (self.usd_per_million_prompt_tokens or 0.0)
+            + tokens.completion * (self.usd_per_million_completion_tokens or 0.0)
+        ) / 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCount:
+    """Tokens of one exchange."""
+
+    prompt: int
+    completion: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChatAnswer:
+    """What the model wrote.
+
+    Attributes:
+        text: the whole answer.
+        cut_off: it reached ``tokens_max``.
+        first_token: probability of each candidate for the first token; None if not offered.
+        tokens: None if not told.
+    """
+
+    text: str
+    cut_off: bool
+    first_token: Mapping[str, float] | None
+    tokens: TokenCount | None
+
+
+def ask_about(
+    endpoint: ChatEndpoint,
+    images: Sequence[Image],
+    questions: Sequence[str],
+    *,
+    tokens_max: int,
+    logprobs: bool = False,
+) -> list[ChatAnswer | SampleError]:
+    """Ask one question about each picture [height, width, 3].
+
+    Raises:
+        RewardSetupError: nothing can be asked: key, address or model are refused, or costs cannot be counted.
+    """
+    calls = [
+        HttpCall("/chat/completions", partial(_body, endpoint, image, question, tokens_max, logprobs))
+        for image, question in zip(images, questions, strict=True)
+    ]
+    return ask_all(endpoint, calls, partial(parse_completion, endpoint))
+
+
+def try_out(endpoint: ChatEndpoint, question: str, *, tokens_max: int, logprobs: bool = False) -> ChatAnswer:
+    """Ask about a gray picture, before any work. Raises RewardSetupError if the model does not answer."""
+    gray = np.full((64, 64, 3), 128, np.uint8)
+    (answer,) = ask_about(endpoint, [gray], [question], tokens_max=tokens_max, logprobs=logprobs)
+    if isinstance(answer, SampleError):
+        hint = " If it offers no logprobs, set params.answer: grade." if logprobs else ""
+        raise RewardSetupError(f"{endpoint.model!r} did not answer a first question: {answer}{hint}")
+    return answer
+
+
+def token_curves(
+    endpoint: ChatEndpoint, answers: Sequence[ChatAnswer | SampleError]
+) -> dict[str, list[float | SampleError]]:
+    """``prompt_tokens``, ``completion_tokens`` and, with prices, ``cost_usd``; none if not told."""
+    # Curves of failed samples are not read.
+    tokens = [TokenCount(0, 0) if isinstance(each, SampleError) else each.tokens for each in answers]
+    counted = [each for each in tokens if each is not None]
+    if len(counted) < len(tokens):
+        return {}
+    curves: dict[str, list[float | SampleError]] = {
+        "prompt_tokens": [float(each.prompt) for each in counted],
+        "completion_tokens": [float(each.completion) for each in counted],
+    }
+    if endpoint.priced:
+        curves["cost_usd"] = [endpoint.cost_usd(each) for each in counted]
+    return curves
+
+
+def parse_completion(endpoint: ChatEndpoint, body: object) -> ChatAnswer:
+    """Read the JSON of a completion.
+
+    Raises:
+        SampleError: no answer in it, or something that cannot be true.
+        RewardSetupError: prices are given but tokens are not told.
+    """
+    source = f"{endpoint.base_url} ({endpoint.model})"
+    choices = body.get("choices") if isinstance(body, dict) else None
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    message = choice.get("message") if isinstance(choice, dict) else None
+    text = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(choice, dict) or not isinstance(text, str) or not text.strip():
+        raise SampleError(
+            f"{source} sent {str(body)[:200]!r}; expected choices[0].message.content with text. A model that "
+            "reasons first needs that switched off (extra_body), or is not suited."
+        )
+    tokens = _tokens(source, body)
+    if endpoint.priced and tokens is None:
+        raise RewardSetupError(
+            f"{source} does not tell its tokens (usage); expected them, because prices are given. "
+            "Remove the prices from the endpoint's settings, or use a server that counts."
+        )
+    return ChatAnswer(text, choice.get("finish_reason") == "length", _first_token(source, choice), tokens)
+
+
+def _body(
+    endpoint: ChatEndpoint, image: Image, question: str, tokens_max: int, logprobs: bool
+) -> dict[str, Any]:
+    picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png_base64(image)}"}}
+    content = [picture, {"type": "text", "text": question}]
+    offer = {"logprobs": True, "top_logprobs": TOP_LOGPROBS} if logprobs else {}
+    return {
+        "model": endpoint.model,
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": tokens_max,
+        "temperature": 0,
+        **offer,
+        **endpoint.extra_body,
+    }
+
+
+def _tokens(source: str, body: object) -> TokenCount | None:
+    usage = body.get("usage") if isinstance(body, dict) else None
+    if not isinstance(usage, dict):
+        return None
+    counts = [usage.get("prompt_tokens"), usage.get("completion_tokens", 0)]
+    if any(type(count) is not int or count < 0 for count in counts):
+        raise SampleError(f"{source} sent the usage {str(usage)[:200]}; expected whole numbers of tokens.")
+    return TokenCount(counts[0], counts[1])
+
+
+def _first_token(source: str, choice: Mapping[str, Any]) -> dict[str, float] | None:
+    logprobs = choice.get("logprobs")
+    content = logprobs.get("content") if isinstance(logprobs, dict) else None
+    if not isinstance(content, list) or not content or not isinstance(content[0], dict):
+        return None
+    found: dict[str, float] = {}
+    for candidate in [content[0], *(content[0].get("top_logprobs") or [])]:
+        token = candidate.get("token") if isinstance(candidate, dict) else None
+        logprob = candidate.get("logprob") if isinstance(candidate, dict) else None
+        if (
+            not isinstance(token, str)
+            or isinstance(logprob, bool)
+            or not isinstance(logprob, int | float)
+            or not logprob <= _LOGPROB_SLACK
+        ):
+            raise SampleError(
+                f"{source} sent {str(candidate)[:200]!r}; expected a token and its logprob <= 0."
+            )
+        found[token] = min(math.exp(logprob), 1.0)
+    if sum(found.values()) > 1 + _LOGPROB_SLACK * len(found):
+        raise SampleError(
+            f"{source} sent first tokens of probability {sum(found.values()):.3f}; expected <= 1."
+        )
+    return found

@@ -1,0 +1,313 @@
+"""JSON over HTTP with limits on concurrency, time and size, retries, and a key from the environment. I/O.
+
+Every call ends as a read answer or as a :class:`SampleError` with the reason; what would fail for every
+sample (a refused key, a wrong address) is a :class:`RewardSetupError`. The key is sent, and stands in no
+message: where a server repeats it, it is cut out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import os
+import random
+import ssl
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar
+from urllib.parse import urlsplit
+
+from PIL import Image as PILImage
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator
+
+from spotlight.rewards.reward import Image, RewardSetupError, SampleError
+
+if TYPE_CHECKING:
+    import httpx2
+
+BYTES_MAX = 8 << 20
+"""Size limit of an answer."""
+_PAUSE_MAX_S = 30.0
+_LOOPBACK = {"localhost", "127.0.0.1", "::1"}
+
+Seconds = Annotated[float, Field(gt=0, le=1e6)]
+Read = TypeVar("Read")
+
+
+class RewardServer(BaseModel):
+    """Where a reward's server is, and how it is asked."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    base_url: str
+    """``http://HOST[:PORT][/PATH]`` or https; for an OpenAI-compatible endpoint usually up to ``/v1``."""
+    api_key_env: str = ""
+    """Name of the environment variable that holds the key; empty: none is sent."""
+    concurrency: PositiveInt = 8
+    """Requests under way at once."""
+    timeout_s: Seconds = 30.0
+    """For one attempt, from connecting to the last byte."""
+    batch_timeout_s: Seconds = 50.0
+    """For one call of the reward; keep it below ``rewards[].deadline_s``, which kills its process."""
+    retries: Annotated[int, Field(ge=0)] = 3
+    """Further attempts after no connection, a time-out, status 408, 429 or 5xx."""
+    backoff_s: Seconds = 0.5
+    """Pause before the second attempt; doubles with each. A longer ``Retry-After`` is respected."""
+
+    @field_validator("base_url")
+    @classmethod
+    def _plain_address(cls, url: str) -> str:
+        try:
+            parts = urlsplit(url)
+            sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            raise ValueError("not a URL; expected http://HOST[:PORT][/PATH]") from None
+        if parts.username is not None or parts.query or parts.fragment:
+            raise ValueError("user, password, query or fragment in it; name a key's variable in api_key_env")
+        if not sound:
+            raise ValueError("expected http://HOST[:PORT][/PATH] or https://...")
+        return url.rstrip("/")
+
+
+Server = TypeVar("Server", bound=RewardServer)
+
+
+@dataclass(frozen=True, slots=True)
+class HttpCall:
+    """One request.
+
+    Attributes:
+        path: below the server's ``base_url``.
+        body: makes the JSON body of a POST, in a thread; None: a GET.
+    """
+
+    path: str
+    body: Callable[[], Mapping[str, Any]] | None = None
+
+    @property
+    def method(self) -> Literal["GET", "POST"]:
+        """GET without a body, else POST."""
+        return "GET" if self.body is None else "POST"
+
+
+class _TransientError(Exception):
+    """An attempt failed in a way that may pass; ``pause_s`` is the server's own wish."""
+
+    def __init__(self, found: str, pause_s: float = 0.0) -> None:
+        super().__init__(found)
+        self.pause_s = pause_s
+
+
+def parse_server(kind: type[Server], key: str, value: object) -> Server:
+    """Check the settings of a server, and that its key is in the environment.
+
+    Args:
+        key: of the settings, for messages: ``vlm-judge reward: params.endpoint``.
+
+    Raises:
+        RewardSetupError: names key, value found, value expected and remedy.
+    """
+    if isinstance(value, kind):
+        return value
+    try:
+        server = kind.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join([key, *map(str, first["loc"])])
+        known = ", ".join(kind.model_fields)
+        raise RewardSetupError(
+            f"{where}: {first['msg']}. The settings are {known}; correct them in the configuration."
+        ) from None
+    _headers(server)
+    return server
+
+
+def ask_all(
+    server: RewardServer, calls: Sequence[HttpCall], read: Callable[[Any], Read]
+) -> list[Read | SampleError]:
+    """Send all calls and read their answers, in order.
+
+    Args:
+        read: turns an answer's JSON into a value; may raise SampleError.
+
+    Raises:
+        RewardSetupError: no call can succeed: the key or the address is refused, or it is no such service.
+    """
+    return asyncio.run(_ask_all(server, calls, read)) if calls else []
+
+
+def png_base64(image: Image) -> str:
+    """A picture [height, width, 3] as PNG, in base64."""
+    buffer = io.BytesIO()
+    PILImage.fromarray(image).save(buffer, format="PNG", compress_level=1)
+    return base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+async def _ask_all(
+    server: RewardServer, calls: Sequence[HttpCall], read: Callable[[Any], Read]
+) -> list[Read | SampleError]:
+    import httpx2  # keeps start-up fast for runs without such a reward
+
+    gate = asyncio.Semaphore(server.concurrency)
+    host = urlsplit(server.base_url).hostname
+    async with httpx2.AsyncClient(
+        headers=_headers(server),
+        timeout=server.timeout_s,
+        verify=_tls(),
+        trust_env=host not in _LOOPBACK,  # a proxy does not lead to this machine
+    ) as client:
+        tasks = [asyncio.create_task(_answer(client, gate, server, call, read)) for call in calls]
+        try:
+            await asyncio.wait(tasks, timeout=server.batch_timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            late = {task for task in tasks if not task.done()}
+            for task in tasks:
+                if task not in late:
+                    task.result()  # raises what would fail for every sample
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    missed = SampleError(
+        f"{server.base_url} had not answered all {len(calls)} requests after "
+        f"batch_timeout_s={server.batch_timeout_s:g}; expected all. Raise it (and the reward's deadline_s), "
+        "or concurrency, or start more servers."
+    )
+    return [missed if task in late else task.result() for task in tasks]
+
+
+async def _answer(
+    client: httpx2.AsyncClient,
+    gate: asyncio.Semaphore,
+    server: RewardServer,
+    call: HttpCall,
+    read: Callable[[Any], Read],
+) -> Read | SampleError:
+    async with gate:
+        content = None
+        if call.body is not None:
+            content = await asyncio.to_thread(lambda: json.dumps(call.body and call.body()).encode())
+        try:
+            return read(await _with_retries(client, server, call, content))
+        except SampleError as error:
+            return error
+
+
+async def _with_retries(
+    client: httpx2.AsyncClient, server: RewardServer, call: HttpCall, content: bytes | None
+) -> Any:
+    url = server.base_url + call.path
+    for attempt in range(server.retries + 1):
+        try:
+            status, body = await _attempt(client, server, call.method, url, content)
+            return _json(server, f"{call.method} {url}", status, body)
+        except _TransientError as failed:
+            if attempt == server.retries:
+                raise SampleError(
+                    f"{call.method} {url} {failed}, in the last of {attempt + 1} attempts; expected 200 OK. "
+                    "See that the server runs and is not overloaded (concurrency, timeout_s, retries)."
+                ) from None
+            wished_s = server.backoff_s * 2**attempt * random.uniform(0.5, 1.0)
+            await asyncio.sleep(max(min(wished_s, _PAUSE_MAX_S), failed.pause_s))
+    raise AssertionError("unreachable")
+
+
+async def _attempt(
+    client: httpx2.AsyncClient, server: RewardServer, method: str, url: str, content: bytes | None
+) -> tuple[int, bytes]:
+    import httpx2
+
+    body = bytearray()
+    try:
+        async with (
+            asyncio.timeout(server.timeout_s),
+            client.stream(
+                method, url, content=content, headers={"Content-Type": "application/json"}
+            ) as response,
+        ):
+            async for part in response.aiter_bytes():
+                body += part
+                if len(body) > BYTES_MAX:
+                    raise SampleError(f"{method} {url} sent more; expected at most {BYTES_MAX} bytes.")
+    except (TimeoutError, httpx2.TimeoutException):
+        raise _TransientError(f"was not done after timeout_s={server.timeout_s:g}") from None
+    except (httpx2.InvalidURL, httpx2.UnsupportedProtocol) as error:
+        raise RewardSetupError(f"{method} {url}: {error}; expected an address of a server.") from None
+    except httpx2.HTTPError as error:
+        raise _TransientError(f"failed ({str(error) or type(error).__name__})") from None
+    status = response.status_code
+    if status in (408, 429) or status >= 500:
+        raise _TransientError(
+            f"answered {status} ({_excerpt(server, bytes(body))})",
+            _seconds(response.headers.get("retry-after", "")),
+        )
+    return status, bytes(body)
+
+
+def _json(server: RewardServer, what: str, status: int, body: bytes) -> Any:
+    found = f"{what} answered {status} ({_excerpt(server, body)})"
+    if status in (401, 403):
+        source = f"the key in {server.api_key_env}" if server.api_key_env else "requests without a key"
+        raise RewardSetupError(
+            f"{found}: the server refuses {source}; expected 200 OK. Put a valid key into an environment "
+            "variable and its name into api_key_env."
+        )
+    if status in (404, 405) or 300 <= status < 400:
+        raise RewardSetupError(f"{found}; expected 200 OK. Check base_url and the model's name.")
+    if status != 200:
+        raise SampleError(f"{found}; expected 200 OK. The request does not suit this server or model.")
+    try:
+        return json.loads(body, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        reason = str(error) if isinstance(error, _NotFiniteError) else "no JSON"
+        raise SampleError(f"{found}: {reason}; expected JSON. Is base_url the service's own?") from None
+
+
+class _NotFiniteError(ValueError):
+    pass
+
+
+def _no_number(constant: str) -> NoReturn:
+    raise _NotFiniteError(f"it contains {constant}")
+
+
+def _seconds(retry_after: str) -> float:
+    return float(retry_after) if retry_after.isdecimal() and len(retry_after) < 7 else 0.0
+
+
+def _key(server: RewardServer) -> str:
+    if not server.api_key_env:
+        return ""
+    key = os.environ.get(server.api_key_env, "").strip()
+    if not key:
+        raise RewardSetupError(
+            f"api_key_env of {server.base_url} is {server.api_key_env!r}, not set in the environment; "
+            f"expected a key. Export {server.api_key_env}, or leave api_key_env empty."
+        )
+    if not (key.isascii() and key.isprintable()) or " " in key:
+        raise RewardSetupError(
+            f"the environment variable {server.api_key_env} holds more than a key (a space, or characters "
+            "that HTTP does not carry); expected printable ASCII. Export it anew."
+        )
+    return key
+
+
+def _headers(server: RewardServer) -> dict[str, str]:
+    key = _key(server)
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def _excerpt(server: RewardServer, body: bytes) -> str:
+    text = body.decode("utf-8", "replace")
+    key = _key(server)
+    text = " ".join((text.replace(key, "[key]") if key else text).split())
+    return repr(text if len(text) <= 200 else text[:197] + "...")
+
+
+@lru_cache(maxsize=1)  # reading the certificates takes 0.2 s
+def _tls() -> ssl.SSLContext:
+    import httpx2
+
+    return httpx2.create_ssl_context()

@@ -1,0 +1,90 @@
+"""The reward ``ocr-vlm``: a VLM at an endpoint transcribes the picture, the prompt quotes the target.
+
+Target and score are those of ``ocr`` (``rewards/ocr.py``); only the reader differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from spotlight.rewards.endpoints.chat import ChatEndpoint, ask_about, token_curves, try_out
+from spotlight.rewards.endpoints.json_client import parse_server
+from spotlight.rewards.ocr import legibility, normalized, target_of
+from spotlight.rewards.reward import Image, SampleError
+
+NO_TEXT = "[no text]"
+INSTRUCTION = (
+    "Transcribe all text in this picture exactly as it is drawn, misspellings included. Answer with the text "
+    f"and nothing else; if there is no text, answer {NO_TEXT}"
+)
+
+
+def ocr_vlm(
+    images: Sequence[Image],
+    prompts: Sequence[str],
+    metadata: Sequence[Mapping[str, Any]],
+    *,
+    endpoint: Mapping[str, Any],
+    instruction: str = INSTRUCTION,
+    tokens_max: int = 512,
+) -> dict[str, list[float | SampleError]]:
+    """Score how much of each prompt's quoted text a vision-language model reads in its image.
+
+    Args:
+        images: uint8 [height, width, 3].
+        prompts: each with its target in straight double quotes; the model does not see them.
+        metadata: ignored.
+        endpoint: fields of :class:`ChatEndpoint`; ``base_url`` and ``model`` are required.
+        instruction: what the model is asked; readers such as DeepSeek-OCR have one of their own.
+        tokens_max: length limit of a transcription.
+
+    Returns:
+        ``score`` in [0, 1]; ``exact``: 1 if the target was read in full, else 0; ``cut_off``: 1 if the
+        transcription reached ``tokens_max`` (what was read until then counts); tokens and cost.
+
+    Raises:
+        RewardInputError: a prompt without quoted text.
+        RewardSetupError: invalid settings, a refused key or model.
+    """
+    place = _settings(endpoint)
+    targets = [target_of(prompt) for prompt in prompts]
+    answers = ask_about(place, images, [instruction] * len(images), tokens_max=tokens_max)
+    scores = [
+        each if isinstance(each, SampleError) else legibility(target, _reading(each.text))
+        for target, each in zip(targets, answers, strict=True)
+    ]
+    return {
+        "score": scores,
+        "exact": [float(score == 1.0) for score in scores],
+        "cut_off": [float(not isinstance(each, SampleError) and each.cut_off) for each in answers],
+        **token_curves(place, answers),
+    }
+
+
+def check(
+    prompts: Sequence[str],
+    metadata: Sequence[Mapping[str, Any]],
+    *,
+    endpoint: Mapping[str, Any],
+    instruction: str = INSTRUCTION,
+    tokens_max: int = 512,
+) -> None:
+    """Parse every prompt's target, and ask about a gray picture once. Raises as :func:`ocr_vlm` does."""
+    for prompt in prompts:
+        target_of(prompt)
+    try_out(_settings(endpoint), instruction, tokens_max=tokens_max)
+
+
+def scored_by(*, endpoint: Mapping[str, Any]) -> str:
+    """The model and its endpoint; checks the endpoint's settings."""
+    place = _settings(endpoint)
+    return f"{place.model} at {place.base_url}"
+
+
+def _settings(endpoint: Mapping[str, Any]) -> ChatEndpoint:
+    return parse_server(ChatEndpoint, "ocr-vlm reward: params.endpoint", endpoint)
+
+
+def _reading(text: str) -> str:
+    return normalized(text.replace(NO_TEXT, ""))

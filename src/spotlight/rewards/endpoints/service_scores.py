@@ -1,0 +1,168 @@
+"""The reward ``http``: a reward service scores pictures; for models that need an environment of their own.
+
+Speaks the JSON of UniRL's reward service (https://github.com/Tencent-Hunyuan/UniRL):
+
+    GET  /rewards  ->  {"rewards": ["pickscore", ...]}
+    POST /score    {"requests": [{"history": [{"text": ..., "image_b64": ...}],
+                                  "required_rewards": ["pickscore"], "metadata": {...}}]}
+               ->  {"results": [{"pickscore": {"pickscore": 0.21}}], "errors": [{}]}
+
+Pictures are PNG in base64. An entry of ``errors`` fails its sample alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from spotlight.rewards.endpoints.json_client import HttpCall, RewardServer, ask_all, parse_server, png_base64
+from spotlight.rewards.reward import Image, RewardSetupError, SampleError
+
+Scores = dict[str, float]
+"""One sample's scores, by the service's names."""
+
+
+def http(
+    images: Sequence[Image],
+    prompts: Sequence[str],
+    metadata: Sequence[Mapping[str, Any]],
+    *,
+    server: Mapping[str, Any],
+    reward: str,
+    score: str = "",
+    batch_size: int = 8,
+) -> dict[str, list[float | SampleError]]:
+    """Let a reward service score the pictures.
+
+    Args:
+        images: uint8 [height, width, 3].
+        prompts: sent as they are.
+        metadata: sent as JSON.
+        server: fields of :class:`RewardServer`; ``base_url`` is required.
+        reward: the service's name of the reward.
+        score: which of the reward's scores is trained on; empty: its only one, or the one called like it.
+        batch_size: pictures in one request.
+
+    Returns:
+        ``score``, and the reward's other scores that every picture has.
+
+    Raises:
+        RewardSetupError: invalid settings, a refused key or address.
+    """
+    place = _settings(server, batch_size)
+    starts = range(0, len(images), batch_size)
+    parts = [slice(start, min(start + batch_size, len(images))) for start in starts]
+    calls = [
+        HttpCall("/score", partial(_body, images[part], prompts[part], metadata[part], reward))
+        for part in parts
+    ]
+    answers = ask_all(place, calls, lambda body: body)
+    found: list[Scores | SampleError] = []
+    for part, answer in zip(parts, answers, strict=True):
+        found += parse_scores(answer, reward, part.stop - part.start)
+    return _curves(found, reward, score)
+
+
+def check(
+    prompts: Sequence[str],
+    metadata: Sequence[Mapping[str, Any]],
+    *,
+    server: Mapping[str, Any],
+    reward: str,
+    batch_size: int = 8,
+) -> None:
+    """Ask the service which rewards it has. Raises RewardSetupError if it is absent or lacks this one."""
+    place = _settings(server, batch_size)
+    (answer,) = ask_all(place, [HttpCall("/rewards")], lambda body: body)
+    if isinstance(answer, SampleError):
+        raise RewardSetupError(f"http reward: {answer}")
+    names = answer.get("rewards") if isinstance(answer, dict) else None
+    if not isinstance(names, list) or reward not in names:
+        raise RewardSetupError(
+            f"http reward: params.reward is {reward!r}, but {place.base_url}/rewards names "
+            f"{str(names)[:200]}; expected it among them. Correct the name, or enable it at the service."
+        )
+
+
+def scored_by(*, server: Mapping[str, Any], reward: str, batch_size: int = 8) -> str:
+    """The reward and its service; checks the service's settings."""
+    return f"{reward} at {_settings(server, batch_size).base_url}"
+
+
+def parse_scores(answer: object, reward: str, samples: int) -> list[Scores | SampleError]:
+    """Scores, or why there are none, of each sample of one request."""
+    if isinstance(answer, SampleError):
+        return [answer] * samples
+    results = answer.get("results") if isinstance(answer, dict) else None
+    errors = answer.get("errors", []) if isinstance(answer, dict) else None
+    if not isinstance(results, list) or len(results) != samples or not isinstance(errors, list):
+        number = f"{len(results)} results" if isinstance(results, list) else "no list of results"
+        wrong = SampleError(
+            f"the service sent {number} for {samples} pictures ({str(answer)[:200]}); expected as many"
+        )
+        return [wrong] * samples
+    return [
+        _sample_scores(result, errors[index] if index < len(errors) else {}, reward)
+        for index, result in enumerate(results)
+    ]
+
+
+def _sample_scores(result: object, errors: object, reward: str) -> Scores | SampleError:
+    if isinstance(errors, dict) and reward in errors:
+        return SampleError(f"the service could not score this picture: {str(errors[reward])[:500]}")
+    scores = result.get(reward) if isinstance(result, dict) else None
+    if not isinstance(scores, dict) or not scores:
+        return SampleError(f"the service sent {str(result)[:200]}; expected scores of {reward!r}")
+    for name, value in scores.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            return SampleError(f"the service sent {str(value)[:80]!r} as {name!r}; expected a finite number")
+    return {name: float(value) for name, value in scores.items()}
+
+
+def _curves(
+    found: Sequence[Scores | SampleError], reward: str, score: str
+) -> dict[str, list[float | SampleError]]:
+    named = set[str]().union(*(each for each in found if not isinstance(each, SampleError)))
+    trained = score or (reward if len(named) != 1 else next(iter(named)))
+    checked = [_with(trained, each) for each in found]
+    complete = [set(each) for each in checked if not isinstance(each, SampleError)]
+    others = set.intersection(*complete) - {trained, "score"} if complete else set()
+    return {
+        "score": [each if isinstance(each, SampleError) else each[trained] for each in checked],
+        **{
+            name: [each if isinstance(each, SampleError) else each[name] for each in checked]
+            for name in sorted(others)
+        },
+    }
+
+
+def _with(trained: str, scores: Scores | SampleError) -> Scores | SampleError:
+    if isinstance(scores, SampleError) or trained in scores:
+        return scores
+    return SampleError(
+        f"the service sent the scores {sorted(scores)}; expected {trained!r} among them. Name the one to "
+        "train on in params.score."
+    )
+
+
+def _settings(server: Mapping[str, Any], batch_size: int) -> RewardServer:
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise RewardSetupError(f"http reward: params.batch_size is {batch_size!r}; expected 1 or more.")
+    return parse_server(RewardServer, "http reward: params.server", server)
+
+
+def _body(
+    images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]], reward: str
+) -> dict[str, Any]:
+    return {
+        "requests": [
+            {
+                "history": [{"text": prompt, "image_b64": png_base64(image)}],
+                "required_rewards": [reward],
+                "metadata": dict(record),
+            }
+            for image, prompt, record in zip(images, prompts, metadata, strict=True)
+        ]
+    }

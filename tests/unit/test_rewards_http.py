@@ -1,0 +1,148 @@
+"""The reward ``http``: what it sends to a reward service, and that a bad one gives errors, never zeros."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.unit.reward_server import Reply, as_json, decoded, drip, hang, reward_server
+
+from spotlight.rewards.endpoints import service_scores
+from spotlight.rewards.endpoints.service_scores import http
+from spotlight.rewards.pool.reward_pool import RewardPool
+from spotlight.rewards.results import RewardFailure, RewardSpec, ScoredSample
+from spotlight.rewards.reward import RewardSetupError, SampleError
+
+IMAGES = [np.full((6, 5, 3), level, np.uint8) for level in range(5)]
+PROMPTS = [f"prompt {index}" for index in range(5)]
+METADATA = [{"tag": index} for index in range(5)]
+
+
+def place(url: str) -> dict[str, Any]:
+    return {"base_url": url, "timeout_s": 0.5, "batch_timeout_s": 3.0, "retries": 1, "backoff_s": 0.01}
+
+
+def ask(url: str, **params: Any) -> dict[str, list[Any]]:
+    return http(IMAGES, PROMPTS, METADATA, server=place(url), reward="align", **{"batch_size": 2, **params})
+
+
+def brightness(request: BaseHTTPRequestHandler, body: Any) -> Reply:
+    """A service that is as it should be."""
+    if body is None:
+        return as_json({"rewards": ["align", "other"]})
+    levels = [int(decoded(each["history"][0]["image_b64"])[0, 0, 0]) for each in body["requests"]]
+    return as_json({"results": [{"align": {"align": level, "VQ": -level}} for level in levels], "errors": []})
+
+
+def test_every_picture_is_sent_with_its_prompt_and_metadata_and_gets_its_score() -> None:
+    with reward_server(brightness) as server:
+        service_scores.check(PROMPTS, METADATA, server=place(server.url), reward="align")
+        found = ask(server.url)
+        other = ask(server.url, score="VQ")
+    assert found == {"score": [0, 1, 2, 3, 4], "VQ": [0, -1, -2, -3, -4]}
+    assert other == {"score": [0, -1, -2, -3, -4], "align": [0, 1, 2, 3, 4]}
+    posts = [each for each in server.seen if each[2] is not None][:3]
+    assert {path for path, _, _ in posts} == {"/score"}
+    sent = [each for _, _, body in posts for each in body["requests"]]
+    assert sorted(len(body["requests"]) for _, _, body in posts) == [1, 2, 2]
+    assert sorted(each["history"][0]["text"] for each in sent) == PROMPTS
+    assert all(each["required_rewards"] == ["align"] for each in sent)
+    assert all(each["history"][0]["text"] == f"prompt {each['metadata']['tag']}" for each in sent)
+
+
+def one_wrong(value: object) -> Callable[[BaseHTTPRequestHandler, Any], Reply]:
+    def behaviour(request: BaseHTTPRequestHandler, body: Any) -> Reply:
+        results = [{"align": {"align": 1.0}} for _ in body["requests"]]
+        return as_json({"results": [value, *results[1:]], "errors": [{} for _ in results]})
+
+    return behaviour
+
+
+BAD: dict[str, tuple[Callable[[BaseHTTPRequestHandler, Any], Reply | None], str]] = {
+    "hangs": (hang, "timeout_s=0.5"),
+    "drips": (drip, "timeout_s=0.5"),
+    "500": (lambda request, body: (500, b"out of memory"), "500 .*out of memory"),
+    "html": (lambda request, body: (200, b"<html>"), "no JSON"),
+    "too few": (lambda request, body: as_json({"results": [{"align": {"align": 1}}]}), "1 results for 5"),
+    "none": (lambda request, body: as_json({"results": []}), "0 results for 5"),
+    "no results": (lambda request, body: as_json({"rewards": [1, 2]}), "no list of results"),
+    "list": (lambda request, body: as_json([]), "no list of results"),
+    "nan": (lambda request, body: (200, b'{"results": [NaN]}'), "NaN"),
+    "infinity": (lambda request, body: (200, b'{"results": [1e999]}'), "1 results for 5"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_service_gives_no_sample_a_score(case: str) -> None:
+    behaviour, expected = BAD[case]
+    with reward_server(behaviour) as server:
+        found = ask(server.url, batch_size=5)["score"]
+    assert len(found) == 5
+    for each in found:
+        assert isinstance(each, SampleError)
+        assert re.search(expected, str(each)), each
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        None,
+        7,
+        {"align": 0.5},
+        {"align": {}},
+        {"align": {"align": None}},
+        {"align": {"align": "0.5"}},
+        {"align": {"align": True}},
+        {"align": {"other": 0.5}},
+        {"other": {"align": 0.5}},
+    ],
+)
+def test_a_bad_result_fails_its_own_sample(value: object) -> None:
+    with reward_server(one_wrong(value)) as server:
+        first, *others = ask(server.url, batch_size=5, score="align")["score"]
+    assert isinstance(first, SampleError)
+    assert others == [1.0] * 4
+
+
+def test_numbers_too_large_for_a_float_are_refused() -> None:
+    with reward_server(lambda request, body: (200, b'{"results": [{"align": {"a": 1e999}}]}')) as server:
+        found = ask(server.url, batch_size=1)["score"]
+    assert all("finite" in str(each) for each in found)
+
+
+def test_in_the_pool_an_error_of_the_service_reaches_its_sample() -> None:
+    def third_fails(request: BaseHTTPRequestHandler, body: Any) -> Reply:
+        results: list[object] = [{"align": {"align": 0.5}} for _ in body["requests"]]
+        errors: list[object] = [{} for _ in results]
+        results[2], errors[2] = {}, {"align": "ValueError('no face')"}
+        return as_json({"results": results, "errors": errors})
+
+    with reward_server(third_fails) as server:
+        params = {"server": place(server.url), "reward": "align"}
+        with RewardPool([RewardSpec("http", params=params)]) as pool:
+            samples = pool.score(IMAGES, PROMPTS, METADATA).samples
+    assert len(server.seen) == 1
+    failed = samples[2]
+    assert isinstance(failed, RewardFailure)
+    assert "no face" in failed.message
+    assert all(isinstance(each, ScoredSample) for index, each in enumerate(samples) if index != 2)
+
+
+def test_a_reward_that_the_service_lacks_is_told_before_any_work() -> None:
+    with reward_server(brightness) as server, pytest.raises(RewardSetupError, match="'align', 'other'"):
+        service_scores.check(PROMPTS, METADATA, server=place(server.url), reward="alignment")
+    with reward_server(brightness) as server:
+        url = server.url
+    with pytest.raises(RewardSetupError, match="last of 2 attempts"):
+        service_scores.check(PROMPTS, METADATA, server=place(url), reward="align")
+
+
+@pytest.mark.parametrize("batch_size", [0, -1, 2.5])
+def test_batch_size(batch_size: Any) -> None:
+    with pytest.raises(RewardSetupError, match=r"params\.batch_size"):
+        ask("http://h", batch_size=batch_size)

@@ -1,0 +1,309 @@
+"""Rewards that ask a VLM: what they score, and that a bad server gives an error and never a zero."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import settings as settings_of_hypothesis
+from hypothesis import strategies as st
+from tests.unit.reward_server import (
+    Reply,
+    as_json,
+    completion,
+    drip,
+    hang,
+    picture_in,
+    question_in,
+    reward_server,
+)
+
+from spotlight.rewards.endpoints import ocr_vlm as ocr_module
+from spotlight.rewards.endpoints import vlm_judge as judge_module
+from spotlight.rewards.endpoints.chat import ChatEndpoint
+from spotlight.rewards.endpoints.json_client import BYTES_MAX, parse_server
+from spotlight.rewards.endpoints.ocr_vlm import NO_TEXT, ocr_vlm
+from spotlight.rewards.endpoints.vlm_judge import parse_grade, probability_of_yes, vlm_judge
+from spotlight.rewards.pool.reward_pool import RewardPool
+from spotlight.rewards.results import RewardFailure, RewardSpec, ScoredSample
+from spotlight.rewards.reward import RewardInputError, RewardSetupError, SampleError
+
+YES = {"Yes": math.log(0.7), " yes": math.log(0.1), "No": math.log(0.15), "Maybe": math.log(0.05)}
+
+
+def grays(*levels: int) -> list[np.ndarray]:
+    return [np.full((8, 12, 3), level, np.uint8) for level in levels]
+
+
+def settings(url: str, **more: Any) -> dict[str, Any]:
+    quick = {"timeout_s": 0.5, "batch_timeout_s": 5.0, "retries": 1, "backoff_s": 0.01}
+    return {"base_url": f"{url}/v1", "model": "judge-8b", **quick, **more}
+
+
+def judge(url: str, levels: tuple[int, ...] = (0,), *, endpoint: dict[str, Any] | None = None, **params: Any):
+    images = grays(*levels)
+    prompts = [f'a sign "{level}"' for level in levels]
+    place = settings(url, **(endpoint or {}))
+    return vlm_judge(images, prompts, [{}] * len(images), endpoint=place, **params)
+
+
+def test_yes_is_summed_over_its_spellings() -> None:
+    with reward_server(lambda request, body: completion("Yes", top=YES)) as server:
+        found = judge(server.url)
+    assert found["score"] == [pytest.approx(0.8)]
+    assert found["no"] == [pytest.approx(0.15)]
+    path, _, body = server.seen[0]
+    assert path == "/v1/chat/completions"
+    assert (body["model"], body["logprobs"], body["temperature"]) == ("judge-8b", True, 0)
+    assert 'a sign "0"' in question_in(body)
+    assert (picture_in(body) == grays(0)[0]).all()
+
+
+def test_scores_keep_the_order_of_pictures_whatever_the_order_of_answers() -> None:
+    def grade_by_level(request: BaseHTTPRequestHandler, body: Any) -> Reply:
+        level = int(picture_in(body)[0, 0, 0])
+        time.sleep(0.05 * (10 - level) / 10)
+        return completion(f"{level}/10")
+
+    levels = (3, 10, 0, 7, 5, 1)
+    with reward_server(grade_by_level) as server:
+        found = judge(server.url, levels, answer="grade", endpoint={"concurrency": 3})
+    assert found["grade"] == list(levels)
+    assert found["score"] == [level / 10 for level in levels]
+    assert server.most_under_way <= 3
+
+
+def test_tokens_and_their_price_are_curves() -> None:
+    usage = {"prompt_tokens": 1000, "completion_tokens": 10}
+    prices = {"usd_per_million_prompt_tokens": 2.0, "usd_per_million_completion_tokens": 50.0}
+    with reward_server(lambda request, body: completion("7", usage=usage)) as server:
+        found = judge(server.url, answer="grade", endpoint=prices)
+        free = judge(server.url, answer="grade")
+        server.behaviour = lambda request, body: as_json({"choices": [{"message": {"content": "7"}}]})
+        with pytest.raises(RewardSetupError, match="Remove the prices"):
+            judge(server.url, answer="grade", endpoint=prices)
+        silent = judge(server.url, answer="grade")
+    assert found["prompt_tokens"] == [1000.0]
+    assert found["completion_tokens"] == [10.0]
+    assert found["cost_usd"] == [pytest.approx(0.0025)]
+    assert "cost_usd" not in free
+    assert set(silent) == {"score", "grade"}
+
+
+def test_without_logprobs_the_remedy_is_named_before_any_work() -> None:
+    with (
+        reward_server(lambda request, body: completion("Yes")) as server,
+        pytest.raises(RewardSetupError, match=r"Set params\.answer: grade"),
+    ):
+        judge_module.check(["a cat"], [{}], endpoint=settings(server.url))
+
+
+BAD: dict[str, tuple[Callable[[BaseHTTPRequestHandler, Any], Reply | None], str]] = {
+    "hangs": (hang, "timeout_s=0.5"),
+    "drips": (drip, "timeout_s=0.5"),
+    "500": (lambda request, body: (500, b"CUDA out of memory"), "500 .*CUDA.*last of 2 attempts"),
+    "429": (lambda request, body: (429, b"slow down"), "429"),
+    "400": (lambda request, body: as_json({"error": "context too long"}, 400), "400.*context too long"),
+    "closes": (lambda request, body: request.connection.close(), "last of 2 attempts"),
+    "html": (lambda request, body: (200, b"<html>Welcome</html>"), "no JSON"),
+    "nan": (lambda request, body: (200, b'{"choices": NaN}'), "NaN"),
+    "deep": (lambda request, body: (200, b"[" * 100_000), "no JSON"),
+    "huge": (lambda request, body: (200, b" " * (BYTES_MAX + 1)), "sent more"),
+    "no choices": (lambda request, body: as_json({"choices": []}), "expected choices"),
+    "empty": (lambda request, body: completion(""), "expected choices"),
+    "null": (lambda request, body: completion(None), "expected choices"),
+    "list": (lambda request, body: as_json([1, 2]), "expected choices"),
+    "no number": (lambda request, body: completion("It is lovely."), "It is lovely"),
+    "two numbers": (lambda request, body: completion("7 or 8"), "7 or 8"),
+    "nan in words": (lambda request, body: completion("nan"), "'nan'"),
+    "too high": (lambda request, body: completion("11"), "'11'"),
+    "other scale": (lambda request, body: completion("4/5"), "4/5"),
+    "cut off": (lambda request, body: completion("1", finish="length"), "cut off"),
+    "tokens": (lambda request, body: completion("7", usage={"prompt_tokens": -1}), "usage"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_answer_is_an_error_and_the_next_sample_is_scored(case: str) -> None:
+    behaviour, expected = BAD[case]
+
+    def first_is_bad(request: BaseHTTPRequestHandler, body: Any) -> Reply | None:
+        return behaviour(request, body) if picture_in(body)[0, 0, 0] == 0 else completion("7")
+
+    with reward_server(first_is_bad) as server:
+        bad, good = judge(server.url, (0, 9), answer="grade")["score"]
+    assert good == 0.7
+    assert isinstance(bad, SampleError)
+    assert re.search(expected, str(bad)), bad
+
+
+@pytest.mark.parametrize(
+    "top",
+    [
+        {"The": math.log(0.9), "Yes": math.log(0.05)},  # a model that does not answer the question
+        {"Yes": 0.5},
+        {"Yes": math.log(0.9), "No": math.log(0.9)},
+    ],
+)
+def test_logprobs_that_say_nothing_or_cannot_be_true(top: dict[str, float]) -> None:
+    with reward_server(lambda request, body: completion("Yes", top=top)) as server:
+        (found,) = judge(server.url)["score"]
+    assert isinstance(found, SampleError)
+
+
+def test_a_server_that_recovers_costs_only_time() -> None:
+    attempts = iter([(503, b"loading"), (429, b""), completion("10")])
+    with reward_server(lambda request, body: next(attempts)) as server:
+        assert judge(server.url, answer="grade", endpoint={"retries": 2})["score"] == [1.0]
+
+
+def test_a_whole_batch_has_a_deadline() -> None:
+    started_s = time.monotonic()
+    limits = {"timeout_s": 1.0, "batch_timeout_s": 0.3, "concurrency": 2}
+    with reward_server(hang) as server:
+        found = judge(server.url, (0, 1, 2, 3), answer="grade", endpoint=limits)["score"]
+    assert time.monotonic() - started_s < 2
+    assert all("batch_timeout_s=0.3" in str(each) for each in found)
+
+
+def test_nobody_there() -> None:
+    with reward_server(hang) as server:
+        url = server.url
+    (found,) = judge(url, answer="grade")["score"]
+    assert "last of 2 attempts" in str(found)
+    with pytest.raises(RewardSetupError, match="did not answer"):
+        judge_module.check(["a cat"], [{}], endpoint=settings(url))
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 302])
+def test_what_would_fail_for_every_sample_stops_at_once(status: int) -> None:
+    with reward_server(lambda request, body: (status, b"no")) as server, pytest.raises(RewardSetupError):
+        judge(server.url, tuple(range(20)), endpoint={"concurrency": 1})
+    assert len(server.seen) == 1
+
+
+def test_the_key_is_sent_and_written_nowhere(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = "sk-very-secret-0123"
+    monkeypatch.setenv("JUDGE_KEY", key)
+    caplog.set_level(0)
+
+    def repeats_the_key(request: BaseHTTPRequestHandler, body: Any) -> Reply:
+        return 401, f"Incorrect API key provided: {key}".encode()
+
+    with reward_server(repeats_the_key) as server, pytest.raises(RewardSetupError, match=r"\[key\]") as error:
+        judge(server.url, endpoint={"api_key_env": "JUDGE_KEY"})
+    assert server.seen[0][1]["Authorization"] == f"Bearer {key}"
+    assert "JUDGE_KEY" in str(error.value)
+    assert key not in str(error.value) + caplog.text
+    monkeypatch.setenv("JUDGE_KEY", f"{key}\nX-Other: 1")
+    with pytest.raises(RewardSetupError) as error:
+        judge_module.scored_by(endpoint=settings("http://h", api_key_env="JUDGE_KEY"))
+    assert key not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "words"),
+    [
+        ({"base_url": "http://h"}, "model"),
+        ({"base_url": "ftp://h", "model": "m"}, "base_url"),
+        ({"base_url": "http://user:pw@h", "model": "m"}, "api_key_env"),
+        ({"base_url": "http://h?key=1", "model": "m"}, "api_key_env"),
+        ({"base_url": "http://h:99999", "model": "m"}, "not a URL"),
+        ({"base_url": "http://h", "model": "m", "timeout": 3}, r"endpoint\.timeout"),
+        ({"base_url": "http://h", "model": "m", "timeout_s": 0}, r"endpoint\.timeout_s"),
+        ({"base_url": "http://h", "model": "m", "api_key_env": "NOT_SET_ANYWHERE"}, "NOT_SET_ANYWHERE"),
+        ("http://h", "params.endpoint"),
+    ],
+)
+def test_settings_are_strict_and_name_the_key(endpoint: Any, words: str) -> None:
+    with pytest.raises(RewardSetupError, match=words) as error:
+        judge_module.scored_by(endpoint=endpoint)
+    assert "pw@" not in str(error.value)
+
+
+@pytest.mark.parametrize("params", [{"answer": "maybe"}, {"scale": [1]}, {"scale": [5, 1]}, {"scale": "0-5"}])
+def test_settings_of_the_judge(params: dict[str, Any]) -> None:
+    with pytest.raises(RewardSetupError, match=f"params.{next(iter(params))}"):
+        judge("http://h", **params)
+
+
+@given(st.floats(0, 1), st.floats(0, 1))
+def test_probabilities_are_read_or_refused_never_made_up(yes: float, no: float) -> None:
+    tokens = {"▁YES": yes * (1 - no), "No.": no, "x": 0.0}
+    if yes * (1 - no) + no < 0.5:
+        with pytest.raises(SampleError):
+            probability_of_yes(tokens)
+    else:
+        assert probability_of_yes(tokens) == (yes * (1 - no), no)
+
+
+@given(st.integers(1, 5), st.sampled_from(["{}", " {}\n", "Score: {}", "{}/5", "{}.0", "**{}**", "{}."]))
+def test_grades_are_read_in_their_usual_forms(grade: int, form: str) -> None:
+    assert parse_grade(form.format(grade), 1, 5) == grade
+
+
+@settings_of_hypothesis(max_examples=40)
+@given(st.text())
+def test_any_other_text_is_refused(text: str) -> None:
+    try:
+        assert 1 <= parse_grade(text, 1, 5) <= 5
+    except SampleError:
+        pass
+    else:
+        assert any(digit.isdecimal() for digit in text)
+
+
+def test_ocr_scores_what_the_model_reads_like_ocr() -> None:
+    texts = ["Closed", "The sign:\nO P E N", "OPNE", NO_TEXT]
+
+    def read(request: BaseHTTPRequestHandler, body: Any) -> Reply:
+        assert "OPEN" not in question_in(body)  # it must not be told what to read
+        level = int(picture_in(body)[0, 0, 0]) % 128  # a gray picture is the first question
+        return completion(texts[level], finish="length" if level == 2 else "stop")
+
+    with reward_server(read) as server:
+        found = ocr_vlm(grays(0, 1, 2, 3), ['a sign "OPEN"'] * 4, [{}] * 4, endpoint=settings(server.url))
+        ocr_module.check(['a sign "OPEN"'], [{}], endpoint=settings(server.url))
+        with pytest.raises(RewardInputError, match="double"):
+            ocr_module.check(["a sign"], [{}], endpoint=settings(server.url))
+    assert found["score"] == [0.0, 1.0, 0.5, 0.0]
+    assert found["exact"] == [0.0, 1.0, 0.0, 0.0]
+    assert found["cut_off"] == [0.0, 0.0, 1.0, 0.0]
+    assert found["prompt_tokens"] == [100.0] * 4
+
+
+def test_in_the_pool_one_sample_fails_with_its_reason_and_no_question_is_asked_twice() -> None:
+    def second_is_bad(request: BaseHTTPRequestHandler, body: Any) -> Reply:
+        return completion("lovely" if picture_in(body)[0, 0, 0] == 1 else "5")
+
+    with reward_server(second_is_bad) as server:
+        spec = RewardSpec("vlm-judge", params={"endpoint": settings(server.url), "answer": "grade"})
+        with RewardPool([spec]) as pool:
+            batch = pool.score(grays(0, 1, 2), ["a", "b", "c"], [{}] * 3)
+            video = np.stack(grays(2, 1, 0))
+            (of_video,) = pool.score([video], ["a"], [{}]).samples
+    first, second, third = batch.samples
+    assert isinstance(first, ScoredSample)
+    assert isinstance(third, ScoredSample)
+    assert first.curves()["vlm-judge"] == 0.5
+    assert first.curves()["vlm-judge/prompt_tokens"] == 100
+    assert first.scores["vlm-judge"].scored_by == f"judge-8b at {server.url}/v1"
+    assert isinstance(second, RewardFailure)
+    assert "lovely" in second.message
+    assert isinstance(of_video, RewardFailure)
+    assert len(server.seen) == 6
+
+
+def test_parsed_settings_pass() -> None:
+    endpoint = ChatEndpoint(base_url="http://h/v1/", model="m")
+    assert parse_server(ChatEndpoint, "x", endpoint) is endpoint
+    assert endpoint.base_url == "http://h/v1"
