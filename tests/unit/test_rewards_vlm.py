@@ -204,6 +204,10 @@ def test_the_key_is_sent_and_written_nowhere(
     assert server.seen[0][1]["Authorization"] == f"Bearer {key}"
     assert "JUDGE_KEY" in str(error.value)
     assert key not in str(error.value) + caplog.text
+    with reward_server(lambda request, body: completion(f"your key is {key}")) as server:
+        (found,) = judge(server.url, answer="grade", endpoint={"api_key_env": "JUDGE_KEY"})["score"]
+    assert "[key]" in str(found)
+    assert key not in str(found)
     monkeypatch.setenv("JUDGE_KEY", f"{key}\nX-Other: 1")
     with pytest.raises(RewardSetupError) as error:
         judge_module.scored_by(endpoint=settings("http://h", api_key_env="JUDGE_KEY"))

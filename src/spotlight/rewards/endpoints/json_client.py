@@ -156,6 +156,7 @@ async def _ask_all(
     async with httpx2.AsyncClient(
         headers=_headers(server),
         timeout=server.timeout_s,
+        limits=httpx2.Limits(max_connections=server.concurrency),
         verify=_tls(),
         trust_env=host not in _LOOPBACK,  # a proxy does not lead to this machine
     ) as client:
@@ -186,13 +187,15 @@ async def _answer(
     read: Callable[[Any], Read],
 ) -> Read | SampleError:
     async with gate:
-        content = None
-        if call.body is not None:
-            content = await asyncio.to_thread(lambda: json.dumps(call.body and call.body()).encode())
+        content = None if call.body is None else await asyncio.to_thread(_encoded, call.body)
         try:
             return read(await _with_retries(client, server, call, content))
         except SampleError as error:
             return error
+
+
+def _encoded(body: Callable[[], Mapping[str, Any]]) -> bytes:
+    return json.dumps(body()).encode()
 
 
 async def _with_retries(
@@ -259,7 +262,7 @@ def _json(server: RewardServer, what: str, status: int, body: bytes) -> Any:
     if status != 200:
         raise SampleError(f"{found}; expected 200 OK. The request does not suit this server or model.")
     try:
-        return json.loads(body, parse_constant=_no_number)
+        return json.loads(_without_key(server, body), parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         reason = str(error) if isinstance(error, _NotFiniteError) else "no JSON"
         raise SampleError(f"{found}: {reason}; expected JSON. Is base_url the service's own?") from None
@@ -299,10 +302,14 @@ def _headers(server: RewardServer) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def _excerpt(server: RewardServer, body: bytes) -> str:
+def _without_key(server: RewardServer, body: bytes) -> str:
     text = body.decode("utf-8", "replace")
     key = _key(server)
-    text = " ".join((text.replace(key, "[key]") if key else text).split())
+    return text.replace(key, "[key]") if key else text
+
+
+def _excerpt(server: RewardServer, body: bytes) -> str:
+    text = " ".join(_without_key(server, body).split())
     return repr(text if len(text) <= 200 else text[:197] + "...")
 
 
