@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,6 +18,7 @@ from tests.contract import family_ranks
 from tests.contract.family_cases import CASES, PROMPTS, TRAINED, VARIANTS, FamilyCase, Setting
 from tests.invariant import learner_world
 
+from spotlight.config.load import build_config
 from spotlight.diffusion.samplers import ODE
 from spotlight.models.experts import denoisers
 from spotlight.models.family import Guidance, MediaSize, ModelFamily
@@ -23,6 +26,7 @@ from spotlight.models.pipeline_export import read_lora
 from spotlight.models.skeleton import base_state, filling
 from spotlight.models.slots import LoraSlots, LoraSpec
 from spotlight.registry import FAMILIES
+from spotlight.report.loading import loading_snippet
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe
 from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
@@ -310,3 +314,17 @@ def test_a_transformer_from_a_peer_is_the_one_on_disk(
 def test_shards_of_two_transformers_get_the_gradients_of_whole_ones(load: Load, tmp_path: Path) -> None:
     """Each rank has one row, of either transformer: the ranks' collectives must still match."""
     assert family_ranks.gradient_difference("wan", load("wan", 2).directory, tmp_path) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loading_lines_call_the_pipeline_as_it_can_be_called(name: str, tmp_path: Path) -> None:
+    family = FAMILIES.load(name)
+    settings = {"model": {"family": name}, "rollout": {"true_cfg_scale": 3.0}}
+    lines = loading_snippet(build_config(settings, "the test"), tmp_path)
+    calls = [node for node in ast.walk(ast.parse(lines)) if isinstance(node, ast.Call)]
+    (call,) = [node for node in calls if isinstance(node.func, ast.Name) and node.func.id == "pipe"]
+    pipeline = getattr(diffusers, family.pipeline_class)
+    given = {str(keyword.arg): keyword.value for keyword in call.keywords}
+    inspect.signature(pipeline.__call__).bind(None, *call.args, **given)
+    assert given.keys() >= family.call_arguments(3.0, family.embedded_guidance).keys()
+    assert any(name.startswith("negative_prompt") for name in given)
