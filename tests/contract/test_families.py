@@ -101,14 +101,18 @@ def draw(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", CASES)
-def test_pictures_equal_the_pipelines(load: Load, name: str, variant: int) -> None:
+def test_pictures_equal_the_pipelines(
+    load: Load, name: str, variant: int, record_property: Callable[[str, object], None]
+) -> None:
     loaded = load(name, variant)
     for setting in loaded.case.settings:
         latents, ours = draw(loaded.family, setting)
         theirs = loaded.case.call(loaded.pipe, loaded.family, latents, setting)
         size = setting.size
         assert ours.shape == theirs.shape == (len(PROMPTS), size.frames, size.height, size.width, 3)
-        assert np.abs(ours - theirs).max() <= TOLERANCE, setting
+        difference = np.abs(ours - theirs).max()
+        record_property(f"{name}/picture", difference)
+        assert difference <= TOLERANCE, setting
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -194,11 +198,14 @@ def test_published_models_have_the_published_number_of_parameters(name: str, mod
     assert parameters == pytest.approx(published.parameters, rel=0.005)
 
 
-def test_degrees_of_sequence_parallelism_give_the_same(load: Load, tmp_path: Path) -> None:
+def test_degrees_of_sequence_parallelism_give_the_same(
+    load: Load, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     splitting = [each for each in TRAINED if FAMILIES.load(each[0]).splits_sequence]
     found = family_ranks.differences({each: load(*each).directory for each in splitting}, tmp_path)
     assert found.keys() == {(*each, degree) for each in splitting for degree in (2, 4)}
     for case, (difference, agree) in found.items():
+        record_property(f"{case[0]}/sequence_parallel", difference)
         assert difference <= TOLERANCE, case
         assert agree, case
 
@@ -226,7 +233,11 @@ def test_one_step_trains_every_targeted_weight(
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 @pytest.mark.parametrize(("name", "variant"), TRAINED)
 def test_plain_diffusers_draws_our_pictures_with_trained_weights(
-    load: Load, name: str, variant: int, tmp_path: Path
+    load: Load,
+    name: str,
+    variant: int,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
 ) -> None:
     loaded = load(name, variant)
     case, setting = loaded.case, loaded.case.settings[-1]
@@ -250,8 +261,10 @@ def test_plain_diffusers_draws_our_pictures_with_trained_weights(
     assert read.keys() == slots.state("policy").keys()
     assert all(torch.equal(tensor, read[name]) for name, tensor in slots.state("policy").items())
     merged = plain_pipeline(case, family.save_merged(tmp_path / "merged", slots.merged_state("policy")))
-    for pipe in (lora, merged):
-        assert np.abs(case.call(pipe, family, latents, setting) - ours).max() <= TOLERANCE
+    for what, pipe in (("lora", lora), ("merged", merged)):
+        difference = np.abs(case.call(pipe, family, latents, setting) - ours).max()
+        record_property(f"{case.name}/{what}", difference)
+        assert difference <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.wide])

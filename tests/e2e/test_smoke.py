@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,12 +26,17 @@ FIRST = "flux1-dev-ocr.yaml"
     "recipe", [name if name == FIRST else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
 )
 def test_a_recipe_runs_on_a_small_random_pipeline(
-    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
 ) -> None:
     monkeypatch.chdir(EXAMPLES.parent)
     before = load_config(EXAMPLES / recipe, [])
     settings = [f"runs_dir={tmp_path / 'runs'}", f"cache_dir={tmp_path / 'cache'}"]
+    begun_s = time.monotonic()
     done = CliRunner().invoke(app, ["train", f"examples/{recipe}", "--smoke", *settings])
+    record_property(f"{before.model.family}/smoke_s", time.monotonic() - begun_s)
     assert done.exit_code == 0, done.output
     run = tmp_path / "runs" / f"{before.name}-smoke"
     assert audit(run, AuditLimits(group_size=4, staleness_max=1)).violations == ()
