@@ -239,8 +239,10 @@ CASES: Mapping[str, FamilyCase] = {
                 Setting(_LARGE_PICTURE, 12, scale=3.0),
                 Setting(MediaSize(64, 32), 3, scale=1.5, negative="a green square, blurred"),
             ),
+            max_text_tokens=128,
             call=call_qwen_image_21,
             load=load_qwen_image_21,
+            wide={"num_layers": 32, "axes_dims_rope": (16, 24, 24), **_WIDE},
         ),
         FamilyCase(
             "z-image",
@@ -251,6 +253,7 @@ CASES: Mapping[str, FamilyCase] = {
                 Setting(MediaSize(48, 16), 3, scale=1.5, negative="a green square, blurred"),
             ),
             unused="x_pad_token",  # the sequence has a multiple of 32 tokens
+            wide={"dim": 256, "n_heads": 4, "n_kv_heads": 4, "n_layers": 15, "axes_dims": [16, 24, 24]},
         ),
         FamilyCase(
             "wan",
@@ -275,6 +278,7 @@ CASES: Mapping[str, FamilyCase] = {
             ),
             max_text_tokens=24,
             call=call_flux2_klein,
+            wide={"num_layers": 1, "num_single_layers": 4, "axes_dims_rope": (16, 16, 16, 16), **_WIDE},
         ),
     )
 }

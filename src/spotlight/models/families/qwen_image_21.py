@@ -86,7 +86,7 @@ class QwenImage21(ModelFamily):
         *("to_q", "to_k", "to_v", "to_out.0"),
         *("img_mlp.proj", "img_mlp.out", "img_mlp.gate_layer"),
     )
-    activations = ActivationCosts(lora=20.0, full=27.0, checkpointed=1.5, forward=15.0, decode=21.0)
+    activations = ActivationCosts(lora=27.3, full=33.4, checkpointed=1.2, forward=15.0, decode=21.0)
     cuts_prompts = False
     published = {
         "Qwen/Qwen-Image-2.1": PublishedModel(
