@@ -143,6 +143,7 @@ FAMILIES: Registry[type[ModelFamily]] = Registry(
         "flux": "spotlight.models.families.flux:Flux",
         "sd3": "spotlight.models.families.sd3:StableDiffusion3",
         "wan": "spotlight.models.families.wan:Wan",
+        "hunyuan-video": "spotlight.models.families.hunyuan_video:HunyuanVideo",
     },
 )
 """Model families: a subclass of :class:`~spotlight.models.family.ModelFamily`."""

@@ -269,6 +269,16 @@ CASES: Mapping[str, FamilyCase] = {
             trained=(0, 2),
         ),
         FamilyCase(
+            "hunyuan-video",
+            _VIDEO,
+            (
+                Setting(_PICTURE, 1, embedded=6.0),
+                Setting(_VIDEO, 10, scale=3.0, embedded=1.0, negative="a green square, blurred"),
+                Setting(MediaSize(48, 32, frames=9), 3, scale=1.5, embedded=4.0),
+            ),
+            call=call_video_pipeline,
+        ),
+        FamilyCase(
             "flux2-klein",
             _PICTURE,
             (

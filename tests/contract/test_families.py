@@ -168,7 +168,7 @@ def test_dimensions_are_those_of_the_running_model(load: Load, name: str) -> Non
         blocks = [
             part
             for part in transformer.modules()
-            if type(part).__name__ in (transformer._no_split_modules or ())
+            if (kind := type(part).__name__) in (transformer._no_split_modules or ()) and "Block" in kind
         ]
         handle = blocks[0].register_forward_pre_hook(watch, with_kwargs=True)
         draw(family, Setting(size, steps=2, embedded=family.embedded_guidance))

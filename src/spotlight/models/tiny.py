@@ -274,3 +274,49 @@ def image_vae(channels: int, factor: int, width: int, **config: Any) -> Any:
         use_post_quant_conv=False,
         **config,
     )
+
+
+def llama_tokenizer(corpus: str, vocabulary: int, max_tokens: int = 512) -> Any:
+    """Llama's tokenizer, padding on the right, with so many pieces learned from ``corpus``."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import LlamaTokenizer
+
+    specials = sorted(set(re.findall(r"<\|\w+\|>", corpus)))
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        min_frequency=1,
+        special_tokens=["<unk>", "<s>", "</s>"],
+        initial_alphabet=[*_PRINTABLE, "▁"],
+        show_progress=False,
+    )
+    learner.train_from_iterator(re.split("|".join(map(re.escape, specials)), corpus), trainer)
+    learned = json.loads(learner.to_str())["model"]
+    return LlamaTokenizer(
+        vocab=learned["vocab"],
+        merges=[tuple(merge) for merge in learned["merges"]],
+        additional_special_tokens=specials,
+        pad_token="</s>",
+        padding_side="right",
+        model_max_length=max_tokens,
+    )
+
+
+def llama_text_encoder(tokenizer: Any, width: int) -> Any:
+    """``LlamaModel`` of four layers: the third last hidden state is used. ``width``: 8 n."""
+    from transformers import LlamaConfig, LlamaModel
+
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=4,
+        num_attention_heads=width // 8,
+        num_key_value_heads=1,
+        max_position_embeddings=1024,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaModel(config)
