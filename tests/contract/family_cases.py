@@ -14,6 +14,7 @@ from typing import Any
 
 import diffusers
 import numpy as np
+import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
@@ -108,6 +109,7 @@ class FamilyCase:
         name: in the registry.
         size: non-square, valid for every variant.
         settings: compared with the pipeline on every variant.
+        first: the two variants of the first tier; the others are slow.
         max_text_tokens: shorter than the real one where prompts are padded.
         call: runs the family's pipeline on initial latents of ours, [batch, *latent_shape].
         load: loads the family's pipeline.
@@ -126,6 +128,7 @@ class FamilyCase:
     load: Callable[[Path], Any] = load_pipeline
     adapt: Callable[[Any], None] = field(default=lambda pipe: None)
     unused: str = "^$"
+    first: tuple[int, ...] = (0, 1)
     wide: Mapping[str, object] = field(default_factory=dict)
     trained: Sequence[int] = (0,)
 
@@ -266,6 +269,7 @@ CASES: Mapping[str, FamilyCase] = {
             max_text_tokens=24,
             call=call_video_pipeline,
             adapt=step_as_euler,
+            first=(2, 3),  # two transformers, and a noise level per token
             trained=(0, 2),
         ),
         FamilyCase(
@@ -294,3 +298,20 @@ CASES: Mapping[str, FamilyCase] = {
 }
 
 TRAINED = [(name, variant) for name, case in CASES.items() for variant in case.trained]
+
+VARIATIONS = [
+    pytest.param(case.name, variant, marks=() if variant in case.first else pytest.mark.slow)
+    for case in CASES.values()
+    for variant in VARIANTS
+]
+"""(family, variant): those of the first tier, the others slow."""
+
+TRAININGS = [
+    ("flow-grpo-fast", "lora"),
+    ("diffusion-nft", "full"),
+    pytest.param("flow-grpo-fast", "full", marks=pytest.mark.slow),
+    pytest.param("diffusion-nft", "lora", marks=pytest.mark.slow),
+    pytest.param("awm", "lora", marks=pytest.mark.slow),
+    pytest.param("awm", "full", marks=pytest.mark.slow),
+]
+"""(algorithm, mode): in the first tier with and without replay, LoRA and full."""

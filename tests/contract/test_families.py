@@ -1,4 +1,7 @@
-"""Every model family of ``family_cases.py`` against its own diffusers pipeline, on small random pipelines."""
+"""Every model family of ``family_cases.py`` against its own diffusers pipeline, on small random pipelines.
+
+The first tier takes two variants and two trainings per family, the longer one all; the tables say which.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,15 @@ import numpy as np
 import pytest
 import torch
 from tests.contract import family_ranks
-from tests.contract.family_cases import CASES, PROMPTS, TRAINED, VARIANTS, FamilyCase, Setting
+from tests.contract.family_cases import (
+    CASES,
+    PROMPTS,
+    TRAINED,
+    TRAININGS,
+    VARIATIONS,
+    FamilyCase,
+    Setting,
+)
 from tests.invariant import learner_world
 
 from spotlight.config.load import build_config
@@ -99,8 +110,7 @@ def draw(
     return latents, family.decode_float(torch.stack(finals), setting.size)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "variant"), VARIATIONS)
 def test_pictures_equal_the_pipelines(
     load: Load, name: str, variant: int, record_property: Callable[[str, object], None]
 ) -> None:
@@ -154,33 +164,32 @@ def test_every_transformer_weight_matters(load: Load, name: str) -> None:
     assert [name for name in dead if not re.search(loaded.case.unused, name)] == []
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_dimensions_are_those_of_the_running_model(load: Load, name: str) -> None:
-    for variant in VARIANTS:
-        loaded = load(name, variant)
-        family, size = loaded.family, loaded.case.size
-        seen: list[torch.Size] = []
+@pytest.mark.parametrize(("name", "variant"), VARIATIONS)
+def test_dimensions_are_those_of_the_running_model(load: Load, name: str, variant: int) -> None:
+    loaded = load(name, variant)
+    family, size = loaded.family, loaded.case.size
+    seen: list[torch.Size] = []
 
-        def watch(module: torch.nn.Module, args: Any, kwargs: Any, seen: list[torch.Size] = seen) -> None:
-            seen.append(kwargs["hidden_states"].shape if "hidden_states" in kwargs else args[0].shape)
+    def watch(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        seen.append(kwargs["hidden_states"].shape if "hidden_states" in kwargs else args[0].shape)
 
-        transformer: Any = denoisers(family.transformer)["transformer"]
-        blocks = [
-            part
-            for part in transformer.modules()
-            if (kind := type(part).__name__) in (transformer._no_split_modules or ()) and "Block" in kind
-        ]
-        handle = blocks[0].register_forward_pre_hook(watch, with_kwargs=True)
-        draw(family, Setting(size, steps=2, embedded=family.embedded_guidance))
-        handle.remove()
-        dimensions = family.dimensions
-        assert len(blocks) == dimensions.layers
-        _, tokens, width = seen[0]
-        assert width == dimensions.width
-        texts = {condition.tokens for condition in family.encode(PROMPTS)}  # in one sequence in some models
-        assert tokens - dimensions.tokens(size) in {0, *texts}
-        shape = family.latent_shape(size)
-        assert np.prod(shape) == dimensions.tokens(size) * dimensions.channels
+    transformer: Any = denoisers(family.transformer)["transformer"]
+    blocks = [
+        part
+        for part in transformer.modules()
+        if (kind := type(part).__name__) in (transformer._no_split_modules or ()) and "Block" in kind
+    ]
+    handle = blocks[0].register_forward_pre_hook(watch, with_kwargs=True)
+    draw(family, Setting(size, steps=2, embedded=family.embedded_guidance))
+    handle.remove()
+    dimensions = family.dimensions
+    assert len(blocks) == dimensions.layers
+    _, tokens, width = seen[0]
+    assert width == dimensions.width
+    texts = {condition.tokens for condition in family.encode(PROMPTS)}  # in one sequence in some models
+    assert tokens - dimensions.tokens(size) in {0, *texts}
+    shape = family.latent_shape(size)
+    assert np.prod(shape) == dimensions.tokens(size) * dimensions.channels
 
 
 PUBLISHED = [(name, model) for name in CASES for model in FAMILIES.load(name).published]
@@ -210,8 +219,7 @@ def test_degrees_of_sequence_parallelism_give_the_same(
         assert agree, case
 
 
-@pytest.mark.parametrize("mode", ["lora", "full"])
-@pytest.mark.parametrize("algorithm", ["flow-grpo-fast", "diffusion-nft", "awm"])
+@pytest.mark.parametrize(("algorithm", "mode"), TRAININGS)
 @pytest.mark.parametrize(("name", "variant"), TRAINED)
 def test_one_step_trains_every_targeted_weight(
     load: Load, name: str, variant: int, algorithm: str, mode: str
