@@ -15,13 +15,14 @@ from PIL import Image
 from tests.unit.geneval_models import CLIP_SIDE, save_clip, save_detector, sure_checkpoint
 from tests.unit.geneval_oracle import COLORS, Case, graded, random_metadata, verdict
 
+from spotlight.config.sections.rewards import RewardConfig
 from spotlight.rewards.geneval.geneval_reward import geneval
 from spotlight.rewards.geneval.mask2former import UNREAD, InstanceDetector
 from spotlight.rewards.geneval.object_colors import ColorClassifier
 from spotlight.rewards.geneval.pretrained_model import weights_digest
 from spotlight.rewards.geneval.vocabulary import OBJECTS, TAGS
 from spotlight.rewards.pool.reward_pool import RewardPool
-from spotlight.rewards.results import RewardFailure, RewardSpec
+from spotlight.rewards.results import RewardFailure
 from spotlight.rewards.reward import RewardInputError, RewardSetupError
 
 CPU = torch.device("cpu")
@@ -185,7 +186,7 @@ def test_scores_are_the_official_verdicts_on_those_detections(models: dict[str, 
 @pytest.mark.slow  # seconds to start: test_rewards_pool.py has the same of a reward without models
 def test_what_scored_stands_in_every_result_of_a_pool(models: dict[str, str]) -> None:
     images = pictures((24, 320), (24, 320))
-    spec = RewardSpec("geneval", params=models | {"batch_size": 1}, isolation_s=60)
+    spec = RewardConfig(name="geneval", params=models | {"batch_size": 1}, isolation_s=60)
     with RewardPool([spec]) as pool:
         with pytest.raises(RewardInputError, match=r"metadata field 'tag' of prompt 'a dog' is missing"):
             pool.check(["a dog"], [{"include": DOG["include"]}])

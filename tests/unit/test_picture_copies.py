@@ -17,15 +17,15 @@ from spotlight.cluster.blobs.blob_client import BlobClient
 from spotlight.cluster.blobs.blob_store import StoredBlob
 from spotlight.cluster.remote_calls import Conversations
 from spotlight.cluster.sample_scoring import AcceptedSamples, SampleScoring
+from spotlight.config.sections.rewards import RewardConfig
 from spotlight.rewards.pool.reward_pool import RewardPool
-from spotlight.rewards.results import RewardSpec
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.types import Prompt, WorkerId
 from spotlight.worker.outbox import ReportOutbox
 from spotlight.worker.reports import Report
 
 DIGEST = "d" * 8
-REWARDS = [RewardSpec("jpeg_size", label=name) for name in ("one", "two", "three")]
+REWARDS = [RewardConfig(name="jpeg_size", label=name) for name in ("one", "two", "three")]
 
 
 class Store:

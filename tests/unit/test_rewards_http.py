@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from tests.unit.reward_server import Reply, as_json, decoded, drip, hang, reward_server
 
+from spotlight.config.sections.rewards import RewardConfig
 from spotlight.rewards.endpoints import service_scores
 from spotlight.rewards.endpoints.service_scores import http
 from spotlight.rewards.pool.reward_pool import RewardPool
-from spotlight.rewards.results import RewardFailure, RewardSpec, ScoredSample
+from spotlight.rewards.results import RewardFailure, ScoredSample
 from spotlight.rewards.reward import RewardSetupError, SampleError
 
 IMAGES = [np.full((6, 5, 3), level, np.uint8) for level in range(5)]
@@ -124,7 +125,7 @@ def test_in_the_pool_an_error_of_the_service_reaches_its_sample() -> None:
 
     with reward_server(third_fails) as server:
         params = {"server": place(server.url), "reward": "align"}
-        with RewardPool([RewardSpec("http", params=params)]) as pool:
+        with RewardPool([RewardConfig(name="http", params=params)]) as pool:
             samples = pool.score(IMAGES, PROMPTS, METADATA).samples
     assert len(server.seen) == 1
     failed = samples[2]

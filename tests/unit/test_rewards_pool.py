@@ -17,10 +17,11 @@ import numpy as np
 import psutil
 import pytest
 
+from spotlight.config.sections.rewards import RewardConfig
 from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.pool.reward_process import PoolClosedError
 from spotlight.rewards.pool.reward_worker import RewardResultError, as_curves
-from spotlight.rewards.results import FailureKind, RewardFailure, RewardSpec, ScoredSample
+from spotlight.rewards.results import FailureKind, RewardFailure, ScoredSample, require_names
 from spotlight.rewards.reward import Image, RewardInputError, RewardSetupError
 
 REWARDS = '''
@@ -143,8 +144,8 @@ def totals(samples: tuple[ScoredSample | RewardFailure, ...]) -> list[float | st
     return [each.total if isinstance(each, ScoredSample) else each.kind.value for each in samples]
 
 
-def spec(function: str, **changes: object) -> RewardSpec:
-    return RewardSpec(f"faulty:{function}", **{"deadline_s": 5.0, "retries": 0, **changes})  # type: ignore[arg-type]
+def spec(function: str, **changes: object) -> RewardConfig:
+    return RewardConfig(name=f"faulty:{function}", **{"deadline_s": 5.0, "retries": 0, **changes})  # type: ignore[arg-type]
 
 
 def message(sample: ScoredSample | RewardFailure) -> str:
@@ -376,7 +377,7 @@ class TestFailures:
 class TestCheck:
     def test_every_reward_sees_the_prompts_and_its_params(self) -> None:
         with RewardPool(
-            [spec("gray"), RewardSpec("checked:reward_of_quotes", params={"word": "SALE"})]
+            [spec("gray"), RewardConfig(name="checked:reward_of_quotes", params={"word": "SALE"})]
         ) as pool:
             pool.check(["a SALE"], [{}])
             (sample,) = ask(pool, "a SALE")
@@ -387,7 +388,7 @@ class TestCheck:
                 pool.check(["a SALE", "OPEN"], [{}, {}])
 
     def test_a_check_that_fails_itself_is_no_input_error(self) -> None:
-        reward = RewardSpec("checked:reward_of_quotes", params={"word": "OPEN"})
+        reward = RewardConfig(name="checked:reward_of_quotes", params={"word": "OPEN"})
         with RewardPool([reward], start_deadline_s=1.0) as pool:
             with pytest.raises(RewardSetupError, match="check of reward 'reward_of_quotes' raised KeyError"):
                 pool.check(["bug"], [{}])
@@ -403,7 +404,7 @@ class TestStartAndEnd:
         with pytest.raises(
             RewardSetupError, match="'checked:reward_of_quotes': its scored_by raised"
         ) as error:
-            RewardPool([RewardSpec("checked:reward_of_quotes", params={"word": 3})])
+            RewardPool([RewardConfig(name="checked:reward_of_quotes", params={"word": 3})])
         assert "'int' object has no attribute 'upper'" in str(error.value)
 
     def test_a_reward_that_would_be_scored_by_something_else_after_a_restart_fails(
@@ -417,7 +418,7 @@ class TestStartAndEnd:
             "    return [1.0] * len(images)\n"
         )
         (workplace / "weights").write_text("old")
-        with RewardPool([RewardSpec("moody:f", retries=0)]) as pool:
+        with RewardPool([RewardConfig(name="moody:f", retries=0)]) as pool:
             assert pool.scored_by == {"f": "old"}
             ask(pool, "exit")
             assert isinstance(ask(pool, "a")[0], ScoredSample)
@@ -429,14 +430,14 @@ class TestStartAndEnd:
 
     def test_a_reward_that_cannot_be_loaded_leaves_nothing_running(self) -> None:
         with pytest.raises(RewardSetupError, match="no module 'nowhere'"):
-            RewardPool([spec("gray"), RewardSpec("nowhere:reward_of")])
+            RewardPool([spec("gray"), RewardConfig(name="nowhere:reward_of")])
 
     def test_a_reward_that_ends_its_process_at_import(self, workplace: Path) -> None:
         (workplace / "quitter.py").write_text("import sys\nprint('no licence')\nsys.exit(3)\n")
         with pytest.raises(
             RewardSetupError, match="'f' did not start: its process ended with exit code 3"
         ) as error:
-            RewardPool([RewardSpec("quitter:f")])
+            RewardPool([RewardConfig(name="quitter:f")])
         assert "no licence" in str(error.value)
 
     def test_names_must_differ(self) -> None:
@@ -473,8 +474,8 @@ class TestStartAndEnd:
             import time
             import numpy as np
             from spotlight.rewards.pool.reward_pool import RewardPool
-            from spotlight.rewards.results import RewardSpec
-            pool = RewardPool([RewardSpec("faulty:faces")], workers=2)
+            from spotlight.config.sections.rewards import RewardConfig
+            pool = RewardPool([RewardConfig(name="faulty:faces")], workers=2)
             if {busy}:
                 pool.submit([np.zeros((1, 1, 3), np.uint8)], ["sleep"], [{{}}])
                 time.sleep(0.1)
@@ -490,21 +491,8 @@ class TestStartAndEnd:
         assert all(has_ended(pid) for pid in workers)
 
 
-class TestSpec:
-    @pytest.mark.parametrize(
-        ("changes", "expected"),
-        [
-            ({"weight": float("nan")}, "weight of reward 'jpeg_size' is nan"),
-            ({"deadline_s": 0.0}, "deadline_s of reward 'jpeg_size' is 0.0"),
-            ({"retries": -1}, "retries of reward 'jpeg_size' is -1"),
-            ({"isolation_s": -1.0}, "isolation_s of reward 'jpeg_size' is -1.0"),
-        ],
-    )
-    def test_numbers_out_of_range_are_named(self, changes: dict[str, float], expected: str) -> None:
-        with pytest.raises(ValueError, match=expected):
-            RewardSpec("jpeg_size", **changes)  # type: ignore[arg-type]
-
+class TestNames:
     @pytest.mark.parametrize(("name", "label"), [("my:reward", ""), ("jpeg_size", "a/b")])
     def test_reserved_names_are_refused(self, name: str, label: str) -> None:
         with pytest.raises(RewardSetupError, match=r"Rename the function or set a label"):
-            RewardSpec(name, label=label)
+            require_names([RewardConfig(name=name, label=label)])

@@ -25,6 +25,7 @@ from tests.unit.reward_server import (
     reward_server,
 )
 
+from spotlight.config.sections.rewards import RewardConfig
 from spotlight.rewards.endpoints import ocr_vlm as ocr_module
 from spotlight.rewards.endpoints import vlm_judge as judge_module
 from spotlight.rewards.endpoints.chat import ChatEndpoint
@@ -32,7 +33,7 @@ from spotlight.rewards.endpoints.json_client import BYTES_MAX, parse_server
 from spotlight.rewards.endpoints.ocr_vlm import NO_TEXT, ocr_vlm
 from spotlight.rewards.endpoints.vlm_judge import parse_grade, probability_of_yes, vlm_judge
 from spotlight.rewards.pool.reward_pool import RewardPool
-from spotlight.rewards.results import RewardFailure, RewardSpec, ScoredSample
+from spotlight.rewards.results import RewardFailure, ScoredSample
 from spotlight.rewards.reward import RewardInputError, RewardSetupError, SampleError
 
 YES = {"Yes": math.log(0.7), " yes": math.log(0.1), "No": math.log(0.15), "Maybe": math.log(0.05)}
@@ -290,7 +291,7 @@ def test_in_the_pool_one_sample_fails_with_its_reason_and_no_question_is_asked_t
         return completion("lovely" if picture_in(body)[0, 0, 0] == 1 else "5")
 
     with reward_server(second_is_bad) as server:
-        spec = RewardSpec("vlm-judge", params={"endpoint": settings(server.url), "answer": "grade"})
+        spec = RewardConfig(name="vlm-judge", params={"endpoint": settings(server.url), "answer": "grade"})
         with RewardPool([spec]) as pool:
             batch = pool.score(grays(0, 1, 2), ["a", "b", "c"], [{}] * 3)
             video = np.stack(grays(2, 1, 0))

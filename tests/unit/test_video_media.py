@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from spotlight.config.sections.rewards import RewardConfig
 from spotlight.rewards.frames import FrameRule, OverFrames
 from spotlight.rewards.pool.reward_pool import RewardPool
-from spotlight.rewards.results import RewardSpec, ScoredSample
+from spotlight.rewards.results import ScoredSample
 from spotlight.store.images import Tile, drop_pictures, read_tiles, write_comparison, write_grid
 from spotlight.store.media_files import encode_video
 from spotlight.store.run_directory import RunPaths
@@ -58,8 +59,8 @@ def test_the_pool_scores_videos_by_frames_or_whole(tmp_path: Path, monkeypatch: 
     )
     monkeypatch.chdir(tmp_path)
     specs = [
-        RewardSpec("video_rewards:level", frames=FrameRule(2, "min")),
-        RewardSpec("video_rewards:length"),
+        RewardConfig(name="video_rewards:level", frames=2, combine_frames="min"),
+        RewardConfig(name="video_rewards:length"),
     ]
     with RewardPool(specs) as pool:
         (sample,) = pool.score([VIDEO[1:]], ["a"], [{}]).samples

@@ -23,7 +23,7 @@ from spotlight.dry_run.model_plan import (
     lora_parameters,
     read_sizes,
 )
-from spotlight.rewards.reward_specs import make_reward_specs
+from spotlight.rewards.results import require_names
 from spotlight.store.metrics import read_metrics
 from spotlight.training.settings import media_size
 
@@ -105,7 +105,7 @@ def make_plan(config: RunConfig) -> RunPlan:
         ModelError: unusable model directory, LoRA target without match, or unsupported image size or
             sequence-parallel degree.
     """
-    make_reward_specs(config)  # raises
+    require_names(config.rewards)
     prompts = load_prompts(config)
     model = read_sizes(config)
     _require_step_cache(config, model)

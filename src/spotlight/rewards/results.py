@@ -1,4 +1,4 @@
-"""Specifications and results of the reward pool.
+"""Results of the reward pool.
 
 Every sample is either scored by all rewards or is one failure with its reason; never a silent zero.
 """
@@ -6,80 +6,25 @@ Every sample is either scored by all rewards or is one failure with its reason; 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from spotlight.config.sections.rewards import TOTAL
+from spotlight.config.sections.rewards import TOTAL, RewardConfig
 from spotlight.rewards import reward_registry as registry
-from spotlight.rewards.frames import FrameRule
 from spotlight.rewards.reward import RewardScore, RewardSetupError
 
-_ISOLATION_DEADLINES = 4
-_DEADLINE_MAX_S = 1e6  # limit of the system's timers
 
-
-@dataclass(frozen=True, slots=True)
-class RewardSpec:
-    """One reward of a run.
-
-    Attributes:
-        name_or_path: a built-in's name or ``module:function``.
-        weight: factor in the weighted sum; 0 only records the curve.
-        deadline_s: per call; beyond it the reward's process is killed.
-        retries: further attempts at a batch that raised, crashed or hung.
-        params: picklable keyword arguments of the function.
-        isolation_s: limit for then trying sample by sample, so that one bad image loses only itself; samples
-            not reached fail as the batch did. None: four deadlines. 0: never.
-        label: name of the reward's curves; empty: the function's name.
-        frames: which frames of a video it sees, unless it takes videos.
-
-    Raises:
-        ValueError: a number out of range.
-        RewardSetupError: an unknown or reserved name.
-    """
-
-    name_or_path: str
-    weight: float = 1.0
-    deadline_s: float = 60.0
-    retries: int = 1
-    params: Mapping[str, Any] = field(default_factory=dict)
-    isolation_s: float | None = None
-    label: str = ""
-    frames: FrameRule = field(default_factory=FrameRule)
-
-    def __post_init__(self) -> None:
-        if not math.isfinite(self.weight):
-            raise ValueError(
-                f"weight of reward {self.name_or_path!r} is {self.weight}; expected a finite number"
-            )
-        if not 0 < self.deadline_s <= _DEADLINE_MAX_S:
-            raise ValueError(
-                f"deadline_s of reward {self.name_or_path!r} is {self.deadline_s}; "
-                f"expected seconds, more than 0 and at most {_DEADLINE_MAX_S:,.0f}"
-            )
-        if self.retries < 0:
-            raise ValueError(f"retries of reward {self.name_or_path!r} is {self.retries}; expected 0 or more")
-        if self.isolation_s is not None and not (math.isfinite(self.isolation_s) and self.isolation_s >= 0):
-            raise ValueError(
-                f"isolation_s of reward {self.name_or_path!r} is {self.isolation_s}; expected 0 or more"
-            )
-        if self.name == TOTAL or "/" in self.name:
+def require_names(rewards: Sequence[RewardConfig]) -> None:
+    """Raise RewardSetupError for an unknown or reserved name; imports no reward."""
+    for reward in rewards:
+        registry.parse(reward.name)
+        if reward.curve == TOTAL or "/" in reward.curve:
             raise RewardSetupError(
-                f"reward {self.name_or_path!r} would be called {self.name!r}; {TOTAL!r} is the name of the "
+                f"reward {reward.name!r} would be called {reward.curve!r}; {TOTAL!r} is the name of the "
                 "weighted sum and '/' divides a reward from its details. Rename the function or set a label."
             )
-
-    @property
-    def name(self) -> str:
-        """Name of the reward's curves."""
-        return self.label or registry.parse(self.name_or_path).name
-
-    @property
-    def isolation_limit_s(self) -> float:
-        """``isolation_s`` with its default resolved."""
-        return _ISOLATION_DEADLINES * self.deadline_s if self.isolation_s is None else self.isolation_s
 
 
 class FailureKind(StrEnum):
@@ -146,19 +91,19 @@ class RewardBatch:
 
 
 def combine(
-    specs: Mapping[str, RewardSpec], outcomes: Mapping[str, RewardScore | RewardFailure]
+    rewards: Mapping[str, RewardConfig], outcomes: Mapping[str, RewardScore | RewardFailure]
 ) -> SampleResult:
-    """Weight one sample's scores; the first failure, in the order of ``specs``, wins."""
+    """Weight one sample's scores; the first failure, in the order of ``rewards``, wins."""
     scores: dict[str, RewardScore] = {}
-    for name in specs:
+    for name in rewards:
         outcome = outcomes[name]
         if isinstance(outcome, RewardFailure):
             return outcome
         scores[name] = outcome
-    total = sum(specs[name].weight * score.value for name, score in scores.items())
+    total = sum(rewards[name].weight * score.value for name, score in scores.items())
     if not math.isfinite(total):
         parts = " + ".join(
-            f"{specs[name].weight:g} x {score.value:g} ({name})" for name, score in scores.items()
+            f"{rewards[name].weight:g} x {score.value:g} ({name})" for name, score in scores.items()
         )
         return RewardFailure(
             FailureKind.NOT_FINITE, TOTAL, f"the weighted sum {parts} is {total}; use smaller weights"

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 TOTAL = "reward"
 """Curve name of the weighted sum."""
+_ISOLATION_DEADLINES = 4
 
 
 class RewardConfig(Section):
@@ -39,6 +40,11 @@ class RewardConfig(Section):
     """Name of the reward's curves; default: the function's name."""
     params: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies it
     """Keyword arguments for the function."""
+
+    @property
+    def isolation_limit_s(self) -> float:
+        """``isolation_s`` with its default resolved."""
+        return _ISOLATION_DEADLINES * self.deadline_s if self.isolation_s is None else self.isolation_s
 
     @property
     def curve(self) -> str:

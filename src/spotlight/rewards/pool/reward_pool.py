@@ -1,6 +1,6 @@
 """The reward pool: every reward in its own processes, with deadlines, in parallel with the rollouts.
 
-    with RewardPool([RewardSpec("ocr", weight=0.8), RewardSpec("my_rewards:brightness", weight=0.2)]) as pool:
+    with RewardPool([RewardConfig(name="ocr"), RewardConfig(name="my_rewards:brightness")]) as pool:
         pool.check(prompts, metadata)                       # before any work
         pending = pool.submit(images, prompts, metadata)    # returns at once
         ...
@@ -26,10 +26,11 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
+from spotlight.config.sections.rewards import RewardConfig
 from spotlight.rewards.pool.channel import Batch, Blame, CheckPrompts, Failed
 from spotlight.rewards.pool.reward_process import PoolClosedError, ProcessLost, RewardProcess
 from spotlight.rewards.pool.scoring import Outcome, SharedBatch, score_batch
-from spotlight.rewards.results import RewardBatch, RewardSpec, combine
+from spotlight.rewards.results import RewardBatch, combine
 from spotlight.rewards.reward import Image, RewardInputError, RewardSetupError
 
 Part = TypeVar("Part")
@@ -40,7 +41,7 @@ Whole = TypeVar("Whole")
 class _Lane:
     """One reward: its processes, the idle ones among them, and one thread per process."""
 
-    spec: RewardSpec
+    reward: RewardConfig
     processes: tuple[RewardProcess, ...]
     free: queue.SimpleQueue[RewardProcess]
     threads: ThreadPoolExecutor
@@ -50,7 +51,7 @@ class RewardPool:
     """Starts the processes of all rewards and waits until they are loaded.
 
     Args:
-        specs: the rewards; names must differ.
+        rewards: the rewards; names must differ.
         workers: processes per reward.
         start_deadline_s: limit for starting a process and loading its reward, and for ``check``.
 
@@ -61,16 +62,16 @@ class RewardPool:
 
     def __init__(
         self,
-        specs: Sequence[RewardSpec],
+        rewards: Sequence[RewardConfig],
         workers: int = 1,
         *,
         start_deadline_s: float = 120.0,
     ) -> None:
-        _require_distinct(specs)
+        _require_distinct(rewards)
         if workers < 1:
             raise ValueError(f"workers of the reward pool is {workers}; expected 1 or more")
         self._start_deadline_s = start_deadline_s
-        self._lanes = tuple(_lane(spec, workers, start_deadline_s) for spec in specs)
+        self._lanes = tuple(_lane(reward, workers, start_deadline_s) for reward in rewards)
         # Also runs when the pool is garbage collected, and at exit.
         self._shut_down = weakref.finalize(self, _shut_down, self._lanes)
         try:
@@ -86,12 +87,12 @@ class RewardPool:
     @property
     def names(self) -> tuple[str, ...]:
         """The rewards' names, in order."""
-        return tuple(lane.spec.name for lane in self._lanes)
+        return tuple(lane.reward.curve for lane in self._lanes)
 
     @property
     def scored_by(self) -> dict[str, str]:
         """What scores, by the name of a reward that tells it."""
-        told = {lane.spec.name: lane.processes[0].scored_by for lane in self._lanes}
+        told = {lane.reward.curve: lane.processes[0].scored_by for lane in self._lanes}
         return {name: scorer for name, scorer in told.items() if scorer}
 
     @property
@@ -106,7 +107,7 @@ class RewardPool:
         """
         for lane in self._lanes:
             for index, each in enumerate(lane.processes):
-                each.log_to(directory / f"{prefix}-{_file_part(lane.spec.name)}-{index}.log")
+                each.log_to(directory / f"{prefix}-{_file_part(lane.reward.curve)}-{index}.log")
 
     def check(self, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]) -> None:
         """Let every reward check all prompts, before any work.
@@ -150,14 +151,15 @@ class RewardPool:
             nothing.set_result(RewardBatch((), {}))
             return nothing
         batch = SharedBatch(Batch(list(images), list(prompts), _plain(metadata)))
-        specs = {lane.spec.name: lane.spec for lane in self._lanes}
+        rewards = {lane.reward.curve: lane.reward for lane in self._lanes}
 
         def finish(parts: list[tuple[list[Outcome], float]]) -> RewardBatch:
             outcomes = [
-                dict(zip(specs, each, strict=True)) for each in zip(*(part[0] for part in parts), strict=True)
+                dict(zip(rewards, each, strict=True))
+                for each in zip(*(part[0] for part in parts), strict=True)
             ]
-            wall_s = {name: part[1] for name, part in zip(specs, parts, strict=True)}
-            return RewardBatch(tuple(combine(specs, each) for each in outcomes), wall_s)
+            wall_s = {name: part[1] for name, part in zip(rewards, parts, strict=True)}
+            return RewardBatch(tuple(combine(rewards, each) for each in outcomes), wall_s)
 
         return _when_all([self._dispatch(lane, _score, batch) for lane in self._lanes], finish)
 
@@ -189,20 +191,20 @@ class RewardPool:
         self.close()
 
 
-def _lane(spec: RewardSpec, workers: int, start_deadline_s: float) -> _Lane:
-    processes = tuple(RewardProcess(spec, start_deadline_s) for _ in range(workers))
+def _lane(reward: RewardConfig, workers: int, start_deadline_s: float) -> _Lane:
+    processes = tuple(RewardProcess(reward, start_deadline_s) for _ in range(workers))
     free: queue.SimpleQueue[RewardProcess] = queue.SimpleQueue()
     for each in processes:
         free.put(each)
-    threads = ThreadPoolExecutor(max_workers=workers, thread_name_prefix=f"reward-{spec.name}")
-    return _Lane(spec, processes, free, threads)
+    threads = ThreadPoolExecutor(max_workers=workers, thread_name_prefix=f"reward-{reward.curve}")
+    return _Lane(reward, processes, free, threads)
 
 
 def _require_one_scorer(lane: _Lane) -> None:
     scorers = sorted({str(each.scored_by) for each in lane.processes})
     if len(scorers) > 1:
         raise RewardSetupError(
-            f"reward {lane.spec.name!r} is scored by {' in one process and '.join(map(repr, scorers))} in "
+            f"reward {lane.reward.curve!r} is scored by {' in one process and '.join(map(repr, scorers))} in "
             "another; expected the same. Its weights changed while they were read: start again."
         )
 
@@ -225,7 +227,7 @@ def _score(lane: _Lane, batch: SharedBatch) -> tuple[list[Outcome], float]:
     process = lane.free.get()
     started_s = time.monotonic()
     try:
-        return score_batch(process, lane.spec, batch), time.monotonic() - started_s
+        return score_batch(process, lane.reward, batch), time.monotonic() - started_s
     finally:
         lane.free.put(process)
 
@@ -235,13 +237,13 @@ def _check(lane: _Lane, request: CheckPrompts) -> None:
     try:
         reply = process.ask(request)
     except ProcessLost as lost:
-        raise RewardSetupError(f"the check of reward {lane.spec.name!r} failed: {lost}") from None
+        raise RewardSetupError(f"the check of reward {lane.reward.curve!r} failed: {lost}") from None
     finally:
         lane.free.put(process)
     if isinstance(reply, Failed):
         if reply.blame is Blame.INPUT:
             raise RewardInputError(reply.message)
-        prefix = "" if reply.blame is Blame.SETUP else f"the check of reward {lane.spec.name!r} "
+        prefix = "" if reply.blame is Blame.SETUP else f"the check of reward {lane.reward.curve!r} "
         raise RewardSetupError(prefix + reply.message)
 
 
@@ -275,10 +277,10 @@ def _plain(metadata: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [dict(each) for each in metadata]  # read-only mappings cannot be pickled
 
 
-def _require_distinct(specs: Sequence[RewardSpec]) -> None:
-    if not specs:
+def _require_distinct(rewards: Sequence[RewardConfig]) -> None:
+    if not rewards:
         raise ValueError("the reward pool has no rewards; expected at least one")
-    names = [spec.name for spec in specs]
+    names = [reward.curve for reward in rewards]
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"{names.count(name)} rewards are called {name!r}; give them different labels")

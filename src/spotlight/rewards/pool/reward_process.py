@@ -21,9 +21,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from spotlight.config.sections.rewards import RewardConfig
+from spotlight.rewards.frames import FrameRule
 from spotlight.rewards.pool import channel
 from spotlight.rewards.pool.channel import Done, Failed, Load, Reply, Request, Values
-from spotlight.rewards.results import RewardSpec
 from spotlight.rewards.reward import RewardSetupError
 
 _GRACE_S = 1.0
@@ -62,8 +63,8 @@ class RewardProcess:
         start_deadline_s: limit for starting it and loading the reward.
     """
 
-    def __init__(self, spec: RewardSpec, start_deadline_s: float) -> None:
-        self._spec = spec
+    def __init__(self, reward: RewardConfig, start_deadline_s: float) -> None:
+        self._reward = reward
         self._start_deadline_s = start_deadline_s
         # Receives all output; quoted in error messages and copied to the path given to log_to().
         self._log: IO[bytes] = tempfile.TemporaryFile("a+b")  # noqa: SIM115
@@ -101,12 +102,13 @@ class RewardProcess:
             return
         self._end()
         self._spawn()
-        spec = self._spec
-        load = Load(spec.name_or_path, dict(spec.params), spec.frames, self._start_deadline_s)
+        reward = self._reward
+        frames = FrameRule(reward.frames, reward.combine_frames)
+        load = Load(reward.name, dict(reward.params), frames, self._start_deadline_s)
         try:
             reply = self._exchange(load)
         except ProcessLost as lost:
-            raise RewardSetupError(f"reward {self._spec.name!r} did not start: {lost}") from None
+            raise RewardSetupError(f"reward {self._reward.curve!r} did not start: {lost}") from None
         if isinstance(reply, Failed):
             self._end()
             raise RewardSetupError(reply.message)
@@ -114,8 +116,8 @@ class RewardProcess:
         if self.scored_by not in (None, reply.scored_by):
             self._end()
             raise RewardSetupError(
-                f"reward {self._spec.name!r} was scored by {self.scored_by!r}, and after a restart would be "
-                f"by {reply.scored_by!r}; expected the same. Put back the weights that the run began with."
+                f"reward {self._reward.curve!r} was scored by {self.scored_by!r}, and after a restart would "
+                f"be by {reply.scored_by!r}; expected the same. Put back the weights that the run began with."
             )
         self.scored_by = reply.scored_by
 

@@ -14,9 +14,10 @@ import time
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from spotlight.config.sections.rewards import RewardConfig
 from spotlight.rewards.pool.channel import Batch, Blame, Failed, Score, Values, encode
 from spotlight.rewards.pool.reward_process import ProcessLost, RewardProcess
-from spotlight.rewards.results import FailureKind, RewardFailure, RewardSpec
+from spotlight.rewards.results import FailureKind, RewardFailure
 from spotlight.rewards.reward import RewardScore, RewardSetupError
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class _Attempt:
     again: bool
 
 
-def score_batch(process: RewardProcess, spec: RewardSpec, batch: SharedBatch) -> list[Outcome]:
+def score_batch(process: RewardProcess, reward: RewardConfig, batch: SharedBatch) -> list[Outcome]:
     """Score a batch; one outcome per sample, in order.
 
     Raises:
@@ -65,60 +66,60 @@ def score_batch(process: RewardProcess, spec: RewardSpec, batch: SharedBatch) ->
         ValueError: prompts or metadata cannot be pickled.
     """
     samples = len(batch)
-    whole = _attempt(process, spec, batch)
-    for _ in range(spec.retries):
+    whole = _attempt(process, reward, batch)
+    for _ in range(reward.retries):
         if isinstance(whole, list) or not whole.again:
             break
         logger.warning(
-            "reward %s failed on %d images, retrying: %s", spec.name, samples, whole.failure.message
+            "reward %s failed on %d images, retrying: %s", reward.curve, samples, whole.failure.message
         )
-        whole = _attempt(process, spec, batch)
+        whole = _attempt(process, reward, batch)
     if isinstance(whole, list):
         return whole
-    if samples == 1 or not whole.again or spec.isolation_limit_s == 0:
+    if samples == 1 or not whole.again or reward.isolation_limit_s == 0:
         return [whole.failure] * samples
     logger.warning(
-        "reward %s failed on %d images, trying each: %s", spec.name, samples, whole.failure.message
+        "reward %s failed on %d images, trying each: %s", reward.curve, samples, whole.failure.message
     )
-    return _one_by_one(process, spec, batch, whole.failure)
+    return _one_by_one(process, reward, batch, whole.failure)
 
 
 def _one_by_one(
-    process: RewardProcess, spec: RewardSpec, batch: SharedBatch, whole: RewardFailure
+    process: RewardProcess, reward: RewardConfig, batch: SharedBatch, whole: RewardFailure
 ) -> list[Outcome]:
-    end_s = time.monotonic() + spec.isolation_limit_s
+    end_s = time.monotonic() + reward.isolation_limit_s
     outcomes: list[Outcome] = []
     for index in range(len(batch)):
         if time.monotonic() >= end_s:
             message = (
                 f"not reached: trying {len(batch)} images one by one took more than "
-                f"isolation_s={spec.isolation_limit_s:g}, after their batch had failed: {whole.message}"
+                f"isolation_s={reward.isolation_limit_s:g}, after their batch had failed: {whole.message}"
             )
-            outcomes.append(RewardFailure(whole.kind, spec.name, message))
+            outcomes.append(RewardFailure(whole.kind, reward.curve, message))
             continue
-        single = _attempt(process, spec, batch.only(index))
+        single = _attempt(process, reward, batch.only(index))
         outcomes.extend(single if isinstance(single, list) else [single.failure])
     return outcomes
 
 
-def _attempt(process: RewardProcess, spec: RewardSpec, batch: SharedBatch) -> list[Outcome] | _Attempt:
+def _attempt(process: RewardProcess, reward: RewardConfig, batch: SharedBatch) -> list[Outcome] | _Attempt:
     try:
-        reply = process.ask(Score(spec.deadline_s), batch.encoded)
+        reply = process.ask(Score(reward.deadline_s), batch.encoded)
     except ProcessLost as lost:
         kind = FailureKind.TIMEOUT if lost.timed_out else FailureKind.ERROR
-        return _Attempt(RewardFailure(kind, spec.name, f"reward {spec.name!r}: {lost}"), again=True)
+        return _Attempt(RewardFailure(kind, reward.curve, f"reward {reward.curve!r}: {lost}"), again=True)
     except RewardSetupError as error:  # it loaded before, but the restarted process could not
-        return _Attempt(RewardFailure(FailureKind.ERROR, spec.name, str(error)), again=False)
+        return _Attempt(RewardFailure(FailureKind.ERROR, reward.curve, str(error)), again=False)
     if isinstance(reply, Failed):
         message = (
             reply.message
             if reply.blame in (Blame.INPUT, Blame.SETUP)
-            else f"reward {spec.name!r} {reply.message}"
+            else f"reward {reward.curve!r} {reply.message}"
         )
         again = reply.blame in (Blame.RAISED, Blame.INPUT)
-        return _Attempt(RewardFailure(FailureKind.ERROR, spec.name, message), again)
+        return _Attempt(RewardFailure(FailureKind.ERROR, reward.curve, message), again)
     assert isinstance(reply, Values), reply
-    return [_outcome(spec.name, reply, index) for index in range(len(batch))]
+    return [_outcome(reward.curve, reply, index) for index in range(len(batch))]
 
 
 def _outcome(name: str, reply: Values, index: int) -> Outcome:

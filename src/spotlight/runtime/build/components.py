@@ -33,7 +33,7 @@ from spotlight.models.pipeline_export import read_lora
 from spotlight.models.slots import CopySlots, LoraSlots, Slot, WeightSlots
 from spotlight.registry import FAMILIES
 from spotlight.rewards.pool.reward_pool import RewardPool
-from spotlight.rewards.reward_specs import make_reward_specs as make_reward_specs
+from spotlight.rewards.results import require_names
 from spotlight.rollout.state import Recipe
 from spotlight.runtime.build.preview_settings import preview_recipe
 from spotlight.scheduler.plan import ClusterPlan, Plan
@@ -213,7 +213,8 @@ def embedded_guidance(config: RunConfig) -> float | None:
 def make_reward_pool(config: RunConfig) -> RewardPool:
     """Start the reward processes. Raises RewardSetupError."""
     policy = config.reward_policy
-    return RewardPool(make_reward_specs(config), policy.workers, start_deadline_s=policy.start_deadline_s)
+    require_names(config.rewards)
+    return RewardPool(config.rewards, policy.workers, start_deadline_s=policy.start_deadline_s)
 
 
 def make_engine(config: RunConfig, family: ModelFamily, negative: Condition) -> Engine:
