@@ -120,7 +120,7 @@ def test_pictures_equal_the_pipelines(
         theirs = loaded.case.call(loaded.pipe, loaded.family, latents, setting)
         size = setting.size
         assert ours.shape == theirs.shape == (len(PROMPTS), size.frames, size.height, size.width, 3)
-        difference = np.abs(ours - theirs).max()
+        difference = float(np.abs(ours - theirs).max())
         record_property(f"{name}/picture", difference)
         assert difference <= TOLERANCE, setting
 
@@ -270,7 +270,7 @@ def test_plain_diffusers_draws_our_pictures_with_trained_weights(
     assert all(torch.equal(tensor, read[name]) for name, tensor in slots.state("policy").items())
     merged = plain_pipeline(case, family.save_merged(tmp_path / "merged", slots.merged_state("policy")))
     for what, pipe in (("lora", lora), ("merged", merged)):
-        difference = np.abs(case.call(pipe, family, latents, setting) - ours).max()
+        difference = float(np.abs(case.call(pipe, family, latents, setting) - ours).max())
         record_property(f"{case.name}/{what}", difference)
         assert difference <= TOLERANCE
 

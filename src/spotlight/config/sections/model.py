@@ -35,8 +35,8 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Storage dtype of the frozen weights. Adapters and optimizer state are always float32."""
     max_text_tokens: Annotated[int, Field(ge=1, le=1024)] = 512
-    """Longer prompts are truncated as in the pipeline, or refused if it truncates none. Models that see the padding
-    (FLUX.1, SD3.5) draw other pictures with another limit.
+    """Longer prompts are truncated as in the pipeline, or refused if it truncates none. Models that see the
+    padding (FLUX.1, SD3.5) draw other pictures with another limit.
     """
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
