@@ -45,7 +45,7 @@ def test_two_ranks_compute_what_one_computes_and_a_killed_one_is_noticed(
             stack.enter_context(Child(two_devices.denoise_together, lab, address, rank, LIMIT_S))
             for rank, lab in enumerate(labs)
         ]
-        assert max(rank.hear() for rank in ranks) < 1e-5
+        assert all(rank.hear() < 1e-5 for rank in ranks)
         ranks[1].kill()
         ranks[0].pipe.send("go on")
         lost_s, same_alone = ranks[0].hear(3 * LIMIT_S)

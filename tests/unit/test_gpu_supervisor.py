@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import signal
 import time
@@ -153,3 +154,10 @@ def test_rows_have_names_of_their_own_and_a_part_fits_its_minutes() -> None:
         assert sum(one.budget_s for one in rows) < 600, part
     with pytest.raises(ValueError, match="part B has no such row; it has matmul"):
         chosen(ROWS, "B", ["nothing"])
+
+
+def test_one_nan_among_differences_is_the_result() -> None:
+    from benchmarks.gpu.correct import worst
+
+    assert worst([0.0, 0.5, 0.1]) == 0.5
+    assert all(math.isnan(worst(values)) for values in ([0.0, math.nan], [math.nan, 1.0]))
