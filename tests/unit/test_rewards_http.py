@@ -100,6 +100,8 @@ def test_a_bad_service_gives_no_sample_a_score(case: str) -> None:
         {"align": {"align": "0.5"}},
         {"align": {"align": True}},
         {"align": {"other": 0.5}},
+        {"align": {"align": 10**400}},
+        {"align": {"align": 0.5, "": 0.5}},
         {"other": {"align": 0.5}},
     ],
 )
@@ -108,6 +110,24 @@ def test_a_bad_result_fails_its_own_sample(value: object) -> None:
         first, *others = ask(server.url, batch_size=5, score="align")["score"]
     assert isinstance(first, SampleError)
     assert others == [1.0] * 4
+
+
+def test_the_score_trained_on_does_not_depend_on_the_batch() -> None:
+    with reward_server(one_wrong({"align": {"VQ": 0.5}})) as server:
+        found = [each for size in (1, 5) for each in ask(server.url, batch_size=size)["score"][:1]]
+    assert all("params.score" in str(each) for each in found)
+
+
+def test_a_service_that_repeats_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVICE_KEY", "sk-secret")
+    told = {"results": [{}], "errors": [{"align": "bad key sk-secret"}], "rewards": ["sk-secret"]}
+    with reward_server(lambda request, body: as_json(told)) as server:
+        keyed = {**place(server.url), "api_key_env": "SERVICE_KEY"}
+        (found,) = http(IMAGES[:1], ["a"], [{}], server=keyed, reward="align")["score"]
+        with pytest.raises(RewardSetupError) as error:
+            service_scores.check(["a"], [{}], server=keyed, reward="align")
+    assert "[key]" in str(found)
+    assert "sk-secret" not in f"{found} {error.value}"
 
 
 def test_numbers_too_large_for_a_float_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import time
@@ -89,7 +90,7 @@ def test_tokens_and_their_price_are_curves() -> None:
         free = judge(server.url, answer="grade")
         server.behaviour = lambda request, body: as_json({"choices": [{"message": {"content": "7"}}]})
         with pytest.raises(RewardSetupError, match="Remove the prices"):
-            judge(server.url, answer="grade", endpoint=prices)
+            judge(server.url, answer="grade", endpoint={**prices, "concurrency": 3})  # has not answered yet
         silent = judge(server.url, answer="grade")
     assert found["prompt_tokens"] == [1000.0]
     assert found["completion_tokens"] == [10.0]
@@ -118,7 +119,16 @@ BAD: dict[str, tuple[Callable[[BaseHTTPRequestHandler, Any], Reply | None], str]
     "deep": (lambda request, body: (200, b"[" * 100_000), "no JSON"),
     "huge": (lambda request, body: (200, b" " * (BYTES_MAX + 1)), "sent more"),
     "no choices": (lambda request, body: as_json({"choices": []}), "expected choices"),
-    "empty": (lambda request, body: completion(""), "expected choices"),
+    "empty": (lambda request, body: completion(""), "is empty"),
+    "empty, cut off": (lambda request, body: completion("", finish="length"), "expected choices"),
+    "no list of candidates": (
+        lambda request, body: as_json(
+            {"choices": [{"message": {"content": "7"}, "logprobs": {"content": [{"top_logprobs": 5}]}}]}
+        ),
+        "cannot be read",
+    ),
+    "a logprob too large": (lambda request, body: completion("7", top={"7": -(10**400)}), "cannot be read"),
+    "tokens too large": (lambda request, body: completion("7", usage={"prompt_tokens": 10**400}), "usage"),
     "null": (lambda request, body: completion(None), "expected choices"),
     "list": (lambda request, body: as_json([1, 2]), "expected choices"),
     "no number": (lambda request, body: completion("It is lovely."), "It is lovely"),
@@ -215,6 +225,90 @@ def test_the_key_is_sent_and_written_nowhere(
     assert key not in str(error.value)
 
 
+@pytest.mark.parametrize("key", ["EMPTY", "token", "1", "choices"])
+def test_a_key_that_is_also_a_word_of_the_answer_leaves_it_as_it_is(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", key)
+    with reward_server(lambda request, body: completion("EMPTY", top={"Yes": -0.1})) as server:
+        place = settings(server.url, api_key_env="JUDGE_KEY")
+        found = ocr_vlm(grays(0), ['a bin "EMPTY"'], [{}], endpoint=place)
+        judged = vlm_judge(grays(0), ["a bin"], [{}], endpoint=place)
+    assert (found["score"], found["prompt_tokens"]) == ([1.0], [100.0])
+    assert judged["score"] == [pytest.approx(math.exp(-0.1))]
+
+
+@pytest.mark.parametrize(
+    "key", ["sk-ab/cd+ef", 'sk-"qu\'ote"d', "sk-back\\sl\\\\ash", "token", "sk-plain.0*"]
+)
+@pytest.mark.parametrize("status", [200, 400, 500])
+def test_a_key_is_cut_out_however_it_is_escaped(
+    key: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", key)
+    escaped = "".join(f"\\u{ord(each):04X}" for each in key)
+    slashed = json.dumps(key)[1:-1].replace("/", "\\/")
+    for spelled in (json.dumps(key)[1:-1], slashed, escaped, key[:3] + escaped[18:]):
+        for padding in ("", "x" * 590):
+            text = f'{{"choices": [{{"message": {{"content": "{padding}{spelled}{padding}"}}}}]}}'
+            with reward_server(lambda request, body, text=text: (status, text.encode())) as server:
+                place = {"api_key_env": "JUDGE_KEY", "retries": 0}
+                (found,) = judge(server.url, answer="grade", endpoint=place)["score"]
+            for form in (key, repr(key)[1:-1], spelled, repr(spelled)[1:-1]):
+                assert form not in str(found), found
+            assert len(str(found)) < 1100
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_a_server_that_has_answered_can_only_fail_single_samples(status: int) -> None:
+    def one_refused(request: BaseHTTPRequestHandler, body: Any) -> Reply:
+        return (status, b"no") if picture_in(body)[0, 0, 0] == 1 else completion("7")
+
+    with reward_server(one_refused) as server:
+        judge(server.url, answer="grade")
+        good, bad = judge(server.url, (0, 1), answer="grade")["score"]
+    assert good == 0.7
+    assert str(status) in str(bad)
+
+
+def test_one_answer_without_logprobs_or_usage_fails_its_sample() -> None:
+    def one_silent(request: BaseHTTPRequestHandler, body: Any) -> Reply:
+        level = picture_in(body)[0, 0, 0]
+        if level == 1:
+            return completion("Yes")
+        if level == 2:
+            return as_json({"choices": [{"message": {"content": "Yes"}}]})
+        return completion("Yes", top={"Yes": -0.1})
+
+    prices = {"usd_per_million_prompt_tokens": 1.0}
+    with reward_server(one_silent) as server:
+        judge(server.url, endpoint=prices)
+        good, *bad = judge(server.url, (0, 1, 2), endpoint=prices)["score"]
+    assert good == pytest.approx(math.exp(-0.1))
+    assert "logprobs" in str(bad[0])
+    assert "Remove the prices" in str(bad[1])
+
+
+@given(st.sampled_from(["[No text]", "no text.", " [NO  TEXT].\n", "[no text]", "", "\n"]))
+def test_no_text_is_an_empty_reading_in_any_spelling(answer: str) -> None:
+    assert ocr_module.reading(answer) == ""
+
+
+def test_an_empty_transcription_is_read_and_a_model_that_reads_nothing_is_refused() -> None:
+    with reward_server(lambda request, body: completion("")) as server:
+        found = ocr_vlm(grays(0), ['a sign "OPEN"'], [{}], endpoint=settings(server.url))
+        with pytest.raises(RewardSetupError, match="read nothing"):
+            ocr_module.check(['a sign "OPEN"'], [{}], endpoint=settings(server.url))
+    assert found["score"] == [0.0]
+    sign = picture_in(server.seen[-1][2])
+    assert sign.min() == 0
+    assert sign.max() == 255
+    assert ocr_module.reading("There is [no text] here") != ""
+    with reward_server(lambda request, body: completion("", finish="length")) as server:
+        (cut,) = ocr_vlm(grays(0), ['a sign "OPEN"'], [{}], endpoint=settings(server.url))["score"]
+    assert isinstance(cut, SampleError)
+
+
 @pytest.mark.parametrize(
     ("endpoint", "words"),
     [
@@ -272,7 +366,7 @@ def test_ocr_scores_what_the_model_reads_like_ocr() -> None:
 
     def read(request: BaseHTTPRequestHandler, body: Any) -> Reply:
         assert "OPEN" not in question_in(body)  # it must not be told what to read
-        level = int(picture_in(body)[0, 0, 0]) % 128  # a gray picture is the first question
+        level = int(picture_in(body)[0, 0, 0]) % 255  # a white sign is the first question
         return completion(texts[level], finish="length" if level == 2 else "stop")
 
     with reward_server(read) as server:

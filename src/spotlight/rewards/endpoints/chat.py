@@ -7,20 +7,20 @@ SGLang serve it, with pictures as PNG data URLs and temperature 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
-import numpy as np
 from pydantic import Field
 
-from spotlight.rewards.endpoints.json_client import HttpCall, RewardServer, ask_all, png_base64
+from spotlight.rewards.endpoints.json_client import HttpCall, Read, RewardServer, ask_all, png_base64
 from spotlight.rewards.reward import Image, RewardSetupError, SampleError
 
 TOP_LOGPROBS = 20
 """The most that OpenAI, and vLLM by default, return."""
 _LOGPROB_SLACK = 1e-3
+_TOKENS_MAX = 1 << 40
 
 PriceUsd = Annotated[float, Field(ge=0)]
 
@@ -63,7 +63,7 @@ class ChatAnswer:
     """What the model wrote.
 
     Attributes:
-        text: the whole answer.
+        text: the whole answer; empty only if the model ended it there.
         cut_off: it reached ``tokens_max``.
         first_token: probability of each candidate for the first token; None if not offered.
         tokens: None if not told.
@@ -81,9 +81,13 @@ def ask_about(
     questions: Sequence[str],
     *,
     tokens_max: int,
+    read: Callable[[ChatAnswer], Read],
     logprobs: bool = False,
-) -> list[ChatAnswer | SampleError]:
+) -> list[tuple[ChatAnswer, Read] | SampleError]:
     """Ask one question about each picture [height, width, 3].
+
+    Args:
+        read: what an answer says; raises as that of :func:`ask_all` does.
 
     Raises:
         RewardSetupError: nothing can be asked: key, address or model are refused, or costs cannot be counted.
@@ -92,25 +96,36 @@ def ask_about(
         HttpCall("/chat/completions", partial(_body, endpoint, image, question, tokens_max, logprobs))
         for image, question in zip(images, questions, strict=True)
     ]
-    return ask_all(endpoint, calls, partial(parse_completion, endpoint))
+
+    def parsed(body: object) -> tuple[ChatAnswer, Read]:
+        answer = parse_completion(endpoint, body)
+        return answer, read(answer)
+
+    return ask_all(endpoint, calls, parsed)
 
 
-def try_out(endpoint: ChatEndpoint, question: str, *, tokens_max: int, logprobs: bool = False) -> ChatAnswer:
-    """Ask about a gray picture, before any work. Raises RewardSetupError if the model does not answer."""
-    gray = np.full((64, 64, 3), 128, np.uint8)
-    (answer,) = ask_about(endpoint, [gray], [question], tokens_max=tokens_max, logprobs=logprobs)
+def try_out(
+    endpoint: ChatEndpoint,
+    image: Image,
+    question: str,
+    *,
+    tokens_max: int,
+    read: Callable[[ChatAnswer], object],
+    logprobs: bool = False,
+) -> None:
+    """Ask about one picture, before any work. Raises RewardSetupError if the answer cannot be read."""
+    (answer,) = ask_about(endpoint, [image], [question], tokens_max=tokens_max, read=read, logprobs=logprobs)
     if isinstance(answer, SampleError):
         hint = " If it offers no logprobs, set params.answer: grade." if logprobs else ""
         raise RewardSetupError(f"{endpoint.model!r} did not answer a first question: {answer}{hint}")
-    return answer
 
 
 def token_curves(
-    endpoint: ChatEndpoint, answers: Sequence[ChatAnswer | SampleError]
+    endpoint: ChatEndpoint, answers: Sequence[tuple[ChatAnswer, object] | SampleError]
 ) -> dict[str, list[float | SampleError]]:
     """``prompt_tokens``, ``completion_tokens`` and, with prices, ``cost_usd``; none if not told."""
     # Curves of failed samples are not read.
-    tokens = [TokenCount(0, 0) if isinstance(each, SampleError) else each.tokens for each in answers]
+    tokens = [TokenCount(0, 0) if isinstance(each, SampleError) else each[0].tokens for each in answers]
     counted = [each for each in tokens if each is not None]
     if len(counted) < len(tokens):
         return {}
@@ -135,10 +150,10 @@ def parse_completion(endpoint: ChatEndpoint, body: object) -> ChatAnswer:
     choice = choices[0] if isinstance(choices, list) and choices else None
     message = choice.get("message") if isinstance(choice, dict) else None
     text = message.get("content") if isinstance(message, dict) else None
-    if not isinstance(choice, dict) or not isinstance(text, str) or not text.strip():
+    if not isinstance(choice, dict) or not isinstance(text, str) or not (text.strip() or _ended(choice)):
         raise SampleError(
-            f"{source} sent {str(body)[:200]!r}; expected choices[0].message.content with text. A model that "
-            "reasons first needs that switched off (extra_body), or is not suited."
+            f"{source} sent {body!r}; expected choices[0].message.content with text. A model that reasons "
+            "first needs that switched off (extra_body), or is not suited."
         )
     tokens = _tokens(source, body)
     if endpoint.priced and tokens is None:
@@ -165,13 +180,21 @@ def _body(
     }
 
 
+def _ended(choice: Mapping[str, Any]) -> bool:
+    """Whether the model itself ended its answer, without having reasoned instead."""
+    message = choice["message"]
+    return choice.get("finish_reason") == "stop" and not (
+        message.get("reasoning") or message.get("reasoning_content")
+    )
+
+
 def _tokens(source: str, body: object) -> TokenCount | None:
     usage = body.get("usage") if isinstance(body, dict) else None
     if not isinstance(usage, dict):
         return None
     counts = [usage.get("prompt_tokens"), usage.get("completion_tokens", 0)]
-    if any(type(count) is not int or count < 0 for count in counts):
-        raise SampleError(f"{source} sent the usage {str(usage)[:200]}; expected whole numbers of tokens.")
+    if any(type(count) is not int or not 0 <= count <= _TOKENS_MAX for count in counts):
+        raise SampleError(f"{source} sent the usage {usage!r}; expected whole numbers of tokens.")
     return TokenCount(counts[0], counts[1])
 
 
@@ -190,9 +213,7 @@ def _first_token(source: str, choice: Mapping[str, Any]) -> dict[str, float] | N
             or not isinstance(logprob, int | float)
             or not logprob <= _LOGPROB_SLACK
         ):
-            raise SampleError(
-                f"{source} sent {str(candidate)[:200]!r}; expected a token and its logprob <= 0."
-            )
+            raise SampleError(f"{source} sent {candidate!r}; expected a token and its logprob <= 0.")
         found[token] = min(math.exp(logprob), 1.0)
     if sum(found.values()) > 1 + _LOGPROB_SLACK * len(found):
         raise SampleError(

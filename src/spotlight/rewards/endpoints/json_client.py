@@ -1,8 +1,8 @@
 """JSON over HTTP with limits on concurrency, time and size, retries, and a key from the environment. I/O.
 
 Every call ends as a read answer or as a :class:`SampleError` with the reason; what would fail for every
-sample (a refused key, a wrong address) is a :class:`RewardSetupError`. The key is sent, and stands in no
-message: where a server repeats it, it is cut out.
+sample (a refused key, a wrong address) is a :class:`RewardSetupError`, unless the server has already answered
+this process. The key is sent, and stands in no message: where a server repeats it, it is cut out.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import io
 import json
 import os
 import random
+import re
 import ssl
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 BYTES_MAX = 8 << 20
 """Size limit of an answer."""
 _PAUSE_MAX_S = 30.0
+_MESSAGE_START, _MESSAGE_END = 600, 400
+"""Characters kept of a long message: what was found comes first, what was expected and the remedy last."""
 _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 
 Seconds = Annotated[float, Field(gt=0, le=1e6)]
@@ -47,7 +50,7 @@ class RewardServer(BaseModel):
     api_key_env: str = ""
     """Name of the environment variable that holds the key; empty: none is sent."""
     concurrency: PositiveInt = 8
-    """Requests under way at once."""
+    """Requests under way at once, per process (``reward_policy.workers``)."""
     timeout_s: Seconds = 30.0
     """For one attempt, from connecting to the last byte."""
     batch_timeout_s: Seconds = 50.0
@@ -73,6 +76,9 @@ class RewardServer(BaseModel):
 
 
 Server = TypeVar("Server", bound=RewardServer)
+
+_answered: set[str] = set()
+"""Settings of the servers that have answered this process: key, address and model are right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +137,12 @@ def ask_all(
     """Send all calls and read their answers, in order.
 
     Args:
-        read: turns an answer's JSON into a value; may raise SampleError.
+        read: turns an answer's JSON into a value; may raise SampleError, or RewardSetupError for what would
+            fail every sample. TypeError, ValueError and OverflowError fail the sample: the server lied.
 
     Raises:
         RewardSetupError: no call can succeed: the key or the address is refused, or it is no such service.
+            Once such a server has answered this process, it is the SampleError of that call instead.
     """
     return asyncio.run(_ask_all(server, calls, read)) if calls else []
 
@@ -188,10 +196,27 @@ async def _answer(
 ) -> Read | SampleError:
     async with gate:
         content = None if call.body is None else await asyncio.to_thread(_encoded, call.body)
+        settings = server.model_dump_json()
         try:
-            return read(await _with_retries(client, server, call, content))
+            found = _read(await _with_retries(client, server, call, content), read)
         except SampleError as error:
-            return error
+            return SampleError(safe_message(server, error))
+        except RewardSetupError as error:
+            if settings in _answered:
+                return SampleError(safe_message(server, error))
+            raise RewardSetupError(safe_message(server, error)) from None
+        _answered.add(settings)
+        return found
+
+
+def _read(body: Any, read: Callable[[Any], Read]) -> Read:
+    try:
+        return read(body)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise SampleError(
+            f"the server sent {body!r}, which cannot be read ({type(error).__name__}: {error}); expected an "
+            "answer of its protocol."
+        ) from None
 
 
 def _encoded(body: Callable[[], Mapping[str, Any]]) -> bytes:
@@ -243,14 +268,14 @@ async def _attempt(
     status = response.status_code
     if status in (408, 429) or status >= 500:
         raise _TransientError(
-            f"answered {status} ({_excerpt(server, bytes(body))})",
+            f"answered {status} ({_text(body)!r})",
             _seconds(response.headers.get("retry-after", "")),
         )
     return status, bytes(body)
 
 
 def _json(server: RewardServer, what: str, status: int, body: bytes) -> Any:
-    found = f"{what} answered {status} ({_excerpt(server, body)})"
+    found = f"{what} answered {status} ({_text(body)!r})"
     if status in (401, 403):
         source = f"the key in {server.api_key_env}" if server.api_key_env else "requests without a key"
         raise RewardSetupError(
@@ -262,7 +287,7 @@ def _json(server: RewardServer, what: str, status: int, body: bytes) -> Any:
     if status != 200:
         raise SampleError(f"{found}; expected 200 OK. The request does not suit this server or model.")
     try:
-        return json.loads(_without_key(server, body), parse_constant=_no_number)
+        return json.loads(body.decode("utf-8", "replace"), parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         reason = str(error) if isinstance(error, _NotFiniteError) else "no JSON"
         raise SampleError(f"{found}: {reason}; expected JSON. Is base_url the service's own?") from None
@@ -302,15 +327,30 @@ def _headers(server: RewardServer) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def _without_key(server: RewardServer, body: bytes) -> str:
-    text = body.decode("utf-8", "replace")
-    key = _key(server)
-    return text.replace(key, "[key]") if key else text
+def _text(body: bytes | bytearray) -> str:
+    return " ".join(body.decode("utf-8", "replace").split())
 
 
-def _excerpt(server: RewardServer, body: bytes) -> str:
-    text = " ".join(_without_key(server, body).split())
-    return repr(text if len(text) <= 200 else text[:197] + "...")
+def safe_message(server: RewardServer, error: Exception) -> str:
+    """An error's text without the key, and shortened after that: half a key is one as well."""
+    text = str(error)
+    if key := _key(server):
+        text = _spellings(key).sub("[key]", text)
+    if len(text) > _MESSAGE_START + _MESSAGE_END:
+        text = f"{text[:_MESSAGE_START]} ... {text[-_MESSAGE_END:]}"
+    return text
+
+
+@lru_cache(maxsize=8)
+def _spellings(key: str) -> re.Pattern[str]:
+    """The key as it is, and as JSON and Python may escape its characters, up to three times over."""
+
+    def spelled(character: str) -> str:
+        code = f"(?:u00|x)(?i:{ord(character):02x})"
+        plain, slashes = re.escape(character), r"\\{1,8}"  # bounded: a body of backslashes stays cheap
+        return rf"(?:{slashes}(?:{code})?)" if character == "\\" else rf"(?:{slashes}{code}|\\{{0,8}}{plain})"
+
+    return re.compile("".join(map(spelled, key)))
 
 
 @lru_cache(maxsize=1)  # reading the certificates takes 0.2 s

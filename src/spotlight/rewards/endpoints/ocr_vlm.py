@@ -8,7 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spotlight.rewards.endpoints.chat import ChatEndpoint, ask_about, token_curves, try_out
+import numpy as np
+from PIL import Image as PILImage
+from PIL import ImageDraw, ImageFont
+
+from spotlight.rewards.endpoints.chat import ChatAnswer, ChatEndpoint, ask_about, token_curves, try_out
 from spotlight.rewards.endpoints.json_client import parse_server
 from spotlight.rewards.ocr import legibility, normalized, target_of
 from spotlight.rewards.reward import Image, SampleError
@@ -18,6 +22,7 @@ INSTRUCTION = (
     "Transcribe all text in this picture exactly as it is drawn, misspellings included. Answer with the text "
     f"and nothing else; if there is no text, answer {NO_TEXT}"
 )
+_WORD = "OPEN"
 
 
 def ocr_vlm(
@@ -49,15 +54,21 @@ def ocr_vlm(
     """
     place = _settings(endpoint)
     targets = [target_of(prompt) for prompt in prompts]
-    answers = ask_about(place, images, [instruction] * len(images), tokens_max=tokens_max)
+    answers = ask_about(
+        place,
+        images,
+        [instruction] * len(images),
+        tokens_max=tokens_max,
+        read=lambda answer: reading(answer.text),
+    )
     scores = [
-        each if isinstance(each, SampleError) else legibility(target, _reading(each.text))
+        each if isinstance(each, SampleError) else legibility(target, each[1])
         for target, each in zip(targets, answers, strict=True)
     ]
     return {
         "score": scores,
         "exact": [float(score == 1.0) for score in scores],
-        "cut_off": [float(not isinstance(each, SampleError) and each.cut_off) for each in answers],
+        "cut_off": [float(not isinstance(each, SampleError) and each[0].cut_off) for each in answers],
         **token_curves(place, answers),
     }
 
@@ -70,10 +81,15 @@ def check(
     instruction: str = INSTRUCTION,
     tokens_max: int = 512,
 ) -> None:
-    """Parse every prompt's target, and ask about a gray picture once. Raises as :func:`ocr_vlm` does."""
+    """Parse every prompt's target, and ask once about a picture with text.
+
+    Raises:
+        RewardInputError: a prompt without quoted text.
+        RewardSetupError: invalid settings, or the model reads nothing.
+    """
     for prompt in prompts:
         target_of(prompt)
-    try_out(_settings(endpoint), instruction, tokens_max=tokens_max)
+    try_out(_settings(endpoint), _sign(), instruction, tokens_max=tokens_max, read=_something)
 
 
 def scored_by(*, endpoint: Mapping[str, Any]) -> str:
@@ -86,5 +102,22 @@ def _settings(endpoint: Mapping[str, Any]) -> ChatEndpoint:
     return parse_server(ChatEndpoint, "ocr-vlm reward: params.endpoint", endpoint)
 
 
-def _reading(text: str) -> str:
-    return normalized(text.replace(NO_TEXT, ""))
+def reading(answer: str) -> str:
+    """What an answer says was read, normalized; empty if it says that there is no text."""
+    bare = " ".join(answer.strip(" \n\t[].").casefold().split())
+    return "" if bare == NO_TEXT.strip("[]") else normalized(answer)
+
+
+def _something(answer: ChatAnswer) -> None:
+    if not reading(answer.text):
+        raise SampleError(
+            f"it read nothing ({answer.text!r}) in a picture of the word {_WORD}; expected it. Correct "
+            "params.instruction, or use another model."
+        )
+
+
+def _sign() -> Image:
+    picture = PILImage.new("RGB", (256, 128), "white")
+    font = ImageFont.load_default(size=64)
+    ImageDraw.Draw(picture).text((128, 64), _WORD, fill="black", font=font, anchor="mm")
+    return np.asarray(picture)

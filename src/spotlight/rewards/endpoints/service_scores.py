@@ -17,7 +17,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from spotlight.rewards.endpoints.json_client import HttpCall, RewardServer, ask_all, parse_server, png_base64
+from spotlight.rewards.endpoints.json_client import (
+    HttpCall,
+    RewardServer,
+    ask_all,
+    parse_server,
+    png_base64,
+    safe_message,
+)
 from spotlight.rewards.reward import Image, RewardSetupError, SampleError
 
 Scores = dict[str, float]
@@ -42,7 +49,7 @@ def http(
         metadata: sent as JSON.
         server: fields of :class:`RewardServer`; ``base_url`` is required.
         reward: the service's name of the reward.
-        score: which of the reward's scores is trained on; empty: its only one, or the one called like it.
+        score: which of the reward's scores is trained on; empty: the one named like the reward.
         batch_size: pictures in one request.
 
     Returns:
@@ -62,7 +69,12 @@ def http(
     found: list[Scores | SampleError] = []
     for part, answer in zip(parts, answers, strict=True):
         found += parse_scores(answer, reward, part.stop - part.start)
-    return _curves(found, reward, score)
+    curves = _curves(found, score or reward)
+    curves["score"] = [
+        SampleError(safe_message(place, each)) if isinstance(each, SampleError) else each
+        for each in curves["score"]
+    ]
+    return curves
 
 
 def check(
@@ -80,10 +92,11 @@ def check(
         raise RewardSetupError(f"http reward: {answer}")
     names = answer.get("rewards") if isinstance(answer, dict) else None
     if not isinstance(names, list) or reward not in names:
-        raise RewardSetupError(
-            f"http reward: params.reward is {reward!r}, but {place.base_url}/rewards names "
-            f"{str(names)[:200]}; expected it among them. Correct the name, or enable it at the service."
+        error = RewardSetupError(
+            f"http reward: params.reward is {reward!r}, but {place.base_url}/rewards names {names!r}; "
+            "expected it among them. Correct the name, or enable it at the service."
         )
+        raise RewardSetupError(safe_message(place, error))
 
 
 def scored_by(*, server: Mapping[str, Any], reward: str, batch_size: int = 8) -> str:
@@ -100,7 +113,7 @@ def parse_scores(answer: object, reward: str, samples: int) -> list[Scores | Sam
     if not isinstance(results, list) or len(results) != samples or not isinstance(errors, list):
         number = f"{len(results)} results" if isinstance(results, list) else "no list of results"
         wrong = SampleError(
-            f"the service sent {number} for {samples} pictures ({str(answer)[:200]}); expected as many"
+            f"the service sent {number} for {samples} pictures ({answer!r}); expected as many"
         )
         return [wrong] * samples
     return [
@@ -111,21 +124,26 @@ def parse_scores(answer: object, reward: str, samples: int) -> list[Scores | Sam
 
 def _sample_scores(result: object, errors: object, reward: str) -> Scores | SampleError:
     if isinstance(errors, dict) and reward in errors:
-        return SampleError(f"the service could not score this picture: {str(errors[reward])[:500]}")
+        return SampleError(f"the service could not score this picture: {errors[reward]}")
     scores = result.get(reward) if isinstance(result, dict) else None
     if not isinstance(scores, dict) or not scores:
-        return SampleError(f"the service sent {str(result)[:200]}; expected scores of {reward!r}")
+        return SampleError(f"the service sent {result!r}; expected scores of {reward!r}")
     for name, value in scores.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            return SampleError(f"the service sent {str(value)[:80]!r} as {name!r}; expected a finite number")
+        if not name or not _is_finite(value):
+            return SampleError(
+                f"the service sent {value!r} as {name!r}; expected a finite number and its name"
+            )
     return {name: float(value) for name, value in scores.items()}
 
 
-def _curves(
-    found: Sequence[Scores | SampleError], reward: str, score: str
-) -> dict[str, list[float | SampleError]]:
-    named = set[str]().union(*(each for each in found if not isinstance(each, SampleError)))
-    trained = score or (reward if len(named) != 1 else next(iter(named)))
+def _is_finite(value: object) -> bool:
+    try:
+        return not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(float(value))
+    except OverflowError:
+        return False
+
+
+def _curves(found: Sequence[Scores | SampleError], trained: str) -> dict[str, list[float | SampleError]]:
     checked = [_with(trained, each) for each in found]
     complete = [set(each) for each in checked if not isinstance(each, SampleError)]
     others = set.intersection(*complete) - {trained, "score"} if complete else set()

@@ -9,7 +9,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, get_args
+
+import numpy as np
 
 from spotlight.rewards.endpoints.chat import ChatAnswer, ChatEndpoint, ask_about, token_curves, try_out
 from spotlight.rewards.endpoints.json_client import parse_server
@@ -60,12 +63,18 @@ def vlm_judge(
     """
     place = _settings(endpoint, answer, scale)
     questions = [_question(question, answer, prompt, scale) for prompt in prompts]
-    answers = ask_about(place, images, questions, tokens_max=_TOKENS_MAX[answer], logprobs=answer == "yes-no")
-    read = [_read(each, answer, scale) for each in answers]
+    answers = ask_about(
+        place,
+        images,
+        questions,
+        tokens_max=_TOKENS_MAX[answer],
+        read=partial(_score, answer, scale),
+        logprobs=answer == "yes-no",
+    )
     second = "no" if answer == "yes-no" else "grade"
     return {
-        "score": [each if isinstance(each, SampleError) else each[0] for each in read],
-        second: [0.0 if isinstance(each, SampleError) else each[1] for each in read],
+        "score": [each if isinstance(each, SampleError) else each[1][0] for each in answers],
+        second: [0.0 if isinstance(each, SampleError) else each[1][1] for each in answers],
         **token_curves(place, answers),
     }
 
@@ -82,10 +91,14 @@ def check(
     """Ask one question about a gray picture: is the model there, and does it answer as it should?"""
     place = _settings(endpoint, answer, scale)
     first = _question(question, answer, prompts[0] if prompts else "a gray square", scale)
-    found = try_out(place, first, tokens_max=_TOKENS_MAX[answer], logprobs=answer == "yes-no")
-    score = _read(found, answer, scale)
-    if isinstance(score, SampleError):
-        raise RewardSetupError(str(score))
+    try_out(
+        place,
+        np.full((64, 64, 3), 128, np.uint8),
+        first,
+        tokens_max=_TOKENS_MAX[answer],
+        read=partial(_score, answer, scale),
+        logprobs=answer == "yes-no",
+    )
 
 
 def scored_by(*, endpoint: Mapping[str, Any]) -> str:
@@ -117,32 +130,26 @@ def parse_grade(text: str, low: float, high: float) -> float:
     grade = float(match[1]) if match else math.nan
     if match is None or not low <= grade <= high or (match[2] and float(match[2]) != high):
         raise SampleError(
-            f"the model answered {text[:200]!r}; expected one number from {low:g} to {high:g} and nothing "
+            f"the model answered {text!r}; expected one number from {low:g} to {high:g} and nothing "
             "else. Ask for that in params.question, or set params.scale to what it uses."
         )
     return grade
 
 
-def _read(
-    found: ChatAnswer | SampleError, answer: AnswerKind, scale: Sequence[float]
-) -> tuple[float, float] | SampleError:
-    if isinstance(found, SampleError):
-        return found
-    try:
-        if answer == "grade":
-            if found.cut_off:
-                raise SampleError(f"the model's answer {found.text!r} was cut off; expected one number.")
-            grade = parse_grade(found.text, scale[0], scale[1])
-            return (grade - scale[0]) / (scale[1] - scale[0]), grade
-        if found.first_token is None:
-            raise RewardSetupError(
-                "vlm-judge reward: the endpoint sends no logprobs; expected them for params.answer "
-                "'yes-no', the probability of Yes. Set params.answer: grade, or use a server that offers "
-                "them (vLLM, SGLang)."
-            )
-        return probability_of_yes(found.first_token)
-    except SampleError as error:
-        return error
+def _score(answer: AnswerKind, scale: Sequence[float], found: ChatAnswer) -> tuple[float, float]:
+    if not found.text.strip():
+        raise SampleError("the model's answer is empty; expected Yes, No or one number.")
+    if answer == "grade":
+        if found.cut_off:
+            raise SampleError(f"the model's answer {found.text!r} was cut off; expected one number.")
+        grade = parse_grade(found.text, scale[0], scale[1])
+        return (grade - scale[0]) / (scale[1] - scale[0]), grade
+    if found.first_token is None:
+        raise RewardSetupError(
+            "vlm-judge reward: the endpoint sends no logprobs; expected them for params.answer 'yes-no', the "
+            "probability of Yes. Set params.answer: grade, or use a server that offers them (vLLM, SGLang)."
+        )
+    return probability_of_yes(found.first_token)
 
 
 def _settings(endpoint: Mapping[str, Any], answer: AnswerKind, scale: Sequence[float]) -> ChatEndpoint:
