@@ -17,6 +17,7 @@ from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.media import MediaSize
 from spotlight.models.model_errors import ModelError
 from spotlight.models.peft_layers import LoraSpec
+from spotlight.models.pipeline_export import read_lora
 from spotlight.models.slots import LoraSlots, Slot, WeightSlots
 from spotlight.report.loading import loading_snippet
 from spotlight.runtime.build import components as build
@@ -143,3 +144,26 @@ def test_a_transformer_of_another_model_is_refused_by_name_and_shape(
             slots_of(config(random_pipeline, tmp_path, f"model.transformer={tmp_path / 't.safetensors'}"))
     with pytest.raises(ModelError, match=r"model\.transformer: .*nowhere is neither"):
         slots_of(config(random_pipeline, tmp_path, f"model.transformer={tmp_path / 'nowhere'}"))
+
+
+@pytest.mark.parametrize("pipeline_class", ["FluxPipeline", "WanPipeline"])
+def test_the_alphas_of_a_file_are_its_scale(tmp_path: Path, pipeline_class: str) -> None:
+    """Some of diffusers' classes take them out of the file, others leave them among the layers."""
+    layer = "transformer.blocks.{}.to_q"
+    tensors = {
+        f"{layer.format(index)}.{name}": tensor
+        for index in (0, 1)
+        for name, tensor in (
+            ("lora_A.weight", torch.ones(8, 4)),
+            ("lora_B.weight", torch.ones(4, 8)),
+            ("alpha", torch.tensor(2.0)),
+        )
+    }
+    safetensors.torch.save_file(tensors, tmp_path / "one.safetensors")
+    read = read_lora(pipeline_class, str(tmp_path / "one.safetensors"))
+    assert (read.rank, read.alpha) == (8, 2.0)
+    assert not [name for name in read.layers if name.endswith("alpha")]
+    other = {**tensors, f"{layer.format(1)}.alpha": torch.tensor(4.0)}
+    safetensors.torch.save_file(other, tmp_path / "two.safetensors")
+    with pytest.raises(ModelError, match=r"two.safetensors scales its layers differently"):
+        read_lora(pipeline_class, str(tmp_path / "two.safetensors"))

@@ -13,10 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from spotlight.config.load import load_config
 from spotlight.config.sections.rewards import RewardConfig
 from spotlight.rewards.frames import FrameRule, OverFrames
 from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.results import ScoredSample
+from spotlight.runtime.build.components import cluster_plan_of
 from spotlight.store.images import Tile, drop_pictures, read_tiles, write_comparison, write_grid
 from spotlight.store.media_files import encode_video
 from spotlight.store.run_directory import RunPaths
@@ -102,3 +104,19 @@ def test_an_mp4_holds_every_frame_and_what_it_is(tmp_path: Path) -> None:
         frames = [frame.to_ndarray(format="rgb24") for frame in file.decode(stream)]
     assert np.stack(frames).shape == (9, 30, 48, 3)
     assert np.abs(np.stack(frames).mean((1, 2, 3)) - 20 * np.arange(9)).max() < 6
+
+
+def test_a_tile_keeps_frames_that_do_not_change(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    paths.images.mkdir()
+    still = np.repeat(VIDEO[[0, 5]], [3, 2], axis=0)
+    write_grid(paths, 0, [Tile(still, "it jumps", 0.0)], columns=1, title="held out")
+    (tile,) = read_tiles(paths, 0)
+    assert np.array_equal(tile.picture, still)
+
+
+def test_groups_pay_for_videos_of_many_latent_frames() -> None:
+    settings = ["model.family=wan", "rollout.height=480", "rollout.width=832", "fleet.driver=ray"]
+    settings += ["fleet.spot.nodes=1", "rollout.frames=81"]
+    cluster = cluster_plan_of(load_config(None, settings)).cluster
+    assert (cluster.latent_frames, cluster.pixels) == (21, 480 * 832)

@@ -166,9 +166,7 @@ def _samples(config: RunConfig, model: ModelSizes) -> Iterator[Estimate]:
         f"4 B x N x tokens x channels x {kept}" + (" (x0 alone)" if kept == 1 else " (x0 and trajectory)"),
         "host",
     )
-    yield Estimate(
-        "pictures to score", samples * rollout.height * rollout.width * 3, "3 B x N x pixels", "host"
-    )
+    yield Estimate("pictures to score", samples * media_size(rollout).pixels * 3, "3 B x N x pixels", "host")
 
 
 def checkpoint_parts(config: RunConfig, trained: int | None) -> list[Estimate]:
@@ -192,7 +190,7 @@ def disk_parts(config: RunConfig, trained: int | None, evaluations: int, images:
     evaluation, rollout = config.evaluation, config.rollout
     parts = checkpoint_parts(config, trained)
     shown = min(math.prod(evaluation.grid), images)
-    pixels = rollout.height * rollout.width
+    pixels = media_size(rollout).pixels
     parts.append(
         Estimate(
             "image grids",

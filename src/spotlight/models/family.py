@@ -2,8 +2,8 @@
 and one line of :data:`spotlight.registry.FAMILIES`.
 
 The base class locates and checks the pipeline, loads its parts, caches embeddings and exports. A family
-states its facts as class attributes and implements ``embed``, ``condition_shapes``, ``latent_shape``,
-``velocity`` and ``decode_frames``: the pipeline's arithmetic, taken apart.
+states its facts as class attributes and implements ``read_dimensions``, ``embed``, ``condition_shapes``,
+``latent_shape``, ``velocity`` and ``decode_frames``, the pipeline's arithmetic taken apart, and ``tiny``.
 
 Invariants:
 - With the ODE sampler and the same initial latents, pictures equal those of the diffusers pipeline.
@@ -75,6 +75,8 @@ class ModelFamily(ABC):
     """Name suffixes of the linear layers that LoRA adapts by default."""
     activations: ClassVar[ActivationCosts]
     """For the memory plan."""
+    usual_frames_per_latent: ClassVar[int] = 1
+    """Frames that share a latent frame in published models, for plans made before a model is read."""
     video: ClassVar[bool] = False
     """Whether it makes videos."""
     embedded_guidance: ClassVar[float | None] = None

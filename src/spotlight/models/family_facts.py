@@ -69,7 +69,8 @@ class Dimensions:
 class ActivationCosts:
     """Floats stored per token, layer and unit of width, independent of the model's size.
 
-    Measured values (``tests/contract/test_plan_reality.py``).
+    ``lora``, ``full`` and ``checkpointed`` are measured (``tests/contract/test_families.py``, families with
+    ``wide`` there); the others are Qwen-Image's (``test_plan_reality.py``) unless a family says so.
 
     Attributes:
         lora: for the backward pass when training adapters only.

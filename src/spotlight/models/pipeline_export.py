@@ -5,6 +5,7 @@ Invariant: the target path only ever holds complete output: it is written beside
 
 from __future__ import annotations
 
+import inspect
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -111,10 +112,14 @@ def _read_lora(pipeline_class: str, path: str) -> LoraFile:
     import diffusers
 
     where = Path(path).expanduser()
-    folder, file = (str(where.parent), where.name) if where.is_file() else (str(path), None)
+    folder = str(where.parent if where.is_file() else where if where.is_dir() else path)
+    file = where.name if where.is_file() else None
+    reader = getattr(diffusers, pipeline_class).lora_state_dict
+    # Some classes take the layers' alphas out, and return them on request only.
+    apart = {"return_alphas": True} if "return_alphas" in inspect.signature(reader).parameters else {}
     try:
-        tensors, metadata = getattr(diffusers, pipeline_class).lora_state_dict(
-            folder, weight_name=file, use_safetensors=True, return_lora_metadata=True
+        tensors, *taken, metadata = reader(
+            folder, weight_name=file, use_safetensors=True, return_lora_metadata=True, **apart
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(
@@ -124,8 +129,10 @@ def _read_lora(pipeline_class: str, path: str) -> LoraFile:
     layers = {
         name.removeprefix(f"{_TRANSFORMER}."): tensor.float()
         for name, tensor in tensors.items()
-        if name.startswith(f"{_TRANSFORMER}.")
+        if name.startswith(f"{_TRANSFORMER}.") and not name.endswith(".alpha")
     }
+    stated = {**tensors, **((taken[0] if taken else None) or {})}
+    alphas = {float(value) for name, value in stated.items() if name.endswith(".alpha")}
     ranks = {int(tensor.shape[0]) for name, tensor in layers.items() if name.endswith(".lora_A.weight")}
     if len(ranks) != 1:
         found = f"ranks {sorted(ranks)}" if ranks else f"{len(tensors)} tensors, none of a transformer's LoRA"
@@ -134,7 +141,16 @@ def _read_lora(pipeline_class: str, path: str) -> LoraFile:
             "into the transformer with diffusers' fuse_lora and give that as model.transformer"
         )
     (rank,) = ranks
-    return LoraFile(layers, rank, float((metadata or {}).get(f"{_TRANSFORMER}.lora_alpha", rank)))
+    about = metadata or {}
+    patterns = [key for key in ("rank_pattern", "alpha_pattern") if about.get(f"{_TRANSFORMER}.{key}")]
+    if len(alphas) > 1 or patterns:
+        raise ModelError(
+            f"model.lora: {path} scales its layers differently ({patterns or sorted(alphas)}); expected one "
+            "rank and alpha: merge it into the transformer with diffusers' fuse_lora and give that as "
+            "model.transformer"
+        )
+    alpha = alphas.pop() if alphas else float(about.get(f"{_TRANSFORMER}.lora_alpha", rank))
+    return LoraFile(layers, rank, alpha)
 
 
 def save_merged(

@@ -8,6 +8,8 @@ from spotlight.config.schema import RunConfig
 from spotlight.registry import FAMILIES
 from spotlight.testbed import PIPELINE_DIR
 
+SECOND_TRANSFORMER = "transformer_2"
+"""Folder of the second transformer's weights, where a pipeline has two (Wan2.2-A14B)."""
 _EXAMPLE_PROMPT = "two red circles"
 
 
@@ -46,6 +48,9 @@ def loading_snippet(
         lines += _transformer(config.model.transformer)
     if lora:
         lines.append(f"pipe.load_lora_weights({str(weights)!r})")
+        second = (weights if weights.is_dir() else weights.parent) / SECOND_TRANSFORMER
+        if second.is_dir():
+            lines.append(f"pipe.load_lora_weights({str(second)!r}, load_into_transformer_2=True)")
     rollout = config.rollout
     embedded = family.embedded_guidance if rollout.embedded_guidance is None else rollout.embedded_guidance
     guidance = family.call_arguments(rollout.true_cfg_scale, embedded)
@@ -70,6 +75,14 @@ def loading_snippet(
 def _transformer(source: str) -> list[str]:
     """Lines that load a fine-tuned transformer into ``pipe``."""
     path = Path(source).expanduser().resolve()
+    if (path / SECOND_TRANSFORMER).is_dir():
+        return [
+            "from pathlib import Path",
+            "from safetensors.torch import load_file",
+            f"for part in ('transformer', {SECOND_TRANSFORMER!r}):",
+            f"    for shard in sorted((Path({str(path)!r}) / part).glob('*.safetensors')):",
+            "        getattr(pipe, part).load_state_dict(load_file(shard), strict=False)",
+        ]
     if not path.is_dir():
         return [
             "from safetensors.torch import load_file",

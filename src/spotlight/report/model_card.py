@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from spotlight.config.load import dump_config
+from spotlight.registry import FAMILIES
 from spotlight.report.charts import Series, line_chart
 from spotlight.report.final_screen import in_noise, prices, survived
 from spotlight.report.loading import base_model, loading_snippet
@@ -79,7 +80,8 @@ def _front_matter(run: RunRecord) -> str:
     """The hub's metadata as YAML, the last validation's scores included."""
     from huggingface_hub import EvalResult, ModelCardData
 
-    config, task = run.config, "text-to-image"
+    config = run.config
+    task = "text-to-video" if FAMILIES.load(config.model.family).video else "text-to-image"
     lora = config.learner.mode == "lora"
     # The hub resolves ids only; a local directory would be a dead link.
     from_hub = config.model.path != "testbed" and not Path(config.model.path).expanduser().exists()

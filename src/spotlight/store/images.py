@@ -124,7 +124,12 @@ def read_tiles(paths: RunPaths, iteration: int) -> tuple[Tile, ...]:
         try:
             with Image.open(path) as image:
                 caption, score = image.info["caption"], float(image.info["score"])
-                frames = [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(image)]
+                frames = [
+                    np.asarray(frame.convert("RGB"))
+                    for frame in ImageSequence.Iterator(image)
+                    # Equal frames in succession are stored as one that lasts longer.
+                    for _ in range(max(1, round(frame.info.get("duration", _FRAME_MS) / _FRAME_MS)))
+                ]
                 tiles.append(Tile(frames[0] if len(frames) == 1 else np.stack(frames), caption, score))
         except (OSError, KeyError, ValueError) as error:
             raise StoreError(f"{path}: not a picture of this run ({error!r}). Delete it.") from error

@@ -67,14 +67,15 @@ def _replaced(config: RunConfig, family: type[ModelFamily], folder: Path) -> Ite
 
 def _counts(config: RunConfig) -> Iterator[tuple[str, object]]:
     """The fewest samples that take the recipe's way: every update has groups, every group is compared."""
-    evaluation = config.evaluation
+    evaluation, exploration = config.evaluation, config.exploration
+    prompts, group = 2 * config.learner.updates_per_batch, _GROUP
+    if exploration is not None:
+        prompts, group = max(prompts, exploration.sampled_prompts), max(group, exploration.drawn_seeds)
+    if config.pipeline.axis == "generation":
+        group = max(group, 2 * config.pipeline.slice_size)
     for key, found, most in (
-        (
-            "rollout.prompts_per_iteration",
-            config.rollout.prompts_per_iteration,
-            2 * config.learner.updates_per_batch,
-        ),
-        ("rollout.group_size", config.rollout.group_size, _GROUP),
+        ("rollout.prompts_per_iteration", config.rollout.prompts_per_iteration, prompts),
+        ("rollout.group_size", config.rollout.group_size, group),
         ("evaluation.prompts", evaluation.prompts or math.inf, _EVALUATED),
         ("evaluation.images_per_prompt", evaluation.images_per_prompt, 1),
         ("evaluation.grid_images", evaluation.grid_images or 0, 1),
@@ -88,7 +89,7 @@ def _size(config: RunConfig, family: type[ModelFamily], folder: Path) -> Iterato
     from spotlight.models.pipeline_files import PipelineFiles
 
     dimensions, rollout = family.read_dimensions(PipelineFiles(folder)), config.rollout
-    unit, shorter = dimensions.patch_px, min(rollout.height, rollout.width)
+    unit, shorter = dimensions.unit_px or dimensions.patch_px, min(rollout.height, rollout.width)
     least = math.ceil(_SIDE_MIN_PX / unit)
     for key, side in (("height", rollout.height), ("width", rollout.width)):
         yield f"rollout.{key}", unit * min(round(least * side / shorter), 2 * least)

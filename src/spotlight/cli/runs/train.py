@@ -47,7 +47,7 @@ SmokeOption: TypeAlias = Annotated[
     bool,
     typer.Option(
         "--smoke",
-        help="Two iterations on this machine with a small random pipeline of the family; no download.",
+        help="Two iterations in this process with a small random pipeline of the family, not the model.",
     ),
 ]
 AddressOption: TypeAlias = Annotated[
@@ -120,6 +120,10 @@ def _smoke(config: RunConfig) -> list[str]:
     from spotlight.store.run_directory import RunPaths
 
     silence_loading_bars()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise failure(
+            "--smoke: found several ranks (torchrun); expected one process. Start it without torchrun."
+        )
     replaced = smoke_overrides(config)
     name = replaced[0].partition("=")[2]
     shutil.rmtree(RunPaths(config.runs_dir / name).path, ignore_errors=True)  # of an earlier smoke run

@@ -60,7 +60,7 @@ class SequenceParallelConfig(Section):
     enough memory; larger ones are for large images and for the tail of a batch.
     """
     pays_from_pixels: PositiveInt = 1024 * 1024
-    """Images of at least this many pixels benefit from a higher degree."""
+    """Pictures of at least this many pixels (videos: times latent frames) benefit from a higher degree."""
 
 
 class NoticesConfig(Section):

@@ -85,6 +85,7 @@ class Wan(ModelFamily):
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
     activations = ActivationCosts(lora=21.0, full=28.0, checkpointed=1.0, forward=15.0, decode=21.0)
     video = True
+    usual_frames_per_latent = 4
     reuses_blocks = True
     splits_sequence = True
     text_tokens_max = 512

@@ -74,8 +74,10 @@ def cluster_plan_of(config: RunConfig) -> Plan:
     """The controller's plan for a cluster: worker groups and timeouts included."""
     fleet = config.fleet
     degrees = fleet.sequence_parallel.degrees
+    family = FAMILIES.load(config.model.family)
     cluster = ClusterPlan(
         pixels=config.rollout.height * config.rollout.width,
+        latent_frames=1 + (config.rollout.frames - 1) // family.usual_frames_per_latent,
         sp_pays_from_pixels=fleet.sequence_parallel.pays_from_pixels,
         # Divisibility of the model's heads by the degrees is checked when the learner loads the model.
         heads=math.lcm(*degrees),
