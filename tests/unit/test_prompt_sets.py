@@ -19,6 +19,7 @@ from spotlight.rewards.ocr import target_of
 from spotlight.rewards.prompt_sets.geneval_prompts import geneval_prompts, record, scene_of, scenes
 from spotlight.rewards.prompt_sets.ocr_prompts import ocr_prompts
 from spotlight.rewards.prompt_sets.splitting import PromptSetError
+from spotlight.rewards.reward import RewardInputError
 
 
 def need(name: str, count: int = 1, **more: Any) -> dict[str, Any]:
@@ -114,6 +115,26 @@ def test_more_than_there_is_is_refused_with_the_most() -> None:
         PromptSetError, match=r"99,999,999 training prompts are asked for; there are at most [\d,]+."
     ):
         ocr_prompts(99_999_999, 1, seed=0)
+
+
+@pytest.mark.parametrize("tag", [None, "counts", ["counting"]])
+def test_a_record_to_leave_out_whose_tag_is_none_is_refused(tag: object) -> None:
+    wrong = {**OFFICIAL[2], "tag": tag}
+    with pytest.raises(RewardInputError, match=r"'tag' of prompt 'a photo of two tv remotes' is .*position"):
+        geneval_prompts(10, 6, seed=7, without=[OFFICIAL[0], wrong])
+
+
+def test_the_command_tells_the_prompts_per_tag_and_warns_of_a_tag_without_any(tmp_path: Path) -> None:
+    known = tmp_path / "known.jsonl"
+    known.write_text("".join(f"{json.dumps(record(each, 0))}\n" for each in scenes("single_object")))
+    command = ["prompts", "geneval", str(tmp_path / "out"), "--count", "50"]
+    done = CliRunner().invoke(app, [*command, "--without", str(known)])
+    assert done.exit_code == 0, done.output
+    assert "train.jsonl: 50 prompts (single_object 0, two_object 10, counting 10, colors 10," in done.stdout
+    assert "no prompts with the tag single_object: --without has every such scene" in done.stderr
+    whole = CliRunner().invoke(app, [*command[:2], str(tmp_path / "whole"), *command[3:]])
+    assert "(single_object 9, two_object 9, counting 8," in whole.stdout
+    assert whole.stderr == ""
 
 
 @pytest.mark.parametrize(("kind", "ending"), [("geneval", "jsonl"), ("ocr", "txt")])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 from rich.console import Console
@@ -14,6 +14,9 @@ from spotlight.cli.exit_codes import errors_without_traceback, failure
 
 if TYPE_CHECKING:
     from spotlight.scheduler.types import Prompt
+
+
+_Lines: TypeAlias = tuple[list[str], list[str]]
 
 
 class PromptKind(StrEnum):
@@ -39,7 +42,8 @@ def prompts(
 ) -> None:
     """Make training and held-out prompts from templates: no scene, or text to draw, is in both.
 
-    geneval: train.jsonl and test.jsonl in GenEval's metadata format, its six tags in equal shares.
+    geneval: train.jsonl and test.jsonl in GenEval's metadata format, its six tags in shares that are
+    equal as far as a tag has enough scenes.
     ocr: train.txt and test.txt, a prompt a line with the text to draw in quotes.
 
     [bold]Examples[/bold]
@@ -58,13 +62,14 @@ def prompts(
     with errors_without_traceback():
         known = _read(without)
         sizes = count, max(count // 10, 1) if held_out is None else held_out, seed
-        sets = _geneval(*sizes, known) if kind is PromptKind.GENEVAL else _ocr(*sizes, known)
+        sets, tags = _geneval(*sizes, known) if kind is PromptKind.GENEVAL else (_ocr(*sizes, known), None)
         out.mkdir(parents=True, exist_ok=True)
         for path, lines in zip(paths, sets, strict=True):
             path.write_text("".join(f"{line}\n" for line in lines))
     console = Console(highlight=False)
-    for path, lines in zip(paths, sets, strict=True):
-        console.print(f"{path}: {len(lines):,} prompts", soft_wrap=True)
+    for index, (path, lines) in enumerate(zip(paths, sets, strict=True)):
+        told = f" ({', '.join(f'{tag} {n:,}' for tag, n in tags[index].items())})" if tags else ""
+        console.print(f"{path}: {len(lines):,} prompts{told}", soft_wrap=True)
     console.print(f"Use them: data.train={paths[0]} data.test={paths[1]}", soft_wrap=True)
 
 
@@ -81,12 +86,25 @@ def _read(path: Path | None) -> list[Prompt]:
         ) from error
 
 
-def _geneval(count: int, held_out: int, seed: int, known: list[Prompt]) -> tuple[list[str], list[str]]:
+def _geneval(
+    count: int, held_out: int, seed: int, known: list[Prompt]
+) -> tuple[_Lines, list[dict[str, int]]]:
+    """Lines of both sets, and the prompts per tag of each; warns of tags whose every scene is left out."""
+    from spotlight.rewards.geneval.vocabulary import TAGS
     from spotlight.rewards.prompt_sets.geneval_prompts import geneval_prompts
 
     records = [{"prompt": each.text, **each.metadata} for each in known]
-    train, test = geneval_prompts(count, held_out, seed, records)
-    return list(map(json.dumps, train)), list(map(json.dumps, test))
+    sets = geneval_prompts(count, held_out, seed, records)
+    tags = [{tag: sum(each["tag"] == tag for each in part) for tag in TAGS} for part in sets]
+    # Asked for at least one per tag, only a tag without any scene gets none.
+    if count >= len(TAGS) and (gone := [tag for tag, number in tags[0].items() if number == 0]):
+        Console(stderr=True, highlight=False).print(
+            f"Warning: no prompts with the tag {', '.join(gone)}: --without has every such scene. "
+            "The other tags have the more; leave out fewer to train on it too.",
+            soft_wrap=True,
+        )
+    train, test = sets
+    return (list(map(json.dumps, train)), list(map(json.dumps, test))), tags
 
 
 def _ocr(count: int, held_out: int, seed: int, known: list[Prompt]) -> tuple[list[str], list[str]]:

@@ -112,7 +112,11 @@ def record(scene: Scene, wording: int) -> dict[str, Any]:
 
 def scene_of(record: Mapping[str, Any]) -> Scene:
     """The scene of a record. Raises RewardInputError for an invalid one."""
-    wanted = MetadataFormat("geneval", OBJECTS, COLORS).parse(str(record.get("prompt")), record)
+    form = MetadataFormat("geneval", OBJECTS, COLORS)
+    prompt, tag = str(record.get("prompt")), record.get("tag")
+    if tag not in TAGS:
+        raise form.error(prompt, "tag", tag, f"one of {', '.join(TAGS)}")
+    wanted = form.parse(prompt, record)
     things = [Thing(need.name, need.color, need.count) for need in wanted.include]
     relation = next((need.relation for need in wanted.include if need.relation is not None), None)
     if relation is not None:
@@ -120,7 +124,7 @@ def scene_of(record: Mapping[str, Any]) -> Scene:
     order = sorted(range(len(things)), key=lambda index: OBJECTS.index(things[index].name))
     if relation is not None and order != list(range(len(things))):
         relation = _OPPOSITE[relation]
-    return Scene(str(record.get("tag")), tuple(things[index] for index in order), relation)
+    return Scene(str(tag), tuple(things[index] for index in order), relation)
 
 
 def _entry(thing: Thing) -> dict[str, Any]:
