@@ -394,8 +394,9 @@ class TestCheck:
                 pool.check(["bug"], [{}])
             with pytest.raises(
                 RewardSetupError, match="check of reward 'reward_of_quotes' failed: no answer within 1"
-            ):
+            ) as error:
                 pool.check(["hang"], [{}])
+            assert "Raise reward_policy.start_deadline_s" in str(error.value)
             pool.check(["OPEN"], [{}])
 
 
@@ -439,6 +440,15 @@ class TestStartAndEnd:
         ) as error:
             RewardPool([RewardConfig(name="quitter:f")])
         assert "no licence" in str(error.value)
+
+    def test_a_start_that_takes_too_long_names_what_to_do(self, workplace: Path) -> None:
+        (workplace / "sleeper.py").write_text("import time\ntime.sleep(60)\n")
+        with pytest.raises(
+            RewardSetupError, match=r"reward 'f' did not start: no answer within 0\.3 s"
+        ) as error:
+            RewardPool([RewardConfig(name="sleeper:f")], start_deadline_s=0.3)
+        assert "Raise reward_policy.start_deadline_s" in str(error.value)
+        assert "`hf download`" in str(error.value)
 
     def test_names_must_differ(self) -> None:
         with pytest.raises(ValueError, match="2 rewards are called 'gray'"):

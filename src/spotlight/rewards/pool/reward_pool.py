@@ -28,7 +28,7 @@ import numpy as np
 
 from spotlight.config.sections.rewards import RewardConfig
 from spotlight.rewards.pool.channel import Batch, Blame, CheckPrompts, Failed
-from spotlight.rewards.pool.reward_process import PoolClosedError, ProcessLost, RewardProcess
+from spotlight.rewards.pool.reward_process import PoolClosedError, ProcessLost, RewardProcess, setup_error
 from spotlight.rewards.pool.scoring import Outcome, SharedBatch, score_batch
 from spotlight.rewards.results import RewardBatch, combine
 from spotlight.rewards.reward import Image, RewardInputError, RewardSetupError
@@ -237,7 +237,7 @@ def _check(lane: _Lane, request: CheckPrompts) -> None:
     try:
         reply = process.ask(request)
     except ProcessLost as lost:
-        raise RewardSetupError(f"the check of reward {lane.reward.curve!r} failed: {lost}") from None
+        raise setup_error(f"the check of reward {lane.reward.curve!r} failed", lost) from None
     finally:
         lane.free.put(process)
     if isinstance(reply, Failed):

@@ -56,6 +56,16 @@ class ProcessLost(Exception):  # noqa: N818  (an event the scoring handles, not 
         self.timed_out = timed_out
 
 
+def setup_error(what: str, lost: ProcessLost) -> RewardSetupError:
+    """The error of a start or check whose process was lost; names the remedy if it took too long."""
+    remedy = (
+        "\nRaise reward_policy.start_deadline_s; fetch models from the hub beforehand with `hf download`."
+        if lost.timed_out
+        else ""
+    )
+    return RewardSetupError(f"{what}: {lost}{remedy}")
+
+
 class RewardProcess:
     """One process of one reward.
 
@@ -108,7 +118,7 @@ class RewardProcess:
         try:
             reply = self._exchange(load)
         except ProcessLost as lost:
-            raise RewardSetupError(f"reward {self._reward.curve!r} did not start: {lost}") from None
+            raise setup_error(f"reward {self._reward.curve!r} did not start", lost) from None
         if isinstance(reply, Failed):
             self._end()
             raise RewardSetupError(reply.message)
