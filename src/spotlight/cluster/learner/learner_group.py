@@ -24,7 +24,6 @@ import torch
 
 from spotlight.cluster.remote_calls import AbandonedError, Notify, wait_within
 from spotlight.config.errors import ConfigError
-from spotlight.data.prompt_files import PromptFileError
 from spotlight.models.model_errors import ModelError
 from spotlight.runtime.process import DeviceMemoryError
 from spotlight.scheduler.effects import PrepareBatch
@@ -39,8 +38,8 @@ Answers = list[Any]
 """Return values of the ranks that were asked, by rank."""
 
 FINAL: tuple[type[Exception], ...] = (
-    *(ConfigError, PromptFileError, ModelError, StoreError, StateError),
-    *(TrainingError, WeightsError, DeviceMemoryError, torch.OutOfMemoryError),
+    *(ConfigError, ModelError, StoreError, StateError, TrainingError, WeightsError),
+    *(DeviceMemoryError, torch.OutOfMemoryError),
 )
 """These end an inline run with a remedy too; a restart would only raise them again."""
 

@@ -17,8 +17,9 @@ Name = TypeVar("Name")
 
 @dataclass(slots=True)
 class Alarms(Generic[Name]):
-    """Deadlines in controller seconds, at most one per key. Equal ones ring in the order they were set.
+    """Deadlines in controller seconds, at most one per key.
 
+    Equal ones ring in the order they were set; one that was postponed keeps its place from before that.
     Postponing and cancelling are O(1): the heap entry is moved or dropped when it comes up.
     """
 
