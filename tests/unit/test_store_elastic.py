@@ -7,6 +7,7 @@ import tempfile
 from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_history import SCRATCH, history, write
 
-from spotlight.scheduler.records import VersionPublished
+from spotlight.scheduler.records import Record, SampleScored, VersionPublished
 from spotlight.scheduler.types import Filler, Phase, PolicyVersion, WorkerId
 from spotlight.store.ledger.history import read_history
 from spotlight.store.ledger.ledger_audit import AuditLimits, audit
@@ -219,6 +220,13 @@ def test_what_filled_idle_time_adds_up_without_what_is_undone(run: Path) -> None
     assert audit(run, AuditLimits()).filled_s == told
 
 
+def with_detail(record: Record) -> Record:
+    """A score with a second curve of the reward ``strict``, and one of a reward whose name begins alike."""
+    if not isinstance(record, SampleScored):
+        return record
+    return replace(record, scores={**record.scores, "strict/graded/2": 0.5, "stric/graded": 0.5})
+
+
 @given(
     seed=st.integers(0, 99),
     attempts=st.lists(st.tuples(st.integers(1, 60), st.integers(0, 60), st.sampled_from("ab")), max_size=6),
@@ -239,13 +247,13 @@ def test_every_score_has_what_gave_it_whatever_is_undone(
                 ledger.rollback(ends[-1], number)
                 ledger.record_scorers({"strict": model})
                 for transaction in planned[kept - 1 : kept - 1 + writes]:
-                    write(ledger, [transaction])
+                    write(ledger, [[with_detail(each) for each in transaction]])
                     ends.append(ledger.position())
                     models.append(model)
         with closing(sqlite3.connect(run / "ledger.sqlite")) as connection:
             found = connection.execute(
-                "SELECT seq, scored_by FROM scores JOIN rewards USING (rollout) "
-                "WHERE reward = 'strict' AND name = 'strict'"
+                "SELECT seq, scored_by FROM scores JOIN rewards "
+                "ON rewards.rollout = scores.rollout AND name = reward WHERE name LIKE 'strict%'"
             ).fetchall()
             told = connection.execute("SELECT COUNT(*) FROM scores WHERE scored_by IS NOT NULL").fetchone()[0]
         assert told == len(found)
@@ -279,6 +287,19 @@ def test_a_ledger_of_a_version_before_is_read_as_it_is_and_upgraded_to_be_writte
     assert after.filled_s == {Filler.NEXT: 1.0}
     assert audit(run, AuditLimits()).scorers == {"geneval": ("a detector",)}
     assert after.attempts[0].started_at == before.attempts[0].started_at
+
+
+def test_the_view_of_scores_is_brought_up_to_date(run: Path) -> None:
+    for before in ("DROP VIEW scores", "DROP VIEW scores; CREATE VIEW scores AS SELECT name FROM rewards"):
+        SqliteLedger(run / "ledger.sqlite").close()
+        with closing(sqlite3.connect(run / "ledger.sqlite")) as connection:
+            connection.executescript(before)
+        SqliteLedger(run / "ledger.sqlite").close()
+        with closing(sqlite3.connect(run / "ledger.sqlite")) as connection:
+            assert connection.execute("SELECT scored_by FROM scores").fetchall() == []
+            written = connection.execute("PRAGMA schema_version").fetchone()
+            SqliteLedger(run / "ledger.sqlite").close()
+            assert connection.execute("PRAGMA schema_version").fetchone() == written
 
 
 def test_a_ledger_of_another_version_is_refused_by_name(run: Path) -> None:

@@ -22,6 +22,7 @@ from types import FrameType
 import spotlight
 from spotlight.config.load import dump_config
 from spotlight.config.schema import RunConfig
+from spotlight.rewards.reward import RewardSetupError
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.recorder import RunRecorder
 from spotlight.scheduler.types import Prompt, PromptId, WorkerId
@@ -91,10 +92,15 @@ def open_attempt(
         began_s: start of the work, in seconds since the epoch.
         scored_by: what scores, by reward.
         account: called at the end, to bill the time since the last billing.
+
+    Raises:
+        RewardSetupError: another model than before would score.
     """
     with ExitStack() as stack:
         # Fail before an attempt is begun, so that none is left to close.
         recorder, newest = _open_recorder(stack, config, directory, prompts, ranks, workers)
+        kept = newest.header.ledger_position if newest else 0
+        _require_same_scorers(recorder.ledger.scorers_at(kept), scored_by, directory)
         number = recorder.ledger.begin_attempt(
             pid=os.getpid(), host=socket.gethostname(), workers=workers, now_s=began_s
         )
@@ -102,7 +108,7 @@ def open_attempt(
         with _closing(attempt, account):
             stack.enter_context(_attempt_log(directory.attempt_log(number)))
             _say_where(newest, observer, number)
-            undone = recorder.ledger.rollback(newest.header.ledger_position if newest else 0, number)
+            undone = recorder.ledger.rollback(kept, number)
             recorder.ledger.record_scorers(scored_by)
             if undone:
                 observer.note(
@@ -110,6 +116,17 @@ def open_attempt(
                 )
             yield attempt
             assert attempt.result is not None, "an attempt that does not fail has a result"
+
+
+def _require_same_scorers(before: Mapping[str, str], now: Mapping[str, str], directory: RunDirectory) -> None:
+    for reward, scorer in before.items():
+        if now.get(reward) != scorer:
+            found = f"by {now[reward]!r}" if reward in now else "by what it does not tell"
+            raise RewardSetupError(
+                f"{directory.path}: reward {reward!r} was scored by {scorer!r} up to the checkpoint, and "
+                f"would now be {found}; expected the same. Put back the weights that the run began with, "
+                "or start a run of another name."
+            )
 
 
 def _open_recorder(

@@ -21,6 +21,7 @@ from spotlight.store.ledger.ledger_schema import (
     APPLICATION_ID,
     RECORD_TABLES,
     SCHEMA_VERSION,
+    SCORES_VIEW,
     UPGRADABLE_VERSION,
     Ending,
     Incident,
@@ -204,6 +205,20 @@ def scorers(connection: sqlite3.Connection) -> dict[str, tuple[str, ...]]:
     for reward, scorer in rows:
         found[reward] = (*found.get(reward, ()), scorer)
     return found
+
+
+def scorers_at(connection: sqlite3.Connection, position: int) -> dict[str, str]:
+    """What gave the newest scores up to ``position``, by reward that tells it."""
+    rows = connection.execute(
+        "SELECT reward, scored_by FROM scorers WHERE position < ? ORDER BY id", (position,)
+    )
+    return dict(rows.fetchall())
+
+
+def has_scores_view(connection: sqlite3.Connection) -> bool:
+    """Whether the view ``scores`` is that of this version."""
+    rows = connection.execute("SELECT sql FROM sqlite_master WHERE name = 'scores'").fetchall()
+    return rows == [(SCORES_VIEW,)]
 
 
 def worked_s(connection: sqlite3.Connection) -> float:

@@ -229,7 +229,19 @@ CREATE TABLE filled_seconds (
 ) STRICT;
 """
 
-_SCORERS = """
+SCORES_VIEW = """CREATE VIEW scores (rollout, reward, value, scored_by) AS
+    SELECT rollout, name, value, (
+        SELECT scored_by FROM scorers
+        WHERE scorers.reward = substr(rewards.name, 1, instr(rewards.name || '/', '/') - 1)
+            AND scorers.position < rewards.seq
+        ORDER BY id DESC LIMIT 1)
+    FROM rewards"""
+"""Every score with what gave it; NULL where the reward does not tell, and for the weighted total.
+
+A reward's curves are called ``<reward>`` and ``<reward>/<detail>``.
+"""
+
+_SCORERS = f"""
 -- Which model, of which weights, gave a reward's scores from the record after position on.
 CREATE TABLE scorers (
     id INTEGER PRIMARY KEY,
@@ -239,13 +251,7 @@ CREATE TABLE scorers (
     scored_by TEXT NOT NULL,
     UNIQUE (attempt, reward)
 ) STRICT;
--- Every score with what gave it; NULL where the reward does not tell.
-CREATE VIEW scores (rollout, reward, value, scored_by) AS
-    SELECT rollout, name, value, (
-        SELECT scored_by FROM scorers
-        WHERE scorers.reward = rewards.name AND scorers.position < rewards.seq
-        ORDER BY id DESC LIMIT 1)
-    FROM rewards;
+{SCORES_VIEW};
 """
 
 _INSERT_ONLY = "\n".join(

@@ -41,6 +41,7 @@ from spotlight.store.ledger.ledger_schema import (
     RECORD_TABLES,
     SCHEMA,
     SCHEMA_VERSION,
+    SCORES_VIEW,
     Ending,
     Incident,
     RolloutOutcome,
@@ -108,6 +109,10 @@ class SqliteLedger:
             self._connection.executescript(f"BEGIN IMMEDIATE;\n{SCHEMA}\nCOMMIT;")
         elif version < SCHEMA_VERSION:
             self._connection.executescript(f"BEGIN IMMEDIATE;\n{upgrade_from(version)}\nCOMMIT;")
+        elif not queries.has_scores_view(self._connection):
+            self._connection.executescript(
+                f"BEGIN IMMEDIATE;\nDROP VIEW IF EXISTS scores;\n{SCORES_VIEW};\nCOMMIT;"
+            )
 
     def append(self, records: Sequence[tuple[int, Record]]) -> None:
         """Write numbered records in one transaction; on return they are on disk.
@@ -256,6 +261,10 @@ class SqliteLedger:
                 "INSERT INTO scorers (attempt, position, reward, scored_by) VALUES (?, ?, ?, ?)",
                 [(attempt, self._position, reward, scorer) for reward, scorer in scored_by.items()],
             )
+
+    def scorers_at(self, position: int) -> dict[str, str]:
+        """What gave the newest scores up to ``position``, by reward; rewards that do not tell are absent."""
+        return queries.scorers_at(self._connection, position)
 
     def end_attempt(self, ending: Ending, now_s: float = 0.0) -> None:
         """Stop billing at the last entry or ``now_s``, whichever is later; all seconds need a phase."""

@@ -1,0 +1,62 @@
+"""A resumed run is scored by what scored it before."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from store_history import history, write
+
+from spotlight.config.load import dump_config, load_config
+from spotlight.rewards.reward import RewardSetupError
+from spotlight.runtime.attempt import RunResult, open_attempt
+from spotlight.runtime.observer import Silent
+from spotlight.store.ledger.ledger_audit import AuditLimits, audit
+from spotlight.store.manifest import CheckpointHeader
+from spotlight.store.run_directory import RunDirectory
+from spotlight.training.sharding import Ranks
+
+
+def go_on(root: Path, scored_by: Mapping[str, str], *, save: bool = False) -> None:
+    """One attempt, which writes a history if there is none, and maybe a checkpoint."""
+    config = load_config(None, [f"runs_dir={root}", "name=run"])
+    with (
+        RunDirectory.open(root, "run", dump_config(config)) as directory,
+        open_attempt(
+            config, directory, {}, Ranks(), workers={}, began_s=time.time(), scored_by=scored_by,
+            observer=Silent(), account=lambda recorder: None,
+        ) as attempt,
+    ):  # fmt: skip
+        ledger = attempt.recorder.ledger
+        if ledger.position() == 0:
+            write(ledger, list(history(1, iterations=1)))
+        if save:
+            header = CheckpointHeader(1, ledger.position(), "0" * 64, "0")
+            with attempt.recorder.checkpoints.writer(header) as folder:
+                (folder / "state").write_text("state")
+        attempt.result = RunResult(directory.path, None, None, stopped=True)
+
+
+def test_a_run_resumed_with_another_scorer_is_refused_and_goes_on_with_the_first(tmp_path: Path) -> None:
+    first = {"geneval": "detector a", "ocr": "reader"}
+    go_on(tmp_path, first, save=True)
+    for other, found in (
+        ({**first, "geneval": "detector b"}, "by 'detector b'"),
+        ({"ocr": "reader"}, "by what it does not tell"),
+    ):
+        said = f"reward 'geneval' was scored by 'detector a' up to the checkpoint, and would now be {found};"
+        with pytest.raises(RewardSetupError, match=f"{re.escape(said)} .*Put back the weights"):
+            go_on(tmp_path, other)
+    go_on(tmp_path, {**first, "new": "told since"})
+    report = audit(tmp_path / "run", AuditLimits())
+    assert report.scorers == {"geneval": ("detector a",), "ocr": ("reader",), "new": ("told since",)}
+
+
+def test_another_scorer_may_score_where_no_score_of_the_first_is_kept(tmp_path: Path) -> None:
+    go_on(tmp_path, {"geneval": "detector a"})  # no checkpoint: all is undone
+    go_on(tmp_path, {"geneval": "detector b"}, save=True)
+    with pytest.raises(RewardSetupError, match="was scored by 'detector b'"):
+        go_on(tmp_path, {"geneval": "detector a"})
