@@ -27,12 +27,14 @@ from tests.unit.reward_server import (
 )
 
 from spotlight.config.sections.rewards import RewardConfig
+from spotlight.rewards import reward_registry
 from spotlight.rewards.endpoints import ocr_vlm as ocr_module
 from spotlight.rewards.endpoints import vlm_judge as judge_module
 from spotlight.rewards.endpoints.chat import ChatEndpoint
 from spotlight.rewards.endpoints.json_client import BYTES_MAX, parse_server
 from spotlight.rewards.endpoints.ocr_vlm import NO_TEXT, ocr_vlm
 from spotlight.rewards.endpoints.vlm_judge import parse_grade, probability_of_yes, vlm_judge
+from spotlight.rewards.frames import OverFrames
 from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.results import RewardFailure, ScoredSample
 from spotlight.rewards.reward import RewardInputError, RewardSetupError, SampleError
@@ -327,6 +329,31 @@ def test_settings_are_strict_and_name_the_key(endpoint: Any, words: str) -> None
     with pytest.raises(RewardSetupError, match=words) as error:
         judge_module.scored_by(endpoint=endpoint)
     assert "pw@" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["vlm-judge", "ocr-vlm", "http"])
+def test_a_batch_may_not_take_longer_than_the_call_and_costs_add(name: str) -> None:
+    place = {"base_url": "http://h", "batch_timeout_s": 40}
+    params = {"server": place, "reward": "r"} if name == "http" else {"endpoint": {**place, "model": "m"}}
+    reward = reward_registry.load(name, params, call_deadline_s=40)
+    assert isinstance(reward.function, OverFrames)
+    assert "cost_usd" in reward.function.added_curves
+    assert reward.scored_by is not None
+    assert "http://h" in reward.scored_by()
+    with (
+        pytest.raises(RewardSetupError, match=r"batch_timeout_s is 40.*deadline_s, 30"),
+        RewardPool([RewardConfig(name=name, deadline_s=30, params=params)]),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("field", sorted(set(ChatEndpoint.model_fields) | {"api_key"}))
+def test_messages_show_the_value_found_unless_it_may_hold_a_key(field: str) -> None:
+    value = ["sk-found"]
+    place = {"base_url": "http://h", "model": "m", field: value}
+    with pytest.raises(RewardSetupError, match=rf"endpoint\.{field}") as error:
+        parse_server(ChatEndpoint, "params.endpoint", place)
+    assert (repr(value) in str(error.value)) == (field not in ("base_url", "extra_body", "api_key"))
 
 
 @pytest.mark.parametrize("params", [{"answer": "maybe"}, {"scale": [1]}, {"scale": [5, 1]}, {"scale": "0-5"}])

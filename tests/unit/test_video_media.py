@@ -15,6 +15,7 @@ from PIL import Image
 
 from spotlight.config.load import load_config
 from spotlight.config.sections.rewards import RewardConfig
+from spotlight.rewards import reward_registry
 from spotlight.rewards.frames import FrameRule, OverFrames
 from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.results import ScoredSample
@@ -50,6 +51,20 @@ def test_the_scores_of_a_videos_frames_are_combined(rule: FrameRule, expected: f
     found = OverFrames(levels, rule)([VIDEO, VIDEO[:1]], ["two words", "one"], [{}, {}])
     assert found == {"score": [expected, 0.0], "words": [2.0, 1.0]}
     assert OverFrames(levels, rule)([VIDEO[2]], ["one"], [{}]) == {"score": [40.0], "words": [1]}
+
+
+@pytest.mark.parametrize("combine", ["mean", "min"])
+def test_declared_curves_add_up_over_a_videos_frames(combine, tmp_path, monkeypatch) -> None:
+    (tmp_path / "paid_rewards.py").write_text(
+        "from spotlight.rewards.reward import adds_over_frames\n"
+        "@adds_over_frames('cost_usd')\n"
+        "def paid(images, prompts, metadata):\n"
+        "    return {'score': [1.0] * len(images), 'cost_usd': [2.0] * len(images)}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    reward = reward_registry.load("paid_rewards:paid", {}, FrameRule(3, combine)).function
+    videos = [VIDEO, VIDEO[:1]]
+    assert reward(videos, ["a", "b"], [{}, {}]) == {"score": [1.0, 1.0], "cost_usd": [6.0, 2.0]}
 
 
 def test_the_pool_scores_videos_by_frames_or_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from spotlight.rewards.reward import Image, RewardFunction, SampleError
+
+Reduction: TypeAlias = Callable[[NDArray[np.float64]], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +35,15 @@ class FrameRule:
 
 @dataclass(frozen=True, slots=True)
 class OverFrames:
-    """A reward for pictures that also scores videos. Pictures are passed on as they are."""
+    """A reward for pictures that also scores videos. Pictures are passed on as they are.
+
+    Attributes:
+        added_curves: summed over a video's frames, whatever the rule.
+    """
 
     function: RewardFunction
     rule: FrameRule
+    added_curves: frozenset[str] = frozenset()
 
     def __call__(
         self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
@@ -50,10 +58,10 @@ class OverFrames:
             [prompts[index] for index in owner],
             [metadata[index] for index in owner],
         )
-        combine = np.mean if self.rule.combine == "mean" else np.min
+        rule: Reduction = np.mean if self.rule.combine == "mean" else np.min
         cuts = np.cumsum([len(frames) for frames in chosen])[:-1]
 
-        def combined(scores: Sequence[float | SampleError]) -> list[float | SampleError]:
+        def combined(scores: Sequence[float | SampleError], combine: Reduction) -> list[float | SampleError]:
             if len(scores) != len(owner):
                 return list(scores)  # refused by the caller, who names the number
             failed = {owner[at]: each for at, each in enumerate(scores) if isinstance(each, SampleError)}
@@ -61,5 +69,8 @@ class OverFrames:
             return [failed.get(at, float(combine(part))) for at, part in enumerate(np.split(numbers, cuts))]
 
         if isinstance(found, Mapping):
-            return {curve: combined(scores) for curve, scores in found.items()}
-        return combined(found)
+            return {
+                curve: combined(scores, np.sum if curve in self.added_curves else rule)
+                for curve, scores in found.items()
+            }
+        return combined(found, rule)

@@ -22,8 +22,10 @@ its signature names. It may load models, and returns what scores, to stand in ev
     def scored_by(**params):
         return "facebook/mask2former-swin-small-coco-instance@0f3c..."
 
-Of videos, a function sees pictures: some of their frames, whose scores are combined. One that is decorated
-with :func:`takes_videos` gets the whole videos.
+Both hooks also get ``deadline_s``, the time limit per call of the reward, if their signature names it.
+
+Of videos, a function sees pictures: some of their frames, whose scores are combined; curves declared by
+:func:`adds_over_frames` are summed. One that is decorated with :func:`takes_videos` gets the whole videos.
 """
 
 from __future__ import annotations
@@ -45,6 +47,16 @@ def takes_videos(function: Function) -> Function:
     """Declare that a reward scores whole videos, [frames, height, width, 3], instead of single frames."""
     function.takes_videos = True  # type: ignore[attr-defined]
     return function
+
+
+def adds_over_frames(*curves: str) -> Callable[[Function], Function]:
+    """Declare curves whose values for a video are the sums over its frames, such as costs."""
+
+    def declare(function: Function) -> Function:
+        function.added_curves = frozenset(curves)  # type: ignore[attr-defined]
+        return function
+
+    return declare
 
 
 class RewardFunction(Protocol):

@@ -75,8 +75,16 @@ def parse(name_or_path: str) -> Reference:
     return Reference(attribute.rpartition(".")[2], module, attribute)
 
 
-def load(name_or_path: str, params: Mapping[str, Any], frames: FrameRule | None = None) -> LoadedReward:
+def load(
+    name_or_path: str,
+    params: Mapping[str, Any],
+    frames: FrameRule | None = None,
+    call_deadline_s: float | None = None,
+) -> LoadedReward:
     """Import a reward and bind its parameters. The current directory is importable.
+
+    Args:
+        call_deadline_s: the hooks that name ``deadline_s`` get it.
 
     Raises:
         RewardSetupError: import fails, the function is missing or not callable, or parameters do not fit.
@@ -85,11 +93,12 @@ def load(name_or_path: str, params: Mapping[str, Any], frames: FrameRule | None 
     module = _import(name_or_path, reference.module)
     function = _attribute(name_or_path, module, reference.attribute)
     _require_fitting_params(name_or_path, function, params)
-    check = _hook(name_or_path, module, "check(prompts, metadata)", params)
-    scored_by = _hook(name_or_path, module, "scored_by()", params)
+    check = _hook(name_or_path, module, "check(prompts, metadata)", params, call_deadline_s)
+    scored_by = _hook(name_or_path, module, "scored_by()", params, call_deadline_s)
     bound = cast(RewardFunction, partial(function, **params))
     if not getattr(function, "takes_videos", False):
-        bound = cast(RewardFunction, OverFrames(bound, frames or FrameRule()))
+        added: frozenset[str] = getattr(function, "added_curves", frozenset())
+        bound = cast(RewardFunction, OverFrames(bound, frames or FrameRule(), added))
     return LoadedReward(bound, check, scored_by)
 
 
@@ -118,7 +127,11 @@ def _import(name_or_path: str, module: str) -> ModuleType:
 
 
 def _hook(
-    name_or_path: str, module: ModuleType, signature: str, params: Mapping[str, Any]
+    name_or_path: str,
+    module: ModuleType,
+    signature: str,
+    params: Mapping[str, Any],
+    call_deadline_s: float | None,
 ) -> Callable[..., Any] | None:
     name = signature.partition("(")[0]
     hook = getattr(module, name, None)
@@ -129,7 +142,10 @@ def _hook(
             f"reward {name_or_path!r}: {name!r} in {_file_of(module)} is of type {type(hook).__name__!r}; "
             f"expected a {signature}, or no such name."
         )
-    return partial(hook, **_named_by(hook, params))
+    named = _named_by(hook, params)
+    if call_deadline_s is not None and "deadline_s" in _keywords(inspect.signature(hook)):
+        named.setdefault("deadline_s", call_deadline_s)
+    return partial(hook, **named)
 
 
 def _attribute(name_or_path: str, module: ModuleType, attribute: str) -> Callable[..., Any]:

@@ -54,7 +54,7 @@ class RewardServer(BaseModel):
     timeout_s: Seconds = 30.0
     """For one attempt, from connecting to the last byte."""
     batch_timeout_s: Seconds = 50.0
-    """For one call of the reward; keep it below ``rewards[].deadline_s``, which kills its process."""
+    """For one call of the reward; at most ``rewards[].deadline_s``, which kills its process."""
     retries: Annotated[int, Field(ge=0)] = 3
     """Further attempts after no connection, a time-out, status 408, 429 or 5xx."""
     backoff_s: Seconds = 0.5
@@ -76,6 +76,9 @@ class RewardServer(BaseModel):
 
 
 Server = TypeVar("Server", bound=RewardServer)
+
+COSTS = ("prompt_tokens", "completion_tokens", "cost_usd")
+"""Curves of what was paid for: summed over a video's frames."""
 
 _answered: set[str] = set()
 """Settings of the servers that have answered this process: key, address and model are right."""
@@ -107,11 +110,12 @@ class _TransientError(Exception):
         self.pause_s = pause_s
 
 
-def parse_server(kind: type[Server], key: str, value: object) -> Server:
+def parse_server(kind: type[Server], key: str, value: object, deadline_s: float | None = None) -> Server:
     """Check the settings of a server, and that its key is in the environment.
 
     Args:
         key: of the settings, for messages: ``vlm-judge reward: params.endpoint``.
+        deadline_s: of the reward's calls; ``batch_timeout_s`` may not exceed it.
 
     Raises:
         RewardSetupError: names key, value found, value expected and remedy.
@@ -121,12 +125,21 @@ def parse_server(kind: type[Server], key: str, value: object) -> Server:
     try:
         server = kind.model_validate(value)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
+        first = error.errors(include_url=False)[0]
         where = ".".join([key, *map(str, first["loc"])])
+        shown = set(kind.model_fields) - {"base_url", "extra_body"}  # these, and unknown ones, may hold a key
+        told = bool(first["loc"]) and first["loc"][0] in shown and first["type"] != "missing"
+        found = f" is {first['input']!r}" if told else ""
         known = ", ".join(kind.model_fields)
         raise RewardSetupError(
-            f"{where}: {first['msg']}. The settings are {known}; correct them in the configuration."
+            f"{where}{found}: {first['msg']}. The settings are {known}; correct them in the configuration."
         ) from None
+    if deadline_s is not None and server.batch_timeout_s > deadline_s:
+        raise RewardSetupError(
+            f"{key}.batch_timeout_s is {server.batch_timeout_s:g}, above the reward's rewards[].deadline_s, "
+            f"{deadline_s:g}; expected at most that, or its process is killed. Raise deadline_s "
+            "or lower batch_timeout_s."
+        )
     _headers(server)
     return server
 

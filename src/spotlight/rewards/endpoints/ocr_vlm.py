@@ -13,9 +13,9 @@ from PIL import Image as PILImage
 from PIL import ImageDraw, ImageFont
 
 from spotlight.rewards.endpoints.chat import ChatAnswer, ChatEndpoint, ask_about, token_curves, try_out
-from spotlight.rewards.endpoints.json_client import parse_server
+from spotlight.rewards.endpoints.json_client import COSTS, parse_server
 from spotlight.rewards.ocr import legibility, normalized, target_of
-from spotlight.rewards.reward import Image, SampleError
+from spotlight.rewards.reward import Image, SampleError, adds_over_frames
 
 NO_TEXT = "[no text]"
 INSTRUCTION = (
@@ -25,6 +25,7 @@ INSTRUCTION = (
 _WORD = "OPEN"
 
 
+@adds_over_frames(*COSTS)
 def ocr_vlm(
     images: Sequence[Image],
     prompts: Sequence[str],
@@ -92,14 +93,14 @@ def check(
     try_out(_settings(endpoint), _sign(), instruction, tokens_max=tokens_max, read=_something)
 
 
-def scored_by(*, endpoint: Mapping[str, Any]) -> str:
+def scored_by(*, endpoint: Mapping[str, Any], deadline_s: float | None = None) -> str:
     """The model and its endpoint; checks the endpoint's settings."""
-    place = _settings(endpoint)
+    place = _settings(endpoint, deadline_s)
     return f"{place.model} at {place.base_url}"
 
 
-def _settings(endpoint: Mapping[str, Any]) -> ChatEndpoint:
-    return parse_server(ChatEndpoint, "ocr-vlm reward: params.endpoint", endpoint)
+def _settings(endpoint: Mapping[str, Any], deadline_s: float | None = None) -> ChatEndpoint:
+    return parse_server(ChatEndpoint, "ocr-vlm reward: params.endpoint", endpoint, deadline_s)
 
 
 def reading(answer: str) -> str:

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from spotlight.rewards.endpoints.json_client import (
+    COSTS,
     HttpCall,
     RewardServer,
     ask_all,
@@ -25,12 +26,13 @@ from spotlight.rewards.endpoints.json_client import (
     png_base64,
     safe_message,
 )
-from spotlight.rewards.reward import Image, RewardSetupError, SampleError
+from spotlight.rewards.reward import Image, RewardSetupError, SampleError, adds_over_frames
 
 Scores = dict[str, float]
 """One sample's scores, by the service's names."""
 
 
+@adds_over_frames(*COSTS)
 def http(
     images: Sequence[Image],
     prompts: Sequence[str],
@@ -99,9 +101,11 @@ def check(
         raise RewardSetupError(safe_message(place, error))
 
 
-def scored_by(*, server: Mapping[str, Any], reward: str, batch_size: int = 8) -> str:
+def scored_by(
+    *, server: Mapping[str, Any], reward: str, batch_size: int = 8, deadline_s: float | None = None
+) -> str:
     """The reward and its service; checks the service's settings."""
-    return f"{reward} at {_settings(server, batch_size).base_url}"
+    return f"{reward} at {_settings(server, batch_size, deadline_s).base_url}"
 
 
 def parse_scores(answer: object, reward: str, samples: int) -> list[Scores | SampleError]:
@@ -165,10 +169,10 @@ def _with(trained: str, scores: Scores | SampleError) -> Scores | SampleError:
     )
 
 
-def _settings(server: Mapping[str, Any], batch_size: int) -> RewardServer:
+def _settings(server: Mapping[str, Any], batch_size: int, deadline_s: float | None = None) -> RewardServer:
     if not isinstance(batch_size, int) or batch_size < 1:
         raise RewardSetupError(f"http reward: params.batch_size is {batch_size!r}; expected 1 or more.")
-    return parse_server(RewardServer, "http reward: params.server", server)
+    return parse_server(RewardServer, "http reward: params.server", server, deadline_s)
 
 
 def _body(

@@ -15,8 +15,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from spotlight.rewards.endpoints.chat import ChatAnswer, ChatEndpoint, ask_about, token_curves, try_out
-from spotlight.rewards.endpoints.json_client import parse_server
-from spotlight.rewards.reward import Image, RewardSetupError, SampleError
+from spotlight.rewards.endpoints.json_client import COSTS, parse_server
+from spotlight.rewards.reward import Image, RewardSetupError, SampleError, adds_over_frames
 
 AnswerKind = Literal["yes-no", "grade"]
 
@@ -33,6 +33,7 @@ _GRADE = re.compile(
 )
 
 
+@adds_over_frames(*COSTS)
 def vlm_judge(
     images: Sequence[Image],
     prompts: Sequence[str],
@@ -101,9 +102,9 @@ def check(
     )
 
 
-def scored_by(*, endpoint: Mapping[str, Any]) -> str:
+def scored_by(*, endpoint: Mapping[str, Any], deadline_s: float | None = None) -> str:
     """The model and its endpoint; checks the endpoint's settings."""
-    place = parse_server(ChatEndpoint, "vlm-judge reward: params.endpoint", endpoint)
+    place = parse_server(ChatEndpoint, "vlm-judge reward: params.endpoint", endpoint, deadline_s)
     return f"{place.model} at {place.base_url}"
 
 

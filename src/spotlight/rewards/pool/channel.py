@@ -24,12 +24,17 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Import the reward. Must be the first request. Reply: :class:`Done`."""
+    """Import the reward. Must be the first request. Reply: :class:`Done`.
+
+    Attributes:
+        call_deadline_s: limit of the later calls.
+    """
 
     name_or_path: str
     params: Mapping[str, Any]
     frames: FrameRule
     deadline_s: float
+    call_deadline_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,7 @@ class RewardProcess:
         self._spawn()
         reward = self._reward
         frames = FrameRule(reward.frames, reward.combine_frames)
-        load = Load(reward.name, dict(reward.params), frames, self._start_deadline_s)
+        load = Load(reward.name, dict(reward.params), frames, self._start_deadline_s, reward.deadline_s)
         try:
             reply = self._exchange(load)
         except ProcessLost as lost:

@@ -62,7 +62,9 @@ def _serve(connection: socket.socket) -> None:
         nonlocal reward, scored_by
         match request:
             case Load():
-                reward = registry.load(request.name_or_path, request.params, request.frames)
+                reward = registry.load(
+                    request.name_or_path, request.params, request.frames, request.call_deadline_s
+                )
                 scored_by = _who_scores(request.name_or_path, reward)
                 return Done(scored_by)
             case CheckPrompts():
