@@ -34,6 +34,8 @@ BYTES_MAX = 8 << 20
 _PAUSE_MAX_S = 30.0
 _MESSAGE_START, _MESSAGE_END = 600, 400
 """Characters kept of a long message: what was found comes first, what was expected and the remedy last."""
+_SEARCHED = 1 << 17
+"""Characters at each end of a message that are searched for the key; the rest is dropped unseen."""
 _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 
 Seconds = Annotated[float, Field(gt=0, le=1e6)]
@@ -347,6 +349,8 @@ def _text(body: bytes | bytearray) -> str:
 def safe_message(server: RewardServer, error: Exception) -> str:
     """An error's text without the key, and shortened after that: half a key is one as well."""
     text = str(error)
+    if len(text) > 2 * _SEARCHED:  # megabytes would take seconds
+        text = text[:_SEARCHED] + text[-_SEARCHED:]
     if key := _key(server):
         text = _spellings(key).sub("[key]", text)
     if len(text) > _MESSAGE_START + _MESSAGE_END:
