@@ -215,7 +215,7 @@ def test_mistakes_in_what_a_package_adds_are_named(installed: Path, command: str
 
 
 def test_unknown_names_are_errors_that_name_key_value_and_known_names() -> None:
-    with pytest.raises(RegistryError, match=r"family is 'qwen-imag'; expected 'qwen-image' .*Did you mean"):
+    with pytest.raises(RegistryError, match=r"family is 'qwen-imag'; expected 'qwen-image', .*Did you mean"):
         FAMILIES.load("qwen-imag")
     assert "nocloud" not in CLOUDS
     assert issubclass(RegistryError, ValueError)
