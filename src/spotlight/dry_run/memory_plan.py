@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from spotlight.config.schema import RunConfig
+from spotlight.data.media_size import media_size
 from spotlight.dry_run.model_plan import ModelSizes, bind_targets
-from spotlight.models.family import ModelFamily
 from spotlight.rollout.limits import decode_batch
-from spotlight.training.settings import media_size
 from spotlight.training.timesteps import largest_pass
+
+if TYPE_CHECKING:
+    from spotlight.models.family import ModelFamily
 
 When = Literal["always", "set-up", "rollout", "training", "host"]
 _LEDGER_BYTES_PER_ROLLOUT = 1000  # measured: 860 with three scores per sample

@@ -8,19 +8,22 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors import safe_open
 
 from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import TESTBED
 from spotlight.data.section_names import under
-from spotlight.models.family import ModelFamily
 from spotlight.models.family_facts import Dimensions
 from spotlight.models.media import MediaSize
 from spotlight.models.model_errors import ModelError
 from spotlight.models.pipeline_files import PipelineFiles, locate
 from spotlight.registry import FAMILIES
 from spotlight.testbed import PIPELINE_DIR
+
+if TYPE_CHECKING:
+    from spotlight.models.family import ModelFamily
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from statistics import median
 from spotlight.config.errors import ConfigError
 from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import Prompts, load_prompts
+from spotlight.data.media_size import media_size
 from spotlight.data.section_names import under
 from spotlight.dry_run.memory_plan import Estimate, disk_parts, memory_parts
 from spotlight.dry_run.model_plan import (
@@ -25,7 +26,6 @@ from spotlight.dry_run.model_plan import (
 )
 from spotlight.rewards.results import require_names
 from spotlight.store.metrics import read_metrics
-from spotlight.training.settings import media_size
 
 
 @dataclass(frozen=True, slots=True)

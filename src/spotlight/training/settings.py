@@ -7,9 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from spotlight.config.sections.learner_section import LearnerConfig
-from spotlight.config.sections.rollout import RolloutConfig
 from spotlight.models.condition import Condition
-from spotlight.models.media import MediaSize
 
 
 class TrainingError(RuntimeError):
@@ -29,11 +27,6 @@ class TrainingGuidance:
     scale: float
     negative: Condition
     embedded: float | None = None
-
-
-def media_size(rollout: RolloutConfig) -> MediaSize:
-    """Of the pictures or videos that are generated."""
-    return MediaSize(rollout.height, rollout.width, rollout.frames, rollout.fps)
 
 
 def autocast_type(config: LearnerConfig) -> torch.dtype | None:

@@ -21,6 +21,7 @@ from spotlight.data.datasets import TESTBED
 from spotlight.data.datasets import Prompts as Prompts
 from spotlight.data.datasets import load_prompts as load_prompts
 from spotlight.data.datasets import read_prompts as read_prompts
+from spotlight.data.media_size import media_size
 from spotlight.data.section_names import under
 from spotlight.diffusion.samplers import ODE, Sampler, build_sampler
 from spotlight.diffusion.schedule import AllSteps, RandomWindow, SdeWindow, SlidingWindow
@@ -40,7 +41,7 @@ from spotlight.scheduler.plan import ClusterPlan, Plan
 from spotlight.scheduler.seeds import derive_seed
 from spotlight.scheduler.types import Purpose, WeightKind
 from spotlight.testbed import PIPELINE_DIR
-from spotlight.training.settings import autocast_type, media_size
+from spotlight.training.settings import autocast_type
 
 if TYPE_CHECKING:
     from spotlight.rollout.engine import Engine

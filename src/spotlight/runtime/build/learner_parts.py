@@ -13,6 +13,7 @@ import torch
 from spotlight.algorithms import Algorithm
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.schema import RunConfig
+from spotlight.data.media_size import media_size
 from spotlight.data.section_names import under
 from spotlight.models.condition import Condition
 from spotlight.models.family import ModelFamily
@@ -23,7 +24,6 @@ from spotlight.scheduler.types import Prompt
 from spotlight.training.batching.conditions import Conditions
 from spotlight.training.batching.feed import Trainer
 from spotlight.training.learner import Learner, TrainingGuidance
-from spotlight.training.settings import media_size
 from spotlight.training.sharding import Ranks
 
 
