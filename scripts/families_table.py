@@ -1,6 +1,6 @@
 """Write the tables of model families into ``docs/families.md``: facts from the registry, measured figures.
 
-    pytest -m "" tests/contract/test_families.py tests/e2e/test_smoke.py --junitxml=build/families.xml
+    pytest tests/contract/test_families.py tests/e2e/test_smoke.py --junitxml=build/families.xml
     python scripts/families_table.py build/families.xml
 
 Without a file, the table of facts alone is renewed.
