@@ -21,7 +21,7 @@ from spotlight.config.sections.rewards import RewardConfig
 from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.pool.reward_process import PoolClosedError
 from spotlight.rewards.pool.reward_worker import RewardResultError, as_curves
-from spotlight.rewards.results import FailureKind, RewardFailure, ScoredSample, require_names
+from spotlight.rewards.results import FailureKind, RewardFailure, ScoredSample
 from spotlight.rewards.reward import Image, RewardInputError, RewardSetupError
 
 REWARDS = '''
@@ -499,10 +499,3 @@ class TestStartAndEnd:
             parent.kill()
         assert len(workers) == 2
         assert all(has_ended(pid) for pid in workers)
-
-
-class TestNames:
-    @pytest.mark.parametrize(("name", "label"), [("my:reward", ""), ("jpeg_size", "a/b")])
-    def test_reserved_names_are_refused(self, name: str, label: str) -> None:
-        with pytest.raises(RewardSetupError, match=r"Rename the function or set a label"):
-            require_names([RewardConfig(name=name, label=label)])

@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from spotlight.config.sections.rewards import RewardConfig
 from spotlight.registry import REWARDS
 from spotlight.rewards import reward_registry as registry
+from spotlight.rewards.results import require_names
 from spotlight.rewards.reward import RewardSetupError
 from spotlight.rewards.reward_registry import Reference, load, parse
 
@@ -156,3 +158,9 @@ def test_a_check_that_is_no_function(own: Path) -> None:
 
 def test_the_registry_itself_is_light() -> None:
     assert "torch" not in vars(registry)
+
+
+@pytest.mark.parametrize(("name", "label"), [("my:reward", ""), ("jpeg_size", "a/b")])
+def test_reserved_names_are_refused(name: str, label: str) -> None:
+    with pytest.raises(RewardSetupError, match=r"Rename the function or set a label"):
+        require_names([RewardConfig(name=name, label=label)])

@@ -114,7 +114,7 @@ class CheckpointStore:
             listed = "\n  ".join(str(damage) for damage in damages)
             raise DamagedCheckpointError(
                 f"{self._directory}: no checkpoint is whole:\n  {listed}\n"
-                "Restore one from a copy, or delete the run directory to start anew."
+                "Restore one from a copy, or delete the run directory to start again."
             )
         return None
 

@@ -244,7 +244,7 @@ def _require_same_configuration(
         lines.append(f"  and {len(differing) - _SHOWN_DIFFERENCES} more")
     raise OtherConfigurationError(
         f"{paths.path}: this run was started with another configuration:\n" + "\n".join(lines) + "\n"
-        f"Start a run of another name, delete {paths.path} to start this one anew, or undo the change."
+        f"Start a run of another name, delete {paths.path} to start it again, or undo the change."
     )
 
 

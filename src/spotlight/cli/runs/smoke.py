@@ -20,7 +20,7 @@ _SIDE_MIN_PX = 32
 def smoke_overrides(config: RunConfig) -> list[str]:
     """Overrides that make a recipe run here in minutes; writes the pipeline that they name.
 
-    The pipeline stands in the cache directory, and is written anew each time.
+    The pipeline stands in the cache directory, and is written again each time.
 
     Raises:
         RegistryError: the family is unknown.

@@ -195,7 +195,7 @@ class BlobStore:
                 return StoredBlob(entry.step, self._folder.read(path, _label(entry)))
             except Damaged as damage:
                 if self._lose(entry):
-                    log.error("%s. The value is gone, and whoever needs it has to make it again.", damage)
+                    log.error("%s. The value is lost: it is made again when it is needed.", damage)
                     return None
                 # Otherwise it was replaced or dropped during the read: look again.
 

@@ -332,7 +332,7 @@ def _key(server: RewardServer) -> str:
     if not (key.isascii() and key.isprintable()) or " " in key:
         raise RewardSetupError(
             f"the environment variable {server.api_key_env} holds more than a key (a space, or characters "
-            "that HTTP does not carry); expected printable ASCII. Export it anew."
+            "that HTTP does not carry); expected printable ASCII. Export it again."
         )
     return key
 

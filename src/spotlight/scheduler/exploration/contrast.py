@@ -33,7 +33,7 @@ class Contrast:
         random: estimate for random groups of the same prompts, by slope.
         sampled: number of groups with drawn seeds.
         random_sampled: estimate for random groups by design, over the sampled groups.
-        random_of_sampled: the same by slope; the difference is misfit of the line, and noise.
+        random_of_sampled: the same by slope; the difference is noise and what a line cannot fit.
     """
 
     groups: int

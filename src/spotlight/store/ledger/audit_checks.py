@@ -140,7 +140,7 @@ CHECKS = (
     Check(
         "group-size",
         "groups of train rollouts with members missing or surplus (a prompt drawn twice counts twice; one"
-        " dropped as stale was issued anew)",
+        " dropped as stale was issued again)",
         """
         WITH members AS (SELECT iteration, prompt, member, COUNT(*) AS times FROM rollouts
             LEFT JOIN outcomes ON outcomes.rollout = rollouts.id

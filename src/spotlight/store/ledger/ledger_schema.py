@@ -197,7 +197,7 @@ CREATE TABLE gpu_seconds (
     CHECK (was_phase IS NULL OR phase = 'lost')
 ) STRICT;
 
--- subject: the node or worker it befell; spot: whether that was preemptible.
+-- subject: the node or worker concerned; spot: whether that was preemptible.
 CREATE TABLE incidents (
     id INTEGER PRIMARY KEY,
     attempt INTEGER NOT NULL REFERENCES attempts (number),
