@@ -425,6 +425,16 @@ def require_equal(path: Path, facts: Mapping[str, tuple[object, object, str]]) -
             raise ModelError(f"{path}: {key} is {found}; expected {wanted} ({why})")
 
 
+def require_even_split(degree: int, tokens: int, model: str) -> None:
+    """Raise :class:`ModelError` unless ``degree`` divides the tokens of a picture and its text."""
+    if tokens % degree:
+        raise ModelError(
+            f"degrees has {degree}; expected divisors of {tokens}, the tokens of a picture and its text: "
+            f"{model} takes no text mask, so nothing can be padded. Change rollout.height or width, or leave "
+            "the degree out"
+        )
+
+
 def _is_denoiser(component: str) -> bool:
     return component.startswith("transformer") or component in ("vae", "scheduler")
 

@@ -102,6 +102,25 @@ class PublishedModel:
     text_parameters: float
 
 
+def dual_stream_dimensions(files: PipelineFiles) -> Dimensions:
+    """Of FLUX's kind: blocks of two streams, then of one; 2x2 latents of an image VAE packed into a token."""
+    double, single, heads, per_head, channels = (
+        config_integer(files, "transformer", key)
+        for key in (
+            *("num_layers", "num_single_layers", "num_attention_heads", "attention_head_dim"),
+            "in_channels",
+        )
+    )
+    widths = config_list(files, "vae", "block_out_channels")
+    return Dimensions(
+        layers=double + single,
+        width=heads * per_head,
+        channels=channels,
+        patch_px=2 ** len(widths),
+        vae_width=int(str(widths[0])),
+    )
+
+
 def config_integer(files: PipelineFiles, part: str, key: str) -> int:
     """An integer of ``<part>/config.json``. Raises :class:`ModelError`."""
     value = files.config(part).get(key)

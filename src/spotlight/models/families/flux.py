@@ -17,13 +17,13 @@ from spotlight.models.family import (
     ModelFamily,
     cache_context,
     require_equal,
+    require_even_split,
 )
 from spotlight.models.family_facts import (
     ActivationCosts,
     Dimensions,
     PublishedModel,
-    config_integer,
-    config_list,
+    dual_stream_dimensions,
 )
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 
@@ -94,21 +94,7 @@ class Flux(ModelFamily):
     @classmethod
     def read_dimensions(cls, files: PipelineFiles) -> Dimensions:
         """From the configurations of transformer and VAE."""
-        double, single, heads, per_head, channels = (
-            config_integer(files, "transformer", key)
-            for key in (
-                *("num_layers", "num_single_layers", "num_attention_heads", "attention_head_dim"),
-                "in_channels",
-            )
-        )
-        widths = config_list(files, "vae", "block_out_channels")
-        return Dimensions(
-            layers=double + single,
-            width=heads * per_head,
-            channels=channels,
-            patch_px=2 ** len(widths),
-            vae_width=int(str(widths[0])),
-        )
+        return dual_stream_dimensions(files)
 
     @classmethod
     def planned_text_tokens(cls, words: int, most: int) -> int:
@@ -118,12 +104,7 @@ class Flux(ModelFamily):
     @classmethod
     def check_split(cls, degree: int, tokens: int, text_tokens: int) -> None:
         """Without a text mask nothing can be padded: all tokens together must divide."""
-        if (tokens + text_tokens) % degree:
-            raise ModelError(
-                f"degrees has {degree}; expected divisors of {tokens + text_tokens}, the tokens of a picture "
-                "and its text: FLUX takes no text mask, so nothing can be padded. Change rollout.height or "
-                "width, or leave the degree out"
-            )
+        require_even_split(degree, tokens + text_tokens, "FLUX")
 
     def check_parts(self) -> None:
         """Sizes of transformer, VAE and text encoders that must agree."""
