@@ -37,12 +37,12 @@ def test_shift_is_the_pipelines(family: Flux2Klein, side: int, steps: int) -> No
 
 
 def test_a_distilled_pipeline_refuses_guidance(family: Flux2Klein) -> None:
-    family.check_guidance(4.0)
+    family.check_guidance(family.files, 4.0)
     index = family.files.root / "model_index.json"
     index.write_text(index.read_text().replace('"is_distilled": false', '"is_distilled": true'))
-    family.check_guidance(1.0)
-    with pytest.raises(ModelError, match=r"true_cfg_scale is 4; expected 1: .*distilled.*train a base model"):
-        family.check_guidance(4.0)
+    family.check_guidance(family.files, 1.0)
+    with pytest.raises(ModelError, match=r"guidance is 4; expected 1: .*distilled.*use a base model"):
+        family.check_guidance(family.files, 4.0, "guidance")
 
 
 def test_the_loading_snippet_passes_what_the_call_takes() -> None:

@@ -48,7 +48,7 @@ def test_a_pipeline_may_fix_its_noise_levels(pipeline: Path, tmp_path: Path) -> 
     family, theirs = load(turbo, tmp_path), CASES["qwen-image-2.1"].load(turbo)
     theirs(PROMPTS[0], height=SIZE.height, width=SIZE.width, output_type="latent")
     assert torch.equal(family.sigmas(len(LEVELS), SIZE), theirs.scheduler.sigmas)
-    with pytest.raises(ModelError, match=r"5 denoising steps, but .*sample_sigmas \[1\.0.*set the steps"):
+    with pytest.raises(ModelError, match=r"steps is 5; expected as many as .*sample_sigmas, \[1\.0.*Set it"):
         family.sigmas(5, SIZE)
 
 

@@ -28,6 +28,7 @@ from spotlight.cluster.nodes.listing import read_view, require_usable
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.load import dump_config, with_new_keys
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
+from spotlight.dry_run.model_checks import require_model
 from spotlight.rollout.sequence_parallel.rendezvous import serve
 from spotlight.runtime.attempt import RunResult, open_attempt, stopping_gracefully
 from spotlight.runtime.build import components as build
@@ -91,6 +92,7 @@ def train_on_cluster(config: RunConfig, observer: Observer, spent_s: float = 0.0
 
 def _gather(config: RunConfig, observer: Observer, stack: ExitStack) -> Materials:
     check_sinks(config.metrics.chosen)
+    require_model(config)
     if config.fleet.address is None:
         spot_trace(config.fleet)  # raises ConfigError early if the trace is unreadable
     prompts = build.load_prompts(config)

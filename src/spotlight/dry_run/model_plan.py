@@ -15,10 +15,10 @@ from safetensors import safe_open
 from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import TESTBED
 from spotlight.data.section_names import under
-from spotlight.models.family_facts import Dimensions
+from spotlight.models.family_facts import Dimensions, PublishedModel
 from spotlight.models.media import MediaSize
 from spotlight.models.model_errors import ModelError
-from spotlight.models.pipeline_files import PipelineFiles, locate
+from spotlight.models.pipeline_files import PipelineFiles, check_weights, locate
 from spotlight.registry import FAMILIES
 from spotlight.testbed import PIPELINE_DIR
 
@@ -85,68 +85,96 @@ def read_sizes(config: RunConfig) -> ModelSizes | NotHere:
     Raises:
         ModelError: missing, incomplete or another pipeline class.
     """
-    family, files = family_of(config), _locate(config, ("transformer", "vae"))
-    if not isinstance(files, NotHere):
-        return _sizes(files, family)
-    if config.model.revision is None and files.hub_id in family.published:
-        return _published_sizes(family, files)
-    return files
+    family, files = family_of(config), planned_files(config)
+    if isinstance(files, NotHere):
+        return files
+    if files.known is not None:
+        return _published_sizes(family, files, family.published[config.model.path])
+    return _sizes(files, family)
+
+
+def planned_files(config: RunConfig) -> PipelineFiles | NotHere:
+    """The configured pipeline's files; of a published model that is not here, its known configurations.
+
+    Raises:
+        ModelError: see :func:`read_sizes`.
+    """
+    files = _locate(config, ("vae",))
+    if not isinstance(files, NotHere) or config.model.revision is not None:
+        return files
+    published = family_of(config).published.get(files.hub_id)
+    if published is None:
+        return files
+    known = {**published.configs, "model_index": published.settings}
+    return PipelineFiles(Path(files.hub_id), files.hub_id, known=known)
 
 
 def read_transformer(config: RunConfig) -> TransformerSizes | NotHere:
     """As :func:`read_sizes`, for the DiT alone."""
-    files = _locate(config, ("transformer",))
+    files = _locate(config, ())
     return files if isinstance(files, NotHere) else _transformer(files, family_of(config))
 
 
-def _published_sizes(family: type[ModelFamily], absent: NotHere) -> ModelSizes:
+def _published_sizes(
+    family: type[ModelFamily], files: PipelineFiles, published: PublishedModel
+) -> ModelSizes:
     # Imported here: the disk check of every run imports this module, and needs no diffusers.
     from spotlight.models.skeleton import shapes_of
 
-    published = family.published[absent.hub_id]
     shapes = {name: shapes_of(config) for name, config in published.configs.items()}
     transformers = _together({name: each for name, each in shapes.items() if name.startswith("transformer")})
     return ModelSizes(
-        Path(absent.hub_id),
+        files.root,
         _count(transformers),
         _linears(transformers),
-        dimensions=family.read_dimensions(PipelineFiles(Path(absent.hub_id), known=published.configs)),
+        dimensions=family.read_dimensions(files),
         video=family.video,
         vae_parameters=_count(shapes["vae"]),
         text_encoder_parameters=int(published.text_parameters),
-        remedy=absent.remedy,
+        remedy=_download_command(str(files.root), None),
     )
 
 
-def _locate(config: RunConfig, parts: Sequence[str]) -> PipelineFiles | NotHere:
+def _locate(config: RunConfig, besides: Sequence[str]) -> PipelineFiles | NotHere:
+    """The pipeline's files; a hub model counts as here with all its transformers and ``besides``."""
     model, family = config.model, family_of(config)
     path = str(PIPELINE_DIR) if model.path == TESTBED else model.path
     if not Path(path).expanduser().exists() and path.count("/") == 1 and not path.startswith((".", "/", "~")):
-        cached = _cached(path, model.revision, parts)
-        if cached is None:
-            return NotHere(
-                path, f"hf download {path}" + (f" --revision {model.revision}" if model.revision else "")
-            )
-        return PipelineFiles(cached)
+        cached = _cached(path, model.revision)
+        if cached is None or not _complete(cached, family, besides):
+            return NotHere(path, _download_command(path, model.revision))
+        return cached
     return locate(
         path, revision=model.revision, pipeline_class=family.pipeline_class, components=family.components
     )
 
 
-def _cached(hub_id: str, revision: str | None, parts: Sequence[str]) -> Path | None:
+def _download_command(hub_id: str, revision: str | None) -> str:
+    return f"hf download {hub_id}" + (f" --revision {revision}" if revision else "")
+
+
+def _cached(hub_id: str, revision: str | None) -> PipelineFiles | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        root = Path(snapshot_download(hub_id, revision=revision, local_files_only=True))
+        return PipelineFiles(Path(snapshot_download(hub_id, revision=revision, local_files_only=True)))
     except LocalEntryNotFoundError:
         return None
-    return root if all(_shapes(root / part) for part in parts) else None
+
+
+def _complete(files: PipelineFiles, family: type[ModelFamily], besides: Sequence[str]) -> bool:
+    """Whether every transformer that the pipeline names, and ``besides``, is wholly downloaded."""
+    try:
+        for part in (*family.transformers(files), *besides):
+            check_weights(files.folder(part))
+    except ModelError:
+        return False
+    return "transformer" in family.transformers(files)
 
 
 def _transformer(files: PipelineFiles, family: type[ModelFamily]) -> TransformerSizes:
-    names = [name for name in family.components if name.startswith("transformer")]
-    shapes = _together({name: each for name in names if (each := _shapes(files.folder(name)))})
+    shapes = _together({name: _shapes(files.folder(name)) for name in family.transformers(files)})
     return TransformerSizes(files.root, _count(shapes), _linears(shapes))
 
 

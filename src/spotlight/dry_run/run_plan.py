@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from spotlight.config.errors import ConfigError
 from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import Prompts, load_prompts
-from spotlight.data.media_size import media_size
-from spotlight.data.section_names import under
 from spotlight.dry_run.memory_plan import Estimate, disk_parts, memory_parts
+from spotlight.dry_run.model_checks import require_model
 from spotlight.dry_run.model_plan import (
     ModelSizes,
     NotHere,
@@ -98,24 +96,16 @@ def make_plan(config: RunConfig) -> RunPlan:
     """Plan a run.
 
     Raises:
-        ConfigError: unreadable prompt file, too few held-out prompts, or block reuse configured for previews
-            that the model does not support.
+        ConfigError: unreadable prompt file, or too few held-out prompts; see :func:`require_supported`.
         PromptFileError: missing or malformed prompts.
         RewardSetupError: a reward's name is unknown or reserved; imports nothing.
-        ModelError: unusable model directory, LoRA target without match, or unsupported image size or
-            sequence-parallel degree.
+        ModelError: unusable model directory, LoRA target without match; see :func:`require_supported`.
     """
     require_names(config.rewards)
     prompts = load_prompts(config)
+    require_model(config)
     model = read_sizes(config)
-    _require_step_cache(config, model)
-    trained: int | None = None
-    if isinstance(model, ModelSizes):
-        tokens = model.tokens(media_size(config.rollout))  # raises for an unsupported size
-        with under("fleet.sequence_parallel"):
-            for degree in config.fleet.sequence_parallel.degrees:
-                family_of(config).check_split(degree, tokens, config.model.max_text_tokens)
-        trained = parameters_trained(config, model)
+    trained = None if isinstance(model, NotHere) else parameters_trained(config, model)
     images = len(prompts.test) * config.evaluation.images_per_prompt
     evaluations = config.evaluation.count(config.iterations)
     memory: tuple[Estimate, ...] = ()
@@ -178,18 +168,6 @@ def text_tokens(config: RunConfig, prompts: Prompts) -> int:
     """Estimated tokens of the longest prompt."""
     words = max(len(prompt.text.split()) for prompt in (*prompts.train, *prompts.test))
     return family_of(config).planned_text_tokens(words, config.model.max_text_tokens)
-
-
-def _require_step_cache(config: RunConfig, model: ModelSizes | NotHere) -> None:
-    exploration, why = config.exploration, ""
-    if exploration is None or exploration.step_cache is None:
-        return
-    if not family_of(config).reuses_blocks:
-        why = f"diffusers has no step cache for model.family={config.model.family}"
-    elif isinstance(model, ModelSizes) and model.dimensions.layers < 2:
-        why = f"it has {model.dimensions.layers} transformer blocks, of which the first always runs"
-    if why:
-        raise ConfigError("the configuration", [exploration.step_cache_problem(config.model.path, why)])
 
 
 def parameters_trained(config: RunConfig, model: TransformerSizes) -> int:

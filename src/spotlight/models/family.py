@@ -106,8 +106,7 @@ class ModelFamily(ABC):
         embeddings_cache: Path,
         max_text_tokens: int,
     ) -> None:
-        if not 1 <= max_text_tokens <= self.text_tokens_max:
-            raise ModelError(f"max_text_tokens is {max_text_tokens}; expected 1 to {self.text_tokens_max}")
+        self.check_text_limit(max_text_tokens)
         self.files, self.transformer, self.vae, self.scheduler = files, transformer, vae, scheduler
         self.device, self.dtype, self.max_text_tokens = device, dtype, max_text_tokens
         self.config: Any = denoisers(transformer)["transformer"].config
@@ -165,8 +164,7 @@ class ModelFamily(ABC):
         scheduler = cls.make_scheduler(files)
         parts = {
             name: _transformer(files, name, dtype, device, read=read_transformer and transformer is None)
-            for name in _transformers(cls.components)
-            if files.component_class(name) is not None
+            for name in cls.transformers(files)
         }
         module = parts["transformer"] if len(parts) == 1 else Experts(parts)
         if read_transformer and transformer is not None:
@@ -251,8 +249,19 @@ class ModelFamily(ABC):
         """The same call's argument for a negative prompt, as code."""
         return f"negative_prompt={prompt!r}"
 
-    def check_guidance(self, scale: float) -> None:  # noqa: B027 (most families need no check)
-        """Raise :class:`ModelError` (``true_cfg_scale is ..``) if this model ignores true guidance."""
+    @classmethod
+    def check_text_limit(cls, tokens: int) -> None:
+        """Raise :class:`ModelError` (``max_text_tokens is ..``) beyond :attr:`text_tokens_max`."""
+        if not 1 <= tokens <= cls.text_tokens_max:
+            raise ModelError(f"max_text_tokens is {tokens}; expected 1 to {cls.text_tokens_max}")
+
+    @classmethod  # noqa: B027 (most families need no check)
+    def check_guidance(cls, files: PipelineFiles, scale: float, key: str = "true_cfg_scale") -> None:
+        """Raise :class:`ModelError` (``<key> is ..``) if the pipeline ignores true guidance."""
+
+    @classmethod  # noqa: B027 (most families need no check)
+    def check_steps(cls, files: PipelineFiles, steps: int) -> None:
+        """Raise :class:`ModelError` (``steps is ..``) if the pipeline has another number of steps."""
 
     @classmethod  # noqa: B027 (most families need no check)
     def check_split(cls, degree: int, tokens: int, text_tokens: int) -> None:
@@ -292,6 +301,11 @@ class ModelFamily(ABC):
         )
         return {"mu": mu}
 
+    @classmethod
+    def transformers(cls, files: PipelineFiles) -> list[str]:
+        """Component names of the pipeline's transformers."""
+        return [name for name in _transformers(cls.components) if files.component_class(name) is not None]
+
     # -- what is the same for all ---------------------------------------------------------------------------
 
     def check_size(self, size: MediaSize) -> None:
@@ -302,6 +316,7 @@ class ModelFamily(ABC):
         """The schedule: [steps + 1] float32 on the CPU, from 1 to 0, shift applied."""
         if steps < 1:
             raise ModelError(f"number of denoising steps is {steps}; expected at least 1")
+        self.check_steps(self.files, steps)
         self.check_size(size)
         return self._schedule(steps, size).clone()
 

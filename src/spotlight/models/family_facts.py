@@ -17,20 +17,24 @@ class Dimensions:
     Attributes:
         layers: blocks of the DiT.
         width: hidden size of the DiT.
+        heads: attention heads of the DiT.
         channels: latent values per token.
         patch_px: side of the pixel square that becomes one token.
         vae_width: channels of the VAE's outermost layers.
         frames_per_latent: frames that share one latent frame, after the first; 1 for pictures.
         unit_px: height and width are multiples of it; None: of ``patch_px``.
+        side_max_px: largest height and width; None: any.
     """
 
     layers: int
     width: int
+    heads: int
     channels: int
     patch_px: int
     vae_width: int
     frames_per_latent: int = 1
     unit_px: int | None = None
+    side_max_px: int | None = None
 
     def latent_frames(self, size: MediaSize) -> int:
         """Latent frames: the first frame has one of its own."""
@@ -54,6 +58,11 @@ class Dimensions:
                 raise ModelError(
                     f"{side} is {value}; expected a multiple of {unit} pixels (what one patch "
                     f"covers); nearest: {' or '.join(map(str, near))}"
+                )
+            if self.side_max_px is not None and value > self.side_max_px:
+                raise ModelError(
+                    f"{side} is {value}; expected at most {self.side_max_px}: the transformer has "
+                    "no later positions"
                 )
         if not video and size.frames != 1:
             raise ModelError(f"frames is {size.frames}; expected 1: this family makes pictures")
@@ -95,11 +104,13 @@ class PublishedModel:
         configs: the ``config.json`` of transformer(s) and VAE, by component.
         parameters: of the transformer(s), as published.
         text_parameters: of the text encoders, as published.
+        settings: values of ``model_index.json`` that change what the model can do.
     """
 
     configs: Mapping[str, Mapping[str, object]] = field(repr=False)
     parameters: float
     text_parameters: float
+    settings: Mapping[str, object] = field(default_factory=dict)
 
 
 def dual_stream_dimensions(files: PipelineFiles) -> Dimensions:
@@ -115,6 +126,7 @@ def dual_stream_dimensions(files: PipelineFiles) -> Dimensions:
     return Dimensions(
         layers=double + single,
         width=heads * per_head,
+        heads=heads,
         channels=channels,
         patch_px=2 ** len(widths),
         vae_width=int(str(widths[0])),

@@ -53,7 +53,8 @@ class PipelineFiles:
         root: the directory (hub models: the snapshot).
         hub_id: ``owner/name`` if it came from the hub.
         commit: the hub's commit, which fixes the content.
-        known: configurations by component where nothing is on disk (published models).
+        known: configurations by component where nothing is on disk (published models); ``model_index``: its
+            other values.
     """
 
     root: Path
@@ -73,12 +74,17 @@ class PipelineFiles:
 
     def component_class(self, component: str) -> str | None:
         """The class that ``model_index.json`` names for a component; None if the pipeline lacks it."""
-        entry = _read_json(self.root / "model_index.json").get(component)
-        found = entry[1] if isinstance(entry, list) and len(entry) == 2 else None
+        if self.known is not None:
+            found = self.known.get(component, {}).get("_class_name")
+        else:
+            entry = _read_json(self.root / "model_index.json").get(component)
+            found = entry[1] if isinstance(entry, list) and len(entry) == 2 else None
         return found if isinstance(found, str) else None
 
     def setting(self, key: str) -> object:
         """Another value of ``model_index.json``; None if it lacks the key."""
+        if self.known is not None:
+            return self.known.get("model_index", {}).get(key)
         return _read_json(self.root / "model_index.json").get(key)
 
     def fetch(self, component: str) -> None:

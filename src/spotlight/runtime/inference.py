@@ -104,6 +104,7 @@ class TrainedRun:
 
         Raises:
             ValueError: ``prompts`` and ``seeds`` differ in length.
+            ModelError: the model ignores ``guidance``, or has another number of steps; pictures not finite.
         """
         rollouts = [
             self._rollout(f"g{index:06d}", Prompt(PromptId(text), text, {}), seed, steps)
@@ -215,6 +216,7 @@ class TrainedRun:
     ) -> Iterator[list[FinishedRollout | FailedRollout]]:
         recipe: Recipe = build.make_recipes(self.config, build.make_algorithm(self.config)).evaluate
         if guidance is not None:
+            self._family.check_guidance(self._family.files, guidance, "guidance")
             recipe = dataclasses.replace(recipe, guidance_scale=guidance)
         unique = list(dict.fromkeys(texts[rollout.prompt_id] for rollout in rollouts))
         negative, *conditions = self._family.encode([self.config.rollout.negative_prompt, *unique])

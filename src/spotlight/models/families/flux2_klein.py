@@ -41,7 +41,8 @@ _TEXT_LAYERS = 3
 """Hidden states of the text encoder that are joined; which ones is the pipeline's default (9, 18 and 27)."""
 
 
-def _published(*, layers: tuple[int, int], heads: int, text_width: int, billions: float) -> PublishedModel:
+def _published(*, large: bool, distilled: bool) -> PublishedModel:
+    heads, text_width = (32, 4096) if large else (24, 2560)
     return PublishedModel(
         configs={
             "transformer": {
@@ -53,8 +54,8 @@ def _published(*, layers: tuple[int, int], heads: int, text_width: int, billions
                 "joint_attention_dim": _TEXT_LAYERS * text_width,
                 "mlp_ratio": 3.0,
                 "num_attention_heads": heads,
-                "num_layers": layers[0],
-                "num_single_layers": layers[1],
+                "num_layers": 8 if large else 5,
+                "num_single_layers": 24 if large else 20,
                 "patch_size": 1,
                 "rope_theta": 2000,
             },
@@ -67,13 +68,10 @@ def _published(*, layers: tuple[int, int], heads: int, text_width: int, billions
                 "patch_size": [2, 2],
             },
         },
-        parameters=billions * 1e9,
-        text_parameters=4.0e9 if text_width == 2560 else 8.2e9,
+        parameters=9.08e9 if large else 3.88e9,
+        text_parameters=8.2e9 if large else 4.0e9,
+        settings={"is_distilled": distilled},
     )
-
-
-_4B = _published(layers=(5, 20), heads=24, text_width=2560, billions=3.88)
-_9B = _published(layers=(8, 24), heads=32, text_width=4096, billions=9.08)
 
 
 class Flux2Klein(ModelFamily):
@@ -98,10 +96,10 @@ class Flux2Klein(ModelFamily):
     splits_sequence = True
     text_tokens_max = 512
     published = {
-        "black-forest-labs/FLUX.2-klein-4B": _4B,
-        "black-forest-labs/FLUX.2-klein-base-4B": _4B,
-        "black-forest-labs/FLUX.2-klein-9B": _9B,
-        "black-forest-labs/FLUX.2-klein-base-9B": _9B,
+        "black-forest-labs/FLUX.2-klein-4B": _published(large=False, distilled=True),
+        "black-forest-labs/FLUX.2-klein-base-4B": _published(large=False, distilled=False),
+        "black-forest-labs/FLUX.2-klein-9B": _published(large=True, distilled=True),
+        "black-forest-labs/FLUX.2-klein-base-9B": _published(large=True, distilled=False),
     }
 
     @classmethod
@@ -129,13 +127,13 @@ class Flux2Klein(ModelFamily):
         """Without a text mask nothing can be padded: all tokens together must divide."""
         require_even_split(degree, tokens + text_tokens, "FLUX.2")
 
-    def check_guidance(self, scale: float) -> None:
+    @classmethod
+    def check_guidance(cls, files: PipelineFiles, scale: float, key: str = "true_cfg_scale") -> None:
         """A distilled pipeline takes none."""
-        if scale > 1 and self.files.config(".", "model_index.json").get("is_distilled"):
+        if scale > 1 and files.setting("is_distilled"):
             raise ModelError(
-                f"true_cfg_scale is {scale:g}; expected 1: {self.files.root} is distilled "
-                "(is_distilled in model_index.json), and its pipeline ignores guidance. Set it to 1, or "
-                "train a base model"
+                f"{key} is {scale:g}; expected 1: {files.root} is distilled (is_distilled in "
+                "model_index.json), and its pipeline ignores guidance. Set it to 1, or use a base model"
             )
 
     def check_parts(self) -> None:

@@ -112,6 +112,7 @@ class HunyuanVideo(ModelFamily):
         return Dimensions(
             layers=double + single,
             width=heads * per_head,
+            heads=heads,
             channels=4 * channels,
             patch_px=2 * config_integer(files, "vae", "spatial_compression_ratio"),
             vae_width=int(str(config_list(files, "vae", "block_out_channels")[0])),

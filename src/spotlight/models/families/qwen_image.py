@@ -102,6 +102,7 @@ class QwenImage(ModelFamily):
         return Dimensions(
             layers=config_integer(files, "transformer", "num_layers"),
             width=heads * per_head,
+            heads=heads,
             channels=config_integer(files, "transformer", "in_channels"),
             patch_px=2 * 2 ** len(config_list(files, "vae", "temperal_downsample")),
             vae_width=config_integer(files, "vae", "base_dim"),

@@ -134,6 +134,7 @@ class QwenImage21(ModelFamily):
         return Dimensions(
             layers=config_integer(files, "transformer", "num_layers"),
             width=heads * per_head,
+            heads=heads,
             channels=config_integer(files, "transformer", "in_channels"),
             patch_px=_PX_PER_TOKEN,
             vae_width=config_integer(files, "vae", decoder),
@@ -177,17 +178,22 @@ class QwenImage21(ModelFamily):
             )
         return {"embeds": embeds}
 
+    @classmethod
+    def check_steps(cls, files: PipelineFiles, steps: int) -> None:
+        """As many as the pipeline's fixed noise levels, if it has any."""
+        fixed = files.setting("sample_sigmas")
+        if fixed is not None and (not isinstance(fixed, list) or len(fixed) != steps):
+            raise ModelError(
+                f"steps is {steps}; expected as many as {files.root}/model_index.json has sample_sigmas, "
+                f"{fixed}. Set it to their number, or remove sample_sigmas for a linear schedule"
+            )
+
     def set_timesteps(self, steps: int, size: MediaSize) -> None:
         """Linear and shifted, unless the pipeline fixes the levels (``sample_sigmas``)."""
-        fixed = self.files.config(".", "model_index.json").get("sample_sigmas")
+        fixed = self.files.setting("sample_sigmas")
         if fixed is None:
             super().set_timesteps(steps, size)
             return
-        if not isinstance(fixed, list) or len(fixed) != steps:
-            raise ModelError(
-                f"{steps} denoising steps, but {self.files.root}/model_index.json has sample_sigmas {fixed}: "
-                "set the steps to their number, or remove the key for a linear schedule"
-            )
         self.scheduler.set_timesteps(device="cpu", sigmas=fixed, **self.dynamic_shift(steps, size))
 
     def latent_shape(self, size: MediaSize) -> tuple[int, ...]:

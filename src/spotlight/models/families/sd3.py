@@ -13,7 +13,6 @@ from spotlight.models.family import (
     ConditionBatch,
     Guidance,
     MediaSize,
-    ModelError,
     ModelFamily,
     require_equal,
 )
@@ -100,20 +99,23 @@ class StableDiffusion3(ModelFamily):
     @classmethod
     def read_dimensions(cls, files: PipelineFiles) -> Dimensions:
         """From the configurations of transformer and VAE."""
-        layers, heads, per_head, channels, patch = (
+        layers, heads, per_head, channels, patch, positions = (
             config_integer(files, "transformer", key)
             for key in (
                 *("num_layers", "num_attention_heads", "attention_head_dim"),
-                *("in_channels", "patch_size"),
+                *("in_channels", "patch_size", "pos_embed_max_size"),
             )
         )
         widths = config_list(files, "vae", "block_out_channels")
+        patch_px = patch * 2 ** (len(widths) - 1)
         return Dimensions(
             layers=layers,
             width=heads * per_head,
+            heads=heads,
             channels=channels * patch**2,
-            patch_px=patch * 2 ** (len(widths) - 1),
+            patch_px=patch_px,
             vae_width=int(str(widths[0])),
+            side_max_px=positions * patch_px,
         )
 
     @classmethod
@@ -154,16 +156,6 @@ class StableDiffusion3(ModelFamily):
                 ),
             },
         )
-
-    def check_size(self, size: MediaSize) -> None:
-        """Also refuses sizes beyond the table of positions."""
-        super().check_size(size)
-        longest = self.config.pos_embed_max_size * self.dimensions.patch_px
-        for side, value in (("height", size.height), ("width", size.width)):
-            if value > longest:
-                raise ModelError(
-                    f"{side} is {value}; expected at most {longest}: {self.files.root} has no later positions"
-                )
 
     def condition_shapes(self, text_tokens: int) -> dict[str, tuple[int, ...]]:
         """``embeds``: CLIP's penultimate states side by side, then T5's; ``pooled``: both CLIPs'."""

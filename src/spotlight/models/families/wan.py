@@ -107,6 +107,7 @@ class Wan(ModelFamily):
             configs={"transformer": _TRANSFORMER, "transformer_2": _TRANSFORMER, "vae": _VAE},
             parameters=28.58e9,
             text_parameters=_UMT5_PARAMETERS,
+            settings={"boundary_ratio": 0.875},
         ),
         "Wan-AI/Wan2.2-TI2V-5B-Diffusers": PublishedModel(
             configs={
@@ -133,6 +134,7 @@ class Wan(ModelFamily):
             },
             parameters=5.0e9,
             text_parameters=_UMT5_PARAMETERS,
+            settings={"expand_timesteps": True},
         ),
     }
 
@@ -148,6 +150,7 @@ class Wan(ModelFamily):
         return Dimensions(
             layers=config_integer(files, "transformer", "num_layers"),
             width=heads * per_head,
+            heads=heads,
             channels=4 * channels,
             patch_px=2 * _factors(files)[0],
             vae_width=decoder if isinstance(decoder, int) else config_integer(files, "vae", "base_dim"),

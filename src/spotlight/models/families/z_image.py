@@ -88,14 +88,15 @@ class ZImage(ModelFamily):
     @classmethod
     def read_dimensions(cls, files: PipelineFiles) -> Dimensions:
         """From the configurations of transformer and VAE; the refiners of image and text count as layers."""
-        layers, refiners, width, channels = (
+        layers, refiners, heads, width, channels = (
             config_integer(files, "transformer", key)
-            for key in ("n_layers", "n_refiner_layers", "dim", "in_channels")
+            for key in ("n_layers", "n_refiner_layers", "n_heads", "dim", "in_channels")
         )
         widths = config_list(files, "vae", "block_out_channels")
         return Dimensions(
             layers=layers + 2 * refiners,
             width=width,
+            heads=heads,
             channels=4 * channels,
             patch_px=2 ** len(widths),
             vae_width=int(str(widths[0])),

@@ -14,7 +14,7 @@ from spotlight.algorithms import Algorithm
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.schema import RunConfig
 from spotlight.data.media_size import media_size
-from spotlight.data.section_names import under
+from spotlight.dry_run.model_checks import require_model, require_supported
 from spotlight.models.condition import Condition
 from spotlight.models.family import ModelFamily
 from spotlight.models.slots import Slot, WeightSlots
@@ -60,16 +60,15 @@ def prepare_model(config: RunConfig, device: torch.device) -> Model:
     """Load the model, and check that it can do what the configuration asks for.
 
     Raises:
-        ModelError: it cannot be loaded, or does not support the image size, guidance, number of steps or
-            degree.
-        ConfigError: attention heads not divisible by a sequence-parallel degree, or preview shortcuts
-            unsupported by model or device.
+        ModelError: it cannot be loaded, or see :func:`require_supported`, or does not support a number of
+            steps.
+        ConfigError: see :func:`require_supported`; sequence parallelism or preview shortcuts unsupported by
+            model or device.
     """
+    require_model(config)
     size = media_size(config.rollout)
     family = build.load_family(config, device)
-    with under("rollout"):
-        family.check_size(size)
-        family.check_guidance(config.rollout.true_cfg_scale)
+    require_supported(config, family.files)  # again: a model that had to be downloaded was not known yet
     for steps in {config.rollout.steps, config.evaluation.steps, *preview_steps(config)}:
         family.sigmas(steps, size)  # raises if the schedule does not support this number of steps
     _require_degrees(config, family)
@@ -127,10 +126,6 @@ def _require_degrees(config: RunConfig, family: ModelFamily) -> None:
             "fleet.sequence_parallel.degrees", str(list(degrees)), "degrees that suit the model", str(error)
         )
         raise ConfigError("the configuration", [problem]) from error
-    with under("fleet.sequence_parallel"):
-        for degree in degrees:
-            tokens = family.dimensions.tokens(media_size(config.rollout))
-            family.check_split(degree, tokens, config.model.max_text_tokens)
 
 
 def _require_shortcuts(config: RunConfig, family: ModelFamily) -> None:

@@ -1,0 +1,70 @@
+"""Whether a model can do what a configuration asks, told from the model's configuration files alone.
+
+The one place of these refusals: the dry run asks here, and every run before it reads weights.
+"""
+
+from __future__ import annotations
+
+from spotlight.config.errors import ConfigError
+from spotlight.config.schema import RunConfig
+from spotlight.data.media_size import media_size
+from spotlight.data.section_names import under
+from spotlight.dry_run.model_plan import NotHere, family_of, planned_files
+from spotlight.models.model_errors import ModelError
+from spotlight.models.pipeline_files import PipelineFiles
+
+
+def require_model(config: RunConfig) -> None:
+    """:func:`require_supported` of the configured model, as far as it is known here."""
+    files = planned_files(config)
+    require_supported(config, None if isinstance(files, NotHere) else files)
+
+
+def require_supported(config: RunConfig, files: PipelineFiles | None) -> None:
+    """Refuse what the configuration asks for and the model cannot do.
+
+    Args:
+        files: the model's; None: unknown so far, so that only its family's facts are checked.
+
+    Raises:
+        ModelError: text limit, size, guidance, number of steps or sequence-parallel degree.
+        ConfigError: step cache.
+    """
+    family = family_of(config)
+    with under("model"):
+        family.check_text_limit(config.model.max_text_tokens)
+    _require_step_cache(config, files)
+    if files is None:
+        return
+    dimensions, rollout = family.read_dimensions(files), config.rollout
+    size = media_size(rollout)
+    with under("rollout"):
+        dimensions.check_size(size, video=family.video)
+        family.check_guidance(files, rollout.true_cfg_scale)
+        family.check_steps(files, rollout.steps)
+    with under("evaluation"):
+        family.check_steps(files, config.evaluation.steps)
+    with under("fleet.sequence_parallel"):
+        for degree in config.fleet.sequence_parallel.degrees:
+            if dimensions.heads % degree:
+                raise ModelError(
+                    f"degrees has {degree}; expected divisors of {dimensions.heads}, the transformer's "
+                    "attention heads. Leave it out"
+                )
+            family.check_split(degree, dimensions.tokens(size), config.model.max_text_tokens)
+
+
+def _require_step_cache(config: RunConfig, files: PipelineFiles | None) -> None:
+    exploration, family, why = config.exploration, family_of(config), ""
+    if exploration is None or exploration.step_cache is None:
+        return
+    if not family.reuses_blocks:
+        why = f"diffusers has no step cache for model.family={config.model.family}"
+    elif files is not None:
+        layers = family.read_dimensions(files).layers
+        if len(family.transformers(files)) > 1:
+            why = "it has two transformers, and one's blocks cannot stand for the other's"
+        elif layers < 2:
+            why = f"it has {layers} transformer blocks, of which the first always runs"
+    if why:
+        raise ConfigError("the configuration", [exploration.step_cache_problem(config.model.path, why)])

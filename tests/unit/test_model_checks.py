@@ -1,0 +1,138 @@
+"""What a model cannot do is refused from its configuration files, before it is downloaded or loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from spotlight.config.errors import ConfigError
+from spotlight.config.load import build_config
+from spotlight.config.schema import RunConfig
+from spotlight.dry_run.model_checks import require_model
+from spotlight.dry_run.model_plan import NotHere, planned_files, read_transformer
+from spotlight.models.families.qwen_image_21 import QwenImage21
+from spotlight.models.model_errors import ModelError
+from spotlight.models.pipeline_files import PipelineFiles
+from spotlight.registry import FAMILIES
+
+A14B = "Wan-AI/Wan2.2-T2V-A14B-Diffusers"
+KLEIN = "black-forest-labs/FLUX.2-klein-4B"
+
+
+@pytest.fixture(autouse=True)
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache: no model is here."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def config(family: str, path: str, **sections: object) -> RunConfig:
+    size = {"height": 512, "width": 512}
+    rollout = size | sections.pop("rollout", {})  # type: ignore[operator]
+    model = {"family": family, "path": path} | sections.pop("model", {})  # type: ignore[operator]
+    return build_config({"model": model, "rollout": rollout, **sections}, "the test")
+
+
+@pytest.mark.parametrize(
+    ("family", "path", "sections", "message"),
+    [
+        (
+            "sd3",
+            "stabilityai/stable-diffusion-3.5-large",
+            {"rollout": {"height": 4096}},
+            r"rollout\.height is 4096; expected at most 3072: .*no later positions",
+        ),
+        (
+            "flux2-klein",
+            KLEIN,
+            {"rollout": {"true_cfg_scale": 4.0}},
+            r"rollout\.true_cfg_scale is 4; expected 1: .*klein-4B is distilled.*Set it to 1",
+        ),
+        (
+            "flux2-klein",
+            "nobody/unpublished",
+            {"model": {"max_text_tokens": 513}},
+            r"model\.max_text_tokens is 513; expected 1 to 512",
+        ),
+        (
+            "wan",
+            "Wan-AI/Wan2.1-T2V-14B-Diffusers",
+            {"rollout": {"frames": 6}},
+            r"rollout\.frames is 6; expected 1 more than a multiple of 4",
+        ),
+        (
+            "wan",
+            "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+            {"fleet": {"driver": "ray", "sequence_parallel": {"degrees": [1, 8]}}},
+            r"fleet\.sequence_parallel\.degrees has 8; expected divisors of 12, .*attention heads",
+        ),
+        (
+            "wan",
+            A14B,
+            {"exploration": {"step_cache": 2}},
+            r"exploration\.step_cache: found 2; expected nothing with .*two transformers",
+        ),
+        (
+            "sd3",
+            "nobody/unpublished",
+            {"exploration": {"step_cache": 2}},
+            r"diffusers has no step cache for model\.family=sd3: leave it out",
+        ),
+    ],
+)
+def test_a_refusal_names_key_value_and_remedy(
+    family: str, path: str, sections: dict[str, object], message: str
+) -> None:
+    settings = config(family, path, **sections)
+    with pytest.raises((ModelError, ConfigError), match=message):
+        require_model(settings)
+
+
+@pytest.mark.parametrize(
+    ("family", "model"), [(name, model) for name in FAMILIES for model in FAMILIES.load(name).published]
+)
+def test_published_models_can_do_what_is_usual(family: str, model: str) -> None:
+    require_model(config(family, model))
+
+
+def test_fixed_noise_levels_fix_the_number_of_steps() -> None:
+    (published,) = QwenImage21.published.values()
+    known = {**published.configs, "model_index": {"sample_sigmas": [1.0, 0.5, 0.2]}}
+    files = PipelineFiles(Path("somebody/turbo"), known=known)
+    QwenImage21.check_steps(files, 3)
+    with pytest.raises(ModelError, match=r"steps is 4; expected as many as .*sample_sigmas"):
+        QwenImage21.check_steps(files, 4)
+
+
+def test_a_model_without_its_second_transformer_counts_as_not_downloaded(hub_cache: Path) -> None:
+    """Half of the weights would be half of the plan."""
+    settings = config("wan", A14B)
+    root = hub_cache / f"models--{A14B.replace('/', '--')}"
+    snapshot = root / "snapshots" / "0123456789abcdef"
+    wan = FAMILIES.load("wan")
+    names = {name: ["diffusers", part.classes[0]] for name, part in wan.components.items()}
+    for name in ("transformer", "transformer_2", "vae"):
+        (snapshot / name).mkdir(parents=True)
+        (snapshot / name / "config.json").write_text(json.dumps(dict(wan.published[A14B].configs[name])))
+        if name != "transformer_2":
+            save_file({"w.weight": _numbers(3)}, snapshot / name / "w.safetensors")
+    (root / "refs").mkdir()
+    (root / "refs" / "main").write_text(snapshot.name)
+    index = {"_class_name": wan.pipeline_class, "boundary_ratio": 0.875, **names}
+    (snapshot / "model_index.json").write_text(json.dumps(index))
+    files = planned_files(settings)
+    assert isinstance(files, PipelineFiles)
+    assert files.known is not None
+    assert isinstance(read_transformer(settings), NotHere)
+    save_file({"w.weight": _numbers(5)}, snapshot / "transformer_2" / "w.safetensors")
+    complete = read_transformer(settings)
+    assert not isinstance(complete, NotHere)
+    assert complete.parameters == 9 + 25
+
+
+def _numbers(side: int) -> np.ndarray:
+    return np.zeros((side, side), np.float32)
