@@ -15,10 +15,10 @@ from spotlight.cli.main import app
 from spotlight.data.prompt_files import parse_prompts
 from spotlight.rewards.geneval import geneval_reward
 from spotlight.rewards.geneval.vocabulary import TAGS
-from spotlight.rewards.ocr import target_of
 from spotlight.rewards.prompt_sets.geneval_prompts import geneval_prompts, record, scene_of, scenes
 from spotlight.rewards.prompt_sets.ocr_prompts import ocr_prompts
 from spotlight.rewards.prompt_sets.splitting import PromptSetError
+from spotlight.rewards.reading.legibility import target_of
 from spotlight.rewards.reward import RewardInputError
 
 

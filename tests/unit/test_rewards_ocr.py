@@ -15,7 +15,9 @@ from PIL import Image as PILImage
 from PIL import ImageDraw, ImageFont
 
 from spotlight.rewards import ocr as ocr_module
-from spotlight.rewards.ocr import check, legibility, levenshtein, ocr, target_of
+from spotlight.rewards.ocr import check, ocr, readings
+from spotlight.rewards.reading.legibility import legibility, levenshtein, missing_scripts, target_of
+from spotlight.rewards.reading.tesseract_data import readable_characters
 from spotlight.rewards.reward import Image, RewardInputError, RewardSetupError
 
 
@@ -76,6 +78,37 @@ class TestFormula:
     def test_reward_is_one_minus_the_capped_distance(self, target: str, reading: str, reward: float) -> None:
         assert legibility(target, reading) == reward
 
+    @pytest.mark.parametrize(
+        ("target", "reading", "reward"),
+        [
+            ("a", "xqabz", 0.0),
+            ("a", "say A.", 1.0),
+            ("ok", "o k!", 1.0),
+            ("ok", "books", 0.0),
+            ("lo", "lon", 0.5),
+            ("24", "1924", 0.0),
+            ("!", "stop!", 1.0),
+            ("中文", "欢迎中文学习", 1.0),
+        ],
+    )
+    def test_a_short_target_must_stand_alone(self, target: str, reading: str, reward: float) -> None:
+        assert legibility(target, reading) == reward
+
+    @pytest.mark.parametrize(
+        ("target", "scripts"),
+        [
+            ("open", []),
+            ("café", []),
+            ("24", []),
+            ("привет", ["Cyrillic"]),
+            ("open 中文", ["Cjk"]),
+            ("☃", ["Symbol"]),
+            ("ﾃｽﾄ", ["Katakana"]),
+        ],
+    )
+    def test_scripts_that_a_reader_lacks_are_named(self, target: str, scripts: list[str]) -> None:
+        assert missing_scripts(target, "ABCDEFNOP012345") == scripts
+
     @given(words, words, words)
     def test_levenshtein_is_a_metric(self, a: str, b: str, c: str) -> None:
         assert (levenshtein(a, b) == 0) == (a == b)
@@ -135,6 +168,47 @@ class TestReading:
             ocr([image], [prompt], [{}])["score"][0] for image, prompt in zip(images, prompts, strict=True)
         ]
         assert together == alone
+
+    def test_short_targets_are_not_read_in_white_noise(self) -> None:
+        rng = np.random.default_rng(4)
+        letters = list("abcdefghijklmnopqrstuvwxyz")
+        images = [rng.integers(0, 256, (128, 128, 3), dtype=np.uint8) for _ in range(3)]
+        read = ["".join(readings(image, sure_only=True)) for image in images]
+        assert read == ["", "", ""]
+        targets = ["".join(rng.choice(letters, count)) for count in (1, 2, 3)]
+        assert ocr(images, [f'"{text}"' for text in targets], [{}] * 3)["score"] == [0.0] * 3
+
+    def test_the_way_of_thresholding_can_be_chosen(self) -> None:
+        rng = np.random.default_rng(1)
+        noisy = render("WINDOW", 256, 128, 36) + rng.normal(0, 60, (128, 256, 3))
+        image = np.clip(noisy, 0, 255).astype(np.uint8)
+        scores = {
+            way: ocr([image], ['"WINDOW"'], [{}], thresholding=way)["score"][0]
+            for way in ("otsu", "sauvola", "sauvola-inverted", "best")
+        }
+        assert scores["best"] == max(scores.values()) > scores["otsu"]
+        with pytest.raises(RewardSetupError, match=r"thresholding is 'otsy'; expected one of best, otsu"):
+            check([], [], thresholding="otsy")  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize(
+        ("text", "remedy"),
+        [
+            ("ПРИВЕТ", "Cyrillic characters.*language: eng\\+rus .*apt-get install tesseract-ocr-rus"),
+            ("こんにちはカナ", "Hiragana and Katakana characters.*eng\\+jpn .*tesseract-ocr-jpn\\)"),
+            ("☃", "Symbol characters.*remove the prompt"),
+        ],
+    )
+    def test_a_script_that_the_language_data_lacks_is_refused(self, text: str, remedy: str) -> None:
+        with pytest.raises(RewardInputError, match=remedy):
+            check([f'a sign "{text}"'], [{}])
+
+    def test_the_characters_of_the_language_data_are_known(self, tmp_path: Path) -> None:
+        data = next(d for d in Path("/usr/share").glob("tesseract*/*/tessdata/eng.traineddata"))
+        assert set("abzAZ09é€") <= readable_characters(data)
+        assert not set("жΩ中") & readable_characters(data)
+        (tmp_path / "eng.traineddata").write_bytes(b"PK and more")
+        with pytest.raises(RewardSetupError, match="has no character set that can be read"):
+            readable_characters(tmp_path / "eng.traineddata")
 
     def test_check_looks_at_every_prompt(self) -> None:
         check(['"a"', '"b"'], [{}, {}])

@@ -1,10 +1,8 @@
 """Reward for legible text: Tesseract reads the image, the prompt quotes the target.
 
-The target is the text between the first pair of double quotes; case and white space are ignored. Reward =
-1 - distance / len(target), in [0, 1], with distance 0 if the reading contains the target, else Levenshtein's,
-at most len(target). The best of up to three readings (``_WAYS``) counts.
+Target and formula are in ``reading/legibility.py``. By default the best of up to three readings counts. Of
+targets of one to three letters only confident words count.
 
-Formula: Flow-GRPO (``flow_grpo/ocr.py`` of https://github.com/yifan123/flow_grpo, arXiv 2505.05470).
 Needs Tesseract 5 through ``tesserocr``: the wheel includes the engine, but not the language data.
 """
 
@@ -15,24 +13,41 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 from PIL import Image as PILImage
 
+from spotlight.rewards.reading.legibility import is_short, legibility, missing_scripts, target_of
+from spotlight.rewards.reading.tesseract_data import readable_characters
 from spotlight.rewards.reward import Image, RewardInputError, RewardSetupError
+
+Thresholding = Literal["best", "otsu", "sauvola", "sauvola-inverted"]
 
 _READABLE_HEIGHT_PX = 128
 """Smaller images are enlarged to at least this height. Accuracy on two or three 14 px letters in a 32 x 32
 image: .80 as is, .97 at 64 px, .98-.99 from 128 px on.
 """
 
-_OTSU, _SAUVOLA = "0", "2"
-_WAYS = ((_OTSU, False), (_SAUVOLA, False), (_SAUVOLA, True))
-"""(Thresholding, inverted). Global thresholding suits plain text of either polarity, local thresholding text
-in a scene, in one polarity. Accuracy of each alone and of all: 2 letters on 32 x 32: 1.0, .79, .70, 1.0;
-words on a plate in a 512 x 512 scene: .23, .53, .61, .84.
+_WAYS: Mapping[Thresholding, tuple[str, bool]] = {
+    "otsu": ("0", False),
+    "sauvola": ("2", False),
+    "sauvola-inverted": ("2", True),
+}
+"""Tesseract's number, and whether the picture is inverted. Global thresholding (Otsu) suits plain text of
+either polarity, local thresholding (Sauvola) text in a scene, in one polarity. Mean scores of each alone and
+of the best (``benchmarks/ocr_readings.py``): a word on a plate in a scene .33, 1.0, .92, 1.0; a word under
+noise (sigma 120 of 255) .42, 0, .37, .69; another word than the target .03, .03, 0, .03.
 """
+
+_SURE_MIN_PERCENT = 60.0
+"""Confidence of the words that count for a short target; the highest in white noise was 58."""
+
+_LANGUAGES = {
+    "Arabic": "ara", "Cjk": "chi_sim", "Cyrillic": "rus", "Devanagari": "hin", "Greek": "ell",
+    "Hangul": "kor", "Hebrew": "heb", "Hiragana": "jpn", "Katakana": "jpn", "Latin": "eng", "Thai": "tha",
+}  # fmt: skip
+"""Language data by script, for remedies."""
 
 _SYSTEM_DATA_DIRECTORIES = (
     "/usr/share/tesseract-ocr/*/tessdata",  # Debian, Ubuntu
@@ -56,6 +71,10 @@ class _Engine(Protocol):
 
     def GetUTF8Text(self) -> str: ...  # noqa: N802
 
+    def GetTSVText(self, page_number: int) -> str: ...  # noqa: N802
+
+    def GetLoadedLanguages(self) -> list[str]: ...  # noqa: N802
+
 
 def ocr(
     images: Sequence[Image],
@@ -63,6 +82,7 @@ def ocr(
     metadata: Sequence[Mapping[str, Any]],
     *,
     language: str = "eng",
+    thresholding: Thresholding = "best",
 ) -> dict[str, list[float]]:
     """Score how much of each prompt's quoted text can be read in its image.
 
@@ -71,78 +91,105 @@ def ocr(
         prompts: each with its target in straight double quotes.
         metadata: ignored.
         language: Tesseract's language data, several joined by ``+`` (``eng+chi_sim``).
+        thresholding: how ink is told from ground; ``best``: the best score of all three ways.
 
     Returns:
         ``score`` in [0, 1], and ``exact``: 1 if the target was read in full, else 0.
 
     Raises:
-        RewardInputError: a prompt without quoted text.
-        RewardSetupError: ``tesserocr`` or the language data is missing.
+        RewardInputError: a prompt without quoted text, or whose text the language data cannot read.
+        RewardSetupError: ``tesserocr`` or the language data is missing, or an unknown ``thresholding``.
     """
-    targets = [target_of(prompt) for prompt in prompts]
-    scores = [_score(target, image, language) for target, image in zip(targets, images, strict=True)]
+    targets = [_target(prompt, language) for prompt in prompts]
+    ways = _ways(thresholding)
+    scores = [_score(target, image, language, ways) for target, image in zip(targets, images, strict=True)]
     return {"score": scores, "exact": [float(score == 1.0) for score in scores]}
 
 
-def check(prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]], *, language: str = "eng") -> None:
+def check(
+    prompts: Sequence[str],
+    metadata: Sequence[Mapping[str, Any]],
+    *,
+    language: str = "eng",
+    thresholding: Thresholding = "best",
+) -> None:
     """Open Tesseract and parse every prompt's target. Raises as :func:`ocr` does."""
+    _ways(thresholding)
     _engine(language)
     for prompt in prompts:
-        target_of(prompt)
+        _target(prompt, language)
 
 
-def target_of(prompt: str) -> str:
-    """The text to draw, in lower case without white space. Raises :class:`RewardInputError`."""
-    pieces = prompt.split('"', 2)
-    target = normalized(pieces[1]) if len(pieces) == 3 else ""
-    if not target:
-        found = (
-            "has nothing between its double quotes" if len(pieces) == 3 else "has no text in double quotes"
-        )
+def readings(
+    image: Image,
+    language: str = "eng",
+    ways: Sequence[Thresholding] = tuple(_WAYS),
+    *,
+    sure_only: bool = False,
+) -> Iterator[str]:
+    """Yield one reading of the image [height, width, 3] per way of thresholding, as read.
+
+    Args:
+        sure_only: leave out words of which Tesseract is less than 60 % sure.
+    """
+    enlarged = _enlarged(image)
+    height, width, channels = enlarged.shape
+    engine = _engine(language)
+    for way in ways:
+        number, inverted = _WAYS[way]
+        pixels = 255 - enlarged if inverted else enlarged
+        engine.SetVariable("thresholding_method", number)
+        engine.SetImageBytes(pixels.tobytes(), width, height, channels, width * channels)
+        engine.SetSourceResolution(150)  # images have none: Tesseract would guess and warn each time
+        yield " ".join(_sure_words(engine.GetTSVText(0))) if sure_only else engine.GetUTF8Text()
+
+
+def _sure_words(table: str) -> Iterator[str]:
+    for line in table.splitlines():
+        *_, confidence, word = line.split("\t")
+        if float(confidence) >= _SURE_MIN_PERCENT:
+            yield word
+
+
+def _target(prompt: str, language: str) -> str:
+    target = target_of(prompt)
+    lacking = missing_scripts(target, _characters(language))
+    if lacking:
+        others = list(dict.fromkeys(_LANGUAGES[script] for script in lacking if script in _LANGUAGES))
+        remedy = "Name language data that has them in params.language, or remove the prompt."
+        if others:
+            wider = "+".join([language, *others])
+            remedy = f"Set params.language: {wider} ({_install_command(others)}), or remove the prompt."
         raise RewardInputError(
-            f"ocr reward: the prompt {prompt!r} {found}; expected the text to draw in straight double "
-            'quotes, as in: a shop sign that says "OPEN". Correct the prompt\'s line in the prompts file.'
+            f"ocr reward: the prompt {prompt!r} asks for {' and '.join(lacking)} characters, of which "
+            f"Tesseract's language data {language!r} has none: the score could only be 0. {remedy}"
         )
     return target
 
 
-def legibility(target: str, reading: str) -> float:
-    """1 - distance / len(target); both texts normalized, ``target`` not empty."""
-    if target in reading:
-        return 1.0
-    return 1.0 - min(levenshtein(target, reading), len(target)) / len(target)
+def _ways(thresholding: Thresholding) -> Sequence[Thresholding]:
+    if thresholding not in get_args(Thresholding):
+        raise RewardSetupError(
+            f"ocr reward: params.thresholding is {thresholding!r}; expected one of "
+            f"{', '.join(get_args(Thresholding))}."
+        )
+    return tuple(_WAYS) if thresholding == "best" else (thresholding,)
 
 
-def levenshtein(a: str, b: str) -> int:
-    """Minimum number of insertions, deletions and substitutions that turn ``a`` into ``b``."""
-    row = list(range(len(b) + 1))
-    for i, char_a in enumerate(a, start=1):
-        diagonal, row[0] = row[0], i
-        for j, char_b in enumerate(b, start=1):
-            diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (char_a != char_b))
-    return row[-1]
-
-
-def _score(target: str, image: Image, language: str) -> float:
+def _score(target: str, image: Image, language: str, ways: Sequence[Thresholding]) -> float:
     best = 0.0
-    for reading in readings(image, language):
+    for reading in readings(image, language, ways, sure_only=is_short(target)):
         best = max(best, legibility(target, reading))
         if best == 1.0:
             break
     return best
 
 
-def readings(image: Image, language: str = "eng") -> Iterator[str]:
-    """Yield one reading of the image [height, width, 3] per entry of ``_WAYS``, normalized."""
-    enlarged = _enlarged(image)
-    height, width, channels = enlarged.shape
-    engine = _engine(language)
-    for thresholding, inverted in _WAYS:
-        pixels = 255 - enlarged if inverted else enlarged
-        engine.SetVariable("thresholding_method", thresholding)
-        engine.SetImageBytes(pixels.tobytes(), width, height, channels, width * channels)
-        engine.SetSourceResolution(150)  # images have none: Tesseract would guess and warn each time
-        yield normalized(engine.GetUTF8Text())
+@lru_cache(maxsize=4)
+def _characters(language: str) -> frozenset[str]:
+    directory = _data_directory(language)
+    names = _engine(language).GetLoadedLanguages()  # also those that the named ones load
+    return frozenset().union(*(readable_characters(directory / f"{name}.traineddata") for name in names))
 
 
 def _enlarged(image: Image) -> Image:
@@ -152,11 +199,6 @@ def _enlarged(image: Image) -> Image:
         return image
     bigger = PILImage.fromarray(image).resize((width * factor, height * factor), PILImage.Resampling.BICUBIC)
     return np.asarray(bigger)
-
-
-def normalized(text: str) -> str:
-    """Lower case without white space."""
-    return "".join(text.split()).lower()
 
 
 @lru_cache(maxsize=4)  # opening takes 50-200 ms

@@ -108,7 +108,7 @@ def _geneval(
 
 
 def _ocr(count: int, held_out: int, seed: int, known: list[Prompt]) -> tuple[list[str], list[str]]:
-    from spotlight.rewards.ocr import target_of
     from spotlight.rewards.prompt_sets.ocr_prompts import ocr_prompts
+    from spotlight.rewards.reading.legibility import target_of
 
     return ocr_prompts(count, held_out, seed, [target_of(each.text) for each in known])

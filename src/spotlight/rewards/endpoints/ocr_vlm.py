@@ -1,6 +1,6 @@
 """The reward ``ocr-vlm``: a VLM at an endpoint transcribes the picture, the prompt quotes the target.
 
-Target and score are those of ``ocr`` (``rewards/ocr.py``); only the reader differs.
+Target and score are those of ``ocr`` (``reading/legibility.py``); only the reader differs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from PIL import ImageDraw, ImageFont
 
 from spotlight.rewards.endpoints.chat import ChatAnswer, ChatEndpoint, ask_about, token_curves, try_out
 from spotlight.rewards.endpoints.json_client import COSTS, parse_server
-from spotlight.rewards.ocr import legibility, normalized, target_of
+from spotlight.rewards.reading.legibility import legibility, target_of
 from spotlight.rewards.reward import Image, SampleError, adds_over_frames
 
 NO_TEXT = "[no text]"
@@ -104,9 +104,9 @@ def _settings(endpoint: Mapping[str, Any], deadline_s: float | None = None) -> C
 
 
 def reading(answer: str) -> str:
-    """What an answer says was read, normalized; empty if it says that there is no text."""
+    """What an answer says was read; empty if it says that there is no text."""
     bare = " ".join(answer.strip(" \n\t[].").casefold().split())
-    return "" if bare == NO_TEXT.strip("[]") else normalized(answer)
+    return "" if bare == NO_TEXT.strip("[]") else answer.strip()
 
 
 def _something(answer: ChatAnswer) -> None:
