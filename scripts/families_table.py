@@ -27,6 +27,7 @@ COLUMNS = {
     "picture": "pictures",
     "lora": "LoRA in diffusers",
     "merged": "merged in diffusers",
+    "plain_loop": "optimizer step",
     "sequence_parallel": "sequence parallel",
     "smoke_s": "smoke run",
 }

@@ -32,6 +32,7 @@ class Setting:
     Attributes:
         scale: of true guidance, as ``rollout.true_cfg_scale``.
         embedded: as ``rollout.embedded_guidance``.
+        prompts: one per row.
     """
 
     size: MediaSize
@@ -39,13 +40,14 @@ class Setting:
     scale: float = 1.0
     negative: str = " "
     embedded: float | None = None
+    prompts: Sequence[str] = PROMPTS
 
 
 def call_pipeline(pipe: Any, family: ModelFamily, latents: torch.Tensor, setting: Setting) -> np.ndarray:
-    """A picture pipeline's results for :data:`PROMPTS`: [batch, frames, height, width, 3] in [0, 1]."""
-    guided = {"negative_prompt": [setting.negative] * len(PROMPTS)} if setting.scale > 1 else {}
+    """A picture pipeline's results for a setting's prompts: [batch, frames, height, width, 3] in [0, 1]."""
+    guided = {"negative_prompt": [setting.negative] * len(setting.prompts)} if setting.scale > 1 else {}
     pictures = pipe(
-        list(PROMPTS),
+        list(setting.prompts),
         height=setting.size.height,
         width=setting.size.width,
         num_inference_steps=setting.steps,
@@ -68,8 +70,8 @@ def call_video_pipeline(
 ) -> np.ndarray:
     """As :func:`call_pipeline`, of a video pipeline."""
     frames = pipe(
-        list(PROMPTS),
-        negative_prompt=[setting.negative] * len(PROMPTS),
+        list(setting.prompts),
+        negative_prompt=[setting.negative] * len(setting.prompts),
         height=setting.size.height,
         width=setting.size.width,
         num_frames=setting.size.frames,
@@ -166,7 +168,7 @@ def call_qwen_image_21(pipe: Any, family: ModelFamily, latents: torch.Tensor, se
             output_type="np",
             **family.call_arguments(setting.scale, setting.embedded),
         ).images[0]
-        for prompt, row in zip(PROMPTS, latents, strict=True)
+        for prompt, row in zip(setting.prompts, latents, strict=True)
     ]
     return np.stack(pictures)[:, None, ..., :3]
 
@@ -176,9 +178,9 @@ def call_flux2_klein(pipe: Any, family: ModelFamily, latents: torch.Tensor, sett
     side_px = family.dimensions.patch_px
     grid = (setting.size.height // side_px, setting.size.width // side_px)
     limit = {"max_sequence_length": family.max_text_tokens}
-    negative, _ = pipe.encode_prompt([setting.negative] * len(PROMPTS), **limit)
+    negative, _ = pipe.encode_prompt([setting.negative] * len(setting.prompts), **limit)
     pictures = pipe(
-        prompt=list(PROMPTS),
+        prompt=list(setting.prompts),
         negative_prompt_embeds=negative,
         height=setting.size.height,
         width=setting.size.width,
