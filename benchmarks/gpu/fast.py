@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from diffusers import QwenImagePipeline
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.gpu import lab as model
 from benchmarks.gpu.correct import compiled, distance, learning
@@ -33,6 +33,7 @@ from benchmarks.gpu.timing import (
 from spotlight.rollout.serialization import pack_state
 from spotlight.rollout.state import RolloutState
 from spotlight.training.device_memory import measure_peak
+from spotlight.training.recompute import recompute_blocks
 from spotlight.weights.bundle import bind, pack
 from spotlight.weights.node_cache import SHARED_MEMORY, NodeCache
 
@@ -165,7 +166,7 @@ def checkpoint_every(lab: Lab) -> Outcome:
 
         def update(every: int) -> Callable[[], object]:
             def run() -> None:
-                _recompute(family.transformer, every)
+                recompute_blocks(family.transformer, every)
                 model.train(learner, samples)
 
             return run
@@ -177,18 +178,6 @@ def checkpoint_every(lab: Lab) -> Outcome:
     typical = medians(seconds)
     best = min(typical["every 2"], typical["every 4"])
     return Outcome(typical["every 1"] / best, {**spread(seconds), "peaks_gb": peaks})
-
-
-def _recompute(transformer: nn.Module, every: int) -> None:
-    """Recompute activations of every n-th block; the others keep theirs."""
-    blocks = {id(block): i for i, block in enumerate(transformer.transformer_blocks)}  # type: ignore[arg-type]
-
-    def run(block: nn.Module, *args: object) -> object:
-        if blocks[id(block)] % every:
-            return block(*args)
-        return torch.utils.checkpoint.checkpoint(block, *args, use_reentrant=False)
-
-    transformer.enable_gradient_checkpointing(run)  # type: ignore[operator]
 
 
 # -- compilation -------------------------------------------------------------------------------------------

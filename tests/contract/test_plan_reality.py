@@ -15,6 +15,7 @@ from spotlight.dry_run.run_plan import count_passes, make_plan
 from spotlight.models.media import MediaSize
 from spotlight.models.slots import WeightSlots
 from spotlight.runtime.build import components as build
+from spotlight.training.recompute import recompute_blocks
 
 STEPS, SAMPLES, TEXT_TOKENS = 5, 8, 8
 
@@ -53,10 +54,12 @@ def test_tokens_and_channels_are_the_familys(random_pipeline: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("checkpointing", "per_pass"), [(False, 1), (True, 1), (False, 2), (True, 3)])
+@pytest.mark.parametrize(
+    ("checkpointing", "per_pass"), [(False, 1), (True, 1), (False, 2), (True, 3), (2, 1)]
+)
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_activations_are_within_a_quarter_of_what_the_backward_pass_keeps(
-    random_pipeline: Path, mode: str, checkpointing: bool, per_pass: int
+    random_pipeline: Path, mode: str, checkpointing: bool | int, per_pass: int
 ) -> None:
     learner = {"mode": mode, "micro_batch_size": SAMPLES, "gradient_checkpointing": checkpointing}
     learner |= {"timesteps_per_pass": per_pass}
@@ -75,11 +78,11 @@ def test_activations_are_within_a_quarter_of_what_the_backward_pass_keeps(
     assert 0.75 < activations / kept < 1.25
 
 
-def _bytes_kept(real: WeightSlots, checkpointing: bool, rows: int) -> int:
+def _bytes_kept(real: WeightSlots, checkpointing: bool | int, rows: int) -> int:
     """Bytes of the distinct tensors that autograd saves in one forward, weights apart."""
     with real.use("policy") as model:
         if checkpointing:
-            model.enable_gradient_checkpointing()  # type: ignore[operator]
+            recompute_blocks(model, int(checkpointing))
         weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
         saved: dict[int, torch.Tensor] = {}
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from learner_world import World, algorithm, cut, first_update, make_learner, roll_out, train_batch
@@ -22,6 +23,8 @@ CASES: dict[str, tuple[str, str, dict[str, object], dict[str, object]]] = {
     "grpo-lora": ("flow-grpo", "lora", {"kl_weight": 0.04, "train_timesteps": 2}, {"ema_cap": 0.9}),
     "nft-lora": ("diffusion-nft", "lora", {}, {"gradient_checkpointing": True}),
     "nft-full": ("diffusion-nft", "full", {"old_policy": {"slope": 0.3}}, {"gradient_checkpointing": True}),
+    "nft-lora-none": ("diffusion-nft", "lora", {}, {"shard": "none"}),
+    "grpo-full-node": ("flow-grpo", "full", {"train_timesteps": 2}, {"shard": "node"}),
 }
 EPSILON = 1e-6
 
@@ -40,7 +43,7 @@ def run_case(case: str, learner: Learner, directory: Path) -> dict[str, object]:
     slots = learner.slots
     kept = [slot for slot in slots.slots if slot != "reference"]
     weights = {
-        f"{slot}.{name}": (t.full_tensor() if ranks.world > 1 else t).clone()
+        f"{slot}.{name}": (t.full_tensor() if isinstance(t, DTensor) else t).clone()
         for slot in kept
         for name, t in slots.state(slot).items()
     }
@@ -119,8 +122,15 @@ def main(rank: int, count: int, port: int, pipeline: Path, directory: Path) -> N
         assert ranks == Ranks.current() == Ranks(rank, count)
         world = World(pipeline, directory / f"cache{rank}")
         assert ranks.share(ranks.rank) == list(range(count))
+        # Each rank counts as a node, where ranks of a node share the model.
+        nodes = replace(ranks, per_node=(1,) * count)
         for case in CASES:
-            learner = learner_of(world, case, ranks)
+            learner = learner_of(world, case, nodes)
+            if "none" in case:
+                assert not any(isinstance(p, DTensor) for p in learner.slots.trainable_parameters().values())
+            if "node" in case:
+                parameters = learner.slots.trainable_parameters().values()
+                assert all(cast(DTensor, p).device_mesh.shape == (count, 1) for p in parameters)
             result = run_case(case, learner, directory)
             learner.save(directory / f"{case}-state")
             if "lora" in case:

@@ -164,15 +164,16 @@ def test_checkpointed_activations_give_equal_gradients(world: World, name: str, 
     params = {} if name == "diffusion-nft" else {"kl_weight": 0.04}
     found = []
     samples: list[TrainingSample] = []
-    for checkpointing in (False, True):
+    for checkpointing in (False, True, 2):
         learner = make_learner(world, algorithm(name, **params), mode, gradient_checkpointing=checkpointing)
         frozen: Slot = "old" if name == "diffusion-nft" else "policy"
         nudge(learner, frozen)
         samples = samples or roll_out(world, learner)
         found.append(gradients(learner, samples, 3))
-    assert found[0].keys() == found[1].keys()
-    for name_, gradient in found[0].items():
-        assert torch.equal(gradient, found[1][name_]), name_
+    for others in found[1:]:
+        assert found[0].keys() == others.keys()
+        for name_, gradient in found[0].items():
+            assert torch.equal(gradient, others[name_]), name_
 
 
 # -- slots ---------------------------------------------------------------------------------------------

@@ -134,8 +134,11 @@ def _activations(
     per_layer = learner.micro_batch_size * per_pass * tokens * model.dimensions.width * size * guidance
     kept = costs.lora if learner.mode == "lora" else costs.full
     if learner.gradient_checkpointing:
-        values = model.dimensions.layers * costs.checkpointed + kept
-        formula = f"B K n D b g ({costs.checkpointed:g} L + {kept:g})"
+        layers, recomputed = model.dimensions.layers, -(-model.dimensions.layers // learner.recompute_every)
+        # While a block is recomputed its own activations are there, too.
+        whole = layers - recomputed + 1
+        values = recomputed * costs.checkpointed + whole * kept
+        formula = f"B K n D b g ({costs.checkpointed:g} x {recomputed} + {kept:g} x {whole})"
     else:
         values, formula = model.dimensions.layers * kept, f"{kept:g} B K n L D b g"
     formula += f", K = {per_pass}" + (" or what fits" if learner.timesteps_per_pass == "auto" else "")

@@ -147,7 +147,7 @@ def count_passes(config: RunConfig, evaluation_images: int) -> Passes:
         previews=_preview_passes(config),
         policy=trained,
         backward=trained,
-        recomputed=trained if config.learner.gradient_checkpointing else 0,
+        recomputed=trained // config.learner.recompute_every if config.learner.gradient_checkpointing else 0,
         old=(later if algorithm.old_policy_starts_batch else trained) if algorithm.uses_old_policy else 0,
         reference=trained if algorithm.uses_reference else 0,
         old_log_probs=later if algorithm.recomputes_log_probs else 0,

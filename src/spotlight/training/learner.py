@@ -29,17 +29,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from spotlight.algorithms.base import Algorithm
 from spotlight.config.sections.learner_section import LearnerConfig
 from spotlight.models.condition import Condition
-from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelFamily
 from spotlight.models.media import MediaSize
 from spotlight.models.model_errors import ModelError
@@ -53,16 +51,12 @@ from spotlight.training.batching.batch import (
 )
 from spotlight.training.passes import Bound, TrainingPasses
 from spotlight.training.policy import MicroBatchPolicy
+from spotlight.training.recompute import recompute_blocks
 from spotlight.training.settings import TrainingError, TrainingGuidance, autocast_type
-from spotlight.training.sharding import Ranks, shard
+from spotlight.training.sharding import Ranks, average_gradients, shard
 from spotlight.training.step_metrics import BatchReport, StepReport, UpdateMeter, batch_report
 
 __all__ = ["Learner", "TrainingError", "TrainingGuidance", "TrainingSample"]
-
-
-@runtime_checkable
-class _Checkpointable(Protocol):
-    def enable_gradient_checkpointing(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -93,8 +87,8 @@ class Learner:
     """Trains the policy slot of ``slots``.
 
     Args:
-        slots: ``policy``, the algorithm's extra slots, and ``ema`` if configured. Sharded in place if there
-            are several ranks.
+        slots: ``policy``, the algorithm's extra slots, and ``ema`` if configured. With several ranks they are
+            sharded in place as ``config.shard`` says.
         guidance: that of the rollouts; None without.
 
     Raises:
@@ -123,8 +117,8 @@ class Learner:
         self.ranks = Ranks() if ranks is None else ranks
         self._size, self._guidance = size, guidance
         if config.gradient_checkpointing:
-            _enable_checkpointing(slots.modules()["policy"])
-        shard(slots, self.ranks, self.autocast)
+            recompute_blocks(slots.modules()["policy"], config.recompute_every)
+        shard(slots, self.ranks, self.autocast, config.shard)
         self.optimizer = _adamw(slots, config)
         self.passes = TrainingPasses(
             algorithm,
@@ -241,6 +235,7 @@ class Learner:
         started = time.perf_counter()
         config, optimizer = self.config, self.optimizer
         sums = self._update.meter.reduce(self.ranks)
+        average_gradients(self._trainable(), self.ranks)
         norm, entries = self._gradient_norm()
         grad_norm = norm.item()
         problem = self._problem(sums.samples, grad_norm)
@@ -457,13 +452,3 @@ def _adamw(slots: WeightSlots, config: LearnerConfig) -> torch.optim.AdamW:
         weight_decay=config.weight_decay,
         fused=True,
     )
-
-
-def _enable_checkpointing(module: nn.Module) -> None:
-    for part in denoisers(module).values():
-        if not isinstance(part, _Checkpointable):
-            raise ModelError(
-                f"{type(part).__name__} cannot recompute activations (no enable_gradient_checkpointing): "
-                "set gradient_checkpointing to false"
-            )
-        part.enable_gradient_checkpointing()

@@ -1,7 +1,8 @@
 """The learner's state on disk: weights of the trained slots, AdamW's moments, counters.
 
-``learner.json`` is the index. One rank writes a safetensors file, several write torch's distributed
-checkpoint (a shard each); either loads into any number of ranks. The frozen ``reference`` slot is not saved.
+``learner.json`` is the index. Whole weights go to a safetensors file; sharded ones to torch's distributed
+checkpoint (a shard per rank); either loads into any number of ranks. The frozen ``reference`` slot is not
+saved.
 
 Writing is neither atomic nor synced; the checkpoint store does that for the directory.
 """
@@ -59,11 +60,11 @@ def save(directory: Path, slots: WeightSlots, optimizer: Optimizer, counters: Co
     """Write the state. Every rank must call this with the same directory on a shared file system."""
     directory.mkdir(parents=True, exist_ok=True)
     tensors = _tensors(slots, optimizer)
-    if ranks.world == 1:
+    if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+        dcp_save(tensors, checkpoint_id=directory / SHARDED)
+    elif ranks.is_main:
         # safetensors refuses non-contiguous views; contiguous() copies only those.
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / WHOLE)
-    else:
-        dcp_save(tensors, checkpoint_id=directory / SHARDED)
     if ranks.is_main:
         index = {
             "format": FORMAT,

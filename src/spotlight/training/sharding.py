@@ -1,46 +1,60 @@
-"""Ranks, their collectives, and sharding of the DiT over them (FSDP2).
+"""Ranks, their collectives, and how the DiT is divided among them (``learner.shard``).
 
-FSDP2 averages gradients, so a loss summed over a rank's share must be multiplied by the number of ranks. All
-ranks must run the same sequence of forwards and backwards, in any slot, because each gathers parameters from
-all.
+- ``all``: FSDP2 over all ranks. Least memory; every forward gathers the model from all nodes.
+- ``node``: FSDP2 over the ranks of a node, which hold the model together; only gradients cross the network.
+- ``none``: every rank holds the whole model. Gradients of the trained parameters are averaged once per
+  optimizer step.
+
+Gradients are averaged in each case, so a loss summed over a rank's share must be multiplied by the number
+of ranks. With FSDP2, ranks must run the same sequence of forwards and backwards, in any slot, because each
+gathers parameters from others.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from spotlight.models.experts import denoisers
+from spotlight.models.model_errors import ModelError
 from spotlight.models.slots import WeightSlots
 
 T = TypeVar("T")
+Sharding = Literal["none", "node", "all"]
+"""Values of ``learner.shard``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The processes that train together; 0 <= rank < world, and a world of 1 needs no process group."""
+    """The processes that train together; 0 <= rank < world, and a world of 1 needs no process group.
+
+    Attributes:
+        per_node: consecutive ranks on each node; empty: all on one.
+    """
 
     rank: int = 0
     world: int = 1
+    per_node: tuple[int, ...] = ()
 
     @staticmethod
-    def current() -> Ranks:
+    def current(per_node: tuple[int, ...] = ()) -> Ranks:
         """From the default process group; one rank without it."""
         if not (dist.is_available() and dist.is_initialized()):
             return Ranks()
-        return Ranks(dist.get_rank(), dist.get_world_size())
+        return Ranks(dist.get_rank(), dist.get_world_size(), per_node)
 
     @property
     def is_main(self) -> bool:
@@ -77,11 +91,12 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Rendezvous for ranks not started by torchrun."""
+    """Rendezvous for ranks not started by torchrun. ``per_node``: see :class:`Ranks`."""
 
     store: Store
     rank: int
     world: int
+    per_node: tuple[int, ...] = ()
 
 
 @contextmanager
@@ -109,34 +124,77 @@ def process_group(
             backend, timeout=timeout, store=meeting.store, rank=meeting.rank, world_size=world
         )
     try:
-        yield Ranks.current()
+        yield Ranks.current(_torchrun_nodes(world) if meeting is None else meeting.per_node)
     finally:
         dist.destroy_process_group()
 
 
-def shard(slots: WeightSlots, ranks: Ranks, compute_dtype: torch.dtype | None = None) -> None:
-    """Shard every module behind the slots in place, frozen ones too; no effect on one rank.
+def _torchrun_nodes(world: int) -> tuple[int, ...]:
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))
+    if nodes == 1:
+        return ()
+    # Each agent knows its own ranks alone: where nodes differ, only that they do is known.
+    return (here,) * nodes if here * nodes == world else (here, world - here)
+
+
+def shard(
+    slots: WeightSlots, ranks: Ranks, compute_dtype: torch.dtype | None = None, how: Sharding = "all"
+) -> None:
+    """Shard every module behind the slots in place, frozen ones too; no effect on one rank or with ``none``.
 
     Call it before building the optimizer. Parameters become DTensors with the same names.
 
     Args:
         compute_dtype: gather parameters in this dtype (the learner's autocast dtype); autocast alone would
             keep a full-size copy of each until the backward pass.
+
+    Raises:
+        ModelError: ``node`` with nodes of unequal numbers of ranks.
     """
-    if ranks.world == 1:
+    if ranks.world == 1 or how == "none":
         return
     # The DiT returns a view, which matters only if a velocity is modified in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for module in slots.modules().values():
         for part in denoisers(module).values():  # each is called on its own, so each is a root
             if not isinstance(part, FSDPModule):
-                shard_module(part, compute_dtype)
+                shard_module(part, compute_dtype, ranks.per_node if how == "node" else ())
 
 
-def shard_module(module: nn.Module, compute_dtype: torch.dtype | None) -> None:
-    """Shard one module in place over the default process group, even of one rank."""
+def average_gradients(parameters: Sequence[Tensor], ranks: Ranks) -> None:
+    """Average gradients of whole parameters over ranks, in place; no effect on sharded ones.
+
+    A parameter without a gradient on this rank takes part if another rank has one.
+    """
+    whole = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
+    if ranks.world == 1 or not whole:
+        return
+    has = torch.tensor([p.grad is not None for p in whole], dtype=torch.int32, device=whole[0].device)
+    somewhere = ranks.all_reduce(has, dist.ReduceOp.MAX).tolist()
+    waiting = []
+    for parameter in (p for p, found in zip(whole, somewhere, strict=True) if found):
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        parameter.grad.div_(ranks.world)
+        waiting.append(dist.all_reduce(parameter.grad, async_op=True))
+    for work in waiting:
+        work.wait()
+
+
+def shard_module(
+    module: nn.Module, compute_dtype: torch.dtype | None, per_node: tuple[int, ...] = ()
+) -> None:
+    """Shard one module in place over the default process group, even of one rank.
+
+    Args:
+        per_node: shard over the ranks of each node, and replicate over nodes; empty: shard over all ranks.
+
+    Raises:
+        ModelError: nodes have unequal numbers of ranks.
+    """
     device = next(module.parameters()).device.type
-    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    mesh = _mesh(device, per_node)
     precision = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
@@ -148,6 +206,18 @@ def shard_module(module: nn.Module, compute_dtype: torch.dtype | None) -> None:
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.set_force_sum_reduction_for_comms(True)  # gloo cannot average
+
+
+def _mesh(device: str, per_node: tuple[int, ...]) -> DeviceMesh:
+    if len(per_node) < 2:
+        return init_device_mesh(device, (dist.get_world_size(),))
+    if len(set(per_node)) > 1:
+        raise ModelError(
+            f"learner.shard is 'node', and the learner's nodes have {', '.join(map(str, per_node))} ranks; "
+            "expected equally many on each: take other nodes, or set learner.shard to all, or to none if a "
+            "GPU holds the model"
+        )
+    return init_device_mesh(device, (len(per_node), per_node[0]), mesh_dim_names=("node", "rank"))
 
 
 def _blocks(module: nn.Module) -> list[nn.Module]:

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -250,25 +251,27 @@ class RayLauncher:
         placements = self._placements()
         if len(placements) != self.world:
             raise LookupError(f"{len(placements)} places for {self.world} learner ranks")
+        per_node = tuple(len([*ranks]) for _, ranks in groupby(placements, lambda placement: placement.node))
         started: list[RankActor] = []
         try:
             for rank, placement in enumerate(placements):
-                started.append(self._start_rank(life, rank, placement))
+                place = RankPlace(rank, self.world, self._exchange_s, placement.gpu, per_node)
+                started.append(self._start_rank(life, place, placement))
         except Exception:
             _kill(started)
             raise
         return list(started)
 
-    def _start_rank(self, life: int, rank: int, placement: Placement) -> RankActor:
+    def _start_rank(self, life: int, place: RankPlace, placement: Placement) -> RankActor:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         order = RankOrder(
             config=self._config,
-            place=RankPlace(rank, self.world, self._exchange_s, placement.gpu),
+            place=place,
             token=self._token,
             directory=str(Path.cwd()),
-            log=str(self._log(life, rank)),
+            log=str(self._log(life, place.rank)),
             version=spotlight.__version__,
             keeper_s=self._keeper_s,
             threads=placement.threads,
@@ -287,7 +290,7 @@ class RayLauncher:
             )
             .remote(order, self._keeper)
         )
-        return RankActor(rank, placement.host, life, actor)
+        return RankActor(place.rank, placement.host, life, actor)
 
     def _end(self, ranks: Sequence[RankHandle], suspects: Sequence[int]) -> str:
         ours = [rank for rank in ranks if isinstance(rank, RankActor)]

@@ -66,12 +66,14 @@ class RankPlace:
     Attributes:
         timeout_s: of one collective.
         gpu: index among its visible GPUs; None: the only one.
+        per_node: consecutive ranks on each node; empty: all on one.
     """
 
     rank: int
     world: int
     timeout_s: float = 1800.0
     gpu: int | None = None
+    per_node: tuple[int, ...] = ()
 
 
 def share_of(effect: PrepareBatch, rank: int, world: int) -> tuple[RolloutId, ...]:
@@ -143,8 +145,9 @@ class LearnerRank:
         place = self.place
         if place.world > 1 and address is None:
             raise ValueError(f"rank {place.rank} of {place.world} got no address to meet at")
-        meeting = Meeting(self._store(address), place.rank, place.world) if address else None
+        meeting = None
         if address is not None:
+            meeting = Meeting(self._store(address), place.rank, place.world, place.per_node)
             _listen_only_on(host)
         self._ranks = self._stack.enter_context(process_group(self._device, place.timeout_s, meeting))
 

@@ -69,8 +69,15 @@ class LearnerConfig(Section):
     """Samples per forward/backward of one rank; limited by memory, gradients accumulate."""
     ema: EmaConfig | None = None
     """Maintain a moving average of the policy."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    shard: Literal["none", "node", "all"] = "node"
+    """With several ranks, who holds a part of the DiT each (FSDP2): ``node``, the ranks of a node, so that
+    only gradients cross the network; ``all`` ranks, for models that one node does not hold; ``none``: every
+    rank holds all of it, the fastest if it fits.
+    """
+    gradient_checkpointing: bool | Annotated[int, Field(ge=2)] = False
+    """Recompute activations in the backward pass: less memory, about a third more time. A number n: of every
+    n-th block alone.
+    """
     timesteps_per_pass: PositiveInt | Literal["auto"] = 1
     """Maximum number of training timesteps of a micro-batch per forward and backward. Activations grow in
     proportion; sharded weights are gathered once for all of them. ``auto``: as many as fit into memory,
@@ -80,6 +87,11 @@ class LearnerConfig(Section):
     """With ``timesteps_per_pass: auto``, memory that a pass may use; default: what is free."""
     autocast: Literal["none", "bfloat16"] = "none"
     """Precision of the DiT's matrix products; sampler maths and losses stay float32."""
+
+    @property
+    def recompute_every(self) -> int:
+        """Every n-th block is recomputed; meaningless without ``gradient_checkpointing``."""
+        return max(1, int(self.gradient_checkpointing))
 
     @property
     def pass_memory_bytes(self) -> int | None:
