@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 from spotlight.cli.main import app
 from spotlight.config.load import load_config
+from spotlight.rewards.reward_registry import parse
 from spotlight.store.ledger.ledger_audit import AuditLimits, audit
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -43,8 +45,12 @@ def test_a_recipe_runs_on_a_small_random_pipeline(
     summary = json.loads((run / "summary.json").read_text())
     assert summary["iterations"] == 2
     kept = load_config(run / "config.yaml", [])
-    for section in ("algorithm", "learner", "rewards"):
+    for section in ("algorithm", "learner"):
         assert getattr(kept, section) == getattr(before, section)
+    for reward, original in zip(kept.rewards, before.rewards, strict=True):
+        tiny = {name for name, value in reward.params.items() if original.params.get(name) != value}
+        assert not tiny or hasattr(importlib.import_module(parse(reward.name).module), "tiny")
+        assert reward.model_copy(update={"params": {}}) == original.model_copy(update={"params": {}})
     assert (kept.rollout.steps, kept.rollout.sampler) == (before.rollout.steps, before.rollout.sampler)
     replaced = [line.strip().partition("=")[0] for line in done.output.splitlines() if line.startswith("  ")]
     assert {"model.path", "iterations"} <= set(replaced)

@@ -72,8 +72,15 @@ PLAN_NAMES = {"spotlight.scheduler.exploration.bandit"}
 LIGHT = ("config", "data", "scheduler", "fleet", "planning", "rewards", "simulation", "store")
 HEAVY = ("torch", "diffusers", "transformers", "peft", "accelerate", "ray")
 HOLD_MODELS = {
-    f"spotlight.rewards.geneval.{module}"
-    for module in ("mask2former", "object_colors", "openmmlab", "pretrained_model")
+    f"spotlight.rewards.{module}"
+    for module in (
+        *(f"geneval.{each}" for each in ("mask2former", "object_colors", "openmmlab", "pretrained_model")),
+        "geneval.tiny_detector",
+        *(
+            f"preference.{each}"
+            for each in ("aesthetic_head", "clip_towers", "open_clip_weights", "tiny_clip")
+        ),
+    )
 }
 """Modules of light rooms that hold a reward's models: only a function of that reward imports them."""
 

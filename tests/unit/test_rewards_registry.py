@@ -11,9 +11,11 @@ import pytest
 from spotlight.config.sections.rewards import RewardConfig
 from spotlight.registry import REWARDS
 from spotlight.rewards import reward_registry as registry
+from spotlight.rewards.example_pictures import example_picture
 from spotlight.rewards.results import require_names
 from spotlight.rewards.reward import RewardSetupError
-from spotlight.rewards.reward_registry import Reference, load, parse
+from spotlight.rewards.reward_facts import Reads
+from spotlight.rewards.reward_registry import Reference, facts_of, load, parse, tiny_params
 
 MODULE = """
 import json
@@ -66,6 +68,26 @@ NEEDED: dict[str, dict[str, object]] = {
 def test_every_built_in_loads(name: str) -> None:
     assert parse(name).name == name
     assert callable(load(name, NEEDED.get(name, {})).function)
+
+
+@pytest.mark.parametrize("name", list(REWARDS))
+def test_every_built_in_tells_its_facts(name: str) -> None:
+    facts = facts_of(name)
+    assert facts is not None
+    assert bool(facts.weights) == (facts.licence != "-")
+    if facts.example is not None:
+        low, high = facts.example.score
+        assert low <= high
+        assert bool(facts.example.prompt) == (facts.reads is not Reads.NOTHING)
+        assert example_picture(facts.example.picture).dtype == np.uint8
+
+
+def test_facts_of_another_type_are_refused(own: Path) -> None:
+    (own / "bad_facts.py").write_text("FACTS = {}\ndef f(images, prompts, metadata): return []\n")
+    with pytest.raises(RewardSetupError, match=r"'FACTS' of its module is of type 'dict'; expected a"):
+        facts_of("bad_facts:f")
+    assert facts_of("own_rewards:plain") is None
+    assert tiny_params("own_rewards:plain", own) is None
 
 
 def test_parsing_imports_nothing() -> None:

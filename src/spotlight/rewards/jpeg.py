@@ -12,6 +12,15 @@ from typing import Any
 from PIL import Image as PILImage
 
 from spotlight.rewards.reward import Image
+from spotlight.rewards.reward_facts import Example, Reads, RewardFacts
+
+FACTS = RewardFacts(
+    runs_on="CPU",
+    typical=(-400, -20),
+    reads=Reads.NOTHING,
+    # How many bytes libjpeg writes differs a little between its versions.
+    example=Example("shapes", score=(-8, -2)),
+)
 
 
 def jpeg_size(

@@ -21,6 +21,16 @@ from PIL import Image as PILImage
 from spotlight.rewards.reading.legibility import is_short, legibility, missing_scripts, target_of
 from spotlight.rewards.reading.tesseract_data import readable_characters
 from spotlight.rewards.reward import Image, RewardInputError, RewardSetupError
+from spotlight.rewards.reward_facts import Example, Reads, RewardFacts
+
+FACTS = RewardFacts(
+    runs_on="CPU",
+    typical=(0, 1),
+    reads=Reads.TEXT,
+    weights=("Tesseract's eng.traineddata",),
+    licence="Apache-2.0",
+    example=Example("sign", score=(1, 1), prompt='a sign that says "OPEN"', wrong_prompt='a sign: "JAZZ"'),
+)
 
 Thresholding = Literal["best", "otsu", "sauvola", "sauvola-inverted"]
 

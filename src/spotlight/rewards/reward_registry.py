@@ -20,6 +20,7 @@ from typing import Any, TypeAlias, cast
 from spotlight.registry import REWARDS
 from spotlight.rewards.frames import FrameRule, OverFrames
 from spotlight.rewards.reward import RewardFunction, RewardSetupError
+from spotlight.rewards.reward_facts import RewardFacts
 
 Check: TypeAlias = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], object]
 ScoredBy: TypeAlias = Callable[[], object]
@@ -100,6 +101,26 @@ def load(
         added: frozenset[str] = getattr(function, "added_curves", frozenset())
         bound = cast(RewardFunction, OverFrames(bound, frames or FrameRule(), added))
     return LoadedReward(bound, check, scored_by)
+
+
+def facts_of(name_or_path: str) -> RewardFacts | None:
+    """What a reward's module tells of it as ``FACTS``. Raises RewardSetupError."""
+    facts = getattr(_import(name_or_path, parse(name_or_path).module), "FACTS", None)
+    if facts is not None and not isinstance(facts, RewardFacts):
+        raise RewardSetupError(
+            f"reward {name_or_path!r}: 'FACTS' of its module is of type {type(facts).__name__!r}; "
+            "expected a spotlight.rewards.reward_facts.RewardFacts, or no such name."
+        )
+    return facts
+
+
+def tiny_params(name_or_path: str, folder: Path) -> dict[str, Any] | None:
+    """Params that name small random models in place of a reward's weights, written into ``folder``.
+
+    None for a reward whose module has no ``tiny``. Raises RewardSetupError.
+    """
+    make = getattr(_import(name_or_path, parse(name_or_path).module), "tiny", None)
+    return None if make is None else dict(make(folder))
 
 
 def _import(name_or_path: str, module: str) -> ModuleType:

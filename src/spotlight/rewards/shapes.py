@@ -27,6 +27,7 @@ from scipy.optimize import linear_sum_assignment
 from spotlight.rewards.geneval.requirements import MetadataFormat, Requirement, Requirements
 from spotlight.rewards.geneval.verdicts import direction
 from spotlight.rewards.reward import Image, RewardInputError
+from spotlight.rewards.reward_facts import Example, Reads, RewardFacts
 
 PALETTE: Mapping[str, tuple[int, int, int]] = {
     "red": (220, 40, 40),
@@ -38,6 +39,23 @@ PALETTE: Mapping[str, tuple[int, int, int]] = {
 
 SHAPES = ("circle", "square", "triangle")
 TrainOn = Literal["graded", "strict"]
+FACTS = RewardFacts(
+    runs_on="CPU",
+    typical=(0, 1),
+    reads=Reads.METADATA,
+    example=Example(
+        "shapes",
+        score=(1, 1),
+        prompt="a red circle left of a blue square",
+        metadata={
+            "tag": "position",
+            "include": [
+                {"class": "square", "color": "blue", "count": 1},
+                {"class": "circle", "color": "red", "count": 1, "position": ["left of", 0]},
+            ],
+        },
+    ),
+)
 
 _COLORS = tuple(PALETTE)
 _FORMAT = MetadataFormat("shapes", SHAPES, PALETTE)

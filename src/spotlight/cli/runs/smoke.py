@@ -1,7 +1,11 @@
-"""``spotlight train --smoke``: a recipe on a small random pipeline of its family, on this machine."""
+"""``spotlight train --smoke``: a recipe on a small random pipeline of its family, on this machine.
+
+Rewards with weights score with small random models of the same classes.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +28,7 @@ def smoke_overrides(config: RunConfig) -> list[str]:
 
     Raises:
         RegistryError: the family is unknown.
+        RewardSetupError: a reward is unknown or cannot be imported.
         StoreError: the pipeline cannot be written.
     """
     import shutil
@@ -40,7 +45,8 @@ def smoke_overrides(config: RunConfig) -> list[str]:
         family.tiny(folder, seed=0)
     except OSError as error:
         raise storage_error("cannot write a small pipeline", folder, error) from error
-    return [f"{key}={value}" for key, value in _replaced(config, family, folder)]
+    replaced = [*_replaced(config, family, folder), *_rewards(config, folder / "rewards")]
+    return [f"{key}={value}" for key, value in replaced]
 
 
 def _replaced(config: RunConfig, family: type[ModelFamily], folder: Path) -> Iterator[tuple[str, object]]:
@@ -63,6 +69,20 @@ def _replaced(config: RunConfig, family: type[ModelFamily], folder: Path) -> Ite
         yield "fleet.learner_ranks", 1
     if fleet.sequence_parallel.degrees != (1,):
         yield "fleet.sequence_parallel.degrees", "[1]"
+
+
+def _rewards(config: RunConfig, folder: Path) -> Iterator[tuple[str, object]]:
+    """All rewards anew, if one of them has weights: a list is overridden as a whole."""
+    from spotlight.rewards.reward_registry import tiny_params
+
+    rewards = [each.model_dump(mode="json", exclude_defaults=True) for each in config.rewards]
+    changed = False
+    for index, reward in enumerate(rewards):
+        params = tiny_params(reward["name"], folder / str(index))
+        if params is not None:
+            reward["params"], changed = reward.get("params", {}) | params, True
+    if changed:
+        yield "rewards", json.dumps(rewards)
 
 
 def _counts(config: RunConfig) -> Iterator[tuple[str, object]]:

@@ -16,7 +16,16 @@ from spotlight.rewards.endpoints.chat import ChatAnswer, ChatEndpoint, ask_about
 from spotlight.rewards.endpoints.json_client import COSTS, parse_server
 from spotlight.rewards.reading.legibility import legibility, target_of
 from spotlight.rewards.reward import Image, SampleError, adds_over_frames
+from spotlight.rewards.reward_facts import Example, Reads, RewardFacts
 
+FACTS = RewardFacts(
+    runs_on="a server",
+    typical=(0, 1),
+    reads=Reads.TEXT,
+    weights=("any VLM",),
+    licence="the model's",
+    example=Example("sign", score=(1, 1), prompt='a sign that says "OPEN"', wrong_prompt='a sign: "JAZZ"'),
+)
 NO_TEXT = "[no text]"
 INSTRUCTION = (
     "Transcribe all text in this picture exactly as it is drawn, misspellings included. Answer with the text "

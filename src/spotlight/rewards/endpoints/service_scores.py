@@ -27,7 +27,15 @@ from spotlight.rewards.endpoints.json_client import (
     safe_message,
 )
 from spotlight.rewards.reward import Image, RewardSetupError, SampleError, adds_over_frames
+from spotlight.rewards.reward_facts import Reads, RewardFacts
 
+FACTS = RewardFacts(
+    runs_on="a server",
+    typical=None,
+    reads=Reads.TEXT,
+    weights=("the service's",),
+    licence="the service's",
+)
 Scores = dict[str, float]
 """One sample's scores, by the service's names."""
 

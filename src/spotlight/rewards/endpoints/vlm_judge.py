@@ -17,8 +17,22 @@ import numpy as np
 from spotlight.rewards.endpoints.chat import ChatAnswer, ChatEndpoint, ask_about, token_curves, try_out
 from spotlight.rewards.endpoints.json_client import COSTS, parse_server
 from spotlight.rewards.reward import Image, RewardSetupError, SampleError, adds_over_frames
+from spotlight.rewards.reward_facts import Example, Reads, RewardFacts
 
 AnswerKind = Literal["yes-no", "grade"]
+FACTS = RewardFacts(
+    runs_on="a server",
+    typical=(0, 1),
+    reads=Reads.TEXT,
+    weights=("any VLM",),
+    licence="the model's",
+    example=Example(
+        "sign",
+        score=(0.5, 1),
+        prompt="a white sign with the word OPEN",
+        wrong_prompt="a photo of a dog in the snow",
+    ),
+)
 
 QUESTIONS: Mapping[AnswerKind, str] = {
     "yes-no": 'Does this picture show "{prompt}"? Answer with the single word Yes or No.',

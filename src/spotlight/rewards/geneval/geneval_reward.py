@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from spotlight.rewards.geneval.requirements import MetadataFormat, Requirements
@@ -20,6 +21,7 @@ from spotlight.rewards.geneval.verdicts import (
 )
 from spotlight.rewards.geneval.vocabulary import COLORS, OBJECTS, TAGS
 from spotlight.rewards.reward import Image, RewardInputError, RewardSetupError
+from spotlight.rewards.reward_facts import Example, Reads, RewardFacts
 
 if TYPE_CHECKING:
     from spotlight.rewards.geneval.mask2former import InstanceDetector
@@ -28,6 +30,19 @@ if TYPE_CHECKING:
 DETECTOR = "facebook/mask2former-swin-small-coco-instance"
 CLIP = "openai/clip-vit-large-patch14"
 TrainedScore = Literal["graded", "strict"]
+FACTS = RewardFacts(
+    runs_on="GPU",
+    typical=(0, 1),
+    reads=Reads.METADATA,
+    weights=(DETECTOR, CLIP),
+    licence="Apache-2.0, MIT",
+    example=Example(
+        "shapes",
+        score=(0, 1),
+        prompt="a photo of a dog",
+        metadata={"tag": "single_object", "include": [{"class": "dog", "count": 1}]},
+    ),
+)
 
 _FORMAT = MetadataFormat("geneval", OBJECTS, COLORS, count_max=OBJECTS_MAX)
 
@@ -111,6 +126,15 @@ def scored_by(
 ) -> str:
     """Load the models; which detector and which CLIP score, each as ``SOURCE@DIGEST`` of its weights."""
     return " ".join(model.identity for model in _models(detector, clip, device, batch_size))
+
+
+def tiny(folder: Path) -> dict[str, Any]:
+    """Write a small random detector and CLIP; the params that name them."""
+    from spotlight.rewards.geneval.tiny_detector import save_tiny_detector
+    from spotlight.rewards.preference.tiny_clip import save_tiny_clip
+
+    detector, clip = save_tiny_detector(folder / "detector"), save_tiny_clip(folder / "clip")
+    return {"detector": str(detector), "clip": str(clip), "device": "auto"}
 
 
 def _wanted(prompt: str, record: Mapping[str, Any]) -> Requirements:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +72,86 @@ def load_tokenizer(source: str, *, key: str, remedy: str) -> Any:
         raise RewardSetupError(f"{key} is {source!r}, which has no tokenizer: {reason}. {remedy}") from error
 
 
+def load_image_processor(source: str, *, key: str, remedy: str) -> Any:
+    """A model's image processor, with Pillow's filters. Raises RewardSetupError."""
+    from transformers import AutoImageProcessor
+
+    local = Path(source).expanduser()
+    try:
+        return AutoImageProcessor.from_pretrained(str(local) if local.is_dir() else source, backend="pil")
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        raise RewardSetupError(
+            f"{key} is {source!r}, which has no image processor: {reason}. {remedy}"
+        ) from error
+
+
+def find_file(source: str, names: Sequence[str], *, key: str, remedy: str) -> Path:
+    """A file, or the first of these names in a directory or at the hub. Raises RewardSetupError."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    local = Path(source).expanduser()
+    if local.is_file():
+        return local
+    if local.is_dir() or source.startswith((".", "/", "~")):
+        for name in names:
+            if (local / name).is_file():
+                return local / name
+        what = f"holds none of {', '.join(names)}" if local.is_dir() else "is neither a file nor a directory"
+        raise RewardSetupError(f"{key} is {source!r}, which {what}. {remedy}")
+    reason = "no such file"
+    for name in names:
+        try:
+            return Path(hf_hub_download(source, name))
+        except EntryNotFoundError as error:
+            reason = str(error)
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+            raise RewardSetupError(
+                f"{key} is {source!r}, which cannot be read: {reason}. {remedy}"
+            ) from error
+    raise RewardSetupError(
+        f"{key} is {source!r}, which holds none of {', '.join(names)} ({reason}). {remedy}"
+    )
+
+
+def read_tensors(path: Path, *, key: str, remedy: str) -> dict[str, torch.Tensor]:
+    """The tensors of a ``.safetensors`` file, or of a checkpoint of torch's that holds nothing but tensors.
+
+    A checkpoint may hold them as its ``state_dict``. Code in a pickle is never run.
+
+    Raises:
+        RewardSetupError: the file cannot be read.
+    """
+    from safetensors.torch import load_file
+
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        state = content.get("state_dict", content)
+        return {str(name): tensor.detach() for name, tensor in state.items()}
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        raise RewardSetupError(
+            f"{key} is {path}, which holds no readable weights: {reason}. {remedy}"
+        ) from error
+
+
 def weights_digest(model: torch.nn.Module, unread: str) -> str:
-    """Digest of the tensors' contents, whatever their names and order, without those not read."""
+    """Digest of a model's tensors, without those not read."""
+    return tensors_digest(
+        {name: tensor for name, tensor in model.state_dict().items() if not re.search(unread, name)}
+    )
+
+
+def tensors_digest(tensors: Mapping[str, Any]) -> str:
+    """Digest of tensors' contents, whatever their names and order."""
     contents = sorted(
-        hashlib.sha256(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()).digest()
-        for name, tensor in model.state_dict().items()
-        if tensor.numel() and not re.search(unread, name)
+        hashlib.sha256(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()).digest()
+        for tensor in tensors.values()
+        if tensor.numel()
     )
     return hashlib.sha256(b"".join(contents)).hexdigest()[:_DIGEST_CHARS]
 

@@ -1,0 +1,58 @@
+"""What a reward's module tells of itself beside its function, for ``spotlight rewards``.
+
+``FACTS`` is a :class:`RewardFacts`. ``tiny``, for a reward with weights, puts small random models of the same
+classes in their place (``spotlight train --smoke``):
+
+    def tiny(folder: Path) -> dict[str, Any]:
+        ...  # write them into the folder, and return the params that name them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal
+
+
+class Reads(StrEnum):
+    """What of a prompt a reward needs."""
+
+    NOTHING = "nothing"
+    TEXT = "text"
+    METADATA = "metadata"
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """A built-in picture (``example_pictures.py``) and what it should score, for ``spotlight rewards check``.
+
+    Attributes:
+        score: lowest and highest expected score; both the same where the figure is known exactly.
+        wrong_prompt: must score less than ``prompt``; empty: not compared.
+    """
+
+    picture: Literal["sign", "shapes"]
+    score: tuple[float, float]
+    prompt: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    wrong_prompt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFacts:
+    """What users want to know of a reward before they choose it.
+
+    Attributes:
+        weights: hub ids or files that it scores with; empty: none.
+        licence: of the weights.
+        runs_on: where it is fast enough: ``CPU``, ``GPU``, or ``a server``.
+        typical: scores of ordinary pictures; None: depends on what it asks.
+    """
+
+    runs_on: Literal["CPU", "GPU", "a server"]
+    typical: tuple[float, float] | None
+    reads: Reads
+    weights: tuple[str, ...] = ()
+    licence: str = "-"
+    example: Example | None = None

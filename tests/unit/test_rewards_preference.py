@@ -1,0 +1,220 @@
+"""Preference rewards on random tiny weights of the real classes, against CLIP in plain tensor operations."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.unit import clip_oracle as oracle
+
+from spotlight.rewards.frames import FrameRule
+from spotlight.rewards.preference.aesthetic import aesthetic
+from spotlight.rewards.preference.aesthetic import tiny as tiny_aesthetic
+from spotlight.rewards.preference.clip_score import clip_score
+from spotlight.rewards.preference.clip_score import tiny as tiny_clip_score
+from spotlight.rewards.preference.hps import hps
+from spotlight.rewards.preference.open_clip_weights import converted_clip
+from spotlight.rewards.preference.pickscore import pickscore
+from spotlight.rewards.preference.pickscore import tiny as tiny_pickscore
+from spotlight.rewards.preference.tiny_clip import random_checkpoint, save_spelling_tokenizer
+from spotlight.rewards.reward import RewardSetupError
+from spotlight.rewards.reward_registry import load, tiny_params
+
+Record = Callable[[str, object], None]
+PROMPTS = ["a red dog", "two cats, left of 3 chairs!", "a red dog", "n" * 200]
+HEADS = 2
+"""Of both towers of a tiny CLIP."""
+
+
+def pictures(seed: int = 0) -> list[np.ndarray]:
+    """Square, wide, tall with an odd rest, and smaller than what a model sees."""
+    rng = np.random.default_rng(seed)
+    return [
+        rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        for height, width in ((32, 32), (40, 71), (77, 30), (15, 19))
+    ]
+
+
+def tokens_of(folder: str, prompt: str) -> list[int]:
+    """One token per character, the last of a word another one; begin and end around at most 75."""
+    vocabulary = json.loads((Path(folder) / "tokenizer.json").read_text())["model"]["vocab"]
+    tokens: list[int] = []
+    for word in spelled(prompt):
+        tokens += [vocabulary[each] for each in word[:-1]] + [vocabulary[f"{word[-1]}</w>"]]
+    return [vocabulary["<|startoftext|>"], *tokens[:75], vocabulary["<|endoftext|>"]]
+
+
+def spelled(prompt: str) -> list[str]:
+    return re.findall(r"[a-z]+|[0-9]|[^\sa-z0-9]+", prompt)
+
+
+def cosines(folder: str) -> list[float]:
+    weights = load_file(Path(folder) / "model.safetensors")
+    return [
+        float(
+            oracle.hub_picture(weights, oracle.cropped(image, 24), HEADS)
+            @ oracle.hub_text(weights, tokens_of(folder, prompt), HEADS)
+        )
+        for image, prompt in zip(pictures(), PROMPTS, strict=True)
+    ]
+
+
+def compare(found: list[float], expected: list[float], name: str, record: Record) -> None:
+    record(f"{name}/difference", max(abs(a - b) for a, b in zip(found, expected, strict=True)))
+    assert found == pytest.approx(expected, rel=1e-6, abs=2e-6)
+    assert np.ptp(found) > 1e-2  # or they would prove little
+
+
+def test_clip_score_is_the_cosine(tmp_path: Path, record_property: Record) -> None:
+    params = tiny_clip_score(tmp_path)
+    found = clip_score(pictures(), PROMPTS, [{}] * 4, **params, batch_size=3)
+    compare(found["score"], cosines(params["model"]), "clip-score", record_property)
+    assert found["truncated"] == [0, 0, 0, 1]
+
+
+def test_pickscore_is_the_scaled_cosine(tmp_path: Path, record_property: Record) -> None:
+    params = tiny_pickscore(tmp_path)
+    scale = math.exp(load_file(Path(params["model"]) / "model.safetensors")["logit_scale"].item())
+    found = pickscore(pictures(), PROMPTS, [{}] * 4, **params, batch_size=1)
+    expected = [scale * each / 26 for each in cosines(params["model"])]
+    compare(found["score"], expected, "pickscore", record_property)
+    assert found["truncated"] == [0, 0, 0, 1]
+
+
+def test_aesthetic_is_the_mlp_on_the_unit_vector(tmp_path: Path, record_property: Record) -> None:
+    params = tiny_aesthetic(tmp_path)
+    weights = load_file(Path(params["model"]) / "model.safetensors")
+    (file,) = Path(params["head"]).iterdir()
+    head = load_file(file)
+    expected = []
+    for image in pictures():
+        x = oracle.hub_picture(weights, oracle.cropped(image, 24), HEADS)
+        assert x.shape == (768,)
+        for layer in (0, 2, 4, 6, 7):
+            x = head[f"layers.{layer}.weight"] @ x + head[f"layers.{layer}.bias"]
+        expected.append(float(x))
+    found = aesthetic(pictures(), PROMPTS, [{}] * 4, **params, batch_size=4)
+    compare(found, expected, "aesthetic", record_property)
+    torch.save(head, tmp_path / "sac+logos+ava1-l14-linearMSE.pth")  # as it is published
+    again = aesthetic(pictures(), PROMPTS, [{}] * 4, **params | {"head": str(tmp_path)})
+    assert again == found
+
+
+@pytest.mark.parametrize(("heads", "layers", "grid"), [((2, 2), (2, 3), 4), ((1, 3), (3, 1), 2)])
+def test_hps_is_the_cosine_of_the_checkpoints_own_model(
+    heads: tuple[int, int], layers: tuple[int, int], grid: int, tmp_path: Path, record_property: Record
+) -> None:
+    tokens = save_spelling_tokenizer(tmp_path)
+    state = random_checkpoint(tokens, heads=heads, layers=layers, grid=grid, patch_px=6, seed=grid)
+    torch.save({"state_dict": state, "epoch": 1}, tmp_path / "HPS_v2.1_compressed.pt")
+    params = {"weights": str(tmp_path), "tokenizer": str(tmp_path)}
+    found = hps(pictures(), PROMPTS, [{}] * 4, **params, batch_size=3)
+    expected = [
+        float(
+            oracle.open_picture(state, oracle.padded(image, 6 * grid), heads[0])
+            @ oracle.open_text(state, tokens_of(str(tmp_path), prompt), heads[1])
+        )
+        for image, prompt in zip(pictures(), PROMPTS, strict=True)
+    ]
+    compare(found["score"], expected, "hps", record_property)
+    assert found["truncated"] == [0, 0, 0, 1]
+    save_file(state, tmp_path / "weights.safetensors")
+    again = hps(pictures(), PROMPTS, [{}] * 4, **params | {"weights": str(tmp_path / "weights.safetensors")})
+    assert again["score"] == pytest.approx(found["score"], abs=1e-6)
+
+
+def test_a_checkpoint_of_another_model_is_refused_tensor_by_tensor() -> None:
+    state = random_checkpoint(20)
+    for name in state:
+        with pytest.raises(RewardSetupError, match=r"missing"):
+            converted_clip({other: each for other, each in state.items() if other != name})
+    with pytest.raises(RewardSetupError, match=r"the tensor 'score_predictor.weight' has no counterpart"):
+        converted_clip({**state, "score_predictor.weight": torch.zeros(1)})
+    with pytest.raises(RewardSetupError, match=r"the tensor 'visual.proj' gives \[15, 80\], not \[16, 80\]"):
+        converted_clip({**state, "visual.proj": torch.zeros(80, 15)})
+    with pytest.raises(RewardSetupError, match=r"width of visual.transformer.resblocks.0 is 81, not a multi"):
+        converted_clip({**state, "visual.class_embedding": torch.zeros(81)})
+
+
+def refusal(reward: Callable[..., Any], params: Mapping[str, Any]) -> str:
+    with pytest.raises(RewardSetupError) as error:
+        reward(pictures(), PROMPTS, [{}] * 4, **params)
+    return str(error.value)
+
+
+def test_what_is_missing_is_named_with_the_remedy(tmp_path: Path) -> None:
+    params = tiny_clip_score(tmp_path)
+    assert "model is './gone', which is no directory. Name openai/clip-vit-large-patch14" in refusal(
+        clip_score, {"model": "./gone"}
+    )
+    assert "device is 'gpu'" in refusal(clip_score, params | {"device": "gpu"})
+    assert "batch_size is 0" in refusal(clip_score, params | {"batch_size": 0})
+    (tmp_path / "empty").mkdir()
+    empty = str(tmp_path / "empty")
+    told = refusal(pickscore, {"model": params["model"], "processor": empty})
+    assert "pickscore reward: processor" in told
+    assert "Name yuvalkirstain/PickScore_v1" in told
+    assert "holds none of HPS_v2.1_compressed.safetensors, HPS_v2.1_compressed.pt. Name xswu/HPSv2" in (
+        refusal(hps, {"weights": empty, "tokenizer": params["model"]})
+    )
+    assert "is neither a file nor a directory" in refusal(hps, {"weights": "./gone.pt"})
+    narrow = tiny_aesthetic(tmp_path / "aesthetic") | {"model": params["model"]}
+    assert "whose embeddings are 16 wide; expected 768" in refusal(aesthetic, narrow)
+
+
+def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
+    class Runs:
+        def __reduce__(self) -> tuple[Callable[..., object], tuple[str, ...]]:
+            return Path.touch, (Path(tmp_path / "ran"),)  # type: ignore[return-value]
+
+    for name in ("HPS_v2.1_compressed.pt", "sac+logos+ava1-l14-linearMSE.pth"):
+        (tmp_path / name).write_bytes(pickle.dumps({"state_dict": Runs()}))
+    assert "holds no readable weights" in refusal(hps, {"weights": str(tmp_path)})
+    assert "holds no readable weights" in refusal(aesthetic, {"head": str(tmp_path)})
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_head_that_lacks_a_layer_is_refused(tmp_path: Path) -> None:
+    params = tiny_aesthetic(tmp_path)
+    (file,) = Path(params["head"]).iterdir()
+    tensors = load_file(file)
+    del tensors["layers.7.bias"]
+    save_file(tensors, file)
+    assert "tensor 'layers.7.bias' is missing" in refusal(aesthetic, params)
+
+
+def test_weights_that_are_not_numbers_are_an_error_and_not_a_zero(tmp_path: Path) -> None:
+    params = tiny_clip_score(tmp_path)
+    file = Path(params["model"]) / "model.safetensors"
+    tensors = load_file(file)
+    tensors["visual_projection.weight"][0] = torch.nan
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ValueError, match="clip-score reward: the model returned numbers that are not finite"):
+        clip_score(pictures(), PROMPTS, [{}] * 4, **params)
+
+
+@pytest.mark.parametrize("name", ["pickscore", "hps", "clip-score", "aesthetic"])
+def test_videos_are_scored_by_their_frames(name: str, tmp_path: Path) -> None:
+    params = tiny_params(name, tmp_path)
+    assert params is not None
+    reward = load(name, params, FrameRule(2, "min"))
+    assert reward.scored_by is not None
+    assert "@" in str(reward.scored_by())
+    frames = np.stack([pictures()[0], pictures(1)[0]])
+    scored = [score_of(reward.function([each], PROMPTS[:1], [{}])) for each in (frames, *frames)]
+    assert scored[0] == pytest.approx(min(scored[1:]), rel=1e-6, abs=1e-6)
+    assert score_of(reward.function([], [], [])) is None
+
+
+def score_of(found: Any) -> Any:
+    scores = found["score"] if isinstance(found, dict) else found
+    return scores[0] if scores else None
