@@ -24,7 +24,7 @@ its signature names. It may load models, and returns what scores, to stand in ev
 
 Both hooks also get ``deadline_s``, the time limit per call of the reward, if their signature names it.
 
-Its facts, which ``spotlight rewards`` lists, and what stands in for its weights in a smoke run: ``reward_facts.py``.
+Its facts for ``spotlight rewards``, and what stands in for its weights in a smoke run: ``reward_facts.py``.
 
 Of videos, a function sees pictures: some of their frames, whose scores are combined; curves declared by
 :func:`adds_over_frames` are summed. One that is decorated with :func:`takes_videos` gets the whole videos.
