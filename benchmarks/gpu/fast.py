@@ -351,7 +351,7 @@ def against_pipeline(lab: Lab) -> Outcome:
                     timestep=levels,
                     encoder_hidden_states=text["embeds"],
                     encoder_hidden_states_mask=text.mask("embeds"),
-                    img_shapes=[[(1, *family._patches(model.size(shape)))]] * shape.batch,
+                    img_shapes=[[(1, *family.dimensions.grid(model.size(shape)))]] * shape.batch,
                     return_dict=False,
                 )[0]
                 x = x + (following - sigma) * v

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spotlight.models.model_errors import ModelError
 
@@ -57,6 +58,19 @@ class ConditionBatch:
             return None
         positions = torch.arange(tensor.shape[1], device=tensor.device)
         return positions < torch.tensor(lengths, device=tensor.device)[:, None]
+
+    def at(self, rows: Tensor | slice) -> ConditionBatch:
+        """Some rows, with the whole batch's padding."""
+        picked = range(*rows.indices(self.size)) if isinstance(rows, slice) else rows.tolist()
+        return ConditionBatch(
+            {name: tensor[rows] for name, tensor in self.tensors.items()},
+            {name: tuple(lengths[row] for row in picked) for name, lengths in self.lengths.items()},
+        )
+
+    @property
+    def size(self) -> int:
+        """Rows."""
+        return next(iter(self.tensors.values())).shape[0]
 
     def rows(self, name: str) -> list[Tensor]:
         """A sequence of each row without its padding."""
@@ -114,6 +128,16 @@ class Guidance:
     scale: float = 1.0
     negative: ConditionBatch | None = None
     embedded: float | None = None
+
+
+def guidance_pass(model: nn.Module, name: str) -> AbstractContextManager[None]:
+    """Name a guidance pass: diffusers' step cache keeps passes apart by name."""
+    from diffusers import CacheMixin
+
+    if not isinstance(model, CacheMixin) or not model.is_cache_enabled:
+        return nullcontext()
+    context: AbstractContextManager[None] = CacheMixin.cache_context(model, name)
+    return context
 
 
 def _fit(found: Mapping[str, Sequence[int]], shapes: Mapping[str, tuple[int, ...]]) -> bool:

@@ -3,7 +3,7 @@ and one line of :data:`spotlight.registry.FAMILIES`.
 
 The base class locates and checks the pipeline, loads its parts, caches embeddings and exports. A family
 states its facts as class attributes and implements ``read_dimensions``, ``embed``, ``condition_shapes``,
-``latent_shape``, ``velocity`` and ``decode_frames``, the pipeline's arithmetic taken apart, and ``tiny``.
+``predict`` and ``decode_frames``, the pipeline's arithmetic taken apart, and ``tiny``.
 
 Invariants:
 - With the ODE sampler and the same initial latents, pictures equal those of the diffusers pipeline.
@@ -13,9 +13,9 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -30,13 +30,14 @@ from spotlight.models import pipeline_export
 from spotlight.models.condition import Condition as Condition
 from spotlight.models.condition import ConditionBatch as ConditionBatch
 from spotlight.models.condition import Guidance as Guidance
-from spotlight.models.condition import collate
-from spotlight.models.experts import Experts, denoisers
+from spotlight.models.condition import collate, guidance_pass
+from spotlight.models.experts import Experts, by_rows, denoisers
 from spotlight.models.family_facts import ActivationCosts, Dimensions, PublishedModel
 from spotlight.models.media import MediaSize as MediaSize
 from spotlight.models.model_errors import ModelError as ModelError
 from spotlight.models.model_errors import storing
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles, locate
+from spotlight.models.shared.schedule import scheduler_config, shift
 from spotlight.models.skeleton import fill_from_files, load_weights, persistent_buffers, skeleton
 from spotlight.models.text.embeddings import EmbeddingsCache
 from spotlight.models.text.prompt_encoder import PromptEncoder
@@ -50,8 +51,8 @@ _NOT_STORED = (
 class ModelFamily(ABC):
     """A model of one family. Use :meth:`load`.
 
-    Rollout and training share one forward, :meth:`velocity`. It takes the module to run, so that adapters,
-    copies and sharded modules all use the same code.
+    Rollout and training share :meth:`velocity`. It takes the module to run, so that adapters, copies and
+    sharded modules all use the same code.
 
     Attributes:
         transformer: frozen, in ``dtype``; possibly without weights (see :meth:`load`). Two transformers
@@ -77,6 +78,9 @@ class ModelFamily(ABC):
     """For the memory plan."""
     usual_frames_per_latent: ClassVar[int] = 1
     """Frames that share a latent frame in published models, for plans made before a model is read."""
+    packed: ClassVar[bool] = False
+    """Whether latents are [tokens, channels]; else [channels, rows, columns], of videos [channels, latent
+    frames, rows, columns]."""
     video: ClassVar[bool] = False
     """Whether it makes videos."""
     embedded_guidance: ClassVar[float | None] = None
@@ -199,20 +203,22 @@ class ModelFamily(ABC):
         """One prompt's tensors, from a diffusers pipeline that has only tokenizers and text encoders."""
 
     @abstractmethod
-    def latent_shape(self, size: MediaSize) -> tuple[int, ...]:
-        """Of one sample's latents, in the layout that the pipeline denoises."""
-
-    @abstractmethod
-    def velocity(
+    def predict(
         self,
         model: nn.Module,
         latents: Tensor,
         sigma: Tensor,
         condition: ConditionBatch,
-        guidance: Guidance | None,
+        embedded: float | None,
         size: MediaSize,
     ) -> Tensor:
-        """Predicted velocity e - x0, float32, shape of ``latents`` [batch, *latent_shape]; sigma: [batch]."""
+        """One forward of a transformer: the velocity e - x0, in the shape of ``latents``.
+
+        Args:
+            latents: [batch, *latent_shape], on the device in ``dtype``.
+            sigma: [batch], on the device in float32.
+            embedded: guidance scale that the model takes as an input; None: it takes none.
+        """
 
     @abstractmethod
     def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
@@ -227,6 +233,28 @@ class ModelFamily(ABC):
             seed: of the weights.
             variant: 0 to 3: other widths, heads, layers and VAE factors.
         """
+
+    # -- where families differ ------------------------------------------------------------------------------
+
+    def latent_shape(self, size: MediaSize) -> tuple[int, ...]:
+        """Of one sample's latents, in the layout that the pipeline denoises (see :attr:`packed`)."""
+        self.check_size(size)
+        dimensions = self.dimensions
+        if self.packed:
+            return dimensions.tokens(size), dimensions.channels
+        channels: int = self.config.in_channels
+        patch = math.isqrt(dimensions.channels // channels)
+        frames = (dimensions.latent_frames(size),) if self.video else ()
+        rows, columns = dimensions.grid(size)
+        return channels, *frames, patch * rows, patch * columns
+
+    def combine(self, prediction: Tensor, negative: Tensor, scale: float) -> Tensor:
+        """True guidance: the velocity from that of the prompt and that of the negative prompt."""
+        return negative + scale * (prediction - negative)
+
+    def first_transformer(self, sigma: Tensor) -> Tensor | None:
+        """[batch] bool, rows for the first of two transformers; None: there is one."""
+        return None
 
     @classmethod
     def planned_text_tokens(cls, words: int, most: int) -> int:
@@ -308,6 +336,44 @@ class ModelFamily(ABC):
 
     # -- what is the same for all ---------------------------------------------------------------------------
 
+    def velocity(
+        self,
+        model: nn.Module,
+        latents: Tensor,
+        sigma: Tensor,
+        condition: ConditionBatch,
+        guidance: Guidance | None,
+        size: MediaSize,
+    ) -> Tensor:
+        """Predicted velocity e - x0, float32, shape of ``latents`` [batch, *latent_shape]; sigma: [batch].
+
+        Raises:
+            ModelError: the model takes a guidance scale and ``guidance`` has none.
+        """
+        guidance = guidance or Guidance()
+        embedded, avoided = self._embedded(guidance), guidance.negative if guidance.scale > 1 else None
+        sigma = sigma.to(self.device)
+
+        def run(part: nn.Module, rows: Tensor | slice) -> Tensor:
+            inputs = latents[rows].to(self.device, self.dtype), sigma[rows]
+
+            def forward(given: ConditionBatch, name: str) -> Tensor:
+                with guidance_pass(part, name):
+                    velocity = self.predict(part, *inputs, given.at(rows), embedded, size)
+                return velocity.float()
+
+            prediction = forward(condition, "cond")
+            if avoided is None:
+                return prediction
+            return self.combine(prediction, forward(avoided, "uncond"), guidance.scale)
+
+        return by_rows(model, self.first_transformer(sigma), run)
+
+    def rounded(self, sigma: Tensor) -> Tensor:
+        """Noise levels as most pipelines round them: times 1000, cast to ``dtype``, divided by 1000."""
+        timestep: Tensor = (sigma * self.scheduler.config.num_train_timesteps).to(self.dtype)
+        return timestep / 1000
+
     def check_size(self, size: MediaSize) -> None:
         """Raise :class:`ModelError`, naming the nearest valid sizes, if the size does not fit the patches."""
         self.dimensions.check_size(size, video=self.video)
@@ -386,6 +452,16 @@ class ModelFamily(ABC):
                 replace=replace,
             )
 
+    def _embedded(self, guidance: Guidance) -> float | None:
+        if not self.config.get("guidance_embeds"):
+            return None
+        if guidance.embedded is None:
+            raise ModelError(
+                f"no embedded guidance for the transformer in {self.files.root}, which takes a scale; "
+                f"{self.embedded_guidance} is usual"
+            )
+        return guidance.embedded
+
     def _visited_sigmas(self, steps: int, size: MediaSize) -> Tensor:
         with np.errstate(invalid="ignore"):
             self.set_timesteps(steps, size)
@@ -396,58 +472,6 @@ class ModelFamily(ABC):
                 f"{self.files.root}; expected falling ones: use at least 2 steps"
             )
         return sigmas
-
-
-def shift(tokens: int, base: int, largest: int, base_shift: float, max_shift: float) -> float:
-    """diffusers' ``calculate_shift``, in its order of operations."""
-    slope = (max_shift - base_shift) / (largest - base)
-    return tokens * slope + (base_shift - slope * base)
-
-
-def cache_context(model: nn.Module, name: str) -> AbstractContextManager[None]:
-    """Name a guidance pass (``cond`` or ``uncond``): diffusers' step cache keeps passes apart by name."""
-    from diffusers import CacheMixin
-
-    if not isinstance(model, CacheMixin) or not model.is_cache_enabled:
-        return nullcontext()
-    context: AbstractContextManager[None] = CacheMixin.cache_context(model, name)
-    return context
-
-
-def scheduler_config(files: PipelineFiles) -> dict[str, object]:
-    """The scheduler's configuration. Raises :class:`ModelError` if it is not a plain Euler schedule."""
-    config = files.config("scheduler", "scheduler_config.json")
-    for option in ("stochastic_sampling", "invert_sigmas"):
-        if config.get(option):
-            raise ModelError(
-                f"{files.folder('scheduler')}/scheduler_config.json sets {option}: the samplers here expect "
-                "the plain flow-matching Euler schedule; set it to false"
-            )
-    return config
-
-
-def require_equal(path: Path, facts: Mapping[str, tuple[object, object, str]]) -> None:
-    """Raise :class:`ModelError` for the first of ``facts`` whose found and expected values differ.
-
-    Components of different models load without error: fail before the first forward does.
-
-    Args:
-        path: the configuration file.
-        facts: key -> (found, expected, why).
-    """
-    for key, (found, wanted, why) in facts.items():
-        if found != wanted:
-            raise ModelError(f"{path}: {key} is {found}; expected {wanted} ({why})")
-
-
-def require_even_split(degree: int, tokens: int, model: str) -> None:
-    """Raise :class:`ModelError` unless ``degree`` divides the tokens of a picture and its text."""
-    if tokens % degree:
-        raise ModelError(
-            f"degrees has {degree}; expected divisors of {tokens}, the tokens of a picture and its text: "
-            f"{model} takes no text mask, so nothing can be padded. Change rollout.height or width, or leave "
-            "the degree out"
-        )
 
 
 def _is_denoiser(component: str) -> bool:

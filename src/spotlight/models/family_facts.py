@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -40,9 +41,13 @@ class Dimensions:
         """Latent frames: the first frame has one of its own."""
         return 1 + (size.frames - 1) // self.frames_per_latent
 
+    def grid(self, size: MediaSize) -> tuple[int, int]:
+        """Rows and columns of tokens."""
+        return size.height // self.patch_px, size.width // self.patch_px
+
     def tokens(self, size: MediaSize) -> int:
         """Tokens of one sample."""
-        return self.latent_frames(size) * (size.height // self.patch_px) * (size.width // self.patch_px)
+        return self.latent_frames(size) * math.prod(self.grid(size))
 
     def check_size(self, size: MediaSize, *, video: bool) -> None:
         """Raise :class:`ModelError`, naming the nearest valid values, if the size does not fit.

@@ -11,7 +11,8 @@ a sequence-parallel group could disagree and deadlock. Here the caller decides, 
 Invariants:
 - Outside the two contexts the module has no hook or attribute of ours or of the cache.
 - Only residuals that the caller passes are reused.
-- Guidance passes are kept apart by the family's ``cache_context`` names; diffusers raises without one.
+- Guidance passes are kept apart by name (``guidance_pass`` in ``models/condition.py``); diffusers raises
+  without one.
 
 This file has all uses of diffusers' private cache interfaces; contract test:
 ``tests/contract/test_step_cache.py``.

@@ -9,16 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from spotlight.models import tiny
-from spotlight.models.family import (
-    ConditionBatch,
-    Guidance,
-    MediaSize,
-    ModelError,
-    ModelFamily,
-    cache_context,
-    require_equal,
-    require_even_split,
-)
+from spotlight.models.family import ConditionBatch, MediaSize, ModelFamily
 from spotlight.models.family_facts import (
     ActivationCosts,
     Dimensions,
@@ -26,6 +17,9 @@ from spotlight.models.family_facts import (
     dual_stream_dimensions,
 )
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
+from spotlight.models.shared.checks import require_equal, require_even_split
+from spotlight.models.shared.latents import decode_image, unpack
+from spotlight.models.shared.published_vaes import image_vae
 
 
 class Flux(ModelFamily):
@@ -54,6 +48,7 @@ class Flux(ModelFamily):
     )
     activations = ActivationCosts(lora=14.5, full=23.0, checkpointed=1.5, forward=19.0, decode=8.0)
     embedded_guidance = 3.5
+    packed = True
     splits_sequence = True
     text_tokens_max = 512
     published = {
@@ -71,20 +66,7 @@ class Flux(ModelFamily):
                     "patch_size": 1,
                     "pooled_projection_dim": 768,
                 },
-                "vae": {
-                    "_class_name": "AutoencoderKL",
-                    "block_out_channels": [128, 256, 512, 512],
-                    "down_block_types": ["DownEncoderBlock2D"] * 4,
-                    "up_block_types": ["UpDecoderBlock2D"] * 4,
-                    "latent_channels": 16,
-                    "layers_per_block": 2,
-                    "norm_num_groups": 32,
-                    "sample_size": 1024,
-                    "scaling_factor": 0.3611,
-                    "shift_factor": 0.1159,
-                    "use_quant_conv": False,
-                    "use_post_quant_conv": False,
-                },
+                "vae": image_vae(scaling_factor=0.3611, shift_factor=0.1159),
             },
             parameters=11.9e9,
             text_parameters=4.9e9,
@@ -152,44 +134,36 @@ class Flux(ModelFamily):
         )
         return {"embeds": embeds[0], "pooled": pooled[0]}
 
-    def latent_shape(self, size: MediaSize) -> tuple[int, ...]:
-        """[tokens, channels]: packed 2x2."""
-        self.check_size(size)
-        return self.dimensions.tokens(size), self.dimensions.channels
-
-    def velocity(
+    def predict(
         self,
         model: nn.Module,
         latents: Tensor,
         sigma: Tensor,
         condition: ConditionBatch,
-        guidance: Guidance | None,
+        embedded: float | None,
         size: MediaSize,
     ) -> Tensor:
-        """The scale is an input; true guidance, above 1, combines two such predictions.
-
-        Raises:
-            ModelError: the model takes a guidance scale and ``guidance`` has none.
-        """
-        guidance = guidance or Guidance()
-        embedded = self._embedded(guidance.embedded, latents.shape[0])
-        prediction = self._predict(model, latents, sigma, condition, embedded, size, "cond")
-        if guidance.scale <= 1 or guidance.negative is None:
-            return prediction
-        negative = self._predict(model, latents, sigma, guidance.negative, embedded, size, "uncond")
-        return negative + guidance.scale * (prediction - negative)
+        """The guidance scale is an input; text has no positions."""
+        rows, columns = self.dimensions.grid(size)
+        ids = torch.zeros(rows, columns, 3, device=self.device, dtype=self.dtype)
+        ids[..., 1] = torch.arange(rows, device=self.device)[:, None]
+        ids[..., 2] = torch.arange(columns, device=self.device)
+        text = condition["embeds"]
+        prediction: Tensor = model(
+            hidden_states=latents,
+            timestep=self.rounded(sigma),
+            guidance=None if embedded is None else torch.full_like(sigma, embedded),
+            pooled_projections=condition["pooled"],
+            encoder_hidden_states=text,
+            txt_ids=ids.new_zeros(text.shape[1], 3),
+            img_ids=ids.view(-1, 3),
+            return_dict=False,
+        )[0]
+        return prediction
 
     def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
         """Unpack, undo scale and shift, decode."""
-        rows, columns = self._patches(size)
-        channels = self.dimensions.channels // 4
-        grid = latents.view(-1, rows, columns, channels, 2, 2)
-        grid = grid.permute(0, 3, 1, 4, 2, 5).reshape(-1, channels, 2 * rows, 2 * columns)
-        config = self.vae.config
-        decoded: Tensor = self.vae.decode(
-            grid / config.scaling_factor + config.shift_factor, return_dict=False
-        )[0]
-        return decoded.unsqueeze(2)
+        return decode_image(self.vae, unpack(latents, self.dimensions.grid(size)))
 
     @classmethod
     def tiny(cls, directory: Path, seed: int, variant: int = 0) -> None:
@@ -222,46 +196,3 @@ class Flux(ModelFamily):
             tokenizer_2=tokenizer_2,
             text_encoder_2=tiny.t5_text_encoder(tokenizer_2, text_width),
         )
-
-    def _patches(self, size: MediaSize) -> tuple[int, int]:
-        return size.height // self.dimensions.patch_px, size.width // self.dimensions.patch_px
-
-    def _embedded(self, scale: float | None, batch: int) -> Tensor | None:
-        if not self.config.guidance_embeds:
-            return None
-        if scale is None:
-            raise ModelError(
-                f"no embedded guidance for the transformer in {self.files.root}, which takes a scale; "
-                f"{self.embedded_guidance} is usual"
-            )
-        return torch.full([batch], scale, device=self.device, dtype=torch.float32)
-
-    def _predict(
-        self,
-        model: nn.Module,
-        latents: Tensor,
-        sigma: Tensor,
-        condition: ConditionBatch,
-        embedded: Tensor | None,
-        size: MediaSize,
-        name: str,
-    ) -> Tensor:
-        # As the pipeline does, sigma -> timestep -> cast -> / 1000: each operation rounds.
-        timestep = (sigma * self.scheduler.config.num_train_timesteps).to(self.device, self.dtype)
-        rows, columns = self._patches(size)
-        ids = torch.zeros(rows, columns, 3, device=self.device, dtype=self.dtype)
-        ids[..., 1] = torch.arange(rows, device=self.device)[:, None]
-        ids[..., 2] = torch.arange(columns, device=self.device)
-        text = condition["embeds"]
-        with cache_context(model, name):
-            prediction: Tensor = model(
-                hidden_states=latents.to(self.device, self.dtype),
-                timestep=timestep / 1000,
-                guidance=embedded,
-                pooled_projections=condition["pooled"],
-                encoder_hidden_states=text,
-                txt_ids=ids.new_zeros(text.shape[1], 3),
-                img_ids=ids.view(-1, 3),
-                return_dict=False,
-            )[0]
-        return prediction.float()

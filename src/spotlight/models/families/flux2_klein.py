@@ -19,16 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from spotlight.models import tiny
-from spotlight.models.family import (
-    ConditionBatch,
-    Guidance,
-    MediaSize,
-    ModelError,
-    ModelFamily,
-    cache_context,
-    require_equal,
-    require_even_split,
-)
+from spotlight.models.family import ConditionBatch, MediaSize, ModelError, ModelFamily
 from spotlight.models.family_facts import (
     ActivationCosts,
     Dimensions,
@@ -36,6 +27,8 @@ from spotlight.models.family_facts import (
     dual_stream_dimensions,
 )
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
+from spotlight.models.shared.checks import require_equal, require_even_split
+from spotlight.models.shared.latents import unpack
 
 _TEXT_LAYERS = 3
 """Hidden states of the text encoder that are joined; which ones is the pipeline's default (9, 18 and 27)."""
@@ -93,6 +86,7 @@ class Flux2Klein(ModelFamily):
         "to_qkv_mlp_proj",  # not the single blocks' to_out: as a suffix it matches other modules, too
     )
     activations = ActivationCosts(lora=18.4, full=26.5, checkpointed=1.6, forward=15.0, decode=21.0)
+    packed = True
     splits_sequence = True
     text_tokens_max = 512
     published = {
@@ -184,37 +178,35 @@ class Flux2Klein(ModelFamily):
         slope = (many - few) / 190.0
         return {"mu": slope * steps + (many - 200.0 * slope)}
 
-    def latent_shape(self, size: MediaSize) -> tuple[int, ...]:
-        """[tokens, channels]: packed 2x2."""
-        self.check_size(size)
-        return self.dimensions.tokens(size), self.dimensions.channels
-
-    def velocity(
+    def predict(
         self,
         model: nn.Module,
         latents: Tensor,
         sigma: Tensor,
         condition: ConditionBatch,
-        guidance: Guidance | None,
+        embedded: float | None,
         size: MediaSize,
     ) -> Tensor:
-        """True guidance, if any."""
-        prediction = self._predict(model, latents, sigma, condition, size, "cond")
-        if guidance is None or guidance.scale <= 1 or guidance.negative is None:
-            return prediction
-        negative = self._predict(model, latents, sigma, guidance.negative, size, "uncond")
-        return negative + guidance.scale * (prediction - negative)
+        """Position ids have four axes: time, row, column, text token."""
+        rows, columns = (torch.arange(n, device=self.device) for n in self.dimensions.grid(size))
+        text, zero = condition["embeds"], rows[:1]
+        words = torch.arange(text.shape[1], device=self.device)
+        prediction: Tensor = model(
+            hidden_states=latents,
+            timestep=self.rounded(sigma),
+            guidance=None,
+            encoder_hidden_states=text,
+            txt_ids=torch.cartesian_prod(zero, zero, zero, words)[None],
+            img_ids=torch.cartesian_prod(zero, rows, columns, zero)[None],
+            return_dict=False,
+        )[0]
+        return prediction
 
     def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
         """Undo the normalisation, unpack, decode."""
-        rows, columns = self._patches(size)
-        channels = self.dimensions.channels
-        grid = latents.transpose(1, 2).reshape(-1, channels, rows, columns)
         norm = self.vae.bn
-        std = torch.sqrt(norm.running_var.view(1, -1, 1, 1) + self.vae.config.batch_norm_eps)
-        grid = grid * std + norm.running_mean.view(1, -1, 1, 1)
-        grid = grid.reshape(-1, channels // 4, 2, 2, rows, columns).permute(0, 1, 4, 2, 5, 3)
-        grid = grid.reshape(-1, channels // 4, 2 * rows, 2 * columns)
+        std = torch.sqrt(norm.running_var + self.vae.config.batch_norm_eps)
+        grid = unpack(latents * std + norm.running_mean, self.dimensions.grid(size))
         decoded: Tensor = self.vae.decode(grid, return_dict=False)[0]
         return decoded.unsqueeze(2)
 
@@ -259,32 +251,3 @@ class Flux2Klein(ModelFamily):
             text_encoder=Qwen3ForCausalLM(tiny.qwen3_config(tokenizer, 16, layers=28)),
             is_distilled=False,
         )
-
-    def _patches(self, size: MediaSize) -> tuple[int, int]:
-        return size.height // self.dimensions.patch_px, size.width // self.dimensions.patch_px
-
-    def _predict(
-        self,
-        model: nn.Module,
-        latents: Tensor,
-        sigma: Tensor,
-        condition: ConditionBatch,
-        size: MediaSize,
-        name: str,
-    ) -> Tensor:
-        # As the pipeline does, sigma -> timestep -> cast -> / 1000: each operation rounds.
-        timestep = (sigma * self.scheduler.config.num_train_timesteps).to(self.device, self.dtype)
-        rows, columns = (torch.arange(n, device=self.device) for n in self._patches(size))
-        text, zero = condition["embeds"], rows[:1]
-        words = torch.arange(text.shape[1], device=self.device)
-        with cache_context(model, name):
-            prediction: Tensor = model(
-                hidden_states=latents.to(self.device, self.dtype),
-                timestep=timestep / 1000,
-                guidance=None,
-                encoder_hidden_states=text,
-                txt_ids=torch.cartesian_prod(zero, zero, zero, words)[None],
-                img_ids=torch.cartesian_prod(zero, rows, columns, zero)[None],
-                return_dict=False,
-            )[0]
-        return prediction.float()

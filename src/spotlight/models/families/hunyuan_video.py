@@ -12,19 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from spotlight.models import tiny
-from spotlight.models.family import (
-    ConditionBatch,
-    Guidance,
-    MediaSize,
-    ModelError,
-    ModelFamily,
-    cache_context,
-    require_equal,
-)
+from spotlight.models.family import ConditionBatch, MediaSize, ModelError, ModelFamily
 from spotlight.models.family_facts import (
     ActivationCosts,
     Dimensions,
@@ -33,6 +24,7 @@ from spotlight.models.family_facts import (
     config_list,
 )
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
+from spotlight.models.shared.checks import require_equal
 
 _UNTILED_PX = 512 * 512
 """Pixels of a frame up to which the VAE decodes it whole, as the pipeline does."""
@@ -172,34 +164,28 @@ class HunyuanVideo(ModelFamily):
             )
         return {"embeds": kept, "pooled": pooled[0]}
 
-    def latent_shape(self, size: MediaSize) -> tuple[int, ...]:
-        """[channels, latent frames, height, width]."""
-        self.check_size(size)
-        factor = self.dimensions.patch_px // 2
-        frames = self.dimensions.latent_frames(size)
-        return self.config.in_channels, frames, size.height // factor, size.width // factor
-
-    def velocity(
+    def predict(
         self,
         model: nn.Module,
         latents: Tensor,
         sigma: Tensor,
         condition: ConditionBatch,
-        guidance: Guidance | None,
+        embedded: float | None,
         size: MediaSize,
     ) -> Tensor:
-        """The scale is an input; true guidance, above 1, combines two such predictions.
-
-        Raises:
-            ModelError: the model takes a guidance scale and ``guidance`` has none.
-        """
-        guidance = guidance or Guidance()
-        embedded = self._embedded(guidance.embedded, latents.shape[0])
-        prediction = self._predict(model, latents, sigma, condition, embedded, "cond")
-        if guidance.scale <= 1 or guidance.negative is None:
-            return prediction
-        negative = self._predict(model, latents, sigma, guidance.negative, embedded, "uncond")
-        return negative + guidance.scale * (prediction - negative)
+        """The guidance scale is an input, times 1000; masked text."""
+        text, mask = condition["embeds"], condition.mask("embeds")
+        scale = None if embedded is None else latents.new_full(sigma.shape, embedded) * 1000.0
+        prediction: Tensor = model(
+            hidden_states=latents,
+            timestep=sigma * self.scheduler.config.num_train_timesteps,
+            encoder_hidden_states=text,
+            encoder_attention_mask=text.new_ones(text.shape[:2]) if mask is None else mask.to(self.dtype),
+            pooled_projections=condition["pooled"],
+            guidance=scale,
+            return_dict=False,
+        )[0]
+        return prediction
 
     def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
         """Undo the scale, decode in overlapping chunks of frames; large ones in tiles."""
@@ -257,36 +243,3 @@ class HunyuanVideo(ModelFamily):
             tokenizer_2=tokenizer_2,
             text_encoder_2=tiny.clip_text_encoder(tokenizer_2, 24),
         )
-
-    def _embedded(self, scale: float | None, batch: int) -> Tensor | None:
-        if not self.config.guidance_embeds:
-            return None
-        if scale is None:
-            raise ModelError(
-                f"no embedded guidance for the transformer in {self.files.root}, which takes a scale; "
-                f"{self.embedded_guidance} is usual"
-            )
-        return torch.full([batch], scale, device=self.device, dtype=self.dtype) * 1000.0
-
-    def _predict(
-        self,
-        model: nn.Module,
-        latents: Tensor,
-        sigma: Tensor,
-        condition: ConditionBatch,
-        embedded: Tensor | None,
-        name: str,
-    ) -> Tensor:
-        text, mask = condition["embeds"], condition.mask("embeds")
-        real = text.new_ones(text.shape[:2]) if mask is None else mask.to(self.dtype)
-        with cache_context(model, name):
-            prediction: Tensor = model(
-                hidden_states=latents.to(self.device, self.dtype),
-                timestep=(sigma * self.scheduler.config.num_train_timesteps).to(self.device),
-                encoder_hidden_states=text,
-                encoder_attention_mask=real,
-                pooled_projections=condition["pooled"],
-                guidance=embedded,
-                return_dict=False,
-            )[0]
-        return prediction.float()

@@ -9,15 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from spotlight.models import tiny
-from spotlight.models.family import (
-    ConditionBatch,
-    Guidance,
-    MediaSize,
-    ModelError,
-    ModelFamily,
-    cache_context,
-    require_equal,
-)
+from spotlight.models.family import ConditionBatch, MediaSize, ModelError, ModelFamily
 from spotlight.models.family_facts import (
     ActivationCosts,
     Dimensions,
@@ -26,6 +18,9 @@ from spotlight.models.family_facts import (
     config_list,
 )
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
+from spotlight.models.shared.checks import require_equal
+from spotlight.models.shared.latents import decode_normalised, unpack
+from spotlight.models.shared.published_vaes import causal_vae
 
 TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "
@@ -58,6 +53,7 @@ class QwenImage(ModelFamily):
         *("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2"),
     )
     activations = ActivationCosts(lora=20.0, full=27.0, checkpointed=1.5, forward=15.0, decode=21.0)
+    packed = True
     reuses_blocks = True
     splits_sequence = True
     text_recipe = f"{TEMPLATE}|drop {DROPPED_TOKENS}|max {TOKENIZER_MAX_TOKENS}"
@@ -77,16 +73,7 @@ class QwenImage(ModelFamily):
                     "guidance_embeds": False,
                     "axes_dims_rope": [16, 56, 56],
                 },
-                "vae": {
-                    "_class_name": "AutoencoderKLQwenImage",
-                    "base_dim": 96,
-                    "z_dim": 16,
-                    "dim_mult": [1, 2, 4, 4],
-                    "num_res_blocks": 2,
-                    "attn_scales": [],
-                    "temperal_downsample": [False, True, True],
-                    "dropout": 0.0,
-                },
+                "vae": causal_vae("AutoencoderKLQwenImage"),
             },
             parameters=20.4e9,
             text_parameters=8.3e9,
@@ -168,43 +155,36 @@ class QwenImage(ModelFamily):
             )
         return {"embeds": embeds}
 
-    def latent_shape(self, size: MediaSize) -> tuple[int, ...]:
-        """[tokens, channels]: packed 2x2."""
-        self.check_size(size)
-        return self.dimensions.tokens(size), self.dimensions.channels
-
-    def velocity(
+    def predict(
         self,
         model: nn.Module,
         latents: Tensor,
         sigma: Tensor,
         condition: ConditionBatch,
-        guidance: Guidance | None,
+        embedded: float | None,
         size: MediaSize,
     ) -> Tensor:
-        """True guidance with each token rescaled to the norm of its conditional prediction."""
-        prediction = self._predict(model, latents, sigma, condition, size, "cond")
-        if guidance is None or guidance.scale <= 1 or guidance.negative is None:
-            return prediction
-        negative = self._predict(model, latents, sigma, guidance.negative, size, "uncond")
-        combined = negative + guidance.scale * (prediction - negative)
+        """Masked text, time as the pipeline rounds it."""
+        prediction: Tensor = model(
+            hidden_states=latents,
+            timestep=self.rounded(sigma),
+            encoder_hidden_states=condition["embeds"],
+            encoder_hidden_states_mask=condition.mask("embeds"),
+            img_shapes=[[(1, *self.dimensions.grid(size))]] * latents.shape[0],
+            return_dict=False,
+        )[0]
+        return prediction
+
+    def combine(self, prediction: Tensor, negative: Tensor, scale: float) -> Tensor:
+        """Each token is rescaled to the norm of its conditional prediction."""
+        combined = super().combine(prediction, negative, scale)
         length = torch.norm(prediction, dim=-1, keepdim=True)
         rescaled: Tensor = combined * (length / torch.norm(combined, dim=-1, keepdim=True))
         return rescaled
 
     def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
         """Unpack, undo the normalisation, decode."""
-        rows, columns = self._patches(size)
-        channels = self.dimensions.channels // 4
-        grid = latents.view(-1, rows, columns, channels, 2, 2)
-        grid = grid.permute(0, 3, 1, 4, 2, 5).reshape(-1, channels, 1, 2 * rows, 2 * columns)
-        mean, std = (
-            torch.tensor(self.vae.config[key], device=grid.device).view(1, -1, 1, 1, 1)
-            for key in ("latents_mean", "latents_std")
-        )
-        # Inverted twice, as in the pipeline: dividing by 1/std is not bitwise multiplying by std.
-        decoded: Tensor = self.vae.decode(grid / (1.0 / std) + mean, return_dict=False)[0]
-        return decoded
+        return decode_normalised(self.vae, unpack(latents, self.dimensions.grid(size)).unsqueeze(2))
 
     @classmethod
     def tiny(cls, directory: Path, seed: int, variant: int = 0) -> None:
@@ -253,28 +233,3 @@ class QwenImage(ModelFamily):
             tokenizer=tokenizer,
             text_encoder=tiny.qwen2_5_vl_text_encoder(tokenizer, text_width),
         )
-
-    def _patches(self, size: MediaSize) -> tuple[int, int]:
-        return size.height // self.dimensions.patch_px, size.width // self.dimensions.patch_px
-
-    def _predict(
-        self,
-        model: nn.Module,
-        latents: Tensor,
-        sigma: Tensor,
-        condition: ConditionBatch,
-        size: MediaSize,
-        name: str,
-    ) -> Tensor:
-        # As the pipeline does, sigma -> timestep -> cast -> / 1000: each operation rounds.
-        timestep = (sigma * self.scheduler.config.num_train_timesteps).to(self.device, self.dtype)
-        with cache_context(model, name):
-            prediction: Tensor = model(
-                hidden_states=latents.to(self.device, self.dtype),
-                timestep=timestep / 1000,
-                encoder_hidden_states=condition["embeds"],
-                encoder_hidden_states_mask=condition.mask("embeds"),
-                img_shapes=[[(1, *self._patches(size))]] * latents.shape[0],
-                return_dict=False,
-            )[0]
-        return prediction.float()

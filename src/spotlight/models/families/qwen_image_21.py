@@ -23,14 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from spotlight.models import tiny
-from spotlight.models.family import (
-    ConditionBatch,
-    Guidance,
-    MediaSize,
-    ModelError,
-    ModelFamily,
-    require_equal,
-)
+from spotlight.models.family import ConditionBatch, MediaSize, ModelError, ModelFamily
 from spotlight.models.family_facts import (
     ActivationCosts,
     Dimensions,
@@ -38,6 +31,9 @@ from spotlight.models.family_facts import (
     config_integer,
 )
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
+from spotlight.models.shared.checks import require_equal
+from spotlight.models.shared.latents import latent_statistics
+from spotlight.models.shared.published_vaes import causal_vae
 
 _PX_PER_TOKEN = 16
 """Fixed in the pipeline, whatever the VAE's configuration."""
@@ -87,6 +83,7 @@ class QwenImage21(ModelFamily):
         *("img_mlp.proj", "img_mlp.out", "img_mlp.gate_layer"),
     )
     activations = ActivationCosts(lora=27.3, full=33.4, checkpointed=1.2, forward=15.0, decode=21.0)
+    packed = True
     cuts_prompts = False
     published = {
         "Qwen/Qwen-Image-2.1": PublishedModel(
@@ -104,20 +101,16 @@ class QwenImage21(ModelFamily):
                     "axes_dims_rope": [16, 56, 56],
                     "causal_condition": True,
                 },
-                "vae": {
-                    "_class_name": "AutoencoderKLQwenImage21",
-                    "base_dim": 96,
-                    "decoder_base_dim": 144,
-                    "z_dim": 64,
-                    "dim_mult": [1, 2, 4, 8, 8],
-                    "num_res_blocks": 2,
-                    "attn_scales": [],
-                    "temperal_downsample": [False, True, True, True],
-                    "dropout": 0.0,
-                    "is_residual": True,
-                    "in_channels": 4,
-                    "out_channels": 4,
-                },
+                "vae": causal_vae(
+                    "AutoencoderKLQwenImage21",
+                    decoder_base_dim=144,
+                    z_dim=64,
+                    dim_mult=[1, 2, 4, 8, 8],
+                    temperal_downsample=[False, True, True, True],
+                    is_residual=True,
+                    in_channels=4,
+                    out_channels=4,
+                ),
             },
             parameters=7.1e9,
             text_parameters=8.8e9,
@@ -196,34 +189,37 @@ class QwenImage21(ModelFamily):
             return
         self.scheduler.set_timesteps(device="cpu", sigmas=fixed, **self.dynamic_shift(steps, size))
 
-    def latent_shape(self, size: MediaSize) -> tuple[int, ...]:
-        """[tokens, channels], not packed."""
-        self.check_size(size)
-        return self.dimensions.tokens(size), self.dimensions.channels
-
-    def velocity(
+    def predict(
         self,
         model: nn.Module,
         latents: Tensor,
         sigma: Tensor,
         condition: ConditionBatch,
-        guidance: Guidance | None,
+        embedded: float | None,
         size: MediaSize,
     ) -> Tensor:
-        """True guidance, if any."""
-        prediction = self._predict(model, latents, sigma, condition, size)
-        if guidance is None or guidance.scale <= 1 or guidance.negative is None:
-            return prediction
-        negative = self._predict(model, latents, sigma, guidance.negative, size)
-        return negative + guidance.scale * (prediction - negative)
+        """Rows whose text has equal length share a forward; the image is its output's tail."""
+        timestep, texts, tokens = self.rounded(sigma), condition["embeds"], latents.shape[1]
+        order: list[int] = []
+        outputs: list[Tensor] = []
+        for length, rows in _forwards(condition.lengths["embeds"], one_row=isinstance(model, FSDPModule)):
+            is_image = torch.arange(length + tokens // 4, device=self.device) >= length
+            output: Tensor = model(
+                hidden_states=latents[rows],
+                timestep=timestep[rows],
+                encoder_hidden_states=texts[rows, :length],
+                img_shapes=[[(1, *self.dimensions.grid(size))]] * len(rows),
+                img_mask=is_image.expand(len(rows), -1),
+                return_dict=False,
+            )[0]
+            outputs.append(output[:, -tokens:])
+            order += rows
+        return torch.cat(outputs)[torch.tensor(order, device=self.device).argsort()]
 
     def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
         """Undo the normalisation, decode, drop alpha."""
-        grid = latents.transpose(1, 2).reshape(-1, self.dimensions.channels, 1, *self._grid(size))
-        mean, std = (
-            torch.tensor(self.vae.config[key], device=grid.device).view(1, -1, 1, 1, 1)
-            for key in ("latents_mean", "latents_std")
-        )
+        grid = latents.transpose(1, 2).reshape(-1, latents.shape[-1], 1, *self.dimensions.grid(size))
+        mean, std = latent_statistics(self.vae, grid)
         decoded: Tensor = self.vae.decode(grid * std + mean, return_dict=False)[0]
         return decoded[:, :3]
 
@@ -278,32 +274,6 @@ class QwenImage21(ModelFamily):
             text_encoder=tiny.qwen3_vl_text_encoder(tokenizer, text_width),
         )
         _make_processor(directory)
-
-    def _grid(self, size: MediaSize) -> tuple[int, int]:
-        return size.height // _PX_PER_TOKEN, size.width // _PX_PER_TOKEN
-
-    def _predict(
-        self, model: nn.Module, latents: Tensor, sigma: Tensor, condition: ConditionBatch, size: MediaSize
-    ) -> Tensor:
-        latents = latents.to(self.device, self.dtype)
-        # As the pipeline does, sigma -> timestep -> cast -> / 1000: each operation rounds.
-        timestep = (sigma * self.scheduler.config.num_train_timesteps).to(self.device, self.dtype)
-        texts, tokens = condition["embeds"], latents.shape[1]
-        order: list[int] = []
-        outputs: list[Tensor] = []
-        for length, rows in _forwards(condition.lengths["embeds"], one_row=isinstance(model, FSDPModule)):
-            is_image = torch.arange(length + tokens // 4, device=self.device) >= length
-            output: Tensor = model(
-                hidden_states=latents[rows],
-                timestep=timestep[rows] / 1000,
-                encoder_hidden_states=texts[rows, :length],
-                img_shapes=[[(1, *self._grid(size))]] * len(rows),
-                img_mask=is_image.expand(len(rows), -1),
-                return_dict=False,
-            )[0]
-            outputs.append(output[:, -tokens:].float())
-            order += rows
-        return torch.cat(outputs)[torch.tensor(order, device=self.device).argsort()]
 
 
 def _forwards(lengths: Sequence[int], *, one_row: bool) -> Iterator[tuple[int, list[int]]]:

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from spotlight.models import tiny
-from spotlight.models.family import (
-    ConditionBatch,
-    Guidance,
-    MediaSize,
-    ModelFamily,
-    require_equal,
-)
+from spotlight.models.family import ConditionBatch, MediaSize, ModelFamily
 from spotlight.models.family_facts import (
     ActivationCosts,
     Dimensions,
@@ -24,6 +17,9 @@ from spotlight.models.family_facts import (
     config_list,
 )
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
+from spotlight.models.shared.checks import require_equal
+from spotlight.models.shared.latents import decode_image
+from spotlight.models.shared.published_vaes import image_vae
 
 _CLIP_TOKENS = 77
 
@@ -45,20 +41,7 @@ def _published(heads: int, layers: int, positions: int, dual: list[int], paramet
         "qk_norm": "rms_norm",
         "sample_size": 128,
     }
-    vae: Mapping[str, object] = {
-        "_class_name": "AutoencoderKL",
-        "block_out_channels": [128, 256, 512, 512],
-        "down_block_types": ["DownEncoderBlock2D"] * 4,
-        "up_block_types": ["UpDecoderBlock2D"] * 4,
-        "latent_channels": 16,
-        "layers_per_block": 2,
-        "norm_num_groups": 32,
-        "sample_size": 1024,
-        "scaling_factor": 1.5305,
-        "shift_factor": 0.0609,
-        "use_quant_conv": False,
-        "use_post_quant_conv": False,
-    }
+    vae = image_vae(scaling_factor=1.5305, shift_factor=0.0609)
     return PublishedModel({"transformer": transformer, "vae": vae}, parameters, text_parameters=5.6e9)
 
 
@@ -177,40 +160,32 @@ class StableDiffusion3(ModelFamily):
         )
         return {"embeds": embeds[0], "pooled": pooled[0]}
 
-    def latent_shape(self, size: MediaSize) -> tuple[int, ...]:
-        """[channels, height, width] of the VAE."""
-        self.check_size(size)
-        patch = self.config.patch_size
-        rows, columns = (patch * side // self.dimensions.patch_px for side in (size.height, size.width))
-        return self.config.in_channels, rows, columns
-
     def set_timesteps(self, steps: int, size: MediaSize) -> None:
         """The scheduler's own levels."""
         self.scheduler.set_timesteps(steps, device="cpu", **self.dynamic_shift(steps, size))
 
-    def velocity(
+    def predict(
         self,
         model: nn.Module,
         latents: Tensor,
         sigma: Tensor,
         condition: ConditionBatch,
-        guidance: Guidance | None,
+        embedded: float | None,
         size: MediaSize,
     ) -> Tensor:
-        """Plain true guidance."""
-        prediction = self._predict(model, latents, sigma, condition)
-        if guidance is None or guidance.scale <= 1 or guidance.negative is None:
-            return prediction
-        negative = self._predict(model, latents, sigma, guidance.negative)
-        return negative + guidance.scale * (prediction - negative)
+        """The timestep is float32 at any dtype."""
+        prediction: Tensor = model(
+            hidden_states=latents,
+            timestep=sigma * self.scheduler.config.num_train_timesteps,
+            encoder_hidden_states=condition["embeds"],
+            pooled_projections=condition["pooled"],
+            return_dict=False,
+        )[0]
+        return prediction
 
     def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
         """Undo scale and shift, decode."""
-        config = self.vae.config
-        decoded: Tensor = self.vae.decode(
-            latents / config.scaling_factor + config.shift_factor, return_dict=False
-        )[0]
-        return decoded.unsqueeze(2)
+        return decode_image(self.vae, latents)
 
     @classmethod
     def tiny(cls, directory: Path, seed: int, variant: int = 0) -> None:
@@ -250,13 +225,3 @@ class StableDiffusion3(ModelFamily):
             tokenizer_3=tokenizer_3,
             text_encoder_3=tiny.t5_text_encoder(tokenizer_3, 32),
         )
-
-    def _predict(self, model: nn.Module, latents: Tensor, sigma: Tensor, condition: ConditionBatch) -> Tensor:
-        prediction: Tensor = model(
-            hidden_states=latents.to(self.device, self.dtype),
-            timestep=sigma.to(self.device) * self.scheduler.config.num_train_timesteps,
-            encoder_hidden_states=condition["embeds"],
-            pooled_projections=condition["pooled"],
-            return_dict=False,
-        )[0]
-        return prediction.float()

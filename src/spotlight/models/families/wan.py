@@ -14,22 +14,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spotlight.models import tiny
-from spotlight.models.experts import by_rows
-from spotlight.models.family import (
-    ConditionBatch,
-    Guidance,
-    MediaSize,
-    ModelError,
-    ModelFamily,
-    cache_context,
-    require_equal,
-    scheduler_config,
-)
+from spotlight.models.family import ConditionBatch, MediaSize, ModelError, ModelFamily
 from spotlight.models.family_facts import (
     ActivationCosts,
     Dimensions,
@@ -37,6 +26,10 @@ from spotlight.models.family_facts import (
     config_integer,
 )
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
+from spotlight.models.shared.checks import require_equal
+from spotlight.models.shared.latents import decode_normalised
+from spotlight.models.shared.published_vaes import causal_vae
+from spotlight.models.shared.schedule import scheduler_config
 
 _TRANSFORMER: dict[str, object] = {
     "_class_name": "WanTransformer3DModel",
@@ -54,16 +47,7 @@ _TRANSFORMER: dict[str, object] = {
     "eps": 1e-6,
     "rope_max_seq_len": 1024,
 }
-_VAE: dict[str, object] = {
-    "_class_name": "AutoencoderKLWan",
-    "base_dim": 96,
-    "z_dim": 16,
-    "dim_mult": [1, 2, 4, 4],
-    "num_res_blocks": 2,
-    "attn_scales": [],
-    "temperal_downsample": [False, True, True],
-    "dropout": 0.0,
-}
+_VAE = "AutoencoderKLWan"
 _UMT5_PARAMETERS = 5.68e9
 
 
@@ -93,18 +77,18 @@ class Wan(ModelFamily):
         "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": PublishedModel(
             configs={
                 "transformer": _TRANSFORMER | {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
-                "vae": _VAE,
+                "vae": causal_vae(_VAE),
             },
             parameters=1.42e9,
             text_parameters=_UMT5_PARAMETERS,
         ),
         "Wan-AI/Wan2.1-T2V-14B-Diffusers": PublishedModel(
-            configs={"transformer": _TRANSFORMER, "vae": _VAE},
+            configs={"transformer": _TRANSFORMER, "vae": causal_vae(_VAE)},
             parameters=14.29e9,
             text_parameters=_UMT5_PARAMETERS,
         ),
         "Wan-AI/Wan2.2-T2V-A14B-Diffusers": PublishedModel(
-            configs={"transformer": _TRANSFORMER, "transformer_2": _TRANSFORMER, "vae": _VAE},
+            configs={"transformer": _TRANSFORMER, "transformer_2": _TRANSFORMER, "vae": causal_vae(_VAE)},
             parameters=28.58e9,
             text_parameters=_UMT5_PARAMETERS,
             settings={"boundary_ratio": 0.875},
@@ -119,18 +103,18 @@ class Wan(ModelFamily):
                     "ffn_dim": 14336,
                     "num_layers": 30,
                 },
-                "vae": _VAE
-                | {
-                    "base_dim": 160,
-                    "decoder_base_dim": 256,
-                    "z_dim": 48,
-                    "is_residual": True,
-                    "in_channels": 12,
-                    "out_channels": 12,
-                    "patch_size": 2,
-                    "scale_factor_spatial": 16,
-                    "scale_factor_temporal": 4,
-                },
+                "vae": causal_vae(
+                    _VAE,
+                    base_dim=160,
+                    decoder_base_dim=256,
+                    z_dim=48,
+                    is_residual=True,
+                    in_channels=12,
+                    out_channels=12,
+                    patch_size=2,
+                    scale_factor_spatial=16,
+                    scale_factor_temporal=4,
+                ),
             },
             parameters=5.0e9,
             text_parameters=_UMT5_PARAMETERS,
@@ -261,49 +245,36 @@ class Wan(ModelFamily):
         tokens = int(embeds[0].any(dim=-1).nonzero().max()) + 1
         return {"embeds": embeds[0, :tokens]}
 
-    def latent_shape(self, size: MediaSize) -> tuple[int, ...]:
-        """[channels, latent frames, height, width]."""
-        self.check_size(size)
-        factor = self.dimensions.patch_px // 2
-        frames = self.dimensions.latent_frames(size)
-        return self.config.in_channels, frames, size.height // factor, size.width // factor
-
-    def velocity(
+    def predict(
         self,
         model: nn.Module,
         latents: Tensor,
         sigma: Tensor,
         condition: ConditionBatch,
-        guidance: Guidance | None,
+        embedded: float | None,
         size: MediaSize,
     ) -> Tensor:
-        """True guidance; of two transformers, each row runs the one for its noise level."""
-        timestep = (sigma * self.scheduler.config.num_train_timesteps).to(self.device)
-        text = self._padded(condition)
-        avoided = guidance.negative if guidance is not None and guidance.scale > 1 else None
-        other = None if avoided is None else self._padded(avoided)
+        """Text padded with zeros; a timestep per token in Wan2.2-5B."""
+        text, timestep = condition["embeds"], sigma * self.scheduler.config.num_train_timesteps
+        if self._time_per_token:
+            timestep = timestep[:, None].expand(-1, self.dimensions.tokens(size))
+        prediction: Tensor = model(
+            hidden_states=latents,
+            timestep=timestep,
+            encoder_hidden_states=F.pad(text, (0, 0, 0, self.max_text_tokens - text.shape[1])),
+            return_dict=False,
+        )[0]
+        return prediction
 
-        def run(part: nn.Module, rows: Tensor | slice) -> Tensor:
-            inputs = latents[rows].to(self.device, self.dtype), timestep[rows]
-            prediction = self._predict(part, *inputs, text[rows], size, "cond")
-            if guidance is None or other is None:
-                return prediction
-            negative = self._predict(part, *inputs, other[rows], size, "uncond")
-            return negative + guidance.scale * (prediction - negative)
-
-        boundary = self._boundary
-        return by_rows(model, None if boundary is None else timestep >= boundary, run)
+    def first_transformer(self, sigma: Tensor) -> Tensor | None:
+        """From the boundary up."""
+        steps, boundary = self.scheduler.config.num_train_timesteps, self._boundary
+        return None if boundary is None else sigma * steps >= boundary * steps
 
     def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
         """Undo the normalisation, decode frame by frame; above 720p in overlapping tiles."""
-        mean, std = (
-            torch.tensor(self.vae.config[key], device=latents.device).view(1, -1, 1, 1, 1)
-            for key in ("latents_mean", "latents_std")
-        )
         self.vae.use_tiling = size.height * size.width > _UNTILED_PX
-        # Inverted twice, as in the pipeline: dividing by 1/std is not bitwise multiplying by std.
-        decoded: Tensor = self.vae.decode(latents / (1.0 / std) + mean, return_dict=False)[0]
-        return decoded
+        return decode_normalised(self.vae, latents)
 
     @classmethod
     def tiny(cls, directory: Path, seed: int, variant: int = 0) -> None:
@@ -340,29 +311,11 @@ class Wan(ModelFamily):
     @cached_property
     def _boundary(self) -> float | None:
         ratio = self.files.setting("boundary_ratio")
-        if not isinstance(ratio, (int, float)):
-            return None
-        steps: int = self.scheduler.config.num_train_timesteps
-        return ratio * steps
+        return ratio if isinstance(ratio, (int, float)) else None
 
     @cached_property
     def _time_per_token(self) -> bool:
         return bool(self.files.setting("expand_timesteps"))
-
-    def _padded(self, condition: ConditionBatch) -> Tensor:
-        embeds = condition["embeds"]
-        return F.pad(embeds, (0, 0, 0, self.max_text_tokens - embeds.shape[1]))
-
-    def _predict(
-        self, model: nn.Module, latents: Tensor, timestep: Tensor, text: Tensor, size: MediaSize, name: str
-    ) -> Tensor:
-        if self._time_per_token:
-            timestep = timestep[:, None].expand(-1, self.dimensions.tokens(size))
-        with cache_context(model, name):
-            prediction: Tensor = model(
-                hidden_states=latents, timestep=timestep, encoder_hidden_states=text, return_dict=False
-            )[0]
-        return prediction.float()
 
 
 _UNTILED_PX = 1280 * 720

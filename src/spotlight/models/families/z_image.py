@@ -9,6 +9,7 @@ Traps of the reference:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from spotlight.models import tiny
-from spotlight.models.family import (
-    ConditionBatch,
-    Guidance,
-    MediaSize,
-    ModelFamily,
-    require_equal,
-)
+from spotlight.models.family import ConditionBatch, MediaSize, ModelFamily
 from spotlight.models.family_facts import (
     ActivationCosts,
     Dimensions,
@@ -31,8 +26,11 @@ from spotlight.models.family_facts import (
     config_list,
 )
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
+from spotlight.models.shared.checks import require_equal
+from spotlight.models.shared.latents import decode_image
+from spotlight.models.shared.published_vaes import image_vae
 
-_CONFIGS: dict[str, dict[str, object]] = {
+_CONFIGS: Mapping[str, Mapping[str, object]] = {
     "transformer": {
         "_class_name": "ZImageTransformer2DModel",
         "all_f_patch_size": [1],
@@ -48,20 +46,7 @@ _CONFIGS: dict[str, dict[str, object]] = {
         "n_refiner_layers": 2,
         "qk_norm": True,
     },
-    "vae": {
-        "_class_name": "AutoencoderKL",
-        "block_out_channels": [128, 256, 512, 512],
-        "down_block_types": ["DownEncoderBlock2D"] * 4,
-        "up_block_types": ["UpDecoderBlock2D"] * 4,
-        "latent_channels": 16,
-        "layers_per_block": 2,
-        "norm_num_groups": 32,
-        "sample_size": 1024,
-        "scaling_factor": 0.3611,
-        "shift_factor": 0.1159,
-        "use_quant_conv": False,
-        "use_post_quant_conv": False,
-    },
+    "vae": image_vae(scaling_factor=0.3611, shift_factor=0.1159),
 }
 _PUBLISHED = PublishedModel(configs=_CONFIGS, parameters=6.15e9, text_parameters=4.0e9)
 
@@ -148,34 +133,31 @@ class ZImage(ModelFamily):
         sigmas = torch.linspace(1.0, 1 / steps, steps).tolist()
         self.scheduler.set_timesteps(device="cpu", sigmas=sigmas, **self.dynamic_shift(steps, size))
 
-    def latent_shape(self, size: MediaSize) -> tuple[int, ...]:
-        """[channels, rows, columns], not packed."""
-        self.check_size(size)
-        side_px = self.dimensions.patch_px // 2
-        return self.config.in_channels, size.height // side_px, size.width // side_px
-
-    def velocity(
+    def predict(
         self,
         model: nn.Module,
         latents: Tensor,
         sigma: Tensor,
         condition: ConditionBatch,
-        guidance: Guidance | None,
+        embedded: float | None,
         size: MediaSize,
     ) -> Tensor:
-        """True guidance, if any, in the pipeline's order of operations."""
-        prediction = self._predict(model, latents, sigma, condition)
-        if guidance is None or guidance.scale <= 1 or guidance.negative is None:
-            return prediction
-        negative = self._predict(model, latents, sigma, guidance.negative)
-        return prediction + (guidance.scale - 1) * (prediction - negative)
+        """Lists of rows, time from 0 at noise, output negated."""
+        steps = self.scheduler.config.num_train_timesteps
+        time = (steps - sigma * steps) / steps  # in the pipeline's order: each operation rounds
+        frames = latents.unsqueeze(2)
+        outputs: list[Tensor] = model(
+            list(frames.unbind(0)), time, condition.rows("embeds"), return_dict=False
+        )[0]
+        return -torch.stack([output.float() for output in outputs]).squeeze(2)
+
+    def combine(self, prediction: Tensor, negative: Tensor, scale: float) -> Tensor:
+        """In the pipeline's order of operations."""
+        return prediction + (scale - 1) * (prediction - negative)
 
     def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
         """Undo scale and shift, decode."""
-        config = self.vae.config
-        scaled = latents / config.scaling_factor + config.shift_factor
-        decoded: Tensor = self.vae.decode(scaled, return_dict=False)[0]
-        return decoded.unsqueeze(2)
+        return decode_image(self.vae, latents)
 
     @classmethod
     def tiny(cls, directory: Path, seed: int, variant: int = 0) -> None:
@@ -207,13 +189,3 @@ class ZImage(ModelFamily):
             tokenizer=tokenizer,
             text_encoder=Qwen3Model(tiny.qwen3_config(tokenizer, text_width, layers=3)),
         )
-
-    def _predict(self, model: nn.Module, latents: Tensor, sigma: Tensor, condition: ConditionBatch) -> Tensor:
-        # As the pipeline does, sigma -> timestep -> time: each operation rounds.
-        steps = self.scheduler.config.num_train_timesteps
-        time = (steps - sigma.to(self.device) * steps) / steps
-        frames = latents.to(self.device, self.dtype).unsqueeze(2)
-        outputs: list[Tensor] = model(
-            list(frames.unbind(0)), time, condition.rows("embeds"), return_dict=False
-        )[0]
-        return -torch.stack([output.float() for output in outputs]).squeeze(2)
