@@ -15,7 +15,7 @@ from spotlight.models.families import qwen_image
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.media import MediaSize
 from spotlight.models.model_errors import ModelError
-from spotlight.models.shared.schedule import shift
+from spotlight.models.shared.noise_levels import shift
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe
 from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId

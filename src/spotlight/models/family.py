@@ -37,7 +37,7 @@ from spotlight.models.media import MediaSize as MediaSize
 from spotlight.models.model_errors import ModelError as ModelError
 from spotlight.models.model_errors import storing
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles, locate
-from spotlight.models.shared.schedule import scheduler_config, shift
+from spotlight.models.shared.noise_levels import scheduler_config, shift
 from spotlight.models.skeleton import fill_from_files, load_weights, persistent_buffers, skeleton
 from spotlight.models.text.embeddings import EmbeddingsCache
 from spotlight.models.text.prompt_encoder import PromptEncoder

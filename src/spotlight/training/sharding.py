@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from spotlight.models.experts import denoisers
 from spotlight.models.model_errors import ModelError
+from spotlight.models.skeleton import keeps_float32
 from spotlight.models.slots import WeightSlots
 
 T = TypeVar("T")
@@ -187,6 +188,8 @@ def shard_module(
 ) -> None:
     """Shard one module in place over the default process group, even of one rank.
 
+    Weights that diffusers keeps in float32 (Wan's scale tables) are gathered in float32.
+
     Args:
         per_node: shard over the ranks of each node, and replicate over nodes; empty: shard over all ranks.
 
@@ -195,17 +198,52 @@ def shard_module(
     """
     device = next(module.parameters()).device.type
     mesh = _mesh(device, per_node)
-    precision = MixedPrecisionPolicy(
-        param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
-    for block in _blocks(module):
-        fully_shard(block, mesh=mesh, mp_policy=precision)
-    # Reshard the root too: between calls, slots read and write the shards of its parameters.
-    fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+
+    def split(part: nn.Module, dtype: torch.dtype | None) -> None:
+        precision = MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+        # Reshard the root too: between calls, slots read and write the shards of its parameters.
+        fully_shard(part, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+
+    for part in (*_blocks(module), module):
+        castable = [] if compute_dtype is None else _castable(part, type(module))
+        if castable == [part]:
+            split(part, compute_dtype)
+            continue
+        for each in castable:  # gathered on their own, so that the rest stays float32
+            split(each, compute_dtype)
+        split(part, None)
     if device == "cpu":
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.set_force_sum_reduction_for_comms(True)  # gloo cannot average
+
+
+def _castable(part: nn.Module, kind: type[nn.Module], prefix: str = "") -> list[nn.Module]:
+    """The largest modules, ``part`` or within it, without a weight that diffusers keeps in float32.
+
+    Parts that are sharded already do not count.
+
+    Args:
+        kind: diffusers' class of the whole model.
+        prefix: of the part's weights in it.
+    """
+    names = list(_unsharded(part, prefix))
+    if not names:
+        return []
+    container = isinstance(part, nn.ModuleList | nn.ModuleDict)  # without a forward before which to gather
+    if not container and not any(keeps_float32(kind, name) for name in names):
+        return [part]
+    children = part.named_children()
+    return [each for name, child in children for each in _castable(child, kind, f"{prefix}{name}.")]
+
+
+def _unsharded(part: nn.Module, prefix: str) -> Iterator[str]:
+    yield from (prefix + name for name, _ in part.named_parameters(recurse=False))
+    for name, child in part.named_children():
+        if not isinstance(child, FSDPModule):
+            yield from _unsharded(child, f"{prefix}{name}.")
 
 
 def _mesh(device: str, per_node: tuple[int, ...]) -> DeviceMesh:

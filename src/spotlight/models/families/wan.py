@@ -28,8 +28,8 @@ from spotlight.models.family_facts import (
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 from spotlight.models.shared.checks import require_equal
 from spotlight.models.shared.latents import decode_normalised
+from spotlight.models.shared.noise_levels import scheduler_config
 from spotlight.models.shared.published_vaes import causal_vae
-from spotlight.models.shared.schedule import scheduler_config
 
 _TRANSFORMER: dict[str, object] = {
     "_class_name": "WanTransformer3DModel",
