@@ -28,6 +28,7 @@ COMMANDS = (
     "tiny",
     "rewards",
     "prompts",
+    "score",
     "doctor",
     "version",
 )

@@ -240,3 +240,13 @@ def test_the_table_of_families_is_the_registrys() -> None:
     spec.loader.exec_module(table)
     found = table.place(table.FACTS).findall((ROOT / "docs" / "families.md").read_text())
     assert found == [table.facts()], "run python scripts/families_table.py"
+
+
+def test_the_table_of_rewards_is_the_registrys() -> None:
+    spec = importlib.util.spec_from_file_location("rewards_table", ROOT / "scripts" / "rewards_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    table = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(table)
+    found = table.place(table.FACTS).findall((ROOT / "docs" / "rewards.md").read_text())
+    assert found == [table.facts()], "run python scripts/rewards_table.py"

@@ -20,6 +20,7 @@ from spotlight.cli.runs.list_runs import runs
 from spotlight.cli.runs.train import train
 from spotlight.cli.scoring.prompts_command import prompts
 from spotlight.cli.scoring.rewards_command import rewards_app
+from spotlight.cli.scoring.score_command import score
 from spotlight.cli.tiny_command import tiny
 from spotlight.cli.version import version
 
@@ -41,6 +42,7 @@ for name, command, panel in (
     ("generate", generate, "Use"),
     ("export", export, "Use"),
     ("card", card, "Use"),
+    ("score", score, "Use"),
     ("simulate", simulate, "Plan"),
     ("plan", plan, "Plan"),
     ("prices", prices, "Plan"),
@@ -55,7 +57,7 @@ for name, command, panel in (
     app.command(
         name,
         rich_help_panel=panel,
-        no_args_is_help=name in {"eval", "generate", "export", "card", "audit", "plan", "tiny"},
+        no_args_is_help=name in {"eval", "generate", "export", "card", "audit", "plan", "tiny", "score"},
     )(command)
 
 app.add_typer(rewards_app, name="rewards", rich_help_panel="Look up")

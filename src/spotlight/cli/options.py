@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
 if TYPE_CHECKING:
     from spotlight.models.slots import Slot
+    from spotlight.scheduler.types import Prompt
 
 
 class Weights(StrEnum):
@@ -53,3 +55,13 @@ def device_of(device: Device) -> Literal["auto", "cpu", "cuda"]:
 def silence_loading_bars() -> None:
     """Hide the progress bars of model-loading libraries, which would garble ours."""
     os.environ.setdefault("TQDM_DISABLE", "1")
+
+
+def read_prompts_option(option: str, path: Path) -> list[Prompt]:
+    """The prompts of the file that an option names. Raises PromptFileError."""
+    from spotlight.data.prompt_files import PromptFileError, parse_prompts
+
+    try:
+        return parse_prompts(path.read_text(), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptFileError(f"{option} {path} cannot be read ({error}); expected a prompts file") from error

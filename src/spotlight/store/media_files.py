@@ -6,10 +6,11 @@ import io
 import json
 from collections.abc import Mapping
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, PngImagePlugin
+from PIL import Image, ImageSequence, PngImagePlugin
 
 from spotlight.store.store_errors import StoreError
 
@@ -50,3 +51,42 @@ def encode_video(frames: NDArray[np.uint8], about: Mapping[str, object], fps: fl
             file.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         file.mux(stream.encode())
     return buffer.getvalue()
+
+
+def read_media(path: Path) -> tuple[NDArray[np.uint8], dict[str, object]]:
+    """A picture [height, width, 3] or a video [frames, ...], and what is written about it.
+
+    Args:
+        path: any picture that Pillow reads, animated ones included, or an MP4.
+
+    Raises:
+        StoreError: the file cannot be read, or is an MP4 and PyAV is not installed.
+    """
+    try:
+        return _read_video(path) if path.suffix.lower() == ".mp4" else _read_picture(path)
+    except ModuleNotFoundError as error:
+        raise StoreError(f"{path} cannot be read without PyAV: pip install 'spotlight-rl[video]'") from error
+    except Exception as error:
+        raise StoreError(
+            f"{path} cannot be read ({type(error).__name__}: {error}); expected a picture, or a video as MP4"
+        ) from error
+
+
+def _read_picture(path: Path) -> tuple[NDArray[np.uint8], dict[str, object]]:
+    with Image.open(path) as image:
+        about: dict[str, object] = {str(key): value for key, value in image.info.items()}
+        frames = np.stack([np.asarray(each.convert("RGB")) for each in ImageSequence.Iterator(image)])
+    return frames if len(frames) > 1 else frames[0], about
+
+
+def _read_video(path: Path) -> tuple[NDArray[np.uint8], dict[str, object]]:
+    import av
+
+    with av.open(str(path)) as file:
+        frames = np.stack([frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)])
+        comment = file.metadata.get("comment", "")
+    try:
+        about = json.loads(comment)
+    except ValueError:
+        about = {}
+    return frames, about if isinstance(about, dict) else {}

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from spotlight.cli.exit_codes import errors_without_traceback, failure
+from spotlight.cli.options import read_prompts_option
 
 if TYPE_CHECKING:
     from spotlight.scheduler.types import Prompt
@@ -60,7 +61,7 @@ def prompts(
                 f"{path} is there already; expected a new file. Name another directory, or move it."
             )
     with errors_without_traceback():
-        known = _read(without)
+        known = [] if without is None else read_prompts_option("--without", without)
         sizes = count, max(count // 10, 1) if held_out is None else held_out, seed
         sets, tags = _geneval(*sizes, known) if kind is PromptKind.GENEVAL else (_ocr(*sizes, known), None)
         out.mkdir(parents=True, exist_ok=True)
@@ -71,19 +72,6 @@ def prompts(
         told = f" ({', '.join(f'{tag} {n:,}' for tag, n in tags[index].items())})" if tags else ""
         console.print(f"{path}: {len(lines):,} prompts{told}", soft_wrap=True)
     console.print(f"Use them: data.train={paths[0]} data.test={paths[1]}", soft_wrap=True)
-
-
-def _read(path: Path | None) -> list[Prompt]:
-    from spotlight.data.prompt_files import PromptFileError, parse_prompts
-
-    if path is None:
-        return []
-    try:
-        return parse_prompts(path.read_text(), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise PromptFileError(
-            f"--without {path} cannot be read ({error}); expected a prompts file"
-        ) from error
 
 
 def _geneval(

@@ -29,9 +29,8 @@ def save_tiny_clip(folder: Path, width: int = 16, seed: int = 0) -> Path:
     )
     model, generator = CLIPModel(config), torch.Generator().manual_seed(seed)
     for weight in model.parameters():
-        weight.data = (
-            torch.randn(weight.shape, generator=generator) * (2 / max(weight.shape[-1:], default=1)) ** 0.5
-        )
+        if weight.dim():  # the temperature keeps its initial value, which is plausible
+            weight.data = torch.randn(weight.shape, generator=generator) * (2 / weight.shape[-1]) ** 0.5
     model.save_pretrained(folder)
     CLIPImageProcessorPil(
         size={"shortest_edge": SIDE_PX}, crop_size={"height": SIDE_PX, "width": SIDE_PX}

@@ -1,0 +1,62 @@
+"""Write the tables of rewards into ``docs/rewards.md``: facts from the registry, measured differences.
+
+    pytest tests/unit/test_rewards_preference.py --junitxml=build/rewards.xml
+    python scripts/rewards_table.py build/rewards.xml
+
+Without a file, the table of facts alone is renewed.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+from spotlight.cli.scoring.rewards_command import registered_rewards
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "rewards.md"
+FACTS, FIGURES = (f"{what}: written by scripts/rewards_table.py" for what in ("facts", "figures"))
+
+
+def facts() -> str:
+    """One line per registered reward."""
+    lines = ["| reward | scores | weights (licence) | runs on | typical |", "|---|---|---|---|---|"]
+    for each in registered_rewards():
+        weights = f"{each.weights} ({each.licence})" if each.weights else "-"
+        weights = re.sub(r"[\w.-]+/[\w.-]+", r"`\g<0>`", weights) if each.weights else weights
+        lines.append(
+            f"| `{each.name}` | {each.scores} | {weights} | {each.runs_on} | {each.typical or '-'} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def figures(report: Path) -> str:
+    """The largest difference per reward that the tests measured."""
+    found: dict[str, float] = {}
+    for each in ElementTree.parse(report).getroot().iter("property"):
+        name, _, what = (each.get("name") or "").partition("/")
+        if what == "difference":
+            found[name] = max(found.get(name, 0.0), float(each.get("value") or "nan"))
+    lines = ["| reward | largest difference |", "|---|---|"]
+    lines += [f"| `{name}` | {value:.1e} |" for name, value in found.items()]
+    return "\n".join([*lines, ""])
+
+
+def place(mark: str) -> re.Pattern[str]:
+    """Where a table stands in the page."""
+    return re.compile(rf"(?<=<!-- {re.escape(mark)} -->\n).*?(?=<!-- end -->)", re.DOTALL)
+
+
+def main(arguments: list[str]) -> None:
+    """Rewrite the tables."""
+    text = place(FACTS).sub(lambda _: facts(), PAGE.read_text(), count=1)
+    if arguments:
+        table = figures(Path(arguments[0]))
+        text = place(FIGURES).sub(lambda _: table, text, count=1)
+    PAGE.write_text(text)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

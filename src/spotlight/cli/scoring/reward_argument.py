@@ -1,0 +1,35 @@
+"""The reward that a command is about, with its parameters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import typer
+
+if TYPE_CHECKING:
+    from spotlight.config.sections.rewards import RewardConfig
+
+START_DEADLINE_S = 86400.0
+"""Whoever waits for a download at a terminal can end it."""
+
+ParamOption: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option("--param", "-p", metavar="KEY=VALUE", help="A parameter of the reward, in YAML syntax."),
+]
+DeadlineOption: TypeAlias = Annotated[
+    float, typer.Option("--deadline-s", min=0.1, help="Time limit per call of the reward.")
+]
+
+
+def reward_of(name: str, params: list[str] | None, deadline_s: float) -> RewardConfig:
+    """The reward as a run's configuration has it. Raises ConfigError or RewardSetupError."""
+    from spotlight.config.load import apply_override
+    from spotlight.config.sections.rewards import RewardConfig
+    from spotlight.rewards.results import require_names
+
+    tree: dict[str, Any] = {}
+    for override in params or []:
+        apply_override(tree, override)
+    reward = RewardConfig(name=name, params=tree, deadline_s=deadline_s, retries=0)
+    require_names([reward])
+    return reward

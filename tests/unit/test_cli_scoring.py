@@ -1,0 +1,159 @@
+"""`spotlight score` and `spotlight rewards check`: the rewards' own scores, and every way to fail."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import Result
+from PIL import Image
+from typer.testing import CliRunner
+
+from spotlight.cli.main import app
+from spotlight.rewards.example_pictures import example_picture
+from spotlight.rewards.shapes import FACTS, shapes
+from spotlight.store.media_files import encode_picture, read_media
+
+OWN = """
+import os
+
+def dark(images, prompts, metadata, *, factor=1.0):
+    if any(image.mean() > 250 for image in images):
+        raise ValueError("too bright")
+    return {"score": [-factor * float(image.mean()) for image in images], "frames": [1.0] * len(images)}
+
+calls = 0
+
+def moody(images, prompts, metadata):
+    global calls
+    calls += 1
+    return [float(calls)] * len(images)
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "mine.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    return tmp_path
+
+
+def spotlight(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+def save(name: str, picture: np.ndarray, **about: object) -> str:
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(name).write_bytes(encode_picture(picture, about))
+    return name
+
+
+def grey(level: int) -> np.ndarray:
+    return np.full((32, 48, 3), level, np.uint8)
+
+
+def test_scores_are_the_rewards_own_best_first(here: Path) -> None:
+    assert FACTS.example is not None
+    wanted = dict(FACTS.example.metadata)
+    white = np.full((64, 64, 3), 255, np.uint8)
+    save("a/1.png", white)
+    save("a/2.png", example_picture("shapes"))
+    lines = [{"prompt": name, **wanted} for name in ("first", "second")]
+    (here / "prompts.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    done = spotlight("score", "shapes", "a", "--prompts", "prompts.jsonl", "-p", "train_on=strict", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    direct = shapes([white, example_picture("shapes")], ["", ""], [wanted] * 2, train_on="strict")
+    assert [each["score"] for each in found["pictures"]] == sorted(direct["score"], reverse=True) == [1, 0]
+    assert [each["file"] for each in found["pictures"]] == ["a/2.png", "a/1.png"]
+    assert found["pictures"][0]["details"]["graded"] == direct["graded"][1]
+    with Image.open(found["sheet"]) as sheet:
+        assert sheet.width > 2 * 128
+
+
+def test_one_prompt_serves_as_many_pictures_in_a_row(here: Path) -> None:
+    names = [save(f"{index}.png", example_picture("shapes")) for index in range(4)]
+    lines = [{"prompt": name, **dict(FACTS.example.metadata)} for name in ("x", "y")]  # type: ignore[union-attr]
+    (here / "p.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    found = json.loads(spotlight("score", "shapes", *names, "--prompts", "p.jsonl", "--json").stdout)
+    prompts = {each["file"]: each["prompt"] for each in found["pictures"]}
+    assert [prompts[name] for name in names] == ["x", "x", "y", "y"]
+    wrong = spotlight("score", "shapes", *names[:3], "--prompts", "p.jsonl")
+    assert wrong.exit_code == 2
+    assert "p.jsonl has 2 prompts for 3 pictures" in wrong.stderr
+
+
+def test_a_reward_of_ones_own_its_failures_and_videos(here: Path) -> None:
+    dark, bright = save("dark.png", grey(10)), save("bright.png", grey(255))
+    frames = [Image.fromarray(grey(level)) for level in (20, 40)]
+    frames[0].save("video.webp", save_all=True, append_images=frames[1:], lossless=True)
+    done = spotlight("score", "mine:dark", dark, bright, "video.webp", "-p", "factor=2", "--sheet", "s/t.png")
+    assert done.exit_code == 1
+    lines = done.output.splitlines()
+    assert lines[0].split() == ["score", "frames", "picture", "prompt"]
+    assert [line.split()[:3] for line in lines[1:3]] == [["-20", "1", "dark.png"], ["-60", "1", "video.webp"]]
+    assert "bright.png: reward 'dark' raised ValueError: too bright" in done.output
+    assert "best and worst: s/t.png" in done.output
+    assert (here / "s" / "t.png").is_file()
+    assert read_media(Path("video.webp"))[0].shape == (2, 32, 48, 3)
+
+
+def test_prompts_come_from_the_pictures_where_generate_wrote_them() -> None:
+    name = save("sign.png", example_picture("sign"), prompt='a sign that says "OPEN"', seed=3)
+    pytest.importorskip("tesserocr")
+    done = spotlight("score", "ocr", name, "--json")
+    assert done.exit_code == 0, done.output
+    (found,) = json.loads(done.stdout)["pictures"]
+    assert (found["score"], found["prompt"]) == (1.0, 'a sign that says "OPEN"')
+
+
+def test_what_is_wrong_is_named_before_any_work(here: Path) -> None:
+    bare = save("bare.png", grey(10))
+    (here / "empty").mkdir()
+    (here / "text.png").write_text("no picture")
+    (here / "p.txt").write_text("a dog\n")
+    for arguments, words in (
+        (["ocr", bare], "the reward 'ocr' reads the prompt's text, which bare.png"),
+        (["shapes", bare, "--prompts", "p.txt"], "reads the prompt's metadata"),
+        (["ocr", bare, "--prompts", "p.txt"], "has no text in double quotes"),
+        (["ocr", bare, "--prompts", "gone.txt"], "--prompts gone.txt cannot be read"),
+        (["jpeg_size", "empty"], "empty holds no pictures"),
+        (["jpeg_size", "gone.png"], "gone.png cannot be read (FileNotFoundError"),
+        (["jpeg_size", "text.png"], "text.png cannot be read (UnidentifiedImageError"),
+        (["jpeg_sizes", bare], "Did you mean 'jpeg_size'?"),
+        (["jpeg_size", bare, "-p", "size=3"], "unexpected params 'size'; it accepts quality"),
+        (["jpeg_size", bare, "-p", "quality"], "expected key.subkey=value"),
+    ):
+        done = spotlight("score", *arguments)
+        assert done.exit_code == 2, done.output
+        assert words in " ".join(done.stderr.split())
+        assert "Traceback" not in done.output
+
+
+def test_check_compares_with_what_is_known() -> None:
+    done = spotlight("rewards", "check", "shapes")
+    assert done.exit_code == 0, done.output
+    assert "ok    score: 1, expected 1\n" in done.output
+    assert "stands in" not in done.output
+    done = spotlight("rewards", "check", "mine:moody")
+    assert done.exit_code == 1
+    assert "ok    score: 1, expected a number" in done.output
+    assert "WRONG once more: 2, expected the same" in done.output
+    done = spotlight("rewards", "check", "mine:gone")
+    assert done.exit_code == 2
+    assert "has no 'gone'; the functions it defines are: dark, moody" in done.stderr
+
+
+@pytest.mark.slow  # a process that imports transformers
+def test_check_refuses_a_model_that_prefers_the_wrong_prompt(here: Path) -> None:
+    from spotlight.rewards.preference.clip_score import tiny
+
+    params = [word for key, value in tiny(here).items() for word in ("-p", f"{key}={value}")]
+    done = spotlight("rewards", "check", "clip-score", *params)
+    assert f"scored by {here}/clip@" in done.output
+    assert "a range stands in" in done.output
+    assert ("WRONG" in done.output) == bool(done.exit_code)
+    assert "ok    once more" in done.output
