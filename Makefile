@@ -9,7 +9,7 @@ PIP_ARGS ?=
 PYTEST_ARGS ?= --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 BIN := $(VENV)/bin
-# Tests start dozens of processes: none of them should compile the package anew.
+# Tests start dozens of processes: none of them should compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 STAMP := $(VENV)/.installed
 TESSERACT := $(wildcard scripts/install_tesseract.sh)
@@ -65,10 +65,10 @@ simulate-faults: env ## Run the controller through SEEDS simulated faulty runs (
 soak: env ## Half an hour of training under SIGKILL and SIGSTOP on a local cluster, then the audit
 	$(BIN)/python -m benchmarks.soak --json build/soak.json
 
-docs: env ## Serve the documentation on http://127.0.0.1:8000, built anew at each change
+docs: env ## Serve the documentation on http://127.0.0.1:8000, built again at each change
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
-lock: ## Resolve requirements.lock anew
+lock: ## Resolve requirements.lock again
 	PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" scripts/lock.sh
 
 clean: ## Remove the environment and caches; runs stay

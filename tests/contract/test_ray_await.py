@@ -48,7 +48,7 @@ async def scene() -> None:
     assert isinstance(failed.value, RayTaskError)
     assert isinstance(failed.value.cause, StoreError)  # type: ignore[attr-defined]
 
-    # Whoever gives up a call, by its deadline or by being cancelled, neither ends it nor disturbs Ray.
+    # A caller that gives up a call, by its deadline or by being cancelled, neither ends it nor disturbs Ray.
     with pytest.raises(NoAnswerError, match=r"a call: no answer within 0\.2 s"):
         await answer(actor.slow.remote(1.5), "a call", 0.2)
     asking = asyncio.create_task(answer(actor.slow.remote(1.6), "a call", 60.0))

@@ -151,7 +151,7 @@ def test_the_head_hears_at_once(keeper: Any) -> None:
 
 
 def test_a_full_disk_is_the_senders_error_as_it_is(keeper: Any, directory: Path) -> None:
-    (folder,) = directory.glob("vault-*")
+    (folder,) = directory.glob("blobs-*")
     folder.rename(folder.with_name("away"))  # as if the disk were gone
     large = Report(SENDER, MARK, (ReportedValue("weights", "digest", b"w" * MEMORY),), committed(1).events)
     with pytest.raises(StoreError, match=r"cannot keep weights of digest .* Nothing .* was lost"):
@@ -167,7 +167,7 @@ def test_a_full_disk_is_the_senders_error_as_it_is(keeper: Any, directory: Path)
 def test_a_keeper_that_dies_is_heard_of_and_leaves_its_files_to_the_next(
     keeper: Any, directory: Path, node: str
 ) -> None:
-    (folder,) = directory.glob("vault-*")
+    (folder,) = directory.glob("blobs-*")
     question = keeper.take.remote(ANSWER_S)
     ray.kill(keeper)
     began = time.monotonic()
@@ -178,6 +178,6 @@ def test_a_keeper_that_dies_is_heard_of_and_leaves_its_files_to_the_next(
     assert ray.get(following.usage.remote(), timeout=ANSWER_S).values == 0
     assert not folder.exists()
     ray.get(following.close.remote(), timeout=ANSWER_S)
-    assert list(directory.glob("vault-*")) == []
-    with pytest.raises(StoreError, match="the vault is closed"):
+    assert list(directory.glob("blobs-*")) == []
+    with pytest.raises(StoreError, match="the blob store is closed"):
         ray.get(following.put.remote("progress", "r1", b"x"), timeout=ANSWER_S)

@@ -71,7 +71,7 @@ PATIENCE = 20_000
 
 
 def chance(rollout: RolloutId, what: str) -> float:
-    """In [0, 1): the fate of a rollout, the same whoever makes it and whenever."""
+    """In [0, 1): the fate of a rollout, the same on any worker at any time."""
     return (
         int.from_bytes(hashlib.blake2b(f"{rollout}/{what}".encode(), digest_size=4).digest(), "big") / 2**32
     )

@@ -426,7 +426,7 @@ def test_rollouts_of_the_next_iteration_end_before_the_next_weights_are_loaded(
 def test_what_an_early_rollout_left_is_not_taken_for_one_of_the_next_weights(
     body: Body, home: MemoryHome
 ) -> None:
-    """Issued anew under the same name, as after the head's death: it starts from noise, not old latents."""
+    """Issued again under the same name, as after the head's death: it starts from noise, not old latents."""
     first, _ = loop(body, home)
     ready(first, home)
     early = rollout(8, 5)

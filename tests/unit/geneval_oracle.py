@@ -1,4 +1,4 @@
-"""GenEval's evaluation written anew from its published order of operations, and random cases for it.
+"""GenEval's evaluation written from its published order of operations, and random cases for it.
 
 It works on what the official script works on, arrays of boxes by class index, and shares no code with the
 package. Facts: ``evaluation/evaluate_images.py`` of https://github.com/djghosh13/geneval and, for the graded

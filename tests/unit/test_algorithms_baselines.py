@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from spotlight.algorithms.advantages import advantages
 from spotlight.algorithms.baselines import exploration_advantages, slice_advantages, spreads_of
 from spotlight.config.sections.algorithm import AdvantageConfig
-from spotlight.config.sections.rewards import TOTAL
+from spotlight.config.sections.rewards import REWARD
 
 WEIGHTS = {"quality": 1.0}
 PLAIN = AdvantageConfig(epsilon=1e-15, clip=1e12)
-UNIT = {TOTAL: 1.0}
+UNIT = {REWARD: 1.0}
 Vector = NDArray[np.float64]
 Estimator = Callable[[Sequence[float]], Sequence[float]]
 """Rewards of a group in order of arrival to its advantages."""
@@ -214,8 +214,8 @@ def test_a_known_spread_scales_all_slices_alike_and_their_own_weighs_early_ones_
         share = (3, 2)[index] / 5
         return float(expected_gradient(estimate, 5) @ TRUE / (TRUE @ TRUE)) / share
 
-    assert of_slice(0, {TOTAL: 2.0}) == pytest.approx(1 / 2.2)
-    assert of_slice(1, {TOTAL: 2.0}) == pytest.approx(1 / 2.2)
+    assert of_slice(0, {REWARD: 2.0}) == pytest.approx(1 / 2.2)
+    assert of_slice(1, {REWARD: 2.0}) == pytest.approx(1 / 2.2)
     assert of_slice(0, None) > 1.2 * of_slice(1, None)
 
 
@@ -255,7 +255,7 @@ VALUES = st.lists(st.floats(-100, 100), min_size=3, max_size=8)
 def test_a_whole_group_left_out_is_the_group_mean_times_k_over_k_minus_1(
     values: list[float], spread: float
 ) -> None:
-    found = slice_advantages(rows(values), [], WEIGHTS, PLAIN, {TOTAL: spread})
+    found = slice_advantages(rows(values), [], WEIGHTS, PLAIN, {REWARD: spread})
     mean, size = math.fsum(values) / len(values), len(values)
     expected = [(value - mean) * size / (size - 1) / spread for value in values]
     assert found == pytest.approx(expected, rel=1e-9, abs=1e-9)
@@ -285,7 +285,7 @@ def test_rewards_are_combined_by_the_conventions() -> None:
     found = exploration_advantages(samples[:1], samples[1:], weights, each, spreads)
     assert found == pytest.approx([(1 - 3) / spreads["a"] + 0.5 * (10 - 35) / spreads["b"]])
     whole = AdvantageConfig(epsilon=1e-12, clip=1.0)
-    assert spreads_of([samples], weights, whole) == {TOTAL: pytest.approx(np.std([6, 27, 14]))}
+    assert spreads_of([samples], weights, whole) == {REWARD: pytest.approx(np.std([6, 27, 14]))}
     assert slice_advantages(samples, [], weights, whole) == [-1.0, 1.0, pytest.approx((14 - 16.5) / 10.5)]
 
 

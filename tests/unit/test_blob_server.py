@@ -1,4 +1,4 @@
-"""The keeper's room: values first, then events, in each sender's order, nobody waits for another's disk."""
+"""The blob server: values first, then events, in each sender's order, nobody waits for another's disk."""
 
 from __future__ import annotations
 
@@ -39,47 +39,47 @@ Scene: TypeAlias = Callable[[BlobServer, BlobStore], Coroutine[Any, Any, None]]
 
 
 def played(scene: Scene, path: Path, **limits: int) -> None:
-    """Run a scene with a room of its own."""
+    """Run a scene with a blob server of its own."""
 
     async def play() -> None:
-        vault = BlobStore(path, limits.pop("memory_bytes", 1000))
-        room = BlobServer(vault, **limits)
+        store = BlobStore(path, limits.pop("memory_bytes", 1000))
+        server = BlobServer(store, **limits)
         async with asyncio.timeout(20):
-            await scene(room, vault)
-        await room.close()
+            await scene(server, store)
+        await server.close()
 
     asyncio.run(play())
 
 
 def test_values_are_there_when_their_events_are(tmp_path: Path) -> None:
-    async def scene(room: BlobServer, vault: BlobStore) -> None:
+    async def scene(server: BlobServer, store: BlobStore) -> None:
         # Too large for the memory, so that keeping takes a while.
         values = [progress(f"r{i}", 3, 200_000) for i in range(20)]
-        delivering = asyncio.create_task(room.deliver(report(A, 1, *values)))
-        taken = await room.take(SOON_S)
-        assert all(vault.step_of("progress", f"r{i}", "m") == 3 for i in range(20))
+        delivering = asyncio.create_task(server.deliver(report(A, 1, *values)))
+        taken = await server.take(SOON_S)
+        assert all(store.step_of("progress", f"r{i}", "m") == 3 for i in range(20))
         assert taken == [Delivered(GroupFormed(A, 1), "m", A), Delivered(GroupStopped(A, 1), "m", A)]
         await delivering
-        assert await room.fetch("progress", ["r4", "other"], "m") == [StoredBlob(3, b"x" * 200_000), None]
-        assert await room.fetch("progress", ["r4"]) == [None]
+        assert await server.fetch("progress", ["r4", "other"], "m") == [StoredBlob(3, b"x" * 200_000), None]
+        assert await server.fetch("progress", ["r4"]) == [None]
 
     played(scene, tmp_path)
 
 
 def test_a_report_that_could_not_be_kept_leaves_no_event(tmp_path: Path) -> None:
-    async def scene(room: BlobServer, vault: BlobStore) -> None:
-        await room.deliver(report(A, 1, progress("old")))
-        folder = vault._folder.path
+    async def scene(server: BlobServer, store: BlobStore) -> None:
+        await server.deliver(report(A, 1, progress("old")))
+        folder = store._folder.path
         folder.rename(folder.with_name("away"))  # as if the disk were gone; root may write anywhere
         with pytest.raises(StoreError, match="cannot keep progress of r2 at step 1"):
-            await room.deliver(report(A, 2, progress("r1", 1), progress("r2", 1, 500)))
+            await server.deliver(report(A, 2, progress("r1", 1), progress("r2", 1, 500)))
         with pytest.raises(StoreError, match="cannot keep progress of r2 at step 1"):
-            await room.take(0)  # the head hears of it too: senders only die of it
+            await server.take(0)  # the head hears of it too: senders only die of it
         folder.with_name("away").rename(folder)
-        await room.deliver(report(A, 3, progress("r2", 1, 500)))
-        told = [delivered.event for delivered in await room.take(0)]
+        await server.deliver(report(A, 3, progress("r2", 1, 500)))
+        told = [delivered.event for delivered in await server.take(0)]
         assert told == [*report(A, 1).events, *report(A, 3).events]
-        assert None not in await room.fetch("progress", ["old", "r1", "r2"], "m")
+        assert None not in await server.fetch("progress", ["old", "r1", "r2"], "m")
 
     played(scene, tmp_path)
 
@@ -89,45 +89,45 @@ def test_a_report_that_could_not_be_kept_leaves_no_event(tmp_path: Path) -> None
 def test_each_sender_is_heard_in_its_order(
     plan: list[tuple[WorkerId, int]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    async def scene(room: BlobServer, vault: BlobStore) -> None:
+    async def scene(server: BlobServer, store: BlobStore) -> None:
         sent = [
             report(sender, i, *([progress(f"r{i % 4}", i, size)] if size else []))
             for i, (sender, size) in enumerate(plan)
         ]
-        delivering = [asyncio.create_task(room.deliver(one)) for one in sent]
+        delivering = [asyncio.create_task(server.deliver(one)) for one in sent]
         heard: list[Delivered] = []
         while len(heard) < 2 * len(plan):
-            heard += await room.take(SOON_S)
+            heard += await server.take(SOON_S)
         await asyncio.gather(*delivering)
         for sender in (A, B):
             expected = [event for one in sent if one.worker == sender for event in one.events]
             assert [delivered.event for delivered in heard if delivered.sender == sender] == expected
 
-    played(scene, tmp_path_factory.mktemp("vault"), memory_bytes=500)
+    played(scene, tmp_path_factory.mktemp("blobs"), memory_bytes=500)
 
 
 def test_a_slow_disk_holds_up_its_sender_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scene(room: BlobServer, vault: BlobStore) -> None:
+    async def scene(server: BlobServer, store: BlobStore) -> None:
         writing, go_on = threading.Event(), threading.Event()
-        write = vault._folder.write
+        write = store._folder.write
 
         def slow(data: bytes, label: str) -> Path:
             writing.set()
             assert go_on.wait(10)
             return write(data, label)
 
-        monkeypatch.setattr(vault._folder, "write", slow)
-        first = asyncio.create_task(room.deliver(report(A, 1, progress("large", 0, 900))))
+        monkeypatch.setattr(store._folder, "write", slow)
+        first = asyncio.create_task(server.deliver(report(A, 1, progress("large", 0, 900))))
         await asyncio.to_thread(writing.wait, 10)
-        second = asyncio.create_task(room.deliver(report(A, 2)))  # needs no disk, but comes after the first
-        await room.deliver(report(B, 1, progress("small")))
-        assert {delivered.sender for delivered in await room.take(SOON_S)} == {B}
-        assert await room.fetch("progress", ["small", "large"], "m") == [StoredBlob(0, b"x" * 10), None]
+        second = asyncio.create_task(server.deliver(report(A, 2)))  # needs no disk, but comes after the first
+        await server.deliver(report(B, 1, progress("small")))
+        assert {delivered.sender for delivered in await server.take(SOON_S)} == {B}
+        assert await server.fetch("progress", ["small", "large"], "m") == [StoredBlob(0, b"x" * 10), None]
         assert not first.done()
         assert not second.done()
         go_on.set()
         await asyncio.gather(first, second)
-        assert [delivered.event for delivered in await room.take(SOON_S)] == [
+        assert [delivered.event for delivered in await server.take(SOON_S)] == [
             *report(A, 1).events,
             *report(A, 2).events,
         ]
@@ -136,44 +136,44 @@ def test_a_slow_disk_holds_up_its_sender_alone(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_question_is_answered_at_once_or_when_its_time_is_over(tmp_path: Path) -> None:
-    async def scene(room: BlobServer, vault: BlobStore) -> None:
+    async def scene(server: BlobServer, store: BlobStore) -> None:
         began = time.monotonic()
-        assert await room.take(0.1) == []
+        assert await server.take(0.1) == []
         assert 0.1 <= time.monotonic() - began < 2
-        assert await room.take(0) == []
-        asking = asyncio.create_task(room.take(SOON_S))
+        assert await server.take(0) == []
+        asking = asyncio.create_task(server.take(SOON_S))
         await asyncio.sleep(0.05)
         began = time.monotonic()
-        await room.deliver(report(A, 1))
-        await room.deliver(report(B, 1))
+        await server.deliver(report(A, 1))
+        await server.deliver(report(B, 1))
         assert len(await asking) in (2, 4)
         assert time.monotonic() - began < 0.5
         # A question that is given up takes nothing with it.
-        await room.take(0)
-        asking = asyncio.create_task(room.take(SOON_S))
+        await server.take(0)
+        asking = asyncio.create_task(server.take(SOON_S))
         await asyncio.sleep(0)
         asking.cancel()
-        await room.deliver(report(A, 2))
-        assert len(await room.take(0)) == 2
+        await server.deliver(report(A, 2))
+        assert len(await server.take(0)) == 2
 
     played(scene, tmp_path)
 
 
 def test_a_head_that_stands_still_makes_deliveries_wait_their_values_safe(tmp_path: Path) -> None:
-    async def scene(room: BlobServer, vault: BlobStore) -> None:
+    async def scene(server: BlobServer, store: BlobStore) -> None:
         delivering = [
-            asyncio.create_task(room.deliver(report(WorkerId(f"w{i % 3}"), i, progress(f"r{i}"))))
+            asyncio.create_task(server.deliver(report(WorkerId(f"w{i % 3}"), i, progress(f"r{i}"))))
             for i in range(9)
         ]
-        while len(vault.names("progress")) < 5:  # two reports are in the box, one of each sender waits
+        while len(store.names("progress")) < 5:  # two reports are in the box, one of each sender waits
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
         assert sum(task.done() for task in delivering) == 2
-        assert len(vault.names("progress")) == 5
-        heard = await room.take(0)
+        assert len(store.names("progress")) == 5
+        heard = await server.take(0)
         assert len(heard) == 4
         while len(heard) < 18:
-            taken = await room.take(SOON_S)
+            taken = await server.take(SOON_S)
             assert 0 < len(taken) <= 4
             heard += taken
         await asyncio.gather(*delivering)
@@ -182,14 +182,14 @@ def test_a_head_that_stands_still_makes_deliveries_wait_their_values_safe(tmp_pa
 
 
 def test_everything_else_is_the_vaults(tmp_path: Path) -> None:
-    async def scene(room: BlobServer, vault: BlobStore) -> None:
-        assert await room.put("weights", "digest", b"w" * 3000)
-        assert not await room.put("weights", "digest", b"w" * 3000)
-        assert await room.put("progress", "r1", b"s", "mark", 2)
-        assert (await room.usage()).values == 2
-        await room.drop("weights", ["digest", "never there"])
-        assert await room.keep_only("progress", ["r2"]) == 1
-        assert (await room.usage()).values == 0
+    async def scene(server: BlobServer, store: BlobStore) -> None:
+        assert await server.put("weights", "digest", b"w" * 3000)
+        assert not await server.put("weights", "digest", b"w" * 3000)
+        assert await server.put("progress", "r1", b"s", "mark", 2)
+        assert (await server.usage()).values == 2
+        await server.drop("weights", ["digest", "never there"])
+        assert await server.keep_only("progress", ["r2"]) == 1
+        assert (await server.usage()).values == 0
 
     played(scene, tmp_path)
     with pytest.raises(ValueError, match="mailbox_events is 0"):
@@ -197,10 +197,10 @@ def test_everything_else_is_the_vaults(tmp_path: Path) -> None:
 
 
 def test_senders_that_left_leave_nothing_behind(tmp_path: Path) -> None:
-    async def scene(room: BlobServer, vault: BlobStore) -> None:
+    async def scene(server: BlobServer, store: BlobStore) -> None:
         for i in range(50):
-            await room.deliver(report(WorkerId(f"w{i}"), i))
-        assert len(room._turns) == 0
+            await server.deliver(report(WorkerId(f"w{i}"), i))
+        assert len(server._turns) == 0
 
     played(scene, tmp_path)
 

@@ -290,7 +290,7 @@ def test_where_the_choice_is_undone_a_flat_pool_trains_seeds_of_its_own() -> Non
 
 
 class Restarted(Watched):
-    """The head dies some time after a checkpoint, and starts anew from the last one; three times."""
+    """The head dies some time after a checkpoint, and starts again from the last one; three times."""
 
     def observe(self, event: ev.Event, effects: list[ef.Effect], receipt: Receipt | None) -> None:
         super().observe(event, effects, receipt)

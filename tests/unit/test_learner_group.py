@@ -203,7 +203,7 @@ def test_a_death_is_told_once_and_nothing_of_that_life_is_answered() -> None:
         await asyncio.sleep(300)
         assert world.done == [MANIFEST]
         assert not world.group.is_up
-        assert len(launcher.lives) == 1, "only restore() starts anew"
+        assert len(launcher.lives) == 1, "only restore() starts the ranks again"
         launcher.answers = {}
         world.restore(Path("state"), 1)
         await settle()

@@ -333,7 +333,7 @@ def test_each_second_of_a_shared_gpu_is_one_process_s() -> None:
 def test_what_one_process_of_a_shared_gpu_loses_is_not_the_other_s() -> None:
     hand = SharedHand()
     hand.trains(4)
-    hand.feed(ev.WorkerCrashed(T, 1), after_s=1)  # idle for a second, then started anew
+    hand.feed(ev.WorkerCrashed(T, 1), after_s=1)  # idle for a second, then started again
     hand.feed(ev.WorkerStarted(T, 2), after_s=2)
     hand.feed(ev.WeightsPulled(T, 2, PolicyVersion(0), 0), after_s=1)
     hand.feed(ev.TimePassed(), ef.FormGroup(T, 1, (T,)))

@@ -176,7 +176,7 @@ def test_commands_keep_their_order_and_wait_for_nobody() -> None:
     for beat in range(20):
         room.loop.pass_s(BEAT_S)
         handle.watches[beat].set_result(None)
-    assert not handle.killed, "whoever is slow to take a command is not restarted for that"
+    assert not handle.killed, "a worker slow to take a command is not restarted for that"
 
 
 def test_commands_for_a_process_that_is_not_there_are_dropped() -> None:

@@ -170,7 +170,7 @@ def test_uneven_ranks_are_told() -> None:
 def test_results_do_not_depend_on_processes() -> None:
     prep = prepared("run.iterations=2")
     tasks = [SimulationTask(prep, name) for name in ("reserved_only", "spotlight")]
-    # Each process imports Spotlight anew: the slowest test of this file, and the only one with processes.
+    # Each process imports Spotlight again: the slowest test of this file, and the only one with processes.
     told: list[str] = []
     together = run_tasks(tasks, 2, lambda task: told.append(task.strategy))
     assert repr(together) == repr(tuple(map(run_task, tasks)))  # by repr, because NaN is not NaN

@@ -48,7 +48,7 @@ def test_a_window_opens_when_nothing_better_waits_and_never_before() -> None:
     assert room.controller.work.window.opened_s is None, "a rollout still waits"
     room.pull(other)
     room.wait(7.0)
-    assert room.controller.work.window.opened_s == 7.0, "all are taken: whoever comes would idle"
+    assert room.controller.work.window.opened_s == 7.0, "all are taken: a new worker would idle"
     assert room.controller.work.window.iteration == 1
 
 

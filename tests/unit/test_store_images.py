@@ -83,7 +83,7 @@ def test_tiles_are_kept_as_they_were_made(paths: RunPaths) -> None:
     ]
     for iteration in (20, 0):
         write_grid(paths, iteration, [*tiles, *tiles], columns=3, title="t")
-    write_grid(paths, 20, tiles, columns=3, title="made anew, with fewer pictures")
+    write_grid(paths, 20, tiles, columns=3, title="made again, with fewer pictures")
     assert drawn_iterations(paths) == [0, 20]
     for kept, made in zip(read_tiles(paths, 20), tiles, strict=True):
         assert np.array_equal(kept.picture, made.picture)

@@ -21,7 +21,7 @@ from spotlight.algorithms.advantages import (
     weighted_sum,
 )
 from spotlight.config.sections.algorithm import AdvantageConfig
-from spotlight.config.sections.rewards import TOTAL
+from spotlight.config.sections.rewards import REWARD
 
 Rewards = Mapping[str, float]
 """A sample's value of each reward."""
@@ -116,7 +116,7 @@ def _channels(
     samples: Sequence[Rewards], weights: Mapping[str, float], config: AdvantageConfig
 ) -> dict[str, list[float]]:
     if config.combine == "sum":
-        return {TOTAL: [weighted_sum(sample, weights) for sample in samples]}
+        return {REWARD: [weighted_sum(sample, weights) for sample in samples]}
     return {name: [sample[name] for sample in samples] for name in weights}
 
 
@@ -136,5 +136,5 @@ def _advantage(
 
 
 def _combined(row: Mapping[str, float], weights: Mapping[str, float], config: AdvantageConfig) -> float:
-    total = row[TOTAL] if config.combine == "sum" else weighted_sum(row, weights)
+    total = row[REWARD] if config.combine == "sum" else weighted_sum(row, weights)
     return min(max(total, -config.clip), config.clip)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
-from spotlight.config.sections.rewards import TOTAL, RewardConfig
+from spotlight.config.sections.rewards import REWARD, RewardConfig
 from spotlight.rewards import reward_registry as registry
 from spotlight.rewards.reward import RewardScore, RewardSetupError
 
@@ -20,9 +20,9 @@ def require_names(rewards: Sequence[RewardConfig]) -> None:
     """Raise RewardSetupError for an unknown or reserved name; imports no reward."""
     for reward in rewards:
         registry.parse(reward.name)
-        if reward.curve == TOTAL or "/" in reward.curve:
+        if reward.curve == REWARD or "/" in reward.curve:
             raise RewardSetupError(
-                f"reward {reward.name!r} would be called {reward.curve!r}; {TOTAL!r} is the name of the "
+                f"reward {reward.name!r} would be called {reward.curve!r}; {REWARD!r} is the name of the "
                 "weighted sum and '/' divides a reward from its details. Rename the function or set a label."
             )
 
@@ -63,7 +63,7 @@ class ScoredSample:
 
     def curves(self) -> dict[str, float]:
         """All values by curve name: ``reward`` (the total), ``<reward>``, ``<reward>/<detail>``."""
-        curves = {TOTAL: self.total}
+        curves = {REWARD: self.total}
         for name, score in self.scores.items():
             curves[name] = score.value
             curves.update({f"{name}/{detail}": value for detail, value in score.details.items()})
@@ -106,6 +106,6 @@ def combine(
             f"{rewards[name].weight:g} x {score.value:g} ({name})" for name, score in scores.items()
         )
         return RewardFailure(
-            FailureKind.NOT_FINITE, TOTAL, f"the weighted sum {parts} is {total}; use smaller weights"
+            FailureKind.NOT_FINITE, REWARD, f"the weighted sum {parts} is {total}; use smaller weights"
         )
     return ScoredSample(total, scores)

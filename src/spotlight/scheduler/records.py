@@ -13,10 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from spotlight.config.sections.rewards import REWARD as REWARD
 from spotlight.scheduler.types import DropReason, PolicyVersion, Prompt, Rollout, RolloutId, WorkerId
-
-REWARD = "reward"
-"""Score every trained sample has: the weighted sum its advantage was made of."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,14 +62,14 @@ class BlobServer:
     """All methods belong to one event loop.
 
     Args:
-        vault: for exclusive use; :meth:`close` closes it.
+        store: for exclusive use; :meth:`close` closes it.
         mailbox_events: mailbox size beyond which deliveries wait.
     """
 
-    def __init__(self, vault: BlobStore, mailbox_events: int = MAILBOX_EVENTS) -> None:
+    def __init__(self, store: BlobStore, mailbox_events: int = MAILBOX_EVENTS) -> None:
         if mailbox_events < 1:
             raise ValueError(f"mailbox_events is {mailbox_events}; expected at least 1")
-        self._vault = vault
+        self._store = store
         self._mailbox: list[Delivered] = []
         self._mailbox_events = mailbox_events
         self._threads = ThreadPoolExecutor(_DELIVERY_THREADS, "keeper-delivery")
@@ -121,32 +121,32 @@ class BlobServer:
 
     async def fetch(self, kind: str, names: Sequence[str], mark: str = "") -> list[StoredBlob | None]:
         """Latest step of each named blob; None where missing."""
-        return await asyncio.to_thread(lambda: [self._vault.get(kind, name, mark) for name in names])
+        return await asyncio.to_thread(lambda: [self._store.get(kind, name, mark) for name in names])
 
     async def put(self, kind: str, name: str, data: bytes, mark: str = "", step: int = 0) -> bool:
         """Store one blob; see :meth:`BlobStore.put`. Raises StoreError."""
-        return await asyncio.to_thread(self._vault.put, kind, name, data, mark=mark, step=step)
+        return await asyncio.to_thread(self._store.put, kind, name, data, mark=mark, step=step)
 
     async def drop(self, kind: str, names: Sequence[str]) -> None:
         """Delete blobs under any mark."""
-        await asyncio.to_thread(self._vault.drop, kind, names)
+        await asyncio.to_thread(self._store.drop, kind, names)
 
     async def keep_only(self, kind: str, names: Collection[str]) -> int:
         """Delete all blobs of a kind except ``names``; returns how many."""
-        return await asyncio.to_thread(self._vault.keep_only, kind, names)
+        return await asyncio.to_thread(self._store.keep_only, kind, names)
 
     async def usage(self) -> Usage:
         """Current usage."""
-        return self._vault.usage()
+        return self._store.usage()
 
     async def close(self) -> None:
         """Delete everything, files included."""
         await asyncio.to_thread(self._threads.shutdown)
-        await asyncio.to_thread(self._vault.close)
+        await asyncio.to_thread(self._store.close)
 
     def _keep(self, values: Sequence[ReportedValue], mark: str) -> None:
         for value in values:
-            self._vault.put(value.kind, value.name, value.data, mark=mark, step=value.step)
+            self._store.put(value.kind, value.name, value.data, mark=mark, step=value.step)
 
 
 class BlobActor(BlobServer):

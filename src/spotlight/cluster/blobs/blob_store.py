@@ -249,7 +249,7 @@ class BlobStore:
 
     def _wanted(self, entry: _Entry) -> bool:
         if self._closed:
-            raise StoreError(f"{self._folder.path}: cannot keep {_label(entry)}: the vault is closed")
+            raise StoreError(f"{self._folder.path}: cannot keep {_label(entry)}: the blob store is closed")
         there = self._index.find(entry.key)
         return there is None or there.step < entry.step
 

@@ -1,8 +1,8 @@
 """A process's folder for blobs spilled from memory; see ``blob_store.py``.
 
 DIRECTORY/lock                      held briefly by a starting process
-DIRECTORY/vault-XXXXXXXX/lock       held by its process while it lives
-DIRECTORY/vault-XXXXXXXX/000001     a line of JSON (label, length and checksum), then the blob
+DIRECTORY/blobs-XXXXXXXX/lock       held by its process while it lives
+DIRECTORY/blobs-XXXXXXXX/000001     a line of JSON (label, length and checksum), then the blob
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spotlight.store.store_errors import storage_error
 
 log = logging.getLogger("spotlight.store")
 
-_PREFIX = "vault-"
+_PREFIX = "blobs-"
 _LOCK = "lock"
 _HEADER_BYTES_MAX = 64 * 1024
 

@@ -5,7 +5,7 @@ address to every other program on the machine and cannot omit the autoscaler's m
 dashboard and prestarted workers, as is done here.
 
 Nodes use the loopback interface only. Ray's sole switch for that is the one against firewall prompts:
-``RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0``. Whoever can reach Ray can run code as this user, so access needs a
+``RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0``. Anyone who can reach Ray can run code as this user, so access needs a
 token that only this process's children know.
 """
 

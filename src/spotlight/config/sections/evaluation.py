@@ -9,7 +9,7 @@ from pydantic import Field, PositiveInt
 
 from spotlight.config.errors import Problem
 from spotlight.config.section import Section
-from spotlight.config.sections.rewards import TOTAL
+from spotlight.config.sections.rewards import REWARD
 
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
@@ -78,10 +78,10 @@ class EvaluationConfig(Section):
             )  # fmt: skip
         curves = [reward.curve for reward in run.rewards]
         # A reward's details are known only after scoring; check the reward's name now.
-        if self.strict is not None and self.strict.partition("/")[0] not in {TOTAL, *curves}:
+        if self.strict is not None and self.strict.partition("/")[0] not in {REWARD, *curves}:
             yield Problem(
                 "evaluation.strict", repr(self.strict),
-                f"{TOTAL!r}, or a curve of {' or '.join(map(repr, curves))}",
+                f"{REWARD!r}, or a curve of {' or '.join(map(repr, curves))}",
                 f"Name a curve that the rewards make, such as {curves[0]!r}, or leave the key out.",
             )  # fmt: skip
 

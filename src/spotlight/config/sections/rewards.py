@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
 
 
-TOTAL = "reward"
-"""Curve name of the weighted sum."""
+REWARD = "reward"
+"""Curve of the weighted sum: the score that every trained sample has, and its advantage is made of."""
 _ISOLATION_DEADLINES = 4
 
 
