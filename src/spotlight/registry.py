@@ -167,6 +167,7 @@ REWARDS: Registry[Callable[..., Any]] = Registry(
     {
         "shapes": "spotlight.rewards.shapes:shapes",
         "ocr": "spotlight.rewards.ocr:ocr",
+        "ocr-neural": "spotlight.rewards.reading.ocr_neural:ocr_neural",
         "jpeg_size": "spotlight.rewards.jpeg:jpeg_size",
         "geneval": "spotlight.rewards.geneval.geneval_reward:geneval",
         "pickscore": "spotlight.rewards.preference.pickscore:pickscore",

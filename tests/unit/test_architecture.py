@@ -76,6 +76,8 @@ HOLD_MODELS = {
     for module in (
         *(f"geneval.{each}" for each in ("mask2former", "object_colors", "openmmlab", "pretrained_model")),
         "geneval.tiny_detector",
+        "reading.pp_ocr",
+        "reading.tiny_pp_ocr",
         *(
             f"preference.{each}"
             for each in ("aesthetic_head", "clip_towers", "open_clip_weights", "tiny_clip")
