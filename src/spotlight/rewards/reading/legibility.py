@@ -79,16 +79,16 @@ def normalized(text: str) -> str:
 
 
 def missing_scripts(target: str, characters: Collection[str]) -> list[str]:
-    """Scripts of the target of which a reader of these characters knows none; ``Symbol`` if it knows nothing.
+    """Scripts of the target of which a reader of these characters knows none; ``Symbol`` if it has no
+    letters, and nothing that is known.
 
     A single missing letter (an accent) costs its place in the score; a missing script would cost all of it.
     """
-    scripts = {_script(each) for each in characters}
-    lacking = {_script(each) for each in target if each.isalpha()} - scripts
-    known = {each.lower() for each in characters}
-    if not lacking and not any(each in known for each in target):
-        return ["Symbol"]
-    return sorted(lacking)
+    letters = {_script(each) for each in target if each.isalpha()}
+    if not letters:
+        known = {each.lower() for each in characters}
+        return [] if any(each in known for each in target) else ["Symbol"]
+    return sorted(letters - {_script(each) for each in characters})
 
 
 def _script(character: str) -> str:

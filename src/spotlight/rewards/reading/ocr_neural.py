@@ -8,16 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spotlight.rewards.reading.legibility import legibility, missing_scripts, target_of
 from spotlight.rewards.reward import Image, RewardInputError, RewardSetupError
+from spotlight.rewards.reward_facts import Example, Reads, RewardFacts
 
 if TYPE_CHECKING:
     from spotlight.rewards.reading.pp_ocr import TextDetector, TextRecognizer
 
 DETECTOR = "PaddlePaddle/PP-OCRv6_small_det_safetensors"
 RECOGNIZER = "PaddlePaddle/PP-OCRv6_small_rec_safetensors"
+FACTS = RewardFacts(
+    runs_on="CPU",
+    typical=(0, 1),
+    reads=Reads.TEXT,
+    weights=(DETECTOR, RECOGNIZER),
+    licence="Apache-2.0",
+    example=Example("sign", score=(1, 1), prompt='a sign that says "OPEN"', wrong_prompt='a sign: "JAZZ"'),
+)
 
 
 def ocr_neural(
@@ -86,6 +96,14 @@ def scored_by(
 ) -> str:
     """Load the models; which detector and which recognizer, each as ``SOURCE@DIGEST`` of its weights."""
     return " ".join(model.identity for model in _models(detector, recognizer, device, batch_size))
+
+
+def tiny(folder: Path) -> dict[str, Any]:
+    """Write a small random detector and recognizer; the params that name them."""
+    from spotlight.rewards.reading.tiny_pp_ocr import save_tiny_detector, save_tiny_recognizer
+
+    detector, recognizer = save_tiny_detector(folder / "det"), save_tiny_recognizer(folder / "rec")
+    return {"detector": str(detector), "recognizer": str(recognizer), "device": "auto"}
 
 
 def _target(prompt: str, recognizer: str, reader: TextRecognizer) -> str:

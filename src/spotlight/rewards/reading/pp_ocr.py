@@ -158,10 +158,11 @@ class TextRecognizer:
 
     def scaled_width(self, height: int, width: int) -> int:
         """Width of a strip at the model's height: in proportion, up to a limit."""
-        size, limit = self._settings["size"], self._settings["max_image_width"]
+        size: dict[str, int] = self._settings["size"]
+        limit: int = self._settings["max_image_width"]
         most = max(int(size["height"] * width / height), size["width"])
         if most > limit:
-            return int(limit)
+            return limit
         return min(math.ceil(size["height"] * width / height), most)
 
     def decode(self, probabilities: torch.Tensor) -> Line:

@@ -1,87 +1,13 @@
-"""Tiny random PP-OCR models of the real classes, and their forward written out independently."""
+"""PP-OCR's forward written out independently, on the weights of a transformers model."""
 
 from __future__ import annotations
-
-import json
-import string
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-CHARACTERS = ["blank", *string.ascii_letters, *string.digits, " "]
+from spotlight.rewards.reading.tiny_pp_ocr import DETECTOR_BLOCKS, RECOGNIZER_BLOCKS
+
 Weights = dict[str, torch.Tensor]
-
-_DETECTOR = {
-    "stem_type": "small",
-    "stem_channels": [3, 4, 8],
-    "block_configs": [
-        [[3, 8, 8, 1, True]],
-        [[3, 8, 12, 2, False]],
-        [[3, 12, 16, 2, False]],
-        [[3, 16, 16, 2, True]],
-    ],
-    "out_features": ["stage1", "stage2", "stage3", "stage4"],
-}
-_RECOGNIZER = {
-    "stem_type": "small",
-    "stem_channels": [3, 4, 8],
-    "block_configs": [
-        [[3, 8, 8, 1, True]],
-        [[3, 8, 12, (2, 1), False]],
-        [[3, 12, 16, (2, 1), False]],
-        [[3, 16, 16, 1, False]],
-    ],
-    "out_features": ["stage4"],
-}
-
-
-def save_detector(out: Path) -> Path:
-    """A detector whose random map crosses the thresholds in blobs."""
-    from transformers import PPOCRV6SmallDetConfig, PPOCRV6SmallDetForObjectDetection
-
-    config = PPOCRV6SmallDetConfig(
-        backbone_config={"model_type": "pp_lcnet_v4", **_DETECTOR},
-        neck_out_channels=16,
-        layer_list_out_channels=[8, 12, 16, 16],
-        reduction=2,
-    )
-    model = PPOCRV6SmallDetForObjectDetection(config)
-    _randomize(model, seed=1)
-    model.save_pretrained(out)
-    (out / "preprocessor_config.json").write_text(json.dumps({"limit_side_len": 320}))
-    return out
-
-
-def save_recognizer(out: Path, characters: list[str] = CHARACTERS) -> Path:
-    """A recognizer whose random answers are sure."""
-    from transformers import PPOCRV6TinyRecConfig, PPOCRV6TinyRecForTextRecognition
-
-    config = PPOCRV6TinyRecConfig(
-        backbone_config={"model_type": "pp_lcnet_v4", **_RECOGNIZER},
-        hidden_size=12,
-        head_out_channels=len(CHARACTERS),
-    )
-    model = PPOCRV6TinyRecForTextRecognition(config)
-    _randomize(model, seed=2)
-    model.head.fc2.weight.data *= 30
-    model.save_pretrained(out)
-    (out / "preprocessor_config.json").write_text(json.dumps({"character_list": characters}))
-    return out
-
-
-def _randomize(model: torch.nn.Module, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for name, tensor in model.state_dict().items():
-        if name.endswith("num_batches_tracked"):
-            continue
-        drawn = torch.randn(tensor.shape, generator=generator)
-        if name.endswith("running_var"):
-            tensor.copy_(1 + 0.2 * drawn.abs())
-        elif tensor.dim() > 1:
-            tensor.copy_(drawn * (2 / tensor[0].numel()) ** 0.5)
-        else:
-            tensor.copy_(0.2 * drawn + (1 if "norm" in name and name.endswith("weight") else 0))
 
 
 class Layers:
@@ -95,6 +21,10 @@ class Layers:
         padding = tuple(side // 2 for side in weight.shape[2:])
         run = F.conv1d if weight.dim() == 3 else F.conv2d
         return run(x, weight, bias, stride=stride, padding=padding, groups=groups)
+
+    def grow(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        weight, bias = self.weights[f"{name}.weight"], self.weights[f"{name}.bias"]
+        return F.conv_transpose2d(x, weight, bias, stride=2)
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         shape = [1, -1] + [1] * (x.dim() - 2)
@@ -117,7 +47,9 @@ class Layers:
             same = inside == outside and stride == 1
             x = (self.conv if same else self.layer)(x, f"{at}.token_conv", stride, inside)
             if excited:
-                y = F.relu(self.conv(x.mean((2, 3), keepdim=True), f"{at}.token_squeeze_excitation.convolutions.0"))
+                y = F.relu(
+                    self.conv(x.mean((2, 3), keepdim=True), f"{at}.token_squeeze_excitation.convolutions.0")
+                )
                 y = self.conv(y, f"{at}.token_squeeze_excitation.convolutions.2")
                 x = x * (y / 6 + 0.5).clamp(0, 1)
             y = self.layer(F.gelu(self.layer(x, f"{at}.channel_conv1")), f"{at}.channel_conv2")
@@ -134,7 +66,7 @@ def detector_forward(weights: Weights, pixels: torch.Tensor) -> torch.Tensor:
     """Text probability of every pixel [batch, height, width]."""
     layers = Layers(weights)
     found = []
-    for at, each in enumerate(layers.backbone(pixels.double(), "model.backbone.encoder", _DETECTOR["block_configs"])):
+    for at, each in enumerate(layers.backbone(pixels.double(), "model.backbone.encoder", DETECTOR_BLOCKS)):
         y = layers.conv(each, f"model.neck.insert_conv.{at}.in_conv")
         found.append(y + layers.excite(y, f"model.neck.insert_conv.{at}.squeeze_excitation_block"))
     for at in (2, 1, 0):
@@ -149,7 +81,9 @@ def detector_forward(weights: Weights, pixels: torch.Tensor) -> torch.Tensor:
     x = torch.cat(parts[::-1], 1)
     x = F.relu(layers.norm(layers.conv(x, "head.conv_down.convolution"), "head.conv_down.norm"))
     up = layers.weights
-    x = F.conv_transpose2d(x, up["head.conv_up.convolution.weight"], up["head.conv_up.convolution.bias"], stride=2)
+    x = F.conv_transpose2d(
+        x, up["head.conv_up.convolution.weight"], up["head.conv_up.convolution.bias"], stride=2
+    )
     x = F.relu(layers.norm(x, "head.conv_up.norm"))
     x = F.conv_transpose2d(x, up["head.conv_final.weight"], up["head.conv_final.bias"], stride=2)
     return 1 / (1 + (-x[:, 0]).exp())
@@ -158,7 +92,7 @@ def detector_forward(weights: Weights, pixels: torch.Tensor) -> torch.Tensor:
 def recognizer_forward(weights: Weights, pixels: torch.Tensor) -> torch.Tensor:
     """Probability of every character at every step [batch, steps, characters]."""
     layers = Layers(weights)
-    x = layers.backbone(pixels.double(), "model.backbone.encoder", _RECOGNIZER["block_configs"])[-1]
+    x = layers.backbone(pixels.double(), "model.backbone.encoder", RECOGNIZER_BLOCKS)[-1]
     x = F.avg_pool2d(x, (3, 2))[:, :, 0]
     x = F.hardswish(layers.norm(layers.conv(x, "head.conv1", groups=x.shape[1]), "head.norm1"))
     x = F.hardswish(layers.norm(layers.conv(x, "head.conv2"), "head.norm2")).transpose(1, 2)
