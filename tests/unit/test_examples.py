@@ -17,7 +17,8 @@ from spotlight.testbed import PIPELINE_DIR
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
-RANKS = re.compile(r"torchrun --nproc-per-node (\d+) -m spotlight\.cli train examples/(\S+)")
+RANKS = re.compile(r"torchrun --nproc-per-node (\d+) -m spotlight\.cli train examples/\S+(.*)")
+"""Command lines in an example's header: the ranks, and the overrides of a variant."""
 
 
 def home(example: Path) -> Path:
@@ -41,11 +42,17 @@ def test_there_are_examples() -> None:
 def test_it_is_free_of_contradictions(example: Path) -> None:
     config = load_config(example)
     assert list(config.every_problem()) == []
-    ranks = [1, *(int(number) for number, _ in RANKS.findall(example.read_text()))]
-    assert not [
-        problem for count in ranks for problem in config.learner.batch_problems(config.rollout, count)
-    ]
+    for ranks, overrides in [("1", ""), *RANKS.findall(example.read_text())]:
+        variant = load_config(example, overrides.split())
+        assert not list(variant.learner.batch_problems(variant.rollout, int(ranks)))
     assert config.name == example.stem.replace("_", "-")
+
+
+def test_a_variant_in_its_header_plans(example: Path) -> None:
+    for overrides in {overrides for _, overrides in RANKS.findall(example.read_text()) if overrides}:
+        plan = make_plan(load_config(example, overrides.split()))
+        assert plan.memory
+        assert plan.samples == make_plan(load_config(example)).samples
 
 
 def test_it_plans(example: Path) -> None:
@@ -65,7 +72,7 @@ def test_its_rewards_exist_and_take_its_prompts(example: Path) -> None:
     prompts = load_prompts(config)
     every = [*prompts.train, *prompts.test]
     for reward in config.rewards:
-        if reward.name in REWARDS and reward.name != "shapes":
+        if reward.name in REWARDS and reward.name not in {"shapes", "geneval"}:
             assert parse(reward.name)  # loading it needs Tesseract
             continue
         loaded = load(reward.name, reward.params)
