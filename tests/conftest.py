@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,8 +31,20 @@ multiprocessing.set_forkserver_preload(
         "diffusers.models.autoencoders.autoencoder_kl_qwenimage",
         "diffusers.schedulers.scheduling_flow_match_euler_discrete",
         "spotlight.rollout.sequence_parallel.lockstep",
+        "tests.frozen",
     ]
 )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Import all tests without garbage collection, which would look at half a million lasting objects."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -368,7 +368,7 @@ def test_activations_are_within_a_tenth_of_the_plans(load: Load, name: str) -> N
     assert found == pytest.approx(expected, rel=0.1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 @pytest.mark.parametrize(("name", "variant"), TRAINED)
 def test_a_transformer_from_a_peer_is_the_one_on_disk(
     load: Load, name: str, variant: int, dtype: torch.dtype, tmp_path: Path

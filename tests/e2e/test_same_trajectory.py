@@ -16,15 +16,18 @@ ROUNDING = {
     "timesteps in a pass": ("learner.timesteps_per_pass=auto",),
     "checkpointed activations": ("learner.gradient_checkpointing=true",),
 }
+TOGETHER = tuple(setting for settings in ROUNDING.values() for setting in settings)
 
 
 @pytest.mark.parametrize("algorithm", ONE_AT_ONCE)
-@pytest.mark.parametrize("setting", ROUNDING)
+@pytest.mark.parametrize(
+    "setting", ["together", *(pytest.param(name, marks=pytest.mark.slow) for name in ROUNDING)]
+)
 def test_the_same_but_for_rounding(job: Job, algorithm: str, setting: str) -> None:
     number = list(ALGORITHMS).index(algorithm)
     plain, other = job.root / f"calm-{number}", job.root / f"{setting.replace(' ', '-')}-{number}"
     job.train(plain.name, *ALGORITHMS[algorithm], *CALM)  # at once, from the second time on
-    job.train(other.name, *ALGORITHMS[algorithm], *CALM, *ROUNDING[setting])
+    job.train(other.name, *ALGORITHMS[algorithm], *CALM, *ROUNDING.get(setting, TOGETHER))
     assert largest_difference(plain, other) <= WEIGHT_TOLERANCE
     ours, theirs = clean_audit(plain).counts, clean_audit(other).counts
     assert ours == theirs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -113,7 +113,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def main(rank: int, count: int, port: int, pipeline: Path, directory: Path) -> None:
+def main(rank: int, count: int, port: int, pipeline: Path, directory: Path, cases: Sequence[str]) -> None:
     torch.set_num_threads(1)
     # What torchrun sets.
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count)}
@@ -124,7 +124,7 @@ def main(rank: int, count: int, port: int, pipeline: Path, directory: Path) -> N
         assert ranks.share(ranks.rank) == list(range(count))
         # Each rank counts as a node, where ranks of a node share the model.
         nodes = replace(ranks, per_node=(1,) * count)
-        for case in CASES:
+        for case in cases:
             learner = learner_of(world, case, nodes)
             if "none" in case:
                 assert not any(isinstance(p, DTensor) for p in learner.slots.trainable_parameters().values())

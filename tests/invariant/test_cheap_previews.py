@@ -86,8 +86,18 @@ def same_bits(one: FinishedRollout, other: FinishedRollout) -> bool:
     return torch.equal(a.latents, b.latents) and torch.equal(a.log_probs, b.log_probs)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("recipe", [TRAIN, GUIDED], ids=["train", "guided train"])
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [
+        *(pytest.param(TRAIN, name, id=f"train-{name}") for name in RECIPES),
+        pytest.param(GUIDED, "both", id="guided train-both"),
+        *(
+            pytest.param(GUIDED, name, id=f"guided train-{name}", marks=pytest.mark.slow)
+            for name in RECIPES
+            if name != "both"
+        ),
+    ],
+)
 def test_previews_leave_no_trace_in_rollouts(family: QwenImage, recipe: Recipe, name: str) -> None:
     """Equal bits, with previews before them, in the same steps, and after them."""
     seeds = [0, 1, 2, 3]

@@ -45,8 +45,18 @@ def assert_no_bit_differs(
     assert sums.means["ratio_deviation"] == sums.means["approx_kl"] == sums.means["clip_fraction"] == 0.0
 
 
-@pytest.mark.parametrize("per_pass", [1, 2, "auto"])
-@pytest.mark.parametrize("size", [2, 6])
+PASSES = [(2, 1), (6, 2), (2, "auto")]
+"""(samples of a micro-batch, timesteps of a pass) of the first tier."""
+
+
+@pytest.mark.parametrize(
+    ("size", "per_pass"),
+    [
+        pytest.param(size, per_pass, marks=() if (size, per_pass) in PASSES else pytest.mark.slow)
+        for size in (2, 6)
+        for per_pass in (1, 2, "auto")
+    ],
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_without_the_pass_the_first_update_is_the_same_to_the_bit(
     world: World, name: str, size: int, per_pass: int | str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 
 
 class Both:
-    """The results of one rank and of two."""
+    """The results of one rank and of two, in the cases that tests ask for."""
 
-    def __init__(self, pipeline: Path, directory: Path) -> None:
+    def __init__(self, pipeline: Path, directory: Path, cases: Sequence[str]) -> None:
         self.directory = directory
         self.world = World(pipeline, directory / "cache")
         self.one: dict[str, dict[str, Any]] = {}
-        for case in CASES:
+        for case in cases:
             learner = learner_of(self.world, case)
             torch.save(roll_out(self.world, learner), directory / f"{case}-samples.pt")
             self.one[case] = run_case(case, learner, directory)
@@ -39,16 +40,29 @@ class Both:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        mp.start_processes(main, (2, port, pipeline, directory), nprocs=2, start_method="forkserver")
-        self.two = {case: torch.load(directory / f"{case}-ranks.pt") for case in CASES}
+        arguments = (2, port, pipeline, directory, cases)
+        mp.start_processes(main, arguments, nprocs=2, start_method="forkserver")
+        self.two = {case: torch.load(directory / f"{case}-ranks.pt") for case in cases}
 
 
 @pytest.fixture(scope="module")
-def both(random_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Both:
-    return Both(random_pipeline, tmp_path_factory.mktemp("ranks"))
+def both(
+    request: pytest.FixtureRequest, random_pipeline: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Both:
+    asked = {
+        item.callspec.params.get("case")
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.module is request.module and hasattr(item, "callspec")
+    }
+    cases = [case for case in CASES if case in asked | {"nft-lora"}]  # others use that one's samples
+    return Both(random_pipeline, tmp_path_factory.mktemp("ranks"), cases)
 
 
-@pytest.mark.parametrize("case", CASES)
+# In the first tier grpo-full-node has GRPO on two ranks.
+EACH = [pytest.param(case, marks=pytest.mark.slow if case == "grpo-lora" else ()) for case in CASES]
+
+
+@pytest.mark.parametrize("case", EACH)
 def test_two_ranks_equal_one(both: Both, case: str) -> None:
     one, two = both.one[case]["weights"], both.two[case]["weights"]
     assert one.keys() == two.keys()
@@ -59,7 +73,7 @@ def test_two_ranks_equal_one(both: Both, case: str) -> None:
     assert len(moved) > 0.8 * len(start)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", EACH)
 def test_metrics_are_those_of_all_ranks(both: Both, case: str) -> None:
     for one, two in zip(both.one[case]["reports"], both.two[case]["reports"], strict=True):
         assert one.keys() == two.keys()
@@ -69,7 +83,7 @@ def test_metrics_are_those_of_all_ranks(both: Both, case: str) -> None:
         assert two["train/loss"] == pytest.approx(one["train/loss"], rel=1e-3, abs=1e-6)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", EACH)
 def test_a_state_loads_into_any_number_of_ranks(both: Both, case: str) -> None:
     two = both.two[case]
     assert two["reloaded"] == both.one[case]["digest"]
@@ -79,7 +93,7 @@ def test_a_state_loads_into_any_number_of_ranks(both: Both, case: str) -> None:
     assert learner.digest() == two["digest"]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "lora" in case])
+@pytest.mark.parametrize("case", [each for each in EACH if "lora" in str(each.values[0])])
 def test_a_sharded_lora_exports_whole(both: Both, case: str) -> None:
     (file,) = (both.directory / f"{case}-export").iterdir()
     exported = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
@@ -89,7 +103,7 @@ def test_a_sharded_lora_exports_whole(both: Both, case: str) -> None:
         torch.testing.assert_close(exported[name], tensor, rtol=0, atol=WEIGHT_TOLERANCE)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", EACH)
 def test_sharded_weights_merge_whole(both: Both, case: str) -> None:
     one, two = both.one[case]["merged"], both.two[case]["merged"]
     assert one.keys() == two.keys()

@@ -15,8 +15,11 @@ from tests.simulation.swarm import Trial, draw_trial
 SEEDS = 300
 
 
-def test_no_seed_violates_anything_and_every_branch_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
-    assert check_seeds(0, SEEDS, twice=False) == 0, capsys.readouterr().out
+@pytest.mark.parametrize("seeds", [150, pytest.param(1000, marks=pytest.mark.slow)])
+def test_no_seed_violates_anything_and_every_branch_is_taken(
+    seeds: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check_seeds(0, seeds, twice=False) == 0, capsys.readouterr().out
 
 
 @pytest.mark.parametrize("seed", range(0, 40, 4))

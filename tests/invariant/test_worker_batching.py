@@ -154,7 +154,7 @@ LEASES = st.lists(
 )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=settings.default.max_examples // 5)
 @given(leases=LEASES, commit_every=st.integers(1, 3), max_batch=st.sampled_from([2, 5, 16]))
 def test_company_leaves_no_trace(
     bodies: list[Body],
@@ -203,7 +203,9 @@ def test_company_leaves_no_trace(
     assert draws.asked == needed or given_up
 
 
-@pytest.mark.parametrize("pair", range(32))
+@pytest.mark.parametrize(
+    "pair", [pytest.param(pair, marks=pytest.mark.slow if pair >= 16 else ()) for pair in range(32)]
+)
 def test_paused_and_moved_to_another_worker(
     bodies: list[Body],
     conditions: MemoryHome,

@@ -24,6 +24,7 @@ from spotlight.cli.exit_codes import (
     ours,
 )
 from spotlight.cli.options import silence_loading_bars
+from spotlight.registry import collection_paused
 
 if TYPE_CHECKING:
     from spotlight.cli.runs.progress import RunProgress
@@ -173,13 +174,14 @@ def _run(config: RunConfig, plain: bool) -> RunResult:
 
 def driver_of(config: RunConfig) -> Callable[[RunConfig, Observer, float], RunResult]:
     """The driver of this configuration: this process (and ``torchrun``'s other ranks), or a Ray cluster."""
-    if config.fleet.driver == "ray":
-        from spotlight.cluster.cluster_run import train_on_cluster
+    with collection_paused():
+        if config.fleet.driver == "ray":
+            from spotlight.cluster.cluster_run import train_on_cluster
 
-        return train_on_cluster
-    from spotlight.runtime.run import train as train_inline
+            return train_on_cluster
+        from spotlight.runtime.run import train as train_inline
 
-    return train_inline
+        return train_inline
 
 
 def _point_to_log(config: RunConfig, progress: RunProgress) -> None:

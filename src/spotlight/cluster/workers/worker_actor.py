@@ -20,6 +20,7 @@ from spotlight.cluster.blobs.blob_store import StoredBlob
 from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE, SLOT
 from spotlight.cluster.workers.visible_gpus import gpu_index
 from spotlight.config.load import read_config
+from spotlight.registry import collection_paused
 from spotlight.rollout.sequence_parallel.rendezvous import Address
 from spotlight.runtime.process import prepare_process
 from spotlight.scheduler.effects import StartWorker
@@ -88,7 +89,8 @@ class WorkerActor:
 
     def __init__(self, order: WorkerOrder, keeper: Any) -> None:
         # Imported late: it pulls in diffusers, and the head needs this module only to start actors.
-        from spotlight.cluster.workers.worker_process import WorkerPlace, WorkerProcess
+        with collection_paused():
+            from spotlight.cluster.workers.worker_process import WorkerPlace, WorkerProcess
 
         config = read_config(order.config, "the configuration sent to a worker")
         if os.path.isdir(order.working_directory):  # noqa: PTH112 - base of the config's relative paths

@@ -33,7 +33,11 @@ class PromptSet(Generic[T]):
 
 def drawn(*what: object) -> int:
     """A number of 64 bits that depends on nothing else, on no machine or version of Python."""
-    return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest())
+    return _hashed(repr(what))
+
+
+def _hashed(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
 
 
 def split(
@@ -75,9 +79,11 @@ def split(
 
 
 def _shuffled(contents: Iterable[T], key: Hashable, without: frozenset[T]) -> list[T]:
-    listed = list(contents)
-    order = sorted(range(len(listed)), key=lambda index: drawn(key, index))
-    return [listed[index] for index in order if listed[index] not in without]
+    listed, name = list(contents), repr(key)
+    # As drawn(key, index); the key is the same for 300,000 indices.
+    order = sorted(range(len(listed)), key=lambda index: _hashed(f"({name}, {index})"))
+    shuffled = [listed[index] for index in order]
+    return [each for each in shuffled if each not in without] if without else shuffled
 
 
 def _in_turns(contents: Sequence[T], wordings: Callable[[T], int]) -> Iterator[tuple[int, T]]:
