@@ -72,7 +72,7 @@ def _replaced(config: RunConfig, family: type[ModelFamily], folder: Path) -> Ite
 
 
 def _rewards(config: RunConfig, folder: Path) -> Iterator[tuple[str, object]]:
-    """All rewards anew, if one of them has weights: a list is overridden as a whole."""
+    """All rewards again, if one of them has weights: a list is overridden as a whole."""
     from spotlight.rewards.reward_registry import tiny_params
 
     rewards = [each.model_dump(mode="json", exclude_defaults=True) for each in config.rewards]
