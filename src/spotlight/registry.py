@@ -193,6 +193,9 @@ REWARDS: Registry[Callable[..., Any]] = Registry(
         "aesthetic": "spotlight.rewards.preference.aesthetic:aesthetic",
         "vlm-judge": "spotlight.rewards.endpoints.vlm_judge:vlm_judge",
         "ocr-vlm": "spotlight.rewards.endpoints.ocr_vlm:ocr_vlm",
+        "geneval2": "spotlight.rewards.endpoints.geneval2:geneval2",
+        "unified-reward": "spotlight.rewards.endpoints.unified_reward:unified_reward",
+        "edit-score": "spotlight.rewards.endpoints.edit_score:edit_score",
         "http": "spotlight.rewards.endpoints.service_scores:http",
     },
 )

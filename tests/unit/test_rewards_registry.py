@@ -60,6 +60,9 @@ ENDPOINT = {"base_url": "http://127.0.0.1:1/v1", "model": "any"}
 NEEDED: dict[str, dict[str, object]] = {
     "vlm-judge": {"endpoint": ENDPOINT},
     "ocr-vlm": {"endpoint": ENDPOINT},
+    "geneval2": {"endpoint": ENDPOINT},
+    "unified-reward": {"endpoint": ENDPOINT},
+    "edit-score": {"endpoint": ENDPOINT},
     "http": {"server": {"base_url": "http://127.0.0.1:1"}, "reward": "any"},
 }
 

@@ -331,7 +331,7 @@ def test_settings_are_strict_and_name_the_key(endpoint: Any, words: str) -> None
     assert "pw@" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["vlm-judge", "ocr-vlm", "http"])
+@pytest.mark.parametrize("name", ["vlm-judge", "ocr-vlm", "geneval2", "unified-reward", "edit-score", "http"])
 def test_a_batch_may_not_take_longer_than_the_call_and_costs_add(name: str) -> None:
     place = {"base_url": "http://h", "batch_timeout_s": 40}
     params = {"server": place, "reward": "r"} if name == "http" else {"endpoint": {**place, "model": "m"}}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import Field
 
 from spotlight.rewards.endpoints.json_client import HttpCall, Read, RewardServer, ask_all, png_base64
@@ -77,14 +78,14 @@ class ChatAnswer:
 
 def ask_about(
     endpoint: ChatEndpoint,
-    images: Sequence[Image],
+    images: Sequence[Image | Sequence[Image]],
     questions: Sequence[str],
     *,
     tokens_max: int,
     read: Callable[[ChatAnswer], Read],
     logprobs: bool = False,
 ) -> list[tuple[ChatAnswer, Read] | SampleError]:
-    """Ask one question about each picture [height, width, 3].
+    """Ask one question about each picture [height, width, 3], or about several in order.
 
     Args:
         read: what an answer says; raises as that of :func:`ask_all` does.
@@ -112,12 +113,32 @@ def try_out(
     tokens_max: int,
     read: Callable[[ChatAnswer], object],
     logprobs: bool = False,
+    hint: str = "",
 ) -> None:
     """Ask about one picture, before any work. Raises RewardSetupError if the answer cannot be read."""
     (answer,) = ask_about(endpoint, [image], [question], tokens_max=tokens_max, read=read, logprobs=logprobs)
     if isinstance(answer, SampleError):
-        hint = " If it offers no logprobs, set params.answer: grade." if logprobs else ""
         raise RewardSetupError(f"{endpoint.model!r} did not answer a first question: {answer}{hint}")
+
+
+def merged(
+    answers: Sequence[tuple[ChatAnswer, Read] | SampleError],
+) -> tuple[ChatAnswer, list[Read]] | SampleError:
+    """All answers about one sample as one: tokens add, and the first failure fails the sample."""
+    found = []
+    for each in answers:
+        if isinstance(each, SampleError):
+            return each
+        found.append(each)
+    counts = [answer.tokens for answer, _ in found if answer.tokens is not None]
+    tokens = TokenCount(sum(each.prompt for each in counts), sum(each.completion for each in counts))
+    whole = ChatAnswer(
+        "\n".join(answer.text for answer, _ in found),
+        any(answer.cut_off for answer, _ in found),
+        None,
+        tokens if len(counts) == len(found) else None,
+    )
+    return whole, [read for _, read in found]
 
 
 def token_curves(
@@ -165,10 +186,18 @@ def parse_completion(endpoint: ChatEndpoint, body: object) -> ChatAnswer:
 
 
 def _body(
-    endpoint: ChatEndpoint, image: Image, question: str, tokens_max: int, logprobs: bool
+    endpoint: ChatEndpoint,
+    images: Image | Sequence[Image],
+    question: str,
+    tokens_max: int,
+    logprobs: bool,
 ) -> dict[str, Any]:
-    picture = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png_base64(image)}"}}
-    content = [picture, {"type": "text", "text": question}]
+    several = [images] if isinstance(images, np.ndarray) else images
+    content: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png_base64(image)}"}}
+        for image in several
+    ]
+    content.append({"type": "text", "text": question})
     offer = {"logprobs": True, "top_logprobs": TOP_LOGPROBS} if logprobs else {}
     return {
         "model": endpoint.model,

@@ -113,6 +113,7 @@ def check(
         tokens_max=_TOKENS_MAX[answer],
         read=partial(_score, answer, scale),
         logprobs=answer == "yes-no",
+        hint=" If it offers no logprobs, set params.answer: grade." if answer == "yes-no" else "",
     )
 
 

@@ -1,0 +1,255 @@
+"""``geneval2``, ``unified-reward`` and ``edit-score`` at real servers: formulas, no zero for bad answers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from tests.unit.reward_server import (
+    Reply,
+    as_json,
+    completion,
+    decoded,
+    drip,
+    hang,
+    picture_in,
+    question_in,
+    reward_server,
+)
+
+from spotlight.config.sections.rewards import RewardConfig
+from spotlight.rewards.endpoints import edit_score as edit_module
+from spotlight.rewards.endpoints import geneval2 as geneval2_module
+from spotlight.rewards.endpoints import unified_reward as unified_module
+from spotlight.rewards.endpoints.edit_score import edit_score
+from spotlight.rewards.endpoints.geneval2 import answer_probability, geneval2, geometric_mean
+from spotlight.rewards.endpoints.unified_reward import unified_reward
+from spotlight.rewards.pool.reward_pool import RewardPool
+from spotlight.rewards.results import RewardFailure, ScoredSample
+from spotlight.rewards.reward import RewardInputError, RewardSetupError, SampleError
+
+ATOMS = [["How many dogs are there?", "two"], ["What is striped?", "zebra"], ["Is it day?", "Yes"]]
+GRADES = "Alignment Score (1-5): 4.5\nCoherence Score (1-5): 3\nStyle Score (1-5): **2**"
+
+
+def grays(*levels: int) -> list[np.ndarray]:
+    return [np.full((8, 12, 3), level, np.uint8) for level in levels]
+
+
+def settings(url: str, **more: Any) -> dict[str, Any]:
+    quick = {"timeout_s": 0.5, "batch_timeout_s": 5.0, "retries": 1, "backoff_s": 0.01}
+    return {"base_url": f"{url}/v1", "model": "judge-8b", **quick, **more}
+
+
+def logs(**probabilities: float) -> dict[str, float]:
+    return {token: math.log(probability) for token, probability in probabilities.items()}
+
+
+def by_question(request: BaseHTTPRequestHandler, body: Any) -> Reply:
+    """The first atom is right with .6, the second with .3, the third as far as the picture is bright."""
+    question = question_in(body)
+    if "dogs" in question:
+        return completion("two", top=logs(Two=0.4, **{"2": 0.2}, three=0.4))
+    if "striped" in question:
+        return completion("ze", top=logs(ze=0.3, z=0.1, cat=0.6))
+    bright = picture_in(body)[0, 0, 0] / 255
+    return completion("Yes", top=logs(Yes=max(bright, 1e-9), No=max(1 - bright, 1e-9)))
+
+
+def test_geneval2_is_the_mean_over_atoms_and_the_geometric_mean_over_a_prompt() -> None:
+    with reward_server(by_question) as world:
+        place = settings(world.url, usd_per_million_prompt_tokens=2.0)
+        found = geneval2(grays(51, 204), ["a", "b"], [{"vqa_list": ATOMS}] * 2, endpoint=place)
+        plain = geneval2(grays(51), ["a"], [{"vqa_list": ATOMS}], endpoint=place, mean="arithmetic")
+    assert found["arithmetic"] == pytest.approx([(0.6 + 0.3 + 0.2) / 3, (0.6 + 0.3 + 0.8) / 3])
+    assert found["score"] == found["geometric"] == pytest.approx([0.036 ** (1 / 3), 0.144 ** (1 / 3)])
+    assert found["weakest"] == pytest.approx([0.2, 0.3])
+    assert plain["score"] == pytest.approx(found["arithmetic"][:1])
+    assert found["prompt_tokens"] == [300.0, 300.0]
+    assert found["cost_usd"] == pytest.approx([600e-6] * 2)
+    assert all(body["max_tokens"] == 1 and body["logprobs"] for _, _, body in world.seen)
+    assert question_in(world.seen[0][2]).endswith("Answer in one word.")
+
+
+@pytest.mark.parametrize(
+    ("answer", "token", "counts"),
+    [
+        ("two", "2", True),
+        ("7", " seven", True),
+        ("Yes", "yes.", True),
+        ("striped", "str", True),
+        ("striped", "s", False),
+        ("no", "not", False),
+        ("red", "reddish", False),
+        ("no", "", False),
+    ],
+)
+def test_a_token_counts_if_it_begins_the_answer(answer: str, token: str, counts: bool) -> None:
+    assert answer_probability({token: 0.7, "other": 0.3}, answer) == (0.7 if counts else 0.0)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=6))
+def test_the_geometric_mean_lies_between_the_least_and_the_arithmetic_mean(values: list[float]) -> None:
+    found = geometric_mean(values)
+    assert min(values) - 1e-9 <= found <= np.mean(values) + 1e-9
+
+
+def test_unified_reward_is_a_grade_of_five() -> None:
+    with reward_server(lambda request, body: completion(GRADES)) as world:
+        found = unified_reward(grays(1), ["a {low} cat"], [{}], endpoint=settings(world.url))
+        style = unified_reward(grays(1), ["a"], [{}], endpoint=settings(world.url), train_on="style")
+        unified_module.check(["a"], [{}], endpoint=settings(world.url))
+    assert found["score"] == pytest.approx([(4.5 + 3 + 2) / 15])
+    assert (found["alignment"], found["coherence"], found["style"]) == ([4.5], [3.0], [2.0])
+    assert style["score"] == [0.4]
+    assert "Text Caption: [a {low} cat]" in question_in(world.seen[0][2])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "4",
+        GRADES.replace("Style", "Charm"),
+        GRADES.replace("4.5", "6"),
+        GRADES.replace("4.5", "0"),
+        GRADES + GRADES,
+        GRADES[:40],
+    ],
+)
+def test_grades_that_are_not_all_there_are_an_error(text: str) -> None:
+    with reward_server(lambda request, body: completion(text)) as world:
+        found = unified_reward(grays(1), ["a"], [{}], endpoint=settings(world.url))
+    assert isinstance(found["score"][0], SampleError)
+
+
+def edited(request: BaseHTTPRequestHandler, body: Any) -> Reply:
+    content = body["messages"][0]["content"]
+    pictures = [each["image_url"]["url"].partition(",")[2] for each in content if each["type"] == "image_url"]
+    levels = [int(decoded(each)[0, 0, 0]) for each in pictures]
+    if len(levels) == 2:  # faithful as far as the second is brighter
+        return completion(json.dumps({"reasoning": "so", "score": [25, (levels[1] - levels[0]) / 10]}))
+    return completion('Here: ```json\n{"reasoning": "{", "score": [16, 20.5]}\n```')
+
+
+def test_edit_score_compares_with_the_original(tmp_path: Path) -> None:
+    for level in (10, 20):
+        Image.fromarray(grays(level)[0]).save(tmp_path / f"{level}.png")
+    records = [{"reference": str(tmp_path / f"{level}.png")} for level in (10, 20)]
+    with reward_server(edited) as world:
+        place = settings(world.url)
+        edit_module.check(["brighter"] * 2, records, endpoint=place)
+        found = edit_score(grays(100, 110), ["brighter", "more"], records, endpoint=place)
+    assert found["score"] == pytest.approx([12.0, 12.0])
+    assert (found["faithfulness"], found["quality"]) == ([9.0, 9.0], [16.0, 16.0])
+    assert found["prompt_tokens"] == [200.0, 200.0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "25",
+        "{[",
+        '{"score": 20}',
+        '{"score": [20, 26]}',
+        '{"score": [NaN, 1]}',
+        '{"score": ["20", 20]}',
+        '{"score": [true, 20]}',
+        '{"score": [1, 2',
+    ],
+)
+def test_an_answer_without_two_grades_is_an_error(text: str, tmp_path: Path) -> None:
+    Image.fromarray(grays(1)[0]).save(tmp_path / "a.png")
+    with reward_server(lambda request, body: completion(text, finish="length")) as world:
+        record = {"reference": str(tmp_path / "a.png")}
+        found = edit_score(grays(1), ["a"], [record], endpoint=settings(world.url))
+    assert isinstance(found["score"][0], SampleError)
+    assert "cut off" in str(found["score"][0])
+
+
+def test_an_original_that_is_missing_or_broken_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "broken.png").write_bytes(b"\x89PNG no more")
+    for record, words in (
+        ({}, "'reference' of the prompt 'a' is None"),
+        ({"reference": str(tmp_path / "none.png")}, "cannot be read as a picture"),
+        ({"reference": str(tmp_path / "broken.png")}, "cannot be read as a picture"),
+    ):
+        with pytest.raises(RewardInputError, match=words):
+            edit_module.check(["a"], [record], endpoint=settings("http://127.0.0.1:1"))
+
+
+@pytest.mark.parametrize("atoms", [None, [], "two", [["only a question"]], [["q", ""]], [["q", 2]]])
+def test_atoms_are_required(atoms: object) -> None:
+    with pytest.raises(RewardInputError, match="'vqa_list' of the prompt 'a dog' is"):
+        geneval2_module.check(["a dog"], [{"vqa_list": atoms}], endpoint=settings("http://127.0.0.1:1"))
+
+
+def test_an_endpoint_without_logprobs_is_refused_before_any_work() -> None:
+    with (
+        reward_server(lambda request, body: completion("Yes")) as world,
+        pytest.raises(RewardSetupError, match="geneval2 reward: the endpoint sends no logprobs"),
+    ):
+        geneval2_module.check([], [], endpoint=settings(world.url))
+    for words, params in (("params.mean", {"mean": "median"}), ("params.instruction", {"instruction": "?"})):
+        with pytest.raises(RewardSetupError, match=words):
+            geneval2_module.check([], [], endpoint=settings("http://h"), **params)
+    with pytest.raises(RewardSetupError, match=r"params.train_on is 'all'; expected one of mean"):
+        unified_module.check([], [], endpoint=settings("http://h"), train_on="all")  # type: ignore[arg-type]
+
+
+BAD: dict[str, Callable[[BaseHTTPRequestHandler, Any], Reply | None]] = {
+    "hangs": hang,
+    "drips": drip,
+    "500": lambda request, body: as_json({"error": "overloaded"}, 500),
+    "nan": lambda request, body: (200, b'{"choices": [{"message": {"content": NaN}}]}'),
+    "empty": lambda request, body: as_json({"choices": []}),
+    "lies": lambda request, body: completion("Yes", top={"Yes": 2.0}),
+    "mumbles": lambda request, body: completion("Yes", top={"Yes": math.log(0.2)}),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("name", ["geneval2", "unified-reward", "edit-score"])
+def test_one_bad_answer_fails_its_sample_and_no_other(case: str, name: str, tmp_path: Path) -> None:
+    Image.fromarray(grays(7)[0]).save(tmp_path / "a.png")
+    record = {"vqa_list": ATOMS, "reference": str(tmp_path / "a.png")}
+
+    def behave(request: BaseHTTPRequestHandler, body: Any) -> Reply | None:
+        if picture_in(body)[0, 0, 0] == 255:
+            return BAD[case](request, body)
+        if name == "geneval2":
+            return by_question(request, body)
+        return completion(GRADES) if name == "unified-reward" else completion('{"score": [9, 16]}')
+
+    function = {"geneval2": geneval2, "unified-reward": unified_reward, "edit-score": edit_score}[name]
+    with reward_server(behave) as world:
+        found = function(grays(0, 255), ["a", "b"], [record] * 2, endpoint=settings(world.url))["score"]
+    assert isinstance(found[1], SampleError)
+    assert not isinstance(found[0], SampleError)
+
+
+def test_in_the_pool_a_failed_atom_fails_its_sample() -> None:
+    def behave(request: BaseHTTPRequestHandler, body: Any) -> Reply:
+        if "gray?" in question_in(body):
+            return completion("Yes", top=logs(Yes=1.0))
+        if picture_in(body)[0, 0, 0] == 255 and "dogs" in question_in(body):
+            return as_json({"error": "broken"}, 400)
+        return by_question(request, body)
+
+    with reward_server(behave) as world:
+        params = {"endpoint": settings(world.url)}
+        with RewardPool([RewardConfig(name="geneval2", params=params, deadline_s=20)]) as pool:
+            pool.check(["a", "b"], [{"vqa_list": ATOMS}] * 2)
+            first, second = pool.score(grays(51, 255), ["a", "b"], [{"vqa_list": ATOMS}] * 2).samples
+    assert isinstance(first, ScoredSample)
+    assert first.scores["geneval2"].scored_by == f"judge-8b at {world.url}/v1"
+    assert isinstance(second, RewardFailure)
+    assert "400" in second.message
