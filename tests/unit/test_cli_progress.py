@@ -86,6 +86,20 @@ def test_plain_lines_say_an_event_each(clock: Clock) -> None:
     ]
 
 
+def test_rounding_above_the_clip_range_is_a_warning_once(clock: Clock) -> None:
+    for clip_range, warned in ((1e-4, False), (1e-5, True)):
+        console = Console(file=io.StringIO(), width=400)
+        known = facts(clock)
+        known.clip_range = clip_range
+        plain = PlainProgress(known, console)
+        for iteration in (3, 4):
+            plain.iterated(iteration, ROW | {"replay/step_000": 1e-6, "replay/step_001": 3e-5})
+        lines = [line for line in screen(console).splitlines() if "log-probs" in line]
+        assert len(lines) == 1
+        assert f"by 3.0e-05 (algorithm.clip_range {clip_range:g})" in lines[0]
+        assert ("WARNING" in lines[0] and "stop_gradient" in lines[0]) == warned
+
+
 def test_long_work_is_said_now_and_then_only(clock: Clock) -> None:
     console = Console(file=io.StringIO(), width=200)
     plain = PlainProgress(facts(clock), console)

@@ -56,6 +56,7 @@ def doctor(
         doctor_checks.python,
         doctor_checks.packages,
         doctor_checks.device,
+        doctor_checks.kernels,
         doctor_checks.cpu,
         lambda: doctor_checks.disk(runs_dir),
         doctor_checks.pipeline,

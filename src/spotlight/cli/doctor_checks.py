@@ -70,6 +70,21 @@ def device() -> Iterator[Finding]:
             yield Finding(Verdict.OK, f"cuda:{index}", found)
 
 
+def kernels() -> Iterator[Finding]:
+    """Attention implementations (``model.attention``) and what compiling needs (``model.compile``)."""
+    import torch
+
+    from spotlight.models.kernels import attention, regional
+
+    target = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    there = [name for name in attention.BACKENDS if attention.missing(name, target) is None]
+    yield Finding(Verdict.OK, "attention", f"{', '.join(there)} (model.attention)")
+    if (why := regional.missing(target)) is not None:
+        yield Finding(Verdict.WARN, "compile", why, "Only for model.compile=regional.")
+    else:
+        yield Finding(Verdict.OK, "compile", "regional works (model.compile)")
+
+
 def cpu() -> Iterator[Finding]:
     """Threads and memory."""
     import torch

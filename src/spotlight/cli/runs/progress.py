@@ -20,6 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from spotlight.report.replay_noise import replay_noise_note
 from spotlight.report.wording import duration, money, score
 from spotlight.scheduler.types import Phase
 
@@ -41,10 +42,12 @@ class Facts:
         work: (phase, units done, total units).
         work_since, work_from: time and units of the phase's first report; ``work_at``: time of the latest.
         first, last: this attempt's validations.
+    clip_range: of the algorithm's ratio; None without one.
     """
 
     total: int
     price_usd_h: float
+    clip_range: float | None = None
     started: float = field(default_factory=time.monotonic)
     done: int = 0
     begun: int | None = None
@@ -144,6 +147,8 @@ class RunProgress:
     def iterated(self, iteration: int, row: Mapping[str, float]) -> None:
         """See ``Observer``."""
         self.worked = True
+        if self.facts.begun is None and (note := replay_noise_note(row, self.facts.clip_range)):
+            self.note(note)
         self.facts.take_iteration(iteration, row)
 
 
@@ -247,7 +252,8 @@ class LiveProgress(RunProgress):
 def make_progress(config: RunConfig, plain: bool) -> RunProgress:
     """The display suited to the output; silent on ranks other than the first."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    facts = Facts(config.iterations, config.fleet.price_usd_h * world)
+    clip_range = getattr(config.algorithm, "clip_range", None)
+    facts = Facts(config.iterations, config.fleet.price_usd_h * world, clip_range)
     if int(os.environ.get("RANK", "0")) > 0:
         return RunProgress(facts)
     console = Console(highlight=False)

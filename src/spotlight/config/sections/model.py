@@ -14,6 +14,9 @@ from spotlight.registry import FAMILIES
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
 
+Attention = Literal["native", "math", "cudnn", "flash", "flash-varlen", "flash-3", "flash-3-varlen"]
+"""Values of ``model.attention``; see :mod:`spotlight.models.kernels.attention`."""
+
 
 class ModelConfig(Section):
     """Which Diffusion Transformer is trained."""
@@ -34,6 +37,14 @@ class ModelConfig(Section):
     """
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Storage dtype of the frozen weights. Adapters and optimizer state are always float32."""
+    attention: Attention | None = None
+    """Attention kernels; ``spotlight doctor`` lists those of this machine. Default: torch chooses. The flash
+    kernels take no mask, which prompts of unequal length need, but for those with ``varlen``.
+    """
+    compile: Literal["none", "regional"] = "none"
+    """``regional``: compile the transformer's repeated blocks (torch.compile); faster after the minutes that
+    the first forwards take. Results change by rounding.
+    """
     max_text_tokens: Annotated[int, Field(ge=1, le=1024)] = 512
     """Longer prompts are truncated as in the pipeline, or refused if it truncates none. Models that see the
     padding (FLUX.1, SD3.5) draw other pictures with another limit.

@@ -28,6 +28,8 @@ from spotlight.diffusion.schedule import AllSteps, RandomWindow, SdeWindow, Slid
 from spotlight.models.condition import Condition
 from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelFamily
+from spotlight.models.kernels.attention import use_attention
+from spotlight.models.kernels.regional import compile_blocks
 from spotlight.models.model_errors import ModelError
 from spotlight.models.peft_layers import LoraSpec, check_targets
 from spotlight.models.pipeline_export import read_lora
@@ -155,7 +157,22 @@ def make_algorithm(config: RunConfig) -> Algorithm:
 
 
 def make_slots(config: RunConfig, family: ModelFamily, algorithm: Algorithm) -> WeightSlots:
-    """The trained weights and their companions. Raises ModelError (targets, dtype)."""
+    """The trained weights and their companions, on the kernels asked for.
+
+    Raises:
+        ModelError: targets, dtype, a compiler or an attention implementation.
+    """
+    if config.model.attention is not None:
+        splits = config.fleet.sequence_parallel.degrees != (1,)
+        use_attention(family.transformer, config.model.attention, splits_sequence=splits)
+    slots = _make_slots(config, family, algorithm)
+    if config.model.compile == "regional":
+        for module in slots.modules().values():
+            compile_blocks(module)
+    return slots
+
+
+def _make_slots(config: RunConfig, family: ModelFamily, algorithm: Algorithm) -> WeightSlots:
     extra: list[Slot] = [*algorithm.extra_slots]
     if config.learner.ema is not None:
         extra.append("ema")

@@ -1,0 +1,1 @@
+"""Which kernels the DiT runs on: attention implementations and compilation. Results differ by rounding."""

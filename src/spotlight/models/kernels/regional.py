@@ -1,0 +1,46 @@
+"""Compilation of a DiT's repeated blocks (``model.compile: regional``): one graph serves all blocks."""
+
+from __future__ import annotations
+
+import shutil
+
+import torch
+from torch import nn
+
+from spotlight.models.experts import denoisers
+from spotlight.models.model_errors import ModelError
+
+GRAPHS_MAX = 64
+"""Graphs per block's code before torch would give up and run it eagerly. Slots, guidance, masks and whether
+there is a gradient each need their own; text lengths and batch sizes above 1 do not.
+"""
+
+
+def compile_blocks(module: nn.Module, backend: str = "inductor") -> None:
+    """Compile the repeated blocks in place, at their first forward. Call it before sharding.
+
+    Raises:
+        ModelError: the model names no repeated blocks, or this machine has no compiler.
+    """
+    if backend == "inductor" and (why := missing(next(module.parameters()).device)) is not None:
+        raise ModelError(f"model.compile is 'regional', and {why}: install it, or set the key to none")
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS_MAX)
+    for part in denoisers(module).values():
+        repeated = getattr(part, "_repeated_blocks", None) or ()
+        if not any(type(block).__name__ in repeated for block in part.modules()):
+            raise ModelError(
+                f"model.compile is 'regional', but {type(part).__name__} names no repeated blocks: set it to "
+                "none"
+            )
+        part.compile_repeated_blocks(backend=backend, dynamic=True)  # type: ignore[operator]
+
+
+def missing(device: torch.device) -> str | None:
+    """What generating kernels for ``device`` lacks on this machine; None if nothing."""
+    from torch.utils._triton import has_triton
+
+    if device.type == "cuda" and not has_triton():
+        return "Triton is missing (pip install triton)"
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        return "there is no C++ compiler (apt-get install g++)"
+    return None

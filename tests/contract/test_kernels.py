@@ -1,0 +1,162 @@
+"""Attention implementations and compiled blocks give eager results; what diffusers must offer for them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from spotlight.config.load import build_config
+from spotlight.models.families.qwen_image import QwenImage
+from spotlight.models.kernels import attention
+from spotlight.models.kernels.regional import compile_blocks
+from spotlight.models.media import MediaSize
+from spotlight.models.model_errors import ModelError
+from spotlight.models.peft_layers import LoraSpec
+from spotlight.models.slots import LoraSlots, Slot
+from spotlight.runtime.build import components as build
+
+SIZE = MediaSize(16, 16)
+SLOTS: tuple[Slot, ...] = ("policy", "old", "reference")
+TEXTS = ("one red circle", "a blue square left of a green triangle", "two")
+ROUNDING = 1e-5
+
+
+@pytest.fixture
+def family(random_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> QwenImage:
+    cache = tmp_path_factory.getbasetemp() / "embeddings"
+    family = QwenImage.load(random_pipeline, device="cpu", dtype=torch.float32, embeddings_cache=cache)
+    family.transformer.transformer_blocks = family.transformer.transformer_blocks[:1]
+    return family
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    limit = torch._dynamo.config.recompile_limit
+    yield
+    torch._dynamo.config.recompile_limit = limit
+    torch._dynamo.reset()
+
+
+def velocity(family: QwenImage, model: nn.Module, texts: tuple[str, ...]) -> Tensor:
+    latents = torch.randn(len(texts), *family.latent_shape(SIZE), generator=torch.Generator().manual_seed(3))
+    condition = family.collate(family.encode(list(texts)))
+    return family.velocity(model, latents, torch.full((len(texts),), 0.6), condition, None, SIZE)
+
+
+# -- attention -----------------------------------------------------------------------------------------
+
+
+def test_every_name_is_one_of_diffusers() -> None:
+    from diffusers.models.attention_dispatch import AttentionBackendName
+
+    assert {backend.value for backend in AttentionBackendName} >= set(attention.BACKENDS.values())
+
+
+def test_the_configuration_takes_the_same_names() -> None:
+    for name in attention.BACKENDS:
+        assert build_config({"model": {"attention": name}}, "the test").model.attention == name
+
+
+def test_a_choice_reaches_every_layer_and_no_other_model(family: QwenImage) -> None:
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+
+    before, _ = _AttentionBackendRegistry.get_active_backend()
+    with torch.no_grad():
+        expected = velocity(family, family.transformer, TEXTS)
+        attention.use_attention(family.transformer, "math", splits_sequence=False)
+        found = velocity(family, family.transformer, TEXTS)
+    torch.testing.assert_close(found, expected, rtol=0, atol=ROUNDING)
+    chosen = [
+        getattr(part.processor, "_attention_backend")  # noqa: B009 - not known to the types
+        for part in family.transformer.modules()
+        if hasattr(part, "processor")
+    ]
+    assert chosen
+    assert {backend.value for backend in chosen} == {"_native_math"}
+    assert _AttentionBackendRegistry.get_active_backend()[0] == before
+
+
+@pytest.mark.parametrize("name", sorted(set(attention.BACKENDS) - {"native", "math"}))
+def test_what_this_machine_lacks_is_refused_by_name(family: QwenImage, name: str) -> None:
+    assert attention.missing(name, torch.device("cpu"))
+    with pytest.raises(ModelError, match=f"model.attention is '{name}'.*needs a CUDA device"):
+        attention.use_attention(family.transformer, name)
+
+
+def test_models_and_backends_that_cannot_are_refused(family: QwenImage) -> None:
+    with pytest.raises(ModelError, match="Linear calls torch's attention directly"):
+        attention.use_attention(nn.Linear(2, 2), "native")
+    with pytest.raises(ModelError, match="one that can split a sequence"):
+        attention.use_attention(family.transformer, "math", splits_sequence=True)
+
+
+# -- compilation ---------------------------------------------------------------------------------------
+
+
+def compiled_against_eager(
+    family: QwenImage, backend: str, batches: Sequence[tuple[str, ...]], used: Sequence[Slot]
+) -> tuple[float, int]:
+    """Largest difference and number of graphs, over slots, prompts, batch sizes and gradients."""
+    from torch._dynamo.utils import counters
+
+    slots = LoraSlots(family.transformer, LoraSpec(4, 8.0, family.lora_targets, seed=3), ["old"])
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for slot in ("policy", "old"):
+            for parameter in slots.parameters(slot).values():
+                parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+
+    def run() -> list[Tensor]:
+        found = []
+        for slot, texts in itertools.product(used, batches):
+            with slots.use(slot) as model, torch.no_grad():
+                found.append(velocity(family, model, texts))
+        with slots.use("policy") as model:
+            for texts in batches:
+                velocity(family, model, texts).square().mean().backward()
+        for parameter in slots.trainable_parameters().values():
+            # Compiled, what the output does not depend on has a gradient of zeros instead of none.
+            found.append(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+            parameter.grad = None
+        return found
+
+    expected = run()
+    compile_blocks(family.transformer, backend)
+    counters.clear()
+    differences = [(a - b).abs().max().item() for a, b in zip(run(), expected, strict=True)]
+    graphs = int(counters["stats"]["unique_graphs"])
+    again = run()
+    assert int(counters["stats"]["unique_graphs"]) == graphs, "a second iteration compiles nothing"
+    differences += [(a - b).abs().max().item() for a, b in zip(again, expected, strict=True)]
+    return max(differences), graphs
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_the_number_of_graphs_is_bounded(family: QwenImage, fresh_compiler: None, backend: str) -> None:
+    batches = [TEXTS[:2], TEXTS[1:], TEXTS, TEXTS[:1], TEXTS[1:2]]
+    difference, graphs = compiled_against_eager(family, backend, batches, SLOTS)
+    assert difference <= ROUNDING
+    # Three slots without a gradient and one with, each for batches of one and of several, masked or not.
+    assert graphs <= 4 * 2 * 2
+
+
+def test_a_run_asks_for_both_by_key(random_pipeline: Path, tmp_path: Path, fresh_compiler: None) -> None:
+    model = {"path": str(random_pipeline), "attention": "math", "compile": "regional"}
+    config = build_config({"model": model, "cache_dir": str(tmp_path)}, "the test")
+    family = build.load_family(config, torch.device("cpu"))
+    slots = build.make_slots(config, family, build.make_algorithm(config))
+    blocks = slots.modules()["policy"].transformer_blocks
+    assert all(block._compiled_call_impl is not None for block in blocks)  # type: ignore[union-attr]
+
+
+def test_a_model_without_repeated_blocks_is_refused() -> None:
+    with pytest.raises(ModelError, match="Linear names no repeated blocks"):
+        compile_blocks(nn.Linear(2, 2), "aot_eager")
