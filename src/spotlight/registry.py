@@ -192,6 +192,7 @@ REWARDS: Registry[Callable[..., Any]] = Registry(
         "clip-score": "spotlight.rewards.preference.clip_score:clip_score",
         "aesthetic": "spotlight.rewards.preference.aesthetic:aesthetic",
         "vlm-judge": "spotlight.rewards.endpoints.vlm_judge:vlm_judge",
+        "vlm-rank": "spotlight.rewards.endpoints.vlm_rank:vlm_rank",
         "ocr-vlm": "spotlight.rewards.endpoints.ocr_vlm:ocr_vlm",
         "geneval2": "spotlight.rewards.endpoints.geneval2:geneval2",
         "unified-reward": "spotlight.rewards.endpoints.unified_reward:unified_reward",

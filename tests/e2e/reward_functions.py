@@ -37,3 +37,11 @@ def chatty(
     """The pictures' brightness, and a word on it."""
     print(f"scoring {len(images)} pictures")
     return [float(image.mean()) / 255 for image in images]
+
+
+def unhurried(
+    images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+) -> list[float]:
+    """The pictures' brightness, slowly enough for a killer to come in time."""
+    time.sleep(0.4 * len(images))
+    return [1 + float(image.mean()) / 255 for image in images]

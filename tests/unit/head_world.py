@@ -329,6 +329,12 @@ class World:
     async def log_tail(self, order: ef.StartWorker) -> str:
         return ""
 
+    def release(self, progress: object) -> None:
+        """No reward here compares groups."""
+
+    def forget(self, rollouts: Sequence[str]) -> None:
+        """No sample waits for its group."""
+
     def score(self, rollouts: Sequence[Rollout], lineage: int) -> None:
         digests = self.samples.digests
         assert all(digests[each.id] == self.learner.digest(each.version) for each in rollouts)

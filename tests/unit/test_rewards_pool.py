@@ -42,7 +42,6 @@ class TestScores:
         assert first.curves() == {"reward": -5.0, "gray": 2.0, "detailed": 6.0, "detailed/strict": 0.0}
         assert second.curves() == {"reward": -10.0, "gray": 4.0, "detailed": 12.0, "detailed/strict": 1.0}
         assert not batch.failures
-        assert batch.wall_s.keys() == {"gray", "detailed"}
 
     def test_a_batch_is_one_call_and_arrays_are_fine(self) -> None:
         with RewardPool([spec("batch_size"), spec("as_array")], workers=2) as pool:

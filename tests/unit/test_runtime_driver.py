@@ -81,7 +81,7 @@ def scoring(result: RewardBatch | Exception | None) -> _Scoring:
     return _Scoring((), (), future, 0)
 
 
-FAILED = RewardBatch((RewardFailure(FailureKind.ERROR, "ocr", "broken"),), {})
+FAILED = RewardBatch((RewardFailure(FailureKind.ERROR, "ocr", "broken"),))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ FAILED = RewardBatch((RewardFailure(FailureKind.ERROR, "ocr", "broken"),), {})
     [
         ([], None, False),
         ([None], None, False),
-        ([RewardBatch((), {})], None, False),
+        ([RewardBatch(())], None, False),
         ([FAILED], None, True),
         ([None, FAILED], None, True),
         ([RuntimeError("pool closed")], None, True),

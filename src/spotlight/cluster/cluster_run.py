@@ -25,10 +25,17 @@ from spotlight.cluster.local.local_cluster import local_cluster
 from spotlight.cluster.local.market import LocalMachines, Market
 from spotlight.cluster.nodes.connection import connected
 from spotlight.cluster.nodes.listing import read_view, require_usable
+from spotlight.cluster.scorers.remote_scorer import RemoteScorer, ScorerNodes
+from spotlight.cluster.scorers.scorer_places import require_places, scorer_nodes
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.load import dump_config, with_new_keys
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
+from spotlight.config.sections.rewards import RewardConfig
 from spotlight.dry_run.model_checks import require_model
+from spotlight.rewards.pool.reward_lane import ScorerStarter
+from spotlight.rewards.pool.reward_pool import RewardPool
+from spotlight.rewards.pool.reward_process import RewardProcess, Scorer
+from spotlight.rewards.results import require_names
 from spotlight.rollout.sequence_parallel.rendezvous import serve
 from spotlight.runtime.attempt import RunResult, open_attempt, stopping_gracefully
 from spotlight.runtime.build import components as build
@@ -58,8 +65,12 @@ def train_on_cluster(config: RunConfig, observer: Observer, spent_s: float = 0.0
         observer.note(f"finished before: {summary.iterations} iterations are trained")
         return RunResult(config.runs_dir / config.name, summary, None, stopped=False)
     with ExitStack() as stack:
-        materials = _gather(config, observer, stack)
-        for note in materials.prompts.notes(config):
+        prompts = _read_prompts(config)
+        # Rewards first, because their errors are the user's; before Ray is started or joined, if possible.
+        site = stack.enter_context(_joined(config, observer)) if _elsewhere(config) else None
+        starter = None if site is None else _starter(config, site, observer)
+        rewards = _start_rewards(config, prompts, stack, starter)
+        for note in prompts.notes(config):
             observer.note(note)
         require_disk(config)
         directory = stack.enter_context(
@@ -67,7 +78,9 @@ def train_on_cluster(config: RunConfig, observer: Observer, spent_s: float = 0.0
                 config.runs_dir, config.name, dump_config(config), RESUMABLE_KEYS, with_new_keys
             )
         )
-        site = stack.enter_context(_joined(config, observer))
+        if site is None:
+            site = stack.enter_context(_joined(config, observer))
+        materials = Materials(config, observer, prompts, prompts.used(config), rewards)
         accounts = ClusterAccounts(time.monotonic, observer)
         accounts.written_s = began_here_s  # setup so far belongs to the attempt
         with open_attempt(
@@ -90,16 +103,44 @@ def train_on_cluster(config: RunConfig, observer: Observer, spent_s: float = 0.0
         return attempt.result
 
 
-def _gather(config: RunConfig, observer: Observer, stack: ExitStack) -> Materials:
+def _read_prompts(config: RunConfig) -> build.Prompts:
     check_sinks(config.metrics.chosen)
     require_model(config)
     if config.fleet.address is None:
         spot_trace(config.fleet)  # raises ConfigError early if the trace is unreadable
-    prompts = build.load_prompts(config)
-    rewards = stack.enter_context(build.make_reward_pool(config))
+    require_names(config.rewards)
+    return build.load_prompts(config)
+
+
+def _start_rewards(
+    config: RunConfig, prompts: build.Prompts, stack: ExitStack, starter: ScorerStarter | None
+) -> RewardPool:
+    rewards = stack.enter_context(build.make_reward_pool(config, merges=True, starter=starter))
     used = prompts.used(config)
     rewards.check([prompt.text for prompt in used], [prompt.metadata for prompt in used])
-    return Materials(config, observer, prompts, used, rewards)
+    return rewards
+
+
+def _elsewhere(config: RunConfig) -> list[RewardConfig]:
+    """The rewards whose processes Ray places; the others run beside this process."""
+    return [
+        reward for reward in config.rewards if reward.device != "auto" or config.fleet.address is not None
+    ]
+
+
+def _starter(config: RunConfig, site: Site, observer: Observer) -> ScorerStarter:
+    rows = ray.nodes()
+    require_places(
+        config.rewards, config.reward_policy.workers or 1, scorer_nodes(rows, read_view(rows), site.here)
+    )
+    nodes, placed = ScorerNodes(site.here, observer.note), {reward.curve for reward in _elsewhere(config)}
+
+    def start(reward: RewardConfig, start_deadline_s: float, replica: int, replicas: int) -> Scorer:
+        if reward.curve in placed:
+            return RemoteScorer(nodes, reward, start_deadline_s, replica, replicas)
+        return RewardProcess(reward, start_deadline_s, replica, replicas)
+
+    return start
 
 
 # -- the cluster ---------------------------------------------------------------------------------------

@@ -160,6 +160,7 @@ class Head:
                 self._show_work()
         for effect in effects:
             self._carry_out(effect)
+        parts.scoring.release(controller.work.group_progress)
         for node, seconds in parts.drains.finished(controller.cluster, now):
             self.log.add("fleet/drain_s", seconds)
             parts.observer.note(f"{node} is drained, {seconds:.2f} s after it was to stop")
@@ -206,6 +207,7 @@ class Head:
                 parts.scoring.score(rollouts, lineage)
             case ef.DiscardSamples(rollouts):
                 parts.samples.forget(rollouts)
+                parts.scoring.forget(rollouts)
                 parts.conversations.start(parts.samples.drop(rollouts))
             case ef.ReportEvaluation():
                 parts.conversations.start(self._report_evaluation(effect))

@@ -10,9 +10,11 @@ from spotlight.cluster.blobs.blob_client import BlobClient
 from spotlight.cluster.blobs.blob_store import StoredBlob
 from spotlight.cluster.remote_calls import Conversations, Notify
 from spotlight.rewards.pool.reward_pool import RewardPool
-from spotlight.rewards.results import FailureKind, ScoredSample
+from spotlight.rewards.pool.waiting import SampleGroup
+from spotlight.rewards.results import FailureKind, SampleResult, ScoredSample
 from spotlight.rollout.serialization import unpack_image
 from spotlight.scheduler import events as ev
+from spotlight.scheduler.group_gate import GroupGate, GroupProgress
 from spotlight.scheduler.types import DropReason, Prompt, PromptId, Rollout, RolloutId
 
 REASON = {
@@ -77,14 +79,32 @@ class SampleScoring:
     prompts: Mapping[PromptId, Prompt]
     put_event: Callable[[ev.Event], None]
     note: Notify
+    _gate: GroupGate = field(default_factory=GroupGate)
 
     def score(self, rollouts: Sequence[Rollout], lineage: int) -> None:
-        """Request scores, which arrive as events."""
-        for digest, part in self.samples.by_digest(rollouts).items():
-            self.conversations.start(self._score(part, digest, lineage))
+        """Request scores, which arrive as events; with rewards that compare, when the group is complete."""
+        if self.pool.compares_groups:
+            self._gate.hold(rollouts, lineage)
+            return
+        self.conversations.start(self._score(rollouts, lineage))
 
-    async def _score(self, rollouts: Sequence[Rollout], digest: str, lineage: int) -> None:
-        pictures = await self.samples.images(rollouts, digest)
+    def release(self, progress: Callable[[], GroupProgress]) -> None:
+        """Request the scores of the groups that are complete by now."""
+        if self._gate.holds_any:
+            for group in self._gate.release(progress()):
+                told = SampleGroup(f"{group.key} {group.lineage}", group.size)
+                self.conversations.start(self._score(group.rollouts, group.lineage, told))
+
+    def forget(self, rollouts: Sequence[RolloutId]) -> None:
+        """Request no scores of discarded samples."""
+        self._gate.forget(rollouts)
+
+    async def _score(
+        self, rollouts: Sequence[Rollout], lineage: int, group: SampleGroup | None = None
+    ) -> None:
+        pictures: dict[RolloutId, StoredBlob] = {}
+        for digest, part in self.samples.by_digest(rollouts).items():
+            pictures |= await self.samples.images(part, digest)
         # A discarded sample needs no scores. For any other the controller would wait forever.
         lost = [each.id for each in rollouts if each.id not in pictures and each.id in self.samples.digests]
         if lost:
@@ -95,15 +115,22 @@ class SampleScoring:
         if not rollouts:
             return
         prompts = [self.prompts[rollout.prompt_id] for rollout in rollouts]
-        batch = await asyncio.wrap_future(
-            self.pool.submit(
-                [unpack_image(pictures[rollout.id].data) for rollout in rollouts],
-                [prompt.text for prompt in prompts],
-                [prompt.metadata for prompt in prompts],
-            )
+        submitted = self.pool.submit_each(
+            [unpack_image(pictures[rollout.id].data) for rollout in rollouts],
+            [prompt.text for prompt in prompts],
+            [prompt.metadata for prompt in prompts],
+            None if group is None else [group] * len(rollouts),
         )
+        pending = {
+            asyncio.wrap_future(each): rollout for each, rollout in zip(submitted, rollouts, strict=True)
+        }
+        while pending:
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            self._tell({pending.pop(each): each.result() for each in list(pending) if each in done}, lineage)
+
+    def _tell(self, results: Mapping[Rollout, SampleResult], lineage: int) -> None:
         scores: dict[RolloutId, Mapping[str, float]] = {}
-        for rollout, result in zip(rollouts, batch.samples, strict=True):
+        for rollout, result in results.items():
             if isinstance(result, ScoredSample):
                 scores[rollout.id] = result.curves()
                 continue

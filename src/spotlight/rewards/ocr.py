@@ -20,7 +20,7 @@ from PIL import Image as PILImage
 
 from spotlight.rewards.reading.legibility import is_short, legibility, missing_scripts, target_of
 from spotlight.rewards.reading.tesseract_data import readable_characters
-from spotlight.rewards.reward import Image, RewardInputError, RewardSetupError
+from spotlight.rewards.reward import Image, RewardInputError, RewardSetupError, best_with
 from spotlight.rewards.reward_facts import Example, Reads, RewardFacts
 
 FACTS = RewardFacts(
@@ -86,6 +86,7 @@ class _Engine(Protocol):
     def GetLoadedLanguages(self) -> list[str]: ...  # noqa: N802
 
 
+@best_with(batch_size=4, cores_per_process=2)
 def ocr(
     images: Sequence[Image],
     prompts: Sequence[str],
@@ -213,6 +214,8 @@ def _enlarged(image: Image) -> Image:
 
 @lru_cache(maxsize=4)  # opening takes 50-200 ms
 def _engine(language: str) -> _Engine:
+    # Read when its library is loaded: threads of one picture cost more than they gain, processes scale.
+    os.environ.setdefault("OMP_THREAD_LIMIT", "1")
     try:
         import tesserocr
     except ImportError as error:

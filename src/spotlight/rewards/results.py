@@ -75,14 +75,9 @@ SampleResult: TypeAlias = ScoredSample | RewardFailure
 
 @dataclass(frozen=True, slots=True)
 class RewardBatch:
-    """Results of one call, in the order of its images.
-
-    Attributes:
-        wall_s: by reward name, time its process spent on this batch (queueing excluded).
-    """
+    """Results of one submission, in the order of its images."""
 
     samples: tuple[SampleResult, ...]
-    wall_s: Mapping[str, float]
 
     @property
     def failures(self) -> dict[int, RewardFailure]:

@@ -28,6 +28,9 @@ Its facts for ``spotlight rewards``, and what stands in for its weights in a smo
 
 Of videos, a function sees pictures: some of their frames, whose scores are combined; curves declared by
 :func:`adds_over_frames` are summed. One that is decorated with :func:`takes_videos` gets the whole videos.
+
+A call holds samples of any prompts, at most :func:`best_with`'s or the configured ``batch_size``. One that is
+decorated with :func:`takes_groups` gets exactly one prompt's samples per call, and may compare them.
 """
 
 from __future__ import annotations
@@ -51,6 +54,25 @@ def takes_videos(function: Function) -> Function:
     return function
 
 
+def takes_groups(function: Function) -> Function:
+    """Declare that a reward compares samples of a prompt: each call holds all that were made of one group.
+
+    A member whose rollout failed is not among them; the curves ``members`` and ``missing`` count both.
+    """
+    function.takes_groups = True  # type: ignore[attr-defined]
+    return function
+
+
+def best_with(*, batch_size: int, cores_per_process: int | None = None) -> Callable[[Function], Function]:
+    """Declare the defaults of ``rewards[].batch_size`` and, from the machine's cores, ``replicas``."""
+
+    def declare(function: Function) -> Function:
+        function.traits = RewardTraits(batch_size, cores_per_process)  # type: ignore[attr-defined]
+        return function
+
+    return declare
+
+
 def adds_over_frames(*curves: str) -> Callable[[Function], Function]:
     """Declare curves whose values for a video are the sums over its frames, such as costs."""
 
@@ -59,6 +81,21 @@ def adds_over_frames(*curves: str) -> Callable[[Function], Function]:
         return function
 
     return declare
+
+
+@dataclass(frozen=True, slots=True)
+class RewardTraits:
+    """What a reward's function declares of itself.
+
+    Attributes:
+        batch_size: most samples in a call that make it faster; None: as many as there are.
+        cores_per_process: one process per so many cores of the machine by default; None: one process.
+        takes_groups: see :func:`takes_groups`.
+    """
+
+    batch_size: int | None = None
+    cores_per_process: int | None = None
+    takes_groups: bool = False
 
 
 class RewardFunction(Protocol):

@@ -11,7 +11,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, cast
 
 from spotlight.registry import REWARDS
 from spotlight.rewards.frames import FrameRule, OverFrames
-from spotlight.rewards.reward import RewardFunction, RewardSetupError
+from spotlight.rewards.reward import RewardFunction, RewardSetupError, RewardTraits
 from spotlight.rewards.reward_facts import RewardFacts
 
 Check: TypeAlias = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], object]
@@ -49,6 +49,7 @@ class LoadedReward:
     function: RewardFunction
     check: Check | None
     scored_by: ScoredBy | None
+    traits: RewardTraits
 
 
 def parse(name_or_path: str) -> Reference:
@@ -97,10 +98,12 @@ def load(
     check = _hook(name_or_path, module, "check(prompts, metadata)", params, call_deadline_s)
     scored_by = _hook(name_or_path, module, "scored_by()", params, call_deadline_s)
     bound = cast(RewardFunction, partial(function, **params))
+    traits: RewardTraits = getattr(function, "traits", RewardTraits())
+    traits = replace(traits, takes_groups=getattr(function, "takes_groups", False))
     if not getattr(function, "takes_videos", False):
         added: frozenset[str] = getattr(function, "added_curves", frozenset())
         bound = cast(RewardFunction, OverFrames(bound, frames or FrameRule(), added))
-    return LoadedReward(bound, check, scored_by)
+    return LoadedReward(bound, check, scored_by, traits)
 
 
 def facts_of(name_or_path: str) -> RewardFacts | None:

@@ -24,6 +24,7 @@ import numpy as np
 
 from spotlight.models.slots import Slot, WeightSlots
 from spotlight.rewards.pool.reward_pool import RewardPool
+from spotlight.rewards.pool.waiting import SampleGroup
 from spotlight.rewards.results import FailureKind, RewardBatch, ScoredSample
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FailedRollout, FinishedRollout, RolloutState
@@ -35,6 +36,7 @@ from spotlight.runtime.recorder import Picture, Recorder, shown
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
+from spotlight.scheduler.group_gate import GroupGate
 from spotlight.scheduler.types import (
     DropReason,
     Lease,
@@ -139,6 +141,8 @@ class InlineDriver:
     _events: deque[ev.Event] = field(default_factory=deque)
     _samples: dict[RolloutId, FinishedRollout] = field(default_factory=dict)
     _unsubmitted: list[Rollout] = field(default_factory=list)
+    _gate: GroupGate = field(default_factory=GroupGate)
+    _groups: dict[RolloutId, SampleGroup] = field(default_factory=dict)
     _lineage: int = 0
     _group: ef.FormGroup | None = None
     _seen: LeaseId | None = None
@@ -176,8 +180,7 @@ class InlineDriver:
     def _next_event(self) -> ev.Event:
         if self._events:
             return self._events.popleft()
-        if self._unsubmitted:
-            self._submit()
+        self._submit()
         if self._stopping_failure():
             self._collect(self._scoring.popleft())
             return self._next_event()
@@ -207,9 +210,13 @@ class InlineDriver:
             case ef.GrantLease(lease, rollouts, _):
                 self._denoise(lease, rollouts)
             case ef.ScoreSamples(rollouts, lineage):
-                self._unsubmitted.extend(rollouts)
                 self._lineage = lineage
+                if self.parts.rewards.compares_groups:
+                    self._gate.hold(rollouts, lineage)
+                else:
+                    self._unsubmitted.extend(rollouts)
             case ef.DiscardSamples(rollouts):
+                self._gate.forget(rollouts)
                 for rollout in rollouts:
                     self._samples.pop(rollout, None)
             case ef.ReportEvaluation():
@@ -249,8 +256,7 @@ class InlineDriver:
 
     def _denoise(self, lease: Lease, rollouts: Sequence[Rollout]) -> None:
         parts = self.parts
-        if self._unsubmitted:
-            self._submit()
+        self._submit()
         self._require_current(rollouts)
         phase = _PHASE[rollouts[0].purpose]
         mine = rollouts[parts.ranks.rank :: parts.ranks.world]
@@ -293,6 +299,13 @@ class InlineDriver:
     # -- rewards ---------------------------------------------------------------------------------------
 
     def _submit(self) -> None:
+        if self._gate.holds_any:
+            for group in self._gate.release(self.parts.controller.work.group_progress()):
+                told = SampleGroup(str(group.key), group.size)
+                self._groups |= {rollout.id: told for rollout in group.rollouts}
+                self._unsubmitted.extend(group.rollouts)
+        if not self._unsubmitted:
+            return
         rollouts, self._unsubmitted = tuple(self._unsubmitted), []
         mine = tuple(rollout for rollout in rollouts if rollout.id in self._samples)
         prompts = [self.parts.controller.prompts[rollout.prompt_id] for rollout in mine]
@@ -300,6 +313,7 @@ class InlineDriver:
             [self._samples[rollout.id].image for rollout in mine],
             [prompt.text for prompt in prompts],
             [prompt.metadata for prompt in prompts],
+            [self._groups.pop(rollout.id) for rollout in mine] if self._groups else None,
         )
         names = tuple(rollout.id for rollout in mine)
         self._scoring.append(_Scoring(rollouts, names, future, self._lineage))

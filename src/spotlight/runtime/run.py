@@ -97,7 +97,7 @@ def _gather(config: RunConfig, device: torch.device, ranks: Ranks, stack: ExitSt
     check_sinks(config.metrics.chosen)
     prompts = build.load_prompts(config)
     model = prepare_model(config, device)
-    rewards = stack.enter_context(build.make_reward_pool(config))
+    rewards = stack.enter_context(build.make_reward_pool(config, ranks.world))
     used = prompts.used(config)
     rewards.check([prompt.text for prompt in used], [prompt.metadata for prompt in used])
     conditions = fill_embeddings(config, model, used, ranks)

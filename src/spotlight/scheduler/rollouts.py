@@ -23,6 +23,7 @@ from spotlight.scheduler.cluster.recovery import Recovery
 from spotlight.scheduler.effects import DiscardSamples, Effect, ReportExploration, ScoreSamples
 from spotlight.scheduler.exploration.explorer import Explorer
 from spotlight.scheduler.exploration.window import Window
+from spotlight.scheduler.group_gate import GroupProgress
 from spotlight.scheduler.iteration import (
     Iteration,
     Safe,
@@ -88,6 +89,13 @@ class Rollouts:
     def names(self) -> set[RolloutId]:
         """Ids of everything :meth:`find` finds."""
         return {*self.at.rollouts, *self.early.rollouts, *self.window.rollouts}
+
+    def group_progress(self) -> GroupProgress:
+        """Which groups of this and the next iteration are complete, for rewards that compare members."""
+        works = self.at, self.early
+        unmade = (work.rollouts[name] for work in works for name in work.unscored - work.finished)
+        issued = (rollout for work in works for rollout in work.rollouts.values())
+        return GroupProgress.of(issued, unmade, self.plan.group_size)
 
     # -- issue -----------------------------------------------------------------------------------------
 

@@ -20,6 +20,8 @@ from spotlight.config.errors import ConfigError, Problem
 from spotlight.scheduler.types import Node, NodeId, NodeKind
 
 SLOT = "spotlight_slot"
+REWARD_NODE = "spotlight_reward"
+"""Resource of a node set aside for reward processes: it neither trains nor rolls out."""
 SHARE = 0.5
 """Slot share of a learner rank, and of the worker beside it."""
 ALL_GPUS_VISIBLE = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
@@ -123,7 +125,7 @@ def read_node(row: Mapping[str, object]) -> RayNode | Problem | None:
     if (gpus or slots) != int(gpus or slots):
         return Problem(place, f"{gpus or slots:g} slots", "a whole number", f"Give {SLOT} a whole number.")
     if not kinds:
-        if not (gpus or slots):
+        if not (gpus or slots) or resources.get(REWARD_NODE, 0) > 0:
             return None
         return Problem(
             place, "slots, but neither reserved nor spot", "one of them",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 REWARD = "reward"
 """Curve of the weighted sum: the score that every trained sample has, and its advantage is made of."""
 _ISOLATION_DEADLINES = 4
+RewardDevice = Literal["auto", "cpu", "spot", "cuda", "learner"]
 
 
 class RewardConfig(Section):
@@ -32,6 +33,16 @@ class RewardConfig(Section):
     """Further attempts after a failure."""
     isolation_s: Annotated[float, Field(ge=0)] | None = None
     """Time for retrying a failed batch image by image, to lose only the bad one; default: 4 deadlines."""
+    device: RewardDevice = "auto"
+    """Where its processes run. ``auto``: beside this command, with what they find there (``cpu`` with
+    ``fleet.address``); ``cpu``: without GPUs, on a cluster on reserved nodes; ``spot``: idle CPUs of spot
+    nodes, of reserved ones while there are none; ``cuda``: a GPU of its own for each, on a cluster of nodes
+    started with the resource ``spotlight_reward``; ``learner``: all share the GPU of the trainer beside them.
+    """
+    replicas: PositiveInt | None = None
+    """Processes of this reward; default: ``reward_policy.workers``."""
+    batch_size: PositiveInt | None = None
+    """Most samples in a call; default: what the reward declares, else all that are ready at once."""
     frames: PositiveInt = 4
     """Of a video: how many evenly spaced frames a reward for pictures sees; 1: the middle one."""
     combine_frames: Literal["mean", "min"] = "mean"
@@ -59,13 +70,16 @@ class RewardPolicyConfig(Section):
     """``stop``: end the run with the reward's own error; ``drop``: record the sample as dropped, and why."""
     max_drop_share: Annotated[float, Field(ge=0, le=1)] = 0.25
     """With ``drop``: stop the run if more than this share of an iteration is dropped."""
-    workers: PositiveInt = 1
-    """Processes per reward."""
+    workers: PositiveInt | None = None
+    """Processes per reward that names no ``replicas``; default: 1, or what the reward declares (``ocr``: one
+    per two cores).
+    """
     start_deadline_s: Annotated[float, Field(gt=0, le=86400)] = 120.0
     """Time limit for a reward's process to start and load, and for checking the prompts."""
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
         """Rewards with equal names, or without any weight."""
+        yield from _device_problems(run)
         curves = [reward.curve for reward in run.rewards]
         for curve in sorted({curve for curve in curves if curves.count(curve) > 1}):
             yield Problem(
@@ -75,3 +89,23 @@ class RewardPolicyConfig(Section):
             yield Problem(
                 "rewards", "only weights of 0", "at least one other weight", "Nothing would be learnt."
             )
+
+
+def _device_problems(run: RunConfig) -> Iterator[Problem]:
+    for index, reward in enumerate(run.rewards):
+        key, ray = f"rewards[{index}].device", run.fleet.driver == "ray"
+        if reward.device == "spot" and not ray:
+            yield Problem(
+                key, "'spot'", "another with fleet.driver=inline, which has no spot nodes",
+                "Set device: cpu, or fleet.driver=ray.",
+            )  # fmt: skip
+        if reward.device == "cuda" and ray and run.fleet.address is None:
+            yield Problem(
+                key, "'cuda'", "another on a cluster of this machine alone, whose nodes have CPU slots",
+                "Set device: cpu, or name a cluster in fleet.address.",
+            )  # fmt: skip
+        if reward.device == "learner" and (ray or run.device == "cpu"):
+            yield Problem(
+                key, "'learner'", "another with fleet.driver=ray" if ray else "another with device=cpu",
+                "Set device: cuda, for a GPU of its own, or cpu.",
+            )  # fmt: skip

@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 from PIL import Image as PILImage
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator
 
+from spotlight.rewards.pool.shared_limits import replicas, share_of_limit
 from spotlight.rewards.reward import Image, RewardSetupError, SampleError
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class RewardServer(BaseModel):
     api_key_env: str = ""
     """Name of the environment variable that holds the key; empty: none is sent."""
     concurrency: PositiveInt = 8
-    """Requests under way at once, per process (``reward_policy.workers``)."""
+    """Requests under way at once, by all processes of the reward together (``rewards[].replicas``)."""
     timeout_s: Seconds = 30.0
     """For one attempt, from connecting to the last byte."""
     batch_timeout_s: Seconds = 50.0
@@ -142,6 +143,11 @@ def parse_server(kind: type[Server], key: str, value: object, deadline_s: float 
             f"{deadline_s:g}; expected at most that, or its process is killed. Raise deadline_s "
             "or lower batch_timeout_s."
         )
+    if server.concurrency < replicas():
+        raise RewardSetupError(
+            f"{key}.concurrency is {server.concurrency}, fewer than the {replicas()} processes of the reward "
+            "that share it; expected at least one each. Raise it, or lower rewards[].replicas."
+        )
     _headers(server)
     return server
 
@@ -174,12 +180,13 @@ async def _ask_all(
 ) -> list[Read | SampleError]:
     import httpx2  # keeps start-up fast for runs without such a reward
 
-    gate = asyncio.Semaphore(server.concurrency)
+    concurrency = share_of_limit(server.concurrency)
+    gate = asyncio.Semaphore(concurrency)
     host = urlsplit(server.base_url).hostname
     async with httpx2.AsyncClient(
         headers=_headers(server),
         timeout=server.timeout_s,
-        limits=httpx2.Limits(max_connections=server.concurrency),
+        limits=httpx2.Limits(max_connections=concurrency),
         verify=_tls(),
         trust_env=host not in _LOOPBACK,  # a proxy does not lead to this machine
     ) as client:

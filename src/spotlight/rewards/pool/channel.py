@@ -17,7 +17,7 @@ from enum import StrEnum
 from typing import Any, TypeAlias
 
 from spotlight.rewards.frames import FrameRule
-from spotlight.rewards.reward import Image
+from spotlight.rewards.reward import Image, RewardTraits
 
 _LENGTH = struct.Struct("<Q")
 
@@ -28,6 +28,8 @@ class Load:
 
     Attributes:
         call_deadline_s: limit of the later calls.
+        replica, replicas: which of the reward's processes this is; they share limits such as a server's
+            ``concurrency``.
     """
 
     name_or_path: str
@@ -35,6 +37,8 @@ class Load:
     frames: FrameRule
     deadline_s: float
     call_deadline_s: float
+    replica: int = 0
+    replicas: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +52,19 @@ class CheckPrompts:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Score the :class:`Batch` that follows as a message of its own. Reply: :class:`Values`."""
+    """Score the ``samples`` that follow, each a message of its own. Reply: :class:`Values`."""
 
     deadline_s: float
+    samples: int
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """Images with their prompts and metadata, of equal length; encoded once for all rewards."""
+class Sample:
+    """An image with its prompt and metadata; encoded once for all rewards."""
 
-    images: Sequence[Image]
-    prompts: Sequence[str]
-    metadata: Sequence[Mapping[str, Any]]
+    image: Image
+    prompt: str
+    metadata: Mapping[str, Any]
 
 
 Request: TypeAlias = Load | CheckPrompts | Score
@@ -76,9 +81,10 @@ class Blame(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The request succeeded; for a ``Load`` with what the reward's ``scored_by`` returned."""
+    """The request succeeded; for a ``Load`` with what the reward's ``scored_by`` returned, and its traits."""
 
     scored_by: str = ""
+    traits: RewardTraits = field(default_factory=RewardTraits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +110,7 @@ class Failed:
 Reply: TypeAlias = Done | Values | Failed
 
 
-def encode(message: Request | Batch | Reply) -> bytes:
+def encode(message: Request | Sample | Reply) -> bytes:
     """Pickle a message. Raises ValueError if it cannot be pickled."""
     try:
         return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)

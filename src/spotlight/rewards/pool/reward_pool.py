@@ -6,20 +6,18 @@
         ...
         for sample in pending.result().samples: ...
 
-Every reward gets every batch in one call (rewards may compare its images). One thread waits per process; no
-lock is held while a reward works. Every sample ends up scored, or failed with a reason.
+Each reward has a queue of its own, from which its idle processes take batches (``reward_lane.py``). No lock
+is held while a reward works. Every sample ends up scored, or failed with a reason.
 """
 
 from __future__ import annotations
 
-import queue
 import re
 import threading
-import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -27,24 +25,15 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from spotlight.config.sections.rewards import RewardConfig
-from spotlight.rewards.pool.channel import Batch, Blame, CheckPrompts, Failed
-from spotlight.rewards.pool.reward_process import PoolClosedError, ProcessLost, RewardProcess, setup_error
-from spotlight.rewards.pool.scoring import Outcome, SharedBatch, score_batch
-from spotlight.rewards.results import RewardBatch, combine
-from spotlight.rewards.reward import Image, RewardInputError, RewardSetupError
+from spotlight.rewards.pool.channel import CheckPrompts, Sample
+from spotlight.rewards.pool.reward_lane import PendingSample, RewardLane, ScorerStarter
+from spotlight.rewards.pool.reward_process import RewardProcess
+from spotlight.rewards.pool.waiting import SampleGroup
+from spotlight.rewards.results import RewardBatch, SampleResult
+from spotlight.rewards.reward import Image
 
 Part = TypeVar("Part")
 Whole = TypeVar("Whole")
-
-
-@dataclass(frozen=True, slots=True)
-class _Lane:
-    """One reward: its processes, the idle ones among them, and one thread per process."""
-
-    reward: RewardConfig
-    processes: tuple[RewardProcess, ...]
-    free: queue.SimpleQueue[RewardProcess]
-    threads: ThreadPoolExecutor
 
 
 class RewardPool:
@@ -52,8 +41,10 @@ class RewardPool:
 
     Args:
         rewards: the rewards; names must differ.
-        workers: processes per reward.
+        workers: processes per reward that names no ``replicas``; None: as many as the reward likes.
         start_deadline_s: limit for starting a process and loading its reward, and for ``check``.
+        merges: batches may hold samples of several submissions; then what is in one depends on the time.
+        starter: starts a process of a reward; default: on this machine.
 
     Raises:
         RewardSetupError: a reward cannot be loaded; no process is left running.
@@ -63,23 +54,31 @@ class RewardPool:
     def __init__(
         self,
         rewards: Sequence[RewardConfig],
-        workers: int = 1,
+        workers: int | None = None,
         *,
         start_deadline_s: float = 120.0,
+        merges: bool = False,
+        starter: ScorerStarter = RewardProcess,
     ) -> None:
         _require_distinct(rewards)
-        if workers < 1:
+        if workers is not None and workers < 1:
             raise ValueError(f"workers of the reward pool is {workers}; expected 1 or more")
         self._start_deadline_s = start_deadline_s
-        self._lanes = tuple(_lane(reward, workers, start_deadline_s) for reward in rewards)
+        self._lanes = tuple(
+            RewardLane(reward, reward.replicas or workers, start_deadline_s, merges, starter)
+            for reward in rewards
+        )
         # Also runs when the pool is garbage collected, and at exit.
         self._shut_down = weakref.finalize(self, _shut_down, self._lanes)
         try:
-            starts = [lane.threads.submit(each.start) for lane in self._lanes for each in lane.processes]
+            starts = [start for lane in self._lanes for start in lane.start()]
             for start in wait(starts, return_when=FIRST_EXCEPTION).done:
                 start.result()
+            more = [start for lane in self._lanes for start in lane.start_more()]
+            for start in wait(more, return_when=FIRST_EXCEPTION).done:
+                start.result()
             for lane in self._lanes:
-                _require_one_scorer(lane)
+                lane.require_one_scorer()
         except BaseException:
             self.close()
             raise
@@ -90,6 +89,11 @@ class RewardPool:
         return tuple(lane.reward.curve for lane in self._lanes)
 
     @property
+    def compares_groups(self) -> tuple[str, ...]:
+        """Names of the rewards that compare the samples of a group, and so need all of them at once."""
+        return tuple(lane.reward.curve for lane in self._lanes if lane.traits.takes_groups)
+
+    @property
     def scored_by(self) -> dict[str, str]:
         """What scores, by the name of a reward that tells it."""
         told = {lane.reward.curve: lane.processes[0].scored_by for lane in self._lanes}
@@ -97,7 +101,7 @@ class RewardPool:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Ids of the processes running now."""
+        """Ids of the processes running on this machine now."""
         return tuple(each.pid for lane in self._lanes for each in lane.processes if each.pid is not None)
 
     def log_to(self, directory: Path, prefix: str = "reward") -> None:
@@ -121,7 +125,7 @@ class RewardPool:
         if len(prompts) != len(metadata):
             raise ValueError(f"{len(prompts)} prompts and {len(metadata)} metadata; expected as many")
         request = CheckPrompts(list(prompts), _plain(metadata), self._start_deadline_s)
-        for pending in [self._dispatch(lane, _check, request) for lane in self._lanes]:
+        for pending in [lane.check(request) for lane in self._lanes]:
             pending.result()
 
     def submit(
@@ -129,17 +133,31 @@ class RewardPool:
         images: Sequence[Image],
         prompts: Sequence[str],
         metadata: Sequence[Mapping[str, Any]],
+        groups: Sequence[SampleGroup] | None = None,
     ) -> Future[RewardBatch]:
-        """Score a batch in the background.
+        """Score samples in the background; see :meth:`submit_each`.
+
+        Returns:
+            The results, in the order of ``images``; :class:`PoolClosedError` if the pool is closed first.
+        """
+        pending = self.submit_each(images, prompts, metadata, groups)
+        return _when_all(pending, lambda samples: RewardBatch(tuple(samples)))
+
+    def submit_each(
+        self,
+        images: Sequence[Image],
+        prompts: Sequence[str],
+        metadata: Sequence[Mapping[str, Any]],
+        groups: Sequence[SampleGroup] | None = None,
+    ) -> list[Future[SampleResult]]:
+        """Score samples in the background; each is done when every reward has scored it.
 
         Args:
             images: uint8 [height, width, 3], or [frames, height, width, 3]; must not be modified until the
                 result is available.
             prompts: one per image.
             metadata: one per image, picklable values.
-
-        Returns:
-            The results, in the order of ``images``; :class:`PoolClosedError` if the pool is closed first.
+            groups: the group of each image, for rewards that compare; default: images of one prompt.
 
         Raises:
             ValueError: arguments differ in length, or an image has the wrong type or shape.
@@ -147,40 +165,32 @@ class RewardPool:
         """
         _require_pictures(images, len(prompts), len(metadata))
         if not images:
-            nothing: Future[RewardBatch] = Future()
-            nothing.set_result(RewardBatch((), {}))
-            return nothing
-        batch = SharedBatch(Batch(list(images), list(prompts), _plain(metadata)))
+            return []
+        if groups is None:
+            sizes = Counter(prompts)
+            groups = [SampleGroup(prompt, sizes[prompt]) for prompt in prompts]
         rewards = {lane.reward.curve: lane.reward for lane in self._lanes}
-
-        def finish(parts: list[tuple[list[Outcome], float]]) -> RewardBatch:
-            outcomes = [
-                dict(zip(rewards, each, strict=True))
-                for each in zip(*(part[0] for part in parts), strict=True)
-            ]
-            wall_s = {name: part[1] for name, part in zip(rewards, parts, strict=True)}
-            return RewardBatch(tuple(combine(rewards, each) for each in outcomes), wall_s)
-
-        return _when_all([self._dispatch(lane, _score, batch) for lane in self._lanes], finish)
+        pending = [
+            PendingSample(Sample(image, prompt, record), rewards)
+            for image, prompt, record in zip(images, prompts, _plain(metadata), strict=True)
+        ]
+        for lane in self._lanes:
+            lane.put(list(zip(pending, groups, strict=True)))
+        return [each.result for each in pending]
 
     def score(
         self,
         images: Sequence[Image],
         prompts: Sequence[str],
         metadata: Sequence[Mapping[str, Any]],
+        groups: Sequence[SampleGroup] | None = None,
     ) -> RewardBatch:
-        """Score a batch and wait; see :meth:`submit`."""
-        return self.submit(images, prompts, metadata).result()
+        """Score samples and wait; see :meth:`submit_each`."""
+        return self.submit(images, prompts, metadata, groups).result()
 
     def close(self) -> None:
         """Kill all processes and wait for them. Idempotent."""
         self._shut_down()
-
-    def _dispatch(self, lane: _Lane, work: Callable[[_Lane, Any], Part], what: object) -> Future[Part]:
-        try:
-            return lane.threads.submit(work, lane, what)
-        except RuntimeError as error:
-            raise PoolClosedError("the reward pool is closed") from error
 
     def __enter__(self) -> Self:
         return self
@@ -191,60 +201,15 @@ class RewardPool:
         self.close()
 
 
-def _lane(reward: RewardConfig, workers: int, start_deadline_s: float) -> _Lane:
-    processes = tuple(RewardProcess(reward, start_deadline_s) for _ in range(workers))
-    free: queue.SimpleQueue[RewardProcess] = queue.SimpleQueue()
-    for each in processes:
-        free.put(each)
-    threads = ThreadPoolExecutor(max_workers=workers, thread_name_prefix=f"reward-{reward.curve}")
-    return _Lane(reward, processes, free, threads)
-
-
-def _require_one_scorer(lane: _Lane) -> None:
-    scorers = sorted({str(each.scored_by) for each in lane.processes})
-    if len(scorers) > 1:
-        raise RewardSetupError(
-            f"reward {lane.reward.curve!r} is scored by {' in one process and '.join(map(repr, scorers))} in "
-            "another; expected the same. Its weights changed while they were read: start again."
-        )
-
-
 def _file_part(name: str) -> str:
     return re.sub(r"[^\w.-]", "_", name)
 
 
-def _shut_down(lanes: Sequence[_Lane]) -> None:
-    processes = [each for lane in lanes for each in lane.processes]
-    for each in processes:
-        each.interrupt()
+def _shut_down(lanes: Sequence[RewardLane]) -> None:
     for lane in lanes:
-        lane.threads.shutdown(wait=True, cancel_futures=True)
-    for each in processes:
-        each.close()
-
-
-def _score(lane: _Lane, batch: SharedBatch) -> tuple[list[Outcome], float]:
-    process = lane.free.get()
-    started_s = time.monotonic()
-    try:
-        return score_batch(process, lane.reward, batch), time.monotonic() - started_s
-    finally:
-        lane.free.put(process)
-
-
-def _check(lane: _Lane, request: CheckPrompts) -> None:
-    process = lane.free.get()
-    try:
-        reply = process.ask(request)
-    except ProcessLost as lost:
-        raise setup_error(f"the check of reward {lane.reward.curve!r} failed", lost) from None
-    finally:
-        lane.free.put(process)
-    if isinstance(reply, Failed):
-        if reply.blame is Blame.INPUT:
-            raise RewardInputError(reply.message)
-        prefix = "" if reply.blame is Blame.SETUP else f"the check of reward {lane.reward.curve!r} "
-        raise RewardSetupError(prefix + reply.message)
+        lane.interrupt()
+    for lane in lanes:
+        lane.close()
 
 
 def _when_all(parts: Sequence[Future[Part]], finish: Callable[[list[Part]], Whole]) -> Future[Whole]:
@@ -252,6 +217,8 @@ def _when_all(parts: Sequence[Future[Part]], finish: Callable[[list[Part]], Whol
     whole.set_running_or_notify_cancel()  # its parts are already running: it cannot be cancelled
     missing = len(parts)
     lock = threading.Lock()
+    if not parts:
+        whole.set_result(finish([]))
 
     def one_done(_: Future[Part]) -> None:
         nonlocal missing
@@ -259,9 +226,6 @@ def _when_all(parts: Sequence[Future[Part]], finish: Callable[[list[Part]], Whol
             missing -= 1
             if missing:
                 return
-        if any(part.cancelled() for part in parts):
-            whole.set_exception(PoolClosedError("the reward pool was closed before this was scored"))
-            return
         errors = [error for part in parts if (error := part.exception()) is not None]
         if errors:
             whole.set_exception(errors[0])

@@ -17,15 +17,16 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 from spotlight.config.sections.rewards import RewardConfig
 from spotlight.rewards.frames import FrameRule
 from spotlight.rewards.pool import channel
 from spotlight.rewards.pool.channel import Done, Failed, Load, Reply, Request, Values
-from spotlight.rewards.reward import RewardSetupError
+from spotlight.rewards.reward import RewardSetupError, RewardTraits
 
 _GRACE_S = 1.0
 """On top of the deadline: time to send the images, and for the process to report where it hangs."""
@@ -49,11 +50,38 @@ class ProcessLost(Exception):  # noqa: N818  (an event the scoring handles, not 
 
     Attributes:
         timed_out: it exceeded its deadline.
+        preempted: its machine went with it, so the reward and its samples are not to blame.
     """
 
-    def __init__(self, message: str, *, timed_out: bool) -> None:
+    def __init__(self, message: str, *, timed_out: bool, preempted: bool = False) -> None:
         super().__init__(message)
-        self.timed_out = timed_out
+        self.timed_out, self.preempted = timed_out, preempted
+
+
+class Scorer(Protocol):
+    """A process of one reward, here or on another machine; see :class:`RewardProcess`."""
+
+    scored_by: str | None
+    traits: RewardTraits
+
+    @property
+    def pid(self) -> int | None:
+        """Process id on this machine, or None."""
+
+    def log_to(self, path: Path) -> None:
+        """Append its output to ``path``."""
+
+    def start(self) -> None:
+        """Start the process and load the reward, unless it runs."""
+
+    def ask(self, request: Request, samples: Sequence[bytes] = ()) -> Done | Values | Failed:
+        """Send a request and wait for its reply."""
+
+    def interrupt(self) -> None:
+        """Kill the process for good, from any thread."""
+
+    def close(self) -> None:
+        """Kill the process and wait for it."""
 
 
 def setup_error(what: str, lost: ProcessLost) -> RewardSetupError:
@@ -71,10 +99,21 @@ class RewardProcess:
 
     Args:
         start_deadline_s: limit for starting it and loading the reward.
+        replica, replicas: which of the reward's processes it is.
+        environment: variables that differ from this process's, such as the GPUs it may see.
     """
 
-    def __init__(self, reward: RewardConfig, start_deadline_s: float) -> None:
+    def __init__(
+        self,
+        reward: RewardConfig,
+        start_deadline_s: float,
+        replica: int = 0,
+        replicas: int = 1,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._reward = reward
+        self._replica, self._replicas = replica, replicas
+        self._environment = environment or {}
         self._start_deadline_s = start_deadline_s
         # Receives all output; quoted in error messages and copied to the path given to log_to().
         self._log: IO[bytes] = tempfile.TemporaryFile("a+b")  # noqa: SIM115
@@ -89,6 +128,8 @@ class RewardProcess:
         self._closed = False
         self.scored_by: str | None = None
         """What the reward's function of that name returned; None before the first start."""
+        self.traits = RewardTraits()
+        """What the reward declares of itself; meaningless before the first start."""
 
     @property
     def pid(self) -> int | None:
@@ -114,7 +155,15 @@ class RewardProcess:
         self._spawn()
         reward = self._reward
         frames = FrameRule(reward.frames, reward.combine_frames)
-        load = Load(reward.name, dict(reward.params), frames, self._start_deadline_s, reward.deadline_s)
+        load = Load(
+            reward.name,
+            dict(reward.params),
+            frames,
+            self._start_deadline_s,
+            reward.deadline_s,
+            self._replica,
+            self._replicas,
+        )
         try:
             reply = self._exchange(load)
         except ProcessLost as lost:
@@ -129,13 +178,13 @@ class RewardProcess:
                 f"reward {self._reward.curve!r} was scored by {self.scored_by!r}, and after a restart would "
                 f"be by {reply.scored_by!r}; expected the same. Put back the weights that the run began with."
             )
-        self.scored_by = reply.scored_by
+        self.scored_by, self.traits = reply.scored_by, reply.traits
 
-    def ask(self, request: Request, batch: bytes | None = None) -> Done | Values | Failed:
+    def ask(self, request: Request, samples: Sequence[bytes] = ()) -> Done | Values | Failed:
         """Send a request and wait for its reply, starting the process first if necessary.
 
         Args:
-            batch: the encoded batch that a ``Score`` needs.
+            samples: the encoded samples of a ``Score``.
 
         Raises:
             ProcessLost: it ended, or exceeded ``request.deadline_s``.
@@ -143,7 +192,7 @@ class RewardProcess:
             ValueError: the request cannot be pickled.
         """
         self.start()
-        return self._exchange(request, batch)
+        return self._exchange(request, samples)
 
     def interrupt(self) -> None:
         """Kill the process for good, from any thread; a pending request raises PoolClosedError."""
@@ -174,6 +223,7 @@ class RewardProcess:
                 stdout=self._log,
                 stderr=self._log,
                 pass_fds=[theirs.fileno()],
+                env={**os.environ, **self._environment},
                 start_new_session=True,
             )
             self._channel = ours
@@ -185,9 +235,9 @@ class RewardProcess:
         # WNOWAIT: do not reap. Until wait() the pid cannot be reused, so _end() kills the right session.
         return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
-    def _exchange(self, request: Request, batch: bytes | None = None) -> Reply:
+    def _exchange(self, request: Request, samples: Sequence[bytes] = ()) -> Reply:
         assert self._channel is not None
-        messages = [channel.encode(request)] if batch is None else [channel.encode(request), batch]
+        messages = [channel.encode(request), *samples]
         log_start = self._mark_log()
         started_s = time.monotonic()
         limit_s = request.deadline_s + _GRACE_S

@@ -25,7 +25,6 @@ import numpy as np
 from spotlight.rewards import reward_registry as registry
 from spotlight.rewards.pool import channel
 from spotlight.rewards.pool.channel import (
-    Batch,
     Blame,
     CheckPrompts,
     Done,
@@ -33,9 +32,11 @@ from spotlight.rewards.pool.channel import (
     Load,
     Reply,
     Request,
+    Sample,
     Score,
     Values,
 )
+from spotlight.rewards.pool.shared_limits import share_limits
 from spotlight.rewards.reward import RewardInputError, RewardSetupError, SampleError
 
 
@@ -58,15 +59,16 @@ def _serve(connection: socket.socket) -> None:
     reward: registry.LoadedReward | None = None
     scored_by = ""
 
-    def answer(request: Request, batch: Batch | None) -> Reply:
+    def answer(request: Request, samples: Sequence[Sample]) -> Reply:
         nonlocal reward, scored_by
         match request:
             case Load():
+                share_limits(request.replica, request.replicas)
                 reward = registry.load(
                     request.name_or_path, request.params, request.frames, request.call_deadline_s
                 )
                 scored_by = _who_scores(request.name_or_path, reward)
-                return Done(scored_by)
+                return Done(scored_by, reward.traits)
             case CheckPrompts():
                 assert reward is not None
                 if reward.check is not None:
@@ -74,17 +76,23 @@ def _serve(connection: socket.socket) -> None:
                 return Done()
             case Score():
                 assert reward is not None
-                assert batch is not None
-                found = reward.function(batch.images, batch.prompts, batch.metadata)
-                curves = as_curves(found, len(batch.images))
+                found = reward.function(
+                    [sample.image for sample in samples],
+                    [sample.prompt for sample in samples],
+                    [sample.metadata for sample in samples],
+                )
+                curves = as_curves(found, len(samples))
                 return Values(curves, scored_by, sample_errors(found))
 
     while True:
         request = channel.receive(connection)
         assert isinstance(request, Load | CheckPrompts | Score), request
-        batch = channel.receive(connection) if isinstance(request, Score) else None
-        assert batch is None or isinstance(batch, Batch), batch
-        reply = _within_deadline(partial(answer, request, batch), request.deadline_s)
+        samples = []
+        for _ in range(request.samples if isinstance(request, Score) else 0):
+            sample = channel.receive(connection)
+            assert isinstance(sample, Sample), sample
+            samples.append(sample)
+        reply = _within_deadline(partial(answer, request, samples), request.deadline_s)
         channel.send(connection, channel.encode(reply))
 
 

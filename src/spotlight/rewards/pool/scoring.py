@@ -1,8 +1,10 @@
 """Scoring one batch in one reward process: try it, retry it, then isolate the culprits sample by sample.
 
 A batch that raised, crashed or hung is tried ``1 + retries`` times. Then each sample gets its own call, for
-at most ``isolation_s`` (plus the last call). Total time: at most ``(2 + retries) deadlines + isolation_s``,
-plus process starts. A result of the wrong type or length is the reward's fault, and is not retried.
+at most ``isolation_s`` (plus the last call); a group, which has no meaning without its members, fails as a
+whole. Total time: at most ``(2 + retries) deadlines + isolation_s``, plus process starts. A result of the
+wrong type or length is the reward's fault, and is not retried. Attempts that were lost with their machine do
+not count, up to ``PREEMPTIONS_MAX`` of them.
 """
 
 from __future__ import annotations
@@ -11,12 +13,13 @@ import logging
 import math
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from spotlight.config.sections.rewards import RewardConfig
-from spotlight.rewards.pool.channel import Batch, Blame, Failed, Score, Values, encode
-from spotlight.rewards.pool.reward_process import ProcessLost, RewardProcess
+from spotlight.rewards.pool.channel import Blame, Failed, Sample, Score, Values, encode
+from spotlight.rewards.pool.reward_process import ProcessLost, Scorer
 from spotlight.rewards.results import FailureKind, RewardFailure
 from spotlight.rewards.reward import RewardScore, RewardSetupError
 
@@ -25,29 +28,25 @@ logger = logging.getLogger(__name__)
 Outcome: TypeAlias = RewardScore | RewardFailure
 
 
-class SharedBatch:
-    """A batch encoded once, by whichever reward's thread needs it first, and sent to all of them."""
+PREEMPTIONS_MAX = 20
+"""Machines lost in a row, while they scored one batch, after which the batch fails."""
 
-    def __init__(self, batch: Batch) -> None:
-        self.content = batch
+
+class SharedSample:
+    """A sample encoded once, by whichever reward's thread needs it first, and sent to all of them."""
+
+    def __init__(self, sample: Sample) -> None:
+        self.content = sample
         self._lock = threading.Lock()
         self._encoded: bytes | None = None
 
-    def __len__(self) -> int:
-        return len(self.content.images)
-
     @property
     def encoded(self) -> bytes:
-        """The message. Raises ValueError if prompts or metadata cannot be pickled."""
+        """The message. Raises ValueError if prompt or metadata cannot be pickled."""
         with self._lock:
             if self._encoded is None:
                 self._encoded = encode(self.content)
             return self._encoded
-
-    def only(self, index: int) -> SharedBatch:
-        """The batch of one sample."""
-        part, whole = slice(index, index + 1), self.content
-        return SharedBatch(Batch(whole.images[part], whole.prompts[part], whole.metadata[part]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +57,31 @@ class _Attempt:
     again: bool
 
 
-def score_batch(process: RewardProcess, reward: RewardConfig, batch: SharedBatch) -> list[Outcome]:
+def score_batch(
+    process: Scorer, reward: RewardConfig, batch: Sequence[SharedSample], group_size: int | None = None
+) -> list[Outcome]:
     """Score a batch; one outcome per sample, in order.
+
+    Args:
+        group_size: the batch is a group that should have had so many members.
 
     Raises:
         PoolClosedError: the pool was closed meanwhile.
         ValueError: prompts or metadata cannot be pickled.
     """
+    outcomes = _score_batch(process, reward, batch, isolate=group_size is None)
+    if group_size is None:
+        return outcomes
+    counts = {"members": float(len(batch)), "missing": float(group_size - len(batch))}
+    return [
+        replace(each, details={**each.details, **counts}) if isinstance(each, RewardScore) else each
+        for each in outcomes
+    ]
+
+
+def _score_batch(
+    process: Scorer, reward: RewardConfig, batch: Sequence[SharedSample], *, isolate: bool
+) -> list[Outcome]:
     samples = len(batch)
     whole = _attempt(process, reward, batch)
     for _ in range(reward.retries):
@@ -76,7 +93,7 @@ def score_batch(process: RewardProcess, reward: RewardConfig, batch: SharedBatch
         whole = _attempt(process, reward, batch)
     if isinstance(whole, list):
         return whole
-    if samples == 1 or not whole.again or reward.isolation_limit_s == 0:
+    if samples == 1 or not isolate or not whole.again or reward.isolation_limit_s == 0:
         return [whole.failure] * samples
     logger.warning(
         "reward %s failed on %d images, trying each: %s", reward.curve, samples, whole.failure.message
@@ -85,11 +102,11 @@ def score_batch(process: RewardProcess, reward: RewardConfig, batch: SharedBatch
 
 
 def _one_by_one(
-    process: RewardProcess, reward: RewardConfig, batch: SharedBatch, whole: RewardFailure
+    process: Scorer, reward: RewardConfig, batch: Sequence[SharedSample], whole: RewardFailure
 ) -> list[Outcome]:
     end_s = time.monotonic() + reward.isolation_limit_s
     outcomes: list[Outcome] = []
-    for index in range(len(batch)):
+    for sample in batch:
         if time.monotonic() >= end_s:
             message = (
                 f"not reached: trying {len(batch)} images one by one took more than "
@@ -97,15 +114,20 @@ def _one_by_one(
             )
             outcomes.append(RewardFailure(whole.kind, reward.curve, message))
             continue
-        single = _attempt(process, reward, batch.only(index))
+        single = _attempt(process, reward, [sample])
         outcomes.extend(single if isinstance(single, list) else [single.failure])
     return outcomes
 
 
-def _attempt(process: RewardProcess, reward: RewardConfig, batch: SharedBatch) -> list[Outcome] | _Attempt:
+def _attempt(
+    process: Scorer, reward: RewardConfig, batch: Sequence[SharedSample], preemptions: int = 0
+) -> list[Outcome] | _Attempt:
     try:
-        reply = process.ask(Score(reward.deadline_s), batch.encoded)
+        reply = process.ask(Score(reward.deadline_s, len(batch)), [sample.encoded for sample in batch])
     except ProcessLost as lost:
+        if lost.preempted and preemptions < PREEMPTIONS_MAX:
+            logger.warning("reward %s: %s; its %d images are scored again", reward.curve, lost, len(batch))
+            return _attempt(process, reward, batch, preemptions + 1)
         kind = FailureKind.TIMEOUT if lost.timed_out else FailureKind.ERROR
         return _Attempt(RewardFailure(kind, reward.curve, f"reward {reward.curve!r}: {lost}"), again=True)
     except RewardSetupError as error:  # it loaded before, but the restarted process could not
@@ -116,7 +138,8 @@ def _attempt(process: RewardProcess, reward: RewardConfig, batch: SharedBatch) -
             if reply.blame in (Blame.INPUT, Blame.SETUP)
             else f"reward {reward.curve!r} {reply.message}"
         )
-        again = reply.blame in (Blame.RAISED, Blame.INPUT)
+        # Settings were right when the prompts were checked: a server's refusal now may be of the moment.
+        again = reply.blame is not Blame.RESULT
         return _Attempt(RewardFailure(FailureKind.ERROR, reward.curve, message), again)
     assert isinstance(reply, Values), reply
     return [_outcome(reward.curve, reply, index) for index in range(len(batch))]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ import torch
 from spotlight.algorithms import Algorithm, build_algorithm
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.schema import RunConfig
+from spotlight.config.sections.rewards import RewardConfig
 from spotlight.data.datasets import TESTBED
 from spotlight.data.datasets import Prompts as Prompts
 from spotlight.data.datasets import load_prompts as load_prompts
@@ -35,7 +37,16 @@ from spotlight.models.peft_layers import LoraSpec, check_targets
 from spotlight.models.pipeline_export import read_lora
 from spotlight.models.slots import CopySlots, LoraSlots, Slot, WeightSlots
 from spotlight.registry import FAMILIES
+from spotlight.rewards.pool.gpu_placement import (
+    VISIBLE,
+    LocalGpus,
+    cpu_environment,
+    place_on_gpus,
+    visible_names,
+)
+from spotlight.rewards.pool.reward_lane import ScorerStarter
 from spotlight.rewards.pool.reward_pool import RewardPool
+from spotlight.rewards.pool.reward_process import RewardProcess, Scorer
 from spotlight.rewards.results import require_names
 from spotlight.rollout.state import Recipe
 from spotlight.runtime.build.preview_settings import preview_recipe
@@ -230,11 +241,64 @@ def embedded_guidance(config: RunConfig) -> float | None:
     return FAMILIES.load(config.model.family).embedded_guidance if configured is None else configured
 
 
-def make_reward_pool(config: RunConfig) -> RewardPool:
-    """Start the reward processes. Raises RewardSetupError."""
+def make_reward_pool(
+    config: RunConfig, ranks: int = 1, *, merges: bool = False, starter: ScorerStarter | None = None
+) -> RewardPool:
+    """Start the reward processes; arguments as of :class:`RewardPool`.
+
+    Raises:
+        RewardSetupError: a reward cannot be loaded.
+        ConfigError: a reward compares groups, which this run does not have in one place.
+    """
     policy = config.reward_policy
     require_names(config.rewards)
-    return RewardPool(config.rewards, policy.workers, start_deadline_s=policy.start_deadline_s)
+    starter = local_starter(config) if starter is None else starter
+    pool = RewardPool(
+        config.rewards,
+        policy.workers,
+        start_deadline_s=policy.start_deadline_s,
+        merges=merges,
+        starter=starter,
+    )
+    if pool.compares_groups and (problems := list(_group_problems(config, pool.compares_groups, ranks))):
+        pool.close()
+        raise ConfigError("the configuration", problems)
+    return pool
+
+
+def local_starter(config: RunConfig) -> ScorerStarter:
+    """Starts reward processes on this machine, each with its GPU. Raises ConfigError if there are too few."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    count = torch.cuda.device_count()
+    gpus = LocalGpus(
+        visible_names(os.environ, count),
+        int(os.environ.get("LOCAL_RANK", "0")),
+        ranks,
+        trained_on=config.device != "cpu" and count > 0,
+    )
+    placed = place_on_gpus(config.rewards, config.reward_policy.workers or 1, gpus)
+
+    def start(reward: RewardConfig, start_deadline_s: float, replica: int, replicas: int) -> Scorer:
+        environment = cpu_environment(replicas) if reward.device == "cpu" else {}
+        if (gpu := placed.get((reward.curve, replica))) is not None:
+            environment = {VISIBLE: gpu}
+        return RewardProcess(reward, start_deadline_s, replica, replicas, environment)
+
+    return start
+
+
+def _group_problems(config: RunConfig, rewards: Sequence[str], ranks: int) -> Iterator[Problem]:
+    found = f"{' and '.join(map(repr, rewards))}, which compares the samples of a group"
+    if ranks > 1:
+        yield Problem(
+            "rewards", f"{found}, on {ranks} ranks that score a part of each group", "one process",
+            "Set fleet.driver=ray with fleet.learner_ranks, or start it without torchrun.",
+        )  # fmt: skip
+    if config.exploration is not None:
+        yield Problem(
+            "rewards", f"{found}, with exploration", "rewards that score each sample by itself",
+            "Leave out exploration: its previews are scored one by one, as they come.",
+        )  # fmt: skip
 
 
 def make_engine(config: RunConfig, family: ModelFamily, negative: Condition) -> Engine:

@@ -1,0 +1,1 @@
+"""Reward processes on the nodes of a cluster."""

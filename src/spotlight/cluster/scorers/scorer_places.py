@@ -1,0 +1,98 @@
+"""Which node of a cluster a reward's process goes to. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from spotlight.cluster.nodes.listing import REWARD_NODE, View
+from spotlight.config.errors import ConfigError, Problem
+from spotlight.config.sections.rewards import RewardConfig, RewardDevice
+from spotlight.scheduler.types import NodeKind
+
+
+@dataclass(frozen=True, slots=True)
+class ScorerNode:
+    """A living node that may hold reward processes.
+
+    Attributes:
+        kind: None: set aside for rewards.
+        cpus, gpus: what Ray may hand out there; emulated nodes have neither.
+        here: the node of the process that runs the command.
+    """
+
+    ray_id: str
+    name: str
+    kind: NodeKind | None
+    cpus: float
+    gpus: float
+    here: bool
+
+
+def scorer_nodes(rows: Sequence[Mapping[str, object]], view: View, here: str) -> list[ScorerNode]:
+    """The nodes among those of ``ray.nodes()``: those of the fleet, and those set aside for rewards."""
+    found = []
+    for row in rows:
+        resources, ray_id = row.get("Resources"), str(row["NodeID"])
+        if not row["Alive"] or not isinstance(resources, Mapping):
+            continue
+        node = view.nodes.get(ray_id)
+        if node is not None or REWARD_NODE in resources:
+            name = node.name if node else str(row.get("NodeName") or row.get("NodeManagerAddress") or ray_id)
+            cpus, gpus = float(resources.get("CPU", 0.0)), float(resources.get("GPU", 0.0))
+            found.append(ScorerNode(ray_id, name, node.kind if node else None, cpus, gpus, ray_id == here))
+    return found
+
+
+def choose_node(
+    nodes: Sequence[ScorerNode],
+    device: RewardDevice,
+    held: Mapping[str, int],
+    avoided: Collection[str] = (),
+) -> ScorerNode | None:
+    """The node for one more process; None: there is none now.
+
+    Preferred are, for ``spot``, spot nodes; else nodes set aside for rewards, then reserved ones, and of
+    these last the one that runs the command. ``cuda`` goes to nodes set aside only. Among equals, the one
+    with the fewest processes per CPU.
+
+    Args:
+        held: processes by Ray id of their node.
+        avoided: Ray ids of nodes that have just lost or refused a process; taken if nothing else is left.
+    """
+    able = [node for node in nodes if _rank(node, device) is not None]
+    if device == "cuda":
+        able = [node for node in able if held.get(node.ray_id, 0) < int(node.gpus)]
+
+    def order(node: ScorerNode) -> tuple[bool, int, float, str]:
+        rank = _rank(node, device)
+        assert rank is not None
+        return node.ray_id in avoided, rank, (held.get(node.ray_id, 0) + 1) / max(1.0, node.cpus), node.name
+
+    return min(able, key=order, default=None)
+
+
+def require_places(rewards: Sequence[RewardConfig], replicas: int, nodes: Sequence[ScorerNode]) -> None:
+    """Check that every reward with a GPU of its own has one; ConfigError names the remedy.
+
+    Args:
+        replicas: processes of a reward that names none.
+    """
+    wanted = sum(reward.replicas or replicas for reward in rewards if reward.device == "cuda")
+    there = sum(int(node.gpus) for node in nodes if node.kind is None)
+    if wanted > there:
+        problem = Problem(
+            "rewards[].device", f"'cuda' for {wanted} processes",
+            f"at most {there}, the GPUs of the nodes set aside for rewards",
+            f"Start a node with ray start --num-gpus=N --resources='{{\"{REWARD_NODE}\": 1}}', lower "
+            "rewards[].replicas, or set device: cpu.",
+        )  # fmt: skip
+        raise ConfigError("the cluster", [problem])
+
+
+def _rank(node: ScorerNode, device: RewardDevice) -> int | None:
+    if device == "cuda":
+        return 0 if node.kind is None and node.gpus >= 1 else None
+    if node.kind is NodeKind.SPOT:
+        return 0 if device == "spot" else None
+    return 1 if node.kind is None else 3 if node.here else 2

@@ -1,0 +1,89 @@
+"""Reward processes are killed while they score, here and with their nodes: every sample is scored still.
+
+What is lost is scored again elsewhere, and counts once in the ledger.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from main_job import NFT, Job, clean_audit
+from ray_job import running
+
+from spotlight.store.ledger.ledger_audit import AuditLimits
+
+SLOW = "rewards=[{{name: 'reward_functions:unhurried', retries: 3, batch_size: 2, replicas: 2, device: {0}}}]"
+LIMITS = AuditLimits(group_size=4)
+SMALL = ("iterations=2", "rollout.group_size=4", "evaluation.every=1", "evaluation.prompts=2")
+EVERY_SAMPLE = 2 * 2 * 4
+SCORED_TWICE = "SELECT rollout FROM rewards GROUP BY rollout, name HAVING COUNT(*) > 1"
+
+
+def killer(over: threading.Event, killed: list[int]) -> None:
+    """SIGKILL to a reward process of this process, again and again."""
+    while not over.wait(1.0):
+        for child in psutil.Process().children():
+            with suppress(psutil.Error):  # one that has just been killed
+                scores = "reward_worker" in " ".join(child.cmdline())
+                if scores and time.time() - child.create_time() > 1.5:
+                    os.kill(child.pid, signal.SIGKILL)
+                    killed.append(child.pid)
+                    break
+
+
+def test_killed_processes_cost_no_sample(job: Job) -> None:
+    over, killed = threading.Event(), list[int]()
+    thread = threading.Thread(target=killer, args=(over, killed))
+    thread.start()
+    try:
+        heard = job.train("killed-scorers", *NFT, *SMALL, SLOW.format("cpu"))
+    finally:
+        over.set()
+        thread.join()
+    assert heard.result is not None
+    assert heard.result.summary is not None
+    assert len(killed) >= 2
+    report = clean_audit(job.root / "killed-scorers", LIMITS)
+    assert report.counts.trained == EVERY_SAMPLE
+    assert not report.counts.dropped
+
+
+TRACE = """# spotlight trace horizon_s=60.0
+time_s,event,node,gpus
+0.0,add,spot-1,1
+0.1,add,spot-2,1
+"""
+
+
+@pytest.mark.slow
+def test_nodes_that_vanish_with_their_scorers_cost_no_sample(job: Job) -> None:
+    trace: Path = job.root / "scorers.csv"
+    trace.write_text(TRACE)
+    ray = (
+        "fleet.driver=ray",
+        "fleet.drain_margin_s=1000",
+        f"fleet.spot.trace={trace}",
+        "fleet.spot.notice_s=null",
+    )
+    with running(
+        job.root / "lost-scorers",
+        job.arguments("lost-scorers", *NFT, *SMALL, *ray, "iterations=3", SLOW.format("spot")),
+    ) as it:
+        it.wait_for("SELECT 1 FROM incidents WHERE kind = 'node_joined' AND spot", 2)
+        it.wait_for("SELECT 1 FROM samples WHERE purpose = 'train' AND worker IS NOT NULL", 3)
+        it.kill(1)
+        assert it.end() == 0, it.told
+        assert "is gone" in it.told, it.told
+        assert it.ask(SCORED_TWICE) == []
+        left = it.left
+    report = clean_audit(it.run, LIMITS)
+    assert report.counts.trained == 3 * 2 * 4
+    assert not report.counts.dropped
+    assert not left
