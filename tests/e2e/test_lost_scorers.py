@@ -18,6 +18,7 @@ from main_job import NFT, Job, clean_audit
 from ray_job import running
 
 from spotlight.store.ledger.ledger_audit import AuditLimits
+from spotlight.store.run_directory import RunPaths
 
 SLOW = "rewards=[{{name: 'reward_functions:unhurried', retries: 3, batch_size: 2, replicas: 2, device: {0}}}]"
 LIMITS = AuditLimits(group_size=4)
@@ -26,9 +27,11 @@ EVERY_SAMPLE = 2 * 2 * 4
 SCORED_TWICE = "SELECT rollout FROM rewards GROUP BY rollout, name HAVING COUNT(*) > 1"
 
 
-def killer(over: threading.Event, killed: list[int]) -> None:
-    """SIGKILL to a reward process of this process, again and again."""
+def killer(run: Path, over: threading.Event, killed: list[int]) -> None:
+    """SIGKILL to a reward process of this process, again and again, once the rewards are loaded."""
     while not over.wait(1.0):
+        if not RunPaths(run).ledger.exists():
+            continue
         for child in psutil.Process().children():
             with suppress(psutil.Error):  # one that has just been killed
                 scores = "reward_worker" in " ".join(child.cmdline())
@@ -40,7 +43,7 @@ def killer(over: threading.Event, killed: list[int]) -> None:
 
 def test_killed_processes_cost_no_sample(job: Job) -> None:
     over, killed = threading.Event(), list[int]()
-    thread = threading.Thread(target=killer, args=(over, killed))
+    thread = threading.Thread(target=killer, args=(job.root / "killed-scorers", over, killed))
     thread.start()
     try:
         heard = job.train("killed-scorers", *NFT, *SMALL, SLOW.format("cpu"))

@@ -147,6 +147,7 @@ class RewardProcess:
 
         Raises:
             RewardSetupError: the reward cannot be loaded, or something else than before would score.
+            ProcessLost: it ended before it had loaded, though it did load before.
             PoolClosedError: :meth:`interrupt` was called.
         """
         if self._runs():
@@ -167,6 +168,8 @@ class RewardProcess:
         try:
             reply = self._exchange(load)
         except ProcessLost as lost:
+            if self.scored_by is not None and not lost.timed_out:
+                raise  # it has loaded before: whatever killed it may not do so again
             raise setup_error(f"reward {self._reward.curve!r} did not start", lost) from None
         if isinstance(reply, Failed):
             self._end()
