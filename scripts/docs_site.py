@@ -104,7 +104,7 @@ def _section(
         sections = list(dict.fromkeys(_sections(field.annotation)))
         deeper += [(key, field, found, here, len(sections) > 1) for found in sections]
         if not sections or _default(field, here) is not None:
-            star = "*" if key in RESUMABLE_KEYS else ""
+            star = "*" if key in {each.replace(".*", "") for each in RESUMABLE_KEYS} else ""
             kind, default = _type(field.annotation, field.metadata), _default(field, here)
             rows.append(f"| `{key}`{star} | {kind} | {default} | {_cell(field.description)} |")
     if rows:

@@ -15,6 +15,7 @@ from spotlight.config.load import EMBEDDED, build_config, dump_config, load_conf
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
 from spotlight.config.section import Section
 from spotlight.config.sections.learner_section import divisors_near
+from spotlight.config.sections.rewards import RewardConfig
 from spotlight.store.run_directory import flatten
 
 
@@ -159,7 +160,7 @@ def test_keys_that_may_change_exist() -> None:
                 found |= keys(kind, f"{prefix}{name}.")
         return found
 
-    assert keys(RunConfig) >= RESUMABLE_KEYS
+    assert keys(RunConfig) | keys(RewardConfig, "rewards.*.") >= RESUMABLE_KEYS
 
 
 # -- errors: key, value, expectation, remedy ---------------------------------------------------------------

@@ -20,7 +20,8 @@ from spotlight.cluster.scorers.scorer_places import (
     scorer_nodes,
 )
 from spotlight.config.errors import ConfigError
-from spotlight.config.load import load_config
+from spotlight.config.load import dump_config, load_config
+from spotlight.config.schema import RESUMABLE_KEYS
 from spotlight.config.sections.rewards import RewardConfig
 from spotlight.rewards.pool.channel import Sample, Values
 from spotlight.rewards.pool.gpu_placement import LocalGpus, place_on_gpus, visible_names
@@ -30,6 +31,8 @@ from spotlight.rewards.pool.scoring import PREEMPTIONS_MAX, SharedSample, score_
 from spotlight.rewards.results import ScoredSample
 from spotlight.rewards.reward import RewardScore, RewardSetupError
 from spotlight.scheduler.types import NodeKind
+from spotlight.store.run_directory import RunDirectory
+from spotlight.store.store_errors import OtherConfigurationError
 
 REWARD = """
 import os
@@ -228,3 +231,14 @@ def test_a_preemption_is_no_failure_of_the_reward(losses: int, scored: bool) -> 
     found = score_batch(scorer, reward("spot", retries=0, isolation_s=0), samples)  # type: ignore[arg-type]
     assert all(isinstance(each, RewardScore) for each in found) is scored
     assert scorer.asked == min(losses, PREEMPTIONS_MAX) + 1
+
+
+def test_a_resumed_run_may_place_its_rewards_elsewhere_but_not_weigh_them_otherwise(tmp_path: Path) -> None:
+    def opened(*overrides: str) -> None:
+        told = dump_config(load_config(None, list(overrides)))
+        RunDirectory.open(tmp_path, "run", told, RESUMABLE_KEYS).close()
+
+    opened("rewards=[{name: ocr}]")
+    opened("rewards=[{name: ocr, device: cpu, replicas: 3, batch_size: 2}]")
+    with pytest.raises(OtherConfigurationError, match=r"rewards\.0\.weight: 1\.0 in the run, 2\.0 now"):
+        opened("rewards=[{name: ocr, weight: 2.0}]")

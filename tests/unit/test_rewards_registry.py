@@ -59,6 +59,7 @@ def failure(name: str, **params: object) -> str:
 ENDPOINT = {"base_url": "http://127.0.0.1:1/v1", "model": "any"}
 NEEDED: dict[str, dict[str, object]] = {
     "vlm-judge": {"endpoint": ENDPOINT},
+    "vlm-rank": {"endpoint": ENDPOINT},
     "ocr-vlm": {"endpoint": ENDPOINT},
     "geneval2": {"endpoint": ENDPOINT},
     "unified-reward": {"endpoint": ENDPOINT},

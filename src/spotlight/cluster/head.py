@@ -77,6 +77,7 @@ class HeadParts:
 class _Effort:
     events: int = 0
     handling_s: float = 0.0
+    reward_wait_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -91,6 +92,7 @@ class Head:
     _stop_requested: bool = False
     _groups: dict[WorkerId, tuple[int, tuple[WorkerId, ...]]] = field(default_factory=dict)
     _effort: _Effort = field(default_factory=_Effort)
+    _waits_since_s: float | None = None
 
     # -- the loop --------------------------------------------------------------------------------------
 
@@ -164,6 +166,9 @@ class Head:
         for node, seconds in parts.drains.finished(controller.cluster, now):
             self.log.add("fleet/drain_s", seconds)
             parts.observer.note(f"{node} is drained, {seconds:.2f} s after it was to stop")
+        if self._waits_since_s is not None:
+            self._effort.reward_wait_s += now - self._waits_since_s
+        self._waits_since_s = now if controller.waits_for_rewards else None
         self._effort.events += 1
         self._effort.handling_s += parts.accounts.clock() - now
 
@@ -283,6 +288,7 @@ class Head:
         row |= {
             "head/events": float(self._effort.events),
             "head/handling_s": self._effort.handling_s,
+            "rewards/wait_s": self._effort.reward_wait_s,
             "fleet/workers": float(len(parts.workers.alive)),
             "fleet/nodes": float(len(controller.cluster.hosts)),
         }

@@ -403,6 +403,7 @@ class InlineDriver:
         row = self.parts.trainer.log.take()
         self._account()
         row |= {f"seconds/{phase.value}": spent for phase, spent in self._spent.items()}
+        row["rewards/wait_s"] = self._spent[Phase.REWARD]
         self._spent.clear()
         self.parts.recorder.iteration(controller.iteration, controller.ledger.trained, row)
         self.parts.observer.iterated(controller.iteration, row)

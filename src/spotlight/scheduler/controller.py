@@ -97,6 +97,15 @@ class Controller:
         self._undo: list[Effect] = []
 
     @property
+    def waits_for_rewards(self) -> bool:
+        """Whether scores are all that is missing: nothing is left to generate or, meanwhile, to train."""
+        at_rewards = {
+            Stage.ROLLING: self.work.at.unscored,
+            Stage.EXPLORING: self.work.window.unscored,
+        }.get(self.stage)
+        return bool(at_rewards) and not self.queue.outstanding and self.training.task is None
+
+    @property
     def stage(self) -> Stage:
         """Of the current iteration."""
         return self._stages.stage

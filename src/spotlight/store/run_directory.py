@@ -21,6 +21,7 @@ import fcntl
 import os
 import socket
 from collections.abc import Callable, Collection, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
@@ -115,7 +116,7 @@ class RunDirectory(RunPaths):
 
         Args:
             may_differ: dotted keys, or sections, that may differ from the stored ``config_text``, which is
-                replaced.
+                replaced; ``*``: any item of a list.
             complete: adds keys to the stored text that it lacks because an older version wrote it.
 
         Raises:
@@ -232,7 +233,7 @@ def _require_same_configuration(
         key
         for key in sorted(old.keys() | new.keys())
         if old.get(key, _ABSENT) != new.get(key, _ABSENT)
-        and not any(key == allowed or key.startswith(f"{allowed}.") for allowed in may_differ)
+        and not any(fnmatchcase(key, allowed) or key.startswith(f"{allowed}.") for allowed in may_differ)
     ]
     if not differing:
         return
@@ -249,7 +250,9 @@ def _require_same_configuration(
 
 
 def flatten(tree: object, prefix: str = "") -> dict[str, Leaf]:
-    """Leaves of nested mappings by dotted key. Lists are leaves."""
+    """Leaves of nested mappings by dotted key; of lists of mappings by number. Other lists are leaves."""
+    if isinstance(tree, list) and tree and all(isinstance(item, Mapping) for item in tree):
+        tree = dict(enumerate(tree))
     if not isinstance(tree, Mapping) or (not tree and prefix):
         return {prefix: tree}
     leaves: dict[str, Leaf] = {}
