@@ -17,10 +17,11 @@ import typer
 from PIL import Image, ImageDraw, ImageFont
 
 from benchmarks.ocr_readings import WORDS
+from spotlight.rewards import ocr as ocr_module
 from spotlight.rewards.ocr import ocr, reduced
 
-LIMITS_PX = (1024, 768, 512)
-LETTERS = (0.02, 0.03, 0.05, 0.1)
+LIMITS_PX = (1024, 768)
+LETTERS = (0.01, 0.015, 0.02, 0.03, 0.05, 0.1)
 """Heights of the letters as shares of the side."""
 
 
@@ -29,6 +30,7 @@ def main(
     pictures: Annotated[int, typer.Option(min=2, help="Pictures per height of letters.")] = 24,
 ) -> None:
     """Print one line per height of letters and limit."""
+    ocr_module._READABLE_SIDE_PX = side  # the limit in question
     rng = np.random.default_rng(0)
     print(f"{side} px; letters, limit, mean score, difference ± standard error, CPU ms")
     for share in LETTERS:

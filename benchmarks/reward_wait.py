@@ -68,7 +68,7 @@ def main(
                 f"rewards={json.dumps([{**reward, 'params': params}])}", *(overrides or []),
             ],
         )  # fmt: skip
-        driver_of(config)(config, Silent())
+        driver_of(config)(config, Silent(), 0.0)
         first, *timed = [
             row for row in read_metrics(Path(folder) / config.name) if "rewards/wait_s" in row.values
         ]

@@ -39,6 +39,11 @@ _READABLE_HEIGHT_PX = 128
 image: .80 as is, .97 at 64 px, .98-.99 from 128 px on.
 """
 
+_READABLE_SIDE_PX = 768
+"""Larger pictures are reduced to it. Words in 1280 x 1280 scenes (``benchmarks.ocr_sizes``): letters of 13 to
+38 px read the same, in a third of the time; larger ones read better (128 px: .13 as is, 1.0 reduced).
+"""
+
 _WAYS: Mapping[Thresholding, tuple[str, bool]] = {
     "otsu": ("0", False),
     "sauvola": ("2", False),
@@ -143,7 +148,7 @@ def readings(
     Args:
         sure_only: leave out words of which Tesseract is less than 60 % sure.
     """
-    enlarged = _enlarged(image)
+    enlarged = _enlarged(reduced(image, _READABLE_SIDE_PX))
     height, width, channels = enlarged.shape
     engine = _engine(language)
     for way in ways:
@@ -201,6 +206,15 @@ def _characters(language: str) -> frozenset[str]:
     directory = _data_directory(language)
     names = _engine(language).GetLoadedLanguages()  # also those that the named ones load
     return frozenset().union(*(readable_characters(directory / f"{name}.traineddata") for name in names))
+
+
+def reduced(image: Image, side_px: int) -> Image:
+    """The image with its longer side at most ``side_px``."""
+    height, width, _ = image.shape
+    if (longer := max(height, width)) <= side_px:
+        return image
+    size = max(1, round(width * side_px / longer)), max(1, round(height * side_px / longer))
+    return np.asarray(PILImage.fromarray(image).resize(size, PILImage.Resampling.LANCZOS))
 
 
 def _enlarged(image: Image) -> Image:

@@ -107,7 +107,7 @@ def ask_about(
 
 def try_out(
     endpoint: ChatEndpoint,
-    image: Image,
+    image: Image | Sequence[Image],
     question: str,
     *,
     tokens_max: int,
