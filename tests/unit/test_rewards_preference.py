@@ -10,18 +10,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from tests.unit import clip_oracle as oracle
 
 from spotlight.rewards.frames import FrameRule
+from spotlight.rewards.geneval.pretrained_model import find_file
 from spotlight.rewards.preference.aesthetic import aesthetic
 from spotlight.rewards.preference.aesthetic import tiny as tiny_aesthetic
 from spotlight.rewards.preference.clip_score import clip_score
 from spotlight.rewards.preference.clip_score import tiny as tiny_clip_score
-from spotlight.rewards.preference.hps import hps
+from spotlight.rewards.preference.hps import cleaned, hps
 from spotlight.rewards.preference.open_clip_weights import converted_clip
 from spotlight.rewards.preference.pickscore import pickscore
 from spotlight.rewards.preference.pickscore import tiny as tiny_pickscore
@@ -132,6 +135,12 @@ def test_hps_is_the_cosine_of_the_checkpoints_own_model(
     assert again["score"] == pytest.approx(found["score"], abs=1e-6)
 
 
+def test_hps_reads_prompts_as_open_clip_cleans_them() -> None:
+    assert cleaned("\u201ccurly\u201d quotes\u2019s &amp;amp; more, it&#39;s 5 < 6") == (
+        "\"curly\" quotes's & more, it's 5 < 6"
+    )
+
+
 def test_a_checkpoint_of_another_model_is_refused_tensor_by_tensor() -> None:
     state = random_checkpoint(20)
     for name in state:
@@ -169,6 +178,23 @@ def test_what_is_missing_is_named_with_the_remedy(tmp_path: Path) -> None:
     assert "is neither a file nor a directory" in refusal(hps, {"weights": "./gone.pt"})
     narrow = tiny_aesthetic(tmp_path / "aesthetic") | {"model": params["model"]}
     assert "whose embeddings are 16 wide; expected 768" in refusal(aesthetic, narrow)
+
+
+def test_a_file_downloaded_before_is_found_where_the_hub_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def downloaded(source: str, name: str) -> str:
+        if source == "org/there" and name == "b.pt":
+            return str(tmp_path / name)
+        raise LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", downloaded)
+    names, about = ("a.safetensors", "b.pt"), {"key": "x reward: weights", "remedy": "Name another."}
+    assert find_file("org/there", names, **about) == tmp_path / "b.pt"
+    with pytest.raises(
+        RewardSetupError, match=r"'org/gone', which cannot be reached, and a.saf.* or b.pt was"
+    ):
+        find_file("org/gone", names, **about)
 
 
 def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:

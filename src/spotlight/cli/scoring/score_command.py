@@ -185,7 +185,11 @@ def _draw(path: Path, reward: str, scored: Sequence[_Scored], show: int) -> Path
     judged = [(each.picture, value) for each in scored if (value := _value(each)) is not None]
     if not judged:
         return None
-    ends = (("best", judged[:show]), ("worst", judged[-show:])) if len(judged) > show else (("all", judged),)
+    ends = (
+        (("best", judged[:show]), ("worst", judged[max(show, len(judged) - show) :]))
+        if len(judged) > show
+        else (("all", judged),)
+    )
     strips = [
         Strip(f"{picture.path.name}: {picture.prompt}", ((picture.media, f"{end}  {value:.4g}"),))
         for end, part in ends

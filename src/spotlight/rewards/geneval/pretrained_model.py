@@ -89,7 +89,7 @@ def load_image_processor(source: str, *, key: str, remedy: str) -> Any:
 def find_file(source: str, names: Sequence[str], *, key: str, remedy: str) -> Path:
     """A file, or the first of these names in a directory or at the hub. Raises RewardSetupError."""
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     local = Path(source).expanduser()
     if local.is_file():
@@ -100,20 +100,20 @@ def find_file(source: str, names: Sequence[str], *, key: str, remedy: str) -> Pa
                 return local / name
         what = f"holds none of {', '.join(names)}" if local.is_dir() else "is neither a file nor a directory"
         raise RewardSetupError(f"{key} is {source!r}, which {what}. {remedy}")
-    reason = "no such file"
+    what = f"holds none of {', '.join(names)}"
     for name in names:
         try:
             return Path(hf_hub_download(source, name))
-        except EntryNotFoundError as error:
-            reason = str(error)
+        except LocalEntryNotFoundError:  # the next one may have been downloaded before
+            what = f"cannot be reached, and {' or '.join(names)} was not downloaded before"
+        except EntryNotFoundError:
+            continue
         except Exception as error:
             reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
             raise RewardSetupError(
                 f"{key} is {source!r}, which cannot be read: {reason}. {remedy}"
             ) from error
-    raise RewardSetupError(
-        f"{key} is {source!r}, which holds none of {', '.join(names)} ({reason}). {remedy}"
-    )
+    raise RewardSetupError(f"{key} is {source!r}, which {what}. {remedy}")
 
 
 def read_tensors(path: Path, *, key: str, remedy: str) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from html import unescape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ FACTS = RewardFacts(
         wrong_prompt="a photo of a dog in the snow",
     ),
 )
+_STRAIGHT = str.maketrans("\u201c\u201d\u2018\u2019", "\"\"''")
 
 
 def hps(
@@ -61,8 +63,17 @@ def hps(
         RewardSetupError: weights are missing or of another model, or the device cannot be used.
         ValueError: the model's outputs are not finite.
     """
-    found = _towers(weights, tokenizer, device, batch_size).compare(images, prompts)
+    towers = _towers(weights, tokenizer, device, batch_size)
+    found = towers.compare(images, [cleaned(prompt) for prompt in prompts])
     return {"score": found["cosine"], "truncated": found["truncated"]}
+
+
+def cleaned(prompt: str) -> str:
+    """A prompt as open_clip reads it: HTML's entities resolved, quotes straight.
+
+    What else ftfy repairs there, such as text in a wrong encoding, stays as it is.
+    """
+    return unescape(unescape(prompt)).translate(_STRAIGHT)
 
 
 def scored_by(
