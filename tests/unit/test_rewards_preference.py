@@ -191,9 +191,7 @@ def test_a_file_downloaded_before_is_found_where_the_hub_is_not(
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", downloaded)
     names, about = ("a.safetensors", "b.pt"), {"key": "x reward: weights", "remedy": "Name another."}
     assert find_file("org/there", names, **about) == tmp_path / "b.pt"
-    with pytest.raises(
-        RewardSetupError, match=r"'org/gone', which cannot be reached, and a.saf.* or b.pt was"
-    ):
+    with pytest.raises(RewardSetupError, match=r"'org/gone', which cannot be reached, and a.s.* b.pt was"):
         find_file("org/gone", names, **about)
 
 
