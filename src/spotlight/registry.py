@@ -183,6 +183,7 @@ REWARDS: Registry[Callable[..., Any]] = Registry(
     "spotlight.rewards",
     {
         "shapes": "spotlight.rewards.shapes:shapes",
+        "motion": "spotlight.rewards.motion:motion",
         "ocr": "spotlight.rewards.ocr:ocr",
         "ocr-neural": "spotlight.rewards.reading.ocr_neural:ocr_neural",
         "jpeg_size": "spotlight.rewards.jpeg:jpeg_size",

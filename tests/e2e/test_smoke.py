@@ -15,10 +15,11 @@ from spotlight.cli.main import app
 from spotlight.config.load import load_config
 from spotlight.rewards.reward_registry import parse
 from spotlight.store.ledger.ledger_audit import AuditLimits, audit
+from spotlight.testbed import TESTBEDS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPES = sorted(
-    path.name for path in EXAMPLES.glob("*.yaml") if load_config(path, []).model.path != "testbed"
+    path.name for path in EXAMPLES.glob("*.yaml") if load_config(path, []).model.path not in TESTBEDS
 )
 FIRST = "flux1-dev-ocr.yaml"
 """Runs in the first tier, the others in the long one: they take the same way."""

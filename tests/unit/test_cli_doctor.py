@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from spotlight.cli import doctor_checks
 from spotlight.cli.doctor import Finding, Verdict
 from spotlight.cli.main import app
+from spotlight.testbed import TESTBEDS
 
 
 def only(findings: Iterator[Finding], what: str) -> Finding:
@@ -46,10 +48,17 @@ def test_a_full_disk_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_missing_files_of_the_embedded_model_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spotlight.testbed.PIPELINE_DIR", tmp_path / "absent")
-    found = only(doctor_checks.pipeline(), "embedded model")
-    assert found.verdict is Verdict.FAIL
-    assert "absent" in found.found
+    model = TESTBEDS["testbed"]
+    broken = {
+        "one": replace(model, pipeline=tmp_path / "absent"),
+        "two": replace(model, test=tmp_path / "lost"),
+        "three": model,
+    }
+    monkeypatch.setattr("spotlight.testbed.TESTBEDS", broken)
+    found = list(doctor_checks.pipeline())
+    assert [each.verdict for each in found] == [Verdict.FAIL, Verdict.FAIL, Verdict.OK]
+    assert "absent" in found[0].found
+    assert "lost is missing" in found[1].found
 
 
 def test_without_tesseract_only_the_ocr_reward_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +79,8 @@ def test_offline_by_choice_warns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_command_exits_1_when_something_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("spotlight.testbed.PIPELINE_DIR", tmp_path / "absent")
+    broken = replace(TESTBEDS["testbed"], pipeline=tmp_path / "absent")
+    monkeypatch.setattr("spotlight.testbed.TESTBEDS", {"testbed": broken})
     result = CliRunner().invoke(app, ["doctor", "--runs-dir", str(tmp_path)])
     assert result.exit_code == 1
     assert "fail" in result.output

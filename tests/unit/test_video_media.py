@@ -91,12 +91,15 @@ def test_a_grid_of_videos_is_a_contact_sheet_and_a_page_that_plays(tmp_path: Pat
     paths = RunPaths(tmp_path)
     paths.images.mkdir()
     for iteration in (0, 5):
-        tiles = [Tile(VIDEO[:: 1 + member], "it brightens", 0.1 * iteration + member) for member in (0, 1)]
+        tiles = [Tile(VIDEO[:: 1 + at], "it brightens", 0.1 * iteration + at, fps=5.0) for at in (0, 1)]
         sheet = write_grid(paths, iteration, tiles, columns=2, title="held out")
         with Image.open(sheet) as still, Image.open(sheet.with_suffix(".webp")) as playing:
             assert still.width > 1.5 * playing.width
             assert playing.n_frames == len(VIDEO)
+            playing.load()
+            assert playing.info["duration"] == 200
         kept = read_tiles(paths, iteration)
+        assert [tile.fps for tile in kept] == [5.0, 5.0]
         assert [np.array_equal(tile.picture, VIDEO[:: 1 + at]) for at, tile in enumerate(kept)] == [
             True,
             True,
@@ -125,7 +128,7 @@ def test_a_tile_keeps_frames_that_do_not_change(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.images.mkdir()
     still = np.repeat(VIDEO[[0, 5]], [3, 2], axis=0)
-    write_grid(paths, 0, [Tile(still, "it jumps", 0.0)], columns=1, title="held out")
+    write_grid(paths, 0, [Tile(still, "it jumps", 0.0, fps=7.0)], columns=1, title="held out")
     (tile,) = read_tiles(paths, 0)
     assert np.array_equal(tile.picture, still)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -147,7 +148,7 @@ def train_flow(parts: Parts, data: FlowData, recipe: FlowRecipe, seed: int, log:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.param_groups[0]["lr"] = learning_rate(step, recipe)
         optimizer.step()
-        _average(averaged, model, min(recipe.ema_decay, (1 + step) / (10 + step)))
+        average(averaged, model, min(recipe.ema_decay, (1 + step) / (10 + step)))
         recent.append(loss.detach())
         if (step + 1) % tenth == 0:
             losses.append(round(torch.stack(recent).mean().item(), 5))
@@ -168,13 +169,19 @@ def flow_loss(
     clean = data.latents[chosen]
     dropped = torch.rand(recipe.batch, generator=generator) < recipe.unconditional
     prompts = torch.where(dropped, len(data.token_ids) - 1, data.prompts[chosen])
-    quantiles = (torch.arange(recipe.batch) + torch.rand(recipe.batch, generator=generator)) / recipe.batch
-    t = torch.special.ndtri(quantiles.clamp(1e-4, 1 - 1e-4)).sigmoid()
-    t = shift * t / (1 + (shift - 1) * t)
+    t = stratified_times(recipe.batch, shift, generator)
     noise = torch.randn(clean.shape, generator=generator)
     noisy = torch.lerp(clean, noise, t.view(-1, 1, 1))
     velocity = model(noisy, t, data.token_ids[prompts], data.token_mask[prompts])
     return F.mse_loss(velocity, noise - clean)
+
+
+def stratified_times(batch: int, shift: float, generator: torch.Generator) -> Tensor:
+    """Noise levels [batch]: sigmoid(normal), shifted like the scheduler's, one from each quantile."""
+    quantiles = (torch.arange(batch) + torch.rand(batch, generator=generator)) / batch
+    t = torch.special.ndtri(quantiles.clamp(1e-4, 1 - 1e-4)).sigmoid()
+    shifted: Tensor = shift * t / (1 + (shift - 1) * t)
+    return shifted
 
 
 def scheduler_shift(parts: Parts, tokens: int) -> float:
@@ -186,13 +193,30 @@ def scheduler_shift(parts: Parts, tokens: int) -> float:
     return math.exp(exponent)
 
 
-def learning_rate(step: int, recipe: FlowRecipe) -> float:
+class Schedule(Protocol):
+    """What a recipe says of its learning rate."""
+
+    @property
+    def learning_rate(self) -> float:
+        """The peak."""
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of linear growth."""
+
+    @property
+    def steps(self) -> int:
+        """All steps."""
+
+
+def learning_rate(step: int, recipe: Schedule) -> float:
     """Linear warm-up, then cosine decay to zero."""
     warm = min((step + 1) / recipe.warmup_steps, 1.0)
     return recipe.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
 
 
-def _average(averaged: Mapping[str, Tensor], model: nn.Module, decay: float) -> None:
+def average(averaged: Mapping[str, Tensor], model: nn.Module, decay: float) -> None:
+    """Move the averaged parameters towards the model's, in place."""
     values = dict(model.named_parameters())
     kept = [averaged[name] for name in values]
     torch._foreach_lerp_(kept, [value.detach() for value in values.values()], 1 - decay)

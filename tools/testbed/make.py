@@ -110,10 +110,10 @@ def make(directory: Path, recipe: Recipe) -> None:
         "vae_reconstruction": quality,
         "flow_losses": flow_losses,
         "threads": torch.get_num_threads(),
-        "versions": _versions(),
+        "versions": versions(),
     }
-    _write_json(directory / "TRAINING.json", record)
-    _write_json(directory / "scores.json", scores)
+    write_json(directory / "TRAINING.json", record)
+    write_json(directory / "scores.json", scores)
     log(f"wrote {directory} in {record['cpu_minutes_total']} CPU minutes")
 
 
@@ -148,12 +148,13 @@ def measure(directory: Path, test: Sequence[Record]) -> dict[str, Any]:
     return result
 
 
-def recipe_hash(recipe: Recipe) -> str:
-    """SHA-256 of the recipe's JSON."""
+def recipe_hash(recipe: Any) -> str:
+    """SHA-256 of the JSON of a recipe, a dataclass."""
     return hashlib.sha256(json.dumps(asdict(recipe), sort_keys=True).encode()).hexdigest()
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of what determines the weights."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -162,11 +163,12 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _write_json(path: Path, value: object) -> None:
+def write_json(path: Path, value: object) -> None:
+    """Write indented JSON."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Make glibc keep freed memory: otherwise every step faults in the pages of its large tensors."""
     if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
@@ -194,7 +196,7 @@ def main() -> None:
         return
     # The number of threads determines how sums are split, hence the weights.
     torch.set_num_threads(arguments.threads)
-    _keep_freed_memory()
+    keep_freed_memory()
     make(arguments.directory, Recipe(seed=arguments.seed).scaled(arguments.scale))
 
 

@@ -131,26 +131,30 @@ def disk(runs_dir: Path) -> Iterator[Finding]:
 
 
 def pipeline() -> Iterator[Finding]:
-    """The embedded default's files."""
+    """The files of the embedded models."""
     from spotlight.models.model_errors import ModelError
     from spotlight.models.pipeline_files import locate
     from spotlight.registry import FAMILIES
-    from spotlight.testbed import PIPELINE_DIR, TEST_PROMPTS, TRAIN_PROMPTS
+    from spotlight.testbed import TESTBEDS
 
-    family = FAMILIES.load("qwen-image")
     remedy = "Install Spotlight again: files of the package are missing."
-    missing = [path for path in (TRAIN_PROMPTS, TEST_PROMPTS) if not path.is_file()]
-    try:
-        locate(
-            PIPELINE_DIR, revision=None, pipeline_class=family.pipeline_class, components=family.components
-        )
-    except ModelError as error:
-        yield Finding(Verdict.FAIL, "embedded model", str(error), remedy)
-        return
-    if missing:
-        yield Finding(Verdict.FAIL, "embedded model", f"{missing[0]} is missing", remedy)
-    else:
-        yield Finding(Verdict.OK, "embedded model", str(PIPELINE_DIR))
+    for name, model in TESTBEDS.items():
+        title, family = f"embedded model {name}", FAMILIES.load(model.family)
+        missing = [path for path in (model.train, model.test) if not path.is_file()]
+        try:
+            locate(
+                model.pipeline,
+                revision=None,
+                pipeline_class=family.pipeline_class,
+                components=family.components,
+            )
+        except ModelError as error:
+            yield Finding(Verdict.FAIL, title, str(error), remedy)
+            continue
+        if missing:
+            yield Finding(Verdict.FAIL, title, f"{missing[0]} is missing", remedy)
+        else:
+            yield Finding(Verdict.OK, title, str(model.pipeline))
 
 
 def tesseract() -> Iterator[Finding]:

@@ -12,10 +12,7 @@ from spotlight.data.prompt_files import parse_prompts, with_tags
 from spotlight.data.section_names import under
 from spotlight.scheduler.seeds import prompts_of_iteration, spares_of_iteration
 from spotlight.scheduler.types import Prompt
-from spotlight.testbed import TEST_PROMPTS, TRAIN_PROMPTS
-
-TESTBED = "testbed"
-"""Value of ``model.path``, ``data.train`` and ``data.test`` for the embedded testbed."""
+from spotlight.testbed import TESTBEDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +67,18 @@ def load_prompts(config: RunConfig) -> Prompts:
         PromptFileError: malformed lines, by number, or an unknown tag.
     """
     tags, wanted = config.data.tags, config.evaluation.prompts
-    train = read_prompts("data.train", config.data.train, TRAIN_PROMPTS, tags)
-    test = read_prompts("data.test", config.data.test, TEST_PROMPTS, tags)
-    if wanted is not None and wanted > len(test):
+    train, test = config.data.train, config.data.test
+    trained = read_prompts("data.train", TESTBEDS[train].train if train in TESTBEDS else Path(train), tags)
+    held_out = read_prompts("data.test", TESTBEDS[test].test if test in TESTBEDS else Path(test), tags)
+    if wanted is not None and wanted > len(held_out):
         problem = Problem(
             "evaluation.prompts", str(wanted),
-            f"at most {len(test)}, the held-out prompts of data.test={config.data.test}"
+            f"at most {len(held_out)}, the held-out prompts of data.test={test}"
             + (f" with data.tags={list(tags)}" if tags else ""),
             "Lower it, or leave the key out to take them all.",
         )  # fmt: skip
         raise ConfigError("the configuration", [problem])
-    return Prompts(tuple(train), evenly_spaced(test, wanted))
+    return Prompts(tuple(trained), evenly_spaced(held_out, wanted))
 
 
 def evenly_spaced(prompts: Sequence[Prompt], count: int | None) -> tuple[Prompt, ...]:
@@ -92,13 +90,12 @@ def evenly_spaced(prompts: Sequence[Prompt], count: int | None) -> tuple[Prompt,
     return tuple(prompts[index * len(prompts) // kept] for index in range(kept))
 
 
-def read_prompts(key: str, value: str, shipped: Path, tags: Sequence[str] = ()) -> list[Prompt]:
-    """Prompts of the file configured as ``key``; ``testbed`` reads ``shipped``. Raises as load_prompts."""
-    path = shipped if value == TESTBED else Path(value)
+def read_prompts(key: str, path: Path, tags: Sequence[str] = ()) -> list[Prompt]:
+    """Prompts of the file configured as ``key``. Raises as load_prompts."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        problem = Problem(key, value, "a readable text file of prompts (.txt or .jsonl)", f"{error}.")
+        problem = Problem(key, str(path), "a readable text file of prompts (.txt or .jsonl)", f"{error}.")
         raise ConfigError("the configuration", [problem]) from None
     prompts = parse_prompts(text, str(path))
     with under("data"):

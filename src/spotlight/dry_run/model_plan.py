@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING
 from safetensors import safe_open
 
 from spotlight.config.schema import RunConfig
-from spotlight.data.datasets import TESTBED
 from spotlight.data.section_names import under
 from spotlight.models.family_facts import Dimensions, PublishedModel
 from spotlight.models.media import MediaSize
 from spotlight.models.model_errors import ModelError
 from spotlight.models.pipeline_files import PipelineFiles, check_weights, locate
 from spotlight.registry import FAMILIES
-from spotlight.testbed import PIPELINE_DIR
+from spotlight.testbed import pipeline_directory
 
 if TYPE_CHECKING:
     from spotlight.models.family import ModelFamily
@@ -138,7 +137,7 @@ def _published_sizes(
 def _locate(config: RunConfig, besides: Sequence[str]) -> PipelineFiles | NotHere:
     """The pipeline's files; a hub model counts as here with all its transformers and ``besides``."""
     model, family = config.model, family_of(config)
-    path = str(PIPELINE_DIR) if model.path == TESTBED else model.path
+    path = pipeline_directory(model.path)
     if not Path(path).expanduser().exists() and path.count("/") == 1 and not path.startswith((".", "/", "~")):
         cached = _cached(path, model.revision)
         if cached is None or not _complete(cached, family, besides):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from spotlight.config.schema import RunConfig
 from spotlight.registry import FAMILIES
-from spotlight.testbed import PIPELINE_DIR
+from spotlight.testbed import TESTBEDS
 
 SECOND_TRANSFORMER = "transformer_2"
 """Folder of the second transformer's weights, where a pipeline has two (Wan2.2-A14B)."""
@@ -15,8 +15,8 @@ _EXAMPLE_PROMPT = "two red circles"
 
 def base_model(config: RunConfig) -> str:
     """Directory (absolute) or hub id of the pipeline that was trained."""
-    if config.model.path == "testbed":
-        return str(PIPELINE_DIR)
+    if config.model.path in TESTBEDS:
+        return str(TESTBEDS[config.model.path].pipeline)
     local = Path(config.model.path)
     return str(local.resolve()) if local.is_dir() else config.model.path
 

@@ -25,6 +25,7 @@ from spotlight.scheduler.types import Purpose
 from spotlight.store.files import write_atomically
 from spotlight.store.images import drawn_iterations, write_comparison, write_progress
 from spotlight.store.store_errors import storage_error
+from spotlight.testbed import TESTBEDS
 
 CARD_FOLDER = "card"
 _PROGRESS_COLUMNS, _PROGRESS_ROWS = 6, 6
@@ -84,7 +85,7 @@ def _front_matter(run: RunRecord) -> str:
     task = "text-to-video" if FAMILIES.load(config.model.family).video else "text-to-image"
     lora = config.learner.mode == "lora"
     # The hub resolves ids only; a local directory would be a dead link.
-    from_hub = config.model.path != "testbed" and not Path(config.model.path).expanduser().exists()
+    from_hub = config.model.path not in TESTBEDS and not Path(config.model.path).expanduser().exists()
     scores = [
         EvalResult(
             task_type=task,
@@ -123,8 +124,8 @@ def _introduction(run: RunRecord) -> str:
         else "A full fine-tune"
     )
     base = (
-        "the tiny Qwen-Image pipeline that ships with Spotlight"
-        if config.model.path == "testbed"
+        f"the tiny `{FAMILIES.load(config.model.family).pipeline_class}` that ships with Spotlight"
+        if config.model.path in TESTBEDS
         else (f"`{base_model(config)}`")
     )
     rewards = ", ".join(

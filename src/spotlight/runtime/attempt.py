@@ -160,6 +160,7 @@ def _open_recorder(
         header=CheckpointHeader(0, 0, config_digest(config), spotlight.__version__),
         strict=config.evaluation.strict,
         grid_images=config.evaluation.grid[1],
+        fps=config.rollout.fps,
         before_s=ledger.worked_s(),
     )
     return recorder, newest

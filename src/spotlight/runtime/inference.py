@@ -137,7 +137,7 @@ class TrainedRun:
         if prompts_file is None:
             prompts: Sequence[Prompt] = build.load_prompts(config).test
         else:
-            prompts = build.read_prompts("--prompts", str(prompts_file), prompts_file)
+            prompts = build.read_prompts("--prompts", prompts_file)
         count = images_per_prompt or config.evaluation.images_per_prompt
         rollouts = [
             self._rollout(

@@ -68,7 +68,8 @@ class RunRecorder:
     Attributes:
         workers: USD per hour of each.
         before_s: seconds of work in earlier attempts.
-        grid: prompts shown, and images per prompt.
+        grid_images: images per prompt shown.
+        fps: of videos.
     """
 
     paths: RunPaths
@@ -81,6 +82,7 @@ class RunRecorder:
     header: CheckpointHeader
     strict: str | None
     grid_images: int
+    fps: float
     before_s: float
     _records: list[tuple[int, Record]] = field(default_factory=list)
     _spent_s: float = 0.0
@@ -168,7 +170,7 @@ class RunRecorder:
     ) -> None:
         curve = validation.strict or REWARD
         tiles = [
-            Tile(picture, self.prompts[rollout.prompt_id].text, effect.scores[rollout.id][curve])
+            Tile(picture, self.prompts[rollout.prompt_id].text, effect.scores[rollout.id][curve], self.fps)
             for rollout, picture in pictures.items()
         ]
         title = f"iteration {effect.iteration}: {curve} {validation.judged.mean:.3f}"

@@ -5,8 +5,8 @@
     images/before-after.png           drawn from two iterations' tiles
     images/progress.png               the same images at several iterations
 
-Of videos, the pages show some frames side by side, and a page of the same name that ends in .webp plays; a
-tile is an animated PNG.
+Of videos, the pages show some frames side by side, and a page of the same name that ends in .webp plays at
+the videos' speed; a tile is an animated PNG.
 
 A resumed run removes the images of the evaluations that it repeats (:func:`drop_pictures`).
 """
@@ -38,8 +38,8 @@ _TITLE_PX, _TEXT_PX = 22, 14
 _LINE_PX, _CAPTION_LINES = 18, 3
 _PAGE_ASPECT = 1.5
 _CONTACT_FRAMES, _PLAYED_MAX = 4, 24
-_FRAME_MS = 1000 / 16
-"""Videos play at 16 frames per second."""
+_FPS = 16.0
+"""Of tiles that do not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,7 @@ class Tile:
     picture: NDArray[np.uint8]
     caption: str
     score: float
+    fps: float = _FPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ def write_grid(paths: RunPaths, iteration: int, tiles: Sequence[Tile], *, column
     path = paths.images / f"iteration-{iteration:06d}.png"
     try:
         _keep(paths, iteration, tiles)
-        _write_page(path, title, blocks)
+        _write_page(path, title, blocks, tiles[0].fps)
     except OSError as error:
         raise storage_error("cannot write the pictures", paths.images, error) from error
     return path
@@ -124,13 +125,14 @@ def read_tiles(paths: RunPaths, iteration: int) -> tuple[Tile, ...]:
         try:
             with Image.open(path) as image:
                 caption, score = image.info["caption"], float(image.info["score"])
+                fps = float(image.info.get("fps", _FPS))
                 frames = [
                     np.asarray(frame.convert("RGB"))
                     for frame in ImageSequence.Iterator(image)
                     # Equal frames in succession are stored as one that lasts longer.
-                    for _ in range(max(1, round(frame.info.get("duration", _FRAME_MS) / _FRAME_MS)))
+                    for _ in range(max(1, round(frame.info.get("duration", 0) * fps / 1000)))
                 ]
-                tiles.append(Tile(frames[0] if len(frames) == 1 else np.stack(frames), caption, score))
+                tiles.append(Tile(frames[0] if len(frames) == 1 else np.stack(frames), caption, score, fps))
         except (OSError, KeyError, ValueError) as error:
             raise StoreError(f"{path}: not a picture of this run ({error!r}). Delete it.") from error
     return tuple(tiles)
@@ -155,7 +157,7 @@ def write_comparison(paths: RunPaths, *, before: int, after: int, title: str) ->
         )
     path = paths.images / "before-after.png"
     try:
-        _write_page(path, title, [_pair(old, new) for old, new in pairs])
+        _write_page(path, title, [_pair(old, new) for old, new in pairs], pairs[0][1].fps)
     except OSError as error:
         raise storage_error("cannot write the pictures", paths.images, error) from error
     return path
@@ -186,7 +188,7 @@ def write_progress(paths: RunPaths, iterations: Sequence[int], *, rows: int, tit
     ]
     path = paths.images / "progress.png"
     try:
-        write_strips(path, title, strips)
+        write_strips(path, title, strips, fps=drawn[0][common[0]][0].fps)
     except OSError as error:
         raise storage_error("cannot write the pictures", paths.images, error) from error
     return path
@@ -200,13 +202,13 @@ class Strip:
     pictures: tuple[tuple[NDArray[np.uint8], str], ...]
 
 
-def write_strips(path: Path, title: str, strips: Sequence[Strip]) -> None:
-    """Write a page of strips as PNG; of videos a page that plays, too."""
+def write_strips(path: Path, title: str, strips: Sequence[Strip], *, fps: float = _FPS) -> None:
+    """Write a page of strips as PNG; of videos a page that plays at ``fps``, too."""
     blocks = [
         _Block(strip.caption, tuple(_Cell(picture, label, _FAINT) for picture, label in strip.pictures))
         for strip in strips
     ]
-    _write_page(path, title, blocks)
+    _write_page(path, title, blocks, fps)
 
 
 def _by_caption(tiles: Sequence[Tile]) -> dict[str, list[Tile]]:
@@ -253,15 +255,18 @@ def _keep(paths: RunPaths, iteration: int, tiles: Sequence[Tile]) -> None:
         notes.add_itxt("caption", tile.caption)
         notes.add_itxt("score", repr(float(tile.score)))
         first, *others = [Image.fromarray(frame) for frame in _frames(tile.picture)]
+        if others:
+            notes.add_itxt("fps", repr(float(tile.fps)))
         path = folder / f"{iteration:06d}-{index:03d}.png"
-        first.save(path, pnginfo=notes, save_all=bool(others), append_images=others, duration=_FRAME_MS)
+        duration_ms = 1000 / tile.fps
+        first.save(path, pnginfo=notes, save_all=bool(others), append_images=others, duration=duration_ms)
 
 
 def _frames(media: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return media[None] if media.ndim == 3 else media
 
 
-def _write_page(path: Path, title: str, blocks: Sequence[_Block]) -> None:
+def _write_page(path: Path, title: str, blocks: Sequence[_Block], fps: float) -> None:
     frames = max(len(_frames(cell.media)) for block in blocks for cell in block.cells)
     write_atomically(path, _png(_page(title, _drawn(blocks, _side_by_side))))
     if frames == 1:
@@ -271,7 +276,7 @@ def _write_page(path: Path, title: str, blocks: Sequence[_Block]) -> None:
         for at in _spread(frames, _PLAYED_MAX)
     ]
     buffer = io.BytesIO()
-    duration_ms = round(_FRAME_MS * frames / (1 + len(others)))
+    duration_ms = round(1000 / fps * frames / (1 + len(others)))
     first.save(buffer, "WEBP", save_all=True, append_images=others, duration=duration_ms, loop=0, quality=80)
     write_atomically(path.with_suffix(".webp"), buffer.getvalue())
 

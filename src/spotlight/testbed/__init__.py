@@ -1,17 +1,45 @@
-"""The embedded default: a tiny but complete Qwen-Image pipeline and its prompts.
+"""The embedded testbeds: tiny but complete pipelines and their prompts.
 
 Importing this package is free (no torch): it only defines paths.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedModel:
+    """One testbed.
+
+    Attributes:
+        family: its model family.
+        pipeline: a diffusers pipeline directory.
+        train, test: prompts in GenEval's metadata format, disjoint.
+    """
+
+    family: str
+    pipeline: Path
+    train: Path
+    test: Path
+
 
 PIPELINE_DIR = _HERE / "pipeline"
 """A diffusers ``QwenImagePipeline`` directory: 32 x 32 images of coloured shapes."""
 
 TRAIN_PROMPTS = _HERE / "data" / "train_metadata.jsonl"
 TEST_PROMPTS = _HERE / "data" / "test_metadata.jsonl"
-"""Prompts in GenEval's metadata format, disjoint from the training file."""
+
+TESTBEDS: Mapping[str, EmbeddedModel] = {
+    "testbed": EmbeddedModel("qwen-image", PIPELINE_DIR, TRAIN_PROMPTS, TEST_PROMPTS),
+}
+"""By what ``model.path``, ``data.train`` and ``data.test`` may be."""
+
+
+def pipeline_directory(path: str) -> str:
+    """The directory of an embedded pipeline; any other ``model.path`` as it is."""
+    return str(TESTBEDS[path].pipeline) if path in TESTBEDS else path

@@ -126,7 +126,7 @@ def _save_comparison(
     title = f"{trained.directory.name}: before and after {trained.iteration} iterations"
     path = folder / "before-after.png"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_strips(path, title, strips)
+    write_strips(path, title, strips, fps=trained.config.rollout.fps)
     return path
 
 

@@ -25,6 +25,7 @@ from spotlight.cli.exit_codes import (
 )
 from spotlight.cli.options import silence_loading_bars
 from spotlight.registry import collection_paused
+from spotlight.testbed import TESTBEDS
 
 if TYPE_CHECKING:
     from spotlight.cli.runs.progress import RunProgress
@@ -152,7 +153,7 @@ def _run(config: RunConfig, plain: bool) -> RunResult:
     from spotlight.cli.runs.progress import make_progress
     from spotlight.runtime.clock import process_age_s
 
-    if config.model.path == "testbed" or Path(config.model.path).is_dir():
+    if config.model.path in TESTBEDS or Path(config.model.path).is_dir():
         silence_loading_bars()  # download bars stay
     progress = make_progress(config, plain)
     progress.facts.started = time.monotonic() - process_age_s()  # imports are billed too

@@ -19,7 +19,6 @@ from spotlight.algorithms import Algorithm, build_algorithm
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.schema import RunConfig
 from spotlight.config.sections.rewards import RewardConfig
-from spotlight.data.datasets import TESTBED
 from spotlight.data.datasets import Prompts as Prompts
 from spotlight.data.datasets import load_prompts as load_prompts
 from spotlight.data.datasets import read_prompts as read_prompts
@@ -53,7 +52,7 @@ from spotlight.runtime.build.preview_settings import preview_recipe
 from spotlight.scheduler.plan import ClusterPlan, Plan
 from spotlight.scheduler.seeds import derive_seed
 from spotlight.scheduler.types import Purpose, WeightKind
-from spotlight.testbed import PIPELINE_DIR
+from spotlight.testbed import pipeline_directory
 from spotlight.training.settings import autocast_type
 
 if TYPE_CHECKING:
@@ -122,7 +121,7 @@ def load_family(config: RunConfig, device: torch.device, *, read_transformer: bo
     """
     model = config.model
     return FAMILIES.load(model.family).load(
-        PIPELINE_DIR if model.path == TESTBED else model.path,
+        pipeline_directory(model.path),
         device=device,
         dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[model.dtype],
         revision=model.revision,

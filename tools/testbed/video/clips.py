@@ -1,0 +1,66 @@
+"""Clips of one coloured shape that moves at a constant speed over white, rendered.
+
+Invariant: the shape stays whole and inside every frame, so that the reward in ``rewards/motion.py`` reads
+every render back without error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from spotlight.rewards.motion import DIRECTIONS
+from spotlight.rewards.reward import Image
+from spotlight.rewards.shapes import PALETTE, coverage
+
+SIDE_PX = 32
+FRAMES = 5
+SPEED_PX = 3
+_SIDES_PX = (8, 9)
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """One clip: what moves where; left, top and side of its square box in the first frame, in pixels."""
+
+    shape: str
+    color: str
+    direction: str
+    left: int
+    top: int
+    side: int
+
+
+def sample_clip(record: Mapping[str, Any], rng: np.random.Generator, side_px: int = SIDE_PX) -> Clip:
+    """A clip of one prompt's record in frames of ``side_px``: size and start are random."""
+    (thing,) = record["include"]
+    side = int(rng.choice(_SIDES_PX))
+    free = side_px - side
+    start = np.array([rng.integers(free + 1), rng.integers(free + 1)])
+    step = np.array(DIRECTIONS[record["motion"]])
+    travel = SPEED_PX * (FRAMES - 1)
+    along = int(step.nonzero()[0][0])
+    start[along] = rng.integers(free - travel + 1) + (travel if step[along] < 0 else 0)
+    return Clip(thing["class"], thing["color"], record["motion"], int(start[0]), int(start[1]), side)
+
+
+def render(clip: Clip, side_px: int = SIDE_PX) -> Image:
+    """Draw a clip, anti-aliased: uint8 [frames, side, side, 3]."""
+    canvas = np.full((FRAMES, side_px, side_px, 3), 255.0)
+    alpha = coverage(clip.shape, clip.side, clip.side)[..., None]
+    right, down = DIRECTIONS[clip.direction]
+    for time, frame in enumerate(canvas):
+        left, top = clip.left + time * SPEED_PX * right, clip.top + time * SPEED_PX * down
+        box = frame[top : top + clip.side, left : left + clip.side]
+        box[:] = (1 - alpha) * box + alpha * np.array(PALETTE[clip.color], dtype=np.float64)
+    video: Image = np.rint(canvas).astype(np.uint8)
+    return video
+
+
+def render_all(records: Sequence[Mapping[str, Any]], seed: int, side_px: int = SIDE_PX) -> Image:
+    """One new clip per record, deterministic given the seed: uint8 [records, frames, side, side, 3]."""
+    rng = np.random.default_rng(seed)
+    return np.stack([render(sample_clip(record, rng, side_px), side_px) for record in records])
