@@ -119,7 +119,7 @@ class FamilyCase:
         wide: changes to the transformer's configuration for a width of 256, 64 per head, and layers in the
             published proportions: its activations are compared with the plan's.
         unused: pattern of the parameters that no output of variant 0 depends on.
-        trained: variants that are trained, exported and split over ranks too.
+        trained: variants that are trained, exported and split over ranks too; slow unless in ``first``.
     """
 
     name: str
@@ -272,7 +272,7 @@ CASES: Mapping[str, FamilyCase] = {
             call=call_video_pipeline,
             adapt=step_as_euler,
             first=(2, 3),  # two transformers, and a noise level per token
-            trained=(0, 2),
+            trained=(0, 2, 3),
         ),
         FamilyCase(
             "hunyuan-video",
@@ -300,6 +300,10 @@ CASES: Mapping[str, FamilyCase] = {
 }
 
 TRAINED = [(name, variant) for name, case in CASES.items() for variant in case.trained]
+TRAINED_BY_TIER = [
+    pytest.param(name, variant, marks=() if variant in CASES[name].first else pytest.mark.slow)
+    for name, variant in TRAINED
+]
 
 VARIATIONS = [
     pytest.param(case.name, variant, marks=() if variant in case.first else pytest.mark.slow)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.queues import Queue
 from pathlib import Path
@@ -135,7 +136,7 @@ def _run(rank: int, pipelines: Pipelines, scratch: Path, results: Queue[Differen
 
 @torch.no_grad()
 def _velocity(family: ModelFamily, case: FamilyCase) -> torch.Tensor:
-    setting = case.settings[-1]
+    setting = replace(case.settings[-1], size=case.size)  # whose tokens every degree divides
     return family.velocity(
         family.transformer,
         torch.randn(

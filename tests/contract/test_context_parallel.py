@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 
+import diffusers
 import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel
@@ -17,7 +18,8 @@ from diffusers.models import attention_dispatch
 from torch import nn
 
 from spotlight.rollout.sequence_parallel import ulysses as sequence_parallel
-from spotlight.rollout.sequence_parallel.ulysses import SequenceParallel, SequenceParallelError
+from spotlight.rollout.sequence_parallel.plans import PLANS
+from spotlight.rollout.sequence_parallel.ulysses import SequenceParallel, SequenceParallelError, share_out
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +76,17 @@ def test_the_plan_of_qwen_image_splits_what_we_know(transformer: QwenImageTransf
     }
 
 
+def test_diffusers_has_no_plan_where_ours_is() -> None:
+    """Once it has one, ours goes."""
+    assert {name: getattr(diffusers, name)._cp_plan for name in PLANS} == dict.fromkeys(PLANS)
+
+
+def test_a_mask_of_image_and_text_is_split_as_both_are() -> None:
+    shares = share_out(2, 3, 2)
+    assert (shares.image, shares.text) == ((2, 1), (2, 3))
+    assert [shares.joint(tokens) for tokens in (3, 5, 8)] == [False, False, True]
+
+
 def test_degrees_divide_the_heads(transformer: QwenImageTransformer2DModel) -> None:
     parallel = SequenceParallel([transformer])
     for degree in (1, 2, 3, 6):
@@ -86,7 +99,10 @@ def test_degrees_divide_the_heads(transformer: QwenImageTransformer2DModel) -> N
 
 
 def test_what_cannot_be_split_is_refused(transformer: QwenImageTransformer2DModel) -> None:
-    with pytest.raises(SequenceParallelError, match=r"Linear has no _cp_plan in diffusers .* use degree 1"):
+    with pytest.raises(
+        SequenceParallelError,
+        match=r"Linear has no _cp_plan in diffusers .*, nor one of ours: .* use degree 1",
+    ):
         SequenceParallel([nn.Linear(2, 2)])
     bare = nn.Linear(2, 2)
     bare._cp_plan = {"": {}}  # type: ignore[assignment]

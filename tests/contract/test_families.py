@@ -22,6 +22,7 @@ from tests.contract.family_cases import (
     CASES,
     PROMPTS,
     TRAINED,
+    TRAINED_BY_TIER,
     TRAININGS,
     VARIATIONS,
     FamilyCase,
@@ -231,7 +232,7 @@ def test_degrees_of_sequence_parallelism_give_the_same(
 
 
 @pytest.mark.parametrize(("algorithm", "mode"), TRAININGS)
-@pytest.mark.parametrize(("name", "variant"), TRAINED)
+@pytest.mark.parametrize(("name", "variant"), TRAINED_BY_TIER)
 def test_one_step_trains_every_targeted_weight(
     load: Load, name: str, variant: int, algorithm: str, mode: str
 ) -> None:
@@ -300,7 +301,7 @@ def plain_sample(sample: TrainingSample) -> plain_loop.PlainSample:
 
 
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
-@pytest.mark.parametrize(("name", "variant"), TRAINED)
+@pytest.mark.parametrize(("name", "variant"), TRAINED_BY_TIER)
 def test_plain_diffusers_draws_our_pictures_with_trained_weights(
     load: Load,
     name: str,
@@ -369,7 +370,7 @@ def test_activations_are_within_a_tenth_of_the_plans(load: Load, name: str) -> N
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
-@pytest.mark.parametrize(("name", "variant"), TRAINED)
+@pytest.mark.parametrize(("name", "variant"), TRAINED_BY_TIER)
 def test_a_transformer_from_a_peer_is_the_one_on_disk(
     load: Load, name: str, variant: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:

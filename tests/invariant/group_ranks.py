@@ -1,6 +1,6 @@
 """Living worker processes for tests of sequence-parallel groups, told what to do through pipes.
 
-    workers = Workers(pipeline, count=4)
+    workers = Workers(Model(pipeline, cache), count=4)
     workers.form(1, "w0", "w1")
     workers.tell("w0", "denoise"); workers.hear("w0")
 
@@ -29,8 +29,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spotlight.diffusion.samplers import FlowSDE
 from spotlight.diffusion.schedule import RandomWindow
-from spotlight.models.families.qwen_image import QwenImage
+from spotlight.models.experts import denoisers
+from spotlight.models.family import ModelFamily
 from spotlight.models.media import MediaSize
+from spotlight.registry import FAMILIES
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.sequence_parallel import rendezvous
 from spotlight.rollout.sequence_parallel import ulysses as sequence_parallel
@@ -55,14 +57,17 @@ class Work:
     """Rollouts to start: seed ``s`` has prompt ``s % 3``."""
 
     seeds: tuple[int, ...]
-    size: tuple[int, int] = (16, 16)
+    size: tuple[int, ...] = (16, 16)
+    """Height, width, frames."""
     guidance: float = 1.0
+    embedded: float | None = None
     step_cache: int = 1
     """Above 1 they are previews."""
 
     @property
     def recipe(self) -> Recipe:
-        recipe = Recipe(MediaSize(*self.size), FlowSDE(0.7), RandomWindow(2), self.guidance, "trajectory")
+        size, window = MediaSize(*self.size), RandomWindow(2)
+        recipe = Recipe(size, FlowSDE(0.7), window, self.guidance, "trajectory", self.embedded)
         if self.purpose is Purpose.TRAIN:
             return recipe
         return recipe.preview(STEPS, step_cache=self.step_cache)
@@ -81,12 +86,22 @@ class Mishap:
     block: int
 
 
+@dataclass(frozen=True)
+class Model:
+    """What every worker loads."""
+
+    pipeline: Path
+    cache: Path
+    family: str = "qwen-image"
+    max_text_tokens: int = 512
+
+
 @dataclass
 class Worker:
     """The process's side."""
 
     name: WorkerId
-    family: QwenImage
+    family: ModelFamily
     membership: SpMembership
     parallel: SequenceParallel
     communicator: Gloo
@@ -201,12 +216,15 @@ class Worker:
                     raise ArithmeticError("this rank's own failure")
                 os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[mishap.kind])
 
-        attention = self.family.transformer.transformer_blocks[mishap.block].attn
-        handle = attention.register_forward_pre_hook(befall)
+        handles = [
+            sequence_parallel_modules(part)[mishap.block].register_forward_pre_hook(befall)
+            for part in denoisers(self.family.transformer).values()
+        ]
         try:
             yield
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
 
 
 def velocity(transformer: nn.Module, image_tokens: int, text_tokens: int, batch: int, masked: bool) -> Tensor:
@@ -225,10 +243,21 @@ def velocity(transformer: nn.Module, image_tokens: int, text_tokens: int, batch:
     return result
 
 
-def serve(name: WorkerId, pipe: Connection, address: Address, pipeline: Path, cache: Path) -> None:
+def sequence_parallel_modules(transformer: nn.Module) -> list[nn.Module]:
+    """The attention modules that are split, in order; each runs once per forward."""
+    return [m for m in transformer.modules() if hasattr(getattr(m, "processor", None), "_parallel_config")]
+
+
+def serve(name: WorkerId, pipe: Connection, address: Address, model: Model) -> None:
     """Carry out commands until the pipe closes."""
     torch.set_num_threads(1)
-    family = QwenImage.load(pipeline, device="cpu", dtype=torch.float32, embeddings_cache=cache)
+    family = FAMILIES.load(model.family).load(
+        model.pipeline,
+        device="cpu",
+        dtype=torch.float32,
+        embeddings_cache=model.cache,
+        max_text_tokens=model.max_text_tokens,
+    )
     communicator = Gloo(collective_s=60.0)
     parallel = SequenceParallel([family.transformer])
     membership = SpMembership(name, rendezvous.connect(address), communicator, parallel, form_s=60.0)
@@ -248,9 +277,9 @@ def serve(name: WorkerId, pipe: Connection, address: Address, pipeline: Path, ca
 class Workers:
     """The test's side: processes by name, all with the same weights."""
 
-    def __init__(self, pipeline: Path, cache: Path, count: int) -> None:
+    def __init__(self, model: Model, count: int) -> None:
         self.store, self.address = rendezvous.serve()
-        self._pipeline, self._cache = pipeline, cache
+        self._model = model
         self._processes: dict[str, tuple[BaseProcess, Connection]] = {}
         self._epoch = 0
         for i in range(count):
@@ -262,7 +291,7 @@ class Workers:
         """A new process under a name whose bearer is dead."""
         ours, theirs = _processes.Pipe()
         process = _processes.Process(
-            target=serve, args=(name, theirs, self.address, self._pipeline, self._cache), daemon=True
+            target=serve, args=(name, theirs, self.address, self._model), daemon=True
         )
         process.start()
         theirs.close()
@@ -334,3 +363,49 @@ class Workers:
             pipe.close()
             process.kill()
             process.join()
+
+
+TOLERANCE = 1e-5
+"""Largest difference of latents (standard deviation about 1) that a degree may make; measured: below 3e-6."""
+
+ALL = ("w0", "w1", "w2", "w3")
+PLAIN = Work((0, 1, 2))
+"""One batch of three prompts of different length."""
+
+
+def assert_same(results: dict[str, tuple[int, Tensor]], expected: dict[str, Tensor]) -> None:
+    for name, (step, latents) in results.items():
+        assert step == STEPS
+        assert (latents - expected[name]).abs().max() <= TOLERANCE
+
+
+def kill_and_go_on(
+    workers: Workers, undisturbed: dict[str, Tensor], victim: str, mishap: Mishap, work: Work = PLAIN
+) -> None:
+    """One of four dies within a step; two survivors go on together and one alone, from what they hold."""
+    workers.form(*ALL)
+    workers.ask("w0", "start", work)
+    workers.all(ALL[1:], "expect", work)
+    for name in ALL:
+        workers.tell(name, "denoise", STEPS, mishap if name == victim else None)
+    assert workers.gone(victim)
+    died = time.monotonic()
+    pair, single = [name for name in ALL if name != victim][:2], [name for name in ALL if name != victim][2]
+    for name in (*pair, single):
+        why, when = workers.hear(name)
+        assert "lost the group of w0, w1, w2, w3" in why
+        assert when - died < 5.0
+        assert workers.ask(name, "hooks") == 0  # alone already, before it is told anything
+        held = workers.ask(name, "results")
+        assert {step for step, _ in held.values()} == {mishap.step}
+    workers.all(pair, "keep", ["r0", "r2"])
+    workers.ask(single, "keep", ["r1"])
+    workers.form(*pair)
+    workers.form(single)
+    assert workers.all((*pair, single), "denoise") == [("", 0.0)] * 3
+    finished = workers.ask(pair[1], "results") | workers.ask(single, "results")
+    assert finished.keys() == undisturbed.keys()
+    assert_same(finished, undisturbed)
+    workers.spawn(victim)  # and the group is whole again
+    workers.form(*ALL)
+    assert_same(workers.denoise(work, *ALL), undisturbed)

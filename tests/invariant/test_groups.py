@@ -13,23 +13,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from group_ranks import STEPS, Mishap, Work, Workers
+from group_ranks import (
+    ALL,
+    PLAIN,
+    STEPS,
+    TOLERANCE,
+    Mishap,
+    Model,
+    Work,
+    Workers,
+    assert_same,
+    kill_and_go_on,
+)
 from torch import Tensor
 
 from spotlight.rollout.sequence_parallel.membership import FormationError, StaleEpochError
 from spotlight.rollout.sequence_parallel.ulysses import SequenceParallelError
 
-TOLERANCE = 1e-5
-"""Largest difference of latents (standard deviation about 1) that a degree may make; measured: below 3e-6."""
-
-ALL = ("w0", "w1", "w2", "w3")
-PLAIN = Work((0, 1, 2))
-"""One batch of three prompts of different length."""
-
 
 @pytest.fixture(scope="module")
 def workers(random_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
-    workers = Workers(random_pipeline, tmp_path_factory.mktemp("embeds"), count=4)
+    workers = Workers(Model(random_pipeline, tmp_path_factory.mktemp("embeds")), count=4)
     yield workers
     workers.close()
 
@@ -46,12 +50,6 @@ def alone(workers: Workers) -> None:
 def undisturbed(workers: Workers) -> dict[str, Tensor]:
     workers.all(ALL, "part")
     return {name: latents for name, (_, latents) in workers.denoise(PLAIN, "w0").items()}
-
-
-def assert_same(results: dict[str, tuple[int, Tensor]], expected: dict[str, Tensor]) -> None:
-    for name, (step, latents) in results.items():
-        assert step == STEPS
-        assert (latents - expected[name]).abs().max() <= TOLERANCE
 
 
 WORKS = {
@@ -124,36 +122,6 @@ def test_what_blocks_added_in_one_group_is_not_reused_in_another(
     workers.all(ALL, "part")
     reused = {name: latents for name, (_, latents) in workers.denoise(cached, "w3").items()}
     assert any((reused[name] - undisturbed[name]).abs().max() > 100 * TOLERANCE for name in reused)
-
-
-def kill_and_go_on(workers: Workers, undisturbed: dict[str, Tensor], victim: str, mishap: Mishap) -> None:
-    """One of four dies within a step; two survivors go on together and one alone, from what they hold."""
-    workers.form(*ALL)
-    workers.ask("w0", "start", PLAIN)
-    workers.all(ALL[1:], "expect", PLAIN)
-    for name in ALL:
-        workers.tell(name, "denoise", STEPS, mishap if name == victim else None)
-    assert workers.gone(victim)
-    died = time.monotonic()
-    pair, single = [name for name in ALL if name != victim][:2], [name for name in ALL if name != victim][2]
-    for name in (*pair, single):
-        why, when = workers.hear(name)
-        assert "lost the group of w0, w1, w2, w3" in why
-        assert when - died < 5.0
-        assert workers.ask(name, "hooks") == 0  # alone already, before it is told anything
-        held = workers.ask(name, "results")
-        assert {step for step, _ in held.values()} == {mishap.step}
-    workers.all(pair, "keep", ["r0", "r2"])
-    workers.ask(single, "keep", ["r1"])
-    workers.form(*pair)
-    workers.form(single)
-    assert workers.all((*pair, single), "denoise") == [("", 0.0)] * 3
-    finished = workers.ask(pair[1], "results") | workers.ask(single, "results")
-    assert finished.keys() == undisturbed.keys()
-    assert_same(finished, undisturbed)
-    workers.spawn(victim)  # and the group is whole again
-    workers.form(*ALL)
-    assert_same(workers.denoise(PLAIN, *ALL), undisturbed)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ class HunyuanVideo(ModelFamily):
     activations = ActivationCosts(lora=20.0, full=27.0, checkpointed=1.5, forward=15.0, decode=21.0)
     video = True
     usual_frames_per_latent = 4
+    splits_sequence = True
     embedded_guidance = 6.0
     published = {
         "hunyuanvideo-community/HunyuanVideo": PublishedModel(

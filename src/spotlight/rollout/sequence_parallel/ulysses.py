@@ -1,13 +1,14 @@
-"""Ulysses sequence parallelism in a diffusers transformer; the only file that uses its private interface.
+"""Ulysses sequence parallelism in a diffusers transformer; with ``plans.py`` the only file that uses its
+private interface.
 
 Every rank holds all weights and gets the same inputs. Between the transformer's split and gather points a
 rank holds a share of the image and text tokens; inside attention it holds all tokens of a share of the heads.
 Entering and leaving moves no weights.
 
-diffusers (0.42; pyproject.toml pins >=0.42,<0.43) provides the split points (the model's ``_cp_plan``) and
-the attention (via ``_parallel_config`` on processors). The split and gather hooks are ours: diffusers' own
-need divisible lengths, and its mode for others masks the wrong tokens from degree 3 on and does not run over
-gloo (shown in tests/invariant/test_groups.py).
+diffusers (0.42; pyproject.toml pins >=0.42,<0.43) provides the split points (the model's ``_cp_plan``; where
+it has none, ours of ``plans.py``) and the attention (via ``_parallel_config`` on processors). The split and
+gather hooks are ours: diffusers' own need divisible lengths, and its mode for others masks the wrong tokens
+from degree 3 on and does not run over gloo (shown in tests/invariant/test_groups.py).
 
 Invariants:
 - Any number of text tokens works, and any number of image tokens from the degree on. All ranks attend with
@@ -25,7 +26,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import torch
 
@@ -44,8 +45,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from spotlight.models.experts import denoisers
+from spotlight.rollout.sequence_parallel.plans import PLANS
 
 _TEXT = "encoder_hidden_states"
+_TEXT_MASKS = ("encoder_hidden_states_mask", "encoder_attention_mask")
 Arguments = tuple[tuple[object, ...], dict[str, object]]
 
 _SET_ON_CONFIG = ("_rank", "_world_size", "_ulysses_mesh", "_flattened_mesh", "_ulysses_local_rank")
@@ -76,6 +79,10 @@ class TokenShares:
 
     image: tuple[int, ...]
     text: tuple[int, ...]
+
+    def joint(self, tokens: int) -> bool:
+        """Whether a tensor has the image's tokens followed by the padded text's, e.g. a mask for both."""
+        return bool(self.text) and tokens == sum(self.image) + sum(self.text)
 
     def of_length(self, tokens: int) -> tuple[int, ...]:
         """The shares of a tensor with that many tokens.
@@ -230,24 +237,25 @@ class _Split:
         if not self._with_text:
             self._shares = TokenShares((), ())  # the first tensor to be split shows how many there are
             return args, kwargs
-        image, text = (_tensor(kwargs, name) for name in ("hidden_states", "encoder_hidden_states"))
-        tokens = text.shape[1]
-        self._shares = share_out(self._degree, image.shape[1], tokens)
+        image, text = (_tensor(kwargs, name) for name in ("hidden_states", _TEXT))
+        tokens, image_tokens = text.shape[1], _image_tokens(module, image)
+        self._shares = share_out(self._degree, image_tokens, tokens)
         missing = sum(self._shares.text) - tokens
         if missing == 0:
             return args, kwargs
-        if "encoder_hidden_states_mask" not in self._takes:
+        named = [name for name in _TEXT_MASKS if name in self._takes]
+        if not named:
             raise SequenceParallelError(
-                f"{tokens} text and {image.shape[1]} image tokens at degree {self._degree} need {missing} "
+                f"{tokens} text and {image_tokens} image tokens at degree {self._degree} need {missing} "
                 f"tokens of padding, but {type(module).__name__} takes no text mask: use a degree that "
                 "divides both"
             )
-        mask = kwargs.get("encoder_hidden_states_mask")
+        mask = kwargs.get(named[0])
         if not isinstance(mask, Tensor):
             mask = torch.ones(text.shape[:2], dtype=torch.bool, device=text.device)
         padded = {
-            "encoder_hidden_states": F.pad(text, (0, 0, 0, missing)),
-            "encoder_hidden_states_mask": F.pad(mask, (0, missing)),
+            _TEXT: F.pad(text, (0, 0, 0, missing)),
+            named[0]: F.pad(mask, (0, missing)),
         }
         return args, kwargs | padded
 
@@ -258,7 +266,13 @@ class _Split:
         dim = plan.split_dim
         if not self._shares.image:
             self._shares = divide(self._degree, value.shape[dim])
-        shares = self._shares.of_length(value.shape[dim])
+        if self._shares.joint(value.shape[dim]):
+            image, text = value.split([sum(self._shares.image), sum(self._shares.text)], dim)
+            parts = (self._narrow(image, dim, self._shares.image), self._narrow(text, dim, self._shares.text))
+            return torch.cat(parts, dim)
+        return self._narrow(value, dim, self._shares.of_length(value.shape[dim]))
+
+    def _narrow(self, value: Tensor, dim: int, shares: Sequence[int]) -> Tensor:
         return value.narrow(dim, sum(shares[: self._rank]), shares[self._rank])
 
     def _splitting(
@@ -356,11 +370,11 @@ def _config(group: dist.ProcessGroup) -> ParallelConfig:
 
 
 def _plan(module: nn.Module) -> Mapping[str, object]:
-    plan = getattr(module, "_cp_plan", None)
+    plan = getattr(module, "_cp_plan", None) or PLANS.get(type(module).__name__)
     if not isinstance(plan, Mapping) or not plan:
         raise SequenceParallelError(
-            f"{type(module).__name__} has no _cp_plan in diffusers {diffusers_version}: it cannot be split "
-            "over several GPUs; use degree 1"
+            f"{type(module).__name__} has no _cp_plan in diffusers {diffusers_version}, nor one of ours: it "
+            "cannot be split over several GPUs; use degree 1"
         )
     return plan
 
@@ -403,6 +417,16 @@ def _parts(module: nn.Module, name: str) -> list[nn.Module]:
             f"the _cp_plan names {name!r}, which {type(module).__name__} does not have"
         )
     return parts
+
+
+def _image_tokens(module: nn.Module, latents: Tensor) -> int:
+    """Of latents [batch, tokens, width], or [batch, channels, frames, height, width]."""
+    if latents.ndim == 3:
+        return latents.shape[1]
+    config: Any = module.config
+    frames, height, width = latents.shape[2:]
+    side = config.patch_size
+    return int(frames // config.patch_size_t * (height // side) * (width // side))
 
 
 def _tensor(kwargs: Mapping[str, object], name: str) -> Tensor:
