@@ -267,8 +267,8 @@ class _Split:
         if not self._shares.image:
             self._shares = divide(self._degree, value.shape[dim])
         if self._shares.joint(value.shape[dim]):
-            image, text = value.split([sum(self._shares.image), sum(self._shares.text)], dim)
-            parts = (self._narrow(image, dim, self._shares.image), self._narrow(text, dim, self._shares.text))
+            text = value.narrow(dim, sum(self._shares.image), sum(self._shares.text))
+            parts = (self._narrow(value, dim, self._shares.image), self._narrow(text, dim, self._shares.text))
             return torch.cat(parts, dim)
         return self._narrow(value, dim, self._shares.of_length(value.shape[dim]))
 
