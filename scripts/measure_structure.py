@@ -1,12 +1,13 @@
-"""How large the package is, and how many of its files work on a rollout.
+"""How large the package is, and how many of its files a rollout passes.
 
     python scripts/measure_structure.py                 # sizes, names that occur twice, long functions
-    python scripts/measure_structure.py --walk          # files in which a function runs during one iteration
+    python scripts/measure_structure.py --walk          # files that a rollout passes during one iteration
     python scripts/measure_structure.py --root OTHER    # of another checkout
 
 ``--walk`` trains three iterations of the embedded default in one process and on an emulated Ray cluster, with
-a mark in every function, and lists the files of the package in which a function was called while the second
-iteration ran: controller, driver, rollout, scoring, training, publishing and bookkeeping. Start-up,
+a mark in every function, and lists two kinds of files of the package while the second iteration ran:
+those in which a function was given a rollout of it (its id, or a tensor of more than two dimensions, also
+inside of what it was given: ``walk_hook.py``), and all in which any function was called. Start-up,
 evaluations and the export are left out. Code lines leave out docstrings, comments and blank lines.
 """
 
@@ -17,6 +18,7 @@ import ast
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,32 +32,9 @@ from pathlib import Path
 LONG = 50
 """Lines past which a function counts as long."""
 
-HOOK = """
-import ast, builtins, os, time
-from importlib.machinery import SourceFileLoader
-flags, package, seen, last = os.environ["WALK_FLAGS"], os.environ["WALK_PACKAGE"], set(), [0.0, False]
-def walked(name):
-    now = time.monotonic()
-    if now > last[0] + 0.02:
-        last[:] = now, os.path.exists(flags + "/on") and not os.path.exists(flags + "/off")
-    if last[1] and name not in seen:
-        seen.add(name)
-        with open(f"{flags}/{os.getpid()}.files", "a") as file:
-            file.write(name + "\\n")
-builtins.__walked__ = walked
-plain = SourceFileLoader.source_to_code
-def marked(self, data, path, **options):
-    if not str(path).startswith(package):
-        return plain(self, data, path, **options)
-    tree = ast.parse(data)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            documented = isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant)
-            node.body.insert(int(documented), ast.parse(f"__walked__({str(path)!r})").body[0])
-    return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
-SourceFileLoader.source_to_code = marked
-"""
-"""A ``sitecustomize`` that makes every function of the package tell that it was called, in any thread."""
+HOOK = Path(__file__).with_name("walk_hook.py")
+DRIVERS = ("inline", "ray")
+KINDS = {"passed": "files that a rollout passes", "ran": "files in which a function runs"}
 
 
 def main() -> None:
@@ -66,7 +45,8 @@ def main() -> None:
     parser.add_argument(
         "--root", type=Path, default=Path(__file__).parents[1], help="the checkout to measure"
     )
-    parser.add_argument("--walk", action="store_true", help="count the files that work on a rollout, too")
+    parser.add_argument("--walk", action="store_true", help="count the files that a rollout passes, too")
+    parser.add_argument("--driver", action="append", choices=DRIVERS, help="of the walk; both by default")
     parser.add_argument("--json", type=Path, help="write the figures here, too")
     options = parser.parse_args()
     package = (options.root / "src" / "spotlight").resolve()
@@ -74,11 +54,11 @@ def main() -> None:
     for name, figure in figures.items():
         print(f"{name:42} {figure}")
     if options.walk:
-        for driver in ("inline", "ray"):
-            files = walk(package, driver)
-            figures[f"files that work on a rollout, {driver}"] = len(files)
-            print(f"\nfiles that work on a rollout, {driver}: {len(files)}")
-            print(textwrap.indent("\n".join(files), "  "))
+        for driver in options.driver or DRIVERS:
+            for kind, files in walk(package, driver).items():
+                figures[f"{KINDS[kind]}, {driver}"] = len(files)
+                print(f"\n{KINDS[kind]}, {driver}: {len(files)}")
+                print(textwrap.indent("\n".join(files), "  "))
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
@@ -90,6 +70,7 @@ def measure(package: Path) -> Iterator[tuple[str, int]]:
     classes: dict[str, int] = defaultdict(int)
     modules: dict[str, int] = defaultdict(int)
     folders: Counter[Path] = Counter()
+    rooms: Counter[str] = Counter()
     long = 0
     for path in package.rglob("*.py"):
         text = path.read_text()
@@ -109,7 +90,9 @@ def measure(package: Path) -> Iterator[tuple[str, int]]:
                 classes[node.name] += 1
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 long += (node.end_lineno or 0) - node.lineno + 1 > LONG
-        counts["code lines"] += len(_code_lines(text, counts) - documented)
+        lines = len(_code_lines(text, counts) - documented)
+        rooms[path.relative_to(package).parts[0]] += lines
+        counts["code lines"] += lines
         counts["files"] += 1
     yield "code lines", counts["code lines"]
     yield "files", counts["files"]
@@ -120,6 +103,9 @@ def measure(package: Path) -> Iterator[tuple[str, int]]:
     yield "comment lines", counts["comment lines"]
     yield f"functions over {LONG} lines", long
     yield "most files in one folder", max(folders.values())
+    for room, lines in sorted(rooms.items()):
+        if not room.endswith(".py"):
+            yield f"code lines of {room}", lines
 
 
 def _code_lines(text: str, counts: Counter[str]) -> set[int]:
@@ -133,11 +119,11 @@ def _code_lines(text: str, counts: Counter[str]) -> set[int]:
     return lines
 
 
-def walk(package: Path, driver: str) -> list[str]:
-    """Files of the package in which a function is called during the middle one of three iterations."""
+def walk(package: Path, driver: str) -> dict[str, list[str]]:
+    """Files of the package by :data:`KINDS`, during the middle one of three iterations."""
     with tempfile.TemporaryDirectory() as folder:
         flags = Path(folder)
-        (flags / "sitecustomize.py").write_text(HOOK)
+        shutil.copy(HOOK, flags / "sitecustomize.py")
         environment = os.environ | {
             "PYTHONPATH": f"{flags}:{package.parent}",
             "PYTHONPYCACHEPREFIX": str(flags / "bytecode"),
@@ -159,8 +145,12 @@ def walk(package: Path, driver: str) -> list[str]:
                     (flags / "off").touch()
         if process.returncode:
             raise SystemExit(f"the run with fleet.driver={driver} ended with status {process.returncode}")
-        names = {name for file in flags.glob("*.files") for name in file.read_text().split()}
-        return sorted(str(Path(name).relative_to(package)) for name in names)
+        return {kind: _files(flags, kind, package) for kind in KINDS}
+
+
+def _files(flags: Path, kind: str, package: Path) -> list[str]:
+    names = {name for file in flags.glob(f"*.{kind}") for name in file.read_text().split()}
+    return sorted(str(Path(name).relative_to(package)) for name in names)
 
 
 def _iterations(metrics: Path) -> int:

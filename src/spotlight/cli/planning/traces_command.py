@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
@@ -31,6 +31,16 @@ class Format(StrEnum):
     SKYPILOT = "skypilot"
     CSV = "csv"
     JSONL = "jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """The nodes and hours that a trace is brought to; None: unchanged, or the default."""
+
+    gpus_per_node: int
+    nodes: int | None
+    horizon_s: float | None
+    notice_lead_s: float | None
 
 
 FilesArgument: TypeAlias = Annotated[
@@ -107,13 +117,11 @@ def traces(
         burst_fraction=burst_fraction,
     )
     _require_sense(files or [], generate, given, out)
-    horizon_s = None if horizon_h is None else horizon_h * 3600
+    shape = _Shape(gpus_per_node, nodes, None if horizon_h is None else horizon_h * 3600, notice_lead_s)
     with errors_without_traceback():
-        if generate:
-            made = [_generated(given, horizon_s, nodes, gpus_per_node, notice_lead_s)]
-        else:
-            how = (format, gpus_per_node, nodes, horizon_s, notice_lead_s)
-            made = [_read(path, *how) for path in files or []]
+        made = (
+            [_generated(given, shape)] if generate else [_read(path, format, shape) for path in files or []]
+        )
         _write(made, out, page)
     if as_json:
         typer.echo(json.dumps([_record(trace) for trace in made], indent=2))
@@ -136,44 +144,31 @@ def _require_sense(files: Sequence[Path], generate: bool, given: dict[str, float
         raise failure(f"--out writes one trace, and there are {len(files)}. Name one FILE.")
 
 
-def _generated(
-    given: dict[str, float],
-    horizon_s: float | None,
-    nodes: int | None,
-    gpus_per_node: int,
-    notice_lead_s: float | None,
-) -> Trace:
+def _generated(given: dict[str, float], shape: _Shape) -> Trace:
     from spotlight.fleet.traces.generator import TraceSpec, generate
 
     return generate(
         TraceSpec(
             seed=int(given.pop("seed", 0)),
-            horizon_s=24 * 3600.0 if horizon_s is None else horizon_s,
-            nodes=8 if nodes is None else nodes,
-            gpus_per_node=gpus_per_node,
-            notice_lead_s=notice_lead_s or 0.0,
+            horizon_s=24 * 3600.0 if shape.horizon_s is None else shape.horizon_s,
+            nodes=8 if shape.nodes is None else shape.nodes,
+            gpus_per_node=shape.gpus_per_node,
+            notice_lead_s=shape.notice_lead_s or 0.0,
             **given,
         )
     )
 
 
-def _read(
-    path: Path,
-    format: Format,
-    gpus_per_node: int,
-    nodes: int | None,
-    horizon_s: float | None,
-    notice_lead_s: float | None,
-) -> Trace:
+def _read(path: Path, format: Format, shape: _Shape) -> Trace:
     from spotlight.fleet.traces.trace_files import read_trace
     from spotlight.fleet.traces.transforms import limit, repeat, with_notices
 
-    trace = read_trace(path, format=format.value, gpus_per_node=gpus_per_node)
-    if nodes is not None:
-        trace = limit(trace, nodes)
-    if horizon_s is not None:
-        trace = repeat(trace, horizon_s)
-    return trace if notice_lead_s is None else with_notices(trace, notice_lead_s)
+    trace = read_trace(path, format=format.value, gpus_per_node=shape.gpus_per_node)
+    if shape.nodes is not None:
+        trace = limit(trace, shape.nodes)
+    if shape.horizon_s is not None:
+        trace = repeat(trace, shape.horizon_s)
+    return trace if shape.notice_lead_s is None else with_notices(trace, shape.notice_lead_s)
 
 
 def _write(traces: Sequence[Trace], out: Path | None, page: Path | None) -> None:
