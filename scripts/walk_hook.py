@@ -87,4 +87,4 @@ def marked(self: SourceFileLoader, data: Any, path: Any, **options: Any) -> Any:
 
 compile_plain = SourceFileLoader.source_to_code
 builtins.__walked__ = walked  # type: ignore[attr-defined]
-SourceFileLoader.source_to_code = marked  # type: ignore[method-assign]
+SourceFileLoader.source_to_code = marked  # type: ignore[method-assign, assignment]
