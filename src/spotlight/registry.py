@@ -199,6 +199,7 @@ REWARDS: Registry[Callable[..., Any]] = Registry(
         "unified-reward": "spotlight.rewards.endpoints.unified_reward:unified_reward",
         "edit-score": "spotlight.rewards.endpoints.edit_score:edit_score",
         "http": "spotlight.rewards.endpoints.service_scores:http",
+        "flow-factory": "spotlight.rewards.endpoints.flow_factory:flow_factory",
     },
 )
 """Rewards: a :class:`~spotlight.rewards.reward.RewardFunction`."""

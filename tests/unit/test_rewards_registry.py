@@ -64,6 +64,7 @@ NEEDED: dict[str, dict[str, object]] = {
     "geneval2": {"endpoint": ENDPOINT},
     "unified-reward": {"endpoint": ENDPOINT},
     "edit-score": {"endpoint": ENDPOINT},
+    "flow-factory": {"server": {"base_url": "http://127.0.0.1:1"}},
     "http": {"server": {"base_url": "http://127.0.0.1:1"}, "reward": "any"},
 }
 

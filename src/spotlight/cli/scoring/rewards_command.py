@@ -1,4 +1,4 @@
-"""``spotlight rewards``: list the registered rewards, check one, convert weights for them."""
+"""``spotlight rewards``: list the registered rewards, check or serve them, convert weights for them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from rich.table import Table
 from spotlight.cli.exit_codes import EXIT_STOPPED_BY_ERROR, errors_without_traceback
 from spotlight.cli.options import silence_loading_bars
 from spotlight.cli.scoring.reward_argument import START_DEADLINE_S, DeadlineOption, ParamOption, reward_of
+from spotlight.cli.scoring.serve_command import serve
 
 rewards_app = typer.Typer(invoke_without_command=True)
+rewards_app.command("serve", no_args_is_help=True)(serve)
 
 
 @rewards_app.callback()
@@ -35,6 +37,8 @@ def rewards(context: typer.Context) -> None:
       spotlight train 'rewards=\\[{name: "my_rewards:brightness"}]'
 
       spotlight rewards check pickscore
+
+      spotlight rewards serve --reward ocr
 
       spotlight rewards convert-geneval CHECKPOINT.pth OUT
     """

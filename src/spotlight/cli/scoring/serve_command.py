@@ -1,0 +1,111 @@
+"""``spotlight rewards serve``: rewards as an HTTP service."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from spotlight.cli.exit_codes import errors_without_traceback
+from spotlight.cli.scoring.reward_argument import START_DEADLINE_S, DeadlineOption, reward_of
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def serve(
+    reward: Annotated[list[str], typer.Option("--reward", help="As in rewards[].name; repeat for several.")],
+    param: Annotated[
+        list[str] | None,
+        typer.Option("--param", "-p", metavar="REWARD.KEY=VALUE", help="A reward's parameter, in YAML."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 for other machines.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8080,
+    workers: Annotated[int, typer.Option(min=1, help="Processes per reward.")] = 1,
+    token_env: Annotated[
+        str, typer.Option(help="Environment variable with the token; required unless on loopback.")
+    ] = "",
+    deadline_s: DeadlineOption = 60.0,
+) -> None:
+    """Serve rewards over HTTP, for other machines: each in its own processes, with deadlines.
+
+    Speaks the JSON of UniRL's reward service; the reward [bold]http[/bold] is its client. Needs
+    pip install 'spotlight-rl\\[serve]'.
+
+    [bold]Examples[/bold]
+
+      spotlight rewards serve --reward ocr
+
+      spotlight rewards serve --reward pickscore --reward geneval -p geneval.detector=weights/geneval
+
+      REWARD_TOKEN=... spotlight rewards serve --reward hps --host 0.0.0.0 --token-env REWARD_TOKEN
+    """
+    console = Console(highlight=False)
+    with errors_without_traceback(), ExitStack() as open_pools:
+        from spotlight.rewards.reward import RewardSetupError
+
+        try:
+            import uvicorn
+
+            from spotlight.rewards.service.score_service import ScoreService, service_app
+        except ImportError as error:
+            raise RewardSetupError(
+                f"rewards serve: the package {error.name!r} is missing. Install it: "
+                "pip install 'spotlight-rl[serve]'"
+            ) from error
+        from spotlight.rewards.pool.reward_pool import RewardPool
+
+        token = _token(host, token_env)
+        configs = [reward_of(name, params, deadline_s) for name, params in _by_reward(reward, param or [])]
+        pools = {
+            config.curve: open_pools.enter_context(
+                RewardPool([config], workers, start_deadline_s=START_DEADLINE_S)
+            )
+            for config in configs
+        }
+        app: FastAPI = service_app(ScoreService(pools), token)
+        console.print(f"{', '.join(pools)} at http://{host}:{port} (POST /score, GET /rewards, /metrics)")
+        # uvicorn ends by the signal that it got: without this, the rewards' processes would not be ended.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        uvicorn.run(app, host=host, port=port, log_level="warning")
+
+
+def _token(host: str, token_env: str) -> str:
+    from spotlight.rewards.reward import RewardSetupError
+
+    token = os.environ.get(token_env, "").strip() if token_env else ""
+    if token_env and not token:
+        raise RewardSetupError(
+            f"--token-env is {token_env!r}, not set in the environment; expected a token. Export {token_env}."
+        )
+    if not token and host not in _LOOPBACK:
+        raise RewardSetupError(
+            f"--host is {host!r}, which other machines reach, without a token; expected --token-env with the "
+            "name of an environment variable that holds one, or --host 127.0.0.1."
+        )
+    return token
+
+
+def _by_reward(names: list[str], params: list[str]) -> list[tuple[str, list[str]]]:
+    from spotlight.rewards.reward import RewardSetupError
+
+    if len(set(names)) < len(names):
+        raise RewardSetupError(f"--reward names {', '.join(names)}; expected each once.")
+    found: dict[str, list[str]] = {name: [] for name in names}
+    for each in params:
+        owners = [name for name in names if each.startswith(f"{name}.")]
+        if not owners:
+            raise RewardSetupError(
+                f"--param is {each!r}; expected it to begin with a served reward and a dot: "
+                f"{', '.join(f'{name}.KEY=VALUE' for name in names)}."
+            )
+        owner = max(owners, key=len)
+        found[owner].append(each.removeprefix(f"{owner}."))
+    return list(found.items())

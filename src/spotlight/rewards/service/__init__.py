@@ -1,0 +1,1 @@
+"""Rewards as an HTTP service, for other machines and other trainers."""

@@ -1,0 +1,208 @@
+"""Serves rewards over HTTP in the JSON of UniRL's reward service, which the reward ``http`` speaks.
+
+    GET  /health   open to all
+    GET  /rewards  their names, and what scores
+    GET  /metrics  pictures and seconds, in the text format of Prometheus
+    POST /score    see ``rewards/endpoints/service_scores.py``
+
+A reward has its own processes, so that one that fails or hangs holds up no other. A picture without a score
+has an entry in ``errors`` with the reason, never a zero. Imports FastAPI.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hmac
+import io
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+from PIL import Image as PILImage
+from pydantic import BaseModel, Field
+
+from spotlight.rewards.pool.reward_pool import RewardPool
+from spotlight.rewards.results import RewardBatch, RewardFailure
+from spotlight.rewards.reward import Image
+
+BODY_MAX_BYTES = 256 << 20
+_REQUESTS_MAX = 1024
+_MESSAGE_MAX = 2000
+
+
+class Turn(BaseModel):
+    """One exchange: a prompt and the picture made for it, as a file in base64."""
+
+    text: str
+    image_b64: str
+
+
+class ScoreRequest(BaseModel):
+    """One sample; the last turn is scored."""
+
+    history: list[Turn] = Field(min_length=1)
+    required_rewards: list[str] = Field(min_length=1)
+    metadata: dict[str, Any] = Field(default_factory=dict)
+
+
+class ScoreBody(BaseModel):
+    """The body of ``POST /score``."""
+
+    requests: list[ScoreRequest] = Field(min_length=1, max_length=_REQUESTS_MAX)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One sample's scores, and why there are none, by reward."""
+
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+
+class ScoreService:
+    """Scores requests with one pool per reward, and counts.
+
+    Args:
+        pools: by reward, each with that reward alone.
+    """
+
+    def __init__(self, pools: Mapping[str, RewardPool]) -> None:
+        self.pools = pools
+        self._pictures: Counter[tuple[str, str]] = Counter()
+        self._seconds = dict.fromkeys(pools, 0.0)
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[Answer]:
+        """Score all samples, each by the rewards that it requires."""
+        answers = [Answer() for _ in requests]
+        images = await asyncio.to_thread(lambda: [decode(each.history[-1].image_b64) for each in requests])
+        wanted: dict[str, list[int]] = {}
+        for index, request in enumerate(requests):
+            for name in dict.fromkeys(request.required_rewards):
+                image = images[index]
+                if name not in self.pools:
+                    known = ", ".join(self.pools)
+                    answers[index].errors[name] = f"{name!r} is not served here; expected one of {known}"
+                elif isinstance(image, str):
+                    answers[index].errors[name] = image
+                    self._pictures[name, "failed"] += 1
+                else:
+                    wanted.setdefault(name, []).append(index)
+        await asyncio.gather(
+            *(self._by(name, own, requests, images, answers) for name, own in wanted.items())
+        )
+        return answers
+
+    def metrics(self) -> str:
+        """Counters in Prometheus's text format."""
+        lines = ["# TYPE spotlight_reward_pictures_total counter"]
+        lines += [
+            f'spotlight_reward_pictures_total{{reward="{name}",outcome="{outcome}"}} '
+            f"{self._pictures[name, outcome]}"
+            for name in self.pools
+            for outcome in ("scored", "failed")
+        ]
+        lines.append("# TYPE spotlight_reward_seconds_total counter")
+        lines += [
+            f'spotlight_reward_seconds_total{{reward="{name}"}} {self._seconds[name]:g}'
+            for name in self.pools
+        ]
+        return "\n".join(lines) + "\n"
+
+    async def _by(
+        self,
+        name: str,
+        own: Sequence[int],
+        requests: Sequence[ScoreRequest],
+        images: Sequence[Image | str],
+        answers: Sequence[Answer],
+    ) -> None:
+        pictures = [image for index in own if not isinstance(image := images[index], str)]
+        texts = [requests[index].history[-1].text for index in own]
+        batch: RewardBatch | str
+        try:
+            batch = await asyncio.to_thread(
+                self.pools[name].score, pictures, texts, [requests[index].metadata for index in own]
+            )
+        except Exception as error:  # noqa: BLE001 - whatever happened, these pictures have no score
+            batch = f"{type(error).__name__}: {error}"
+        for at, index in enumerate(own):
+            found = _of(name, batch, at)
+            if isinstance(found, str):
+                answers[index].errors[name] = found[-_MESSAGE_MAX:]
+            else:
+                answers[index].scores[name] = found
+            self._pictures[name, "failed" if isinstance(found, str) else "scored"] += 1
+        if isinstance(batch, RewardBatch):
+            self._seconds[name] += sum(batch.wall_s.values())
+
+
+def service_app(service: ScoreService, token: str = "") -> FastAPI:
+    """The service as a FastAPI application.
+
+    Args:
+        token: expected as ``Authorization: Bearer TOKEN``; empty: none is.
+    """
+    app = FastAPI(title="Spotlight rewards", docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.middleware("http")
+    async def gate(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
+        given = request.headers.get("authorization", "").encode()
+        right = not token or hmac.compare_digest(given, f"Bearer {token}".encode())
+        if not right and request.url.path != "/health":
+            return _refusal(401, "no or a wrong token; expected Authorization: Bearer TOKEN")
+        length = request.headers.get("content-length", "")
+        if request.method == "POST" and not length.isdecimal():
+            return _refusal(411, "no Content-Length; expected one")
+        if length.isdecimal() and int(length) > BODY_MAX_BYTES:
+            return _refusal(413, f"a body of {length} bytes; expected at most {BODY_MAX_BYTES}")
+        return await go_on(request)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/rewards")
+    async def rewards() -> dict[str, Any]:
+        told = {name: pool.scored_by.get(name, "") for name, pool in service.pools.items()}
+        return {"rewards": list(service.pools), "scored_by": told}
+
+    @app.get("/metrics")
+    async def metrics() -> PlainTextResponse:
+        return PlainTextResponse(service.metrics())
+
+    @app.post("/score")
+    async def score(body: ScoreBody) -> dict[str, Any]:
+        answers = await service.score(body.requests)
+        return {"results": [each.scores for each in answers], "errors": [each.errors for each in answers]}
+
+    return app
+
+
+def decode(image_b64: str) -> Image | str:
+    """The picture [height, width, 3], or why it cannot be read."""
+    try:
+        content = base64.b64decode(image_b64.partition("base64,")[2] or image_b64, validate=True)
+        with PILImage.open(io.BytesIO(content)) as picture:
+            return np.asarray(picture.convert("RGB"))
+    except (binascii.Error, OSError, ValueError, SyntaxError, PILImage.DecompressionBombError) as error:
+        return f"the picture cannot be read ({type(error).__name__}: {error}); expected PNG or JPEG in base64"
+
+
+def _of(name: str, batch: RewardBatch | str, at: int) -> dict[str, float] | str:
+    if isinstance(batch, str):
+        return batch
+    sample = batch.samples[at]
+    if isinstance(sample, RewardFailure):
+        return f"{sample.kind}: {sample.message}"
+    score = sample.scores[name]
+    return {**score.details, name: score.value}
+
+
+def _refusal(status: int, found: str) -> JSONResponse:
+    return JSONResponse({"detail": found}, status_code=status)

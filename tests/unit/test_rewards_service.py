@@ -1,0 +1,255 @@
+"""Rewards served over real HTTP: what clients get, and that what goes wrong is an error, never a zero."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+import numpy as np
+import pytest
+import uvicorn
+from PIL import Image
+from tests.unit.reward_server import Reply, as_json, decoded, drip, hang, reward_server
+
+from spotlight.config.sections.rewards import RewardConfig
+from spotlight.rewards.endpoints import flow_factory as flow_factory_module
+from spotlight.rewards.endpoints.flow_factory import flow_factory
+from spotlight.rewards.endpoints.json_client import png_base64
+from spotlight.rewards.endpoints.service_scores import check as check_http
+from spotlight.rewards.endpoints.service_scores import http
+from spotlight.rewards.pool.reward_pool import RewardPool
+from spotlight.rewards.reward import RewardSetupError, SampleError
+from spotlight.rewards.service.score_service import ScoreService, decode, service_app
+
+OWN = """
+import os, time
+def level(images, prompts, metadata):
+    for image in images:
+        if image[0, 0, 0] == 255: os._exit(9)
+        if image[0, 0, 0] == 254: time.sleep(60)
+    return {"score": [float(image.mean()) for image in images],
+            "asked": [float(record.get("asked", 0)) for record in metadata]}
+def scored_by(): return "own level"
+"""
+QUICK = {"timeout_s": 20.0, "batch_timeout_s": 25.0, "retries": 0}
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "service_rewards.py").write_text(OWN)
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.chdir(folder)
+        configs = [
+            RewardConfig(name="service_rewards:level", deadline_s=2, retries=0),
+            RewardConfig(name="jpeg_size", deadline_s=20),
+        ]
+        pools = {each.curve: stack.enter_context(RewardPool([each])) for each in configs}
+        with served(pools, "secret") as url:
+            yield url
+
+
+@contextmanager
+def served(pools: dict[str, RewardPool], token: str) -> Iterator[str]:
+    config = uvicorn.Config(service_app(ScoreService(pools), token), port=0, log_level="warning")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.02)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+@pytest.fixture(autouse=True)
+def _key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVICE_KEY", "secret")
+
+
+def place(url: str, **more: Any) -> dict[str, Any]:
+    return {"base_url": url, "api_key_env": "SERVICE_KEY", **QUICK, **more}
+
+
+def grays(*levels: int) -> list[np.ndarray]:
+    return [np.full((8, 12, 3), level, np.uint8) for level in levels]
+
+
+def request_of(image_b64: str, *rewards: str) -> dict[str, Any]:
+    return {"history": [{"text": "a", "image_b64": image_b64}], "required_rewards": list(rewards)}
+
+
+def post(url: str, body: object) -> httpx2.Response:
+    return httpx2.post(f"{url}/score", json=body, headers={"Authorization": "Bearer secret"}, timeout=30)
+
+
+def test_the_http_reward_gets_the_same_scores_as_a_pool_here(service: str) -> None:
+    images = grays(10, 20, 30)
+    records = [{"asked": index} for index in range(3)]
+    check_http(["a"], [{}], server=place(service), reward="level")
+    found = http(images, ["a"] * 3, records, server=place(service), reward="level", batch_size=2)
+    assert found == {"score": [10.0, 20.0, 30.0], "asked": [0.0, 1.0, 2.0]}
+
+
+def test_a_picture_that_kills_or_hangs_the_reward_fails_alone(service: str) -> None:
+    found = http(grays(10, 255, 20, 254), ["a"] * 4, [{}] * 4, server=place(service), reward="level")["score"]
+    assert (found[0], found[2]) == (10.0, 20.0)
+    assert isinstance(found[1], SampleError)
+    assert isinstance(found[3], SampleError)
+    assert "timeout" in str(found[3])
+
+
+def test_every_sample_has_the_rewards_it_asked_for_or_the_reason(service: str) -> None:
+    good = png_base64(grays(7)[0])
+    bad = [good[:40], "no base64!", base64.b64encode(b"no picture").decode()]
+    body = {
+        "requests": [request_of(good, "level", "jpeg_size", "other"), *(request_of(b, "level") for b in bad)]
+    }
+    answer = post(service, body).json()
+    first, *others = zip(answer["results"], answer["errors"], strict=True)
+    assert first[0]["level"] == {"level": 7.0, "asked": 0.0}
+    assert first[0]["jpeg_size"]["jpeg_size"] < 0
+    assert list(first[1]) == ["other"]
+    assert "expected one of level, jpeg_size" in first[1]["other"]
+    for scores, errors in others:
+        assert scores == {}
+        assert "the picture cannot be read" in errors["level"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{}, [], {"requests": []}, {"requests": [{"history": [], "required_rewards": ["level"]}]},
+     {"requests": [request_of("", "level") | {"required_rewards": []}]}],
+)  # fmt: skip
+def test_a_malformed_body_is_refused_whole(service: str, body: object) -> None:
+    assert post(service, body).status_code == 422
+
+
+def test_the_token_guards_all_but_health(service: str) -> None:
+    assert httpx2.get(f"{service}/health").json() == {"status": "ok"}
+    for path in ("/rewards", "/metrics"):
+        assert httpx2.get(service + path).status_code == 401
+    assert httpx2.post(f"{service}/score", json={}).status_code == 401
+    headers = {"Authorization": "Bearer secret"}
+    told = httpx2.get(f"{service}/rewards", headers=headers).json()
+    assert told == {"rewards": ["level", "jpeg_size"], "scored_by": {"level": "own level", "jpeg_size": ""}}
+    post(service, {"requests": [request_of(png_base64(grays(1)[0]), "jpeg_size")]})
+    metrics = httpx2.get(f"{service}/metrics", headers=headers).text
+    assert 'spotlight_reward_pictures_total{reward="jpeg_size",outcome="scored"}' in metrics
+
+
+def test_a_body_without_an_end_or_too_long_is_refused(service: str) -> None:
+    headers = {"Authorization": "Bearer secret"}
+    assert httpx2.post(f"{service}/score", content=iter([b"{}"]), headers=headers).status_code == 411
+    address = urlsplit(service)
+    with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
+        lines = [
+            "POST /score HTTP/1.1",
+            "Host: h",
+            "Authorization: Bearer secret",
+            "Content-Length: 99999999999",
+        ]
+        connection.sendall("\r\n".join([*lines, "", ""]).encode())
+        assert b" 413 " in connection.recv(100)
+
+
+def test_pictures_may_be_data_urls_of_any_kind() -> None:
+    buffer = io.BytesIO()
+    Image.new("L", (4, 3), 9).save(buffer, format="PNG")
+    found = decode("data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode())
+    assert isinstance(found, np.ndarray)
+    assert found.shape == (3, 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--host", "0.0.0.0"], "other machines reach, without a token"),
+        (["--token-env", "NOT_SET"], "not set in the environment"),
+        (["-p", "ocr.language=eng"], "expected it to begin with a served reward and a dot"),
+        (["--reward", "jpeg_size"], "expected each once"),
+    ],
+)
+def test_the_command_refuses_what_is_unsafe_or_unclear(arguments: list[str], words: str) -> None:
+    from typer.testing import CliRunner
+
+    from spotlight.cli.main import app
+
+    found = CliRunner().invoke(app, ["rewards", "serve", "--reward", "jpeg_size", *arguments])
+    assert found.exit_code == 2
+    assert words in " ".join(found.output.split())
+
+
+def test_the_command_serves(tmp_path: Path) -> None:
+    with uvicorn_port() as port:
+        command = [sys.executable, "-m", "spotlight.cli", "rewards", "serve", "--reward", "jpeg_size"]
+        command += ["-p", "jpeg_size.quality=50", "--port", str(port)]
+        process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, env=os.environ)
+    try:
+        assert process.stdout is not None
+        assert f"jpeg_size at http://127.0.0.1:{port}" in process.stdout.readline()
+        server = {"base_url": f"http://127.0.0.1:{port}", **QUICK, "retries": 6}
+        (score,) = http(grays(3), ["a"], [{}], server=server, reward="jpeg_size")["score"]
+        assert not isinstance(score, SampleError)
+        assert score < 0
+    finally:
+        process.terminate()
+        assert process.wait(20) == 0
+
+
+@contextmanager
+def uvicorn_port() -> Iterator[int]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        yield free.getsockname()[1]
+
+
+BAD: dict[str, Callable[[BaseHTTPRequestHandler, Any], Reply | None]] = {
+    "hangs": hang,
+    "drips": drip,
+    "500": lambda request, body: (500, b"CUDA out of memory"),
+    "nan": lambda request, body: (200, b'{"rewards": [NaN]}'),
+    "too few": lambda request, body: as_json({"rewards": []}),
+    "too many": lambda request, body: as_json({"rewards": [1, 2]}),
+    "text": lambda request, body: as_json({"rewards": ["0.5"]}),
+    "huge": lambda request, body: as_json({"rewards": [10**400]}),
+    "null": lambda request, body: as_json(None),
+    "pickle": lambda request, body: (200, b"\x80\x04."),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_flow_factory_server_scores_or_fails_one_sample(case: str) -> None:
+    def behave(request: BaseHTTPRequestHandler, body: Any) -> Reply | None:
+        assert request.path == "/compute"
+        level = int(decoded(body["image"][0])[0, 0, 0])
+        return BAD[case](request, body) if level == 255 else as_json({"rewards": [level / 10]})
+
+    server = {"timeout_s": 0.5, "batch_timeout_s": 5, "retries": 0}
+    with reward_server(behave) as world:
+        flow_factory_module.check([], [], server=server | {"base_url": world.url}) if case == "nan" else None
+        good, bad = flow_factory(grays(5, 255), ["a", "b"], [{}] * 2, server=server | {"base_url": world.url})
+    assert good == 0.5
+    assert isinstance(bad, SampleError)
+
+
+def test_a_flow_factory_server_that_is_none_is_refused_before_any_work() -> None:
+    server = {"base_url": "http://127.0.0.1:1", "timeout_s": 0.5, "retries": 0}
+    with pytest.raises(RewardSetupError, match="did not score a first picture"):
+        flow_factory_module.check(["a"], [{}], server=server)
