@@ -14,15 +14,13 @@ from PIL import Image as PILImage
 from safetensors.torch import load_file, save_file
 from tests.unit.pp_ocr_forward import detector_forward, recognizer_forward
 
-from spotlight.config.sections.rewards import RewardConfig
-from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.reading import ocr_neural as module
 from spotlight.rewards.reading.ocr_neural import check, ocr_neural, tiny
 from spotlight.rewards.reading.pp_ocr import TextDetector, TextRecognizer, read_pictures
 from spotlight.rewards.reading.text_boxes import cut_out, find_boxes
 from spotlight.rewards.reading.tiny_pp_ocr import CHARACTERS, save_tiny_recognizer
-from spotlight.rewards.results import RewardFailure
 from spotlight.rewards.reward import RewardInputError, RewardSetupError
+from spotlight.rewards.reward_registry import load
 
 CPU = torch.device("cpu")
 
@@ -126,16 +124,14 @@ def test_a_reading_does_not_depend_on_its_batch(readers: tuple[TextDetector, Tex
     assert any(together)
 
 
-def test_a_pool_scores_and_tells_what_scored(models: dict[str, str]) -> None:
-    with RewardPool([RewardConfig(name="ocr-neural", params=models)]) as pool:
-        prompts = ['a sign "Hello World"'] * 2
-        batch = pool.score(pictures(2), prompts, [{}] * 2)
-    for sample in batch.samples:
-        assert not isinstance(sample, RewardFailure)
-        score = sample.scores["ocr-neural"]
-        assert 0 <= score.value < 1
-        assert set(score.details) == {"exact", "lines"}
-        assert score.scored_by.count("@") == 2
+def test_scores_have_their_curves_and_their_weights(models: dict[str, str]) -> None:
+    reward = load("ocr-neural", models)
+    found = reward.function(pictures(2), ['a sign "Hello World"'] * 2, [{}] * 2)
+    assert isinstance(found, dict)
+    assert set(found) == {"score", "exact", "lines"}
+    assert all(0 <= score < 1 for score in found["score"])
+    assert reward.scored_by is not None
+    assert str(reward.scored_by()).count("@") == 2
 
 
 def test_broken_weights_are_a_failure_and_never_a_zero(models: dict[str, str], tmp_path: Path) -> None:

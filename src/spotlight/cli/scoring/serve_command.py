@@ -70,6 +70,12 @@ def serve(
             )
             for config in configs
         }
+        comparing = [name for pool in pools.values() for name in pool.compares_groups]
+        if comparing:
+            raise RewardSetupError(
+                f"--reward is {comparing[0]!r}, which compares the pictures of a group; expected one that "
+                "scores single pictures, because requests tell no groups. Use it in the run itself."
+            )
         app: FastAPI = service_app(ScoreService(pools), token)
         console.print(f"{', '.join(pools)} at http://{host}:{port} (POST /score, GET /rewards, /metrics)")
         # uvicorn ends by the signal that it got: without this, the rewards' processes would not be ended.
