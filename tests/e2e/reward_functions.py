@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spotlight.rewards.reward import Image
+from spotlight.rewards.reward import Image, takes_groups
 
 
 def moody(
@@ -45,3 +45,12 @@ def unhurried(
     """The pictures' brightness, slowly enough for a killer to come in time."""
     time.sleep(0.4 * len(images))
     return [1 + float(image.mean()) / 255 for image in images]
+
+
+@takes_groups
+def brightest(
+    images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+) -> list[float]:
+    """How many others of the group are darker."""
+    levels = [float(image.mean()) for image in images]
+    return [float(sum(other < level for other in levels)) for level in levels]

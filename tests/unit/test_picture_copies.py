@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from spotlight.cluster.sample_scoring import AcceptedSamples, SampleScoring
 from spotlight.config.sections.rewards import RewardConfig
 from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.scheduler import events as ev
+from spotlight.scheduler.group_gate import GroupProgress
 from spotlight.scheduler.types import Prompt, WorkerId
 from spotlight.worker.outbox import ReportOutbox
 from spotlight.worker.reports import Report
@@ -83,3 +85,50 @@ def test_a_picture_is_serialised_twice_for_three_rewards(monkeypatch: pytest.Mon
     assert isinstance(rewarded, ev.SamplesRewarded)
     assert all({"one", "two", "three"} <= set(scores) for scores in rewarded.scores.values())
     assert sorted(written) == ["rewards"] * len(made) + ["store"] * len(made)
+
+
+def test_samples_wait_at_the_head_for_the_rest_of_their_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "whole.py").write_text(
+        "from spotlight.rewards.reward import takes_groups\n"
+        "@takes_groups\n"
+        "def group_size(images, prompts, metadata):\n"
+        "    return [len(images)] * len(images)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    made = [finished(seed, name=f"r{seed}") for seed in range(3)]
+    rollouts = [each.rollout for each in made]
+    store, events = Store(), list[ev.Event]()
+    outbox = ReportOutbox(WorkerId("n/0"), store)
+    for each in made:
+        outbox.keep_finished(each)
+    outbox.deliver(DIGEST)
+
+    async def score(pool: RewardPool) -> None:
+        samples = AcceptedSamples(BlobClient(store))
+        samples.accept([rollout.id for rollout in rollouts], DIGEST)
+        conversations = Conversations()
+        prompts = {rollout.prompt_id: Prompt(rollout.prompt_id, "a", {}) for rollout in rollouts}
+        scoring = SampleScoring(conversations, samples, pool, prompts, events.append, print)
+
+        async def until_scored() -> None:
+            scoring.score(rollouts[:1], 5)
+            scoring.release(lambda: GroupProgress.of(rollouts, rollouts[1:], len(rollouts)))
+            scoring.score(rollouts[1:2], 5)
+            assert not events
+            # The third has failed: no more are to come.
+            scoring.release(lambda: GroupProgress.of(rollouts, [], len(rollouts)))
+            while sum(len(each.scores) for each in events if isinstance(each, ev.SamplesRewarded)) < 2:
+                await asyncio.sleep(0.01)
+
+        await conversations.supervise(until_scored())
+
+    with RewardPool([RewardConfig(name="whole:group_size")], merges=True) as pool:
+        asyncio.run(score(pool))
+    found = [
+        scores for each in events if isinstance(each, ev.SamplesRewarded) for scores in each.scores.values()
+    ]
+    assert [each["group_size"] for each in found] == [2.0, 2.0]
+    assert [each["group_size/missing"] for each in found] == [1.0, 1.0]
+    assert {each.lineage for each in events if isinstance(each, ev.SamplesRewarded)} == {5}

@@ -1,0 +1,39 @@
+"""A reward that compares a group gets each group once and whole, though leases cut across groups."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+
+import pytest
+from main_job import NFT, Job, clean_audit
+
+from spotlight.config.errors import ConfigError
+from spotlight.store.ledger.ledger_audit import AuditLimits
+
+RANKS = "rewards=[{name: 'reward_functions:brightest'}]"
+SIZES = ("iterations=2", "rollout.group_size=4", "rollout.batch_size=3", "evaluation.every=1")
+
+
+def test_groups_are_scored_whole_and_the_ledger_says_of_how_many(job: Job) -> None:
+    heard = job.train("groups", *NFT, *SIZES, RANKS)
+    assert heard.result is not None
+    assert heard.result.summary is not None
+    report = clean_audit(job.root / "groups", AuditLimits(group_size=4))
+    assert report.counts.trained == 2 * 2 * 4
+    with closing(sqlite3.connect(job.root / "groups" / "ledger.sqlite")) as connection:
+        rows = connection.execute("SELECT rollout, name, value FROM rewards").fetchall()
+    values: dict[str, dict[str, dict[str, float]]] = {}
+    for rollout, name, value in rows:
+        values.setdefault(rollout.rpartition("-")[0], {}).setdefault(name, {})[rollout] = value
+    for group, curves in values.items():
+        size = 4 if group.startswith("t") else 2
+        assert set(curves["brightest/members"].values()) == {float(size)}, group
+        assert set(curves["brightest/missing"].values()) == {0.0}
+        assert max(curves["brightest"].values()) <= size - 1
+
+
+def test_previews_which_are_scored_as_they_come_are_refused(job: Job) -> None:
+    exploration = "exploration={seeds_per_prompt: 8}"
+    with pytest.raises(ConfigError, match=r"'brightest', which compares the samples of a group, with explor"):
+        job.train("explored-groups", *NFT, RANKS, exploration)
