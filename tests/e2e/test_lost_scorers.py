@@ -6,6 +6,7 @@ What is lost is scored again elsewhere, and counts once in the ledger.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -15,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from main_job import NFT, Job, clean_audit
-from ray_job import running
+from ray_job import PATIENCE_S, running
 
 from spotlight.store.ledger.ledger_audit import AuditLimits
 from spotlight.store.run_directory import RunPaths
@@ -24,6 +25,7 @@ SLOW = "rewards=[{{name: 'reward_functions:unhurried', retries: 3, batch_size: 2
 LIMITS = AuditLimits(group_size=4)
 SMALL = ("iterations=2", "rollout.group_size=4", "evaluation.every=1", "evaluation.prompts=2")
 EVERY_SAMPLE = 2 * 2 * 4
+RUNS = re.compile(r"process \d runs on spot-(\d)")
 SCORED_TWICE = "SELECT rollout FROM rewards GROUP BY rollout, name HAVING COUNT(*) > 1"
 
 
@@ -79,9 +81,11 @@ def test_nodes_that_vanish_with_their_scorers_cost_no_sample(job: Job) -> None:
         job.root / "lost-scorers",
         job.arguments("lost-scorers", *NFT, *SMALL, *ray, "iterations=3", SLOW.format("spot")),
     ) as it:
-        it.wait_for("SELECT 1 FROM incidents WHERE kind = 'node_joined' AND spot", 2)
-        it.wait_for("SELECT 1 FROM samples WHERE purpose = 'train' AND worker IS NOT NULL", 3)
-        it.kill(1)
+        end_s = time.monotonic() + PATIENCE_S
+        while (runs := RUNS.search(it.told)) is None:
+            assert time.monotonic() < end_s, it.told
+            time.sleep(0.1)
+        it.kill(int(runs[1]))
         assert it.end() == 0, it.told
         assert "is gone" in it.told, it.told
         assert it.ask(SCORED_TWICE) == []

@@ -33,11 +33,13 @@ from spotlight.rewards.pool.channel import Done, Failed, Request, Values
 from spotlight.rewards.pool.gpu_placement import cpu_environment
 from spotlight.rewards.pool.reward_process import PoolClosedError, ProcessLost, RewardProcess
 from spotlight.rewards.reward import RewardSetupError, RewardTraits
+from spotlight.scheduler.types import NodeKind
 
 _GRACE_S = 15.0
 """On top of a call's deadline, which the actor keeps: for sending the pictures."""
 _ACTOR_START_S = 120.0
 _LOOK_AGAIN_S = 0.5
+_LOOK_FOR_SPOT_S = 30.0
 _STARTS_MAX = 20
 _OUTPUT_MAX_BYTES = 1 << 18
 
@@ -126,6 +128,11 @@ class ScorerNodes:
                 )
             time.sleep(_LOOK_AGAIN_S)
 
+    def has_spot(self) -> bool:
+        """Whether a spot node lives."""
+        rows = ray.nodes()
+        return any(node.kind is NodeKind.SPOT for node in scorer_nodes(rows, read_view(rows), self._here))
+
     def leave(self, node: ScorerNode) -> None:
         """Give a place back."""
         with self._lock:
@@ -147,6 +154,7 @@ class RemoteScorer:
         self._actor: Any = None
         self._node: ScorerNode | None = None
         self._last: str | None = None
+        self._looks_s = 0.0
         self._closed = False
         self._kept: Path | None = None
         self._printed = b""
@@ -165,6 +173,8 @@ class RemoteScorer:
 
     def start(self) -> None:
         """See :class:`Scorer`. A node that vanishes meanwhile is replaced by another."""
+        if self._may_move():
+            self._drop()
         for _ in range(_STARTS_MAX):
             if self._actor is not None:
                 return
@@ -198,6 +208,15 @@ class RemoteScorer:
         """See :class:`Scorer`."""
         self.interrupt()
 
+    def _may_move(self) -> bool:
+        """Whether this process stands in for one on a spot node, and there is one now."""
+        node, now = self._node, time.monotonic()
+        stands_in = self._reward.device == "spot" and node is not None and node.kind is not NodeKind.SPOT
+        if not stands_in or now < self._looks_s:
+            return False
+        self._looks_s = now + _LOOK_FOR_SPOT_S
+        return self._nodes.has_spot()
+
     def _start(self) -> None:
         node = self._nodes.take(self._reward, self._start_deadline_s, self._last)
         with self._lock:
@@ -225,6 +244,7 @@ class RemoteScorer:
                 "began with."
             )
         self.scored_by, self.traits = scored_by, traits
+        self._nodes.note(f"reward {self._reward.curve!r}: process {self._order.replica} runs on {node.name}")
 
     def _call(self, method: str, limit_s: float, *arguments: object) -> Any:
         actor, node = self._actor, self._node
