@@ -1,1 +1,1 @@
-"""How the embedded video testbed was made: a tiny Wan pipeline of shapes that move."""
+"""Makes a video testbed: a tiny Wan pipeline of shapes that move."""
