@@ -271,6 +271,7 @@ CASES: Mapping[str, FamilyCase] = {
             max_text_tokens=24,
             call=call_video_pipeline,
             adapt=step_as_euler,
+            wide={"num_layers": 16, "ffn_dim": 1024, **_WIDE},  # ratios of published models: 2.7 to 5.8
             first=(2, 3),  # two transformers, and a noise level per token
             trained=(0, 2, 3),
         ),
@@ -283,6 +284,13 @@ CASES: Mapping[str, FamilyCase] = {
                 Setting(MediaSize(48, 32, frames=9), 3, scale=1.5, embedded=4.0),
             ),
             call=call_video_pipeline,
+            wide={
+                "num_layers": 6,
+                "num_single_layers": 12,
+                "mlp_ratio": 4.0,
+                "rope_axes_dim": (16, 24, 24),
+                **_WIDE,
+            },
         ),
         FamilyCase(
             "flux2-klein",

@@ -153,8 +153,8 @@ def _activations(
     )
     yield Estimate(
         "decoding",
-        decoded * media_size(rollout).pixels * model.dimensions.vae_width * 4 * costs.decode,
-        f"{costs.decode:g} x 4 B x {decoded} pictures x pixels x VAE width",
+        decoded * family.decoded_pixels(media_size(rollout)) * model.dimensions.vae_width * 4 * costs.decode,
+        f"{costs.decode:g} x 4 B x {decoded} samples x pixels decoded at once x VAE width",
         "rollout",
     )
 

@@ -236,6 +236,11 @@ class ModelFamily(ABC):
 
     # -- where families differ ------------------------------------------------------------------------------
 
+    @classmethod
+    def decoded_pixels(cls, size: MediaSize) -> int:
+        """For the memory plan: pixels of one sample that :meth:`decode_frames` works on at once."""
+        return size.pixels
+
     def latent_shape(self, size: MediaSize) -> tuple[int, ...]:
         """Of one sample's latents, in the layout that the pipeline denoises (see :attr:`packed`)."""
         self.check_size(size)

@@ -83,15 +83,15 @@ class Dimensions:
 class ActivationCosts:
     """Floats stored per token, layer and unit of width, independent of the model's size.
 
-    ``lora``, ``full`` and ``checkpointed`` are measured (``tests/contract/test_families.py``, families with
-    ``wide`` there); the others are Qwen-Image's (``test_plan_reality.py``) unless a family says so.
+    Measured in ``tests/contract``: ``lora``, ``full`` and ``checkpointed`` on scaled-down models
+    (``test_families.py``), ``forward`` and ``decode`` on published ones (``test_traced_memory.py``).
 
     Attributes:
         lora: for the backward pass when training adapters only.
         full: the same when training all weights.
         checkpointed: the same with gradient checkpointing (the layer's inputs).
         forward: peak of a forward without gradient.
-        decode: peak of decoding, per pixel and unit of the VAE's base width.
+        decode: peak of decoding, per pixel decoded at once and unit of the VAE's base width.
     """
 
     lora: float

@@ -28,6 +28,7 @@ from spotlight.models.shared.checks import require_equal
 
 _UNTILED_PX = 512 * 512
 """Pixels of a frame up to which the VAE decodes it whole, as the pipeline does."""
+_TILE_PX, _CHUNK_FRAMES = 256 * 256, 17
 
 
 class HunyuanVideo(ModelFamily):
@@ -49,7 +50,7 @@ class HunyuanVideo(ModelFamily):
         *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
         *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
     )
-    activations = ActivationCosts(lora=20.0, full=27.0, checkpointed=1.5, forward=15.0, decode=21.0)
+    activations = ActivationCosts(lora=14.5, full=23.5, checkpointed=1.15, forward=16.0, decode=10.5)
     video = True
     usual_frames_per_latent = 4
     splits_sequence = True
@@ -111,6 +112,12 @@ class HunyuanVideo(ModelFamily):
             vae_width=int(str(config_list(files, "vae", "block_out_channels")[0])),
             frames_per_latent=config_integer(files, "vae", "temporal_compression_ratio"),
         )
+
+    @classmethod
+    def decoded_pixels(cls, size: MediaSize) -> int:
+        """Of a chunk of frames; above 512 x 512 of a tile."""
+        frame = size.height * size.width
+        return min(size.frames, _CHUNK_FRAMES) * (frame if frame <= _UNTILED_PX else _TILE_PX)
 
     def check_parts(self) -> None:
         """Sizes of transformer, VAE and text encoders that must agree; variants of other pipelines."""

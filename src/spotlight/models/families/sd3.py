@@ -72,7 +72,7 @@ class StableDiffusion3(ModelFamily):
         *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
         *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
     )
-    activations = ActivationCosts(lora=14.5, full=27.0, checkpointed=1.5, forward=13.0, decode=8.0)
+    activations = ActivationCosts(lora=14.5, full=27.0, checkpointed=1.5, forward=9.5, decode=6.5)
     text_tokens_max = 512
     published = {
         "stabilityai/stable-diffusion-3.5-medium": _published(24, 24, 384, [*range(13)], 2.24e9),

@@ -67,7 +67,7 @@ class Wan(ModelFamily):
         "text_encoder": PipelineComponent(("UMT5EncoderModel",), weights=True, lazy=True),
     }
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
-    activations = ActivationCosts(lora=21.0, full=28.0, checkpointed=1.0, forward=15.0, decode=21.0)
+    activations = ActivationCosts(lora=23.5, full=31.5, checkpointed=1.15, forward=12.5, decode=14.0)
     video = True
     usual_frames_per_latent = 4
     reuses_blocks = True
@@ -145,6 +145,12 @@ class Wan(ModelFamily):
     def call_arguments(cls, scale: float, embedded: float | None) -> dict[str, object]:
         """True guidance is the pipeline's ``guidance_scale``."""
         return {"guidance_scale": scale}
+
+    @classmethod
+    def decoded_pixels(cls, size: MediaSize) -> int:
+        """Of one latent frame, which are four frames; above 720p of a tile."""
+        frame = size.height * size.width
+        return min(size.frames, 4) * (frame if frame <= _UNTILED_PX else _TILE_PX)
 
     @classmethod
     def check_split(cls, degree: int, tokens: int, text_tokens: int) -> None:
@@ -320,6 +326,7 @@ class Wan(ModelFamily):
 
 _UNTILED_PX = 1280 * 720
 """Pixels of a frame up to which the VAE decodes it whole, as the pipeline does."""
+_TILE_PX = 256 * 256
 
 
 def _factors(files: PipelineFiles) -> tuple[int, int]:

@@ -67,7 +67,7 @@ class ZImage(ModelFamily):
         *("attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0"),
         *("feed_forward.w1", "feed_forward.w2", "feed_forward.w3"),
     )
-    activations = ActivationCosts(lora=21.5, full=30.9, checkpointed=1.16, forward=15.0, decode=21.0)
+    activations = ActivationCosts(lora=21.5, full=30.9, checkpointed=1.16, forward=16.0, decode=6.5)
     published = {"Tongyi-MAI/Z-Image": _PUBLISHED, "Tongyi-MAI/Z-Image-Turbo": _PUBLISHED}
 
     @classmethod

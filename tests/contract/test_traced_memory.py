@@ -1,0 +1,127 @@
+"""Peaks of memory in the plan against published configurations, traced on tensors without memory.
+
+FakeTensor and the storages' identities are torch's private interface; this is the only file that uses them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from accelerate import init_empty_weights
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from spotlight.models.experts import denoisers
+from spotlight.models.family import ConditionBatch, Guidance, MediaSize
+from spotlight.models.pipeline_files import PipelineFiles
+from spotlight.registry import FAMILIES
+
+TINY = {
+    *("in_channels", "out_channels", "patch_size", "pos_embed_max_size", "guidance_embeds"),
+    *("joint_attention_dim", "text_dim", "text_embed_dim", "cap_feat_dim", "pooled_projection_dim"),
+}
+"""What a transformer takes from the tiny pipeline around it; all else is as published."""
+FEW_LAYERS = {"num_layers": 1, "num_single_layers": 1, "n_layers": 1, "dual_attention_layers": [0]}
+UNTRACED = {"qwen-image-2.1"}
+"""Shapes in their forward depend on values."""
+
+
+class Peak(TorchDispatchMode):
+    """Largest sum of bytes that the tensors of a forward hold at once, weights apart."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.bytes = 0
+        self._weights = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._weights:
+                    self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self._live = {key: found for key, found in self._live.items() if not found[0].expired()}
+        self.bytes = max(self.bytes, sum(size for _, size in self._live.values()))
+        return output
+
+
+def published(name: str) -> tuple[dict[str, dict[str, Any]], Any]:
+    """Configurations and dimensions of a family's first published model."""
+    family = FAMILIES.load(name)
+    model, found = next(iter(family.published.items()))
+    files = PipelineFiles(Path(model), known={**found.configs, "model_index": found.settings})
+    return {part: dict(config) for part, config in found.configs.items()}, family.read_dimensions(files)
+
+
+def families(*first: str) -> list[Any]:
+    """All families, those besides ``first`` slow."""
+    return [name if name in first else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+
+
+@pytest.mark.parametrize("name", families("hunyuan-video"))
+def test_a_forwards_peak_is_within_a_quarter_of_the_plans(name: str, tmp_path: Path) -> None:
+    if name in UNTRACED:
+        pytest.skip("cannot be traced")
+    kind = FAMILIES.load(name)
+    kind.tiny(tmp_path / "pipeline", seed=0)
+    family = kind.load(tmp_path / "pipeline", device="cpu", dtype=torch.float32, embeddings_cache=tmp_path)
+    configs, dimensions = published(name)
+    tiny: Any = denoisers(family.transformer)["transformer"]
+    config = {key: value for key, value in configs["transformer"].items() if key not in TINY}
+    few = {key: value for key, value in FEW_LAYERS.items() if key in config}
+    with init_empty_weights():
+        model = (
+            type(tiny)
+            .from_config(
+                {**{key: value for key, value in tiny.config.items() if key in TINY}, **config, **few}
+            )
+            .requires_grad_(False)
+        )
+    side = 24 * family.dimensions.patch_px
+    size = MediaSize(side, side, frames=5 if kind.video else 1)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        for part in model.modules():
+            for key, weight in part.named_parameters(recurse=False):
+                part._parameters[key] = torch.nn.Parameter(torch.empty(weight.shape), requires_grad=False)
+        shapes = family.condition_shapes(40)
+        condition = ConditionBatch(
+            {key: torch.zeros(1, *shape) for key, shape in shapes.items()},
+            {key: shape[:1] for key, shape in shapes.items() if len(shape) == 2},
+        )
+        latents, levels = torch.zeros(1, *family.latent_shape(size)), torch.full([1], 0.5)
+        with Peak(model) as peak:
+            guidance = Guidance(embedded=kind.embedded_guidance)
+            family.velocity(model, latents, levels, condition, guidance, size)
+    tokens = family.dimensions.tokens(size) + sum(shape[0] for shape in shapes.values() if len(shape) == 2)
+    found = peak.bytes / (4 * tokens * dimensions.width)
+    assert kind.activations.forward == pytest.approx(found, rel=0.25)
+
+
+@pytest.mark.parametrize("name", families("flux"))
+def test_decoding_is_within_a_quarter_of_the_plans(name: str) -> None:
+    kind, (configs, dimensions) = FAMILIES.load(name), published(name)
+    size = MediaSize(256, 256, frames=9 if kind.video else 1)
+    config = configs["vae"]
+    channels = config.get("z_dim") or config["latent_channels"]
+    factor = dimensions.patch_px // (1 if dimensions.channels == channels else 2)
+    frames = (
+        ()
+        if config["_class_name"] in ("AutoencoderKL", "AutoencoderKLFlux2")
+        else (dimensions.latent_frames(size),)
+    )
+    with FakeTensorMode(), torch.no_grad():
+        vae = getattr(diffusers, config["_class_name"]).from_config(config)
+        latents = torch.zeros(1, channels, *frames, size.height // factor, size.width // factor)
+        with Peak(vae) as peak:
+            decoded = vae.decode(latents, return_dict=False)[0]
+    assert decoded.shape[-2:] == (size.height, size.width)
+    found = peak.bytes / (4 * kind.decoded_pixels(size) * dimensions.vae_width)
+    assert kind.activations.decode == pytest.approx(found, rel=0.25)
