@@ -16,7 +16,6 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
 
 from spotlight.models.families.qwen_image_21 import TextProcessor
 from spotlight.models.family import Guidance, MediaSize, ModelFamily
@@ -84,25 +83,6 @@ def call_video_pipeline(
     return np.asarray(frames)
 
 
-def step_as_euler(pipe: Any) -> None:
-    """Put diffusers' Euler scheduler in UniPC's place, at UniPC's noise levels."""
-    unipc = pipe.scheduler
-    if type(unipc).__name__ == "UniPCMultistepScheduler":
-        pipe.scheduler = _EulerAt(unipc)
-
-
-class _EulerAt(FlowMatchEulerDiscreteScheduler):
-    def __init__(self, other: Any) -> None:
-        super().__init__(shift=1.0)
-        self.other = other
-
-    def set_timesteps(self, num_inference_steps: int, device: Any = None) -> None:  # type: ignore[override]
-        self.other.set_timesteps(num_inference_steps)
-        levels = self.other.sigmas[:-1].numpy().copy()
-        levels[0] = 1.0  # UniPC's is 1 - 1e-6
-        super().set_timesteps(sigmas=levels, device=device)
-
-
 @dataclass(frozen=True)
 class FamilyCase:
     """A family under test.
@@ -115,7 +95,6 @@ class FamilyCase:
         max_text_tokens: shorter than the real one where prompts are padded.
         call: runs the family's pipeline on initial latents of ours, [batch, *latent_shape].
         load: loads the family's pipeline.
-        adapt: changes the pipeline before it is called, e.g. its scheduler.
         wide: changes to the transformer's configuration for a width of 256, 64 per head, and layers in the
             published proportions: its activations are compared with the plan's.
         unused: pattern of the parameters that no output of variant 0 depends on.
@@ -128,7 +107,6 @@ class FamilyCase:
     max_text_tokens: int = 64
     call: Callable[[Any, ModelFamily, torch.Tensor, Setting], np.ndarray] = call_pipeline
     load: Callable[[Path], Any] = load_pipeline
-    adapt: Callable[[Any], None] = field(default=lambda pipe: None)
     unused: str = "^$"
     first: tuple[int, ...] = (0, 1)
     wide: Mapping[str, object] = field(default_factory=dict)
@@ -270,7 +248,6 @@ CASES: Mapping[str, FamilyCase] = {
             ),
             max_text_tokens=24,
             call=call_video_pipeline,
-            adapt=step_as_euler,
             wide={"num_layers": 16, "ffn_dim": 1024, **_WIDE},  # ratios of published models: 2.7 to 5.8
             first=(2, 3),  # two transformers, and a noise level per token
             trained=(0, 2, 3),

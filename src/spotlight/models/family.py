@@ -91,6 +91,8 @@ class ModelFamily(ABC):
     """Whether its forward can be split over several GPUs (``fleet.sequence_parallel``)."""
     cuts_prompts: ClassVar[bool] = True
     """Whether the diffusers pipeline's call takes ``max_sequence_length``."""
+    loading_lines: ClassVar[tuple[str, ...]] = ()
+    """Code that makes diffusers' ``pipe`` take the steps of :meth:`set_timesteps`, where it would not."""
     text_recipe: ClassVar[str] = ""
     """Whatever :meth:`embed` depends on besides diffusers' code, e.g. a prompt template."""
     text_tokens_max: ClassVar[int] = 1024

@@ -44,6 +44,7 @@ def loading_snippet(
     if family.video:
         imports.append("from diffusers.utils import export_to_video")
     lines = [*imports, f"pipe = {pipeline}.from_pretrained({', '.join(loaded)})"]
+    lines += family.loading_lines
     if lora and config.model.transformer is not None:
         lines += _transformer(config.model.transformer)
     if lora:

@@ -2,6 +2,7 @@
 
 Traps of the reference:
 - The hub's scheduler (UniPC) passes timesteps as integers and starts at 1 - 1e-6; Euler's are not rounded.
+  The loading snippet steps as Euler does.
 - A pipeline saved with diffusers' Euler scheduler shifts its noise levels twice, since ``WanPipeline`` leaves
   them to the scheduler.
 - The text is zero-padded to ``max_text_tokens`` after encoding and not masked: the model attends to padding.
@@ -72,6 +73,16 @@ class Wan(ModelFamily):
     usual_frames_per_latent = 4
     reuses_blocks = True
     splits_sequence = True
+    loading_lines = (
+        "from diffusers import FlowMatchEulerDiscreteScheduler",
+        "class Euler(FlowMatchEulerDiscreteScheduler):  # at the noise levels of the pipeline's scheduler",
+        "    levels = pipe.scheduler",
+        "    def set_timesteps(self, steps, device=None):",
+        "        self.levels.set_timesteps(steps)",
+        "        sigmas = [1.0, *self.levels.sigmas[1:-1].tolist()]",
+        "        super().set_timesteps(sigmas=sigmas, device=device)",
+        "pipe.scheduler = Euler(shift=1.0)",
+    )
     text_tokens_max = 512
     published = {
         "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": PublishedModel(
