@@ -327,7 +327,7 @@ def test_decoding_is_bounded_by_pixels_and_planned_so(
         return next(part for part in parts if part.part == "decoding")
 
     assert decode_batch(MediaSize(side, side), most) == decoded
-    assert f"{decoded} pictures" in planned(most).formula
+    assert f"{decoded} samples" in planned(most).formula
     assert planned(most).bytes == decoded * planned(1).bytes
 
 
