@@ -15,6 +15,7 @@ from spotlight.dry_run.run_plan import count_passes, make_plan
 from spotlight.models.media import MediaSize
 from spotlight.models.slots import WeightSlots
 from spotlight.runtime.build import components as build
+from spotlight.testbed import PIPELINE_DIR
 from spotlight.training.recompute import recompute_blocks
 
 STEPS, SAMPLES, TEXT_TOKENS = 5, 8, 8
@@ -59,12 +60,12 @@ def test_tokens_and_channels_are_the_familys(random_pipeline: Path) -> None:
 )
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_activations_are_within_a_quarter_of_what_the_backward_pass_keeps(
-    random_pipeline: Path, mode: str, checkpointing: bool | int, per_pass: int
+    mode: str, checkpointing: bool | int, per_pass: int
 ) -> None:
     learner = {"mode": mode, "micro_batch_size": SAMPLES, "gradient_checkpointing": checkpointing}
     learner |= {"timesteps_per_pass": per_pass}
     rows = SAMPLES * per_pass
-    settings = config(random_pipeline, learner=learner)
+    settings = config(PIPELINE_DIR, learner=learner)
     sizes, trained = read_sizes(settings), make_plan(settings).parameters_trained
     assert isinstance(sizes, ModelSizes)
     assert trained is not None

@@ -125,7 +125,7 @@ def main(rank: int, count: int, port: int, pipeline: Path, directory: Path, case
         # Each rank counts as a node, where ranks of a node share the model.
         nodes = replace(ranks, per_node=(1,) * count)
         for case in cases:
-            learner = learner_of(world, case, nodes)
+            learner = learner_of(world, case, nodes if "node" in case else ranks)
             if "none" in case:
                 assert not any(isinstance(p, DTensor) for p in learner.slots.trainable_parameters().values())
             if "node" in case:

@@ -58,7 +58,7 @@ class FamilyWorld:
 class World(FamilyWorld):
     """The tiny Qwen-Image, read once. ``layers``: keep only the first blocks, for speed."""
 
-    def __init__(self, pipeline: Path, cache: Path, layers: int = 2) -> None:
+    def __init__(self, pipeline: Path, cache: Path, layers: int | None = None) -> None:
         family = QwenImage.load(pipeline, device="cpu", dtype=torch.float32, embeddings_cache=cache)
         family.transformer.transformer_blocks = family.transformer.transformer_blocks[:layers]
         super().__init__(family, SIZE)

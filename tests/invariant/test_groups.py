@@ -131,14 +131,14 @@ def test_survivors_of_a_killed_rank_finish_its_rollouts(
     workers: Workers, undisturbed: dict[str, Tensor], seed: int
 ) -> None:
     draw = random.Random(seed)
-    mishap = Mishap("kill", draw.randrange(1, STEPS), draw.randrange(4))
+    mishap = Mishap("kill", draw.randrange(1, STEPS), draw.randrange(2))
     kill_and_go_on(workers, undisturbed, draw.choice(ALL[1:]), mishap)
 
 
 def test_survivors_of_a_killed_leader_finish_its_rollouts(
     workers: Workers, undisturbed: dict[str, Tensor]
 ) -> None:
-    kill_and_go_on(workers, undisturbed, "w0", Mishap("kill", 3, 2))
+    kill_and_go_on(workers, undisturbed, "w0", Mishap("kill", 3, 1))
 
 
 def test_a_stopped_rank_is_given_up_at_the_deadline(workers: Workers, undisturbed: dict[str, Tensor]) -> None:
@@ -173,7 +173,7 @@ def test_a_rank_that_fails_by_itself_frees_the_others_at_once(workers: Workers) 
     workers.form(*ALL[:3:2])
     workers.ask("w0", "start", PLAIN)
     workers.ask("w2", "expect", PLAIN)
-    workers.tell("w0", "denoise", STEPS, Mishap("raise", 1, 2))
+    workers.tell("w0", "denoise", STEPS, Mishap("raise", 1, 1))
     workers.tell("w2", "denoise")
     began = time.monotonic()
     with pytest.raises(ArithmeticError, match="own failure"):

@@ -59,7 +59,9 @@ def both(
 
 
 # In the first tier grpo-full-node has GRPO on two ranks.
-EACH = [pytest.param(case, marks=pytest.mark.slow if case == "grpo-lora" else ()) for case in CASES]
+EACH = [
+    pytest.param(case, marks=pytest.mark.slow if case in ("grpo-lora", "nft-full") else ()) for case in CASES
+]
 
 
 @pytest.mark.parametrize("case", EACH)

@@ -139,7 +139,7 @@ def test_a_state_of_something_else_is_refused_and_nothing_changes(world: World, 
 
 
 def test_exports_hold_the_slot_asked_for(random_pipeline: Path, tmp_path: Path) -> None:
-    world = World(random_pipeline, tmp_path / "cache", layers=4)
+    world = World(random_pipeline, tmp_path / "cache")
     learner = make(world)
     go_on(world, learner, 1)
     slots, ranks = learner.slots, Ranks()
@@ -152,7 +152,7 @@ def test_exports_hold_the_slot_asked_for(random_pipeline: Path, tmp_path: Path) 
     assert file.exists()
     directory = export_merged(learner.family, slots, "old", tmp_path / "merged", ranks)
     assert directory is not None
-    merged = World(directory, tmp_path / "cache", layers=4).family.transformer.state_dict()
+    merged = World(directory, tmp_path / "cache").family.transformer.state_dict()
     for name, tensor in slots.merged_state("old").items():
         assert torch.equal(merged[name], tensor), name
     full = make(world, mode="full")

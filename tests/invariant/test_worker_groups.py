@@ -145,7 +145,7 @@ def test_survivors_of_a_killed_rank_finish_its_rollouts(
     """SP4, one is killed within a step; two go on together and one alone, from what was committed."""
     draw = random.Random(seed)
     victim = draw.choice(ALL[1:]) if seed else "w0"
-    mishap = Mishap("kill", draw.randrange(1, STEPS), draw.randrange(4))
+    mishap = Mishap("kill", draw.randrange(1, STEPS), draw.randrange(2))
     epoch = ranks.form(*ALL)
     ranks.tell(victim, mishap)
     lease = ranks.grant(TRIO)

@@ -48,12 +48,12 @@ class Parts:
     scheduler: FlowMatchEulerDiscreteScheduler
 
 
-def build(seed: int) -> Parts:
-    """All components with random weights from ``seed``."""
+def build(seed: int, layers: int = 4) -> Parts:
+    """All components with random weights from ``seed``; ``layers`` of the DiT."""
     torch.manual_seed(seed)
     tokenizer = build_tokenizer()
     return Parts(
-        tokenizer, build_text_encoder(tokenizer), build_vae(), build_transformer(), build_scheduler()
+        tokenizer, build_text_encoder(tokenizer), build_vae(), build_transformer(layers), build_scheduler()
     )
 
 
@@ -134,13 +134,13 @@ def build_vae() -> AutoencoderKLQwenImage:
     ).eval()
 
 
-def build_transformer() -> QwenImageTransformer2DModel:
-    """A DiT of 4 layers and 4 heads of 32, with zero-initialised adaLN and output."""
+def build_transformer(layers: int) -> QwenImageTransformer2DModel:
+    """A DiT of 4 heads of 32, with zero-initialised adaLN and output."""
     transformer = QwenImageTransformer2DModel(
         patch_size=2,
         in_channels=4 * LATENT_CHANNELS,
         out_channels=LATENT_CHANNELS,
-        num_layers=4,
+        num_layers=layers,
         attention_head_dim=32,
         num_attention_heads=4,
         joint_attention_dim=TEXT_WIDTH,
