@@ -24,6 +24,7 @@ from spotlight.dry_run.memory_plan import memory_parts
 from spotlight.dry_run.model_plan import ModelSizes, bind_targets, family_of, lora_parameters
 from spotlight.models.condition import Condition
 from spotlight.models.families.qwen_image import QwenImage
+from spotlight.models.kernels.regional import compile_blocks
 from spotlight.models.skeleton import base_state, filling
 from spotlight.models.slots import LoraSlots
 from spotlight.training.device_memory import measure_peak
@@ -42,8 +43,6 @@ BACKENDS = (
 )
 """diffusers' names; the first is the reference."""
 STEPS = 4
-_GRAPHS_MAX = 64
-"""dynamo gives up at 8 by default: slots, masks and shapes need more."""
 
 
 def matmul_ceiling(lab: Lab) -> Outcome:
@@ -175,11 +174,9 @@ def learning(
 def compiled(lab: Lab, module: nn.Module) -> Iterator[None]:
     """The transformer with its blocks compiled, all by the same code; on a CPU without generating any."""
     torch._dynamo.reset()
-    backend = "inductor" if lab.device.type == "cuda" else "aot_eager"
-    module.compile_repeated_blocks(dynamic=True, backend=backend)  # type: ignore[operator]
+    compile_blocks(module, "inductor" if lab.device.type == "cuda" else "aot_eager")
     try:
-        with torch._dynamo.config.patch(recompile_limit=_GRAPHS_MAX):
-            yield
+        yield
     finally:
         for part in module.modules():
             part._compiled_call_impl = None

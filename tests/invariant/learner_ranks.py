@@ -141,6 +141,13 @@ def main(rank: int, count: int, port: int, pipeline: Path, directory: Path, case
             result["reloaded"] = learner.digest()
             learner.load(directory / f"{case}-state")
             result["restored"] = learner.digest()
+            if case == "nft-lora-none":  # a run may be resumed with another learner.shard
+                other = learner_of(world, "nft-lora", ranks)
+                other.load(directory / "nft-lora-none-state")
+                assert other.digest() == result["digest"]
+                other.load(directory / "nft-lora-state")
+                learner.load(directory / "nft-lora-state")
+                assert learner.digest() == other.digest() != result["digest"]
             if ranks.is_main:
                 torch.save(result, directory / f"{case}-ranks.pt")
         passes = run_passes(world, ranks, directory)

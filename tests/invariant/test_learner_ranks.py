@@ -1,4 +1,4 @@
-"""Two FSDP2 ranks (gloo, CPU) train what one rank trains; states load into any number of ranks."""
+"""Two ranks (gloo, CPU), sharded or not, train what one rank trains; states load into any number of ranks."""
 
 from __future__ import annotations
 

@@ -38,6 +38,13 @@ WINDOW = (*GRPO, "rollout.sde_window.kind=random")
         ([*GRPO, "algorithm.train_timesteps=10"], "algorithm.train_timesteps", "Lower it"),
         ([*WINDOW, "algorithm.train_timesteps=4"], "algorithm.train_timesteps", "widen rollout.sde_window"),
         (["rollout.embedded_guidance=3.5"], "rollout.embedded_guidance", "rollout.true_cfg_scale"),
+        (["model.family=sd3", "model.compile=regional"], "model.compile", "leave it out"),
+        (["model.family=sd3", "model.attention=cudnn"], "model.attention", "leave it out"),
+        (
+            ["model.compile=regional", "fleet.sequence_parallel.degrees=[1, 2]"],
+            "model.compile",
+            "leave one of them out",
+        ),
         (["learner.updates_per_batch=5"], "learner.updates_per_batch", "4 or 6"),
         (["learner.micro_batch_size=50"], "learner.micro_batch_size", "48 or 64"),
         (["learner.mode=full", "model.dtype=bfloat16"], "model.dtype", "set model.dtype=float32"),
@@ -232,3 +239,16 @@ def test_a_family_that_cannot_be_split_is_refused() -> None:
         "fleet.sequence_parallel.degrees",
         "[1] with model.family=sd3",
     )
+
+
+@pytest.mark.parametrize(
+    ("per_node", "fits"), [((), True), ((2, 2), True), ((3, 1), False), ((1, 2, 1), False)]
+)
+def test_ranks_share_the_model_per_node_only_where_nodes_are_equal(
+    per_node: tuple[int, ...], fits: bool
+) -> None:
+    config = load_config(None, BASE)
+    problems = list(config.learner.rank_problems(config.rollout, 4, per_node))
+    assert [problem.key for problem in problems] == ([] if fits else ["learner.shard"])
+    alone = config.learner.model_copy(update={"shard": "none"})
+    assert not list(alone.rank_problems(config.rollout, 4, per_node))

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,8 @@ def test_tensorboard_reads_the_curves_and_purges_what_is_made_anew(tmp_path: Pat
             for iteration in range(resume_at, 4):
                 writer.write(row(iteration, **{"train/loss": loss}))
             writer.sync()
+        # Files are read by name: seconds, then a counter as text (9 after 10).
+        time.sleep(1.1)
     board = EventAccumulator(str(paths.tensorboard))
     board.Reload()
     curve = [(event.step, event.value) for event in board.Scalars("train/loss")]

@@ -147,7 +147,7 @@ def _activations(
     decoded = decode_batch(media_size(rollout), batch)
     yield Estimate(
         "denoising forward",
-        batch * tokens * model.dimensions.width * (size if size < 4 else 4) * costs.forward,
+        batch * tokens * model.dimensions.width * size * costs.forward,
         f"{costs.forward:g} x batch n D b",
         "rollout",
     )

@@ -89,6 +89,9 @@ class ModelFamily(ABC):
     """Whether previews may reuse its blocks' residuals (``exploration.step_cache``)."""
     splits_sequence: ClassVar[bool] = False
     """Whether its forward can be split over several GPUs (``fleet.sequence_parallel``)."""
+    chooses_kernels: ClassVar[bool] = True
+    """Whether diffusers dispatches its attention and names its repeated blocks (``model.attention``,
+    ``model.compile``)."""
     cuts_prompts: ClassVar[bool] = True
     """Whether the diffusers pipeline's call takes ``max_sequence_length``."""
     loading_lines: ClassVar[tuple[str, ...]] = ()

@@ -20,8 +20,7 @@ import errno
 import fcntl
 import os
 import socket
-from collections.abc import Callable, Collection, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
@@ -233,7 +232,7 @@ def _require_same_configuration(
         key
         for key in sorted(old.keys() | new.keys())
         if old.get(key, _ABSENT) != new.get(key, _ABSENT)
-        and not any(fnmatchcase(key, allowed) or key.startswith(f"{allowed}.") for allowed in may_differ)
+        and not any(_covers(allowed.split("."), key.split(".")) for allowed in may_differ)
     ]
     if not differing:
         return
@@ -247,6 +246,11 @@ def _require_same_configuration(
         f"{paths.path}: this run was started with another configuration:\n" + "\n".join(lines) + "\n"
         f"Start a run of another name, delete {paths.path} to start it again, or undo the change."
     )
+
+
+def _covers(allowed: Sequence[str], key: Sequence[str]) -> bool:
+    """Whether a key is one of the allowed ones or within one; ``*`` stands for one part."""
+    return len(allowed) <= len(key) and all(a in ("*", k) for a, k in zip(allowed, key, strict=False))
 
 
 def flatten(tree: object, prefix: str = "") -> dict[str, Leaf]:

@@ -29,7 +29,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from spotlight.models.experts import denoisers
-from spotlight.models.model_errors import ModelError
 from spotlight.models.skeleton import keeps_float32
 from spotlight.models.slots import WeightSlots
 
@@ -125,18 +124,18 @@ def process_group(
             backend, timeout=timeout, store=meeting.store, rank=meeting.rank, world_size=world
         )
     try:
-        yield Ranks.current(_torchrun_nodes(world) if meeting is None else meeting.per_node)
+        yield Ranks.current(_torchrun_nodes() if meeting is None else meeting.per_node)
     finally:
         dist.destroy_process_group()
 
 
-def _torchrun_nodes(world: int) -> tuple[int, ...]:
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    nodes = int(os.environ.get("GROUP_WORLD_SIZE", 1))
-    if nodes == 1:
-        return ()
-    # Each agent knows its own ranks alone: where nodes differ, only that they do is known.
-    return (here,) * nodes if here * nodes == world else (here, world - here)
+def _torchrun_nodes() -> tuple[int, ...]:
+    ranks = Ranks.current()
+    here = ranks.share(int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world)))
+    nodes: list[int] = []
+    while sum(nodes) < ranks.world:
+        nodes.append(here[sum(nodes)])  # ranks of a node are consecutive
+    return tuple(nodes) if len(nodes) > 1 else ()
 
 
 def shard(
@@ -151,7 +150,7 @@ def shard(
             keep a full-size copy of each until the backward pass.
 
     Raises:
-        ModelError: ``node`` with nodes of unequal numbers of ranks.
+        ValueError: ``node`` with nodes of unequal numbers of ranks, which the configuration's check refuses.
     """
     if ranks.world == 1 or how == "none":
         return
@@ -194,7 +193,7 @@ def shard_module(
         per_node: shard over the ranks of each node, and replicate over nodes; empty: shard over all ranks.
 
     Raises:
-        ModelError: nodes have unequal numbers of ranks.
+        ValueError: nodes have unequal numbers of ranks.
     """
     device = next(module.parameters()).device.type
     mesh = _mesh(device, per_node)
@@ -250,11 +249,7 @@ def _mesh(device: str, per_node: tuple[int, ...]) -> DeviceMesh:
     if len(per_node) < 2:
         return init_device_mesh(device, (dist.get_world_size(),))
     if len(set(per_node)) > 1:
-        raise ModelError(
-            f"learner.shard is 'node', and the learner's nodes have {', '.join(map(str, per_node))} ranks; "
-            "expected equally many on each: take other nodes, or set learner.shard to all, or to none if a "
-            "GPU holds the model"
-        )
+        raise ValueError(f"learner.shard is 'node', and nodes have {per_node} ranks")
     return init_device_mesh(device, (len(per_node), per_node[0]), mesh_dim_names=("node", "rank"))
 
 

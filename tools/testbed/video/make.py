@@ -48,7 +48,11 @@ class VideoRecipe:
         """The same recipe with ``factor`` times the training steps."""
         return replace(
             self,
-            vae=replace(self.vae, steps=max(round(self.vae.steps * factor), 30)),
+            vae=replace(
+                self.vae,
+                steps=max(round(self.vae.steps * factor), 30),
+                decoder_steps=max(round(self.vae.decoder_steps * factor), 30),
+            ),
             flow=replace(self.flow, steps=max(round(self.flow.steps * factor), 30)),
         )
 

@@ -20,7 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from spotlight.report.replay_noise import replay_noise_note
+from spotlight.report.replay_noise import noisy_clip_range, replay_noise_note
 from spotlight.report.wording import duration, money, score
 from spotlight.scheduler.types import Phase
 
@@ -42,7 +42,7 @@ class Facts:
         work: (phase, units done, total units).
         work_since, work_from: time and units of the phase's first report; ``work_at``: time of the latest.
         first, last: this attempt's validations.
-    clip_range: of the algorithm's ratio; None without one.
+        clip_range: of ratios that rounding reaches; None without any.
     """
 
     total: int
@@ -252,8 +252,7 @@ class LiveProgress(RunProgress):
 def make_progress(config: RunConfig, plain: bool) -> RunProgress:
     """The display suited to the output; silent on ranks other than the first."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    clip_range = getattr(config.algorithm, "clip_range", None)
-    facts = Facts(config.iterations, config.fleet.price_usd_h * world, clip_range)
+    facts = Facts(config.iterations, config.fleet.price_usd_h * world, noisy_clip_range(config))
     if int(os.environ.get("RANK", "0")) > 0:
         return RunProgress(facts)
     console = Console(highlight=False)

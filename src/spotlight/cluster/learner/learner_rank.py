@@ -95,7 +95,8 @@ class LearnerRank:
 
     def __init__(self, config: str, place: RankPlace) -> None:
         self.config = _parsed(config)
-        if problems := list(self.config.learner.batch_problems(self.config.rollout, place.world)):
+        learner = self.config.learner
+        if problems := list(learner.rank_problems(self.config.rollout, place.world, place.per_node)):
             raise ConfigError(f"this configuration on {place.world} ranks", problems)
         self.place = place
         self._clock = PhaseClock()

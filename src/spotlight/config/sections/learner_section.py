@@ -144,6 +144,22 @@ class LearnerConfig(Section):
                 "Shorten the warm-up, or lengthen the decay.",
             )  # fmt: skip
 
+    def rank_problems(
+        self, rollout: RolloutConfig, ranks: int, per_node: tuple[int, ...]
+    ) -> Iterator[Problem]:
+        """What does not fit the ranks there are.
+
+        Args:
+            per_node: ranks of each node; empty: all on one.
+        """
+        yield from self.batch_problems(rollout, ranks)
+        if self.shard == "node" and len(set(per_node)) > 1:
+            yield Problem(
+                "learner.shard", "'node'",
+                f"equally many ranks on each node; there are {', '.join(map(str, per_node))}",
+                "Set all, or none if a GPU holds the model, or take other nodes.",
+            )  # fmt: skip
+
     def batch_problems(self, rollout: RolloutConfig, ranks: int = 1) -> Iterator[Problem]:
         """Batch sizes that do not divide, with the nearest that do.
 

@@ -51,11 +51,35 @@ class ModelConfig(Section):
     """
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """A LoRA to start from where every weight is trained."""
+        """A LoRA to start from where every weight is trained, and kernels that do not go together."""
+        yield from self._kernel_problems(run)
         if self.lora is not None and run.learner.mode != "lora":
             yield Problem(
                 "model.lora", repr(self.lora), f"nothing with learner.mode={run.learner.mode}",
                 "Set learner.mode=lora, or merge the LoRA and give the result as model.transformer.",
+            )  # fmt: skip
+
+    def _kernel_problems(self, run: RunConfig) -> Iterator[Problem]:
+        asked = {"attention": self.attention, "compile": None if self.compile == "none" else self.compile}
+        family = self.family
+        for key, value in asked.items():
+            if value is not None and not FAMILIES.load(family).chooses_kernels:
+                yield Problem(
+                    f"model.{key}", repr(value), f"nothing with model.family={family}",
+                    "diffusers offers neither for this model: leave it out.",
+                )  # fmt: skip
+        if self.compile == "none":
+            return
+        hooks = "Both change the blocks while they run, which compiled code would not notice"
+        if run.fleet.sequence_parallel.degrees != (1,):
+            yield Problem(
+                "model.compile", repr(self.compile), "none with fleet.sequence_parallel.degrees above 1",
+                f"{hooks}: leave one of them out.",
+            )  # fmt: skip
+        if run.exploration is not None and run.exploration.step_cache is not None:
+            yield Problem(
+                "model.compile", repr(self.compile), "none with exploration.step_cache",
+                f"{hooks}: leave one of them out.",
             )  # fmt: skip
 
 

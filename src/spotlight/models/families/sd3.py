@@ -56,6 +56,7 @@ class StableDiffusion3(ModelFamily):
     """
 
     name = "sd3"
+    chooses_kernels = False
     pipeline_class = "StableDiffusion3Pipeline"
     components = {
         "transformer": PipelineComponent(("SD3Transformer2DModel",), weights=True),

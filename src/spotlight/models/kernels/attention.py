@@ -57,9 +57,14 @@ def use_attention(module: nn.Module, name: str, *, splits_sequence: bool = False
         )
     backend = AttentionBackendName(BACKENDS[name])
     if splits_sequence and not _AttentionBackendRegistry._is_context_parallel_available(backend):
+        able = [
+            ours
+            for ours, theirs in BACKENDS.items()
+            if _AttentionBackendRegistry._is_context_parallel_available(AttentionBackendName(theirs))
+        ]
         raise ModelError(
             f"model.attention is {name!r}; expected one that can split a sequence, as "
-            "fleet.sequence_parallel.degrees asks for (native or cudnn)"
+            f"fleet.sequence_parallel.degrees asks for: {', '.join(able)}"
         )
     for part in denoisers(module).values():
         if not _dispatched(part):

@@ -11,8 +11,9 @@ from spotlight.models.experts import denoisers
 from spotlight.models.model_errors import ModelError
 
 GRAPHS_MAX = 64
-"""Graphs per block's code before torch would give up and run it eagerly. Slots, guidance, masks and whether
-there is a gradient each need their own; text lengths and batch sizes above 1 do not.
+"""Graphs of all compiled blocks of a process before torch gives up, says so, and runs others eagerly. Kinds
+of blocks, slots, masks and whether there is a gradient each need their own; text lengths and batch
+sizes above 1 do not.
 """
 
 
