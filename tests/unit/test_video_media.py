@@ -51,6 +51,7 @@ def test_the_scores_of_a_videos_frames_are_combined(rule: FrameRule, expected: f
     found = OverFrames(levels, rule)([VIDEO, VIDEO[:1]], ["two words", "one"], [{}, {}])
     assert found == {"score": [expected, 0.0], "words": [2.0, 1.0]}
     assert OverFrames(levels, rule)([VIDEO[2]], ["one"], [{}]) == {"score": [40.0], "words": [1]}
+    assert OverFrames(levels, rule)([VIDEO[2], VIDEO], ["one", "one"], [{}] * 2)["score"] == [40.0, expected]
 
 
 @pytest.mark.parametrize("combine", ["mean", "min"])

@@ -51,15 +51,18 @@ class OverFrames:
         """Scores per picture or video; in one call of the reward, which may compare pictures."""
         if all(image.ndim == 3 for image in images):
             return self.function(images, prompts, metadata)
-        chosen = [self.rule.chosen(len(video)) for video in images]
-        owner = [index for index, frames in enumerate(chosen) for _ in frames]
+        shown = [
+            [image] if image.ndim == 3 else [image[at] for at in self.rule.chosen(len(image))]
+            for image in images
+        ]
+        owner = [index for index, frames in enumerate(shown) for _ in frames]
         found = self.function(
-            [video[at] for video, frames in zip(images, chosen, strict=True) for at in frames],
+            [frame for frames in shown for frame in frames],
             [prompts[index] for index in owner],
             [metadata[index] for index in owner],
         )
         rule: Reduction = np.mean if self.rule.combine == "mean" else np.min
-        cuts = np.cumsum([len(frames) for frames in chosen])[:-1]
+        cuts = np.cumsum([len(frames) for frames in shown])[:-1]
 
         def combined(scores: Sequence[float | SampleError], combine: Reduction) -> list[float | SampleError]:
             if len(scores) != len(owner):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from spotlight.config.schema import RunConfig
 from spotlight.models.family import ModelFamily
 from spotlight.models.model_errors import ModelError
 from spotlight.models.slots import Slot, WeightSlots
+from spotlight.rewards.pool.waiting import SampleGroup
 from spotlight.rewards.results import RewardBatch, RewardFailure
 from spotlight.rewards.reward import RewardInputError
 from spotlight.rollout.state import FailedRollout, FinishedRollout, Recipe
@@ -155,20 +157,29 @@ class TrainedRun:
         self, rollouts: Sequence[Rollout], prompts: Mapping[PromptId, Prompt], observer: Observer
     ) -> dict[RolloutId, dict[str, float]]:
         texts = {prompt.id: prompt.text for prompt in prompts.values()}
+        issued = Counter(rollout.prompt_id for rollout in rollouts)
         waiting: list[tuple[list[FinishedRollout], Future[RewardBatch]]] = []
+        finished, made = list[FinishedRollout](), 0
         with build.make_reward_pool(self.config) as rewards:
             rewards.check(list(texts.values()), [prompt.metadata for prompt in prompts.values()])
             for results in self._denoise(rollouts, texts, None, observer):
                 for result in results:
                     if isinstance(result, FailedRollout):
                         observer.note(f"{result.rollout.id}: no picture: {result.reason}")
-                finished = [result for result in results if isinstance(result, FinishedRollout)]
+                finished += [result for result in results if isinstance(result, FinishedRollout)]
+                made += len(results)
+                # A submission holds whole groups, which a batch of rollouts may cut in two.
+                if rewards.compares_groups and made < len(rollouts):
+                    continue
                 asked = [prompts[result.rollout.prompt_id] for result in finished]
-                pictures = [result.image for result in finished]
                 pending = rewards.submit(
-                    pictures, [prompt.text for prompt in asked], [prompt.metadata for prompt in asked]
+                    [result.image for result in finished],
+                    [prompt.text for prompt in asked],
+                    [prompt.metadata for prompt in asked],
+                    [SampleGroup(str(prompt.id), issued[prompt.id]) for prompt in asked],
                 )
                 waiting.append((finished, pending))
+                finished = []
             batches = [(finished, pending.result()) for finished, pending in waiting]
         scores: dict[RolloutId, dict[str, float]] = {}
         failures: list[str] = []

@@ -29,6 +29,7 @@ from spotlight.store.files import write_atomically
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.store_errors import StoreError, storage_error
 
+BEFORE_AFTER = "before-after.png"
 _SIDE_PX = (128, 384)
 """Range of a displayed image's longer side: enlarged by integer factors, reduced by averaging."""
 _PAPER, _INK, _FAINT, _FRAME = "#fbfaf7", "#22252a", "#7b8088", "#d9d6ce"
@@ -155,7 +156,7 @@ def write_comparison(paths: RunPaths, *, before: int, after: int, title: str) ->
             f"{_tiles_folder(paths)}: iterations {before} and {after} have no prompt in common; "
             f"there are pictures of iterations {drawn_iterations(paths)}."
         )
-    path = paths.images / "before-after.png"
+    path = paths.images / BEFORE_AFTER
     try:
         _write_page(path, title, [_pair(old, new) for old, new in pairs], pairs[0][1].fps)
     except OSError as error:

@@ -117,14 +117,14 @@ def _save_comparison(
     new: NDArray[np.uint8],
     trained: TrainedRun,
 ) -> Path:
-    from spotlight.store.images import Strip, write_strips
+    from spotlight.store.images import BEFORE_AFTER, Strip, write_strips
 
     strips = [
         Strip(f"{text} (seed {seed})", ((one, "before"), (other, "after")))
         for (text, seed), one, other in zip(pairs, old, new, strict=True)
     ]
     title = f"{trained.directory.name}: before and after {trained.iteration} iterations"
-    path = folder / "before-after.png"
+    path = folder / BEFORE_AFTER
     path.parent.mkdir(parents=True, exist_ok=True)
     write_strips(path, title, strips, fps=trained.config.rollout.fps)
     return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +32,8 @@ PromptsOption: TypeAlias = Annotated[
     typer.Option(
         "--prompts",
         metavar="FILE",
-        help="Prompts in the pictures' order, .txt or .jsonl; each for as many pictures in a row "
-        "[default: what spotlight generate wrote into them].",
+        help="Prompts in the pictures' order, .txt or .jsonl: one per picture, or one for each run of N "
+        "consecutive pictures [default: what spotlight generate wrote into them].",
         show_default=False,
     ),
 ]
@@ -43,12 +44,13 @@ SheetOption: TypeAlias = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class _Picture:
-    """One file to score; ``media``: [height, width, 3], of a video [frames, ...]."""
+    """One file to score; ``media``: [height, width, 3], of a video [frames, ...]; ``group``: its prompt's."""
 
     path: Path
     media: NDArray[np.uint8]
     prompt: str
     metadata: dict[str, Any]
+    group: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ def score(
         config = reward_of(reward, param, deadline_s)
         # A reward of one's own is imported in its own process only.
         facts = facts_of(reward) if reward in REWARDS else None
-        pictures = list(_pictures(images, prompts))
+        pictures = list(_pictures(_files(images, sheet), prompts))
         reads = None if facts is None else facts.reads
         _require_prompts(reward, reads, pictures)
         scored, scored_by = _score(config, pictures)
@@ -101,10 +103,20 @@ def score(
         raise typer.Exit(EXIT_STOPPED_BY_ERROR)
 
 
-def _files(images: Sequence[Path]) -> list[Path]:
+def _files(images: Sequence[Path], sheet: Path) -> list[Path]:
+    from spotlight.store.images import BEFORE_AFTER
+
+    drawn = {sheet.resolve(), sheet.with_suffix(".webp").resolve()}
     found: list[Path] = []
     for path in images:
-        inside = sorted(each for each in path.glob("*") if each.suffix.lower() in _SUFFIXES)
+        inside = sorted(
+            each
+            for each in path.glob("*")
+            # What `spotlight generate` and this command draw of pictures is no sample.
+            if each.suffix.lower() in _SUFFIXES
+            and each.stem != Path(BEFORE_AFTER).stem
+            and each.resolve() not in drawn
+        )
         if path.is_dir() and not inside:
             raise failure(f"IMAGES: {path} holds no pictures; expected files that end in one of "
                           f"{', '.join(sorted(_SUFFIXES))}. Name another folder.")  # fmt: skip
@@ -112,23 +124,23 @@ def _files(images: Sequence[Path]) -> list[Path]:
     return found
 
 
-def _pictures(images: Sequence[Path], prompts: Path | None) -> Iterator[_Picture]:
+def _pictures(files: Sequence[Path], prompts: Path | None) -> Iterator[_Picture]:
     from spotlight.store.media_files import read_media
 
-    files = _files(images)
     given = None if prompts is None else read_prompts_option("--prompts", prompts)
     if given is not None and len(files) % len(given):
         raise failure(
-            f"--prompts: {prompts} has {len(given)} prompts for {len(files)} pictures; expected one each, or "
-            "one for every so many in a row. Add the missing lines."
+            f"--prompts: {prompts} has {len(given)} prompts for {len(files)} pictures; expected one per "
+            "picture, or one for each run of N consecutive pictures. Add the missing lines."
         )
     for index, path in enumerate(files):
         media, about = read_media(path)
         if given is None:
-            yield _Picture(path, media, str(about.get("prompt", "")), {})
+            prompt_text = str(about.get("prompt", ""))
+            yield _Picture(path, media, prompt_text, {}, group=prompt_text)
         else:
-            prompt = given[index * len(given) // len(files)]
-            yield _Picture(path, media, prompt.text, dict(prompt.metadata))
+            at = index * len(given) // len(files)
+            yield _Picture(path, media, given[at].text, dict(given[at].metadata), group=str(at))
 
 
 def _require_prompts(reward: str, reads: str | None, pictures: Sequence[_Picture]) -> None:
@@ -138,24 +150,29 @@ def _require_prompts(reward: str, reads: str | None, pictures: Sequence[_Picture
         if (reads == "text" and not each.prompt) or (reads == "metadata" and not each.metadata)
     ]
     if bare:
+        others = f" and {len(bare) - 1} more do" if len(bare) > 1 else " does"
         raise failure(
-            f"IMAGES: the reward {reward!r} reads the prompt's {reads}, which {bare[0]} and {len(bare) - 1} "
-            "others do not hold; expected a file of prompts. Give --prompts."
+            f"IMAGES: the reward {reward!r} reads the prompt's {reads}, which {bare[0]}{others} not hold; "
+            "expected a file of prompts. Give --prompts."
         )
 
 
 def _score(config: RewardConfig, pictures: Sequence[_Picture]) -> tuple[list[_Scored], str]:
     from spotlight.rewards.pool.reward_pool import RewardPool
+    from spotlight.rewards.pool.waiting import SampleGroup
 
+    sizes = Counter(each.group for each in pictures)
     scored: list[_Scored] = []
     with RewardPool([config], start_deadline_s=START_DEADLINE_S) as pool:
         pool.check([each.prompt for each in pictures], [each.metadata for each in pictures])
-        for start in range(0, len(pictures), _AT_ONCE):
-            part = pictures[start : start + _AT_ONCE]
+        at_once = len(pictures) if pool.compares_groups else _AT_ONCE  # a submission holds whole groups
+        for start in range(0, len(pictures), at_once):
+            part = pictures[start : start + at_once]
             batch = pool.score(
                 [each.media for each in part],
                 [each.prompt for each in part],
                 [each.metadata for each in part],
+                [SampleGroup(each.group, sizes[each.group]) for each in part],
             )
             scored += [_Scored(each, result) for each, result in zip(part, batch.samples, strict=True)]
         scored_by = pool.scored_by.get(config.curve, "")

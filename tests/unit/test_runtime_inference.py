@@ -1,0 +1,55 @@
+"""What a trained run submits to its rewards; ``tests/contract/test_old_run.py`` loads and generates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from spotlight.config.schema import RunConfig
+from spotlight.rollout.state import FailedRollout, FinishedRollout, SampleTensors
+from spotlight.runtime.inference import TrainedRun
+from spotlight.runtime.observer import Silent
+from spotlight.scheduler.types import Rollout
+
+REWARD = """
+from spotlight.rewards.reward import takes_groups
+
+@takes_groups
+def first(images, prompts, metadata):
+    return {"score": [float(len({record["line"] for record in metadata}))] * len(images)}
+"""
+
+
+def test_an_evaluation_gives_a_comparing_reward_whole_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "compared.py").write_text(REWARD)
+    monkeypatch.chdir(tmp_path)
+    # Two prompts of one text, which are two groups all the same.
+    lines = [{"prompt": "a dog", "line": 0}, {"prompt": "a dog", "line": 1}, {"prompt": "a cat", "line": 2}]
+    (tmp_path / "p.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+    def in_pairs(_: TrainedRun, rollouts: Sequence[Rollout], *__: Any) -> Iterator[list[Any]]:
+        nothing = SampleTensors(torch.zeros(0), torch.zeros(0))
+        for start in range(0, len(rollouts), 2):
+            yield [
+                FailedRollout(each, "not finite")
+                if each.id == "e0001-002"
+                else FinishedRollout(each, np.zeros((4, 4, 3), np.uint8), nothing)
+                for each in rollouts[start : start + 2]
+            ]
+
+    monkeypatch.setattr(TrainedRun, "_denoise", in_pairs)
+    config = RunConfig.model_validate({"rewards": [{"name": "compared:first"}]})
+    nobody: Any = None
+    run = TrainedRun(tmp_path, config, 1, "policy", nobody, nobody)
+    found = run.evaluate(Silent(), images_per_prompt=3, prompts_file=tmp_path / "p.jsonl").curves
+    assert found["first"].mean == 1
+    assert found["first/members"].mean == pytest.approx((3 * 3 + 2 * 2 + 3 * 3) / 8)
+    assert found["first/missing"].mean == pytest.approx(2 / 8)
