@@ -18,6 +18,7 @@ from spotlight.store.media_files import encode_picture, read_media
 
 OWN = """
 import os
+from spotlight.rewards.reward import takes_groups
 
 def dark(images, prompts, metadata, *, factor=1.0):
     if any(image.mean() > 250 for image in images):
@@ -30,6 +31,11 @@ def moody(images, prompts, metadata):
     global calls
     calls += 1
     return [float(calls)] * len(images)
+
+@takes_groups
+def compared(images, prompts, metadata):
+    levels = [float(image.mean()) for image in images]
+    return [level - min(levels) for level in levels]
 """
 
 
@@ -86,6 +92,24 @@ def test_one_prompt_serves_as_many_pictures_in_a_row(here: Path) -> None:
     assert "p.jsonl has 2 prompts for 3 pictures" in wrong.stderr
 
 
+def test_a_comparing_reward_gets_whole_groups_even_of_equal_prompts(here: Path) -> None:
+    names = [save(f"{index:02}.png", grey(index)) for index in range(36)]
+    (here / "p.txt").write_text("a dog\na dog\n")
+    done = spotlight("score", "mine:compared", *names, "--prompts", "p.txt", "--json")
+    assert done.exit_code == 0, done.output
+    found = {each["file"]: each for each in json.loads(done.stdout)["pictures"]}
+    assert [found[name]["score"] for name in names] == [*range(18)] * 2
+    assert {tuple(each["details"].values()) for each in found.values()} == {(18.0, 0.0)}
+
+
+def test_what_was_drawn_of_the_pictures_is_no_sample(here: Path) -> None:
+    for name in ("before-after.png", "before-after.webp", "1.png"):
+        save(f"a/{name}", grey(10))
+    for _ in range(2):
+        done = spotlight("score", "mine:dark", "a", "--sheet", "a/scores.png", "--json")
+        assert [each["file"] for each in json.loads(done.stdout)["pictures"]] == ["a/1.png"]
+
+
 def test_a_reward_of_ones_own_its_failures_and_videos(here: Path) -> None:
     dark, bright = save("dark.png", grey(10)), save("bright.png", grey(255))
     frames = [Image.fromarray(grey(level)) for level in (20, 40)]
@@ -116,7 +140,8 @@ def test_what_is_wrong_is_named_before_any_work(here: Path) -> None:
     (here / "text.png").write_text("no picture")
     (here / "p.txt").write_text("a dog\n")
     for arguments, words in (
-        (["ocr", bare], "the reward 'ocr' reads the prompt's text, which bare.png"),
+        (["ocr", bare], "the reward 'ocr' reads the prompt's text, which bare.png does not hold"),
+        (["ocr", bare, bare], "reads the prompt's text, which bare.png and 1 more do not hold"),
         (["shapes", bare, "--prompts", "p.txt"], "reads the prompt's metadata"),
         (["ocr", bare, "--prompts", "p.txt"], "has no text in double quotes"),
         (["ocr", bare, "--prompts", "gone.txt"], "--prompts gone.txt cannot be read"),
@@ -138,6 +163,10 @@ def test_check_compares_with_what_is_known() -> None:
     assert done.exit_code == 0, done.output
     assert "ok    score: 1, expected 1\n" in done.output
     assert "stands in" not in done.output
+    done = spotlight("rewards", "check", "motion")
+    assert "ok    score: 1, expected 1\n" in done.output
+    done = spotlight("rewards", "check", "mine:compared")
+    assert "ok    once more" in done.output
     done = spotlight("rewards", "check", "mine:moody")
     assert done.exit_code == 1
     assert "ok    score: 1, expected a number" in done.output

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from reward_server import Reply, as_json, completion, decoded, reward_server
 
 from spotlight.config.sections.rewards import RewardConfig
-from spotlight.rewards.endpoints.vlm_rank import pairings, still, tournament, vlm_rank
+from spotlight.rewards.endpoints.vlm_rank import FACTS, pairings, still, tournament, vlm_rank
 from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.pool.waiting import SampleGroup, WaitingSamples
 from spotlight.rewards.results import RewardFailure, ScoredSample
 from spotlight.rewards.reward import RewardSetupError, SampleError
+from spotlight.rewards.reward_check import check_reward
 from spotlight.scheduler.group_gate import GroupGate, GroupProgress
 from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 
@@ -216,6 +217,21 @@ class TestVlmRank:
 
         judge.behaviour = lambda request, body: as_json({"error": "overloaded"}, 503)
         assert all(isinstance(each, SampleError) for each in self.rank(judge.url, 50, 200)["score"])
+
+    def test_the_check_shows_it_a_group_of_two(self, judge: Any) -> None:
+        def judges(request: BaseHTTPRequestHandler, body: Any) -> Reply:
+            darker_is_better = "OPEN" in body["messages"][0]["content"][-1]["text"]  # the sign on its wall
+            answer = brighter(request, body)
+            if not darker_is_better:
+                return answer
+            return completion("Second" if b"First" in answer[1] else "First")
+
+        judge.behaviour = judges
+        endpoint = {"base_url": judge.url, "model": "judge"}
+        reward = RewardConfig(name="vlm-rank", params={"endpoint": endpoint})
+        report = check_reward(reward, FACTS, start_deadline_s=60)
+        assert report.good, report.findings
+        assert len(report.findings) == 3
 
     def test_videos_are_compared_by_frames_side_by_side(self) -> None:
         video = np.stack(pictures(*range(10)))

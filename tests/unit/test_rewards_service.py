@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -32,6 +33,7 @@ from spotlight.rewards.endpoints.service_scores import check as check_http
 from spotlight.rewards.endpoints.service_scores import http
 from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.reward import RewardSetupError, SampleError
+from spotlight.rewards.service import score_service
 from spotlight.rewards.service.score_service import ScoreService, decode, service_app
 
 OWN = """
@@ -43,6 +45,17 @@ def level(images, prompts, metadata):
     return {"score": [float(image.mean()) for image in images],
             "asked": [float(record.get("asked", 0)) for record in metadata]}
 def scored_by(): return "own level"
+"""
+UNSAFE = """
+from spotlight.rewards.reward import RewardSetupError, reads_files
+
+def plain(images, prompts, metadata):
+    return [0.0] * len(images)
+
+reads, jpeg_size = reads_files(lambda images, prompts, metadata: plain(images, prompts, metadata)), plain
+
+def check(prompts, metadata):
+    raise RewardSetupError("the reward is not ready")
 """
 QUICK = {"timeout_s": 20.0, "batch_timeout_s": 25.0, "retries": 0}
 
@@ -63,8 +76,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @contextmanager
-def served(pools: dict[str, RewardPool], token: str) -> Iterator[str]:
-    config = uvicorn.Config(service_app(ScoreService(pools), token), port=0, log_level="warning")
+def served(pools: dict[str, RewardPool], token: str, **more: int) -> Iterator[str]:
+    config = uvicorn.Config(service_app(ScoreService(pools, **more), token), port=0, log_level="warning")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -167,6 +180,10 @@ def test_a_body_without_an_end_or_too_long_is_refused(service: str) -> None:
         ]
         connection.sendall("\r\n".join([*lines, "", ""]).encode())
         assert b" 413 " in connection.recv(100)
+    with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
+        both = [*lines[:-1], "Content-Length: 2", "Transfer-Encoding: chunked"]
+        connection.sendall("\r\n".join([*both, "", ""]).encode())
+        assert connection.recv(100).split()[1] in (b"400", b"411")
 
 
 def test_pictures_may_be_data_urls_of_any_kind() -> None:
@@ -177,6 +194,42 @@ def test_pictures_may_be_data_urls_of_any_kind() -> None:
     assert found.shape == (3, 4, 3)
 
 
+def in_base64(picture: Image.Image, form: str) -> str:
+    buffer = io.BytesIO()
+    picture.save(buffer, format=form)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def test_a_small_file_of_many_pixels_is_not_decoded(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_file = in_base64(Image.new("1", (4097, 4096)), "PNG")
+    assert len(small_file) < 20_000
+    assert "4097 x 4096 pixels; expected at most 16,777,216" in str(decode(small_file))
+    assert "cannot be read" in str(decode(in_base64(Image.new("L", (4, 4)), "BMP")))
+    monkeypatch.setattr(score_service, "REQUEST_PIXELS_MAX", 200)
+    answer = post(service, {"requests": [request_of(png_base64(each), "level") for each in grays(1, 2, 3)]})
+    assert [bool(each) for each in answer.json()["errors"]] == [False, False, True]
+    assert "12 x 8 pixels" in answer.json()["errors"][2]["level"]
+
+
+def test_more_pictures_than_may_wait_are_refused_for_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow_reward.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    hung, quick = (request_of(png_base64(grays(level)[0]), "level") for level in (254, 1))
+    reward = RewardConfig(name="slow_reward:level", deadline_s=2, retries=0)
+    with RewardPool([reward]) as pool, served({"level": pool}, "secret", waiting_max=1) as url:
+        with ThreadPoolExecutor() as threads:
+            # One request is taken whatever it holds, and until it is done no other.
+            first = threads.submit(post, url, {"requests": [hung, hung]})
+            time.sleep(0.5)
+            busy = post(url, {"requests": [quick]})
+        assert (busy.status_code, busy.headers["retry-after"]) == (503, "5")
+        assert "2 pictures wait here; expected at most 1" in busy.json()["detail"]
+        assert first.result().status_code == 200
+        assert post(url, {"requests": [quick]}).json()["results"][0]["level"]["level"] == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -184,9 +237,16 @@ def test_pictures_may_be_data_urls_of_any_kind() -> None:
         (["--token-env", "NOT_SET"], "not set in the environment"),
         (["-p", "ocr.language=eng"], "expected it to begin with a served reward and a dot"),
         (["--reward", "jpeg_size"], "expected each once"),
+        (["--reward", "unsafe:reads"], "'reads', which opens the files that metadata names"),
+        (["--reward", "unsafe:plain"], "the reward is not ready"),
+        (["--reward", "unsafe:jpeg_size"], "jpeg_size and unsafe:jpeg_size, which clients would both call"),
     ],
 )
-def test_the_command_refuses_what_is_unsafe_or_unclear(arguments: list[str], words: str) -> None:
+def test_the_command_refuses_what_is_unsafe_or_unclear(
+    arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "unsafe.py").write_text(UNSAFE)
+    monkeypatch.chdir(tmp_path)
     from typer.testing import CliRunner
 
     from spotlight.cli.main import app

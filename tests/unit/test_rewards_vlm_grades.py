@@ -36,6 +36,7 @@ from spotlight.rewards.endpoints.unified_reward import unified_reward
 from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.results import RewardFailure, ScoredSample
 from spotlight.rewards.reward import RewardInputError, RewardSetupError, SampleError
+from spotlight.rewards.reward_check import check_reward
 
 ATOMS = [["How many dogs are there?", "two"], ["What is striped?", "zebra"], ["Is it day?", "Yes"]]
 GRADES = "Alignment Score (1-5): 4.5\nCoherence Score (1-5): 3\nStyle Score (1-5): **2**"
@@ -87,7 +88,7 @@ def test_geneval2_is_the_mean_over_atoms_and_the_geometric_mean_over_a_prompt() 
         ("7", " seven", True),
         ("Yes", "yes.", True),
         ("striped", "str", True),
-        ("striped", "s", False),
+        ("seventy", "sevent", True),
         ("no", "not", False),
         ("red", "reddish", False),
         ("no", "", False),
@@ -95,6 +96,16 @@ def test_geneval2_is_the_mean_over_atoms_and_the_geometric_mean_over_a_prompt() 
 )
 def test_a_token_counts_if_it_begins_the_answer(answer: str, token: str, counts: bool) -> None:
     assert answer_probability({token: 0.7, "other": 0.3}, answer) == (0.7 if counts else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "token"), [("12", "1"), ("120", "12"), ("seventeen", "seven"), ("striped", "s")]
+)
+def test_a_token_that_may_begin_another_answer_fails_the_sample(answer: str, token: str) -> None:
+    with pytest.raises(SampleError, match=r"may as well be another answer"):
+        answer_probability({token: 0.7, "other": 0.3}, answer)
+    assert answer_probability({token: 0.3, answer: 0.7}, answer) == 0.7
+    assert answer_probability({token: 0.05, "other": 0.95}, answer) == 0
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=6))
@@ -151,6 +162,17 @@ def test_edit_score_compares_with_the_original(tmp_path: Path) -> None:
     assert found["score"] == pytest.approx([12.0, 12.0])
     assert (found["faithfulness"], found["quality"]) == ([9.0, 9.0], [16.0, 16.0])
     assert found["prompt_tokens"] == [200.0, 200.0]
+
+
+def test_the_check_of_edit_score_writes_an_original() -> None:
+    def judge(request: BaseHTTPRequestHandler, body: Any) -> Reply:
+        return completion(json.dumps({"score": [0 if "whole sign red" in json.dumps(body) else 25, 20]}))
+
+    with reward_server(judge) as world:
+        reward = RewardConfig(name="edit-score", params={"endpoint": settings(world.url)})
+        report = check_reward(reward, edit_module.FACTS, start_deadline_s=60)
+    assert report.good, report.findings
+    assert len(report.findings) == 3
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,12 @@ from spotlight.rewards.shapes import PALETTE, coverage
 
 _SIDE_PX = 256
 _SHAPE_PX = 64
+_FRAMES = 8
 
 
 def example_picture(name: str) -> Image:
-    """The picture of an :class:`~spotlight.rewards.reward_facts.Example`: [256, 256, 3]."""
-    return {"sign": _sign, "shapes": _shapes}[name]()
+    """The picture of an :class:`~spotlight.rewards.reward_facts.Example`: [256, 256, 3], or a video."""
+    return {"sign": _sign, "shapes": _shapes, "moving": _moving}[name]()
 
 
 def _sign() -> Image:
@@ -29,9 +30,19 @@ def _sign() -> Image:
 
 def _shapes() -> Image:
     """A red circle left of a blue square, on white."""
+    return _drawn(("circle", "red", 32), ("square", "blue", 160))
+
+
+def _moving() -> Image:
+    """A red circle that moves to the right, on white: [8, 256, 256, 3]."""
+    return np.stack([_drawn(("circle", "red", 16 + 20 * frame)) for frame in range(_FRAMES)])
+
+
+def _drawn(*shapes: tuple[str, str, int]) -> Image:
+    """Shapes (shape, colour, left edge) at half height, on white."""
     picture = np.full((_SIDE_PX, _SIDE_PX, 3), 255.0)
     top = (_SIDE_PX - _SHAPE_PX) // 2
-    for shape, color, left in (("circle", "red", 32), ("square", "blue", 160)):
+    for shape, color, left in shapes:
         covered = coverage(shape, _SHAPE_PX, _SHAPE_PX)[..., None]
         place = picture[top : top + _SHAPE_PX, left : left + _SHAPE_PX]
         place += covered * (np.array(PALETTE[color]) - place)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from spotlight.rewards.geneval.requirements import MetadataFormat, Requirement, Requirements
 from spotlight.rewards.reward import Image, RewardInputError, takes_videos
-from spotlight.rewards.reward_facts import Reads, RewardFacts
+from spotlight.rewards.reward_facts import Example, Reads, RewardFacts
 from spotlight.rewards.shapes import (
     PALETTE,
     SHAPES,
@@ -34,7 +34,17 @@ from spotlight.rewards.shapes import (
 DIRECTIONS: Mapping[str, tuple[int, int]] = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 """(right, down) per step."""
 
-FACTS = RewardFacts("CPU", (0.0, 1.0), Reads.METADATA)
+FACTS = RewardFacts(
+    runs_on="CPU",
+    typical=(0, 1),
+    reads=Reads.METADATA,
+    example=Example(
+        "moving",
+        score=(1, 1),
+        prompt="a red circle moving to the right",
+        metadata={"include": [{"class": "circle", "color": "red", "count": 1}], "motion": "right"},
+    ),
+)
 
 _FORMAT = MetadataFormat("motion", SHAPES, PALETTE, count_max=1)
 _TRAVEL_MIN = 1 / 4  # of the frame's side along the direction, over the whole video

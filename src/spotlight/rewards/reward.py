@@ -14,7 +14,7 @@ Its module may also define ``check``, called once with all prompts before any wo
 reward's parameters that its signature names:
 
     def check(prompts, metadata, **params):
-        ...  # raise RewardInputError for a prompt that cannot be scored
+        ...  # raise RewardInputError for a prompt that cannot be scored; no prompts: is all else there?
 
 and ``scored_by``, called once in each of its processes when the reward is loaded, with the parameters that
 its signature names. It may load models, and returns what scores, to stand in every result:
@@ -63,6 +63,12 @@ def takes_groups(function: Function) -> Function:
     return function
 
 
+def reads_files(function: Function) -> Function:
+    """Declare that a reward opens files that metadata names: those of strangers must not reach it."""
+    function.reads_files = True  # type: ignore[attr-defined]
+    return function
+
+
 def best_with(*, batch_size: int, cores_per_process: int | None = None) -> Callable[[Function], Function]:
     """Declare the defaults of ``rewards[].batch_size`` and, from the machine's cores, ``replicas``."""
 
@@ -90,12 +96,13 @@ class RewardTraits:
     Attributes:
         batch_size: most samples in a call that make it faster; None: as many as there are.
         cores_per_process: one process per so many cores of the machine by default; None: one process.
-        takes_groups: see :func:`takes_groups`.
+        takes_groups, reads_files: see :func:`takes_groups` and :func:`reads_files`.
     """
 
     batch_size: int | None = None
     cores_per_process: int | None = None
     takes_groups: bool = False
+    reads_files: bool = False
 
 
 class RewardFunction(Protocol):

@@ -9,6 +9,10 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from PIL import Image as PILImage
 
 from spotlight.config.sections.rewards import RewardConfig
 from spotlight.rewards.example_pictures import example_picture
@@ -16,6 +20,8 @@ from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.results import RewardFailure
 from spotlight.rewards.reward_facts import Example, RewardFacts
 
+_COMPARED_WITH = "shapes"
+"""Second picture of a group, for rewards that compare."""
 _UNKNOWN = Example("sign", (-math.inf, math.inf), prompt='a white sign with the word "OPEN"')
 _SAME, _SAME_FROM_A_SERVER = 1e-5, 0.02
 """Largest difference of two scores of one picture; servers batch requests of others, too."""
@@ -56,19 +62,28 @@ class RewardReport:
 def check_reward(reward: RewardConfig, facts: RewardFacts | None, *, start_deadline_s: float) -> RewardReport:
     """Load a reward and score its built-in picture: twice, and with a wrong prompt.
 
+    A reward that compares gets a group of two, of which the first counts.
+
     Raises:
         RewardSetupError: it cannot be loaded; names the remedy.
         RewardInputError: it cannot score the built-in picture's prompt.
     """
     example = (facts and facts.example) or _UNKNOWN
     begun_s = time.monotonic()
-    with RewardPool([reward], start_deadline_s=start_deadline_s) as pool:
-        pool.check([example.prompt], [example.metadata])
+    with (
+        TemporaryDirectory() as folder,
+        RewardPool([reward], start_deadline_s=start_deadline_s) as pool,
+    ):
+        record = {**example.metadata, **_written(example, Path(folder))}
+        pool.check([example.prompt], [record])
         load_s = time.monotonic() - begun_s
+        shown = [example_picture(example.picture)]
+        if pool.compares_groups:
+            shown.append(example_picture(_COMPARED_WITH))
 
         def scored(prompt: str) -> tuple[float | str, float]:
             began_s = time.monotonic()
-            (sample,) = pool.score([example_picture(example.picture)], [prompt], [example.metadata]).samples
+            sample = pool.score(shown, [prompt] * len(shown), [record] * len(shown)).samples[0]
             took_s = time.monotonic() - began_s
             if isinstance(sample, RewardFailure):
                 return sample.message, took_s
@@ -82,6 +97,14 @@ def check_reward(reward: RewardConfig, facts: RewardFacts | None, *, start_deadl
         low, high = example.score
         scored_by = pool.scored_by.get(reward.curve, "")
     return RewardReport(scored_by, load_s, (first_s, again_s), low == high, findings)
+
+
+def _written(example: Example, folder: Path) -> dict[str, str]:
+    paths = {}
+    for key, name in example.files.items():
+        paths[key] = str(folder / f"{name}.png")
+        PILImage.fromarray(example_picture(name)).save(paths[key])
+    return paths
 
 
 def _findings(

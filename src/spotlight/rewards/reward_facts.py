@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
+
+PictureName: TypeAlias = Literal["sign", "shapes", "moving"]
 
 
 class Reads(StrEnum):
@@ -28,15 +30,17 @@ class Example:
     """A built-in picture (``example_pictures.py``) and what it should score, for ``spotlight rewards check``.
 
     Attributes:
+        files: metadata fields that name a picture's file, each with the built-in picture to put there.
         score: lowest and highest expected score; both the same where the figure is known exactly.
         wrong_prompt: must score less than ``prompt``; empty: not compared.
     """
 
-    picture: Literal["sign", "shapes"]
+    picture: PictureName
     score: tuple[float, float]
     prompt: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     wrong_prompt: str = ""
+    files: Mapping[str, PictureName] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

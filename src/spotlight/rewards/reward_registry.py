@@ -99,7 +99,11 @@ def load(
     scored_by = _hook(name_or_path, module, "scored_by()", params, call_deadline_s)
     bound = cast(RewardFunction, partial(function, **params))
     traits: RewardTraits = getattr(function, "traits", RewardTraits())
-    traits = replace(traits, takes_groups=getattr(function, "takes_groups", False))
+    traits = replace(
+        traits,
+        takes_groups=getattr(function, "takes_groups", False),
+        reads_files=getattr(function, "reads_files", False),
+    )
     if not getattr(function, "takes_videos", False):
         added: frozenset[str] = getattr(function, "added_curves", frozenset())
         bound = cast(RewardFunction, OverFrames(bound, frames or FrameRule(), added))

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from spotlight.config.sections.rewards import RewardConfig
 
 START_DEADLINE_S = 86400.0
-"""Whoever waits for a download at a terminal can end it."""
+"""A day: who waits for a download at a terminal can end it."""
 
 ParamOption: TypeAlias = Annotated[
     list[str] | None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +17,9 @@ from spotlight.cli.scoring.reward_argument import START_DEADLINE_S, DeadlineOpti
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+    from spotlight.config.sections.rewards import RewardConfig
+    from spotlight.rewards.pool.reward_pool import RewardPool
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -64,23 +68,48 @@ def serve(
 
         token = _token(host, token_env)
         configs = [reward_of(name, params, deadline_s) for name, params in _by_reward(reward, param or [])]
+        _require_distinct(configs)
         pools = {
             config.curve: open_pools.enter_context(
                 RewardPool([config], workers, start_deadline_s=START_DEADLINE_S)
             )
             for config in configs
         }
-        comparing = [name for pool in pools.values() for name in pool.compares_groups]
-        if comparing:
-            raise RewardSetupError(
-                f"--reward is {comparing[0]!r}, which compares the pictures of a group; expected one that "
-                "scores single pictures, because requests tell no groups. Use it in the run itself."
-            )
+        for pool in pools.values():
+            _require_servable(pool)
+            pool.check([], [])
         app: FastAPI = service_app(ScoreService(pools), token)
         console.print(f"{', '.join(pools)} at http://{host}:{port} (POST /score, GET /rewards, /metrics)")
         # uvicorn ends by the signal that it got: without this, the rewards' processes would not be ended.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         uvicorn.run(app, host=host, port=port, log_level="warning")
+
+
+def _require_distinct(configs: Sequence[RewardConfig]) -> None:
+    from spotlight.rewards.reward import RewardSetupError
+
+    by_curve: dict[str, str] = {}
+    for config in configs:
+        if (other := by_curve.setdefault(config.curve, config.name)) != config.name:
+            raise RewardSetupError(
+                f"--reward names {other} and {config.name}, which clients would both call "
+                f"{config.curve!r}; expected different names. Rename a function, or serve them apart."
+            )
+
+
+def _require_servable(pool: RewardPool) -> None:
+    from spotlight.rewards.reward import RewardSetupError
+
+    if comparing := pool.compares_groups:
+        raise RewardSetupError(
+            f"--reward is {comparing[0]!r}, which compares the pictures of a group; expected one that "
+            "scores single pictures, because requests tell no groups. Use it in the run itself."
+        )
+    if reading := pool.reads_files:
+        raise RewardSetupError(
+            f"--reward is {reading[0]!r}, which opens the files that metadata names; expected one that does "
+            "not, because clients could name any file of this machine. Use it in the run itself."
+        )
 
 
 def _token(host: str, token_env: str) -> str:

@@ -27,8 +27,8 @@ from spotlight.rewards.endpoints.chat import (
 )
 from spotlight.rewards.endpoints.json_client import COSTS, parse_server
 from spotlight.rewards.example_pictures import example_picture
-from spotlight.rewards.reward import Image, RewardInputError, SampleError, adds_over_frames
-from spotlight.rewards.reward_facts import Reads, RewardFacts
+from spotlight.rewards.reward import Image, RewardInputError, SampleError, adds_over_frames, reads_files
+from spotlight.rewards.reward_facts import Example, Reads, RewardFacts
 
 FACTS = RewardFacts(
     runs_on="a server",
@@ -36,6 +36,13 @@ FACTS = RewardFacts(
     reads=Reads.METADATA,
     weights=("EditScore/EditScore-Qwen3-VL-4B-Instruct",),
     licence="Apache-2.0",
+    example=Example(
+        "sign",
+        score=(0, 25),
+        prompt="Leave the picture as it is.",
+        files={"reference": "sign"},
+        wrong_prompt="Paint the whole sign red.",
+    ),
 )
 GRADE_MAX = 25.0
 _FORM = 'Answer with JSON only: {"reasoning": "in a few words", "score": [first, second]}.'
@@ -52,6 +59,7 @@ QUALITY = (
 )
 
 
+@reads_files
 @adds_over_frames(*COSTS)
 def edit_score(
     images: Sequence[Image],

@@ -49,6 +49,8 @@ _KNOWN_MIN = 0.5
 """Least probability of all the tokens that are told; below it, an answer may hide among the others."""
 _PREFIX_MIN = 2
 """Letters from which a token counts as the beginning of a longer answer."""
+_UNCLEAR_MAX = 0.1
+"""Probability of tokens that may or may not begin the answer, from which they are no detail."""
 
 
 @adds_over_frames(*COSTS)
@@ -148,19 +150,34 @@ def atoms_of(prompt: str, record: Mapping[str, Any]) -> list[Atom]:
 
 
 def answer_probability(first_token: Mapping[str, float], answer: str) -> float:
-    """Probability that an answer begins as the right one does: in any case, numbers also as digits."""
+    """Probability that an answer begins as the right one does: in any case, numbers also as digits.
+
+    Raises:
+        SampleError: most of what could begin it is too short to tell, or a number of its own (``1`` of 12,
+            ``seven`` of seventeen).
+    """
     right = " ".join(answer.casefold().split()).strip(".")
     spellings = {right}
     if right in _NUMBERS:
         spellings.add(str(_NUMBERS.index(right)))
     elif right.isdecimal() and int(right) < len(_NUMBERS):
         spellings.add(_NUMBERS[int(right)])
-    total = 0.0
+    total = unclear = 0.0
     for token, probability in first_token.items():
         word = token.strip(" \n\t▁Ġ\"'*.,").casefold()
-        begins = len(word) >= _PREFIX_MIN and any(each.startswith(word) for each in spellings)
-        if word in spellings or begins:
+        if word in spellings:
             total += probability
+        elif word and any(each.startswith(word) for each in spellings):
+            if len(word) < _PREFIX_MIN or word.isdecimal() or word in _NUMBERS:
+                unclear += probability
+            else:
+                total += probability
+    if unclear > max(total, _UNCLEAR_MAX):
+        raise SampleError(
+            f"the first token begins {answer!r} with probability {unclear:.3f}, but may as well be another "
+            "answer; expected one that tells. Ask for numbers up to ten, or for another form of the answer "
+            "in params.instruction."
+        )
     return min(total, 1.0)
 
 
@@ -191,7 +208,10 @@ def _judged(
 ) -> tuple[ChatAnswer, float] | SampleError:
     if isinstance(found, SampleError):
         return found
-    return found[0], answer_probability(found[1], answer)
+    try:
+        return found[0], answer_probability(found[1], answer)
+    except SampleError as error:
+        return error
 
 
 def _settings(endpoint: Mapping[str, Any], mean: Mean, instruction: str) -> ChatEndpoint:

@@ -22,7 +22,7 @@ from spotlight.rewards.endpoints.chat import (
 from spotlight.rewards.endpoints.json_client import parse_server
 from spotlight.rewards.frames import FrameRule
 from spotlight.rewards.reward import Image, RewardSetupError, SampleError, takes_groups, takes_videos
-from spotlight.rewards.reward_facts import Reads, RewardFacts
+from spotlight.rewards.reward_facts import Example, Reads, RewardFacts
 
 FACTS = RewardFacts(
     runs_on="a server",
@@ -30,6 +30,12 @@ FACTS = RewardFacts(
     reads=Reads.TEXT,
     weights=("any VLM that takes two pictures",),
     licence="the model's",
+    example=Example(
+        "sign",
+        score=(1, 1),
+        prompt="a sign that says OPEN",
+        wrong_prompt="a red circle left of a blue square",
+    ),
 )
 
 QUESTION = (

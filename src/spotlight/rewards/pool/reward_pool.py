@@ -94,6 +94,11 @@ class RewardPool:
         return tuple(lane.reward.curve for lane in self._lanes if lane.traits.takes_groups)
 
     @property
+    def reads_files(self) -> tuple[str, ...]:
+        """Names of the rewards that open files which the metadata of a sample names."""
+        return tuple(lane.reward.curve for lane in self._lanes if lane.traits.reads_files)
+
+    @property
     def scored_by(self) -> dict[str, str]:
         """What scores, by the name of a reward that tells it."""
         told = {lane.reward.curve: lane.processes[0].scored_by for lane in self._lanes}

@@ -33,7 +33,13 @@ from spotlight.rewards.results import RewardBatch, RewardFailure
 from spotlight.rewards.reward import Image
 
 BODY_MAX_BYTES = 256 << 20
+PIXELS_MAX = 1 << 24
+"""Of a picture. A file of a few kB may hold as many as its format can count."""
+REQUEST_PIXELS_MAX = 1 << 28
+"""Of the pictures of a request together: 0.8 GB."""
+_FORMATS = ("PNG", "JPEG")
 _REQUESTS_MAX = 1024
+_RETRY_AFTER_S = 5
 _MESSAGE_MAX = 2000
 
 
@@ -66,22 +72,44 @@ class Answer:
     errors: dict[str, str] = field(default_factory=dict)
 
 
+class ServiceBusyError(RuntimeError):
+    """The service takes no more pictures for now."""
+
+
 class ScoreService:
     """Scores requests with one pool per reward, and counts.
 
     Args:
         pools: by reward, each with that reward alone.
+        waiting_max: pictures that may wait or be scored at once; one request always may.
     """
 
-    def __init__(self, pools: Mapping[str, RewardPool]) -> None:
+    def __init__(self, pools: Mapping[str, RewardPool], waiting_max: int = _REQUESTS_MAX) -> None:
         self.pools = pools
+        self._waiting, self._waiting_max = 0, waiting_max
         self._pictures: Counter[tuple[str, str]] = Counter()
         self._seconds = dict.fromkeys(pools, 0.0)
 
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Answer]:
-        """Score all samples, each by the rewards that it requires."""
+        """Score all samples, each by the rewards that it requires.
+
+        Raises:
+            ServiceBusyError: too many pictures wait. Clients that gave up leave theirs behind.
+        """
+        if self._waiting and self._waiting + len(requests) > self._waiting_max:
+            raise ServiceBusyError(
+                f"{self._waiting} pictures wait here; expected at most {self._waiting_max} with these "
+                f"{len(requests)}. Come again later, or send fewer at once."
+            )
+        self._waiting += len(requests)
+        try:
+            return await self._score(requests)
+        finally:
+            self._waiting -= len(requests)
+
+    async def _score(self, requests: Sequence[ScoreRequest]) -> list[Answer]:
         answers = [Answer() for _ in requests]
-        images = await asyncio.to_thread(lambda: [decode(each.history[-1].image_b64) for each in requests])
+        images = await asyncio.to_thread(_decoded, [each.history[-1].image_b64 for each in requests])
         wanted: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
             for name in dict.fromkeys(request.required_rewards):
@@ -158,8 +186,9 @@ def service_app(service: ScoreService, token: str = "") -> FastAPI:
         if not right and request.url.path != "/health":
             return _refusal(401, "no or a wrong token; expected Authorization: Bearer TOKEN")
         length = request.headers.get("content-length", "")
-        if request.method == "POST" and not length.isdecimal():
-            return _refusal(411, "no Content-Length; expected one")
+        chunked = "transfer-encoding" in request.headers  # overrides the length
+        if request.method == "POST" and (chunked or not length.isdecimal()):
+            return _refusal(411, "no Content-Length, or Transfer-Encoding beside it; expected a length alone")
         if length.isdecimal() and int(length) > BODY_MAX_BYTES:
             return _refusal(413, f"a body of {length} bytes; expected at most {BODY_MAX_BYTES}")
         return await go_on(request)
@@ -178,21 +207,42 @@ def service_app(service: ScoreService, token: str = "") -> FastAPI:
         return PlainTextResponse(service.metrics())
 
     @app.post("/score")
-    async def score(body: ScoreBody) -> dict[str, Any]:
-        answers = await service.score(body.requests)
-        return {"results": [each.scores for each in answers], "errors": [each.errors for each in answers]}
+    async def score(body: ScoreBody) -> JSONResponse:
+        try:
+            answers = await service.score(body.requests)
+        except ServiceBusyError as error:
+            return _refusal(503, str(error), {"Retry-After": str(_RETRY_AFTER_S)})
+        return JSONResponse(
+            {"results": [each.scores for each in answers], "errors": [each.errors for each in answers]}
+        )
 
     return app
 
 
-def decode(image_b64: str) -> Image | str:
-    """The picture [height, width, 3], or why it cannot be read."""
+def decode(image_b64: str, pixels_max: int = PIXELS_MAX) -> Image | str:
+    """The picture [height, width, 3], or why it cannot be read; a larger one is not decoded."""
     try:
         content = base64.b64decode(image_b64.partition("base64,")[2] or image_b64, validate=True)
-        with PILImage.open(io.BytesIO(content)) as picture:
+        with PILImage.open(io.BytesIO(content), formats=_FORMATS) as picture:
+            if picture.width * picture.height > pixels_max:
+                return (
+                    f"the picture has {picture.width} x {picture.height} pixels; expected at most "
+                    f"{PIXELS_MAX:,}, and {REQUEST_PIXELS_MAX:,} in all pictures of a request"
+                )
             return np.asarray(picture.convert("RGB"))
     except (binascii.Error, OSError, ValueError, SyntaxError, PILImage.DecompressionBombError) as error:
         return f"the picture cannot be read ({type(error).__name__}: {error}); expected PNG or JPEG in base64"
+
+
+def _decoded(files_b64: Sequence[str]) -> list[Image | str]:
+    found: list[Image | str] = []
+    room = REQUEST_PIXELS_MAX
+    for each in files_b64:
+        image = decode(each, min(room, PIXELS_MAX))
+        if not isinstance(image, str):
+            room -= image.shape[0] * image.shape[1]
+        found.append(image)
+    return found
 
 
 def _of(name: str, batch: RewardBatch | str, at: int) -> dict[str, float] | str:
@@ -205,5 +255,5 @@ def _of(name: str, batch: RewardBatch | str, at: int) -> dict[str, float] | str:
     return {**score.details, name: score.value}
 
 
-def _refusal(status: int, found: str) -> JSONResponse:
-    return JSONResponse({"detail": found}, status_code=status)
+def _refusal(status: int, found: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    return JSONResponse({"detail": found}, status_code=status, headers=headers)
